@@ -101,14 +101,14 @@ class Known:
     axon: Axon | None = None
 
 
-def look(
+def audit_repo(
     repo: RepoSettings, on: ChainSettings, limits: Limits, known: Known | None = None
 ) -> AuditReport:
     """Read the chain, if one is configured, and audit the repo accordingly. Never raises."""
     known = known or Known()
     if on.network is None:
         return run(repo, limits, Network(reason="no [chain] configured"), known=known)
-    seen = chain.look(on)
+    seen = chain.query(on)
     ahead = progress(repo, limits, seen.master_commitment)
     network = network_of(
         seen,
@@ -118,7 +118,7 @@ def look(
         per_allreduce=on.blocks_per_allreduce,
     )
     if limits.alive_timeout_s is not None and seen.reason is None:
-        axon = axon_probe.look(seen.axon, limits.alive_timeout_s)
+        axon = axon_probe.reach(seen.axon, limits.alive_timeout_s)
         known = dataclasses.replace(known, axon=axon)
     return run(repo, limits, network, seen.commitment, known=known)
 

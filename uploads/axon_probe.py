@@ -20,7 +20,7 @@ _DEADLINE_S = 10.0
 """Of the child, for interpreter, connection and answer."""
 
 
-def look(address: str | None, timeout_s: float) -> Axon:
+def reach(address: str | None, timeout_s: float) -> Axon:
     """Ask the axon at `ip:port` once, for at most `_DEADLINE_S`. Never raises."""
     if address is None:
         return Axon(None, reason="the chain did not tell it")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from miner_guard.config import RepoSettings
 from miner_guard.eventlog.redact import without_secrets
-from miner_guard.health.chain import ChainLook
+from miner_guard.health.chain import ChainReading
 from miner_guard.system import probe
 from uploads.commitments import keys_of, placeholder
 from validators.commitment import fingerprint
@@ -81,12 +81,12 @@ def progress(repo: RepoSettings, limits: Limits, master_commitment: str | None) 
     return NetworkProgress(outer, block if isinstance(block, int) else None)
 
 
-def _told(commitment: str | None, form: Sequence[int]) -> str:
+def _committed(commitment: str | None, form: Sequence[int]) -> str:
     return "" if commitment is None or placeholder(commitment, form) else commitment
 
 
 def network_of(
-    look: ChainLook,
+    reading: ChainReading,
     ahead: NetworkProgress,
     seen_at: float,
     *,
@@ -99,17 +99,17 @@ def network_of(
     `form` is the commitment's; `per_allreduce` is the operator's blocks per AllReduce, if set.
     """
     since = None
-    if look.block is not None and ahead.last_allreduce_block is not None:
-        since = look.block - ahead.last_allreduce_block
-    told = bool(look.registered) and "commitment" not in (look.errors or {})
+    if reading.block is not None and ahead.last_allreduce_block is not None:
+        since = reading.block - ahead.last_allreduce_block
+    answered = bool(reading.registered) and "commitment" not in (reading.errors or {})
     return Network(
-        block=look.block,
+        block=reading.block,
         outer_step=ahead.outer_step,
         blocks_since_allreduce=since,
-        commitment=fingerprint(_told(look.commitment, form)) if told else None,
-        registered=look.registered,
-        uid=look.uid,
-        reason=look.reason,
+        commitment=fingerprint(_committed(reading.commitment, form)) if answered else None,
+        registered=reading.registered,
+        uid=reading.uid,
+        reason=reading.reason,
         seen_at=seen_at,
         blocks_per_allreduce=per_allreduce,
     )

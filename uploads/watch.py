@@ -50,7 +50,7 @@ class RepoWatch:
         age = self.age(now)
         return age is not None and age > self._gate.repo_age_limit_s
 
-    def look(self, published: Published, now: float) -> Iterator[Finding]:
+    def observe(self, published: Published, now: float) -> Iterator[Finding]:
         """Process the result of a probe."""
         self.latest = published
         if published.age_s is None:

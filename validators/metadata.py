@@ -115,9 +115,9 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         ("outer_step", facts.candidate.outer_step),
         ("inner_step", facts.candidate.inner_step),
     ):
-        told: Any = inner if name == "inner_step" else seen.get(name)
-        if name in seen and told != ours:
-            named = _short(told)
+        theirs: Any = inner if name == "inner_step" else seen.get(name)
+        if name in seen and theirs != ours:
+            named = _short(theirs)
             words = (
                 f"metadata.json names {name.replace('_', ' ')} {named}, the gradient is of {ours}"
             )

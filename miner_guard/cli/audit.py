@@ -34,7 +34,7 @@ def command(
     place = options.open_context(config, name, state_dir)
     what = _what(place)
     known = audit.Known(shapes.read(place.state.shapes), allreduce=_last_allreduce(place.state))
-    report = audit.look(what.repo, what.chain, Limits.of(what.gate, what.limits), known)
+    report = audit.audit_repo(what.repo, what.chain, Limits.of(what.gate, what.limits), known)
     if as_json:
         echo(json.dumps(statedir.finite(report.as_dict()), ensure_ascii=False))
     else:

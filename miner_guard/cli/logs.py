@@ -123,10 +123,10 @@ def _ledger(
         yield (visible(json.dumps(shown, ensure_ascii=False, indent=1)) + "\n").encode()
         return
     for row in shown:
-        told = " ".join(
+        fields = " ".join(
             f"{key}={value}" for key, value in row.items() if value is not None and key != "wall"
         )
-        yield f"{iso_utc(row['wall'])} {visible(told)}\n".encode("utf-8", "replace")
+        yield f"{iso_utc(row['wall'])} {visible(fields)}\n".encode("utf-8", "replace")
 
 
 def _query(events: list[str], level: str, since: str, ranks: list[int]) -> Query:

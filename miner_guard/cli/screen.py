@@ -209,9 +209,9 @@ def _ranks(steps: StepsStatus) -> list[str]:
     rows = []
     for rank, row in steps.per_rank.items():
         memory = row.gpu_mem_gb
-        told = "mem ?" if memory is None else number(memory, ".1f", "GB")
+        memory_words = "mem ?" if memory is None else number(memory, ".1f", "GB")
         own = "" if row.work_s is None else f" own {number(row.work_s, '.3g', 's')}"
-        rows.append(f"rank {rank}: {number(row.step_time_s, '.3g', 's')}{own} {told}")
+        rows.append(f"rank {rank}: {number(row.step_time_s, '.3g', 's')}{own} {memory_words}")
     return _in_threes(rows)
 
 

@@ -63,10 +63,12 @@ def command(
         echo(json.dumps(document, ensure_ascii=False, indent=1))
         return
     hits = query.last(place.state.log, Query(least_level="warning"), _EVENTS)
-    told = [screen.cut(f"{hit.ts[:19]}Z {hit.level:<8} {hit.headline}", _WIDTH) for hit in hits]
+    events = [screen.cut(f"{hit.ts[:19]}Z {hit.level:<8} {hit.headline}", _WIDTH) for hit in hits]
     echo(
         "\n".join(
-            _lines(status, curves_of(place.state), told, place.settings.config.gate.min_inner_step)
+            _lines(
+                status, curves_of(place.state), events, place.settings.config.gate.min_inner_step
+            )
         )
     )
 
@@ -76,8 +78,8 @@ def _check(status: StatusDocument, hang: HangSettings) -> None:
     Refused (1)."""
     from miner_guard.reporting import progress
 
-    if (trouble := progress.trouble(status, 0.0, time.time(), hang)) is not None:
-        raise Refused(trouble, FAILED)
+    if (problem := progress.problem(status, 0.0, time.time(), hang)) is not None:
+        raise Refused(problem, FAILED)
     echo("progressing")
 
 

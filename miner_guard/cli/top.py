@@ -39,7 +39,7 @@ def command(
     every: Annotated[
         float,
         typer.Option(
-            "--every", "-d", min=0.2, callback=a_number, help="Seconds between two looks."
+            "--every", "-d", min=0.2, callback=a_number, help="Refresh interval in seconds."
         ),
     ] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one screen and end.")] = False,
@@ -78,8 +78,8 @@ class View:
 
     def _take(self, hits: list[Hit]) -> None:
         wanted = [hit for hit in hits if hit.event in _SHOWN]
-        told = [f"{hit.ts[11:19]} {hit.level:<8} {hit.headline}" for hit in wanted]
-        self._events = [*self._events, *told][-_LAST_EVENTS:]
+        rows = [f"{hit.ts[11:19]} {hit.level:<8} {hit.headline}" for hit in wanted]
+        self._events = [*self._events, *rows][-_LAST_EVENTS:]
 
     def lines(self, width: int, height: int) -> list[str]:
         """The current screen."""

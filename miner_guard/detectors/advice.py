@@ -46,7 +46,7 @@ def example_range(facts: TrainingFacts, step: int) -> tuple[int, int] | None:
 def for_nan(facts: TrainingFacts, step: int, lr: float | None) -> tuple[str, tuple[str, ...]]:
     """Cause and fixes of a NaN or Inf loss (source 003, NaN or Inf Loss)."""
     examples = example_range(facts, step)
-    look = (
+    inspect = (
         f"inspect the batch of step {step}: its data may be bad"
         if examples is None
         else f"check examples {examples[0]} to {examples[1]}: that batch may hold bad data"
@@ -56,7 +56,7 @@ def for_nan(facts: TrainingFacts, step: int, lr: float | None) -> tuple[str, tup
         (
             _lower(lr),
             "add warmup: the first 10 % of the steps",
-            look,
+            inspect,
             "last resort: fp32 instead of mixed precision",
         ),
     )

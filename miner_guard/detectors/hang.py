@@ -145,7 +145,7 @@ class HangDetector:
         """Seconds since the last progress."""
         return now - self._progress
 
-    def look(
+    def check(
         self, now: float, ranks: Mapping[int, Now], processes: Processes = NOTHING_KNOWN
     ) -> Hang | None:
         """Judge the ranks as they are; reports a hang once until the next progress."""

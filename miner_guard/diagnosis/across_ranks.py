@@ -298,9 +298,9 @@ def _local_ranks(answered: Sequence[Report]) -> Iterator[Finding]:
         device = str(r.get("model_device"))
         index = device.partition(":")[2]
         # With one visible GPU per rank, cuda:0 is correct on every rank.
-        told = r.get("local_rank") is not None
+        given = r.get("local_rank") is not None
         if (
-            told
+            given
             and device.startswith("cuda:")
             and (r.get("gpu_count") or 0) > 1
             and int(index) != r["local_rank"]

@@ -24,7 +24,7 @@ _NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = {
 """The keys needed for writing; a read key alone can't publish."""
 
 
-def look(repo: Repo) -> dict[str, Any]:
+def examine(repo: Repo) -> dict[str, Any]:
     """Read the state; write a small object, read it back, delete it."""
     answer: dict[str, Any] = {"label": repo.label, "read": False, "write": False}
     try:
@@ -67,7 +67,7 @@ def main() -> None:
     answer: dict[str, Any] = {"label": settings.kind, "read": False, "write": False}
     try:
         answer["credentials"] = missing_credentials(settings)
-        answer |= look(open_repo(settings))
+        answer |= examine(open_repo(settings))
     except RepoError as error:
         answer["read_error"] = str(error)
     probe.reply(answer)

@@ -14,7 +14,7 @@ from miner_guard.system import probe
 
 
 @dataclass(frozen=True)
-class ChainLook:
+class ChainReading:
     """The result of one query. All fields are None where `reason` explains a failure."""
 
     reason: str | None = None
@@ -44,16 +44,16 @@ class ChainLook:
     """Fields that could not be read, each with its reason."""
 
 
-_FIELDS = ChainLook.__dataclass_fields__
+_FIELDS = ChainReading.__dataclass_fields__
 
 
-def look(settings: ChainSettings, *, python: str = sys.executable) -> ChainLook:
+def query(settings: ChainSettings, *, python: str = sys.executable) -> ChainReading:
     """Query the chain, for `settings.timeout_s` at most. Never raises."""
     if settings.network is None or settings.netuid is None:
         missing = " and ".join(
             key for key in ("network", "netuid") if getattr(settings, key) is None
         )
-        return ChainLook(reason=f"no [chain] {missing} configured")
+        return ChainReading(reason=f"no [chain] {missing} configured")
     request = {
         "network": settings.network,
         "netuid": settings.netuid,
@@ -66,40 +66,44 @@ def look(settings: ChainSettings, *, python: str = sys.executable) -> ChainLook:
         "miner_guard.health.chain_probe", request, settings.timeout_s, python=python, env=env
     )
     if answer.reason is not None or not isinstance(answer.value, dict):
-        return ChainLook(reason=answer.reason or "the look gave no answer")
-    return ChainLook(**{name: value for name, value in answer.value.items() if name in _FIELDS})
+        return ChainReading(reason=answer.reason or "the query gave no answer")
+    return ChainReading(**{name: value for name, value in answer.value.items() if name in _FIELDS})
 
 
-def summary(look: ChainLook, outer_step: int | None = None) -> str:
+def summary(reading: ChainReading, outer_step: int | None = None) -> str:
     """The text after `CHAIN `."""
-    if look.reason is not None:
-        return f"unknown: {look.reason}"
-    said = [f"block {look.block}"]
-    if look.registered is not None:
-        said.append(f"registered as uid {look.uid}" if look.registered else "NOT registered")
-    for name, value in (("incentive", look.incentive), ("trust", look.trust), ("rank", look.rank)):
+    if reading.reason is not None:
+        return f"unknown: {reading.reason}"
+    said = [f"block {reading.block}"]
+    if reading.registered is not None:
+        said.append(f"registered as uid {reading.uid}" if reading.registered else "NOT registered")
+    for name, value in (
+        ("incentive", reading.incentive),
+        ("trust", reading.trust),
+        ("rank", reading.rank),
+    ):
         if value is not None:
             said.append(f"{name} {value:.4f}")
-    if look.emission is not None:
-        said.append(f"emission {look.emission:.4g}")
-    if look.last_update is not None and look.block is not None:
-        said.append(f"updated {look.block - look.last_update} blocks ago")
-    if look.registered:
+    if reading.emission is not None:
+        said.append(f"emission {reading.emission:.4g}")
+    if reading.last_update is not None and reading.block is not None:
+        said.append(f"updated {reading.block - reading.last_update} blocks ago")
+    if reading.registered:
         said.append(
             "nothing committed"
-            if look.commitment is None
-            else f"commitment {len(look.commitment)} characters"
+            if reading.commitment is None
+            else f"commitment {len(reading.commitment)} characters"
         )
     if outer_step is not None:
         said.append(f"network outer step {outer_step}")
-    said += [f"{what} unknown ({why})" for what, why in (look.errors or {}).items()]
+    said += [f"{what} unknown ({why})" for what, why in (reading.errors or {}).items()]
     return ", ".join(said)
 
 
-def as_fields(look: ChainLook) -> dict[str, Any]:
+def as_fields(reading: ChainReading) -> dict[str, Any]:
     """The result for an event: everything but the commitments."""
     left_out = {"commitment", "master_commitment", "reason", "rank"}
     # An event's `rank` is reserved for the process that it concerns.
-    return {name: getattr(look, name) for name in _FIELDS if name not in left_out} | {
-        "chain_rank": look.rank
+    return {name: getattr(reading, name) for name in _FIELDS if name not in left_out} | {
+        "chain_rank": reading.rank
     }

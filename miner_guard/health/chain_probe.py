@@ -73,9 +73,9 @@ class Ten(BeforeEleven):
             self._subtensor.query_runtime_api("NeuronInfoRuntimeApi", "get_neurons_lite", [netuid])
             or ()
         )
-        told = {int(row["uid"]): row for row in rows}
+        by_uid = {int(row["uid"]): row for row in rows}
         return [
-            {**n, **{k: _share(told.get(n["uid"], {}).get(k)) for k in ("trust", "rank")}}
+            {**n, **{k: _share(by_uid.get(n["uid"], {}).get(k)) for k in ("trust", "rank")}}
             for n in found
         ]
 
@@ -129,7 +129,7 @@ def connect(network: str) -> tuple[ChainClient, str]:
     ), version
 
 
-def look(
+def query(
     chain: ChainClient, netuid: int, hotkey: str | None, master_uid: int | None
 ) -> dict[str, Any]:
     """The chain's data; an unreadable field is null, with its reason under `errors`."""
@@ -250,7 +250,7 @@ def _amount(balance: Any) -> float | None:
 
 
 def main() -> None:
-    """Print the result of `look`."""
+    """Print the result of `query`."""
     request = probe.request()
     # Without this 9.x creates ~/.bittensor.
     os.environ["READ_ONLY"] = "1"
@@ -266,7 +266,7 @@ def main() -> None:
             error=f"no connection to {request['network']}: {type(error).__name__}: {error}"[:400]
         )
         return
-    answer = look(chain, request["netuid"], request["hotkey"], request["master_uid"])
+    answer = query(chain, request["netuid"], request["hotkey"], request["master_uid"])
     if answer["block"] is None:
         probe.reply(
             error=f"{request['network']} did not report its block: {answer['errors'].get('block')}"

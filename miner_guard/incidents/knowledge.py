@@ -93,10 +93,10 @@ class Knowledge:
         """The matches of an exception together with the files of its traceback; `matches` are those
         of the exception alone."""
         words = self._search.find(text.encode(errors="replace"))
-        told = {p.label for p in matches if not p.alone}
+        named = {p.label for p in matches if not p.alone}
         for p in self._framed:
             if (
-                (p.instead & told if told else not p.instead)
+                (p.instead & named if named else not p.instead)
                 and not p.any_of.isdisjoint(words)
                 and any(f in frames for f in p.frames)
                 and p.matches(text, words)

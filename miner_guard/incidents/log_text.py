@@ -134,11 +134,11 @@ def unwrapped(rank: int | None, text: str) -> Iterator[tuple[int | None, str]]:
         if str(record.get("level", record.get("levelname", ""))).lower().startswith("warn")
         else ""
     )
-    told = {
+    texts = {
         k: v for k, v in record.items() if isinstance(v, str) and (k.lower() in _WORDS or "\n" in v)
     }
-    yield rank, json.dumps({key: value for key, value in record.items() if key not in told})
-    for value in told.values():
+    yield rank, json.dumps({key: value for key, value in record.items() if key not in texts})
+    for value in texts.values():
         for line in value.splitlines()[:_MAX_TRACEBACK_LINES]:
             named, inner = clean(line.encode(errors="replace"))
             yield rank if named is None else named, inner + level

@@ -121,8 +121,8 @@ def in_words(
 def _out_of_memory(
     incident: Incident, cause: str, fixes: list[Fix], training: oom.Training
 ) -> tuple[str, list[Fix]]:
-    told = [oom.parse(f"{s.text} {s.more}") for s in (incident.first, *incident.kept)]
-    numbers = next((numbers for numbers in told if numbers.kind != "unknown"), told[0])
+    parsed = [oom.parse(f"{s.text} {s.more}") for s in (incident.first, *incident.kept)]
+    numbers = next((numbers for numbers in parsed if numbers.kind != "unknown"), parsed[0])
     said = oom.describe(numbers)
     parts = [cause, f"It {said}." if said else "", oom.meaning(numbers)]
     return " ".join(part for part in parts if part), oom.fixes(numbers, fixes, training)

@@ -76,7 +76,7 @@ class AlertsMonitor(Monitor):
     def _heartbeat(self) -> None:
         status = StatusDocument.from_json(self.context.status())
         if (
-            progress.trouble(status, 0.0, self.context.clock.wall(), self.context.config.hang)
+            progress.problem(status, 0.0, self.context.clock.wall(), self.context.config.hang)
             is not None
         ):
             # The missing ping is the signal: the monitoring service alerts on its absence.
@@ -111,14 +111,14 @@ def send_test(settings: AlertSettings) -> probe.Answer:
         f"[{socket.gethostname()}] miner-guard test",
         "This is a test message of miner-guard. Alerts arrive.",
     )
-    letters = [
+    messages = [
         {"id": number, "target": number, "url": url, "level": "info", "title": title, "body": body}
         for number, url in enumerate(settings.urls, 1)
     ]
-    request = {"within_s": alert_queue.WITHIN_S, "letters": letters}
+    request = {"within_s": alert_queue.WITHIN_S, "messages": messages}
     answer = probe.ask(alert_queue.SENDER, request, alert_queue.WITHIN_S + alert_queue.START_S)
     if not answer.known:
         return answer
     if answer.value:
         return replace(answer, value=None, reason="; ".join(answer.value.values()))
-    return replace(answer, value=len(letters))
+    return replace(answer, value=len(messages))

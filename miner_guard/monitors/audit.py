@@ -53,7 +53,7 @@ class AuditMonitor(Monitor):
         try:
             known = replace(self._known, model=shapes.read(self.context.state.shapes))
             config = self.context.config
-            report = audit.look(config.repo, config.chain, self._limits, known)
+            report = audit.audit_repo(config.repo, config.chain, self._limits, known)
         finally:
             self._running.release()
         finding = report.finding()

@@ -9,7 +9,7 @@ from typing import Any
 
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.health import chain
-from miner_guard.health.chain import ChainLook
+from miner_guard.health.chain import ChainReading
 from miner_guard.monitors.base import Context, Monitor
 from miner_guard.system.once import OncePer
 from uploads.network import NetworkProgress, network_of, progress
@@ -33,7 +33,7 @@ class ChainMonitor(Monitor):
         self._status = OncePer(_STATUS_EVERY_S)
         self._unknown = OncePer(_REPEAT_S)
         self._unregistered = OncePer(_REPEAT_S)
-        self._latest: tuple[ChainLook, Network] | None = None
+        self._latest: tuple[ChainReading, Network] | None = None
         self._moved: tuple[int, float] | None = None
         if self._settings.network is not None:
             context.jobs.every(
@@ -41,35 +41,43 @@ class ChainMonitor(Monitor):
             )
 
     def _refresh(self) -> None:
-        look = chain.look(self._settings)
+        reading = chain.query(self._settings)
         # Take the time first: querying the master's repo can be slow.
         now = self.context.clock.monotonic()
         ahead = NetworkProgress(reason="not asked for")
-        if look.reason is None and self._settings.master_uid is not None:
-            ahead = progress(self.context.config.repo, self._limits, look.master_commitment)
-        for finding in self.looked(look, ahead, now):
+        if reading.reason is None and self._settings.master_uid is not None:
+            ahead = progress(self.context.config.repo, self._limits, reading.master_commitment)
+        for finding in self.observe(reading, ahead, now):
             self.context.emit(finding)
 
-    def looked(self, look: ChainLook, ahead: NetworkProgress, now: float) -> Iterator[Finding]:
+    def observe(
+        self, reading: ChainReading, ahead: NetworkProgress, now: float
+    ) -> Iterator[Finding]:
         """The findings for one chain poll at `now` (monotonic). Their `network` field is for the
         gate."""
-        frozen = self._frozen_s(look, now)
+        frozen = self._frozen_s(reading, now)
         # Date a block by its first sighting: the chain advances even if this node has stalled.
         seen_at = now if self._moved is None else self._moved[1]
         form, per_allreduce = self._limits.commitment_form, self._settings.blocks_per_allreduce
-        network = network_of(look, ahead, seen_at, form=form, per_allreduce=per_allreduce)
-        self._latest = (look, network)
-        if look.reason is not None:
-            level = "warning" if self._unknown.ask(now, look.reason) else "debug"
+        network = network_of(reading, ahead, seen_at, form=form, per_allreduce=per_allreduce)
+        self._latest = (reading, network)
+        if reading.reason is not None:
+            level = "warning" if self._unknown.ask(now, reading.reason) else "debug"
             yield make_finding(
-                "chain_unknown", level=level, reason=look.reason, network=asdict(network)
+                "chain_unknown", level=level, reason=reading.reason, network=asdict(network)
             )
             self._status.clear()
             return
         self._unknown.clear()
-        key = (look.registered, look.uid, network.outer_step, bool(look.errors), frozen is not None)
+        key = (
+            reading.registered,
+            reading.uid,
+            network.outer_step,
+            bool(reading.errors),
+            frozen is not None,
+        )
         level = ("info" if frozen is None else "warning") if self._status.ask(now, key) else "debug"
-        words = chain.summary(look, network.outer_step)
+        words = chain.summary(reading, network.outer_step)
         if frozen is not None:
             words += f"; no new block for {frozen:.0f}s: has the node stalled?"
         if self._settings.master_uid is not None and ahead.reason is not None:
@@ -79,26 +87,26 @@ class ChainMonitor(Monitor):
             level=level,
             summary=words,
             network=asdict(network),
-            **chain.as_fields(look),
+            **chain.as_fields(reading),
         )
-        if look.registered is not False:
+        if reading.registered is not False:
             self._unregistered.clear()
         elif self._unregistered.ask(now):
             detail = (
                 f"the hotkey is not registered on subnet {self._settings.netuid} at block "
-                f"{look.block}"
+                f"{reading.block}"
             )
             yield make_finding(
                 "chain_unregistered", detail=f"{detail}: nothing earns until it is registered again"
             )
 
-    def _frozen_s(self, look: ChainLook, now: float) -> float | None:
+    def _frozen_s(self, reading: ChainReading, now: float) -> float | None:
         """Seconds without a new block, reported after ten block times; a stalled node misleads the
         miner."""
-        if look.block is None:
+        if reading.block is None:
             return None
-        if self._moved is None or look.block != self._moved[0]:
-            self._moved = (look.block, now)
+        if self._moved is None or reading.block != self._moved[0]:
+            self._moved = (reading.block, now)
         still = now - self._moved[1]
         return still if still >= 10 * self._limits.block_s else None
 
@@ -108,5 +116,9 @@ class ChainMonitor(Monitor):
                 "block": None,
                 "reason": "no [chain] configured" if self._settings.network is None else "not yet",
             }
-        look, network = self._latest
-        return {**chain.as_fields(look), "reason": look.reason, "outer_step": network.outer_step}
+        reading, network = self._latest
+        return {
+            **chain.as_fields(reading),
+            "reason": reading.reason,
+            "outer_step": network.outer_step,
+        }

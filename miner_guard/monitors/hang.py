@@ -100,7 +100,7 @@ class HangMonitor(Monitor):
         processes = self._processes.observe(now, ranks)
         if not ranks:
             self._read_cpu(now, self._launch.pid)
-        hang = self._lost(now, ranks, processes) or self._detector.look(now, ranks, processes)
+        hang = self._lost(now, ranks, processes) or self._detector.check(now, ranks, processes)
         if hang is not None:
             self._found(hang)
         return ()

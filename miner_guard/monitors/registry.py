@@ -40,18 +40,18 @@ MONITORS = (
 
 def load_monitors(context: Context, report: Callable[[Finding], None]) -> list[Monitor]:
     """Create all monitors; one that can't be created is reported and skipped."""
-    parts: list[Monitor] = []
+    monitors: list[Monitor] = []
     for name in MONITORS:
         module = f"miner_guard.monitors.{name}"
         try:
-            parts.append(_monitor_of(importlib.import_module(module))(context))
+            monitors.append(_monitor_of(importlib.import_module(module))(context))
         except Exception as error:  # noqa: BLE001 - a bug in a monitor must not stop the miner; it is reported
             what = (
                 f"cannot start the monitor {name}: {type(error).__name__}: {error}; "
                 "the others keep running"
             )
             report(make_finding("guard_degraded", what=what))
-    return parts
+    return monitors
 
 
 def _monitor_of(module: ModuleType) -> type[Monitor]:

@@ -22,7 +22,7 @@ class MonitorRunner:
 
     def __init__(self, log: Callable[[Finding], None]) -> None:
         self._log = log
-        self.parts: list[Monitor] = []
+        self.monitors: list[Monitor] = []
         self.on_finding: Callable[[Finding], None] = lambda _finding: None
         """Called for every finding; drives the restart policy."""
 
@@ -35,7 +35,7 @@ class MonitorRunner:
 
     def launch(self, launch: Launch) -> None:
         self.deliveries += 1
-        self._output = LineRouter(self.parts)
+        self._output = LineRouter(self.monitors)
         self._each("on_launch", launch)
 
     def steps(self, rank: int, steps: Sequence[StepRecord]) -> None:
@@ -54,7 +54,7 @@ class MonitorRunner:
         the next tick."""
         self.deliveries += 1
         if self._output is None:
-            self._output = LineRouter(self.parts)
+            self._output = LineRouter(self.monitors)
         self._show(self._output.pieces(chunk))
 
     def _rest_of_output(self) -> None:
@@ -79,7 +79,7 @@ class MonitorRunner:
         """Every monitor's objection to counting an exit with code 0 as finished; a monitor that
         fails objects too."""
         found: list[str] = []
-        for monitor in self.parts:
+        for monitor in self.monitors:
             try:
                 why = monitor.objection()
             except Exception as error:  # noqa: BLE001 - a bug in a monitor must not end supervision; it is reported
@@ -98,7 +98,7 @@ class MonitorRunner:
 
     def lingers(self) -> bool:
         """Whether any monitor still has something to send."""
-        return any(part.lingers() for part in self.parts)
+        return any(monitor.lingers() for monitor in self.monitors)
 
     def finding(self, finding: Finding, source: Monitor | None = None, depth: int = 0) -> None:
         """Log a finding and deliver it to every monitor except its source. Never raises."""
@@ -110,32 +110,32 @@ class MonitorRunner:
             self._say(finding.event, "log", error)
         if depth >= _MAX_DEPTH:
             return
-        for part in self.parts:
-            if part is not source:
-                for further in self._call(part, "on_finding", finding):
-                    self.finding(further, part, depth + 1)
+        for monitor in self.monitors:
+            if monitor is not source:
+                for further in self._call(monitor, "on_finding", finding):
+                    self.finding(further, monitor, depth + 1)
 
     def snapshots(self) -> dict[str, Any]:
         """Every monitor's snapshot under its name."""
         documents: dict[str, Any] = {}
-        for part in self.parts:
+        for monitor in self.monitors:
             try:
-                documents[part.name] = dict(part.snapshot())
+                documents[monitor.name] = dict(monitor.snapshot())
             except Exception as error:  # noqa: BLE001 - a bug in a monitor must not end supervision; it is reported once
-                self._say(part.name, "snapshot", error)
-                documents[part.name] = None
+                self._say(monitor.name, "snapshot", error)
+                documents[monitor.name] = None
         return documents
 
     def _each(self, method: str, *arguments: Any) -> None:
-        for part in self.parts:
-            for finding in self._call(part, method, *arguments):
-                self.finding(finding, part)
+        for monitor in self.monitors:
+            for finding in self._call(monitor, method, *arguments):
+                self.finding(finding, monitor)
 
-    def _call(self, part: Monitor, method: str, *arguments: Any) -> Iterable[Finding]:
+    def _call(self, monitor: Monitor, method: str, *arguments: Any) -> Iterable[Finding]:
         try:
-            return list(getattr(part, method)(*arguments))
+            return list(getattr(monitor, method)(*arguments))
         except Exception as error:  # noqa: BLE001 - a bug in a monitor must not end supervision; it is reported once
-            self._say(part.name, method, error)
+            self._say(monitor.name, method, error)
             return ()
 
     def _say(self, who: str, method: str, error: Exception) -> None:

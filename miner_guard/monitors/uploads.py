@@ -75,7 +75,7 @@ class _Push:
 
     before: Published | None
     due: float
-    looks: int = 0
+    checks: int = 0
 
 
 def _ledger(context: Context) -> Ledger:
@@ -105,7 +105,7 @@ class UploadsMonitor(Monitor):
         )
         self._ledger = _ledger(context)
         self._written: dict[str, Mapping[str, Any]] = {}
-        self._written_at = self._newest_look = float("-inf")
+        self._written_at = self._newest_probe = float("-inf")
         self._outage = WriteOutage("gate-inputs.json", "; the gate sees the repo as unknown")
         self._watched_written = False
         self._began: dict[str, _Begun] = {}
@@ -135,20 +135,20 @@ class UploadsMonitor(Monitor):
 
     def _refresh(self) -> None:
         began = self.context.clock.monotonic()
-        self._looked(self._look(), began)
+        self._probed(self._probe(), began)
 
-    def _look(self) -> Published:
+    def _probe(self) -> Published:
         # This process counts in monotonic time, whatever clock the child used.
         return replace(look_at(self._repo, self._layout), seen_at=self.context.clock.monotonic())
 
-    def _looked(self, published: Published, began: float) -> None:
+    def _probed(self, published: Published, began: float) -> None:
         clock = self.context.clock
         with self._mutex:
-            if began < self._newest_look:
+            if began < self._newest_probe:
                 # A check that started later, perhaps after a push, has already completed.
                 return
-            self._newest_look = began
-            findings = list(self._watch.look(published, clock.monotonic()))
+            self._newest_probe = began
+            findings = list(self._watch.observe(published, clock.monotonic()))
         self._ledger.repo_age(
             clock.wall(),
             published.age_s,
@@ -329,21 +329,21 @@ class UploadsMonitor(Monitor):
 
     def _verify(self, push: _Push) -> None:
         began = self.context.clock.monotonic()
-        published = self._look()
+        published = self._probe()
         entry, now = push.entry, self.context.clock.monotonic()
         since = None if push.began is None else now - push.began
         reported = Reported(*_steps(entry), since, _tag(entry), entry.bytes, entry.checksum)
         seen = verify(push.before, published, reported)
-        looks = push.looks + 1
+        checks = push.checks + 1
         if (
             not seen.superseded
-            and looks < (2 if seen.verified is False else len(_VERIFY_AFTER_S))
+            and checks < (2 if seen.verified is False else len(_VERIFY_AFTER_S))
             and not seen.verified
         ):
             with self._mutex:
-                self._pushes.append(replace(push, due=now + _VERIFY_AFTER_S[looks], looks=looks))
+                self._pushes.append(replace(push, due=now + _VERIFY_AFTER_S[checks], checks=checks))
             return
-        self._looked(published, began)
+        self._probed(published, began)
         self._unsettled.remove(entry)
         tag = _tag(entry) or published.revision
         if seen.verified:

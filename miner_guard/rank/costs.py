@@ -82,6 +82,6 @@ class RankCosts:
             try:
                 self.add(str(operation), self._monotonic() - started, True)
             except Exception as error:  # noqa: BLE001 - what was timed has its own outcome; said as guard_degraded
-                self._recorder.trouble(
+                self._recorder.report_error(
                     "track", f"guard.track: {describe(error)}; training continues"
                 )

@@ -104,7 +104,7 @@ class Guard:
         self._closed = False
         self._stacks: IO[bytes] | None = None
         for remark in place.remarks:
-            self._recorder.trouble(remark, remark)
+            self._recorder.report_error(remark, remark)
 
     @property
     def rank(self) -> int:
@@ -129,7 +129,7 @@ class Guard:
     @property
     def troubles(self) -> int:
         """Failures inside the hook so far, reported or not."""
-        return self._recorder.troubles
+        return self._recorder.error_count
 
     # steps
 
@@ -172,7 +172,7 @@ class Guard:
         """
         if self._closed:
             return
-        if self._hot.step is not None and not self._recorder.bell.alone:
+        if self._hot.step is not None and not self._recorder.notifier.alone:
             done = self._hot.step(
                 outer_step, inner_step, total_steps, loss, lr, grad_norm, eval_loss, tokens
             )
@@ -264,7 +264,7 @@ class Guard:
 
     def _decided(self, decision: GateDecision, wrong: str | None) -> None:
         if wrong is not None:
-            self._recorder.trouble(
+            self._recorder.report_error(
                 f"agreement {decision.outer_step}",
                 f"may_upload is blocked on this rank alone: {wrong}",
             )
@@ -274,7 +274,7 @@ class Guard:
         if not self._recorder.journal(DecisionEntry(decision=document)):
             short = {**document, "verdicts": [], "record": {}}
             self._recorder.journal(DecisionEntry(decision=short))
-        if self._recorder.bell.alone:
+        if self._recorder.notifier.alone:
             self._recorder.own_log.say(gating.finding_of(decision))
 
     def upload(self, decision: GateDecision, *, tag: str | None = None) -> UploadRecorder:
@@ -410,7 +410,7 @@ class Guard:
             return
         error = sys.exc_info()[1]
         if finished and error is not None:
-            self._recorder.trouble(
+            self._recorder.report_error(
                 "close", f"close(finished=True) with {describe(error)} in flight is not a finish"
             )
         self._end(FINISHED if finished and error is None else CLOSED)
@@ -425,9 +425,11 @@ class Guard:
 
     def _degraded(self, where: str, error: BaseException) -> None:
         try:
-            self._recorder.trouble(where, f"guard.{where}: {describe(error)}; training continues")
+            self._recorder.report_error(
+                where, f"guard.{where}: {describe(error)}; training continues"
+            )
         except Exception:  # noqa: BLE001 - there is no one left to tell but the counter, which status shows
-            self._recorder.troubles += 1
+            self._recorder.error_count += 1
 
     def _forked(self) -> None:
         self._closed = True
@@ -454,7 +456,7 @@ class Guard:
         """The program now handles the signal itself: the supervisor must stop sending it."""
         self._stacks = None
         stacks.release(file)
-        self._recorder.trouble(
+        self._recorder.report_error(
             "stacks", f"{stacks.STACKS_SIGNAL.name} is now used by the program: {stacks.WITHOUT}"
         )
 

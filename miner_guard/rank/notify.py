@@ -38,7 +38,7 @@ class Notifier:
         except OSError:
             self.close()
 
-    def ring(self, rank: int) -> bool:
+    def notify(self, rank: int) -> bool:
         """Tell the supervisor to read the rank's flight record."""
         return self.send(b'{"bell": %d}' % rank)
 

@@ -33,9 +33,9 @@ class Recorder:
     def __init__(self, place: RankContext, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.place = place
         self.monotonic = monotonic
-        self.bell = Notifier(place.state.socket if place.state is not None else None)
+        self.notifier = Notifier(place.state.socket if place.state is not None else None)
         self.own_log = StandaloneLog(place.rank, place.run_id, place.state)
-        self.troubles = 0
+        self.error_count = 0
         """Failures inside the hook, reported or not."""
 
         self._reported = Once(_MAX_TROUBLES)
@@ -56,30 +56,30 @@ class Recorder:
                 run_id=place.run_id,
                 local_world_size=place.local_world_size,
             )
-            self.flight.keep_copy(lambda: self.bell.alone)
+            self.flight.keep_copy(lambda: self.notifier.alone)
             if self.flight.unpublished is not None:
-                self.trouble(
+                self.report_error(
                     "flight",
                     f"the supervisor can't find the flight record of rank {place.rank} yet: "
                     f"{self.flight.unpublished}; retrying",
                 )
         except (OSError, ValueError) as error:
-            self.trouble(
+            self.report_error(
                 "flight",
                 f"no flight record of rank {place.rank}: {error}; training continues without it",
             )
         self.show(STARTING)
-        self.bell.ring(place.rank)
+        self.notifier.notify(place.rank)
 
     @property
     def supervised(self) -> bool:
         """A supervisor reads the journal."""
-        return self.flight is not None and not self.bell.alone
+        return self.flight is not None and not self.notifier.alone
 
     def show(self, state: str) -> None:
         """Write the state to the header, outside any phase."""
         if self.flight is not None:
-            self.flight.dropped(self.bell.dropped)
+            self.flight.dropped(self.notifier.dropped)
             self.flight.show_state(state, self.monotonic())
 
     def step(self, record: StepRecord) -> None:
@@ -87,13 +87,13 @@ class Recorder:
         if self.flight is not None:
             self.flight.append(record)
         if record.end - self._rung >= NOTIFY_EVERY_S:
-            self.ring(record.end)
+            self.notify(record.end)
 
-    def ring(self, now: float) -> None:
+    def notify(self, now: float) -> None:
         """Notify the supervisor that there are steps to read."""
         self._rung = now
-        if not self.bell.ring(self.place.rank) and self.flight is not None:
-            self.flight.dropped(self.bell.dropped)
+        if not self.notifier.notify(self.place.rank) and self.flight is not None:
+            self.flight.dropped(self.notifier.dropped)
 
     def journal(self, entry: JournalEntry | Mapping[str, Any], /) -> bool:
         """Append an entry that must not be lost. False if there is no room or no flight record."""
@@ -101,7 +101,7 @@ class Recorder:
         if self.flight is not None:
             document = entry.to_json() if isinstance(entry, JournalEntry) else entry
             stored = self.flight.journal({"t": self.monotonic(), **document})
-        self.bell.ring(self.place.rank)
+        self.notifier.notify(self.place.rank)
         return stored
 
     def room(self) -> int:
@@ -116,14 +116,14 @@ class Recorder:
             rank=self.place.rank if finding.rank is None else finding.rank,
             fields=dict(finding.fields),
         )
-        if not self.journal(entry) and not self.bell.alone:
-            self.bell.event({k: v for k, v in entry.to_json().items() if k != "kind"})
-        if self.bell.alone:
+        if not self.journal(entry) and not self.notifier.alone:
+            self.notifier.event({k: v for k, v in entry.to_json().items() if k != "kind"})
+        if self.notifier.alone:
             self.own_log.say(finding)
 
-    def trouble(self, where: str, what: str) -> None:
+    def report_error(self, where: str, what: str) -> None:
         """Report once that a part of the guard fails; the number of distinct reports is bounded."""
-        self.troubles += 1
+        self.error_count += 1
         if self._reported.first(where):
             self.emit(make_finding("guard_degraded", rank=self.place.rank, what=what, where=where))
 
@@ -131,14 +131,14 @@ class Recorder:
         """Write the final state to the header. The file and the socket stay open until the process
         exits."""
         self.show(state)
-        self.bell.ring(self.place.rank)
-        if self.bell.alone:
+        self.notifier.notify(self.place.rank)
+        if self.notifier.alone:
             self.own_log.flush()
 
     def detach_after_fork(self) -> None:
         """In a forked child: the record belongs to the parent, so write nothing more."""
         self.flight = None
-        self.bell.close()
+        self.notifier.close()
         self.own_log.detach_after_fork()
 
 

@@ -77,13 +77,17 @@ class Stepper:
 
     def notify(self) -> None:
         """Notify the supervisor of steps that the compiled path has recorded."""
-        self._recorder.ring(self._phases.started)
+        self._recorder.notify(self._phases.started)
         flight = self._recorder.flight
-        if self._recorder.bell.alone and flight is not None and (last := flight.last()) is not None:
+        if (
+            self._recorder.notifier.alone
+            and flight is not None
+            and (last := flight.last()) is not None
+        ):
             self._log_if_alone(last)
 
     def _log_if_alone(self, record: StepRecord) -> None:
-        if self._lines is not None and self._recorder.bell.alone:
+        if self._lines is not None and self._recorder.notifier.alone:
             for finding in self._lines.of(record):
                 self._recorder.own_log.say(finding)
 

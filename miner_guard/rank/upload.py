@@ -43,7 +43,7 @@ class UploadRecorder:
     def __enter__(self) -> UploadRecorder:
         self._started = self._recorder.monotonic()
         if not self.decision.allowed:
-            self._recorder.trouble(
+            self._recorder.report_error(
                 "upload", "the miner started an upload that the gate had blocked"
             )
         if self._recorder.place.rank == 0:
@@ -71,7 +71,7 @@ class UploadRecorder:
         try:
             self._recorder.journal(self._entry(phase))
         except Exception as error:  # noqa: BLE001 - the upload itself continues; said as guard_degraded
-            self._recorder.trouble(
+            self._recorder.report_error(
                 "upload entry", f"the upload could not be recorded: {describe(error)}"
             )
 

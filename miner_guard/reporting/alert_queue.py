@@ -119,26 +119,28 @@ class AlertQueue:
             return []
 
     def _try(self, parcels: Sequence[QueuedAlert], within_s: float) -> None:
-        letters = [(parcel, target) for parcel in parcels for target in parcel.left]
+        messages = [(parcel, target) for parcel in parcels for target in parcel.left]
         request = {
             "within_s": within_s,
-            "letters": [self._letter(n, *letter) for n, letter in enumerate(letters)],
+            "messages": [self._message(n, *message) for n, message in enumerate(messages)],
         }
         answer = probe.ask(SENDER, request, within_s + START_S)
         failed: dict[str, str]
         failed = (
-            answer.value or {} if answer.known else dict.fromkeys(map(str, range(len(letters))), "")
+            answer.value or {}
+            if answer.known
+            else dict.fromkeys(map(str, range(len(messages))), "")
         )
         for parcel in parcels:
             parcel.left, parcel.reason = [], answer.reason or ""
-        for number, (parcel, target) in enumerate(letters):
+        for number, (parcel, target) in enumerate(messages):
             if str(number) in failed:
                 parcel.left.append(target)
                 parcel.reason = "; ".join(filter(None, (parcel.reason, failed[str(number)])))
         for parcel in parcels:
             self._settle(parcel)
 
-    def _letter(self, number: int, parcel: QueuedAlert, target: int) -> dict[str, Any]:
+    def _message(self, number: int, parcel: QueuedAlert, target: int) -> dict[str, Any]:
         alert, url = parcel.alert, self._targets[target - 1]
         return {
             "id": number,

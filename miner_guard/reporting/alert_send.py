@@ -50,20 +50,20 @@ def _send(request: Mapping[str, Any]) -> dict[str, str]:
 
     within_s = float(request["within_s"])
     by_target: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
-    for letter in request["letters"]:
-        by_target[int(letter["target"])].append(letter)
+    for message in request["messages"]:
+        by_target[int(message["target"])].append(message)
     failed = {
-        str(letter["id"]): f"{_name(letter)} did not answer within {within_s:g} s"
-        for letter in request["letters"]
+        str(message["id"]): f"{_name(message)} did not answer within {within_s:g} s"
+        for message in request["messages"]
     }
     # Here, not in the threads: the first address makes Apprise import its plugins, and a thread
     # that arrives meanwhile finds an incomplete list.
     services = {
-        target: _service(apprise, letters[0]["url"]) for target, letters in by_target.items()
+        target: _service(apprise, messages[0]["url"]) for target, messages in by_target.items()
     }
     threads = [
-        threading.Thread(target=_deliver, args=(services[target], letters, failed), daemon=True)
-        for target, letters in by_target.items()
+        threading.Thread(target=_deliver, args=(services[target], messages, failed), daemon=True)
+        for target, messages in by_target.items()
     ]
     deadline = time.monotonic() + within_s
     for thread in threads:
@@ -73,8 +73,8 @@ def _send(request: Mapping[str, Any]) -> dict[str, str]:
     return dict(failed)
 
 
-def _name(letter: Mapping[str, Any]) -> str:
-    return f"target {letter['target']} ({str(letter['url']).partition(':')[0]})"
+def _name(message: Mapping[str, Any]) -> str:
+    return f"target {message['target']} ({str(message['url']).partition(':')[0]})"
 
 
 def _service(apprise: Any, url: str) -> Any:
@@ -87,17 +87,17 @@ def _service(apprise: Any, url: str) -> Any:
     return service
 
 
-def _deliver(service: Any, letters: Sequence[Mapping[str, Any]], failed: dict[str, str]) -> None:
-    for letter in letters:
-        number = str(letter["id"])
+def _deliver(service: Any, messages: Sequence[Mapping[str, Any]], failed: dict[str, str]) -> None:
+    for message in messages:
+        number = str(message["id"])
         if service is None:
-            failed[number] = f"{_name(letter)} is not an address that Apprise supports"
+            failed[number] = f"{_name(message)} is not an address that Apprise supports"
             continue
-        level = _TYPES.get(str(letter["level"]), "info")
-        if service.notify(title=letter["title"], body=letter["body"], notify_type=level):
+        level = _TYPES.get(str(message["level"]), "info")
+        if service.notify(title=message["title"], body=message["body"], notify_type=level):
             failed.pop(number, None)
         else:
-            failed[number] = f"{_name(letter)} did not accept it"
+            failed[number] = f"{_name(message)} did not accept it"
 
 
 if __name__ == "__main__":

@@ -174,10 +174,10 @@ class Site:
         """200 while the miner progresses, 503 with the reason otherwise. The verdict comes first;
         its cause only for a client that may read the status."""
         status, age = read_status(self._state), self._age_s()
-        trouble = progress.trouble(status, age, time.time(), self._hang)
+        problem = progress.problem(status, age, time.time(), self._hang)
         first = progress.verdict_line(status, age, in_full=self._admitted(request))
-        code = 200 if trouble is None else 503
-        return PlainTextResponse(f"{first}\n{trouble or 'progressing'}\n", code)
+        code = 200 if problem is None else 503
+        return PlainTextResponse(f"{first}\n{problem or 'progressing'}\n", code)
 
     async def status(self, request: Request) -> Response:
         """status.json."""

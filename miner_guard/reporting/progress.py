@@ -16,7 +16,7 @@ def verdict_line(status: StatusDocument | None, age_s: float, *, in_full: bool) 
     return headline(verdict, now) if in_full else state_since(verdict, now)
 
 
-def trouble(
+def problem(
     status: StatusDocument | None, age_s: float, now: float, hang: HangSettings
 ) -> str | None:
     """Why the miner is not progressing; None where it is. `now` is wall time."""

@@ -137,11 +137,11 @@ def _strip(data: Data) -> str:
         kind = "none" if state == NO_DATA else _VERDICTS.get(state, "unknown")
         cells.append(f'<i class="{kind}" title="{when(start)[:16]} UTC: {escape(state)}"></i>')
     shares = sorted(week.shares.items(), key=lambda item: -item[1])
-    told = ", ".join(f"{state} {share:.0%}" for state, share in shares) or "no verdict yet"
+    words = ", ".join(f"{state} {share:.0%}" for state, share in shares) or "no verdict yet"
     return (
         f'<section class="week" aria-label="The last 7 days">'
-        f'<div class="strip" role="img" aria-label="Last 7 days: {escape(told)}">{"".join(cells)}'
-        f"</div><small>last 7 days: {escape(told)}</small></section>"
+        f'<div class="strip" role="img" aria-label="Last 7 days: {escape(words)}">{"".join(cells)}'
+        f"</div><small>last 7 days: {escape(words)}</small></section>"
     )
 
 

@@ -97,14 +97,14 @@ class GuardApp:
         # Marks the guard's helper processes, so that nothing takes them for the miner's.
         os.environ[HELPER] = str(os.getpid())
         self.loop = Loop(self.clock, self._defect)
-        self.host = MonitorRunner(self.log)
-        self.relay = Relay(self.loop, self.host.output)
+        self.runner = MonitorRunner(self.log)
+        self.relay = Relay(self.loop, self.runner.output)
         self.redactor = Redactor.for_guard(beside(self.env, request.config.repo), request.config)
         self.disk = DiskWriter(request.state, request.config.logs, self.log)
         self.endpoints = Endpoints(lock, self.disk, self.loop, self.report)
         self.emitter = self._emitter()
         self.flights = Flights(request.state, self.run_id, self.log, self.disk.copy_record)
-        order = LaunchSpec(
+        spec = LaunchSpec(
             request.command,
             lambda launch: environment.of_miner(
                 self.env, request.config, request.state, run_id=self.run_id, launch=launch
@@ -115,7 +115,7 @@ class GuardApp:
             request.finished_code,
         )
         self.supervisor = Supervisor(
-            order, self.clock, self.loop, host=self.host, relay=self.relay, flights=self.flights
+            spec, self.clock, self.loop, runner=self.runner, relay=self.relay, flights=self.flights
         )
         self.steering = CommandHandler(
             self.supervisor, self.flights, self.loop.soon, self._document
@@ -123,7 +123,7 @@ class GuardApp:
         self.startup = PreflightRunner(self._question(), self.report, self.loop.soon)
         self.supervisor.before_first = self.startup.begin
         self.supervisor.on_stopping = self._stopping
-        self.host.on_finding = self.supervisor.attribution.hear
+        self.runner.on_finding = self.supervisor.attribution.hear
         self.watchdog = Watchdog(
             self.loop, request.config.miner.stop_timeout_s, Hands(self.log, self._own_teardown)
         )
@@ -182,7 +182,7 @@ class GuardApp:
         else:
             # The loop's thread does not know the job that this comes from.
             context = contextvars.copy_context()
-            self.loop.soon(lambda: context.run(self.host.finding, finding))
+            self.loop.soon(lambda: context.run(self.runner.finding, finding))
 
     def run(self) -> int:
         """Supervise until the run ends; returns the exit code."""
@@ -238,10 +238,10 @@ class GuardApp:
         self._contain()
         # After the orphan cleanup, or the preflight would see an earlier run's processes. Its
         # probes run while the monitors are created.
-        self.startup.look()
-        self.host.parts = registry.load_monitors(self._context(), self.log)
+        self.startup.start()
+        self.runner.monitors = registry.load_monitors(self._context(), self.log)
         self._watch_gpu_memory()
-        self.flights.leftovers(self.host)
+        self.flights.leftovers(self.runner)
         self.endpoints.open(self.request.state.socket, self._open_notify_socket)
         self.endpoints.open(self.request.state.control, self._open_control)
         self.loop.after(0.0, self._start_jobs)
@@ -249,7 +249,9 @@ class GuardApp:
         self.loop.every(1.0, self._pulse)
 
     def _watch_gpu_memory(self) -> None:
-        health = next((part for part in self.host.parts if isinstance(part, HealthMonitor)), None)
+        health = next(
+            (part for part in self.runner.monitors if isinstance(part, HealthMonitor)), None
+        )
         if health is None:
             return
         settle = self.request.config.gpu.memory_settle_s
@@ -271,7 +273,7 @@ class GuardApp:
         self.watchdog.start()
 
     def _stop(self, why: str) -> None:
-        self.supervisor.want(StopRequest(why, Then.STOP))
+        self.supervisor.request_stop(StopRequest(why, Then.STOP))
 
     def _context(self) -> Context:
         return Context(
@@ -290,15 +292,15 @@ class GuardApp:
     def _contain(self) -> None:
         """Make every process that the miner starts end with it and with the guard, however the
         guard ends."""
-        family = self.supervisor.family
-        self._closers.append(family.close)
+        process_tree = self.supervisor.process_tree
+        self._closers.append(process_tree.close)
         cgroup = None
         # Most containers refuse cgroups (`doctor` reports it); there the guard finds processes by
         # parentage.
         if self.request.config.miner.cgroup:
             with contextlib.suppress(OSError):
                 cgroup = Cgroup.create(str(self.request.state.root), self.run_id)
-                family.use_cgroup(cgroup)
+                process_tree.use_cgroup(cgroup)
         run = RunToEnd(
             self.run_id,
             str(self.request.state.root),
@@ -307,20 +309,20 @@ class GuardApp:
         )
         self.deathwatch = Deathwatch(run, self.env, self.loop, report=self.report)
         self._closers.append(self.deathwatch.dismiss)
-        family.on_listed = self.deathwatch.listed
+        process_tree.on_listed = self.deathwatch.listed
         self.deathwatch.tick()
 
     def _open_notify_socket(self) -> Callable[[], None]:
-        bell = NotifySocket(
+        notify_socket = NotifySocket(
             self.request.state,
-            lambda rank: self.flights.look_at(rank, self.host),
-            self.host.finding,
+            lambda rank: self.flights.look_at(rank, self.runner),
+            self.runner.finding,
         )
-        self.loop.watch(bell.fileno(), bell.receive)
+        self.loop.watch(notify_socket.fileno(), notify_socket.receive)
 
         def close() -> None:
-            self.loop.unwatch(bell.fileno())
-            bell.close()
+            self.loop.unwatch(notify_socket.fileno())
+            notify_socket.close()
 
         return close
 
@@ -341,10 +343,10 @@ class GuardApp:
 
     def _pulse(self) -> None:
         if not self._ended:
-            self.endpoints.look()
+            self.endpoints.check()
             self.deathwatch.tick()
         now = self.clock.monotonic()
-        if self.status.due((self.host.deliveries, self.supervisor.state)):
+        if self.status.due((self.runner.deliveries, self.supervisor.state)):
             self.status.update(self._document())
         if not self._ready and self.supervisor.launches:
             self._ready = True
@@ -355,7 +357,7 @@ class GuardApp:
 
     def _document(self) -> dict[str, Any]:
         # The command line and the text that monitors quote may contain secrets.
-        parts = {**self.host.snapshots(), "jobs": self.jobs.figures()}
+        parts = {**self.runner.snapshots(), "jobs": self.jobs.figures()}
         # First what a person on call needs first.
         first = {"verdict": parts.get("verdict")}
         document: dict[str, Any] = self.redactor.value(
@@ -370,7 +372,7 @@ class GuardApp:
         # than the last pulse.
         steps: tuple[Callable[[], object], ...] = (
             lambda: self.status.update(self._document()),
-            self.host.stop,
+            self.runner.stop,
             self._linger,
             lambda: self.status.update(self._document()),
             self.jobs.close,
@@ -389,10 +391,10 @@ class GuardApp:
         webhook."""
         within_s = _FLUSH_S if self.supervisor.exit_code in _GAVE_UP else _FLUSH_ASKED_S
         over = self.loop.after(within_s, lambda: None).when
-        while self.host.lingers() and self.clock.monotonic() < over:
+        while self.runner.lingers() and self.clock.monotonic() < over:
             self.loop.after(0.05, lambda: None)
             self.loop.turn()
-        if self.host.lingers():
+        if self.runner.lingers():
             self.log(
                 make_finding(
                     "guard_degraded",

@@ -19,21 +19,21 @@ class Conclusion:
     """Supervisor thread only. A step that fails is reported and does not affect the others."""
 
     def __init__(
-        self, order: LaunchSpec, loop: Loop, *, host: MonitorRunner, relay: Relay, flights: Flights
+        self, spec: LaunchSpec, loop: Loop, *, runner: MonitorRunner, relay: Relay, flights: Flights
     ) -> None:
-        self._order, self._loop = order, loop
-        self._host, self._relay, self._flights = host, relay, flights
+        self._spec, self._loop = spec, loop
+        self._runner, self._relay, self._flights = runner, relay, flights
 
     def of(self, launch: ActiveLaunch) -> Exit:
         """Conclude `launch` and return how it ended."""
         for work in (
             self._show_last_words,
-            lambda: self._flights.last_look(self._host),
+            lambda: self._flights.last_poll(self._runner),
             lambda: self._report_teardown(launch.teardown),
         ):
             self._loop.attempt(work)
         end = launch.exit(self._has_finished(launch))
-        self._loop.attempt(lambda: self._report_exit(end, launch.wish))
+        self._loop.attempt(lambda: self._report_exit(end, launch.stop_request))
         return end
 
     def _show_last_words(self) -> None:
@@ -43,7 +43,7 @@ class Conclusion:
                 f"{left_out} bytes of the miner's last output were passed on unchecked: "
                 "the monitors had fallen behind"
             )
-            self._host.finding(make_finding("guard_degraded", what=what))
+            self._runner.finding(make_finding("guard_degraded", what=what))
 
     def _has_finished(self, launch: ActiveLaunch) -> bool:
         """Whether the miner exited with code 0 and finished its work. False if judging that
@@ -53,29 +53,29 @@ class Conclusion:
         return answers == [True]
 
     def _judge_finish(self, launch: ActiveLaunch) -> bool:
-        miner = self._order.config.miner
+        miner = self._spec.config.miner
         if miner.finite or self._flights.all_in({"finished"}):
             return True
-        if miner.finite is not None or miner.attach != "auto" or launch.wish is not None:
+        if miner.finite is not None or miner.attach != "auto" or launch.stop_request is not None:
             return False
-        self._host.end_output()
-        return ran_to_its_end(self._flights, self._host.objections())
+        self._runner.end_output()
+        return ran_to_its_end(self._flights, self._runner.objections())
 
     def _report_teardown(self, teardown: Teardown | None) -> None:
         if teardown is not None:
-            for finding in teardown.report(self._order.run_id):
-                self._host.finding(finding)
+            for finding in teardown.report(self._spec.run_id):
+                self._runner.finding(finding)
 
-    def _report_exit(self, end: Exit, wish: StopRequest | None) -> None:
+    def _report_exit(self, end: Exit, stop_request: StopRequest | None) -> None:
         runtime = round(end.runtime_s, 3)
         if end.finished:
-            self._host.finding(
+            self._runner.finding(
                 make_finding(
                     "miner_finished", how=how_it_ended(end), code=end.code, runtime_s=runtime
                 )
             )
             return
-        asked = "without being asked" if wish is None else f"as asked: {wish.cause}"
+        asked = "without being asked" if stop_request is None else f"as asked: {stop_request.cause}"
         how = f"{how_it_ended(end)} {asked}"
         if end.code == 0 and not end.asked:
             how += (
@@ -83,4 +83,4 @@ class Conclusion:
                 "guard.close(finished=True) or --finite ([miner] finite = true)"
             )
         finding = make_finding("miner_exited", how=how, code=end.code, runtime_s=runtime)
-        self._host.finding(finding.at("info") if end.asked else finding)
+        self._runner.finding(finding.at("info") if end.asked else finding)

@@ -107,7 +107,7 @@ class Flights:
         except OSError:
             self._not_before = 0
 
-    def look(self, reader: Reader) -> None:
+    def poll(self, reader: Reader) -> None:
         """Deliver what is new in all records; for each step the lead (lowest) rank's record comes
         first."""
         self._refresh_all()
@@ -120,7 +120,7 @@ class Flights:
         self._of_each(hand_over)
         self._keep_copies()
 
-    def last_look(self, reader: Reader) -> None:
+    def last_poll(self, reader: Reader) -> None:
         """Deliver everything left. No rank writes any more, so do not wait for any."""
         self._refresh_all()
         self._finish_past(reader)

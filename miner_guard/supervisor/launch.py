@@ -27,10 +27,10 @@ class ActiveLaunch:
     """Monotonic seconds."""
 
     clock: Clock
-    family: ProcessTree
+    process_tree: ProcessTree
     """Finds the processes of this launch."""
 
-    wish: StopRequest | None = None
+    stop_request: StopRequest | None = None
     """The request that ends this launch; None without one."""
 
     teardown: Teardown | None = None
@@ -67,10 +67,10 @@ class ActiveLaunch:
         launcher = self.child.process
         return Teardown(
             self.clock,
-            lambda: self.family.leftovers(launcher),
+            lambda: self.process_tree.leftovers(launcher),
             launcher,
             grace_s,
-            self.family.kill_all,
+            self.process_tree.kill_all,
         )
 
     def step(self) -> float | None:
@@ -96,11 +96,11 @@ class ActiveLaunch:
         if code is None:
             # The launcher is stuck in the kernel and can't be reaped; SIGKILL was the last resort.
             code = 128 + signal.SIGKILL
-        asked = self.wish is not None
+        asked = self.stop_request is not None
         by_itself = code == 0 and not asked
         finished = said_finished and (by_itself or self.asked_to(Then.FINISH))
         return Exit(code, self.child.signal, asked, finished, self.clock.monotonic() - self.started)
 
     def asked_to(self, then: Then) -> bool:
         """Whether the guard ends this launch with `then` as the follow-up."""
-        return self.wish is not None and self.wish.then is then
+        return self.stop_request is not None and self.stop_request.then is then

@@ -38,17 +38,17 @@ class NotifySocket:
 
     def receive(self) -> None:
         """Handle the pending datagrams."""
-        rung: set[int] = set()
+        notified: set[int] = set()
         for _ in range(_MAX_AT_ONCE):
             try:
                 data = self._socket.recv(_MAX_SIZE)
             except BlockingIOError:
                 break
-            self._understand(data, rung)
-        for rank in sorted(rung):
+            self._understand(data, notified)
+        for rank in sorted(notified):
             self._on_ring(rank)
 
-    def _understand(self, data: bytes, rung: set[int]) -> None:
+    def _understand(self, data: bytes, notified: set[int]) -> None:
         try:
             document = json.loads(data)
         except (ValueError, RecursionError):
@@ -56,7 +56,7 @@ class NotifySocket:
         if not isinstance(document, dict):
             return
         if isinstance(document.get("bell"), int):
-            rung.add(document["bell"])
+            notified.add(document["bell"])
         elif (finding := Finding.from_dict(document)) is not None:
             self._on_finding(finding)
 

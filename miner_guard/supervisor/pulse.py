@@ -29,13 +29,13 @@ _QUIET_S = 0.99
 class PulsedRun(Protocol):
     """What the tick needs of the supervisor."""
 
-    order: LaunchSpec
+    spec: LaunchSpec
     clock: Clock
     loop: Loop
-    host: MonitorRunner
+    runner: MonitorRunner
     relay: Relay
     flights: Flights
-    family: ProcessTree
+    process_tree: ProcessTree
     policy: RestartPolicy
     state: State
     launch: ActiveLaunch | None
@@ -66,22 +66,22 @@ class Pulse:
             # The monitors have stopped; only their last messages are pending.
             return
         now = run.clock.monotonic()
-        quiet = not run.flights.identities() and run.host.deliveries == self._deliveries
+        quiet = not run.flights.identities() and run.runner.deliveries == self._deliveries
         if quiet and now - self._ticked_at < _QUIET_S:
             return
-        self._ticked_at, self._deliveries = now, run.host.deliveries
-        attempt(lambda: run.flights.look(run.host))
+        self._ticked_at, self._deliveries = now, run.runner.deliveries
+        attempt(lambda: run.flights.poll(run.runner))
         ranks: dict[int, Now] = {}
         attempt(lambda: ranks.update(run.flights.now()))
-        attempt(lambda: run.host.tick(now, ranks))
+        attempt(lambda: run.runner.tick(now, ranks))
         attempt(lambda: self._watch_health(ranks))
         attempt(self._watch_drops)
-        attempt(self._watch_family)
+        attempt(self._watch_processes)
 
-    def _watch_family(self) -> None:
+    def _watch_processes(self) -> None:
         child = self._run.child
         try:
-            self._run.family.look(None if child is None else child.process)
+            self._run.process_tree.refresh(None if child is None else child.process)
         except OSError as error:
             self.report_blind(error)
 
@@ -89,14 +89,14 @@ class Pulse:
         """Report once that the run's processes can't be inspected."""
         if self._blind.first():
             what = f"cannot inspect the miner's processes ({error.strerror}); retrying"
-            self._run.host.finding(make_finding("guard_degraded", what=what))
+            self._run.runner.finding(make_finding("guard_degraded", what=what))
 
     def _watch_health(self, ranks: Mapping[int, Now]) -> None:
         run, launch = self._run, self._run.launch
         stepping = any(now.total_steps > 0 for now in ranks.values())
         if launch is None or run.state is not State.RUNNING or launch.healthy or not stepping:
             return
-        if run.clock.monotonic() - launch.started >= run.order.config.restart.healthy_s:
+        if run.clock.monotonic() - launch.started >= run.spec.config.restart.healthy_s:
             launch.healthy = True
             run.policy.healthy()
 
@@ -111,4 +111,4 @@ class Pulse:
         if dropped > 0:
             self._reported_bytes += dropped
             self._reported_at = self._run.clock.monotonic()
-            self._run.host.finding(make_finding("output_dropped", dropped_bytes=dropped))
+            self._run.runner.finding(make_finding("output_dropped", dropped_bytes=dropped))

@@ -42,21 +42,21 @@ requested stop. If they need longer, they see only the end of the rest."""
 
 
 class Supervisor:
-    """Supervises one `LaunchSpec`. Only `want` is safe outside the thread that calls `run`."""
+    """Supervises one `LaunchSpec`. Only `request_stop` is safe outside `run`'s thread."""
 
     def __init__(
         self,
-        order: LaunchSpec,
+        spec: LaunchSpec,
         clock: Clock,
         loop: Loop,
         *,
-        host: MonitorRunner,
+        runner: MonitorRunner,
         relay: Relay,
         flights: Flights,
     ) -> None:
-        self.order, self.clock, self.loop = order, clock, loop
-        self.host, self.relay, self.flights = host, relay, flights
-        self.policy = RestartPolicy(order.config.restart)
+        self.spec, self.clock, self.loop = spec, clock, loop
+        self.runner, self.relay, self.flights = runner, relay, flights
+        self.policy = RestartPolicy(spec.config.restart)
         self.attribution = Attribution(clock)
         self.state = State.STARTING
         self.launch: ActiveLaunch | None = None
@@ -76,15 +76,15 @@ class Supervisor:
         proceed."""
 
         self._requests: deque[StopRequest] = deque()
-        self._wish: StopRequest | None = None
+        self._stop_request: StopRequest | None = None
         """The request that the next steps act on."""
 
         self._retry_at: float | None = None
         self._turn = 0
         self._alarm: Timer | None = None
-        self.family = ProcessTree(order.state, clock)
+        self.process_tree = ProcessTree(spec.state, clock)
         self.pulse = Pulse(self)
-        self._conclusion = Conclusion(order, loop, host=host, relay=relay, flights=flights)
+        self._conclusion = Conclusion(spec, loop, runner=runner, relay=relay, flights=flights)
         self._steps: Mapping[State, Callable[[], None]] = {
             State.STARTING: self._step_idle,
             State.WAITING: self._step_idle,
@@ -102,19 +102,19 @@ class Supervisor:
 
     # --- requests ---
 
-    def want(self, wish: StopRequest) -> None:
+    def request_stop(self, stop_request: StopRequest) -> None:
         """End the current launch, or change what comes after it. Safe from any thread."""
-        self._requests.append(wish)
+        self._requests.append(stop_request)
         self.loop.wake()
 
     def use_command(self, command: Sequence[str]) -> None:
         """Use this command from the next launch on."""
-        self.order = replace(self.order, command=tuple(command))
+        self.spec = replace(self.spec, command=tuple(command))
 
     def pause(self) -> None:
         """Do not restart the miner after its next exit, until `resume`."""
         self.paused = True
-        self.host.finding(make_finding("miner_paused"))
+        self.runner.finding(make_finding("miner_paused"))
         if self.state is State.WAITING:
             self._cancel_retry()
             self._enter(RunEvent.HELD)
@@ -130,7 +130,7 @@ class Supervisor:
     def run(self) -> int:
         """Launch and supervise until the end; returns the guard's exit code."""
         # SIGCHLD only shortens the loop's wait: `step` polls the launcher in any case.
-        self.loop.on_signal(signal.SIGCHLD, self.family.child_ended)
+        self.loop.on_signal(signal.SIGCHLD, self.process_tree.child_ended)
         self.loop.every(TICK_S, self.pulse.tick)
         # The watchdog counts silence from here: the first launch comes before the first turn.
         self.loop.alive()
@@ -157,41 +157,41 @@ class Supervisor:
         self._alarm = self.loop.after(seconds, lambda: None)
 
     def _must_stop(self) -> bool:
-        return self._wish is not None and self._wish.then is Then.STOP
+        return self._stop_request is not None and self._stop_request.then is Then.STOP
 
-    def _accept(self, wish: StopRequest) -> None:
+    def _accept(self, stop_request: StopRequest) -> None:
         if self.state is State.DONE:
             return
         if self._must_stop():
-            self._say_ending(wish)
+            self._say_ending(stop_request)
             return
-        if wish.then in (Then.RESTART, Then.FINISH) and self.state is not State.RUNNING:
+        if stop_request.then in (Then.RESTART, Then.FINISH) and self.state is not State.RUNNING:
             # The request targeted a launch that has since ended: the restart policy decides what
             # follows, with its backoff.
             return
         # From here on the request is honoured, whatever fails below.
-        self._wish = wish
-        if wish.then is Then.STOP:
+        self._stop_request = stop_request
+        if stop_request.then is Then.STOP:
             self.loop.attempt(self.on_stopping)
         if self.launch is not None:
-            self.launch.wish = wish
-            self._say_ending(wish)
+            self.launch.stop_request = stop_request
+            self._say_ending(stop_request)
 
-    def _say_ending(self, wish: StopRequest) -> None:
+    def _say_ending(self, stop_request: StopRequest) -> None:
         """Repeated stop requests report what the teardown waits for, and for how long at most."""
         teardown = self.launch.teardown if self.launch is not None else None
-        if wish.then is Then.STOP and teardown is not None and teardown.may_say():
-            reason = f"{wish.cause}, and it is already stopping: {teardown.waits_for()}"
-            self.host.finding(
+        if stop_request.then is Then.STOP and teardown is not None and teardown.may_say():
+            reason = f"{stop_request.cause}, and it is already stopping: {teardown.waits_for()}"
+            self.runner.finding(
                 make_finding("miner_stopping", reason=reason, grace_s=teardown.left_s())
             )
 
     # --- between two launches ---
 
     def _step_idle(self) -> None:
-        if self._wish is not None:
-            if self._wish.then is Then.STOP:
-                self._finish(self._wish.exit_code, self._wish.cause)
+        if self._stop_request is not None:
+            if self._stop_request.then is Then.STOP:
+                self._finish(self._stop_request.exit_code, self._stop_request.cause)
             else:
                 self._launch()
         elif self._retry_at is not None and self.clock.monotonic() >= self._retry_at:
@@ -205,7 +205,7 @@ class Supervisor:
         turn = self._turn
 
         def proceed() -> None:
-            if self.state is State.WAITING and turn == self._turn and self._wish is None:
+            if self.state is State.WAITING and turn == self._turn and self._stop_request is None:
                 self._launch()
 
         if not self.loop.attempt(lambda: self.before_next(proceed)):
@@ -213,14 +213,14 @@ class Supervisor:
 
     def _first_launch(self) -> None:
         # An operator may have requested a start or a stop during the preflight.
-        if self.state is State.STARTING and self._wish is None and not self._requests:
+        if self.state is State.STARTING and self._stop_request is None and not self._requests:
             self._launch()
 
     def _launch(self) -> None:
         if self._must_stop():
             return
         self._cancel_retry()
-        self._wish = None
+        self._stop_request = None
         self.attribution.launched()
         attempt = self.launches
         try:
@@ -231,15 +231,15 @@ class Supervisor:
             return
         self.launches += 1
         now = self.clock.monotonic()
-        self.launch = ActiveLaunch(child, attempt, now, self.clock, self.family)
+        self.launch = ActiveLaunch(child, attempt, now, self.clock, self.process_tree)
         self._enter(RunEvent.LAUNCHED)
-        words = shlex.join(self.order.command).replace("\n", "\\n")
+        words = shlex.join(self.spec.command).replace("\n", "\\n")
         for work in (
             lambda: self.flights.launched(child.pid),
-            lambda: self.host.finding(
+            lambda: self.runner.finding(
                 make_finding("miner_started", pid=child.pid, command=words, attempt=attempt)
             ),
-            lambda: self.host.launch(Launch(tuple(self.order.command), child.pid, attempt, now)),
+            lambda: self.runner.launch(Launch(tuple(self.spec.command), child.pid, attempt, now)),
         ):
             self.loop.attempt(work)
         # The child may have exited before the SIGCHLD handler was in place.
@@ -249,11 +249,11 @@ class Supervisor:
         stdout, stderr = self.relay.open()
         try:
             return Child(
-                self.order.command,
-                self.order.environment(attempt),
+                self.spec.command,
+                self.spec.environment(attempt),
                 stdout=stdout,
                 stderr=stderr,
-                join=self.family.open_to_join(),
+                join=self.process_tree.open_to_join(),
             )
         finally:
             for end in {stdout, stderr}:
@@ -262,7 +262,7 @@ class Supervisor:
     def _launch_failed(self, error: OSError) -> None:
         self._enter(RunEvent.LAUNCH_FAILED)
         cause = f"the command could not be started: {error.strerror or error}"
-        self.host.finding(make_finding("miner_exited", how=cause, code=None, runtime_s=0.0))
+        self.runner.finding(make_finding("miner_exited", how=cause, code=None, runtime_s=0.0))
         self._after_failure(Failure(cause, 0.0), FAILED)
 
     # --- a launch ---
@@ -271,13 +271,13 @@ class Supervisor:
         assert self.launch is not None
         if self.launch.gone():
             self._launcher_gone(self.launch)
-        elif self._wish is not None:
-            grace = self.order.config.miner.stop_timeout_s
-            self.launch.wish = self._wish
+        elif self._stop_request is not None:
+            grace = self.spec.config.miner.stop_timeout_s
+            self.launch.stop_request = self._stop_request
             self.launch.ask_to_end(grace)
             self._enter(RunEvent.STOP_BEGUN)
-            self.host.finding(
-                make_finding("miner_stopping", reason=self._wish.cause, grace_s=grace)
+            self.runner.finding(
+                make_finding("miner_stopping", reason=self._stop_request.cause, grace_s=grace)
             )
             self._step_stopping()
 
@@ -313,7 +313,7 @@ class Supervisor:
             self._next_after_defect()
         elif launch.drain_until is None:
             if self._torn_down(launch):
-                seconds = DRAIN_S if launch.wish is None else DRAIN_ASKED_S
+                seconds = DRAIN_S if launch.stop_request is None else DRAIN_ASKED_S
                 launch.drain_until = self.clock.monotonic() + seconds
                 self.loop.attempt(self.relay.end_sources)
                 self._step_ending()
@@ -324,37 +324,37 @@ class Supervisor:
         """Every process is gone: conclude the launch, then decide what comes next."""
         self.launch = None
         self.last_exit = end = self._conclusion.of(launch)
-        self.loop.attempt(lambda: self.host.exit(end))
-        self._next(end, launch.wish)
+        self.loop.attempt(lambda: self.runner.exit(end))
+        self._next(end, launch.stop_request)
 
-    def _next(self, end: Exit, wish: StopRequest | None) -> None:
-        if wish is not None and wish.then is Then.STOP:
-            self._finish(wish.exit_code, wish.cause)
+    def _next(self, end: Exit, stop_request: StopRequest | None) -> None:
+        if stop_request is not None and stop_request.then is Then.STOP:
+            self._finish(stop_request.exit_code, stop_request.cause)
         elif end.finished:
-            self._finish(self.order.finished_code, "the miner finished its work")
-        elif wish is None:
+            self._finish(self.spec.finished_code, "the miner finished its work")
+        elif stop_request is None:
             self._after_failure(self.attribution.failure(end), end.code)
-        elif wish.then is Then.RELAUNCH:
-            self._wish = None
+        elif stop_request.then is Then.RELAUNCH:
+            self._stop_request = None
             self._enter(RunEvent.RETRY_PLANNED)
             self._launch_when_free()
         else:
-            self._wish = None
-            self._after_failure(Failure(wish.cause, end.runtime_s), FAILED)
+            self._stop_request = None
+            self._after_failure(Failure(stop_request.cause, end.runtime_s), FAILED)
 
     def _next_after_defect(self) -> None:
         """Fallback when the launch is over and the code that decides what comes next failed."""
-        if self._wish is not None and self._must_stop():
-            self._finish(self._wish.exit_code, self._wish.cause)
+        if self._stop_request is not None and self._must_stop():
+            self._finish(self._stop_request.exit_code, self._stop_request.cause)
         else:
-            restart = self.order.config.restart
+            restart = self.spec.config.restart
             self._wait(
                 Again(restart.backoff_s, self.launches),
                 "the last launch is over; see GUARD DEGRADED",
             )
 
     def _after_failure(self, failure: Failure, code: int) -> None:
-        if not self.order.config.restart.enabled:
+        if not self.spec.config.restart.enabled:
             self._finish(code, f"restarts are off; the miner ended: {failure.cause}")
             return
         if self.paused:
@@ -362,7 +362,7 @@ class Supervisor:
             return
         decision = self.policy.failed(failure)
         if isinstance(decision, GiveUp):
-            self.host.finding(
+            self.runner.finding(
                 make_finding("crash_loop", detail=decision.why, restarts=self.policy.failures)
             )
             self._finish(CRASH_LOOP, f"crash loop: {decision.why}")
@@ -373,8 +373,8 @@ class Supervisor:
         self._enter(RunEvent.RETRY_PLANNED)
         self._retry_at = self.clock.monotonic() + again.wait_s
         self._step_again_in(again.wait_s)
-        most = self.order.config.restart.max_restarts
-        self.host.finding(
+        most = self.spec.config.restart.max_restarts
+        self.runner.finding(
             make_finding(
                 "miner_restarting",
                 wait_s=again.wait_s,

@@ -105,13 +105,13 @@ class Watchdog:
                 self._loop.wake()
             # A failure here must not stop the watchdog.
             with contextlib.suppress(Exception):
-                self.look()
+                self.check()
 
     def _hear(self, numbers: bytes) -> None:
         if any(number in STOP_SIGNALS for number in numbers):
             self.stop_asked()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check the loop's silence and the time since the stop request against their limits."""
         now = self._hands.monotonic()
         if now - self._looked_at > _PAUSED_S:

@@ -97,7 +97,7 @@ def node(tmp_path: Path) -> Iterator[str]:
 
 def ask(
     url: str, python: str, hotkey: bytes, monkeypatch: pytest.MonkeyPatch, home: Path
-) -> chain.ChainLook:
+) -> chain.ChainReading:
     # The environments of old bittensors have no guard installed: the checkout itself is what they
     # import.
     monkeypatch.setenv("PYTHONPATH", str(REPO))
@@ -105,7 +105,7 @@ def ask(
     settings = ChainSettings(
         network=url, netuid=38, hotkey=ss58(hotkey), master_uid=0, timeout_s=60.0
     )
-    return chain.look(settings, python=python)
+    return chain.query(settings, python=python)
 
 
 def test_old_and_new_give_the_same_answers(
@@ -138,7 +138,7 @@ def test_a_node_that_accepts_and_never_answers(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"ws://127.0.0.1:{silent.getsockname()[1]}"
         start = time.monotonic()
-        look = chain.look(ChainSettings(network=url, netuid=38, timeout_s=8.0), python=python)
+        look = chain.query(ChainSettings(network=url, netuid=38, timeout_s=8.0), python=python)
         assert time.monotonic() - start < 60, "8 s are meant, of a node that never answers"
     assert look.reason is not None
     assert look.block is None

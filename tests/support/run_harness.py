@@ -50,7 +50,7 @@ class WholeRun:
             lambda: self.documents,
             Redactor(),
         )
-        self.host.parts = load_monitors(context, self.degraded.append)
+        self.host.monitors = load_monitors(context, self.degraded.append)
         self.host.on_finding = lambda f: (
             self.degraded.append(f) if f.event == "guard_degraded" else None
         )

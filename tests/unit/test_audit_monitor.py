@@ -25,7 +25,7 @@ class Bench:
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, **repo: Any) -> None:
         self.jobs, self.emitted, self.asked = Jobs(), list[Finding](), list[audit.Known]()
         self.report = audit.AuditReport("accepted", "epoch 56")
-        patch.setattr(audit, "look", self._look)
+        patch.setattr(audit, "audit_repo", self._look)
         config = Config(
             miner=MinerSettings(profile="sn38"),
             repo=RepoSettings(**{"kind": "local", "path": str(folder), **repo}),

@@ -13,7 +13,7 @@ import pytest
 from miner_guard.config import ChainSettings, Config, optional_deps
 from miner_guard.eventlog.catalog import Finding, message
 from miner_guard.health import chain
-from miner_guard.health.chain import ChainLook
+from miner_guard.health.chain import ChainReading
 from miner_guard.health.chain_probe import committed_text
 from miner_guard.monitors.chain import ChainMonitor
 from tests.support.contexts import JobsNever, context
@@ -70,10 +70,10 @@ class Subtensor:
 """
 
 
-def with_bittensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> ChainLook:
+def with_bittensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> ChainReading:
     (tmp_path / "bittensor.py").write_text(source)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return chain.look(SETTINGS)
+    return chain.query(SETTINGS)
 
 
 @pytest.mark.parametrize("source", [NINE, TEN, ELEVEN], ids=["9.12.2", "10.5.0", "11.3.0"])
@@ -122,8 +122,8 @@ def test_a_uid_that_went_to_another_hotkey_is_a_lost_registration(
 
 
 def test_what_is_missing_to_look_is_named() -> None:
-    assert chain.look(ChainSettings(network="finney")).reason == "no [chain] netuid configured"
-    assert chain.look(ChainSettings()).reason == "no [chain] network and netuid configured"
+    assert chain.query(ChainSettings(network="finney")).reason == "no [chain] netuid configured"
+    assert chain.query(ChainSettings()).reason == "no [chain] network and netuid configured"
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_a_node_that_accepts_and_never_answers_costs_its_deadline(
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     start = time.monotonic()
-    look = chain.look(ChainSettings(network="ws://127.0.0.1:1", netuid=38, timeout_s=1.0))
+    look = chain.query(ChainSettings(network="ws://127.0.0.1:1", netuid=38, timeout_s=1.0))
     assert look.reason == "no answer within 1 s"
     assert time.monotonic() - start < 60, "1 s is meant; the node would take 300"
 
@@ -215,17 +215,17 @@ def said(findings: Any) -> list[Finding]:
     return [f for f in findings if f.severity != "debug"]
 
 
-GOOD = ChainLook(block=1000, registered=True, uid=1, commitment="a" * 128, errors={})
+GOOD = ChainReading(block=1000, registered=True, uid=1, commitment="a" * 128, errors={})
 
 
 def test_a_lost_registration_is_critical_and_repeated(part: ChainMonitor) -> None:
     ahead = NetworkProgress(57, 900)
-    (first,) = said(part.looked(GOOD, ahead, 0.0))
+    (first,) = said(part.observe(GOOD, ahead, 0.0))
     assert first.fields["network"]["outer_step"] == 57
     assert first.fields["network"]["blocks_since_allreduce"] == 100
     assert first.fields["network"]["commitment"].startswith("128:")
-    lost = ChainLook(block=1010, registered=False, errors={})
-    status, critical = said(part.looked(lost, ahead, 120.0))
+    lost = ChainReading(block=1010, registered=False, errors={})
+    status, critical = said(part.observe(lost, ahead, 120.0))
     assert status.event == "chain_status"
     assert critical.severity == "critical"
     assert message(critical).startswith(
@@ -233,24 +233,26 @@ def test_a_lost_registration_is_critical_and_repeated(part: ChainMonitor) -> Non
     )
     assert [
         f.event
-        for f in said(part.looked(ChainLook(block=1020, registered=False, errors={}), ahead, 240.0))
+        for f in said(
+            part.observe(ChainReading(block=1020, registered=False, errors={}), ahead, 240.0)
+        )
     ] == []
-    again = said(part.looked(ChainLook(block=1100, registered=False, errors={}), ahead, 1100.0))
+    again = said(part.observe(ChainReading(block=1100, registered=False, errors={}), ahead, 1100.0))
     assert "chain_unregistered" in [f.event for f in again]
 
 
 def test_an_unknown_registration_is_never_called_lost(part: ChainMonitor) -> None:
-    silent = ChainLook(reason="no answer within 30 s")
-    (unknown,) = said(part.looked(silent, NetworkProgress(), 0.0))
+    silent = ChainReading(reason="no answer within 30 s")
+    (unknown,) = said(part.observe(silent, NetworkProgress(), 0.0))
     assert message(unknown) == "CHAIN unknown: no answer within 30 s"
     assert unknown.fields["network"]["reason"] == "no answer within 30 s"
-    assert said(part.looked(silent, NetworkProgress(), 120.0)) == []
+    assert said(part.observe(silent, NetworkProgress(), 120.0)) == []
 
 
 def test_a_frozen_node_is_said(part: ChainMonitor) -> None:
-    list(part.looked(GOOD, NetworkProgress(), 0.0))
-    assert said(part.looked(GOOD, NetworkProgress(), 60.0)) == []
-    (frozen,) = said(part.looked(GOOD, NetworkProgress(), 121.0))
+    list(part.observe(GOOD, NetworkProgress(), 0.0))
+    assert said(part.observe(GOOD, NetworkProgress(), 60.0)) == []
+    (frozen,) = said(part.observe(GOOD, NetworkProgress(), 121.0))
     assert "no new block for 121s" in message(frozen)
     assert frozen.severity == "warning"
 
@@ -258,8 +260,8 @@ def test_a_frozen_node_is_said(part: ChainMonitor) -> None:
 def test_behind_a_frozen_node_the_chain_goes_on(part: ChainMonitor) -> None:
     """Guards against a block_list that looks young to a guard whose node stands as still as the
     miner's."""
-    looks = [next(iter(part.looked(GOOD, NetworkProgress(), 60.0 * n))) for n in range(61)]
+    looks = [next(iter(part.observe(GOOD, NetworkProgress(), 60.0 * n))) for n in range(61)]
     network = Network(**looks[-1].fields["network"])
     assert current_block(network, 3600.0, 12.0) == 1000 + 300
-    moved = next(iter(part.looked(replace(GOOD, block=1290), NetworkProgress(), 3660.0)))
+    moved = next(iter(part.observe(replace(GOOD, block=1290), NetworkProgress(), 3660.0)))
     assert current_block(Network(**moved.fields["network"]), 3672.0, 12.0) == 1291

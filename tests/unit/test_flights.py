@@ -83,7 +83,7 @@ class _Ranks:
         self.flights.look_at(rank, self.heard)
 
     def tick(self) -> None:
-        self.flights.look(self.heard)
+        self.flights.poll(self.heard)
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_a_record_that_cannot_be_read_hides_no_other_rank(
 
 def test_the_last_look_keeps_nothing_back(ranks: _Ranks) -> None:
     ranks.step(1, 1)
-    ranks.flights.last_look(ranks.heard)
+    ranks.flights.last_poll(ranks.heard)
     assert ranks.heard.steps_of == [(1, 1)]
 
 
@@ -171,11 +171,11 @@ def test_a_copy_that_is_cut_short_costs_nothing_and_is_made_again(
     state, heard = StateDir(tmp_path), _Heard()
     flights = Flights(state, RUN, lambda finding: pytest.fail(str(finding)))
     writers = [_worker(state, rank, rank, process=os.getpid()) for rank in (0, 1)]
-    flights.look(heard)
+    flights.poll(heard)
     os.truncate(state.flight_of(0), 4096)
     assert sorted(flights.now()) == [0, 1]
     assert flights.ask_checkpoint() == 2
-    flights.look(heard)
+    flights.poll(heard)
     assert state.flight_of(0).stat().st_size == FILE_SIZE
     flights.close()
     for writer in writers:
@@ -187,14 +187,14 @@ def test_what_a_killed_rank_wrote_last_is_read_and_kept(tmp_path: Path) -> None:
     state, heard = StateDir(tmp_path), _Heard()
     flights = Flights(state, RUN, lambda finding: pytest.fail(str(finding)))
     writer = _worker(state, 0, 0, process=os.getpid())
-    flights.look(heard)
+    flights.poll(heard)
     writer.append(_record(1))
     (state.flight / "rank-0000.live").unlink()
     for _ in range(3):
-        flights.look(heard)
+        flights.poll(heard)
     assert heard.steps_of == [(0, 1)]
     writer.append(_record(2))
-    flights.last_look(heard)
+    flights.last_poll(heard)
     assert heard.steps_of == [(0, 1), (0, 2)]
     flights.close()
     assert [s.total_steps for s in FlightReader(state.flight_of(0)).steps()] == [1, 2]
@@ -209,7 +209,7 @@ def test_a_rank_in_another_pid_namespace_is_followed_by_its_copy(tmp_path: Path)
     for number in (1, 2):
         writer.append(_record(number))
         memory.copy_now(writer.path, writer._fd)
-        flights.look(heard)
+        flights.poll(heard)
     assert heard.steps_of == [(0, 1), (0, 2)]
     flights.close()
 
@@ -244,12 +244,12 @@ def test_workers_that_the_launcher_starts_anew_under_other_ranks_replace_the_old
     state, heard, gone = StateDir(tmp_path), _Heard(), 2**22
     flights = Flights(state, RUN, lambda finding: pytest.fail(str(finding)))
     old = [_worker(state, rank, rank - 2, process=gone) for rank in (2, 3)]
-    flights.look(heard)
+    flights.poll(heard)
     assert sorted(flights.now()) == [2, 3]
     old[0].journal({"n": "its last words"})
     new = [_worker(state, rank, rank, process=os.getpid()) for rank in (0, 1)]
     for _ in range(3):
-        flights.look(heard)
+        flights.poll(heard)
     assert sorted(flights.now()) == [0, 1]
     assert heard.entries_of == [(2, "its last words")]
     flights.close()
@@ -263,7 +263,7 @@ def test_a_rank_that_died_stays_known_while_others_of_its_local_rank_live(tmp_pa
     flights = Flights(state, RUN, lambda finding: pytest.fail(str(finding)))
     for rank in (0, 1):
         _worker(state, rank, 0, process=os.getpid())
-    flights.look(heard)
+    flights.poll(heard)
     assert sorted(flights.now()) == [0, 1]
     flights.close()
 
@@ -277,10 +277,10 @@ def test_the_copy_of_an_earlier_run_is_left_alone_until_this_run_has_a_record(
     earlier.append(_record(7))
     earlier.close()
     for _ in range(2):
-        flights.look(heard)
+        flights.poll(heard)
     assert flights.now() == {}
     _worker(state, 0, 0, process=os.getpid()).append(_record(1))
-    flights.look(heard)
+    flights.poll(heard)
     assert flights.now()[0].total_steps == 1
     flights.close()
 
@@ -295,7 +295,7 @@ def test_what_a_rank_wrote_before_it_was_killed_in_the_middle_of_its_header_is_r
     writer = ranks.writers[0]
     writer.journal({"n": "its last words"})
     ACK.pack_into(writer.map, NOW_OFFSET, 1)
-    ranks.flights.last_look(ranks.heard)
+    ranks.flights.last_poll(ranks.heard)
     assert ranks.heard.steps_of == [(0, 1)]
     assert ranks.heard.entries_of == [(0, "its last words")]
     ranks.flights.close()
@@ -313,6 +313,6 @@ def test_a_finish_that_the_highest_local_rank_has_not_said_is_none(
             finished=True
         )
     flights = Flights(state, find({}).run_id, lambda finding: pytest.fail(str(finding)))
-    flights.look(_Heard())
+    flights.poll(_Heard())
     assert flights.all_in({"finished"}) is finished
     flights.close()

@@ -39,7 +39,7 @@ def watch(
     """Look once a second; the time and the hang, or None."""
     now = start
     while now <= end:
-        hang = detector.look(now, ranks)
+        hang = detector.check(now, ranks)
         if hang is not None:
             return now, hang
         now += 1.0
@@ -117,11 +117,11 @@ def test_what_is_nested_in_a_long_phase_has_its_time_and_no_more(
             with phases.named("data"):
                 for _ in range(5):
                     now += 1.0
-                    if detector.look(now, {0: shown.now}) is not None:
+                    if detector.check(now, {0: shown.now}) is not None:
                         assert now == pytest.approx(101.0 + allowed, abs=2)
                         return
             now += 1.0
-            detector.look(now, {0: shown.now})
+            detector.check(now, {0: shown.now})
     pytest.fail("a phase without an end is a hang")
 
 
@@ -134,7 +134,7 @@ def test_short_phases_that_declare_an_allowance_again_and_again_are_no_progress(
     while now < 3000.0:
         with phases.named("data", 10.0):
             now += 5.0
-            if detector.look(now, {0: shown.now}) is not None:
+            if detector.check(now, {0: shown.now}) is not None:
                 assert now == pytest.approx(401.0, abs=6)
                 return
     pytest.fail("it is not seen")
@@ -174,7 +174,7 @@ def test_entering_a_phase_again_and_again_is_no_progress(detector: HangDetector)
     now = 101.0
     hang = None
     while hang is None and now < 1000.0:
-        hang = detector.look(now, {0: rank("data", now - 0.5)})
+        hang = detector.check(now, {0: rank("data", now - 0.5)})
         now += 1.0
     assert now == pytest.approx(401.0, abs=3)
 
@@ -184,7 +184,7 @@ def test_a_suspended_machine_is_not_a_hang(detector: HangDetector) -> None:
     assert watch(detector, 101.0, 200.0, ranks) is None
     # Nobody looked for an hour: this process did not run, so that nothing can be reported of the
     # miner.
-    assert detector.look(3800.0, ranks) is None
+    assert detector.check(3800.0, ranks) is None
     assert watch(detector, 3801.0, 3990.0, ranks) is None
     assert watch(detector, 3991.0, 4010.0, ranks) is not None
 
@@ -222,14 +222,14 @@ def test_torchruns_wait_for_the_other_nodes_at_its_end_is_no_hang() -> None:
 
 
 def test_a_rank_that_is_gone_is_the_culprit(detector: HangDetector) -> None:
-    hang = detector.look(101.0, {0: rank("backward")}) or detector.look(
+    hang = detector.check(101.0, {0: rank("backward")}) or detector.check(
         102.0, {0: rank("backward"), 1: rank("backward")}, Processes(gone={1})
     )
     assert hang is None
     detector.stepped(102.0, 1.0)
     now = 103.0
     while hang is None:
-        hang = detector.look(
+        hang = detector.check(
             now, {0: rank("backward", 102.0), 1: rank("backward", 102.0)}, Processes(gone={1})
         )
         now += 1.0
@@ -270,7 +270,7 @@ def test_a_stopped_process_is_named_whatever_its_place_in_the_step(detector: Han
     """Guards against `rank 0 in data` for a rank that merely waits, while rank 1 has had a
     SIGSTOP."""
     ranks = {0: rank("data", 101.0), 1: rank("backward", 101.0)}
-    hang = detector.look(460.0, ranks, Processes(stopped={1})) or detector.look(
+    hang = detector.check(460.0, ranks, Processes(stopped={1})) or detector.check(
         461.0, ranks, Processes(stopped={1})
     )
     assert hang is not None
@@ -286,7 +286,7 @@ def test_ranks_that_wait_in_init_for_one_that_never_comes_name_it() -> None:
     now, hang = 5.0, None
     while hang is None and now < 3000.0:
         now += 1.0
-        hang = detector.look(now, ranks, Processes(absent={1}))
+        hang = detector.check(now, ranks, Processes(absent={1}))
     assert hang is not None
     assert now == pytest.approx(1800.0, abs=2)
     assert hang.culprits == (1,)
@@ -302,7 +302,7 @@ def before_init(cpu_share: float, prints: bool) -> float | None:
             detector.used_cpu(now, cpu_share * now)
         if prints:
             detector.printed(now)
-        if detector.look(now, {}) is not None:
+        if detector.check(now, {}) is not None:
             return now
     return None
 

@@ -37,7 +37,7 @@ class Talkative(Monitor):
 def host(*parts: type[Monitor]) -> tuple[MonitorRunner, list[Finding]]:
     logged: list[Finding] = []
     made = MonitorRunner(logged.append)
-    made.parts = [part(cast(Context, None)) for part in parts]
+    made.monitors = [part(cast(Context, None)) for part in parts]
     return made, logged
 
 

@@ -47,7 +47,7 @@ class LineSeeker(LineReader):
 def _host() -> tuple[MonitorRunner, Everything, Seeker]:
     host = MonitorRunner(lambda _finding: None)
     everything, seeker = Everything(cast(Context, None)), Seeker(cast(Context, None))
-    host.parts = [everything, seeker]
+    host.monitors = [everything, seeker]
     return host, everything, seeker
 
 
@@ -107,7 +107,7 @@ def test_lines_arrive_whole_and_once_however_the_output_is_cut(
     """Guards against five buffers that each cut long, redrawn or split lines by a rule of their
     own."""
     host, reader, seeker = MonitorRunner(lambda _f: None), *_line_readers()
-    host.parts = [reader, seeker]
+    host.monitors = [reader, seeker]
     stream, at = b"".join(pieces), 0
     while at < len(stream):
         size = cut.choice((1, 80, 4096, 10000, 65536))
@@ -124,7 +124,7 @@ def test_lines_arrive_whole_and_once_however_the_output_is_cut(
 
 def test_a_line_without_an_end_is_cut_and_takes_no_more_memory() -> None:
     host, reader, _ = MonitorRunner(lambda _f: None), *_line_readers()
-    host.parts = [reader]
+    host.monitors = [reader]
     for _ in range(100):
         host.output(b"x" * 65536)
     host.output(b"\nnext\n")

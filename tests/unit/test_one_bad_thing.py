@@ -72,7 +72,7 @@ def _host(state: StateDir) -> MonitorRunner:
     host = MonitorRunner(
         Emitter(clock, RUN, Redactor(), [JsonlSink(state.log, LogSettings())]).emit
     )
-    host.parts = [ReportsMonitor(cast(Context, SimpleNamespace(clock=clock)))]
+    host.monitors = [ReportsMonitor(cast(Context, SimpleNamespace(clock=clock)))]
     return host
 
 
@@ -88,7 +88,7 @@ def test_an_entry_whose_fields_do_not_fit_its_words_is_shown_and_does_not_come_a
     writer, host = _rank_with_an_odd_entry(state), _host(state)
     flights = Flights(state, RUN, pytest.fail)
     for _ in range(2):
-        flights.look(host)
+        flights.poll(host)
     messages = _messages(state)
     assert messages[0].startswith("slow_step with fields that do not fit its template (ValueError")
     assert "245 s" in messages[0]

@@ -32,12 +32,12 @@ class Looking:
         self.waited += seconds
         return self.waited >= self.stop_after
 
-    def look(self, _question: PreflightRequest, _wait: Callable[[float], bool]) -> Snapshot:
+    def collect(self, _question: PreflightRequest, _wait: Callable[[float], bool]) -> Snapshot:
         return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
 
     def run(self) -> Any:
         emit: Callable[[Finding], None] = self.said.append
-        return preflight(self.question, emit, self.wait, clock=self.clock, look=self.look)
+        return preflight(self.question, emit, self.wait, clock=self.clock, collect=self.collect)
 
 
 def test_masked_gpus_are_remembered_as_masked(tmp_path: Path) -> None:

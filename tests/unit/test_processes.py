@@ -89,7 +89,7 @@ def _seconds(tree: Searches, count: int) -> int:
     before = tree.searches
     for _ in range(count):
         cast(FakeClock, tree._clock).advance(1.01)
-        tree.look(None)
+        tree.refresh(None)
     return tree.searches - before
 
 

@@ -329,7 +329,7 @@ def test_a_repo_that_cannot_be_written_is_critical() -> None:
         def put(self, key: str, data: bytes) -> None:
             raise repo_probe.RepoError("AccessDenied")
 
-    answer = repo_probe.look(ReadOnly())  # type: ignore[arg-type]
+    answer = repo_probe.examine(ReadOnly())  # type: ignore[arg-type]
     config = Config(repo=RepoSettings(kind="s3"))
     checks = by_name(storage.checks(snapshot(config=config, repo=answer)))
     assert checks["repo.read"].level == "ok"

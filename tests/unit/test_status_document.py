@@ -18,7 +18,7 @@ from miner_guard.eventlog.status_document import (
     StatusDocument,
     read_status,
 )
-from miner_guard.health.chain import ChainLook
+from miner_guard.health.chain import ChainReading
 from miner_guard.health.chain import as_fields as chain_fields
 from miner_guard.monitors.chain import ChainMonitor
 from miner_guard.monitors.health import HealthMonitor
@@ -71,6 +71,6 @@ def test_monitors_write_the_fields_that_readers_read(tmp_path: Path) -> None:
     chain = ChainMonitor(context(tmp_path, config=config, jobs=JobsNever()))
     assert _names(HealthStatus) == set(health.snapshot())
     assert {"block", "reason"} <= set(chain.snapshot()) & _names(ChainStatus)
-    looked = chain_fields(ChainLook(reason=None))
+    looked = chain_fields(ChainReading(reason=None))
     assert _names(ChainStatus) - {"reason", "outer_step"} <= set(looked)
     assert _names(JobStatus) == {"runs", "last_s", "max_s", "missed"}

@@ -82,21 +82,21 @@ class Records:
 
     def launched(self, _pid: int) -> None: ...
 
-    def last_look(self, _host: object) -> None:
+    def last_poll(self, _host: object) -> None:
         if self.failing:
             raise ValueError("cannot convert float NaN to integer")
 
-    look = last_look
+    poll = last_poll
 
     def identities(self) -> dict[int, Any]:
         return {}
 
     def all_in(self, _states: object) -> bool:
-        self.last_look(None)
+        self.last_poll(None)
         return False
 
     def now(self) -> dict[int, Now]:
-        self.last_look(None)
+        self.last_poll(None)
         return {}
 
 
@@ -119,7 +119,7 @@ def supervisor(
         order,
         clock,
         loop,
-        host=MonitorRunner(said.append),
+        runner=MonitorRunner(said.append),
         relay=cast(Any, Pipes()),
         flights=cast(Any, Records()),
     )
@@ -153,7 +153,7 @@ def test_a_restart_meant_for_a_launch_that_has_ended_does_not_cut_the_wait_short
     """Guards against the watchdog of a hang whose miner gave up first: its wish came while the next
     start waited."""
     supervisor._first_launch()
-    supervisor.want(StopRequest("hang: rank 0 in data for 912s", Then.RESTART))
+    supervisor.request_stop(StopRequest("hang: rank 0 in data for 912s", Then.RESTART))
     supervisor.step()
     assert (supervisor.state, len(said)) == (State.WAITING, 2)
 
@@ -164,7 +164,7 @@ def test_a_launcher_that_sigkill_does_not_end_does_not_keep_the_guard(
     """Guards against a stop that never comes: a process in D state is never reaped."""
     monkeypatch.setattr(processes, "alive", lambda _process: True)
     monkeypatch.setattr(processes, "send", lambda _process, _number: True)
-    supervisor.want(StopRequest("SIGTERM", Then.STOP))
+    supervisor.request_stop(StopRequest("SIGTERM", Then.STOP))
     for _ in range(200):
         supervisor.step()
         cast(FakeClock, supervisor.clock).advance(0.5)
@@ -179,13 +179,13 @@ def test_who_asks_again_for_the_end_is_told_what_it_waits_for(
 ) -> None:
     """Guards against a second Ctrl-C that is swallowed for 45 s, so that the next one is SIGKILL to
     the guard."""
-    supervisor.want(StopRequest("SIGINT", Then.STOP))
+    supervisor.request_stop(StopRequest("SIGINT", Then.STOP))
     supervisor.step()
     assert supervisor.state is State.STOPPING
     cast(FakeClock, supervisor.clock).advance(15.0)
     said.clear()
     for _ in range(3):
-        supervisor.want(StopRequest("SIGINT", Then.STOP))
+        supervisor.request_stop(StopRequest("SIGINT", Then.STOP))
     supervisor.step()
     (finding,) = said
     assert catalog.message(finding) == (
@@ -199,10 +199,10 @@ def test_a_stop_during_a_restart_is_heard(
 ) -> None:
     """Guards against a first Ctrl-C without a word, because the guard was already ending the launch
     for a restart."""
-    supervisor.want(StopRequest("hang: rank 0 in data", Then.RESTART))
+    supervisor.request_stop(StopRequest("hang: rank 0 in data", Then.RESTART))
     supervisor.step()
     said.clear()
-    supervisor.want(StopRequest("SIGTERM", Then.STOP))
+    supervisor.request_stop(StopRequest("SIGTERM", Then.STOP))
     supervisor.step()
     assert [finding.event for finding in said] == ["miner_stopping"]
     launcher.ended = 0
@@ -233,7 +233,7 @@ def test_the_end_of_a_launch_survives_whatever_fails_in_it(
     SIGTERM unheard."""
     cast(Any, supervisor.flights).failing = cast(Any, supervisor.relay).failing = True
     if asked:
-        supervisor.want(StopRequest("SIGTERM", Then.STOP))
+        supervisor.request_stop(StopRequest("SIGTERM", Then.STOP))
         supervisor.step()
     launcher.ended = 3
     supervisor.step()
@@ -251,7 +251,7 @@ def test_a_stop_is_honoured_after_a_failure_while_it_was_begun(
         raise RuntimeError("a defect")
 
     supervisor.on_stopping = fail
-    supervisor.want(StopRequest("SIGTERM", Then.STOP))
+    supervisor.request_stop(StopRequest("SIGTERM", Then.STOP))
     supervisor.step()
     launcher.ended = 0
     supervisor.step()
@@ -283,7 +283,7 @@ def test_every_tick_reaches_the_monitors_though_the_records_cannot_be_read(
     """Guards against one unreadable record that blinds the hang watch of all ranks."""
     cast(Any, supervisor.flights).failing = True
     ticks: list[float] = []
-    monkeypatch.setattr(supervisor.host, "tick", lambda now, _ranks: ticks.append(now))
+    monkeypatch.setattr(supervisor.runner, "tick", lambda now, _ranks: ticks.append(now))
     supervisor.pulse.tick()
     assert ticks
 

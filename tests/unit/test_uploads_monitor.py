@@ -100,22 +100,22 @@ def test_stale_is_counted_from_the_last_look_that_knew_even_when_the_storage_is_
 
 def test_an_unreadable_repo_is_said_once_and_again_when_the_reason_changes() -> None:
     watch = RepoWatch(GateSettings())
-    said = [f for n in range(100) for f in watch.look(Published(reason="wrong keys"), 60.0 * n)]
+    said = [f for n in range(100) for f in watch.observe(Published(reason="wrong keys"), 60.0 * n)]
     assert len(said) == 4
-    assert [f.event for f in watch.look(Published(reason="no such bucket"), 6000.0)] == [
+    assert [f.event for f in watch.observe(Published(reason="no such bucket"), 6000.0)] == [
         "repo_unknown"
     ]
-    assert list(watch.look(Published(empty=True, reason=None), 6001.0)) == []
+    assert list(watch.observe(Published(empty=True, reason=None), 6001.0)) == []
 
 
 def test_a_repo_that_was_emptied_is_said_and_one_that_is_still_empty_is_not() -> None:
     watch, empty = RepoWatch(GateSettings()), Published(empty=True, reason=None)
-    assert list(watch.look(empty, 0.0)) == []
-    list(watch.look(Published(age_s=1.0, reason=None, revision="5.56.50", seen_at=60.0), 60.0))
-    assert [message(f) for f in watch.look(empty, 120.0)] == [
+    assert list(watch.observe(empty, 0.0)) == []
+    list(watch.observe(Published(age_s=1.0, reason=None, revision="5.56.50", seen_at=60.0), 60.0))
+    assert [message(f) for f in watch.observe(empty, 120.0)] == [
         "REPO UNKNOWN: nothing is published any more; before it was 5.56.50"
     ]
-    assert list(watch.look(empty, 180.0)) == []
+    assert list(watch.observe(empty, 180.0)) == []
     assert watch.is_stale(60.0 + 2000.0), "what was published last is what the age counts from"
 
 

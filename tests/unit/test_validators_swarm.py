@@ -108,7 +108,7 @@ def axon() -> Iterator[http.server.HTTPServer]:
 
 def test_the_probe_takes_a_refusal_for_an_answer(axon: http.server.HTTPServer) -> None:
     address = f"127.0.0.1:{axon.server_port}"
-    seen = axon_probe.look(address, 5.0)
+    seen = axon_probe.reach(address, 5.0)
     assert (seen.address, seen.reason) == (address, None)
     assert seen.seconds is not None
     assert axon.paths == ["/IsAlive"]  # type: ignore[attr-defined]
@@ -118,11 +118,11 @@ def test_the_probe_tells_why_there_is_no_answer() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
-        seen = axon_probe.look(address, 5.0)
+        seen = axon_probe.reach(address, 5.0)
     assert seen.seconds is None
     assert "refused" in str(seen.reason)
-    assert axon_probe.look("", 1.0) == Axon("")
-    assert axon_probe.look(None, 1.0).address is None
+    assert axon_probe.reach("", 1.0) == Axon("")
+    assert axon_probe.reach(None, 1.0).address is None
 
 
 def test_a_process_that_takes_connections_and_never_answers_is_not_alive() -> None:

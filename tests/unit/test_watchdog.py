@@ -68,7 +68,7 @@ class Scene:
             self.clock.advance(0.5)
             if turning:
                 self.loop.alive()
-            self.dog.look()
+            self.dog.check()
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_a_guard_that_was_stopped_for_a_while_is_no_hanging_one(scene: Scene) ->
     """Guards against a false alarm after SIGSTOP, a debugger or a suspended host: nothing had a
     turn."""
     scene.clock.advance(3600.0)
-    scene.dog.look()
+    scene.dog.check()
     assert not scene.said
 
 

@@ -220,8 +220,8 @@ def _cells(text: str) -> Sequence[str]:
 def _named(document: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """The quantities in a record; where it names one twice, the plainer name wins."""
     found: dict[str, tuple[int, float]] = {}
-    for key, told in document.items():
-        field, value = _field(key), number(told)
+    for key, raw in document.items():
+        field, value = _field(key), number(raw)
         if field is not None and value is not None:
             rank, quantity = field
             found[quantity] = min(

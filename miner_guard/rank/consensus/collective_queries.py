@@ -69,7 +69,7 @@ class CollectiveQueries:
         # Slurm and MPI pass the rank in variables that the guard does not know: every rank took
         # itself for rank 0.
         if (rank, world_size) != (self._place.rank, self._place.world_size):
-            self._recorder.trouble(
+            self._recorder.report_error(
                 "place",
                 f"this is rank {rank} of {world_size} and is recorded as rank {self._place.rank} "
                 "of "
@@ -152,6 +152,6 @@ class CollectiveQueries:
                 yield
         finally:
             if isinstance(self._agreement, agree.Group) and self._agreement.late:
-                self._recorder.trouble(
+                self._recorder.report_error(
                     agree.LATE, "a rank did not come in time, and the ranks agree on nothing more"
                 )

@@ -53,20 +53,20 @@ class CommandHandler:
 
     def restart(self, cause: str) -> None:
         """Stop the miner and restart it under the restart policy."""
-        self._supervisor.want(StopRequest(cause, Then.RESTART))
+        self._supervisor.request_stop(StopRequest(cause, Then.RESTART))
 
     def finish(self, cause: str) -> None:
         """Stop the rest of a miner whose ranks have finished, and end the guard as after a normal
         finish."""
-        self._supervisor.want(StopRequest(cause, Then.FINISH))
+        self._supervisor.request_stop(StopRequest(cause, Then.FINISH))
 
     def relaunch(self, cause: str) -> None:
         """Stop the miner and restart it immediately, without counting a failure."""
-        self._supervisor.want(StopRequest(cause, Then.RELAUNCH))
+        self._supervisor.request_stop(StopRequest(cause, Then.RELAUNCH))
 
     def stop(self, cause: str, exit_code: int) -> None:
         """Stop the miner and end the guard."""
-        self._supervisor.want(StopRequest(cause, Then.STOP, exit_code))
+        self._supervisor.request_stop(StopRequest(cause, Then.STOP, exit_code))
 
     def use_command(self, command: Sequence[str]) -> None:
         """Use this command from the next launch on."""

@@ -48,7 +48,7 @@ class Endpoints:
             return
         self._refused.discard(path)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Call about once a second. Recreates missing endpoints once the disk has answered: binding
         a socket or creating a lock on an unresponsive disk would hang the supervisor."""
         missing = any(not path.exists() for path in self._make)

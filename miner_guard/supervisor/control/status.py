@@ -36,10 +36,10 @@ def run_status(run: Supervisor) -> RunStatus:
     return RunStatus(
         state=run.state.value,
         paused=run.paused,
-        run_id=run.order.run_id,
+        run_id=run.spec.run_id,
         pid=os.getpid(),
         miner_pid=launch.child.pid if launch is not None else None,
-        command=list(run.order.command),
+        command=list(run.spec.command),
         attempt=max(run.launches - 1, 0),
         restarts=run.policy.failures,
         started=None if age is None else iso_utc(run.clock.wall() - age),

@@ -73,7 +73,7 @@ class ProcessTree:
         """A child of the guard ended (SIGCHLD)."""
         self._child_ended = True
 
-    def look(self, launcher: Process | None) -> None:
+    def refresh(self, launcher: Process | None) -> None:
         """Reap orphans that ended, update the list of living ones; does nothing while no process
         of the host has started and no child has ended. Raises OSError if /proc can't be read."""
         now = self._clock.monotonic()

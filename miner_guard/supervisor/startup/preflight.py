@@ -41,7 +41,7 @@ def preflight(
     wait: Callable[[float], bool],
     *,
     clock: Clock | None = None,
-    look: Callable[[PreflightRequest, Callable[[float], bool]], Snapshot] = collect_snapshot,
+    collect: Callable[[PreflightRequest, Callable[[float], bool]], Snapshot] = collect_snapshot,
 ) -> Outcome:
     """Check until everything passes, a critical problem is known to be permanent, or
     `preflight_wait_s` is over.
@@ -55,7 +55,7 @@ def preflight(
     said: set[tuple[str, str]] = set()
     waiting = False
     while True:
-        snapshot = look(question, wait)
+        snapshot = collect(question, wait)
         checks = judge(snapshot)
         critical = [c for c in checks if c.level == "critical"]
         for check in checks:

@@ -14,8 +14,8 @@ from miner_guard.system import probe
 
 
 class PreflightRunner:
-    """One preflight before the first launch. `look` returns immediately; the result arrives through
-    `soon`."""
+    """One preflight before the first launch. `start` returns immediately; `soon` delivers the
+    result."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class PreflightRunner:
         self._stop = threading.Event()
         self._then: tuple[Callable[[], None], Callable[[int, str], None]] | None = None
 
-    def look(self) -> None:
+    def start(self) -> None:
         """Start the preflight while the supervisor prepares the launch."""
         if self._question.config.gpu.preflight:
             threading.Thread(target=self._look, name="preflight", daemon=True).start()

@@ -94,7 +94,7 @@ def test_what_the_ranks_agreed_on_holds_where_it_cannot_be_recorded(
     def no_thread(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    guard._recorder.bell.close()
+    guard._recorder.notifier.close()
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     assert guard.may_upload(outer_step=1, inner_step=50)
     monkeypatch.setattr(guard._recorder, "journal", no_thread)
