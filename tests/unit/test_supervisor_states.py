@@ -163,7 +163,7 @@ def test_a_launcher_that_sigkill_does_not_end_does_not_keep_the_guard(
 ) -> None:
     """Guards against a stop that never comes: a process in D state is never reaped."""
     monkeypatch.setattr(processes, "alive", lambda _process: True)
-    monkeypatch.setattr(processes, "send", lambda _process, _number: True)
+    monkeypatch.setattr(processes, "send", lambda _process, *_numbers: True)
     supervisor.request_stop(StopRequest("SIGTERM", Then.STOP))
     for _ in range(200):
         supervisor.step()

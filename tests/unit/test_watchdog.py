@@ -52,9 +52,9 @@ class Scene:
     def _teardown(self) -> Teardown | None:
         return Teardown(self.clock, set, Process(2**22 + 1, 1), GRACE_S) if self.lives else None
 
-    def _send(self, _process: Process, number: int) -> bool:
-        self.signals.append(number)
-        if number == signal.SIGKILL or not self.deaf:
+    def _send(self, _process: Process, *numbers: int) -> bool:
+        self.signals += numbers
+        if signal.SIGKILL in numbers or not self.deaf:
             self.lives = False
         return True
 
