@@ -26,8 +26,8 @@ from typing import NamedTuple
 from miner_guard.flight_recorder.reader import FlightReader
 from miner_guard.state_dir import StateDir
 from tests.faults.guarded import Guarded
+from tests.faults.injected import FAULTS, RELAUNCHES, World
 from tests.faults.own_disk import OwnDisk
-from tests.faults.troubles import FAULTS, RELAUNCHES, World
 from tests.support.waiting import until
 
 STEP_S = 0.02

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from miner_guard.state_dir import StateDir
 from tests.faults.guarded import Guarded
+from tests.faults.injected import FAULTS, World, undo
 from tests.faults.sequences import SETTINGS, STOP_S, clock_library, mounted
-from tests.faults.troubles import FAULTS, World, undo
 from tests.support.waiting import until
 
 STEP_S = 0.005

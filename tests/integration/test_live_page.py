@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.test_http import Port
 from tests.support import requires
+from tests.support.http_port import Port
 from tests.unit.test_report import Log
 
 pytestmark = pytest.mark.slow

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from miner_guard.eventlog.query import Query, last
 from miner_guard.state_dir import StateDir
-from tests.integration.test_http import Port
 from tests.support import requires
+from tests.support.http_port import Port
 
 DOCS = requires.REPO / "docs"
 FAULTS = ("--fault", "slow@40", "--fault", "crash@60")
