@@ -6,7 +6,7 @@ uploaded. For defects of shape, this module and `validators.decoding` use the sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,9 +45,10 @@ def outline(document: Any, limits: Limits, shapes: Shapes | None) -> dict[str, A
             f"`<param>{limits.gradients_index_suffix}` and `<param>{limits.gradients_value_suffix}`"
         )
         problems.append(f"holds no {ends}")
-    known = [
-        n for n in named if (shapes is None and plain_name(n) == n) or n in (shapes or _NONE).of
-    ]
+    if shapes is None:
+        known = [name for name in named if plain_name(name) == name]
+    else:
+        known = [name for name in named if name in shapes.of]
     if named and not known:
         first = named[0]
         why = (
@@ -58,23 +59,8 @@ def outline(document: Any, limits: Limits, shapes: Shapes | None) -> dict[str, A
         problems.append(
             f"validators know none of its {len(named)} parameters ({why}) and skip them all"
         )
-    # Cache per shape: a large model has few distinct shapes.
-    judged: dict[tuple[Tensors, tuple[int, ...] | None], str | None] = {}
-    for name in known:
-        found = _tensors(document, name, limits)
-        shape = None if shapes is None else tuple(shapes.of[name])
-        if isinstance(found, str):
-            problems.append(f"{name}: {found}")
-            continue
-        if (found, shape) not in judged:
-            judged[found, shape] = misfit(found, shape, limits)
-        wrong = judged[found, shape]
-        if wrong is not None:
-            problems.append(f"{name}: {wrong}")
+    problems += _misfits(document, known, limits, shapes)
     return _report(problems, len(known), shapes)
-
-
-_NONE = Shapes({})
 
 
 def _report(problems: Sequence[str], params: int, shapes: Shapes | None) -> dict[str, Any]:
@@ -90,23 +76,44 @@ def _report(problems: Sequence[str], params: int, shapes: Shapes | None) -> dict
 def _named(document: Mapping[Any, Any], limits: Limits) -> list[str]:
     """Parameters with both indices and values; validators skip the others."""
     index, value = limits.gradients_index_suffix, limits.gradients_value_suffix
-    names = (k[: -len(index)] for k in document if isinstance(k, str) and k.endswith(index))
-    both = (n for n in names if document.get(n + index) is not None)
-    return [n for n in both if document.get(n + value) is not None]
+    length, get = len(index), document.get
+    names = [k[:-length] for k in document if isinstance(k, str) and k.endswith(index)]
+    return [n for n in names if get(n + index) is not None and get(n + value) is not None]
 
 
-def _tensors(document: Mapping[Any, Any], name: str, limits: Limits) -> Tensors | str:
-    """Headers of a parameter's tensors, or a problem in words if an entry is not a tensor."""
-    indices = document[name + limits.gradients_index_suffix]
-    values = document[name + limits.gradients_value_suffix]
-    for what, tensor in (("indices", indices), ("values", values)):
-        if not hasattr(tensor, "shape") or not hasattr(tensor, "dtype"):
-            return f"{what} are a {type(tensor).__name__}, not a tensor"
-    dtype = str(values.dtype).removeprefix("torch.")
-    if document.get(f"{name}quant_params") is not None:
-        # Quantised values get the dtype that their parameters name.
-        dtype = _quantised_dtype(document[f"{name}quant_params"]) or dtype
-    return Tensors(tuple(indices.shape), tuple(values.shape), dtype)
+def _misfits(
+    document: Mapping[Any, Any], names: Sequence[str], limits: Limits, shapes: Shapes | None
+) -> Iterator[str]:
+    """What validators would raise on, by parameter."""
+    index, value = limits.gradients_index_suffix, limits.gradients_value_suffix
+    # A large model has few distinct headers: judge each once. The key holds torch's own objects,
+    # since their conversion would cost more than the judgement.
+    judged: dict[Any, str | None] = {}
+    for name in names:
+        indices, values = document[name + index], document[name + value]
+        quantised = document.get(f"{name}quant_params")
+        shape = None if shapes is None else tuple(shapes.of[name])
+        try:
+            key = (indices.shape, values.shape, values.dtype, shape)
+        except AttributeError:
+            yield f"{name}: {_not_tensors(indices, values)}"
+            continue
+        if quantised is not None:
+            # Quantised values get the dtype that their parameters name.
+            key = (*key[:2], _quantised_dtype(quantised) or values.dtype, shape)
+        if key not in judged:
+            dtype = str(key[2]).removeprefix("torch.")
+            tensors = Tensors(tuple(indices.shape), tuple(values.shape), dtype)
+            judged[key] = misfit(tensors, shape, limits)
+        if (wrong := judged[key]) is not None:
+            yield f"{name}: {wrong}"
+
+
+def _not_tensors(indices: Any, values: Any) -> str:
+    for what, entry in (("indices", indices), ("values", values)):
+        if not hasattr(entry, "shape") or not hasattr(entry, "dtype"):
+            return f"{what} are a {type(entry).__name__}, not a tensor"
+    return "indices and values have no shape"
 
 
 def _quantised_dtype(parameters: Any) -> str | None:
