@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,9 @@ ENORMOUS = 5e18
 """Magnitude at which values, times an evaluation's learning rates (0.7 · 0.5), have squares and
 products that overflow float32. Measured with the validators' own code: with half of all values at
 1e19 the loss is NaN, at 1e18 it is not; one such value or parameter leaves it finite."""
+
+_BLOCK_ELEMENTS = 1 << 19
+"""Values to check at a time (4 MiB of indices)."""
 
 _DENSE_ELEMENTS = 1 << 22
 """Elements of a decoded gradient to hold in memory at a time (16 MiB of float32)."""
@@ -93,28 +96,61 @@ def decode(
         indices = _unpacked(torch, indices, values, form.packed_bits)
     if form.quant_scale is not None:
         _check_quantisation(torch, entry, form.quant_scale)
-    if entry.quantisation is not None and (form.quant_scale is None or values.dtype == torch.uint8):
-        values = _dequantised(torch, values, entry.quantisation, size)
-    dtype = _checked_dtype(torch, values, form)
+    values, convert = _conversion(torch, entry, values, form=form, size=size)
+    dtype = _checked_dtype(torch, convert(values[:0] if values.dim() else values), form)
+    if form.chunk is None and indices.shape == values.shape:
+        indices, values = indices.flatten(), values.flatten()
+    target = None if shape is None else scattered_into(shape, form.chunk, form.layout)
+    _check_shapes(torch, indices.shape, values.shape, target, dtype=dtype)
+    if form.topk is not None and target is not None:
+        _check_topk(indices.shape, target, form.topk)
+    values = values[tuple(slice(length) for length in indices.shape)]
+    something, enormous = False, 0
+    for index, value in _blocks(indices, values):
+        used = _computable(convert(value))
+        magnitude = used.abs()
+        least = torch.finfo(used.dtype).tiny if used.is_floating_point() else 0
+        _check_block(torch, _whole(torch, index), used, target)
+        something = something or bool((magnitude > least).any())
+        enormous += int((magnitude > ENORMOUS).sum())
+    return Decoded(something, values.numel(), enormous, _partial(indices.shape, target))
+
+
+def _conversion(
+    torch: Any, entry: Stored, values: Any, *, form: Format, size: int
+) -> tuple[Any, Callable[[Any], Any]]:
+    """The values, and what turns a part of them into numbers: dequantisation, or nothing."""
+    parameters = entry.quantisation
+    if parameters is None or not (form.quant_scale is None or values.dtype == torch.uint8):
+        return values, lambda part: part
+    shift = parameters[0] if isinstance(parameters, (list, tuple)) and parameters else None
+    if isinstance(shift, torch.Tensor) and shift.numel() != 1:
+        # Its shape decides which values it shifts, so no part can be decoded alone.
+        return _dequantised(torch, values, parameters, size), lambda part: part
+    return values, lambda part: _dequantised(torch, part, parameters, size)
+
+
+def _blocks(indices: Any, values: Any) -> Iterator[tuple[Any, Any]]:
+    """Both, by rows of at most `_BLOCK_ELEMENTS`: an embedding has millions of values, and the
+    checks copy them to wider types."""
+    if indices.dim() < 2:
+        yield indices, values
+        return
+    step = max(_BLOCK_ELEMENTS // max(math.prod(indices.shape[1:]), 1), 1)
+    for first in range(0, indices.shape[0], step):
+        yield indices[first : first + step], values[first : first + step]
+
+
+def _whole(torch: Any, indices: Any) -> Any:
     with warnings.catch_warnings():
         # torch warns when it drops the imaginary part of a complex index.
         warnings.simplefilter("ignore")
-        whole = indices.to(torch.int64)
-    if form.chunk is None and whole.shape == values.shape:
-        whole, values = whole.flatten(), values.flatten()
-    target = None if shape is None else scattered_into(shape, form.chunk, form.layout)
-    _check_shapes(torch, whole, values, target, dtype=dtype)
+        return indices.to(torch.int64)
+
+
+def _check_block(torch: Any, whole: Any, used: Any, target: tuple[int, ...] | None) -> None:
     _check_bounds(whole, None if target is None else target[-1])
-    if form.topk is not None and target is not None:
-        _check_topk(whole, target, form.topk)
-    used = _computable(values[tuple(slice(length) for length in whole.shape)])
     _check_finite(torch, whole, used, target)
-    magnitude = used.abs()
-    something = bool(
-        (magnitude > (torch.finfo(used.dtype).tiny if used.is_floating_point() else 0)).any()
-    )
-    enormous = int((magnitude > ENORMOUS).sum())
-    return Decoded(something, used.numel(), enormous, _partial(whole, target))
 
 
 def _plain(torch: Any, value: Any, what: str, size: int) -> Any:
@@ -164,15 +200,15 @@ def _check_quantisation(torch: Any, entry: Stored, scale_range: tuple[float, flo
         raise Unusable("the quantisation's table holds NaN or Inf")
 
 
-def _check_topk(whole: Any, target: tuple[int, ...], topk: int) -> None:
+def _check_topk(index: Sequence[int], target: tuple[int, ...], topk: int) -> None:
     """Require exactly the network's number of values in each chunk, for all chunks of the
     parameter."""
     expected = min(topk, target[-1])
-    if whole.dim() == 0 or whole.shape[-1] != expected:
-        given = whole.shape[-1] if whole.dim() else 1
+    if not index or index[-1] != expected:
+        given = index[-1] if index else 1
         raise Unusable(f"{given} values a chunk, validators accept exactly {expected}")
-    if tuple(whole.shape[:-1]) != target[:-1]:
-        raise Unusable(f"chunks of {list(whole.shape[:-1])}, the parameter has {list(target[:-1])}")
+    if tuple(index[:-1]) != target[:-1]:
+        raise Unusable(f"chunks of {list(index[:-1])}, the parameter has {list(target[:-1])}")
 
 
 def _dequantised(torch: Any, values: Any, parameters: Any, size: int) -> Any:
@@ -219,17 +255,27 @@ def _checked_dtype(torch: Any, values: Any, form: Format) -> Any:
 
 
 def _check_shapes(
-    torch: Any, whole: Any, values: Any, target: tuple[int, ...] | None, *, dtype: Any
+    torch: Any,
+    index: Sequence[int],
+    values: Sequence[int],
+    target: tuple[int, ...] | None,
+    *,
+    dtype: Any,
 ) -> None:
     # On "meta", torch runs its checks without touching memory. Without the model's shapes, it can
     # only compare indices with values.
-    into = tuple(values.shape) if target is None else target
+    into = tuple(values) if target is None else target
     if target is None and not into:
         return
-    given = f"indices of shape {list(whole.shape)} and values of shape {list(values.shape)}"
+    given = f"indices of shape {list(index)} and values of shape {list(values)}"
+    meta = {"device": "meta"}
     try:
-        zeros = torch.empty(into, dtype=dtype, device="meta")
-        zeros.scatter_reduce(-1, whole.to("meta"), values.to("meta"), "mean", include_self=False)
+        zeros = torch.empty(into, dtype=dtype, **meta)
+        whole, used = (
+            torch.empty(index, dtype=torch.int64, **meta),
+            torch.empty(values, dtype=dtype, **meta),
+        )
+        zeros.scatter_reduce(-1, whole, used, "mean", include_self=False)
     except (RuntimeError, IndexError) as error:
         where = "" if target is None else f" for a parameter that is decoded as {list(target)}"
         raise Unusable(f"{given}{where}: {' '.join(str(error).split())[:80]}") from error
@@ -277,10 +323,10 @@ def _check_finite(torch: Any, whole: Any, used: Any, target: tuple[int, ...] | N
             raise Unusable("NaN or Inf where values of one index are added up")
 
 
-def _partial(whole: Any, target: tuple[int, ...] | None) -> str | None:
-    if target is None or len(target) < 2 or not whole.numel():
+def _partial(index: Sequence[int], target: tuple[int, ...] | None) -> str | None:
+    if target is None or len(target) < 2 or not math.prod(index):
         return None
-    covered, rows = math.prod(whole.shape[:-1]), math.prod(target[:-1])
+    covered, rows = math.prod(index[:-1]), math.prod(target[:-1])
     return (
         None
         if covered == rows

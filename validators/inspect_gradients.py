@@ -16,6 +16,7 @@ from typing import Any
 from miner_guard.system import probe
 from validators.decoding import ENORMOUS, Decoded, Format, Unusable, decode, stored
 from validators.gradients import ALL_ZERO
+from validators.mapped_file import MappedFile
 from validators.shapes import Shapes, plain_name
 
 _MAX_PROBLEMS = 8
@@ -81,7 +82,9 @@ def examine(
         _check_claims(path, size)
         return {
             **report,
-            **_look(torch, _load(torch, path), limits=limits, shapes=shapes, size=size),
+            **_look(
+                torch, _load(torch, path), MappedFile(path), limits=limits, shapes=shapes, size=size
+            ),
         }
     except RejectedFile as refusal:
         return {**report, "problems": [str(refusal)]}
@@ -167,6 +170,7 @@ def _gist(text: str) -> str:
 def _look(
     torch: Any,
     document: Mapping[str, Any],
+    pages: MappedFile,
     *,
     limits: Mapping[str, Any],
     shapes: Shapes | None,
@@ -189,7 +193,8 @@ def _look(
         problems.append(f"holds no `<param>{form.index_suffix}` and `<param>{form.value_suffix}`")
     # Validators unwrap the model before they read its state, so they know no wrapper's name.
     names = [name for name in named if plain_name(name) == name] if shapes is None else shapes.of
-    applied, wrong, warned = _applied(torch, document, names, shapes=shapes, form=form, size=size)
+    each = pages.released_after_each(names)
+    applied, wrong, warned = _applied(torch, document, each, shapes=shapes, form=form, size=size)
     problems += wrong
     if form.complete and shapes is not None:
         held = [name for name in named if document.get(name + form.index_suffix) is not None]

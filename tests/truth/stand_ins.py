@@ -27,6 +27,9 @@ class _StandIn(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name.endswith(("Error", "Exception")):
+            # Validators catch these.
+            return type(name, (Exception,), {})
         return _Anything(name, (), {"__init__": lambda *_, **__: None})
 
 
