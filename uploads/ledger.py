@@ -12,7 +12,6 @@ import os
 import sqlite3
 import threading
 import time
-import urllib.parse
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.state_dir import has_room, make_folder, open_private, set_aside
-from miner_guard.system.clock import parse_iso_utc
+from uploads.ledger_schema import SCHEMA, TABLES, VERSION
 
 KEPT_S = 90 * 86400.0
 """The ledger deletes older rows when it opens, and periodically while it writes."""
@@ -30,33 +29,6 @@ MAX_DECISIONS = 200_000
 
 _FORGET_EVERY = 4096
 """Rows written between two cleanups."""
-
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS decisions (
-    id TEXT PRIMARY KEY, wall REAL NOT NULL, outer_step INTEGER, inner_step INTEGER, kind TEXT,
-  allowed INTEGER,
-  shadow INTEGER, reason TEXT, verdicts TEXT, record TEXT, document TEXT);
-CREATE TABLE IF NOT EXISTS inputs (id TEXT PRIMARY KEY, wall REAL NOT NULL, document TEXT);
-CREATE TABLE IF NOT EXISTS uploads (
-    id INTEGER PRIMARY KEY, wall REAL NOT NULL, decision_id TEXT, tag TEXT, outer_step INTEGER,
-  inner_step INTEGER,
-    kind TEXT, bytes INTEGER, seconds REAL, attempts INTEGER, checksum TEXT, outcome TEXT, error
-  TEXT, verified REAL);
-CREATE TABLE IF NOT EXISTS repo_age (
-    id INTEGER PRIMARY KEY, wall REAL NOT NULL, age_s REAL, outer_step INTEGER, inner_step
-  INTEGER, size_bytes INTEGER,
-  checksum TEXT, reason TEXT);
-CREATE TABLE IF NOT EXISTS incidents (
-    id INTEGER PRIMARY KEY, wall REAL NOT NULL, label TEXT, cause TEXT, fix TEXT, excerpt TEXT,
-  rank INTEGER);
-CREATE TABLE IF NOT EXISTS restarts (
-  id INTEGER PRIMARY KEY, wall REAL NOT NULL, cause TEXT, attempt INTEGER, wait_s REAL);
-CREATE INDEX IF NOT EXISTS decisions_wall ON decisions (wall);
-CREATE INDEX IF NOT EXISTS repo_age_wall ON repo_age (wall);
-"""
-_VERSION = 1
-
-TABLES = ("decisions", "inputs", "uploads", "repo_age", "incidents", "restarts")
 
 _OWN_COLUMNS = ("verdicts", "record")
 """Columns of a decision; `document` holds its other fields."""
@@ -395,9 +367,9 @@ class Ledger:
                 # file would kill them with SIGBUS. A rollback journal maps nothing.
                 db.execute("PRAGMA journal_mode = DELETE")
                 db.execute("PRAGMA synchronous = FULL")
-                db.executescript(_SCHEMA)
-                if db.execute("PRAGMA user_version").fetchone()[0] < _VERSION:
-                    db.execute(f"PRAGMA user_version = {_VERSION}")
+                db.executescript(SCHEMA)
+                if db.execute("PRAGMA user_version").fetchone()[0] < VERSION:
+                    db.execute(f"PRAGMA user_version = {VERSION}")
                 self._forget_old(db)
             except sqlite3.Error:
                 db.close()
@@ -418,68 +390,3 @@ class Ledger:
             db.execute(f"DELETE FROM decisions WHERE rowid <= ({last}) - ?", (MAX_DECISIONS,))
             # Keep one more day: inputs carry the time of the first decision that named them.
             db.execute("DELETE FROM inputs WHERE wall < (SELECT MIN(wall) FROM decisions) - 86400")
-
-
-class ReadOnlyLedger(Ledger):
-    """For commands beside a running guard: reads existing files, creates and moves nothing."""
-
-    def since(self, table: str, time: str, *, limit: int) -> list[dict[str, Any]]:
-        """The rows since a time in `iso_utc` format; an empty string means all."""
-        return self.rows(table, since=parse_iso_utc(time) if time else 0.0, limit=limit)
-
-    def _opened(self) -> sqlite3.Connection:
-        if self._connection is None:
-            if not self.path.is_file():
-                raise FileNotFoundError(f"{self.path} does not exist")
-            # A writer that was killed may have left a journal to roll back, which a read-only
-            # connection can't do. A file of an earlier version may still be in WAL mode: without
-            # its -wal a reader would leave an empty one behind.
-            log = self.path.with_name(f"{self.path.name}-wal")
-            wal = _is_wal(self.path)
-            how = "mode=rw" if not wal else "mode=ro" if log.exists() else "immutable=1"
-            path = urllib.parse.quote(str(self.path.absolute()))
-            db = sqlite3.connect(
-                f"file:{path}?{how}", uri=True, timeout=2.0, check_same_thread=False
-            )
-            db.row_factory = sqlite3.Row
-            self._connection = db
-        return self._connection
-
-    def _trying(self, work: Callable[[sqlite3.Connection], Any]) -> Any:
-        return work(self._opened())
-
-
-def _is_wal(path: Path) -> bool:
-    """Whether a database is in WAL mode (https://www.sqlite.org/fileformat.html, offset 18)."""
-    with open(path, "rb") as file:
-        return file.read(20)[18:20] == b"\2\2"
-
-
-class RemoteLedger(ReadOnlyLedger):
-    """For the guard: sends rows to the process that writes its files, and reads the file
-    directly."""
-
-    def __init__(self, path: Path, send: Callable[[str, Sequence[Any]], None]) -> None:
-        super().__init__(path)
-        self._send = send
-
-    def write(self, statement: str, values: Sequence[Any]) -> None:
-        """Send one row to the writer."""
-        self._send(statement, values)
-
-    def _trying(self, work: Callable[[sqlite3.Connection], Any]) -> Any:
-        try:
-            return super()._trying(work)
-        finally:
-            # Between two reads the guard holds nothing that others could truncate or wait for.
-            self._disconnect()
-
-
-def read(path: Path, table: str, *, since: str = "", limit: int = 1000) -> list[dict[str, Any]]:
-    """`ReadOnlyLedger.since` on a ledger that another process may be writing; empty if there is no
-    file."""
-    ledger = ReadOnlyLedger(path)
-    try:
-        return ledger.since(table, since, limit=limit)
-    finally:
-        ledger.close()

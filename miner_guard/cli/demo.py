@@ -188,8 +188,9 @@ def _summary(state: StateDir, wall_s: float) -> None:
 
 def _blocked(state: StateDir) -> int:
     """Decisions in the ledger that blocked; 0 where it can't be read."""
-    from uploads import ledger
+    from uploads import ledger_readers
 
     return sum(
-        not row["allowed"] for row in ledger.read(state.ledger, "decisions", limit=1_000_000)
+        not row["allowed"]
+        for row in ledger_readers.read(state.ledger, "decisions", limit=1_000_000)
     )

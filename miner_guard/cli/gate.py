@@ -21,7 +21,8 @@ from uploads import remembered_settings
 from uploads.decision import GateDecision
 from uploads.gate import decide, replay
 from uploads.inputs import GateInputs
-from uploads.ledger import Ledger, ReadOnlyLedger
+from uploads.ledger import Ledger
+from uploads.ledger_readers import ReadOnlyLedger
 from validators import shapes
 from validators.facts import Candidate
 from validators.inspection import inspect_file

@@ -106,7 +106,7 @@ def _ledger(
 ) -> Iterator[bytes]:
     """The ledger's rows, oldest first. Raises Refused: 64 for an unknown table, 1 where the table
     is empty."""
-    from uploads.ledger import ReadOnlyLedger
+    from uploads.ledger_readers import ReadOnlyLedger
 
     ledger = ReadOnlyLedger(state.ledger)
     try:

@@ -24,12 +24,12 @@ def command(
     """Write one self-contained HTML page of the run: curves, uploads, costs, incidents,
     milestones."""
     from miner_guard.reporting.report import render
-    from uploads import ledger
+    from uploads import ledger_readers
 
     place = open_guard(config, name, state_dir)
     earliest = options.earliest(since)
     options.check_there(place.state)
-    pushes = ledger.read(place.state.ledger, "uploads", since=earliest)
+    pushes = ledger_readers.read(place.state.ledger, "uploads", since=earliest)
     text = render(place.state, gate=place.settings.config.gate, since=earliest, pushes=pushes)
     try:
         statedir.write_atomic(output, text, 0o666)

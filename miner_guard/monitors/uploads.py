@@ -30,7 +30,8 @@ from uploads import inputs as gate_inputs
 from uploads import remembered_settings
 from uploads.commitments import commitment_of, configured
 from uploads.inputs import GateInputs
-from uploads.ledger import Ledger, RemoteLedger
+from uploads.ledger import Ledger
+from uploads.ledger_readers import RemoteLedger
 from uploads.repos import look_at
 from uploads.verify import Reported, verify
 from uploads.watch import DecisionNotifier, ForecastWatch, RepoWatch, note_of

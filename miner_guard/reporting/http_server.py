@@ -41,7 +41,7 @@ from miner_guard.reporting import metrics, progress
 from miner_guard.reporting.report import body, page, template, title_of
 from miner_guard.reporting.report_curves import curves
 from miner_guard.reporting.report_data import Data, LogReader
-from uploads import ledger
+from uploads import ledger_readers
 
 PATIENCE_S = 10.0
 """Connections with no complete request after this are closed."""
@@ -257,7 +257,7 @@ class LiveReport:
             whole = self._refreshed()
             data = range_.of_run(whole)
             title = title_of(data, self._state)
-            pushes = ledger.read(self._state.ledger, "uploads")
+            pushes = ledger_readers.read(self._state.ledger, "uploads")
             content = body(
                 title, data, whole, self._gate, pushes=pushes, plots=self._curves(range_, data)
             )

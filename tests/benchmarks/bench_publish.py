@@ -67,13 +67,13 @@ def _rclone() -> str | None:
 
 def _serves_s3(program: str) -> bool:
     """Since 1.65; Debian 12 has 1.60."""
-    return _run([program, "serve", "s3", "--help"], {}) == 0
+    return "\n  s3 " in _run([program, "serve", "--help"], {}).stdout
 
 
-def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
+def _run(command: Sequence[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     # rclone fails where a bundle of certificates is set, even without TLS.
     own = {name: value for name, value in os.environ.items() if name != "AWS_CA_BUNDLE"}
-    return subprocess.run(command, env=own | dict(env), capture_output=True).returncode
+    return subprocess.run(command, env=own | dict(env), capture_output=True, text=True)
 
 
 def _copy(program: str, source: str, endpoint: str) -> None:
@@ -82,8 +82,9 @@ def _copy(program: str, source: str, endpoint: str) -> None:
     env = {f"{prefix}TYPE": "s3", f"{prefix}PROVIDER": "Other", f"{prefix}ENV_AUTH": "true"}
     env |= {f"{prefix}ENDPOINT": endpoint, f"{prefix}REGION": "us-east-1"}
     env |= {f"{prefix}FORCE_PATH_STYLE": "true", f"{prefix}NO_CHECK_BUCKET": "true"}
-    if _run([program, "copyto", "--ignore-times", source, f"bench:{BUCKET}/copy.pt"], env) != 0:
-        raise RuntimeError("rclone could not copy")
+    done = _run([program, "copyto", "--ignore-times", source, f"bench:{BUCKET}/copy.pt"], env)
+    if done.returncode != 0:
+        raise RuntimeError(f"rclone could not copy: {done.stderr[-500:]}")
 
 
 def _rows(folder: Path, endpoint: str, server: str) -> list[Row]:

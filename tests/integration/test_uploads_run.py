@@ -13,7 +13,7 @@ import pytest
 from miner_guard.cli.main import run
 from tests.servers.revisions import revision
 from uploads.journal import Journal, journal_path
-from uploads.ledger import ReadOnlyLedger
+from uploads.ledger_readers import ReadOnlyLedger
 from uploads.publisher import Publisher
 from uploads.repos.local import LocalRepo
 

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from miner_guard.eventlog.catalog import Finding, message
-from uploads.ledger import TABLES, Ledger, ReadOnlyLedger
+from uploads.ledger import Ledger
+from uploads.ledger_readers import ReadOnlyLedger
+from uploads.ledger_schema import TABLES
 
 
 def test_a_damaged_ledger_is_set_aside_and_a_new_one_begun(tmp_path: Path) -> None:
@@ -284,7 +286,8 @@ def test_a_folder_that_cannot_be_made_stops_nobody(tmp_path: Path) -> None:
 TRUNCATING = """
 import sys
 from pathlib import Path
-from uploads.ledger import Ledger, RemoteLedger
+from uploads.ledger import Ledger
+from uploads.ledger_readers import RemoteLedger
 path = Path(sys.argv[1])
 writer, reader = Ledger(path), RemoteLedger(path, lambda statement, values: None)
 for number in range(3):

@@ -24,7 +24,7 @@ from uploads import audit
 from uploads import inputs as gate_inputs
 from uploads.forecast import forecast
 from uploads.gate import decide, replay
-from uploads.ledger import ReadOnlyLedger
+from uploads.ledger_readers import ReadOnlyLedger
 from uploads.watch import DecisionNotifier, RepoWatch
 from validators.facts import Candidate, Published
 

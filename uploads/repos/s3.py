@@ -21,8 +21,8 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from miner_guard.config import RepoSettings, optional_deps
-from uploads.repos import s3_errors, s3_parts
+from miner_guard.config import RepoSettings
+from uploads.repos import s3_client, s3_errors, s3_parts
 from uploads.repos.base import (
     BLOCK_BYTES,
     CONFIG,
@@ -38,7 +38,6 @@ from uploads.repos.base import (
     StagedObject,
     published_state,
 )
-from uploads.repos.credentials import find, first
 from uploads.repos.s3_parts import UploadPart, etag_of
 from validators.facts import Published
 from validators.layout import USUAL, Layout
@@ -49,8 +48,6 @@ PART_BYTES = 16 * 1024 * 1024
 """R2 and S3 accept parts from 5 MiB; R2 requires all but the last to have the same size."""
 
 _MAX_PARTS = 10_000
-_PARALLEL = 8
-_CONNECT_S = 5.0
 _MD5 = re.compile("[0-9a-f]{32}")
 
 
@@ -149,7 +146,7 @@ class S3Repo:
             progress(len(data))
             return part, etag
 
-        with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="part") as pool:
+        with ThreadPoolExecutor(s3_client.PARALLEL, thread_name_prefix="part") as pool:
             sent = list(pool.map(send, range(1, math.ceil(size / part_bytes) + 1)))
         parts = [part for part, _ in sent]
         etags = (
@@ -216,7 +213,7 @@ class S3Repo:
     def commit(self, tickets: Sequence[StagedObject], revision: str) -> None:
         """Complete the first object alone, since a server may take long to assemble a large one,
         and the last alone, as in every repo."""
-        with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="show") as pool:
+        with ThreadPoolExecutor(s3_client.PARALLEL, thread_name_prefix="show") as pool:
             for together in (tickets[:1], tickets[1:-1], tickets[1:][-1:]):
                 list(pool.map(self._show, together))
 
@@ -323,55 +320,7 @@ def open_s3(
 ) -> S3Repo:
     """The bucket that the settings name. Raises RepoError for what is missing. `attempts` as boto3
     counts them."""
-    try:
-        import boto3
-        from botocore.config import Config
-    except ImportError as error:
-        raise RepoError(f"S3 needs boto3: {optional_deps.install('s3')} ({error})") from error
-    if not settings.bucket:
-        raise RepoError("repo.bucket is not set; set it to the bucket that the miner publishes to")
-    keys = find(settings, env)
-    account = first(keys, "R2_ACCOUNT_ID")
-    endpoint = settings.endpoint or (
-        f"https://{account}.r2.cloudflarestorage.com" if account else None
-    )
-    access = first(keys, "R2_WRITE_ACCESS_KEY_ID", "R2_READ_ACCESS_KEY_ID", "AWS_ACCESS_KEY_ID")
-    secret = first(
-        keys, "R2_WRITE_SECRET_ACCESS_KEY", "R2_READ_SECRET_ACCESS_KEY", "AWS_SECRET_ACCESS_KEY"
-    )
-    if access is None or secret is None:
-        where = (
-            "the environment"
-            if settings.credentials == "env"
-            else (settings.credentials_file or ".env")
-        )
-        raise RepoError(
-            f"no keys for bucket {settings.bucket}: {where} has no R2_WRITE_ACCESS_KEY_ID and "
-            "R2_WRITE_SECRET_ACCESS_KEY (or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"
-        )
-    client = boto3.client(
-        "s3",
-        endpoint_url=endpoint,
-        region_name=settings.region,
-        aws_access_key_id=access,
-        aws_secret_access_key=secret,
-        config=Config(
-            signature_version="s3v4",
-            connect_timeout=_CONNECT_S,
-            read_timeout=max(1.0, settings.timeout_s / 2),
-            retries={"total_max_attempts": attempts, "mode": "standard"},
-            max_pool_connections=4 * _PARALLEL,
-            # Newer boto3 adds trailers by default, which some S3 servers reject; md5 checks our
-            # parts.
-            request_checksum_calculation="when_required",
-            response_checksum_validation="when_required",
-            # The md5 already verifies what arrived; a sha256 of the body would cost another second
-            # of CPU per GiB.
-            s3={"addressing_style": "path", "payload_signing_enabled": False},
-            tcp_keepalive=True,
-        ),
-    )
-    return S3Repo(client, settings.bucket)
+    return S3Repo(s3_client.connect(settings, env, attempts=attempts), str(settings.bucket))
 
 
 def _completing(upload: _Upload, part: UploadPart, etag: str) -> dict[str, Any]:
@@ -411,4 +360,6 @@ def _base64(md5: Any) -> str:
 def _ours(key: str) -> bool:
     folder, _, name = key.rpartition("/")
     published = name in (GRADIENTS, CONFIG, METADATA)
-    return key == METADATA or (published and folder.startswith("epoch-") and folder[6:].isdigit())
+    return key == METADATA or (
+        published and USUAL.outer_step_of(f"{folder}/{GRADIENTS}") is not None
+    )
