@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from miner_guard.detectors.verdict import headline, shown
@@ -70,29 +70,95 @@ def duration(seconds: Any) -> str:
     return f"{seconds / 3600:.1f}h" if seconds < 172800 else f"{seconds / 86400:.1f}d"
 
 
+@dataclass(frozen=True)
+class ShownPart:
+    """What a person chose to see with keys."""
+
+    help: bool = False
+    paused: bool = False
+    by_number: bool = False
+    """Ranks by their number; otherwise the slowest first."""
+
+    scrolled: int = 0
+    """Events between the newest and the last one shown."""
+
+    def after(self, key: str, page: int = 10) -> ShownPart:
+        """The choice after a key; `page` is the number of lines of `page up`."""
+        if self.help:
+            return replace(self, help=False)
+        steps = {"up": 1, "down": -1, "page up": page, "page down": -page}
+        if key in steps:
+            return replace(self, scrolled=max(0, self.scrolled + steps[key]))
+        if key == "help":
+            return replace(self, help=True)
+        if key == "pause":
+            return replace(self, paused=not self.paused)
+        return replace(self, by_number=not self.by_number) if key == "sort" else self
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """Size of the screen in columns and lines, and what to show of it."""
+
+    width: int
+    height: int
+    shown: ShownPart = ShownPart()
+
+
+HELP = (
+    "keys of miner-guard top",
+    "",
+    "q              quit",
+    "space, p       pause, so that the screen stays as it is; again to continue",
+    "up, down, k, j scroll the events by one",
+    "PgUp, PgDn     scroll them by half a screen",
+    "s              sort ranks by number, or the slowest first",
+    "?              this help; any key closes it",
+)
+
+
 def lines(
     status: StatusDocument | None,
     curves: CurveHistory,
     events: Sequence[str],
+    canvas: Canvas,
     *,
-    width: int,
-    height: int,
     age_s: float,
     min_inner_step: int,
     ascii_only: bool = False,
 ) -> list[str]:
-    """Exactly `height` lines of at most `width` columns; events fill the remaining lines."""
-    if status is None:
+    """Exactly `canvas.height` lines of at most its width; events fill the remaining lines."""
+    width, height, shown = canvas.width, canvas.height, canvas.shown
+    if shown.help:
+        top = list(HELP)
+        events = ()
+    elif status is None:
         top = ["no guard is running here", ""]
     else:
-        shown = overview(
-            status, curves, width, min_inner_step=min_inner_step, ascii_only=ascii_only
+        rows = overview(
+            status,
+            curves,
+            width,
+            min_inner_step=min_inner_step,
+            ascii_only=ascii_only,
+            by_number=shown.by_number,
         )
-        top = [*verdict_lines(status, age_s), head(status, age_s), "", *shown, ""]
+        top = [*verdict_lines(status, age_s), head(status, age_s), "", *rows, ""]
     room = max(0, height - len(top) - 1)
-    body = [*top[: height - 1], "last events", *events[-room + 1 :]] if room > 1 else top
+    body = [*top[: height - 1], *_events(events, room, shown)] if room > 1 else top
     padded = [cut(line, width, ascii_only=ascii_only) for line in body[:height]]
     return padded + [""] * (height - len(padded))
+
+
+def _events(events: Sequence[str], room: int, shown: ShownPart) -> list[str]:
+    """A title and the newest events that fit, or earlier ones where scrolled."""
+    if shown.help:
+        return []
+    count = max(0, room)
+    end = max(min(len(events), count), len(events) - shown.scrolled)
+    where = f", {len(events) - end} newer below" if end < len(events) else ""
+    title = f"last events{where}{' (paused: space continues)' if shown.paused else ''}"
+    return [title, *events[max(0, end - count) : end]]
 
 
 def cut(line: str, width: int, *, ascii_only: bool = False) -> str:
@@ -109,13 +175,14 @@ def overview(
     *,
     min_inner_step: int,
     ascii_only: bool = False,
+    by_number: bool = False,
 ) -> list[str]:
     """Steps, uploads, ranks, GPUs, host; `status` shows the same lines."""
     rows = [
         *_steps(status.steps, curves, width, ascii_only),
         *_uploads(status, min_inner_step, ascii_only),
     ]
-    rows += [*_ranks(status.steps), *_gpus(status.health), _host(status)]
+    rows += [*_ranks(status.steps, by_number=by_number), *_gpus(status.health), _host(status)]
     return [cut(line, width, ascii_only=ascii_only) for line in rows]
 
 
@@ -205,9 +272,13 @@ def _ago(status: StatusDocument, wall: float | None) -> str:
     return f" {duration(parse_iso_utc(updated) - wall)} ago"
 
 
-def _ranks(steps: StepsStatus) -> list[str]:
+def _ranks(steps: StepsStatus, *, by_number: bool) -> list[str]:
+    """The ranks, the one that works longest first: a straggler must not be among those left out."""
+    ranks = list(steps.per_rank.items())
+    if not by_number:
+        ranks.sort(key=lambda item: -(item[1].work_s or 0.0))
     rows = []
-    for rank, row in steps.per_rank.items():
+    for rank, row in ranks:
         memory = row.gpu_mem_gb
         memory_words = "mem ?" if memory is None else number(memory, ".1f", "GB")
         own = "" if row.work_s is None else f" own {number(row.work_s, '.3g', 's')}"

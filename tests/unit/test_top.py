@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
@@ -16,7 +17,16 @@ from typing import Any
 import pytest
 
 from miner_guard.cli.main import run
-from miner_guard.cli.screen import CurveHistory, duration, lines, progress_bar, sparkline
+from miner_guard.cli.screen import (
+    Canvas,
+    CurveHistory,
+    ShownPart,
+    duration,
+    lines,
+    progress_bar,
+    sparkline,
+)
+from miner_guard.cli.terminal import coloured
 from miner_guard.eventlog.status_document import StatusDocument, StepsStatus
 from miner_guard.state_dir import write_json
 from tests.support import requires
@@ -58,7 +68,7 @@ def test_the_screen_has_the_terminals_size(
     document = None if status is None else StatusDocument.from_json(status)
     events = [f"12:00:00 warning  SLOW STEP {number} " + "x" * 300 for number in range(50)]
     shown = lines(
-        document, CurveHistory(), events, width=width, height=height, age_s=0, min_inner_step=50
+        document, CurveHistory(), events, Canvas(width, height), age_s=0, min_inner_step=50
     )
     assert len(shown) == height
     assert max(map(len, shown)) <= width
@@ -73,8 +83,7 @@ def test_an_80_by_24_terminal_shows_what_matters() -> None:
             StatusDocument.from_json(STATUS),
             curves,
             ["12:00:00 info  REPO"],
-            width=80,
-            height=24,
+            Canvas(80, 24),
             age_s=9,
             min_inner_step=50,
         )
@@ -105,8 +114,7 @@ def test_a_ranks_unknown_memory_is_named() -> None:
             StatusDocument.from_json(status),
             CurveHistory(),
             [],
-            width=80,
-            height=24,
+            Canvas(80, 24),
             age_s=0,
             min_inner_step=50,
         )
@@ -121,13 +129,64 @@ def test_ranks_that_do_not_fit_are_counted() -> None:
             StatusDocument.from_json({"steps": {"per_rank": ranks}}),
             CurveHistory(),
             [],
-            width=80,
-            height=24,
+            Canvas(80, 24),
             age_s=0,
             min_inner_step=50,
         )
     )
     assert "rank 7: 15.2s 18.4GB | and 8 more" in shown
+
+
+def _screen(shown: ShownPart, events: int = 100) -> str:
+    ranks = {
+        str(rank): {"step_time_s": 15.0, "work_s": 14.0 if rank == 12 else 6.0}
+        for rank in range(16)
+    }
+    told = [f"12:00:{number:02d} info  event {number}." for number in range(events)]
+    status = StatusDocument.from_json({"steps": {"per_rank": ranks}})
+    canvas = Canvas(80, 24, shown)
+    return "\n".join(lines(status, CurveHistory(), told, canvas, age_s=0, min_inner_step=50))
+
+
+def test_of_sixteen_ranks_the_slow_one_is_first_unless_sorted_by_number() -> None:
+    """Guards against a straggler hidden behind "and 8 more"."""
+    assert _screen(ShownPart()).index("rank 12:") < _screen(ShownPart()).index("rank 0:")
+    assert "rank 12:" not in _screen(ShownPart().after("sort"))
+
+
+def test_events_scroll_and_say_how_many_are_newer() -> None:
+    assert "event 99." in _screen(ShownPart())
+    earlier = ShownPart().after("page up", page=12).after("up")
+    assert "event 86." in _screen(earlier)
+    assert "event 87." not in _screen(earlier)
+    assert "last events, 13 newer below" in _screen(earlier)
+    assert "event 99." in _screen(earlier.after("page down", page=12).after("down"))
+    assert "event 0." in _screen(ShownPart(scrolled=10_000)), "never beyond the first"
+
+
+def test_help_names_the_keys_and_any_key_closes_it() -> None:
+    shown = ShownPart().after("help")
+    assert "s              sort ranks" in _screen(shown)
+    assert not shown.after("quit").help
+
+
+def test_a_pause_is_named_where_it_is_ended() -> None:
+    assert "(paused: space continues)" in _screen(ShownPart().after("pause"))
+    assert "paused" not in _screen(ShownPart().after("pause").after("pause"))
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("NOT EARNING since 12:03 UTC: x", "NOT EARNING"),
+        ("12:00:00 critical HANG DETECTED", "critical"),
+        ("gate   BLOCKED 3m ago: x", "BLOCKED"),
+    ],
+)
+def test_colour_marks_the_word_that_matters_and_changes_no_width(line: str, word: str) -> None:
+    shown = coloured(line)
+    assert re.search(rf"\x1b\[3[13]m{word}\x1b\[0m", shown)
+    assert re.sub(r"\x1b\[\d+m", "", shown) == line
 
 
 def test_curves_and_bars_without_unicode() -> None:
@@ -192,6 +251,54 @@ def test_in_a_terminal_it_sends_only_what_changed_and_gives_the_screen_back(
     assert child.wait(timeout=20) == 0
     assert termios.tcgetattr(theirs) == before, "the shell's terminal is as it was"
     os.close(theirs)
+    os.close(ours)
+
+
+def _open_top(folder: Path, **env: str) -> tuple[int, subprocess.Popen[bytes]]:
+    write_json(folder / "status.json", {**STATUS, "verdict": {"state": "earning", "cause": "x"}})
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    program = str(Path(sys.executable).with_name("miner-guard"))
+    command = [program, "top", "--state-dir", str(folder), "--every", "600"]
+    child = subprocess.Popen(
+        [requires.tool("setsid"), "--ctty", *command],
+        stdin=theirs,
+        stdout=theirs,
+        env={**os.environ, "TERM": "xterm", "PYTHONUTF8": "1", **env},
+    )
+    os.close(theirs)
+    return ours, child
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="termios.tcsetwinsize is of Python 3.11")
+def test_a_resize_and_a_key_show_at_once_and_not_at_the_next_refresh(tmp_path: Path) -> None:
+    ours, child = _open_top(tmp_path)
+    assert b"\x1b[32mEARNING" in _read(ours, b"last events")
+    os.write(ours, b"?")
+    _read(ours, b"keys of miner-guard top")
+    os.write(ours, b"x")
+    _read(ours, b"last events")
+    termios.tcsetwinsize(ours, (40, 100))
+    assert b"\x1b[40;1H" in _read(ours, b"\x1b[40;1H")
+    os.write(ours, b"q")
+    assert child.wait(timeout=20) == 0
+    os.close(ours)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="termios.tcsetwinsize is of Python 3.11")
+def test_no_color_is_respected(tmp_path: Path) -> None:
+    ours, child = _open_top(tmp_path, NO_COLOR="1")
+    assert b"\x1b[32m" not in _read(ours, b"last events")
+    os.write(ours, b"q")
+    assert child.wait(timeout=20) == 0
+    os.close(ours)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="termios.tcsetwinsize is of Python 3.11")
+def test_a_dumb_terminal_gets_one_plain_screen(tmp_path: Path) -> None:
+    ours, child = _open_top(tmp_path, TERM="dumb")
+    assert b"\x1b" not in _read(ours, b"last events")
+    assert child.wait(timeout=20) == 0
     os.close(ours)
 
 
