@@ -11,7 +11,7 @@ from miner_guard.detectors.verdict import STATES
 NO_DATA = "no data"
 """The state of a cell in which no guard ran."""
 
-_BRIEF_SHARE = 0.02
+_BRIEF_SHARE = 0.05
 """A state shorter than this share of a cell does not colour it: a restart of a minute must not
 turn an hour red."""
 

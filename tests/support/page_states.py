@@ -23,7 +23,6 @@ from miner_guard.system.clock import FakeClock, iso_utc
 from tests.support.contexts import context
 from uploads.ledger import Ledger
 
-_STEP_S = 15.0
 _INNER_STEPS = 100
 _UPLOAD_EVERY = 10
 _GIB = 1024**3
@@ -36,6 +35,7 @@ class Story:
     def __init__(self, root: Path, *, ranks: int = 4, gpus: bool = True) -> None:
         self.state, self.clock = StateDir(root), FakeClock()
         self._ranks, self._random = ranks, random.Random(7)
+        self.step_s, self.least_inner, self.may_push = 15.0, 50, True
         self._emitter = Emitter(
             self.clock, "3f9c21d7a04e", Redactor(), [JsonlSink(self.state.log, LogSettings())]
         )
@@ -63,14 +63,14 @@ class Story:
 
     def train(self, hours: float, *, loss: Callable[[float], Any] | None = None) -> None:
         """Steps of about 15 s, a push each `_UPLOAD_EVERY` steps from inner step 50 on."""
-        for _ in range(int(hours * 3600 / _STEP_S)):
+        for _ in range(int(hours * 3600 / self.step_s)):
             self._step(loss or self._usual_loss)
 
     def _usual_loss(self, total: float) -> float:
         return 2.6 + 2.4 * math.exp(-total / 900) + self._random.gauss(0, 0.03)
 
     def _step(self, loss: Callable[[float], Any]) -> None:
-        seconds = _STEP_S + self._random.gauss(0, 0.4)
+        seconds = self.step_s * self._random.gauss(1.0, 0.03)
         self.clock.advance(seconds)
         self._total += 1
         self._inner += 1
@@ -93,9 +93,9 @@ class Story:
             "total_steps": self._total,
             "steps": self._total,
             "loss": value,
-            "p50_s": 15.0,
-            "p95_s": 15.8,
-            "max_s": 17.1,
+            "p50_s": self.step_s,
+            "p95_s": 1.05 * self.step_s,
+            "max_s": 1.14 * self.step_s,
             "grade": "good",
             "step_time_s": seconds,
             "last_step_age_s": 3.0,
@@ -122,13 +122,13 @@ class Story:
         }
 
     def _push(self) -> None:
-        if self._inner < 50:
-            reason = f"inner_step ({self._inner}) < minimum (50). Validators will reject this!"
+        if self._inner < self.least_inner:
+            reason = f"inner_step ({self._inner}) < minimum ({self.least_inner}). Validators will reject this!"
             self._decide(False, reason)
         elif not self.may_push:
             self._decide(False, "loss is NaN")
         else:
-            self._decide(True, f"inner_step {self._inner} >= minimum 50")
+            self._decide(True, f"inner_step {self._inner} >= minimum {self.least_inner}")
             tag = f"5.{self._outer}.{self._inner}"
             self.say("upload_started", tag=tag)
             self.clock.advance(4)
@@ -140,8 +140,6 @@ class Story:
             if self._inner % 50 == 0:
                 self.say("audit_passed", detail="12 of 12 rules")
                 self._uploads()["audit"] = {"outcome": "accepted", "detail": "12 of 12 rules"}
-
-    may_push = True
 
     def _decide(self, allowed: bool, reason: str) -> None:
         event = "upload_allowed" if allowed else "upload_blocked"
@@ -182,7 +180,7 @@ class Story:
         self.say("health_snapshot", summary="running", snapshot=snapshot)
 
     def _account(self) -> None:
-        trained = self._total * _STEP_S
+        trained = self._total * self.step_s
         whole = trained + sum(self.lost_s.values()) + 40.0
         shares = {"training": 0.96 * trained / whole, "upload": 0.04 * trained / whole}
         shares |= {name: seconds / whole for name, seconds in self.lost_s.items()}
@@ -336,6 +334,7 @@ def sixteen_ranks(root: Path) -> Story:
 def week(root: Path) -> Story:
     """Seven days with a hang, a restart and a stale repo in them."""
     story = Story(root)
+    story.step_s, story.least_inner = 60.0, 13
     for day in range(7):
         story.train(11)
         if day in (2, 5):
