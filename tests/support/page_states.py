@@ -123,8 +123,8 @@ class Story:
 
     def _push(self) -> None:
         if self._inner < self.least_inner:
-            reason = f"inner_step ({self._inner}) < minimum ({self.least_inner}). Validators will reject this!"
-            self._decide(False, reason)
+            reason = f"inner_step ({self._inner}) < minimum ({self.least_inner})."
+            self._decide(False, f"{reason} Validators will reject this!")
         elif not self.may_push:
             self._decide(False, "loss is NaN")
         else:

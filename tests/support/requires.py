@@ -15,7 +15,8 @@ REPO = Path(__file__).resolve().parents[2]
 CORPUS = REPO.parent / "shared" / "corpus"
 
 
-def _missing(reason: str) -> None:
+def missing(reason: str) -> None:
+    """Skip the test for this reason; under CI=true fail it."""
     if os.environ.get("CI") == "true":
         pytest.fail(f"{reason}, and CI must have it")
     # Also where a whole file needs it.
@@ -28,7 +29,7 @@ def tool(name: str) -> str:
     # activated.
     found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
     if found is None:
-        _missing(f"the program {name} is not installed")
+        missing(f"the program {name} is not installed")
     return str(found)
 
 
@@ -40,7 +41,7 @@ def module(name: str) -> None:
         # A parent of a dotted name.
         found = None
     if found is None:
-        _missing(f"the Python module {name} is not installed")
+        missing(f"the Python module {name} is not installed")
 
 
 def corpus(name: str) -> Path:

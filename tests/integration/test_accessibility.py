@@ -1,0 +1,99 @@
+"""axe-core finds no violation on any page, in light, in dark and on a phone: the report, the live
+page, the page that asks for its token, and the page of a guard that is gone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miner_guard.reporting.report import render
+from tests.integration.test_http import Port
+from tests.support import requires
+from tests.support.page_states import hang, sixteen_ranks
+from uploads import ledger
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+LOOKS = {"light": (1280, "light"), "dark": (1280, "dark"), "phone": (390, "light")}
+TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+
+
+@pytest.fixture(scope="module")
+def axe() -> str:
+    """The source of axe-core, which `npm install --global axe-core` brings."""
+    root = (
+        os.environ.get("AXE_CORE")
+        or subprocess.run(
+            [requires.tool("npm"), "root", "--global"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    )
+    script = Path(root) / "axe-core" / "axe.min.js"
+    if not script.is_file():
+        requires.missing("axe-core is not installed: npm install --global axe-core")
+    return script.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def states(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of two miners: one that hangs, one with sixteen ranks."""
+    folder = tmp_path_factory.mktemp("states")
+    for name, tell in (("hang", hang), ("ranks", sixteen_ranks)):
+        (folder / name).mkdir()
+        state = tell(folder / name).write()
+        pushes = ledger.read(state.ledger, "uploads")
+        (folder / f"{name}.html").write_text(render(state, pushes=pushes), encoding="utf-8")
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def violations(page: Any, axe: str) -> list[str]:
+    """What axe objects to, with the first element of each."""
+    page.evaluate(axe)
+    found = page.evaluate("(tags) => axe.run({runOnly: tags}).then((r) => r.violations)", TAGS)
+    return [f"{v['id']}: {v['help']}: {v['nodes'][0]['html'][:200]}" for v in found]
+
+
+def _page(browser: Any, look: str) -> Any:
+    width, scheme = LOOKS[look]
+    context = browser.new_context(
+        viewport={"width": width, "height": 800}, color_scheme=scheme, bypass_csp=True
+    )
+    return context.new_page()
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("name", ["hang", "ranks"])
+def test_the_report(browser: Any, axe: str, states: Path, name: str, look: str) -> None:
+    page = _page(browser, look)
+    page.goto((states / f"{name}.html").as_uri())
+    page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+    assert violations(page, axe) == []
+    page.context.close()
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_the_live_page_with_its_token_and_after_the_guard_is_gone(
+    browser: Any, axe: str, states: Path, look: str
+) -> None:
+    requires.module("uvicorn")
+    port = Port(states / "hang", "the token of the test")
+    page = _page(browser, look)
+    page.clock.install()
+    page.goto(port.url)
+    page.locator("form").wait_for()
+    assert violations(page, axe) == []
+    page.locator("#token").fill("the token of the test")
+    page.get_by_role("button", name="Open").click()
+    page.locator("figure").first.wait_for()
+    assert violations(page, axe) == []
+    port.close()
+    page.clock.run_for(11_000)
+    page.get_by_text("The guard does not answer").wait_for()
+    assert violations(page, axe) == []
+    page.context.close()
