@@ -12,6 +12,7 @@ import termios
 import tty
 from collections.abc import Iterator, Sequence
 from types import FrameType
+from typing import TextIO
 
 _KEYS = {
     b"\x1b[A": "up",
@@ -110,7 +111,7 @@ class Terminal:
     def keys_within(self, seconds: float) -> Iterator[str]:
         """The names of the keys pressed; `resize` where the window changed, nothing after
         `seconds`. Standard input that has ended is `quit`."""
-        watched: list[object] = [self._woken]
+        watched: list[int | TextIO] = [self._woken]
         if sys.stdin.isatty():
             watched.append(sys.stdin)
         readable, _, _ = select.select(watched, [], [], seconds)
