@@ -12,7 +12,6 @@ from miner_guard import state_dir as statedir
 from miner_guard.cli.echo import echo
 from miner_guard.cli.options import (
     DEFAULT_NAME,
-    MAX_COUNT,
     CommandContext,
     Config,
     Json,
@@ -35,23 +34,22 @@ def command(
     ] = "this operation",
     every: Annotated[
         Optional[int],
-        typer.Option("--every", min=1, max=MAX_COUNT, help="estimate: steps between two calls."),
+        typer.Option(
+            "--every", min=1, callback=a_number, help="estimate: steps between two calls."
+        ),
     ] = None,
     seconds: Annotated[
         Optional[float],
-        typer.Option(
-            "--seconds", min=0, max=MAX_COUNT, callback=a_number, help="estimate: time of one call."
-        ),
+        typer.Option("--seconds", min=0, callback=a_number, help="estimate: time of one call."),
     ] = None,
     steps: Annotated[
-        int, typer.Option("--steps", min=1, max=MAX_COUNT, help="estimate: steps of training.")
+        int, typer.Option("--steps", min=1, callback=a_number, help="estimate: steps of training.")
     ] = 1000,
     step_time: Annotated[
         Optional[float],
         typer.Option(
             "--step-time",
             min=0.001,
-            max=MAX_COUNT,
             callback=a_number,
             help="estimate: seconds a step; else the running miner's.",
         ),

@@ -47,9 +47,7 @@ def command(
         Optional[int],
         typer.Option("--lines", "-n", min=0, help="Only the last N; with --follow 10."),
     ] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on as lines are written.")
-    ] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow new lines.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="The events as a JSON array; with --follow, one a line.")
     ] = False,
@@ -133,10 +131,11 @@ def _query(events: list[str], level: str, since: str, ranks: list[int]) -> Query
     if unknown := [name for name in events if name not in CATALOGUE]:
         import difflib
 
-        like = difflib.get_close_matches(unknown[0], CATALOGUE)
-        meant = f"did you mean {' or '.join(like)}? " if like else ""
+        near = difflib.get_close_matches(unknown[0], CATALOGUE, n=3, cutoff=0.0)
+        sure = difflib.get_close_matches(unknown[0], CATALOGUE, n=2)
+        meant = f"did you mean {' or '.join(sure)}?" if sure else f"nearest: {', '.join(near)};"
         raise Refused(
-            f"unknown event {unknown[0]!r}; {meant}the events are {', '.join(sorted(CATALOGUE))}",
+            f"unknown event {unknown[0]!r}; {meant} all {len(CATALOGUE)} are in ops/runbook.md",
             USAGE,
         )
     if level not in LEVELS:

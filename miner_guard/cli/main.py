@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from miner_guard import __version__, exits
+from miner_guard.cli.examples import EXAMPLES
 from miner_guard.system import inherited
 
 COMMANDS = (
@@ -66,10 +67,19 @@ def build(arguments: Sequence[str]) -> typer.Typer:
     for name in [wanted] if wanted in COMMANDS else COMMANDS:
         module = importlib.import_module(f"miner_guard.cli.{name.replace('-', '_')}")
         short = _first_sentence(module.command.__doc__ or "")
-        app.command(name, short_help=short, context_settings=getattr(module, "CONTEXT", None))(
-            module.command
-        )
+        app.command(
+            name,
+            short_help=short,
+            epilog=_examples(name),
+            context_settings=getattr(module, "CONTEXT", None),
+        )(module.command)
     return app
+
+
+def _examples(name: str) -> str:
+    """The command's examples for the end of its help; \\b keeps typer from joining the lines."""
+    rows = (f"  {line}" for line in EXAMPLES.get(name, ()))
+    return "\b\n" + "\n".join(["Examples:", *rows])
 
 
 def _first_sentence(help_text: str) -> str:

@@ -43,60 +43,49 @@ def _params(text: str) -> float:
 
 def command(
     gpus: Annotated[
-        int, typer.Option(min=1, max=MAX_COUNT, help="GPUs of the miner (world size).")
+        int, typer.Option(min=1, callback=a_number, help="GPUs of the miner (world size).")
     ] = 4,
     batch: Annotated[
         Optional[int],
         typer.Option(
-            min=1, max=MAX_COUNT, help="Samples per micro-batch; else [miner] batch_size, else 2."
+            min=1,
+            callback=a_number,
+            help="Samples per micro-batch; else [miner] batch_size, else 2.",
         ),
     ] = None,
     effective: Annotated[
         Optional[int],
         typer.Option(
             min=1,
-            max=MAX_COUNT,
+            callback=a_number,
             help="Effective batch size; else [miner] effective_batch_size, else 512.",
         ),
     ] = None,
     params: Annotated[
         str, typer.Option(metavar="N", help="Parameters, such as 4e9 or 4B.")
     ] = "4e9",
-    seq: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="Sequence length.")] = 1024,
+    seq: Annotated[int, typer.Option(min=1, callback=a_number, help="Sequence length.")] = 1024,
     upload_steps: Annotated[
         Optional[int],
         typer.Option(
             min=1,
-            max=MAX_COUNT,
+            callback=a_number,
             help="Inner steps between uploads; else [miner] upload_steps, else 3.",
         ),
     ] = None,
     micro_batch_ms: Annotated[
         Optional[float],
         typer.Option(
-            min=0.001,
-            max=MAX_COUNT,
-            callback=a_number,
-            help="Time of one micro-batch, measured or assumed.",
+            min=0.001, callback=a_number, help="Time of one micro-batch, measured or assumed."
         ),
     ] = None,
     step_s: Annotated[
         Optional[float],
-        typer.Option(
-            min=0.001,
-            max=MAX_COUNT,
-            callback=a_number,
-            help="Measured time of an inner step, instead.",
-        ),
+        typer.Option(min=0.001, callback=a_number, help="Measured time of an inner step, instead."),
     ] = None,
     gpu_memory_gb: Annotated[
         Optional[float],
-        typer.Option(
-            min=0.1,
-            max=MAX_COUNT,
-            callback=a_number,
-            help="Memory of one GPU, to say whether it fits.",
-        ),
+        typer.Option(min=0.1, callback=a_number, help="Memory of one GPU, to say whether it fits."),
     ] = None,
     config: Config = None,
     name: Name = DEFAULT_NAME,
