@@ -75,7 +75,8 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: pyproject.toml constraints.txt $(HOT) | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo]'
+	@echo "Installing the demo's packages; torch alone is 200 MB, or 3 GB with CUDA: one to five minutes, once."
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[demo]'
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt $(HOT) | $(VENV)/bin/python

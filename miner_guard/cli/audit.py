@@ -10,6 +10,7 @@ import typer
 from miner_guard import state_dir as statedir
 from miner_guard.cli import options
 from miner_guard.cli.echo import echo
+from miner_guard.cli.working import Working
 from miner_guard.eventlog import catalog
 from miner_guard.exits import FAILED, OK, UNAVAILABLE
 from miner_guard.monitors.audit import allreduce_of
@@ -34,7 +35,8 @@ def command(
     place = options.open_context(config, name, state_dir)
     what = _what(place)
     known = audit.Known(shapes.read(place.state.shapes), allreduce=_last_allreduce(place.state))
-    report = audit.audit_repo(what.repo, what.chain, Limits.of(what.gate, what.limits), known)
+    with Working("reading what is published"):
+        report = audit.audit_repo(what.repo, what.chain, Limits.of(what.gate, what.limits), known)
     if as_json:
         echo(json.dumps(statedir.finite(report.as_dict()), ensure_ascii=False))
     else:

@@ -23,6 +23,7 @@ def command(
 ) -> None:
     """Collect what a helper asks for, from diagnostics to settings, in one redacted archive with a
     manifest."""
+    from miner_guard.cli.working import Working
     from miner_guard.eventlog.redact import Redactor
     from miner_guard.reporting.bundle import collect, pack
     from uploads.repos.credentials import beside
@@ -33,9 +34,9 @@ def command(
     files = collect(place.state, earliest, place.settings)
     settings = place.settings.config
     try:
-        manifest = pack(
-            output, files, Redactor.for_guard(beside(os.environ, settings.repo), settings)
-        )
+        redactor = Redactor.for_guard(beside(os.environ, settings.repo), settings)
+        with Working("collecting and redacting"):
+            manifest = pack(output, files, redactor)
     except OSError as error:
         raise Refused(f"{output} cannot be written: {error.strerror or error}", FAILED) from error
     for row in manifest["files"]:

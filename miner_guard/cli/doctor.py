@@ -13,6 +13,7 @@ import typer
 
 from miner_guard.cli import options
 from miner_guard.cli.echo import echo
+from miner_guard.cli.working import Working
 from miner_guard.eventlog.catalog import counted
 from miner_guard.eventlog.rendering import visible
 from miner_guard.exits import OK, UNAVAILABLE
@@ -60,7 +61,8 @@ def command(
     question = PreflightRequest(
         place.settings.config, place.state, tuple(miner or ()), dict(os.environ), deep=deep
     )
-    snapshot = collect_snapshot(question, _pause)
+    with Working("asking GPUs, torch, host, clock and repo"):
+        snapshot = collect_snapshot(question, _pause)
     checks = judge(snapshot)
     critical = any(c.level == "critical" for c in checks)
     seconds = time.monotonic() - start

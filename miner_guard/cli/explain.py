@@ -26,6 +26,7 @@ from miner_guard.cli.options import (
     State,
     open_context,
 )
+from miner_guard.cli.working import Working
 from miner_guard.config import MinerSettings
 from miner_guard.eventlog import query
 from miner_guard.eventlog.catalog import counted
@@ -106,16 +107,38 @@ def command(
 def _read(file: str | None, place: CommandContext) -> LogExplanation:
     redactor = Redactor.from_environment(os.environ)
     try:
-        with _opened(file, place.state) as log:
-            return explain(
-                log, knowledge.load(), _training(place.settings.config.miner), redactor.text
-            )
+        with _opened(file, place.state) as log, Working("reading the log", _size(log)) as at:
+            counted_log = cast(BinaryIO, _CountedReader(log, at))
+            training = _training(place.settings.config.miner)
+            return explain(counted_log, knowledge.load(), training, redactor.text)
     except (OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or error
         raise Refused(
             f"{file or place.state.log} can't be read: {reason}; give a log file, or - for stdin",
             USAGE,
         ) from error
+
+
+def _size(log: BinaryIO) -> int | None:
+    """Bytes of a plain file; None where only reading tells: a pipe, a gzip, several files."""
+    try:
+        status = os.fstat(log.fileno())
+    except (OSError, ValueError, AttributeError):
+        return None
+    plain = stat.S_ISREG(status.st_mode) and not isinstance(log, gzip.GzipFile)
+    return status.st_size if plain else None
+
+
+class _CountedReader:
+    """Reads a log and counts what was read."""
+
+    def __init__(self, log: BinaryIO, at: Working) -> None:
+        self._log, self._at = log, at
+
+    def read(self, size: int) -> bytes:
+        data = self._log.read(size)
+        self._at.advance(len(data))
+        return data
 
 
 def _piped() -> bool:

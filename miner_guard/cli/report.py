@@ -23,6 +23,8 @@ def command(
 ) -> None:
     """Write one self-contained HTML page of the run: curves, uploads, costs, incidents,
     milestones."""
+    from miner_guard.cli.working import Working
+    from miner_guard.eventlog import query
     from miner_guard.reporting.report import render
     from uploads import ledger_readers
 
@@ -30,7 +32,9 @@ def command(
     earliest = options.earliest(since)
     options.check_there(place.state)
     pushes = ledger_readers.read(place.state.ledger, "uploads", since=earliest)
-    text = render(place.state, gate=place.settings.config.gate, since=earliest, pushes=pushes)
+    size = sum(file.stat().st_size for file in query.files_of(place.state.log))
+    with Working(f"reading {size / 1e6:,.0f} MB of log"):
+        text = render(place.state, gate=place.settings.config.gate, since=earliest, pushes=pushes)
     try:
         statedir.write_atomic(output, text, 0o666)
     except OSError as error:
