@@ -10,7 +10,7 @@ PARALLEL := -n 3 --dist loadfile
 # Real processes and signals on a loaded machine: a failure counts when it repeats, and the summary names what was run again.
 AGAIN := --reruns 1
 
-.PHONY: demo test check unit faults bench soak screens gpu gpu-pack man dist clean
+.PHONY: demo test check unit faults bench soak docs screens gpu gpu-pack man dist clean
 
 demo: $(VENV)/.demo
 	MINER_GUARD_STATE_DIR="$${MINER_GUARD_STATE_DIR:-$(DEMO_STATE)}" $(BIN)/miner-guard demo $(DEMO_ARGS)
@@ -55,6 +55,10 @@ gpu-pack: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m tests.benchmarks
+
+# The documentation's site, in site/; every warning is an error.
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir site
 
 screens: $(VENV)/.dev
 	$(BIN)/python -m tests.support.screens

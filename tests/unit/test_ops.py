@@ -28,6 +28,7 @@ from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.reporting import metrics
 from miner_guard.state_dir import choose
 from tests.support import requires
+from tests.support.metric_sample import full_status
 
 OPS = requires.REPO / "ops"
 ROW = re.compile(r"^\| `(\w+)` \| `([^`]+)` \| (.+?) \| (.+?) \|$", re.MULTILINE)
@@ -154,40 +155,7 @@ def test_alertmanager_takes_its_file() -> None:
 
 def _metric_names() -> set[str]:
     """Every name that the exposition can have."""
-    gpu = {"index": 0, "state": "ok", **dict.fromkeys(metrics._GPU, 1.0)}
-    steps = {
-        **dict.fromkeys(metrics._STEPS, 1.0),
-        "p50_s": 1.0,
-        "p95_s": 1.0,
-        "steps": 1,
-        "goodput": {"training": 1.0},
-        "per_rank": {"0": {"step_time_s": 1.0, "last_step_age_s": 1.0}},
-    }
-    host = {**dict.fromkeys(metrics._HOST, 1.0), "oom_kills": 0, "network_sent_bytes": 1}
-    status = {
-        "state": "running",
-        "restarts": 0,
-        "steps": steps,
-        "verdict": {"state": "earning", "since": "2026-01-02T03:04:05.000000Z", "key": "audited"},
-        "updated": "2026-01-02T03:04:05.000000Z",
-        "metrics": {"events": {"slow_step": 1}, "since": "2026-01-02T03:04:05.000000Z"},
-        "chain": {"block": 1, "registered": True, "incentive": 0.1, "chain_rank": 0.1},
-        "uploads": {
-            "repo": {"age_s": 1, "limit_s": 2000, "stale": False},
-            "audit": {"outcome": "accepted"},
-        },
-        "health": {
-            "gpus": {"gpus": [gpu]},
-            "host": host,
-            "guard": {"cpu_s": 1.0, "memory_bytes": 1},
-        },
-        "costs": {
-            "share_pct": 0.1,
-            "budget_pct": 5,
-            "operations": {"x": {"total_time": 1, "background_time": 1}},
-        },
-    }
-    text = metrics.text(StatusDocument.from_json(status), version="1", age_s=1.0).decode()
+    text = metrics.text(full_status(), version="1", age_s=1.0).decode()
     return {re.split(r"[{ ]", line)[0] for line in text.splitlines() if not line.startswith("#")}
 
 

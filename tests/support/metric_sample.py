@@ -1,0 +1,47 @@
+"""A status that knows everything: for tests of the metrics and for their page of the site."""
+
+from __future__ import annotations
+
+from miner_guard.eventlog.status_document import StatusDocument
+from miner_guard.reporting import metrics
+
+
+def full_status() -> StatusDocument:
+    """A status in which every value is known, so that every metric appears."""
+    gpu = {"index": 0, "state": "ok", **dict.fromkeys(metrics._GPU, 1.0)}
+    steps = {
+        **dict.fromkeys(metrics._STEPS, 1.0),
+        "p50_s": 1.0,
+        "p95_s": 1.0,
+        "steps": 1,
+        "goodput": {"training": 1.0},
+        "per_rank": {"0": {"step_time_s": 1.0, "last_step_age_s": 1.0}},
+    }
+    host = {**dict.fromkeys(metrics._HOST, 1.0), "oom_kills": 0, "network_sent_bytes": 1}
+    status = {
+        "state": "running",
+        "restarts": 0,
+        "steps": steps,
+        "verdict": {"state": "earning", "since": "2026-01-02T03:04:05.000000Z", "key": "audited"},
+        "updated": "2026-01-02T03:04:05.000000Z",
+        "jobs": {"health": {"last_s": 0.1, "missed": 0}},
+        "metrics": {"events": {"slow_step": 1}, "since": "2026-01-02T03:04:05.000000Z"},
+        "chain": {"block": 1, "registered": True, "incentive": 0.1, "chain_rank": 0.1},
+        "uploads": {
+            "repo": {"age_s": 1, "limit_s": 2000, "stale": False},
+            "audit": {"outcome": "accepted"},
+        },
+        "health": {
+            "gpus": {"gpus": [gpu]},
+            "host": host,
+            "guard": {"cpu_s": 1.0, "memory_bytes": 1},
+            "unknown": {"disk": "does not answer"},
+            "events_dropped": 0,
+        },
+        "costs": {
+            "share_pct": 0.1,
+            "budget_pct": 5,
+            "operations": {"validation": {"total_time": 1, "background_time": 1}},
+        },
+    }
+    return StatusDocument.from_json(status)
