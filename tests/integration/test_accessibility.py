@@ -16,7 +16,7 @@ from miner_guard.reporting.report import render
 from tests.integration.test_http import Port
 from tests.support import requires
 from tests.support.page_states import hang, sixteen_ranks
-from uploads import ledger
+from uploads import ledger_readers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -46,7 +46,7 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for name, tell in (("hang", hang), ("ranks", sixteen_ranks)):
         (folder / name).mkdir()
         state = tell(folder / name).write()
-        pushes = ledger.read(state.ledger, "uploads")
+        pushes = ledger_readers.read(state.ledger, "uploads")
         (folder / f"{name}.html").write_text(render(state, pushes=pushes), encoding="utf-8")
     yield folder
     shutil.rmtree(folder, ignore_errors=True)

@@ -41,6 +41,7 @@ BLOCKS = {
     "rank_message": "Rank ",
     "upload_blocked": "UPLOAD BLOCKED",
     "checkpoint_saved": "CHECKPOINT SAVED",
+    "loss_nan": "Loss is NaN",
 }
 
 
