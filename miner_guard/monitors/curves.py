@@ -8,8 +8,9 @@ from typing import Any
 
 from miner_guard.detectors.advice import Anomaly
 from miner_guard.detectors.eta import TrainingFacts
-from miner_guard.detectors.loss import LossWatch, OverfitWatch, hidden_nan, hides_nan, not_finite
+from miner_guard.detectors.loss import LossWatch, hidden_nan, hides_nan, not_finite
 from miner_guard.detectors.memory import MemoryWatch
+from miner_guard.detectors.overfit import OverfitWatch
 from miner_guard.detectors.trace.reading import EVALUATION_WORDS, evaluation_in
 from miner_guard.detectors.window import SortedWindow
 from miner_guard.eventlog.catalog import Finding, make_finding

@@ -3,6 +3,7 @@ of them in noise."""
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from dataclasses import replace
@@ -14,8 +15,12 @@ from hypothesis import strategies as st
 
 from miner_guard.config import Config, LossSettings, MinerSettings
 from miner_guard.detectors.eta import TrainingFacts
-from miner_guard.detectors.loss import LossWatch, OverfitWatch
+from miner_guard.detectors.loss import LossWatch
 from miner_guard.detectors.memory import MemoryWatch
+from miner_guard.detectors.overfit import OverfitWatch
+from miner_guard.detectors.trace import evaluation, reading
+from miner_guard.detectors.trace import judge as whole
+from miner_guard.detectors.trace.series import Series
 from miner_guard.detectors.trend import p_rising
 from miner_guard.eventlog import catalog
 from tests.support.simulated_ranks import Run, healthy
@@ -66,11 +71,12 @@ def test_fault_spike_is_a_remark_and_the_second_in_a_row_a_warning(tmp_path: Pat
         assert set(run.alarms()) == {"loss_spike"}
 
 
-def test_a_spike_of_twice_the_level_is_a_warning_by_itself_and_only_once(tmp_path: Path) -> None:
+def test_a_spike_of_twice_the_level_is_one_warning_once_the_loss_is_back(tmp_path: Path) -> None:
     run = Run(tmp_path)
     for number, (_, loss) in zip(range(300), healthy(1), strict=False):
         run.step(0.3, loss * (2 if 200 <= number < 203 else 1), allocated_bytes=None)
-    assert [f.severity for f in run.of("loss_spike")] == ["warning", "info"]
+    assert [f.severity for f in run.of("loss_spike")] == ["info", "warning"]
+    assert [f.fields["step"] for f in run.of("loss_spike")] == [201, 201]
 
 
 def test_an_explosion_and_a_climb_are_divergence(tmp_path: Path) -> None:
@@ -81,6 +87,26 @@ def test_an_explosion_and_a_climb_are_divergence(tmp_path: Path) -> None:
     assert burst.of("loss_divergence")[0].severity == "critical"
     assert burst.of("loss_divergence")[0].fields["step"] <= 206
     assert climb.of("loss_divergence")[0].fields["step"] <= 300
+
+
+def test_an_explosion_is_one_alarm_and_not_also_a_spike(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for number, (_, loss) in zip(range(400), healthy(1), strict=False):
+        run.step(0.3, loss * (5 if number >= 200 else 1), allocated_bytes=None)
+    assert run.alarms() == ["loss_spike", "loss_divergence"]
+    assert run.of("loss_spike")[0].severity == "info"
+
+
+@pytest.mark.parametrize("factor", [1.6, 6.0])
+def test_a_loss_that_stays_above_its_level_without_exploding_is_said_within_five_steps(
+    tmp_path: Path, factor: float
+) -> None:
+    """Guards against a warning that is held back until a loss returns that never does."""
+    run = Run(tmp_path)
+    for number, (_, loss) in zip(range(208), healthy(1), strict=False):
+        run.step(0.3, loss * (factor if number >= 200 else 1), allocated_bytes=None)
+    found = [*run.of("loss_spike"), *run.of("loss_divergence")]
+    assert sum(f.severity != "info" for f in found) == 1
 
 
 def test_memory_leak_is_found_and_one_legitimate_allocation_is_not() -> None:
@@ -191,6 +217,43 @@ def test_a_run_of_ten_epochs_is_judged_at_the_seventh() -> None:
     evaluations = [2.5, 2.1, 1.95, 2.0, 2.1, 2.2, 2.3, 2.45, 2.6, 2.7]
     found = [a for n, e in enumerate(evaluations) if (a := watch.observe(n, e, 2.6 - 0.25 * n))]
     assert [(a.at_step, a.evidence["best_step"]) for a in found] == [(6, 2)]
+
+
+def test_five_evaluations_are_enough_where_each_is_worse_than_the_one_before() -> None:
+    """As `explain --trace` judges the finished run: a fine-tuning run may have no more of them."""
+    evaluations = [2.5, 2.0, 2.2, 2.5, 2.9]
+    watch = OverfitWatch(LossSettings())
+    found = [a for n, e in enumerate(evaluations) if (a := watch.observe(n, e, 2.6 - 0.4 * n))]
+    assert [(a.at_step, a.evidence["best_step"]) for a in found] == [(4, 1)]
+    steady = OverfitWatch(LossSettings())
+    assert not any(steady.observe(n, e, 2.6) for n, e in enumerate(evaluations)), "no training"
+    assert judged_after(evaluations) is not None
+
+
+def judged_after(evaluations: list[float]) -> evaluation.Overfit | None:
+    """What the judge of finished traces says of the same run."""
+    steps = list(range(len(evaluations)))
+    training = Series(steps, [2.6 - 0.4 * n for n in steps])
+    return evaluation.overfit(Series(steps, evaluations), training)
+
+
+@pytest.mark.parametrize(("level", "severity"), [(10.8, "warning"), (2.3, "info")])
+@pytest.mark.parametrize("noise", [0.005, 0.02])
+def test_a_loss_that_never_falls_is_found_by_both_judges(
+    level: float, severity: str, noise: float
+) -> None:
+    """Live it is a remark, since a resumed run may have nothing left to learn; an alarm where the
+    level is that of an untrained language model."""
+    live: list[list[str]] = []
+    after: list[list[str]] = []
+    for seed in range(10):
+        source, watch = random.Random(seed), LossWatch(LossSettings())
+        curve = [level * source.gauss(1, noise) for _ in range(1500)]
+        live.append([a.severity for s, x in enumerate(curve) for a in watch.observe(s, x, UNKNOWN)])
+        rows = (json.dumps({"step": s, "loss": x}) for s, x in enumerate(curve))
+        after.append([a.type for a in whole.judge(reading.read(rows))])
+    assert sum(severity in found for found in live) >= 9
+    assert sum("plateau_high" in found for found in after) >= 9
 
 
 def test_convergence_and_plateau_are_remarks_with_different_words() -> None:

@@ -24,7 +24,8 @@ import pytest
 from miner_guard.config import LossSettings
 from miner_guard.detectors.advice import Anomaly
 from miner_guard.detectors.eta import TrainingFacts
-from miner_guard.detectors.loss import LossWatch, OverfitWatch
+from miner_guard.detectors.loss import LossWatch
+from miner_guard.detectors.overfit import OverfitWatch
 from miner_guard.detectors.trace import judge as judging
 from miner_guard.detectors.trace import outliers, reading
 

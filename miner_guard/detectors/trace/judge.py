@@ -10,8 +10,8 @@ from statistics import median
 from miner_guard.config import LossSettings
 from miner_guard.detectors import advice
 from miner_guard.detectors.advice import Anomaly
+from miner_guard.detectors.divergence import Divergence
 from miner_guard.detectors.eta import TrainingFacts
-from miner_guard.detectors.loss import Divergence
 from miner_guard.detectors.step_time import SlowEpisodes
 from miner_guard.detectors.trace import evaluation, levels, memory_curve
 from miner_guard.detectors.trace.outliers import SLOW, SPIKE, Outlier, deepest_dip, outliers, runs

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from miner_guard.detectors.plateau import near_chance
 from miner_guard.detectors.trace.series import step_noise
 from miner_guard.detectors.window import MAD_TO_SIGMA
 
@@ -157,12 +158,11 @@ _FLAT_LEAST = 9
 _FLAT_FALL = 0.03
 _FLAT_FIRST = 0.045
 _FLAT_ERROR = 0.02
-_CHANCE = (7.0, 13.0)
-"""Nats: an untrained language model starts at a loss of ln(vocabulary), here for 1,100 to 440,000
-tokens."""
+_OF_MEDIAN = 1.25
+"""Standard deviation of a median against that of a mean, for normal noise."""
 
-_LEARNED = 0.12
-"""A language model that learns only the token frequencies has fallen by a quarter of that."""
+_FEW_SIGMAS = 2.0
+"""How far the highest of the first few values lies above the level by noise."""
 
 _STILL = 0.01
 
@@ -193,12 +193,17 @@ def flat(values: Sequence[float]) -> Flat | None:
             last,
             (max(blocks) - min(blocks)) / scale,
         )
-    if fell > _FLAT_FIRST * scale + noise or first - min(blocks) > _FLAT_FALL * scale:
+    # The lowest of ten blocks lies two deviations of a block's median below them by chance alone.
+    chance = 2 * _OF_MEDIAN * error * scale
+    if (
+        fell > _FLAT_FIRST * scale + _FEW_SIGMAS * noise
+        or first - min(blocks) > _FLAT_FALL * scale + chance
+    ):
         return None
     if (
         abs(last - first) > _FLAT_FALL * scale
         or error > _FLAT_ERROR
-        or max(values[:3]) > 1.06 * middle
+        or max(values[:3]) > middle + max(0.06 * scale, _FEW_SIGMAS * noise)
     ):
         return None
     return Flat(
@@ -216,8 +221,8 @@ def _stuck_near_chance(
     falling."""
     begin = max(first, values[0])
     half = blocks[len(blocks) // 2 :]
-    near_chance = _CHANCE[0] <= begin <= _CHANCE[1] and begin - min(blocks) < _LEARNED * begin
-    return near_chance and error <= _FLAT_ERROR and half[0] - min(half) < _STILL * begin
+    stuck = near_chance(begin, min(blocks)) and half[0] - min(half) < _STILL * begin
+    return stuck and error <= _FLAT_ERROR
 
 
 def _block_medians(values: Sequence[float], size: int) -> list[float]:

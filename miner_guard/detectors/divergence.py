@@ -1,0 +1,108 @@
+"""A loss that climbs away from its best level and stays there, or explodes in a few steps."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterator
+
+from miner_guard.config import LossSettings
+from miner_guard.detectors import advice
+from miner_guard.detectors.advice import Anomaly
+from miner_guard.detectors.window import MAD_TO_SIGMA, SortedWindow
+
+SEEN_BEFORE = 1.5
+"""A jump must be this multiple of an earlier one that recovered: epochs repeat their jumps."""
+
+
+class Divergence:
+    """A loss that climbs away from its best level and does not come back.
+
+    Levels are medians of blocks. The last four must all lie above the best one by 10 %, by six
+    sigmas of the noise (of second differences, which a trend leaves alone), and by half as much
+    again as any rise that the run has recovered from (an epoch, a warm restart, documents in
+    order); the last one near their top.
+    """
+
+    _GAP = 0.10
+    _GAP_SIGMAS = 6.0
+    _LASTING = 4
+    _NEAR_TOP = 0.9
+    _KEPT = 32
+
+    def __init__(self, settings: LossSettings) -> None:
+        self._size = max(8, settings.divergence_points // 2)
+        self._block: list[float] = []
+        self._levels: deque[float] = deque(maxlen=self._LASTING)
+        self._bends = SortedWindow(self._KEPT)
+        self._best: tuple[float, int] | None = None
+        self._rise = self._recovered = 0.0
+        self._said = False
+        self.came_back = False
+        """Since the last finding."""
+
+    def reported(self) -> None:
+        """The current climb was already reported by another rule."""
+        self._said = True
+
+    def observe(self, step: int, loss: float, lr: float | None) -> Iterator[Anomaly]:
+        """Take one loss; reports an anomaly once per climb."""
+        self._block.append(loss)
+        if len(self._block) < self._size:
+            return
+        level = statistics.median(self._block)
+        self._block.clear()
+        self._levels.append(level)
+        if len(self._levels) >= 3:
+            first, middle, last = list(self._levels)[-3:]
+            self._bends.add(abs(first - 2 * middle + last))
+        if self._best is None or level < self._best[0]:
+            self._came_back(0.0)
+            self._best = (level, step)
+            return
+        best, best_step = self._best
+        if level - best < self._rise / 2:
+            self._came_back(level - best)
+        self._rise = max(self._rise, level - best)
+        if self._said or not self._climbs(best):
+            return
+        self._said, self.came_back = True, False
+        cause, fixes = advice.for_divergence(lr, best_step)
+        window = self._size * self._LASTING
+        yield Anomaly(
+            "divergence",
+            step,
+            "warning",
+            f"loss rose from {best:.4g} (best level, step {best_step}) to {level:.4g} and has not "
+            f"come back for {window} steps",
+            fixes,
+            cause,
+            {"best": best, "best_step": best_step, "level": level, "window": window},
+        )
+
+    def _came_back(self, rise: float) -> None:
+        self._recovered = max(self._recovered, self._rise)
+        self._rise, self._said, self.came_back = rise, False, True
+
+    def _climbs(self, best: float) -> bool:
+        if len(self._levels) < self._LASTING:
+            return False
+        noise = MAD_TO_SIGMA * self._bends.median / math.sqrt(6)
+        gap = max(self._GAP * abs(best), self._GAP_SIGMAS * noise, SEEN_BEFORE * self._recovered)
+        lasts = min(self._levels) - best > gap
+        return lasts and self._levels[-1] - best >= self._NEAR_TOP * self._rise
+
+
+def explosion(step: int, loss: float, median: float, *, steps: int, lr: float | None) -> Anomaly:
+    """The finding for a loss that has stayed at a multiple of its level."""
+    cause, fixes = advice.for_divergence(lr, step - steps)
+    return Anomaly(
+        "divergence",
+        step,
+        "critical",
+        f"loss {loss:.4g}, for {steps} steps beyond twice its median of {median:.4g}",
+        fixes,
+        cause,
+        {"loss": loss, "median": median, "steps": steps},
+    )

@@ -1,0 +1,121 @@
+"""A loss that no longer falls: converged where it had learned, else a model that does not learn."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterator
+
+from miner_guard.config import LossSettings
+from miner_guard.detectors import advice
+from miner_guard.detectors.advice import Anomaly
+from miner_guard.detectors.trend import p_rising, p_rising_trimmed
+from miner_guard.detectors.window import MAD_TO_SIGMA
+
+_BLOCKS = 32
+_MIN_DELTA = 0.01
+"""Relative gain of the smoothed best below which the loss counts as not improved."""
+
+_GAIN_SIGMAS = 2.0
+"""And it must be this multiple of the blocks' noise: the lowest of many noisy ones is no gain."""
+
+_LEARNED = 0.10
+"""A loss that has fallen by this share of its first level has learned: a later plateau is
+convergence."""
+
+_CHANCE = (7.0, 13.0)
+"""Nats: an untrained language model starts at a loss of ln(vocabulary), here for 1,100 to 440,000
+tokens."""
+
+_NEAR_CHANCE = 0.12
+"""A language model that learns only the token frequencies has fallen by a quarter of that."""
+
+
+def near_chance(begin: float, best: float) -> bool:
+    """Whether a loss that began at `begin` and has reached `best` is still that of an untrained
+    language model."""
+    return _CHANCE[0] <= begin <= _CHANCE[1] and begin - best < _NEAR_CHANCE * begin
+
+
+class Plateau:
+    """No new low for `plateau_steps`: convergence where the loss had learned, else a model that
+    does not learn."""
+
+    def __init__(self, settings: LossSettings) -> None:
+        self._steps = settings.plateau_steps
+        self._size = max(1, settings.plateau_steps // _BLOCKS)
+        self._sum = 0.0
+        self._count = 0
+        self._blocks: deque[float] = deque(maxlen=_BLOCKS)
+        self._first: float | None = None
+        self._best = math.inf
+        self._since_best = 0
+        self._said = False
+
+    def observe(self, step: int, loss: float, lr: float | None) -> Iterator[Anomaly]:
+        """Take one loss; reports once per plateau."""
+        self._sum += loss
+        self._count += 1
+        self._since_best += 1
+        if self._count < self._size:
+            return
+        level = self._sum / self._count
+        self._sum, self._count = 0.0, 0
+        self._blocks.append(level)
+        self._first = level if self._first is None else self._first
+        least = max(_MIN_DELTA * abs(self._best), _GAIN_SIGMAS * self._noise())
+        if self._best == math.inf or level < self._best - least:
+            self._best, self._since_best, self._said = level, 0, False
+            return
+        if self._said or self._since_best < self._steps or len(self._blocks) < _BLOCKS:
+            return
+        if self._falls(list(self._blocks)):
+            return
+        self._said = True
+        yield self._anomaly(step, level, lr)
+
+    def _noise(self) -> float:
+        """Standard deviation of a block; a second difference has the variance of six."""
+        kept = list(self._blocks)
+        bends = [abs(a - 2 * b + c) for a, b, c in zip(kept, kept[1:], kept[2:], strict=False)]
+        return MAD_TO_SIGMA * statistics.median(bends) / math.sqrt(6) if len(bends) > 4 else 0.0
+
+    @staticmethod
+    def _falls(blocks: list[float]) -> bool:
+        """Whether the blocks fall, by chance or by less than matters left aside."""
+        third = len(blocks) // 3
+        fall = statistics.median(blocks[:third]) - statistics.median(blocks[-third:])
+        surely = 1 - p_rising(blocks) > 0.9 or 1 - p_rising_trimmed(blocks) > 0.9
+        return surely and fall > _MIN_DELTA * abs(statistics.median(blocks))
+
+    def _anomaly(self, step: int, level: float, lr: float | None) -> Anomaly:
+        assert self._first is not None
+        fallen = (self._first - self._best) / abs(self._first) if self._first else 0.0
+        seen = {
+            "first": self._first,
+            "best": self._best,
+            "level": level,
+            "window": self._since_best,
+        }
+        if fallen >= _LEARNED:
+            text = (
+                f"converged: loss {level:.4g}, {fallen:.0%} below its first, no lower for "
+                f"{self._since_best} steps"
+            )
+            return Anomaly(
+                "plateau_high",
+                step,
+                "info",
+                text,
+                (),
+                "healthy convergence, or time for a lower LR",
+                seen,
+            )
+        cause, fixes = advice.for_plateau(lr)
+        text = (
+            f"loss {level:.4g}, {fallen:.1%} below its first level after {self._since_best} "
+            "steps without a decrease"
+        )
+        severity = "warning" if near_chance(self._first, self._best) else "info"
+        return Anomaly("plateau_high", step, severity, text, fixes, cause, seen)
