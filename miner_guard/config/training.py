@@ -212,8 +212,8 @@ class GpuSettings:
 
 @dataclass(frozen=True)
 class LossSettings:
-    """Loss and memory curves; `loss.py`, `divergence.py`, `plateau.py` and `overfit.py` of `detectors/`
-    give the source of the constants."""
+    """Loss and memory curves; `loss.py`, `divergence.py`, `plateau.py` and `overfit.py` in
+    `detectors/` give the source of the constants."""
 
     window: AtLeastOne = 64
     """Number of recent values that a spike is compared with."""

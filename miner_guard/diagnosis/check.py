@@ -33,7 +33,7 @@ class Check:
     gpu: int | None = None
     """NVML index, for a check of one GPU."""
 
-    may_mend: bool = False
+    may_clear: bool = False
     """Waiting may help: a driver starts late after boot, or a predecessor is still freeing its
     memory."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from miner_guard.diagnosis.check import Check, Snapshot
+from miner_guard.diagnosis.gpu_count import sliced
 
 _INSTALL = (
     "install a torch build with CUDA into the miner's environment (https://pytorch.org/get-started)"
@@ -55,7 +56,7 @@ def _available(s: Snapshot) -> Check:
             seen,
             f"CUDA, for {s.expectation.count} GPUs",
             step,
-            may_mend=bool(build),
+            may_clear=bool(build),
         )
     return Check(
         "cuda.available",
@@ -69,8 +70,10 @@ def _devices(s: Snapshot) -> Iterator[Check]:
     wanted, count = s.expectation.count or 0, s.torch["gpu_count"]
     if count < wanted:
         step = "NVML sees more than CUDA: check CUDA_VISIBLE_DEVICES, MIG and compute mode"
+        # A process sees one MIG slice only: that is no lost GPU.
+        level = "warn" if count and sliced(s) else "critical"
         yield Check(
-            "cuda.count", "critical", f"torch sees {count} GPUs", str(wanted), step, may_mend=True
+            "cuda.count", level, f"torch sees {count} GPUs", str(wanted), step, may_clear=True
         )
     for index, result in sorted(s.cuda.items()):
         error = result.get("error")
@@ -86,7 +89,7 @@ def _devices(s: Snapshot) -> Iterator[Check]:
                 f"cuda:{index}: {error}",
                 "allocation and matmul work",
                 step,
-                may_mend=True,
+                may_clear=True,
             )
         else:
             yield Check(

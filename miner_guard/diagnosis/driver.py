@@ -57,15 +57,10 @@ def _nvml(s: Snapshot) -> Check:
     if state == "absent" and not s.expectation.wanted:
         return Check("driver.nvml", "ok", "no NVIDIA driver: this is a CPU machine")
     if state == "hangs":
-        step = "the driver hangs: check dmesg for NVRM and Xid; often only a reboot helps"
-        return Check(
-            "driver.nvml",
-            "critical",
-            f"NVML hangs: {reason}",
-            "an answer within the deadline",
-            step,
-            may_mend=True,
-        )
+        # A probe without an answer says nothing of the GPUs; a miner that can't use them says so.
+        step = "check dmesg for NVRM and Xid; if nvidia-smi hangs as well, reboot the node"
+        limit = "an answer within the deadline"
+        return Check("driver.nvml", "unknown", f"NVML hangs: {reason}", limit, step)
     words, step = ERRORS.get(
         s.nvml.get("code") or 0, (str(reason), "run nvidia-smi and read its message")
     )
@@ -74,7 +69,7 @@ def _nvml(s: Snapshot) -> Check:
         step = "start it with --gpus all, or with NVIDIA_VISIBLE_DEVICES=all and the nvidia runtime"
     level = "critical" if state != "unreadable" else "unknown"
     return Check(
-        "driver.nvml", level, f"{words} (NVML: {reason})", "NVML initialises", step, may_mend=True
+        "driver.nvml", level, f"{words} (NVML: {reason})", "NVML initialises", step, may_clear=True
     )
 
 

@@ -63,7 +63,7 @@ class Faults:
 
     def driver(self, reason: str | None, had_gpus: bool, now: float) -> Iterator[Finding]:
         """The state of NVML as a whole: `reason` explains a missing sample, None where there is
-        one. Reports only on hosts that had GPUs."""
+        one. Reports only on hosts that had GPUs, and as a warning: what is unknown may be well."""
         if reason is None:
             if self._silence.clear():
                 yield make_finding("gpu_recovered", gpu="all", what="NVML answers again")
@@ -77,6 +77,7 @@ class Faults:
             step = "check dmesg; in a container its access was revoked: restart the container"
             yield make_finding(
                 "gpu_fault",
+                level="warning",
                 gpu="all",
                 what=f"can't be read any more: {reason}",
                 next_step=step,

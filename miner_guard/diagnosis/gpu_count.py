@@ -19,6 +19,9 @@ def checks(s: Snapshot) -> Iterator[Check]:
 
 def _count(s: Snapshot) -> Check:
     wanted = s.expectation.count
+    if not s.gpu_rows and (s.nvml is None or s.nvml["state"] in ("hangs", "unreadable")):
+        step = "see driver.nvml: nothing is known of the GPUs"
+        return Check("gpu.count", "unknown", "NVML gave no answer", None, step)
     there = sum(1 for row in s.gpu_rows if row["state"] != "gone")
     working = sum(1 for row in s.gpu_rows if row["state"] in ("ok", "unreadable"))
     seen = f"{there} GPUs" if working == there else f"{there} GPUs, {working} of them working"
@@ -35,7 +38,7 @@ def _count(s: Snapshot) -> Check:
         "see the rows below, nvidia-smi and dmesg; a rented machine may have lost its "
         "GPUs: restart the container"
     )
-    return Check("gpu.count", "critical", seen, limit, step, may_mend=True)
+    return Check("gpu.count", "critical", seen, limit, step, may_clear=True)
 
 
 def ranks_of(command: Sequence[str]) -> int | None:
@@ -50,18 +53,22 @@ def _ranks(s: Snapshot) -> Iterator[Check]:
     working = usable(s)
     if ranks is None or not working or s.expectation.count == 0:
         return
-    level = "critical" if ranks > working else "warn" if ranks < working else "ok"
-    step = {
-        "critical": "lower --nproc_per_node: two ranks would share a GPU",
-        "warn": "raise --nproc_per_node: GPUs idle",
-    }
+    if sliced(s):
+        level = "ok" if ranks == working else "warn"
+        step = {"warn": "set CUDA_VISIBLE_DEVICES for each rank: a process sees one MIG slice only"}
+    else:
+        level = "critical" if ranks > working else "warn" if ranks < working else "ok"
+        step = {
+            "critical": "lower --nproc_per_node: two ranks would share a GPU",
+            "warn": "raise --nproc_per_node: GPUs idle",
+        }
     yield Check(
         "gpu.ranks",
         level,
         f"{ranks} ranks on {working} GPUs",
         "one per GPU",
         step.get(level),
-        may_mend=True,
+        may_clear=True,
     )
 
 
@@ -88,15 +95,22 @@ def visible(env: Mapping[str, str]) -> int | None:
     return sum(1 for part in itertools.takewhile(lambda p: p != "-1", parts) if part)
 
 
+def sliced(s: Snapshot) -> bool:
+    """Whether CUDA runs on MIG slices: the mask names one, or all GPUs are divided."""
+    named = "MIG-" in s.env.get("CUDA_VISIBLE_DEVICES", "")
+    return named or (bool(s.gpu_rows) and all(row.get("mig") for row in s.gpu_rows))
+
+
 def usable(s: Snapshot) -> int:
     """Working GPUs visible to the miner. NVML itself ignores CUDA_VISIBLE_DEVICES.
 
-    A MIG slice counts as a GPU, as in CUDA: one GPU may show up to seven.
+    Of MIG slices a process sees one, however many it names (NVIDIA, MIG User Guide, "CUDA Device
+    Enumeration").
     """
     working = sum(1 for row in s.gpu_rows if row["state"] in ("ok", "unreadable"))
     shown = visible(s.env)
-    if shown is not None and working and "MIG-" in s.env["CUDA_VISIBLE_DEVICES"]:
-        return shown
+    if working and sliced(s):
+        return 1 if shown is None else min(1, shown)
     return working if shown is None else min(working, shown)
 
 
@@ -104,7 +118,7 @@ def _visible(s: Snapshot) -> Iterator[Check]:
     shown = visible(s.env)
     if shown is None:
         return
-    short = s.expectation.wanted and shown < (s.expectation.count or 0)
+    short = s.expectation.wanted and shown < (s.expectation.count or 0) and not sliced(s)
     mask = s.env["CUDA_VISIBLE_DEVICES"]
     yield Check(
         "gpu.visible",

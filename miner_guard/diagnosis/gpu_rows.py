@@ -94,7 +94,7 @@ def of_row(row: Row) -> Iterator[Check]:
             "answers",
             step,
             index,
-            may_mend=True,
+            may_clear=True,
         )
         # Xid 79 accompanies the loss of the GPU that it explains.
         yield from _xid(row)

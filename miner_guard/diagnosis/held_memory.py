@@ -44,5 +44,5 @@ def checks(s: Snapshot) -> Iterator[Check]:
             gib(HELD_BYTES),
             "an orphan of an earlier run, or another tenant: find it with nvidia-smi and end it",
             row["index"],
-            may_mend=True,
+            may_clear=True,
         )

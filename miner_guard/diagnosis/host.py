@@ -142,7 +142,7 @@ def _ports(s: Snapshot) -> Iterator[Check]:
                 f"port {number} ({port['use']}) is in use{by}",
                 "free",
                 step,
-                may_mend=True,
+                may_clear=True,
             )
 
 

@@ -347,7 +347,7 @@ def test_a_driver_that_falls_silent_is_a_fault_once_two_samples_are_missing(tmp_
     assert catalog.message(fault).startswith(
         "GPU FAULT: GPU all can't be read any more: failed: Unknown Error"
     )
-    assert fault.severity == "critical"
+    assert fault.severity == "warning", "what can't be read may be well"
     assert not bench.tick(1)
     bench.sample(18.3)
     assert [f.event for f in bench.tick(1)] == ["gpu_recovered"]

@@ -438,10 +438,25 @@ def test_a_probe_that_did_not_answer_is_unknown_and_refuses_no_start() -> None:
     assert [c.level for c in judge(slow) if c.check == "cuda.use"] == ["ok", "unknown"]
 
 
-def test_mig_slices_count_as_the_gpus_that_a_miner_sees() -> None:
-    command = ("torchrun", "--nproc_per_node=2", "m.py")
-    slices = healthy(1, command=command, env={"CUDA_VISIBLE_DEVICES": "MIG-6e1c,MIG-7f2d"})
-    assert {c.check: c.level for c in judge(slices)}["gpu.ranks"] == "ok"
+@pytest.mark.parametrize(("ranks", "level"), [(1, "ok"), (2, "warn")])
+def test_a_process_sees_one_mig_slice_however_many_are_named(ranks: int, level: str) -> None:
+    """NVIDIA's MIG User Guide, "CUDA Device Enumeration"; ranks that choose their own slice may
+    start."""
+    command = ("torchrun", f"--nproc_per_node={ranks}", "m.py")
+    slices = healthy(4, command=command, env={"CUDA_VISIBLE_DEVICES": "MIG-6e1c,MIG-7f2d"})
+    slices = replace(slices, torch={**(slices.torch or {}), "gpu_count": 1})
+    levels = {c.check: c.level for c in judge(slices)}
+    assert levels["gpu.ranks"] == level
+    assert levels["cuda.count"] == "warn"
+    assert "critical" not in levels.values()
+
+
+def test_a_driver_that_gives_no_answer_is_unknown_and_refuses_no_start() -> None:
+    hung = {"state": "hangs", "reason": "no answer within 20 s", "gpus": []}
+    checks = judge(replace(healthy(4), nvml=hung))
+    assert {c.check: c.level for c in checks}["driver.nvml"] == "unknown"
+    assert {c.check: c.level for c in checks}["gpu.count"] == "unknown"
+    assert not [c for c in checks if c.level == "critical"]
 
 
 @pytest.mark.parametrize("shown", ["", "void", "none"])

@@ -67,7 +67,7 @@ def preflight(
                 said.add(key)
                 emit(finding_of(check))
         left = end - timer.monotonic()
-        if not critical or left <= 0 or not all(c.may_mend for c in critical):
+        if not critical or left <= 0 or not all(c.may_clear for c in critical):
             break
         if not waiting:
             waiting = True
