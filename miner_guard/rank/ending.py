@@ -3,8 +3,27 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
+import weakref
 from collections.abc import Callable
+
+
+def follow(forked: Callable[[], None], exited: Callable[[bool], None]) -> None:
+    """Call the method `forked` in a child of this process, and `exited(failed)` as `at_exit` does,
+    while their object exists."""
+    weak_forked, weak_exited = weakref.WeakMethod(forked), weakref.WeakMethod(exited)
+
+    def after_in_child() -> None:
+        if (own := weak_forked()) is not None:
+            own()
+
+    def ended(failed: bool) -> None:
+        if (own := weak_exited()) is not None:
+            own(failed)
+
+    os.register_at_fork(after_in_child=after_in_child)
+    at_exit(ended)
 
 
 def at_exit(ended: Callable[[bool], None]) -> None:

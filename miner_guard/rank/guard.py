@@ -14,75 +14,29 @@ Nothing here raises, synchronises the GPU or uses the network. Each failure is r
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import IO, Any, ParamSpec, TypeVar
+from typing import Any
 
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.flight_recorder.journal import CheckpointEntry, DecisionEntry, TrainingEntry
+from miner_guard.flight_recorder.journal import CheckpointEntry, TrainingEntry
 from miner_guard.rank import ending, environment
 from miner_guard.rank.consensus import gating
 from miner_guard.rank.consensus.collective_queries import CollectiveQueries
+from miner_guard.rank.consensus.upload_questions import UploadQuestions
 from miner_guard.rank.costs import RankCosts
+from miner_guard.rank.harmless import harmless_or, no_reports, nothing
 from miner_guard.rank.introspection import collectives, stacks
 from miner_guard.rank.introspection.compiled import compiling
 from miner_guard.rank.recorder import CLOSED, ENDED, FAILED, FINISHED, Recorder, describe
 from miner_guard.rank.steps import Stepper
 from miner_guard.rank.upload import UploadRecorder
-from miner_guard.state_dir import StateDir
 from uploads.decision import GateDecision
 from validators.facts import Candidate
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _harmless(fallback: Callable[[], R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Wrap a method of `Guard`: any exception becomes one `guard_degraded` and the fallback's
-    value.
-
-    When a torch-compiled function calls it, the graph breaks around the call. Otherwise torch would
-    compile the hook too, and recompile it at each step, because its clocks and counters always
-    differ. Same effect as `torch.compiler.disable`, which imports dynamo and so takes seconds. A
-    single frame does both: this path is hot.
-    """
-
-    def wrap(method: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(method)
-        def harmless(*args: P.args, **kwargs: P.kwargs) -> R:
-            modules = sys.modules
-            frames: Any = (
-                modules.get("torch._C._dynamo.eval_frame") if "torch._dynamo" in modules else None
-            )
-            before = None if frames is None else frames.set_eval_frame(None)
-            try:
-                return method(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - the miner's step is sacred; said as guard_degraded
-                guard: Any = args[0]
-                guard._degraded(method.__name__, error)
-                return fallback()
-            finally:
-                if frames is not None:
-                    frames.set_eval_frame(before)
-
-        harmless._torchdynamo_disable = True  # type: ignore[attr-defined]
-        return harmless
-
-    return wrap
-
-
-def _nothing() -> None:
-    return None
-
-
-def _no_reports() -> Sequence[Any]:
-    return ()
 
 
 class Guard:
@@ -101,8 +55,11 @@ class Guard:
         self._questions = CollectiveQueries(
             place, self._gate, self._recorder, self._stepper, report=self._degraded
         )
+        self._uploads = UploadQuestions(
+            self._gate, self._questions, self._stepper, self._recorder, report=self._degraded
+        )
         self._closed = False
-        self._stacks: IO[bytes] | None = None
+        self._stacks = stacks.StackDumps(self._recorder.report_error)
         for remark in place.remarks:
             self._recorder.report_error(remark, remark)
 
@@ -152,7 +109,7 @@ class Guard:
             self._degraded("phase", error)
             return self._hot.names.named("other")
 
-    @_harmless(_nothing)
+    @harmless_or(nothing)
     def step(
         self,
         *,
@@ -180,8 +137,7 @@ class Guard:
                 if done > 1:
                     self._stepper.notify()
                     self._costs.own(*self._hot.take_own())
-                if self._stacks is not None and stacks.taken():
-                    self._yield_signal(self._stacks)
+                self._stacks.check()
                 return
         started, stepper = self._monotonic(), self._stepper
         record = stepper.record
@@ -189,8 +145,7 @@ class Guard:
         record.loss, record.lr, record.grad_norm, record.eval_loss = loss, lr, grad_norm, eval_loss
         record.total_steps = stepper.count + 1 if total_steps is None else total_steps
         stepper.end()
-        if self._stacks is not None and stacks.taken():
-            self._yield_signal(self._stacks)
+        self._stacks.check()
         self._costs.own(self._monotonic() - started)
 
     # the gate
@@ -215,32 +170,18 @@ class Guard:
         ask within `[gate] broadcast_timeout_s`, each rank blocks by itself. `question`: what all
         ranks must ask identically; by default the kind and the steps.
         """
-        candidate, agreed = Candidate("gradient", -1, -1), None
-        try:
-            base = self._stepper.whole("base_outer_step", base_outer_step)
-            losses = tuple(self._stepper.losses)
-            last = self._stepper.known("loss", loss)
-            candidate = Candidate(
-                kind=kind,
-                outer_step=self._stepped("outer_step", outer_step),
-                inner_step=self._stepped("inner_step", inner_step),
-                loss=last if last is not None else (losses[-1] if losses else None),
-                recent_losses=losses,
-                base_outer_step=None if base is None or base < 0 else base,
-                files=files,
-                config=config,
-                metadata=metadata,
-                revision=revision,
-            )
-            agreed, wrong = self._questions.may_upload(candidate, question)
-            self._decided(agreed, wrong)
-        except Exception as error:  # noqa: BLE001 - an upload that no rule judged must not go out, and training must continue
-            self._degraded("may_upload", error)
-            if agreed is None:
-                return self._gate.blocked(candidate, f"the hook failed: {describe(error)}")
-        # The agreed decision stands, whatever fails afterwards in this rank: the other ranks act on
-        # it.
-        return agreed
+        given = Candidate(
+            kind=kind,
+            outer_step=outer_step,
+            inner_step=inner_step,
+            loss=loss,
+            base_outer_step=base_outer_step,
+            files=files,
+            config=config,
+            metadata=metadata,
+            revision=revision,
+        )
+        return self._uploads.may_upload(given, question)
 
     def may_publish(self, decision: GateDecision, gradient: Any) -> GateDecision:
         """May this compressed gradient be written and sent, after `may_upload` has allowed it?
@@ -248,34 +189,7 @@ class Guard:
         For rank 0 only, not collective, callable from any thread. Compares names, types and shapes
         with what validators accept; reads no tensor. If allowed, returns `decision` itself.
         """
-        try:
-            judged = self._gate.ready(decision, gradient)
-            if judged is not decision:
-                self._decided(judged, None)
-        except Exception as error:  # noqa: BLE001 - the gate has let it pass before
-            self._degraded("may_publish", error)
-            return decision
-        return judged
-
-    def _stepped(self, name: str, given: Any) -> int:
-        """A candidate's step number; -1 if unknown."""
-        number = self._stepper.whole(name, given)
-        return -1 if number is None else number
-
-    def _decided(self, decision: GateDecision, wrong: str | None) -> None:
-        if wrong is not None:
-            self._recorder.report_error(
-                f"agreement {decision.outer_step}",
-                f"may_upload is blocked on this rank alone: {wrong}",
-            )
-        if self.rank != 0:
-            return
-        document = decision.as_dict()
-        if not self._recorder.journal(DecisionEntry(decision=document)):
-            short = {**document, "verdicts": [], "record": {}}
-            self._recorder.journal(DecisionEntry(decision=short))
-        if self._recorder.notifier.alone:
-            self._recorder.own_log.say(gating.finding_of(decision))
+        return self._uploads.may_publish(decision, gradient)
 
     def upload(self, decision: GateDecision, *, tag: str | None = None) -> UploadRecorder:
         """A context manager around the upload: records and times it; the supervisor verifies it.
@@ -283,16 +197,9 @@ class Guard:
         Set `tag` (if not given) and `size_bytes` on the object it yields. Exceptions from the body
         are recorded and propagate.
         """
-        given: Any = decision
-        if not isinstance(given, GateDecision):
-            self._degraded(
-                "upload", TypeError(f"{type(given).__name__} is no decision of may_upload")
-            )
-            given = self._gate.blocked(Candidate("gradient", -1, -1), "no decision was given")
-        phase = self._hot.names.named("upload")
-        return UploadRecorder(self._recorder, phase, given, finished=self._gate.uploaded, tag=tag)
+        return self._uploads.recorder(decision, self._hot.names.named("upload"), tag)
 
-    @_harmless(lambda: False)
+    @harmless_or(lambda: False)
     def upload_due(self) -> bool:
         """Whether the published upload is past its target age. Collective, the same answer on every
         rank.
@@ -301,7 +208,7 @@ class Guard:
         """
         return self._questions.upload_due()
 
-    @_harmless(lambda: False)
+    @harmless_or(lambda: False)
     def checkpoint_requested(self) -> bool:
         """Whether `miner-guard ctl checkpoint` was run since the last True. Collective, the same on
         every rank."""
@@ -309,7 +216,7 @@ class Guard:
 
     # the rest
 
-    @_harmless(_no_reports)
+    @harmless_or(no_reports)
     def diagnose(
         self,
         model: Any = None,
@@ -346,7 +253,7 @@ class Guard:
         )
         return reports
 
-    @_harmless(_nothing)
+    @harmless_or(nothing)
     def checkpoint_saved(
         self,
         path: str | Path,
@@ -363,12 +270,12 @@ class Guard:
             )
         )
 
-    @_harmless(_nothing)
+    @harmless_or(nothing)
     def add_cost(self, operation: str, seconds: float, *, blocking: bool = True) -> None:
         """Account for a monitoring operation. `blocking`: training waited for it."""
         self._costs.add(str(operation), float(seconds), blocking)
 
-    @_harmless(lambda: False)
+    @harmless_or(lambda: False)
     def due(
         self,
         operation: str,
@@ -392,17 +299,17 @@ class Guard:
         """`with guard.track("eval"): …` times a monitoring operation that training waits for."""
         return self._costs.track(operation)
 
-    @_harmless(lambda: False)
+    @harmless_or(lambda: False)
     def journal(self, document: Any, /) -> bool:
         """Append an entry that must not be lost; False if there is no room or no flight record."""
         return self._recorder.journal(document)
 
-    @_harmless(_nothing)
+    @harmless_or(nothing)
     def emit(self, finding: Finding, /) -> None:
         """Log a finding: through the supervisor if there is one, else from this process."""
         self._recorder.emit(finding)
 
-    @_harmless(_nothing)
+    @harmless_or(nothing)
     def close(self, finished: bool = False) -> None:
         """Close the guard. Pass `finished=True` only after the configured end; with an exception in
         flight it does not count as a finish."""
@@ -436,46 +343,28 @@ class Guard:
         self._hot.phases.live = False
         self._recorder.detach_after_fork()
 
+    def _exited(self, failed: bool) -> None:
+        """The process exits; `failed`: by an exception."""
+        if not self._closed:
+            self._attempt("exit", self._end, FAILED if failed else ENDED)
+
     def _begin(self, agree: bool) -> None:
         """Steps that need the other ranks or may fail harmlessly, each isolated from the rest."""
-        os.register_at_fork(after_in_child=functools.partial(_forget, weakref.ref(self)))
-        ending.at_exit(functools.partial(_ended, weakref.ref(self)))
+        ending.follow(self._forked, self._exited)
         if self.world_size > 1 and agree:
             self._attempt("agreement", self._questions.agreement)
         if self.place.state is not None:
-            self._attempt("stacks", self._register_stacks, self.place.state)
+            self._attempt("stacks", self._stacks.begin, self.place.state.stacks_of(self.rank))
             if self.world_size > 1:
                 self._attempt(
                     "collectives", collectives.serve, self.place.state.collectives_of(self.rank)
                 )
-
-    def _register_stacks(self, state: StateDir) -> None:
-        self._stacks = stacks.register(state.stacks_of(self.rank))
-
-    def _yield_signal(self, file: IO[bytes]) -> None:
-        """The program now handles the signal itself: the supervisor must stop sending it."""
-        self._stacks = None
-        stacks.release(file)
-        self._recorder.report_error(
-            "stacks", f"{stacks.STACKS_SIGNAL.name} is now used by the program: {stacks.WITHOUT}"
-        )
 
     def _attempt(self, what: str, work: Callable[..., Any], *arguments: Any) -> None:
         try:
             work(*arguments)
         except Exception as error:  # noqa: BLE001 - what failed is optional; said as guard_degraded
             self._degraded(what, error)
-
-
-def _forget(guard: weakref.ref[Guard]) -> None:
-    if (own := guard()) is not None:
-        own._forked()
-
-
-def _ended(guard: weakref.ref[Guard], failed: bool) -> None:
-    """The process exits and the program has not closed the guard."""
-    if (own := guard()) is not None and not own._closed:
-        own._attempt("exit", own._end, FAILED if failed else ENDED)
 
 
 _current: Guard | None = None

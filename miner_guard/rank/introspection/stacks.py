@@ -6,6 +6,7 @@ import faulthandler
 import os
 import signal
 from _signal import getsignal as _getsignal  # type: ignore[import-not-found]
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -56,6 +57,27 @@ def release(file: IO[bytes]) -> None:
     """Clear the file, so that it names no process and the signal is no longer sent. Raises
     OSError."""
     file.truncate(0)
+
+
+class StackDumps:
+    """This rank's readiness to dump its stacks, until the program takes the signal."""
+
+    def __init__(self, report: Callable[[str, str], None]) -> None:
+        """`report(subject, what)` takes what went wrong."""
+        self._report = report
+        self._file: IO[bytes] | None = None
+
+    def begin(self, path: Path) -> None:
+        """Dump stacks to `path` from now on. Raises SignalTaken, OSError."""
+        self._file = register(path)
+
+    def check(self) -> None:
+        """At each step: if the program now handles the signal itself, the supervisor must stop
+        sending it. Raises OSError."""
+        if self._file is not None and taken():
+            file, self._file = self._file, None
+            release(file)
+            self._report("stacks", f"{STACKS_SIGNAL.name} is now used by the program: {WITHOUT}")
 
 
 def _caught() -> bool:

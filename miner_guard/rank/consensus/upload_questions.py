@@ -1,0 +1,106 @@
+"""The hook's questions about an upload: asked, decided alike on every rank, and journalled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from miner_guard.flight_recorder.journal import DecisionEntry
+from miner_guard.rank.consensus import gating
+from miner_guard.rank.consensus.collective_queries import CollectiveQueries
+from miner_guard.rank.recorder import Recorder, describe
+from miner_guard.rank.steps import Stepper
+from miner_guard.rank.upload import UploadRecorder
+from uploads.decision import GateDecision
+from validators.facts import Candidate
+
+_UNREAD = Candidate("gradient", -1, -1)
+
+
+class UploadQuestions:
+    """Asks on behalf of one rank. Never raises: an upload that nobody judged is blocked."""
+
+    def __init__(
+        self,
+        gate: gating.Gate,
+        questions: CollectiveQueries,
+        stepper: Stepper,
+        recorder: Recorder,
+        *,
+        report: Callable[[str, BaseException], None],
+    ) -> None:
+        self._gate = gate
+        self._questions = questions
+        self._stepper = stepper
+        self._recorder = recorder
+        self._report = report
+
+    def may_upload(self, given: Candidate, question: str | None) -> GateDecision:
+        """Whether the candidate may go out; `given` as the miner gave it, unchecked. Collective."""
+        candidate, agreed = _UNREAD, None
+        try:
+            candidate = self._checked(given)
+            agreed, wrong = self._questions.may_upload(candidate, question)
+            self._decided(agreed, wrong)
+        except Exception as error:  # noqa: BLE001 - an upload that no rule judged must not go out, and training must continue
+            self._report("may_upload", error)
+            if agreed is None:
+                return self._gate.blocked(candidate, f"the hook failed: {describe(error)}")
+        # The agreed decision stands, whatever fails afterwards in this rank: the other ranks act on
+        # it.
+        return agreed
+
+    def _checked(self, given: Candidate) -> Candidate:
+        base = self._stepper.whole("base_outer_step", given.base_outer_step)
+        losses = tuple(self._stepper.losses)
+        last = self._stepper.known("loss", given.loss)
+        return replace(
+            given,
+            outer_step=self._number("outer_step", given.outer_step),
+            inner_step=self._number("inner_step", given.inner_step),
+            loss=last if last is not None else (losses[-1] if losses else None),
+            recent_losses=losses,
+            base_outer_step=None if base is None or base < 0 else base,
+        )
+
+    def _number(self, name: str, given: Any) -> int:
+        """A candidate's step number; -1 if unknown."""
+        number = self._stepper.whole(name, given)
+        return -1 if number is None else number
+
+    def may_publish(self, decision: GateDecision, gradient: Any) -> GateDecision:
+        """Whether the compressed gradient may go out; `decision` itself if so. Rank 0 only."""
+        try:
+            judged = self._gate.ready(decision, gradient)
+            if judged is not decision:
+                self._decided(judged, None)
+        except Exception as error:  # noqa: BLE001 - the gate has let it pass before
+            self._report("may_publish", error)
+            return decision
+        return judged
+
+    def _decided(self, decision: GateDecision, wrong: str | None) -> None:
+        """Journal a decision, on rank 0; `wrong`: why it holds on this rank alone."""
+        if wrong is not None:
+            self._recorder.report_error(
+                f"agreement {decision.outer_step}",
+                f"may_upload is blocked on this rank alone: {wrong}",
+            )
+        if self._recorder.place.rank != 0:
+            return
+        document = decision.as_dict()
+        if not self._recorder.journal(DecisionEntry(decision=document)):
+            short = {**document, "verdicts": [], "record": {}}
+            self._recorder.journal(DecisionEntry(decision=short))
+        if self._recorder.notifier.alone:
+            self._recorder.own_log.say(gating.finding_of(decision))
+
+    def recorder(self, decision: Any, phase: Any, tag: str | None) -> UploadRecorder:
+        """The context manager around an upload in `phase`; `decision` as the miner gave it."""
+        if not isinstance(decision, GateDecision):
+            wrong = TypeError(f"{type(decision).__name__} is no decision of may_upload")
+            self._report("upload", wrong)
+            decision = self._gate.blocked(_UNREAD, "no decision was given")
+        finished = self._gate.uploaded
+        return UploadRecorder(self._recorder, phase, decision, finished=finished, tag=tag)
