@@ -91,7 +91,8 @@ class Sequence:
                 self._end(world)
             except (AssertionError, OSError, subprocess.SubprocessError) as error:
                 raise AssertionError(
-                    f"seed {self.seed}: {', '.join(self.done)}: {error!r}\n{guarded.tail()[-1500:]}"
+                    f"seed {self.seed}: {', '.join(self.done)}: {error!r}\n"
+                    f"{waits_of(guarded)}\n{guarded.tail()[-1500:]}"
                 ) from error
             finally:
                 if disk is not None:
@@ -204,6 +205,15 @@ class Sequence:
         missing = [number for number in launched[-4000:] if number not in recorded]
         missing = [number for number in missing if number <= last.number - allowed]
         assert not missing, f"{len(missing)} steps are not in the record, {missing[:3]} …"
+
+
+def waits_of(guarded: Guarded) -> list[str]:
+    """Where the kernel holds each thread of the last guard."""
+    found = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{guarded.processes[-1].pid}/task").iterdir():
+            found.append(f"{(task / 'comm').read_text()[:-1]} {(task / 'wchan').read_text()}")
+    return found
 
 
 def alive(world: World) -> bool:
