@@ -204,6 +204,7 @@ _SPECS = (
     Spec("miner_paused", "info", "", "MINER PAUSED: restarts are off until `miner-guard ctl resume`", ()),
     Spec("crash_loop", "critical", _BAD, "CRASH LOOP: {detail}", ("detail", "restarts")),
     Spec("orphan_killed", "warning", _WARN, "ORPHAN KILLED: pid {pid} ({command}) of run {of_run}", ("pid", "command", "of_run")),
+    Spec("guard_killed", "warning", _WARN, "GUARD KILLED: the last guard here (pid {pid}, last status {seen}) did not stop in order; it ended {why}", ("pid", "seen", "why")),
     Spec("incident_overcome", "info", "", "OVERCOME {label}: training continued after it", ("label",)),
     Spec("incident", "error", _BAD, "INCIDENT {label}: {cause} Fix: {fix}", ("label", "cause", "fix", "excerpt")),
     Spec("output_dropped", "warning", _WARN, ("OUTPUT DROPPED: {dropped_bytes} bytes of the miner's output; nothing reads the " "guard's stdout"), ("dropped_bytes",)),

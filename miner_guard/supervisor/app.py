@@ -46,6 +46,7 @@ from miner_guard.supervisor.process.last_resort import RunToEnd
 from miner_guard.supervisor.process.teardown import Teardown
 from miner_guard.supervisor.scheduler import Scheduler
 from miner_guard.supervisor.startup.lock import Lock
+from miner_guard.supervisor.startup.predecessor import killed_guard
 from miner_guard.supervisor.startup.runner import PreflightRunner
 from miner_guard.supervisor.startup.state_dir_check import check_state_dir
 from miner_guard.supervisor.supervisor import Supervisor
@@ -167,9 +168,10 @@ class GuardApp:
         place = f"{type(error).__name__} {where.filename}:{where.lineno}"
         if place not in self._defects:
             self._defects.add(place)
-            self.log(
-                make_finding("guard_degraded", what=f"{what}; further occurrences are suppressed")
-            )
+            self._degraded(f"{what}; further occurrences are suppressed")
+
+    def _degraded(self, what: str) -> None:
+        self.log(make_finding("guard_degraded", what=what))
 
     def log(self, finding: Finding) -> None:
         """Log one finding. Safe from any thread."""
@@ -189,13 +191,13 @@ class GuardApp:
         inherited.settle_signals()
         sys.setswitchinterval(_SWITCH_S)
         state = self.request.state
-        misplaced = [*self.lock.findings, *check_state_dir(state)]
+        found = [*self.lock.findings, *check_state_dir(state), *killed_guard(state)]
         self.log(
             make_finding(
                 "guard_started", version=__version__, pid=os.getpid(), state_dir=str(state.root)
             )
         )
-        for finding in misplaced:
+        for finding in found:
             self.log(finding)
         self.disk.start()
         state_dir.divert_writes(self.disk.replace)
@@ -221,19 +223,14 @@ class GuardApp:
         left = self.disk.settle(_LAST_WORDS_S)
         if left:
             what = f"not written within {_LAST_WORDS_S:g} s of the end: {', '.join(left)}"
-            self.log(make_finding("guard_degraded", what=f"{what}; the disk does not answer"))
+            self._degraded(f"{what}; the disk does not answer")
         return bool(left)
 
     def _prepare(self) -> None:
         self._hear_signals()
         self.managers = service_managers(self.env, self.loop, self._stop)
         if not become_subreaper():
-            self.log(
-                make_finding(
-                    "guard_degraded",
-                    what="the kernel refuses PR_SET_CHILD_SUBREAPER; orphans may escape",
-                )
-            )
+            self._degraded("the kernel refuses PR_SET_CHILD_SUBREAPER; orphans may escape")
         orphan_cleanup.end_orphans(self.request.state, _SWEEP_GRACE_S, self.log)
         self._contain()
         # After the orphan cleanup, or the preflight would see an earlier run's processes. Its
@@ -337,9 +334,7 @@ class GuardApp:
         try:
             self.jobs.start()
         except Exception as error:  # noqa: BLE001 - without a schedule the miner still runs; it is reported
-            self.log(
-                make_finding("guard_degraded", what=f"no schedule: {type(error).__name__}: {error}")
-            )
+            self._degraded(f"no schedule: {type(error).__name__}: {error}")
 
     def _pulse(self) -> None:
         if not self._ended:
@@ -395,9 +390,4 @@ class GuardApp:
             self.loop.after(0.05, lambda: None)
             self.loop.turn()
         if self.runner.lingers():
-            self.log(
-                make_finding(
-                    "guard_degraded",
-                    what=f"not all alerts were sent within {within_s:g} s of the end",
-                )
-            )
+            self._degraded(f"not all alerts were sent within {within_s:g} s of the end")

@@ -32,6 +32,21 @@ def wait_until_listed(guarded: Guarded) -> None:
     until(lambda: len(guarded.listed()) >= whole, 60, "the list of the run's processes")
 
 
+def test_the_next_guard_reports_one_that_was_killed_and_left_nothing(guarded: Guarded) -> None:
+    """Guards against a guard that the OOM killer ends every night, unnoticed: the process of last
+    resort had ended its miner, so nothing was left to report."""
+    guarded.start(guarded.miner("process_tree", "stay"), settings=FAST)
+    guarded.wait_for("miner_started")
+    until(lambda: guarded.state.status.exists(), 30, "the status")
+    killed = guarded.processes[0].pid
+    guarded.stop(signal.SIGKILL)
+    guarded.assert_nothing_left(15)
+    for starts in (1, 2):
+        guarded.start(["true"], settings={**FAST, "miner.finite": "true"})
+        assert guarded.processes[-1].wait(60) == 0
+        assert [event["pid"] for event in guarded.named("guard_killed")] == [killed], starts
+
+
 def test_a_stop_ends_every_kind_of_descendant(guarded: Guarded) -> None:
     guarded.start(guarded.miner("process_tree", "stay"), settings=FAST)
     wait_for_family(guarded)

@@ -1,0 +1,27 @@
+"""Reports that the guard before this one was killed, even if it left no process behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.state_dir import StateDir, read_json
+from miner_guard.supervisor.states import State
+from miner_guard.system.boot import boot_id
+
+
+def killed_guard(state: StateDir) -> Iterator[Finding]:
+    """A finding if the last guard of this state directory did not stop in order.
+
+    For the holder of the lock: that guard no longer runs, so its status says `done` unless it was
+    killed, or its disk refused the last write.
+    """
+    status = read_json(state.status)
+    if not isinstance(status, dict) or status.get("state") in (None, State.DONE.value):
+        return
+    run = read_json(state.roster)
+    boot = run.get("boot") if isinstance(run, dict) else None
+    restarted = bool(boot) and boot != boot_id()
+    why = "as the host restarted" if restarted else "by SIGKILL or for lack of memory"
+    seen = status.get("updated")
+    yield make_finding("guard_killed", pid=status.get("pid"), seen=seen, why=why)
