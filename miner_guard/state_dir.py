@@ -287,6 +287,16 @@ def write_json(path: Path, document: Any) -> None:
     write_atomic(path, json_text(finite(document)))
 
 
+def read_regular(path: Path, limit: int = -1) -> bytes:
+    """The content of a file, at most `limit` bytes of it. Raises OSError, also for a pipe or device
+    (EINVAL), which could hang the reader."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "Not a regular file", str(path))
+        return file.read(limit)
+
+
 def json_text(document: Any) -> str:
     """A document of `finite` as the guard's files hold it: one line for each field at the top."""
     # Not with `indent`: that takes Python's encoder, which is 15 times slower than the one in C.
@@ -299,7 +309,7 @@ def json_text(document: Any) -> str:
 def read_json(path: Path) -> Any | None:
     """The document, or None if the file is absent, unreadable or not JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_regular(path).decode("utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
 

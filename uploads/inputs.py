@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from miner_guard.state_dir import finite, write_atomic
+from miner_guard.state_dir import finite, read_regular, write_atomic
 from validators.facts import Network, Published
 
 _Known = TypeVar("_Known", Published, Network)
@@ -118,7 +118,7 @@ _last_read: tuple[tuple[str, int, int, int], GateInputs] | None = None
 
 def _read_now(path: Path) -> GateInputs:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path).decode("utf-8")
         document = json.loads(text)
     except (OSError, UnicodeDecodeError) as error:
         return unknown(f"gate-inputs.json cannot be read: {error}")

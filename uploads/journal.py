@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from miner_guard.state_dir import make_folder, open_private
+from miner_guard.state_dir import make_folder, open_private, read_regular
 from uploads.repos.base import Notes, StagedObject
 
 STAGING = "staging"
@@ -35,7 +35,7 @@ class Journal:
     def read(self) -> Mapping[str, Any] | None:
         """What an earlier publisher left; None if the journal is missing or unreadable."""
         try:
-            document = json.loads(self.path.read_text())
+            document = json.loads(read_regular(self.path))
         except (OSError, ValueError):
             return None
         if not isinstance(document, dict) or document.get("phase") not in (STAGING, COMMITTING):

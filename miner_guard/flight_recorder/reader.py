@@ -14,7 +14,7 @@ from typing import Any
 
 from miner_guard.flight_recorder import layout, memory
 from miner_guard.flight_recorder.records import Identity, Now, StepRecord
-from miner_guard.state_dir import open_private
+from miner_guard.state_dir import open_private, read_regular
 
 _TRIES = 50
 """A rank writes its header in a few microseconds; one killed during the write leaves it torn."""
@@ -138,9 +138,7 @@ def _mapped(fd: int, writable: bool) -> mmap.mmap:
 
 def _copied(path: Path) -> bytearray:
     """Read, not mapped: truncating a mapped file would kill the reader with SIGBUS."""
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        data = bytearray(file.read(layout.FILE_SIZE)) if size == layout.FILE_SIZE else bytearray()
+    data = read_regular(path, layout.FILE_SIZE + 1)
     if len(data) != layout.FILE_SIZE:
-        raise BadFlight(f"{path}: {size} bytes, expected {layout.FILE_SIZE}")
-    return data
+        raise BadFlight(f"{path}: {path.stat().st_size} bytes, expected {layout.FILE_SIZE}")
+    return bytearray(data)

@@ -30,6 +30,7 @@ from miner_guard.state_dir import (
     finite,
     open_private,
     read_json,
+    read_regular,
     write_json,
     write_private,
 )
@@ -223,7 +224,7 @@ def _collectives(state: StateDir, folder: Path, who: list[Subject]) -> dict[int,
         document = read_json(path)
         if isinstance(document, dict) and isinstance(document.get("entries"), list):
             traces[rank] = document["entries"]
-            write_private(folder / f"collectives-rank-{rank:04d}.json", path.read_bytes())
+            write_private(folder / f"collectives-rank-{rank:04d}.json", read_regular(path))
     return traces
 
 
@@ -281,7 +282,7 @@ def _faulthandler(state: StateDir, path: Path, subject: Subject) -> str:
     without it the signal kills."""
     source = state.stacks_of(subject.rank)
     try:
-        before = source.read_bytes()
+        before = read_regular(source)
     except OSError:
         return "none: no py-spy, and the hook registered no signal"
     if before.split(b"\n", 1)[0] != b"pid %d" % subject.identity.pid:
@@ -293,7 +294,7 @@ def _faulthandler(state: StateDir, path: Path, subject: Subject) -> str:
     written = b""
     while time.monotonic() < deadline and not written.endswith(b"\n"):
         time.sleep(0.05)
-        written = source.read_bytes()[len(before) :]
+        written = read_regular(source)[len(before) :]
     if not written:
         return "none: the rank did not answer the signal"
     write_private(path, written)

@@ -1,0 +1,48 @@
+"""A pipe stands where the guard, a rank or a command expects a file: none waits for a writer."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from miner_guard.flight_recorder.reader import FlightReader
+from miner_guard.state_dir import StateDir, read_json, read_regular
+from miner_guard.supervisor.process.pid_registry import left_behind
+from miner_guard.supervisor.startup.predecessor import killed_guard
+from uploads import inputs
+
+READS: dict[str, Callable[[StateDir], object]] = {
+    "any file": lambda state: _refused(lambda: read_regular(state.status)),
+    "a flight record": lambda state: _refused(lambda: FlightReader(state.flight_of(0))),
+    "status.json": lambda state: read_json(state.status),
+    "the last guard": lambda state: list(killed_guard(state)),
+    "run.json": left_behind,
+    "a rank's gate-inputs.json": lambda state: inputs.read(state.gate_inputs),
+}
+
+
+def _refused(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except OSError as error:
+        return str(error)
+    return pytest.fail("a pipe was read")
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_pipe_in_place_of_a_file_holds_up_no_reader(name: str, tmp_path: Path) -> None:
+    """Guards against a main thread that opens a pipe and never turns again: a dead miner stayed
+    dead. Found by a random sequence."""
+    state = StateDir(tmp_path / "state")
+    state.flight.mkdir(parents=True)
+    for path in (state.status, state.roster, state.gate_inputs, state.flight_of(0)):
+        os.mkfifo(path)
+    answers: list[object] = []
+    thread = threading.Thread(target=lambda: answers.append(READS[name](state)), daemon=True)
+    thread.start()
+    thread.join(10.0)
+    assert answers, "it waits"
