@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, Any, Optional
 
@@ -86,6 +87,11 @@ def _supervise(miner: list[str], place: options.CommandContext, finished_code: i
     except LockHeld as problem:
         raise Refused(str(problem), CONFIG) from problem
     sys.stdout.flush()
-    return GuardApp(
+    code = GuardApp(
         Request(tuple(miner), place.settings.config, place.state, finished_code), lock
     ).run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Everything is written. The interpreter's end would wait for hung jobs, after it has ended the
+    # watchdog's thread.
+    os._exit(code)

@@ -155,7 +155,7 @@ class Sequence:
         began = time.monotonic()
         killed = "SIGKILL" in end
         self._signal(world, end)
-        code = world.guarded.processes[-1].wait(STOP_S)
+        code = _ended(world.guarded.processes[-1])
         if not killed:
             assert code == 0, f"exit code {code}"
             # A writer that the frozen disk holds in the kernel ends with the thaw.
@@ -205,6 +205,25 @@ class Sequence:
         missing = [number for number in launched[-4000:] if number not in recorded]
         missing = [number for number in missing if number <= last.number - allowed]
         assert not missing, f"{len(missing)} steps are not in the record, {missing[:3]} …"
+
+
+def _ended(process: subprocess.Popen[bytes]) -> int:
+    """The exit code. Raises AssertionError if it takes longer than `STOP_S` without the time in
+    which the guard waited for a processor: on a busy machine that is most of it."""
+    began, before_s = time.monotonic(), _delayed_s(process.pid)
+    while (code := process.poll()) is None:
+        delayed_s = _delayed_s(process.pid) - before_s
+        late_s = time.monotonic() - began - STOP_S - delayed_s
+        assert late_s < 0, f"it has not ended; it waited {delayed_s:.1f} s for a processor"
+        time.sleep(0.02)
+    return code
+
+
+def _delayed_s(pid: int) -> float:
+    """Seconds for which the main thread was ready to run and did not."""
+    with contextlib.suppress(OSError, IndexError):
+        return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
 
 
 def waits_of(guarded: Guarded) -> list[str]:

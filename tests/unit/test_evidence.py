@@ -60,7 +60,9 @@ def test_what_sigkill_does_not_end_is_given_up_and_named(monkeypatch: pytest.Mon
     launcher, stuck = Process(2**22 + 1, 1), Process(2**22 + 2, 2)
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        processes, "send", lambda process, number: sent.append((process.pid, number)) or True
+        processes,
+        "send",
+        lambda process, *numbers: sent.extend((process.pid, n) for n in numbers) or True,
     )
     clock = FakeClock()
     teardown = Teardown(clock, lambda: {stuck}, launcher, 0.0)
