@@ -68,7 +68,7 @@ class Adapter:
             self.guard.emit(finding)
         self._pending.clear()
 
-    def say(self, finding: Finding) -> None:
+    def emit(self, finding: Finding) -> None:
         """Log a finding, as soon as there is a guard."""
         if self.guard is not None:
             self.guard.emit(finding)
@@ -85,7 +85,7 @@ class Adapter:
 
     def degraded(self, what: str) -> None:
         """Report an incompatibility; that part of the program stays unhooked."""
-        self.say(make_finding("guard_degraded", what=f"attach {self.way}: {what}"))
+        self.emit(make_finding("guard_degraded", what=f"attach {self.way}: {what}"))
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
         """The guard's phase, or a null context while there is no guard."""
@@ -95,7 +95,7 @@ class Adapter:
         """`work(*arguments)`; if it raises, log a line and return None."""
         try:
             return work(*arguments)
-        except Exception as error:  # noqa: BLE001 - the program must not notice; said as guard_degraded
+        except Exception as error:  # noqa: BLE001 - the program must not notice; reported as guard_degraded
             self.degraded(f"{getattr(work, '__name__', work)}: {describe(error)}")
             return None
 

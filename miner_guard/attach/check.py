@@ -92,18 +92,18 @@ def check(lines: Iterable[str], patterns: Patterns) -> LogCheck:
 
 def _take(result: LogCheck, steps: LogSteps, numbered: tuple[int, str], patterns: Patterns) -> None:
     place, text = numbered
-    said = read(text, patterns)
-    if isinstance(said, StepLine):
-        for logged in steps.observe(said, float(place)):
+    parsed = read(text, patterns)
+    if isinstance(parsed, StepLine):
+        for logged in steps.observe(parsed, float(place)):
             result.steps.append(StepSeen(place, logged.line, quoted(text)))
-    elif isinstance(said, PushLine):
-        result.pushes += said.error is None
-        result.failed_pushes += said.error is not None
-    elif isinstance(said, PhaseLine):
-        name = said.phase or "training"
+    elif isinstance(parsed, PushLine):
+        result.pushes += parsed.error is None
+        result.failed_pushes += parsed.error is not None
+    elif isinstance(parsed, PhaseLine):
+        name = parsed.phase or "training"
         result.phases[name] = result.phases.get(name, 0) + 1
-    elif isinstance(said, Miss):
-        result.misses.append((place, said, quoted(text)))
+    elif isinstance(parsed, Miss):
+        result.misses.append((place, parsed, quoted(text)))
         # Stable: of lines equally near the first ones stay.
         result.misses.sort(key=lambda miss: -miss[1].nearness)
         del result.misses[_MISSES_KEPT:]

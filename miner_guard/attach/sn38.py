@@ -203,12 +203,12 @@ class Subnet38:
         text = (
             f"training loop failed, the miner swallows it and will exit with code 0: {what[:500]}"
         )
-        self.adapter.say(make_finding("rank_message", level="error", text=text))
+        self.adapter.emit(make_finding("rank_message", level="error", text=text))
 
     def _loop_ended(self, miner: Any, error: BaseException | None) -> None:
-        said = getattr(miner, "training_error", None)
-        if error is not None or said:
-            self._failed(str(said or f"{type(error).__name__}: {error}"))
+        swallowed = getattr(miner, "training_error", None)
+        if error is not None or swallowed:
+            self._failed(str(swallowed or f"{type(error).__name__}: {error}"))
         if self.adapter.guard is not None:
             self.adapter.guard.close(finished=False)
 

@@ -153,7 +153,7 @@ class Sn38Uploads:
     def _warn_of_keys(self, words: Any) -> None:
         if not any(_is_key(str(word)) for word in words) or not self._keys.first():
             return
-        self._adapter.say(
+        self._adapter.emit(
             make_finding(
                 "secret_exposed",
                 where="the upload worker's command line",

@@ -98,13 +98,13 @@ class MonitoringCostTracker:
         self, operation: str, seconds: float, *, blocking: bool = True, calls: int = 1
     ) -> None:
         """Add `calls` calls that were timed elsewhere and took `seconds` in total."""
-        said: list[Finding] = []
+        findings: list[Finding] = []
         with self._mutex:
             account = self._account(operation)
             account.add(max(0.0, seconds), blocking=blocking, calls=max(1, calls))
             account.last_done = self._clock.monotonic()
             if blocking and account.last_s > self.budget.operation_warn_s:
-                said.append(
+                findings.append(
                     make_finding(
                         "monitoring_operation_slow",
                         operation=operation,
@@ -112,8 +112,8 @@ class MonitoringCostTracker:
                         limit_s=self.budget.operation_warn_s,
                     )
                 )
-            said += self._judged()
-        for finding in said:
+            findings += self._judged()
+        for finding in findings:
             self._report(finding)
         if self._on_record is not None:
             self._on_record(operation, seconds, blocking)
@@ -195,7 +195,7 @@ class MonitoringCostTracker:
         over budget. The answer depends on this process's clock: for an operation with a collective,
         ask on one rank and broadcast. Raises ValueError without an interval.
         """
-        said: Finding | None = None
+        throttled: Finding | None = None
         with self._mutex:
             account = self._account(operation)
             now = self._clock.monotonic()
@@ -217,11 +217,11 @@ class MonitoringCostTracker:
             else:
                 raise ValueError("due needs every_s, or every_steps and step")
             if ready and self.budget.throttle and account.asked_s is not None:
-                ready, said = self._allowed(operation, account)
+                ready, throttled = self._allowed(operation, account)
             if ready and step is not None:
                 account.last_step = step
-        if said is not None:
-            self._report(said)
+        if throttled is not None:
+            self._report(throttled)
         return ready
 
     def _learn_step_time(self, step: int | None, now: float) -> None:

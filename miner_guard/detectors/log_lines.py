@@ -107,9 +107,9 @@ def read(line: str, patterns: Patterns) -> StepLine | PushLine | PhaseLine | Mis
     for pattern in patterns.step:
         if (match := pattern.search(text)) is not None:
             return None if _EVALUATION.search(text, 0, match.start()) else _step(match.groupdict())
-    said = read_push(text, patterns) or _phase(text, patterns)
-    if said is not None or patterns.grammar is None:
-        return said
+    parsed = read_push(text, patterns) or _phase(text, patterns)
+    if parsed is not None or patterns.grammar is None:
+        return parsed
     return patterns.grammar.read(text)
 
 

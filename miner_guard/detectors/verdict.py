@@ -410,7 +410,7 @@ def shown(status: StatusDocument | None, age_s: float) -> VerdictStatus:
         return VerdictStatus(
             state=UNKNOWN,
             since=status.updated,
-            cause=f"the guard has written nothing for {_age(age_s)}; it last said {last}",
+            cause=f"the guard has written nothing for {_age(age_s)}; its last verdict was {last}",
             next_step="look for its process on that machine: pm2 status, or systemctl status",
             event="guard_stopped",
             confidence="measured",

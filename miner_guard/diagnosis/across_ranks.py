@@ -40,7 +40,7 @@ def findings(
     a count."""
     answered = [r for r in reports if not r.get("error")]
     wanted = expectation_of(answered, expect)
-    said = [
+    findings = [
         make_finding(
             "gpu_diagnostics",
             ranks=[dict(r) for r in reports],
@@ -49,9 +49,9 @@ def findings(
         )
     ]
     if wanted.wanted:
-        said += _red_flags(answered, low_memory_bytes)
-    said += (f for check in _CHECKS for f in check(reports if check is _silent else answered))
-    return said
+        findings += _red_flags(answered, low_memory_bytes)
+    findings += (f for check in _CHECKS for f in check(reports if check is _silent else answered))
+    return findings
 
 
 def expectation_of(answered: Sequence[Report], expect: int | None) -> Expectation:

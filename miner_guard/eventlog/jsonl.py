@@ -20,15 +20,15 @@ class JsonlSink:
     """guard.jsonl, rotated by size; a line is in exactly one file, whole.
 
     If a write fails, the line counts as lost and the next line tries again: the miner does not
-    depend on it. `say` reports when writing stops and when it resumes.
+    depend on it. `report` reports when writing stops and when it resumes.
     """
 
     def __init__(
-        self, path: Path, settings: LogSettings, say: Callable[[Finding], None] = lambda _f: None
+        self, path: Path, settings: LogSettings, report: Callable[[Finding], None] = lambda _f: None
     ) -> None:
         self._path = path
         self._settings = settings
-        self._say = say
+        self._report = report
         self._mutex = threading.Lock()
         self._fd: int | None = None
         self._size = 0
@@ -48,7 +48,7 @@ class JsonlSink:
             except OSError as error:
                 finding = self._outage.failed(error)
         if finding is not None:
-            self._say(finding)
+            self._report(finding)
 
     def _append(self, data: bytes) -> None:
         if self._fd is not None and not is_at(self._path, self._fd):

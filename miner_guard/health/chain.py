@@ -74,30 +74,30 @@ def summary(reading: ChainReading, outer_step: int | None = None) -> str:
     """The text after `CHAIN `."""
     if reading.reason is not None:
         return f"unknown: {reading.reason}"
-    said = [f"block {reading.block}"]
+    words = [f"block {reading.block}"]
     if reading.registered is not None:
-        said.append(f"registered as uid {reading.uid}" if reading.registered else "NOT registered")
+        words.append(f"registered as uid {reading.uid}" if reading.registered else "NOT registered")
     for name, value in (
         ("incentive", reading.incentive),
         ("trust", reading.trust),
         ("rank", reading.rank),
     ):
         if value is not None:
-            said.append(f"{name} {value:.4f}")
+            words.append(f"{name} {value:.4f}")
     if reading.emission is not None:
-        said.append(f"emission {reading.emission:.4g}")
+        words.append(f"emission {reading.emission:.4g}")
     if reading.last_update is not None and reading.block is not None:
-        said.append(f"updated {reading.block - reading.last_update} blocks ago")
+        words.append(f"updated {reading.block - reading.last_update} blocks ago")
     if reading.registered:
-        said.append(
+        words.append(
             "nothing committed"
             if reading.commitment is None
             else f"commitment {len(reading.commitment)} characters"
         )
     if outer_step is not None:
-        said.append(f"network outer step {outer_step}")
-    said += [f"{what} unknown ({why})" for what, why in (reading.errors or {}).items()]
-    return ", ".join(said)
+        words.append(f"network outer step {outer_step}")
+    words += [f"{what} unknown ({why})" for what, why in (reading.errors or {}).items()]
+    return ", ".join(words)
 
 
 def as_fields(reading: ChainReading) -> dict[str, Any]:

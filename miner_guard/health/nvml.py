@@ -67,7 +67,7 @@ class NvmlSampler:
         self._retired: subprocess.Popen[bytes] | None = None
         """The previous child: it alone receives Xid events until the next one has subscribed."""
         self._known: dict[str, dict[str, Any]] = {}
-        self._untold: dict[str, list[int]] = {}
+        self._pending_xids: dict[str, list[int]] = {}
 
     def sample(self, timeout_s: float | None = None) -> Sample:
         """A fresh sample, `timeout_s` at most (by default the sampler's own). Never raises."""
@@ -75,9 +75,9 @@ class NvmlSampler:
         with self._one_at_a_time:
             document = self._ask(limit)
             rows = [*document["gpus"], *self._gone(document)]
-            self._hear(document.pop("xids", {}))
-            self._hear(self._last_words(document["taken"] + limit))
-            self._tell(rows)
+            self._keep_xids(document.pop("xids", {}))
+            self._keep_xids(self._last_words(document["taken"] + limit))
+            self._hand_out_xids(rows)
             sample = {
                 "driver": None,
                 "nvml": None,
@@ -127,17 +127,19 @@ class NvmlSampler:
         _end(child)
         return dict(heard)
 
-    def _hear(self, xids: Mapping[str, list[int]]) -> None:
+    def _keep_xids(self, xids: Mapping[str, list[int]]) -> None:
         for uuid, numbers in xids.items():
-            self._untold.setdefault(uuid, []).extend(numbers)
+            self._pending_xids.setdefault(uuid, []).extend(numbers)
 
-    def _tell(self, rows: Sequence[dict[str, Any]]) -> None:
+    def _hand_out_xids(self, rows: Sequence[dict[str, Any]]) -> None:
         """Give each row its events. A GPU without a row gets its events once it has one."""
         for row in rows:
             # A row without a UUID (its GPU was lost before it could be named) stands for the GPU of
             # its index.
             named = [row.get("uuid")] if row.get("uuid") else self._once_at(row["index"])
-            row["xids"] = [number for uuid in named for number in self._untold.pop(str(uuid), ())]
+            row["xids"] = [
+                number for uuid in named for number in self._pending_xids.pop(str(uuid), ())
+            ]
 
     def _once_at(self, index: int) -> list[str]:
         return [uuid for uuid, known in self._known.items() if known["index"] == index]
@@ -148,7 +150,7 @@ class NvmlSampler:
         with self._one_at_a_time:
             # Each event is reported once: keep those that came with this answer for the next
             # sample.
-            self._hear({r["uuid"]: r["xids"] for r in rows if r.get("uuid")})
+            self._keep_xids({r["uuid"]: r["xids"] for r in rows if r.get("uuid")})
         levels = {
             r["uuid"]: int(r["memory_used_bytes"])
             for r in rows

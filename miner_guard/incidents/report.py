@@ -123,8 +123,8 @@ def _out_of_memory(
 ) -> tuple[str, list[Fix]]:
     parsed = [oom.parse(f"{s.text} {s.more}") for s in (incident.first, *incident.kept)]
     numbers = next((numbers for numbers in parsed if numbers.kind != "unknown"), parsed[0])
-    said = oom.describe(numbers)
-    parts = [cause, f"It {said}." if said else "", oom.meaning(numbers)]
+    shown = oom.describe(numbers)
+    parts = [cause, f"It {shown}." if shown else "", oom.meaning(numbers)]
     return " ".join(part for part in parts if part), oom.fixes(numbers, fixes, training)
 
 

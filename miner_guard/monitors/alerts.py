@@ -33,7 +33,7 @@ class AlertsMonitor(Monitor):
         self._policy = AlertPolicy(
             settings, context.clock, f"{socket.gethostname()}/{context.state.root.name}"
         )
-        self._outbox = AlertQueue(settings.urls, self._say)
+        self._outbox = AlertQueue(settings.urls, self._report)
         self._memory = Memory()
         if settings.urls and (problem := optional_deps.problem("alerts")) is not None:
             context.emit(
@@ -69,7 +69,7 @@ class AlertsMonitor(Monitor):
         advice = f"\nNext: {now.next_step}" if now.next_step else ""
         return f"{headline(now.status())}{advice}"
 
-    def _say(self, finding: Finding) -> None:
+    def _report(self, finding: Finding) -> None:
         """Called from the outbox's threads."""
         self.context.emit(replace(finding, fields=self.context.redactor.value(finding.fields)))
 

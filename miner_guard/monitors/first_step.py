@@ -84,13 +84,13 @@ class FirstStepMonitor(Monitor):
         self._lines += len(lines)
         for raw in lines:
             text = raw.decode("utf-8", "replace")
-            said = read(text, self._patterns)
-            if isinstance(said, StepLine) and said.loss is not None:
+            parsed = read(text, self._patterns)
+            if isinstance(parsed, StepLine) and parsed.loss is not None:
                 self._note(_IS_A_STEP, repr(quoted(text)))
-            elif isinstance(said, StepLine):
+            elif isinstance(parsed, StepLine):
                 self._note(1, f"{quoted(text)!r}: it has no loss")
-            elif isinstance(said, Miss):
-                self._note(said.nearness, f"{quoted(text)!r}: {said.why}")
+            elif isinstance(parsed, Miss):
+                self._note(parsed.nearness, f"{quoted(text)!r}: {parsed.why}")
         return ()
 
     def _note(self, nearness: int, text: str) -> None:

@@ -139,12 +139,12 @@ class IncidentsMonitor(Monitor):
             # The guard's line counts as evidence, so that this monitor and a scan of the whole log
             # name the same root.
             for label in self._knowledge.causes_by_event.get(finding.event, ()):
-                said = Sighting(
+                sighting = Sighting(
                     label, "cause", self._scanner.line, catalog.message(finding), finding.rank
                 )
-                self._take([said], self.context.clock.monotonic())
+                self._take([sighting], self.context.clock.monotonic())
                 if finding.event not in _NEVER_OVERCOME:
-                    self._shown[label] = said
+                    self._shown[label] = sighting
         if finding.event == "miner_stopping":
             self._stopping = True
         return ()
@@ -176,8 +176,8 @@ class IncidentsMonitor(Monitor):
         self._case.add([*self._scanner.finish(), *self._passed()])
         if end.signal == signal.SIGKILL and not end.asked and self._seen_root() is None:
             # Nothing printed tells of it: without a launcher there is nobody to.
-            said = "MINER EXITED: signal SIGKILL"
-            self._take([Sighting("host_oom_kill", "exit", self._scanner.line, said, None)], now)
+            line = "MINER EXITED: signal SIGKILL"
+            self._take([Sighting("host_oom_kill", "exit", self._scanner.line, line, None)], now)
         lasting = self._lasting()
         self._case.add(lasting)
         if lasting or now - self._last_s <= EPISODE_S:
@@ -190,11 +190,11 @@ class IncidentsMonitor(Monitor):
         loss."""
         well = [
             label
-            for label, said in self._shown.items()
+            for label, sighting in self._shown.items()
             if (
                 any(self._finite.values())
-                if said.rank is None
-                else self._finite.get(said.rank, False)
+                if sighting.rank is None
+                else self._finite.get(sighting.rank, False)
             )
         ]
         return [Retraction(tuple(well), self._scanner.line, None, ("cause",))] if well else []
@@ -206,12 +206,12 @@ class IncidentsMonitor(Monitor):
         if root is not None and root.label not in ("code_bug", *self._shown):
             return []
         return [
-            said
-            for said in self._shown.values()
+            sighting
+            for sighting in self._shown.values()
             if not (
                 all(self._finite.values())
-                if said.rank is None
-                else self._finite.get(said.rank, True)
+                if sighting.rank is None
+                else self._finite.get(sighting.rank, True)
             )
         ]
 

@@ -105,7 +105,7 @@ class LogAttachMonitor(Monitor):
 
     def _open(self, launch: Launch) -> list[Finding]:
         """Begin the flight record that the lines' steps go into."""
-        said, self._findings = self._findings, []
+        findings, self._findings = self._findings, []
         try:
             self._flight = FlightWriter(
                 self.context.state.flight_of(0),
@@ -121,12 +121,12 @@ class LogAttachMonitor(Monitor):
                 f"--attach log: no flight record: {error.strerror or error}; steps are not followed"
             )
             if what != self._blind:
-                said.append(make_finding("guard_degraded", what=what))
+                findings.append(make_finding("guard_degraded", what=what))
             self._blind = what
-            return said
+            return findings
         self._blind = ""
         self._show(self._flight, STARTING, launch.started)
-        return said
+        return findings
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
         self._ranks = ranks
@@ -148,34 +148,34 @@ class LogAttachMonitor(Monitor):
         return [make_finding("log_attached", detail=detail), *self._open(launch)]
 
     def on_lines(self, lines: Sequence[bytes]) -> Iterable[Finding]:
-        said: list[Finding] = []
+        findings: list[Finding] = []
         now = self.context.clock.monotonic()
         if self._standby and self._flight is None and self._launch is not None:
-            said = self._take_over(self._launch, lines, now)
+            findings = self._take_over(self._launch, lines, now)
         if self._flight is None:
-            return said
+            return findings
         for raw in lines:
             evaluated = evaluation_in(raw)
             self._evaluated = self._evaluated if evaluated is None else evaluated
             self._line(self._flight, _text(raw), now)
-        return said
+        return findings
 
     def _line(self, flight: FlightWriter, text: str, now: float) -> None:
-        said = read(text, self._patterns)
-        if isinstance(said, PushLine):
-            flight.journal(self._upload(said, now).to_json())
-        elif isinstance(said, StepLine):
+        parsed = read(text, self._patterns)
+        if isinstance(parsed, PushLine):
+            flight.journal(self._upload(parsed, now).to_json())
+        elif isinstance(parsed, StepLine):
             in_phase = bool(self._phase)
-            outer = self._outer if said.outer is None else said.outer
-            for step in self._steps.observe(replace(said, outer=outer), now):
+            outer = self._outer if parsed.outer is None else parsed.outer
+            for step in self._steps.observe(replace(parsed, outer=outer), now):
                 self._write(flight, step)
             if self._written:
                 self._progressed(flight, now, in_phase=in_phase)
-        elif isinstance(said, PhaseLine):
-            self._outer = self._outer if said.outer is None else said.outer
-            if said.seconds is not None:
-                self._spent[said.phase] = self._spent.get(said.phase, 0.0) + said.seconds
-            self._enter("" if said.seconds is not None else said.phase, now)
+        elif isinstance(parsed, PhaseLine):
+            self._outer = self._outer if parsed.outer is None else parsed.outer
+            if parsed.seconds is not None:
+                self._spent[parsed.phase] = self._spent.get(parsed.phase, 0.0) + parsed.seconds
+            self._enter("" if parsed.seconds is not None else parsed.phase, now)
             self._show(flight, RUNNING, now)
 
     def _progressed(self, flight: FlightWriter, now: float, *, in_phase: bool) -> None:

@@ -83,7 +83,7 @@ class MonitorRunner:
             try:
                 why = monitor.objection()
             except Exception as error:  # noqa: BLE001 - a bug in a monitor must not end supervision; it is reported
-                self._say(monitor.name, "objection", error)
+                self._report_defect(monitor.name, "objection", error)
                 why = f"{monitor.name} could not judge it"
             found += [why] if why is not None else []
         return found
@@ -107,7 +107,7 @@ class MonitorRunner:
             self._log(finding)
             self.on_finding(finding)
         except Exception as error:  # noqa: BLE001 - one bad finding must not stop supervision; it is reported
-            self._say(finding.event, "log", error)
+            self._report_defect(finding.event, "log", error)
         if depth >= _MAX_DEPTH:
             return
         for monitor in self.monitors:
@@ -122,7 +122,7 @@ class MonitorRunner:
             try:
                 documents[monitor.name] = dict(monitor.snapshot())
             except Exception as error:  # noqa: BLE001 - a bug in a monitor must not end supervision; it is reported once
-                self._say(monitor.name, "snapshot", error)
+                self._report_defect(monitor.name, "snapshot", error)
                 documents[monitor.name] = None
         return documents
 
@@ -135,10 +135,10 @@ class MonitorRunner:
         try:
             return list(getattr(monitor, method)(*arguments))
         except Exception as error:  # noqa: BLE001 - a bug in a monitor must not end supervision; it is reported once
-            self._say(monitor.name, method, error)
+            self._report_defect(monitor.name, method, error)
             return ()
 
-    def _say(self, who: str, method: str, error: Exception) -> None:
+    def _report_defect(self, who: str, method: str, error: Exception) -> None:
         if (who, method) in self._failed:
             return
         self._failed.add((who, method))

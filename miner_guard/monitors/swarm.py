@@ -42,11 +42,11 @@ class SwarmMonitor(Monitor):
 
     def on_lines(self, lines: Sequence[bytes]) -> Iterator[Finding]:
         for raw in lines:
-            said = read_swarm(raw.decode("utf-8", "replace"), self._patterns)
-            if isinstance(said, PeersLine):
-                yield from self._counted(said.peers)
-            elif isinstance(said, AllReduceEnd):
-                yield self._ended(said)
+            parsed = read_swarm(raw.decode("utf-8", "replace"), self._patterns)
+            if isinstance(parsed, PeersLine):
+                yield from self._counted(parsed.peers)
+            elif isinstance(parsed, AllReduceEnd):
+                yield self._ended(parsed)
 
     def _counted(self, peers: int) -> Iterator[Finding]:
         before, self._peers = self._peers, peers

@@ -81,7 +81,7 @@ class RankCosts:
         finally:
             try:
                 self.add(str(operation), self._monotonic() - started, True)
-            except Exception as error:  # noqa: BLE001 - what was timed has its own outcome; said as guard_degraded
+            except Exception as error:  # noqa: BLE001 - what was timed has its own outcome; reported as guard_degraded
                 self._recorder.report_error(
                     "track", f"guard.track: {describe(error)}; training continues"
                 )

@@ -105,7 +105,7 @@ class Guard:
             return self._hot.names.known.get((name, allowance_s)) or self._hot.names.named(
                 name, allowance_s
             )
-        except Exception as error:  # noqa: BLE001 - the miner's step is sacred; said as guard_degraded
+        except Exception as error:  # noqa: BLE001 - the miner's step is sacred; reported as guard_degraded
             self._degraded("phase", error)
             return self._hot.names.named("other")
 
@@ -363,7 +363,7 @@ class Guard:
     def _attempt(self, what: str, work: Callable[..., Any], *arguments: Any) -> None:
         try:
             work(*arguments)
-        except Exception as error:  # noqa: BLE001 - what failed is optional; said as guard_degraded
+        except Exception as error:  # noqa: BLE001 - what failed is optional; reported as guard_degraded
             self._degraded(what, error)
 
 
@@ -388,7 +388,7 @@ def init(state_dir: str | Path | None = None, *, agree: bool = True) -> Guard:
         return _current
     try:
         guard = Guard(environment.find(state_dir=state_dir))
-    except Exception as error:  # noqa: BLE001 - training starts without a record rather than not at all; said below
+    except Exception as error:  # noqa: BLE001 - training starts without a record rather than not at all; reported below
         guard = Guard(
             environment.RankContext(
                 0, 0, 1, f"alone-{os.getpid()}", None, environment.RankSettings()

@@ -110,7 +110,7 @@ class StandaloneLog:
     def _try(self, finding: Finding) -> None:
         try:
             self._write(finding)
-        except Exception as error:  # noqa: BLE001 - one that can't be shown must not silence the rest; it is counted and said
+        except Exception as error:  # noqa: BLE001 - one that can't be shown must not silence the rest; it is counted and reported
             self.left_out += 1
             self._why = f"{finding.event}: {type(error).__name__}: {error}"[:200]
 

@@ -70,7 +70,7 @@ class UploadRecorder:
     def _write(self, phase: str) -> None:
         try:
             self._recorder.journal(self._entry(phase))
-        except Exception as error:  # noqa: BLE001 - the upload itself continues; said as guard_degraded
+        except Exception as error:  # noqa: BLE001 - the upload itself continues; reported as guard_degraded
             self._recorder.report_error(
                 "upload entry", f"the upload could not be recorded: {describe(error)}"
             )

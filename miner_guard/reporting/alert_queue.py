@@ -54,10 +54,10 @@ class QueuedAlert:
 class AlertQueue:
     """A bounded queue; `put` never waits. Without targets it drops every alert."""
 
-    def __init__(self, targets: Sequence[str], say: Callable[[Finding], None]) -> None:
-        """`say` receives a finding for every alert that was sent or given up; from any thread."""
+    def __init__(self, targets: Sequence[str], report: Callable[[Finding], None]) -> None:
+        """`report` gets a finding for each alert that was sent or given up; from any thread."""
         self._targets = tuple(targets)
-        self._say = say
+        self._report = report
         self._changed = threading.Condition()
         self._fresh: deque[QueuedAlert] = deque()
         self._later: list[QueuedAlert] = []
@@ -162,9 +162,11 @@ class AlertQueue:
             self.failed += bool(parcel.left)
             self.sent += not parcel.left
         if parcel.left:
-            self._say(make_finding("alert_failed", alert=parcel.alert.title, reason=parcel.reason))
+            self._report(
+                make_finding("alert_failed", alert=parcel.alert.title, reason=parcel.reason)
+            )
         else:
-            self._say(
+            self._report(
                 make_finding("alert_sent", alert=parcel.alert.title, targets=len(self._targets))
             )
         with self._changed:

@@ -110,8 +110,8 @@ class _LastWords(logging.Handler):
 class Channel:
     """One signal's luck with the receiver: when to try again, and what to report."""
 
-    def __init__(self, signal: str, say: Callable[[Mapping[str, Any]], None]) -> None:
-        self._signal, self._say = signal, say
+    def __init__(self, signal: str, report: Callable[[Mapping[str, Any]], None]) -> None:
+        self._signal, self._report = signal, report
         self._backoff = Backoff()
         self._failing_since: float | None = None
         self._again_at = 0.0
@@ -124,7 +124,7 @@ class Channel:
         """The receiver accepted a request."""
         if self._failing_since is not None:
             seconds = round(now - self._failing_since, 1)
-            self._say({"recovered": self._signal, "seconds": seconds})
+            self._report({"recovered": self._signal, "seconds": seconds})
             self._failing_since, self._backoff, self._again_at = None, Backoff(), 0.0
 
     def failed(self, now: float, reason: str) -> None:
@@ -132,16 +132,16 @@ class Channel:
         self._again_at = now + self._backoff.ended(0.0)
         if self._failing_since is None:
             self._failing_since = now
-            self._say({"failing": self._signal, "reason": reason})
+            self._report({"failing": self._signal, "reason": reason})
 
 
 class EventExporter:
     """Exports guard.jsonl from the stored position on."""
 
     def __init__(
-        self, order: SenderSettings, resource: Resource, say: Callable[[Mapping[str, Any]], None]
+        self, order: SenderSettings, resource: Resource, report: Callable[[Mapping[str, Any]], None]
     ) -> None:
-        self._order, self._resource, self._say = order, resource, say
+        self._order, self._resource, self._report = order, resource, report
         self._state = state_dir.StateDir(Path(order.state))
         self._resources: dict[str, Resource] = {}
         self._scope = InstrumentationScope("miner_guard", __version__)
@@ -151,7 +151,7 @@ class EventExporter:
             timeout=_timeout_s(),
             session=self._answer.session,
         )
-        self.channel = Channel(LOGS, say)
+        self.channel = Channel(LOGS, report)
         query = Query(least_level=order.min_level)
         self._follower = Follower(self._state.log, query, self._start())
         self._waiting: list[Hit] = []
@@ -184,7 +184,7 @@ class EventExporter:
             self.channel.succeeded(time.monotonic())
             self.sent += count
         elif self._answer.status in _WRONG_REQUEST:
-            self._say({"refused": count, "reason": words.text})
+            self._report({"refused": count, "reason": words.text})
         else:
             self.channel.failed(time.monotonic(), words.text)
             return False
@@ -235,7 +235,7 @@ class MetricExporter:
     """Exports status.json as metrics."""
 
     def __init__(
-        self, order: SenderSettings, resource: Resource, say: Callable[[Mapping[str, Any]], None]
+        self, order: SenderSettings, resource: Resource, report: Callable[[Mapping[str, Any]], None]
     ) -> None:
         self._state = state_dir.StateDir(Path(order.state))
         self._every_s = order.metrics_every_s
@@ -249,7 +249,7 @@ class MetricExporter:
         self._points: dict[str, list[MetricPoint]] = {}
         self._known: set[str] = set()
         self._due = 0.0
-        self.channel = Channel(METRICS, say)
+        self.channel = Channel(METRICS, report)
         self.sent = 0
 
     def pump(self, words: _LastWords, now: float, *, last: bool = False) -> None:
@@ -334,15 +334,15 @@ def _first_line_of(log: Path, run_id: str) -> Position | None:
 class Sender:
     """The process's loop."""
 
-    def __init__(self, order: SenderSettings, say: Callable[[Mapping[str, Any]], None]) -> None:
-        self._order, self._say = order, say
+    def __init__(self, order: SenderSettings, report: Callable[[Mapping[str, Any]], None]) -> None:
+        self._order, self._report = order, report
         self._words = _LastWords()
         logger = logging.getLogger("opentelemetry")
         logger.addHandler(self._words)
         logger.propagate = False
         resource = _resource(state_dir.StateDir(Path(order.state)))
-        self.events = EventExporter(order, resource, say)
-        self.metrics = MetricExporter(order, resource, say)
+        self.events = EventExporter(order, resource, report)
+        self.metrics = MetricExporter(order, resource, report)
         self._told = (0, 0)
 
     def turn(self) -> bool:
@@ -354,7 +354,7 @@ class Sender:
         counts = (self.events.sent, self.metrics.sent)
         if counts != self._told:
             self._told = counts
-            self._say({"sent": counts[0], "metrics": counts[1]})
+            self._report({"sent": counts[0], "metrics": counts[1]})
         return more
 
     def finish(self) -> None:
@@ -375,7 +375,7 @@ def _exit_after(guard_pid: int) -> None:
     os._exit(0)
 
 
-def _say(document: Mapping[str, Any]) -> None:
+def _report(document: Mapping[str, Any]) -> None:
     try:
         sys.stdout.write(json.dumps(document) + "\n")
         sys.stdout.flush()
@@ -391,7 +391,7 @@ def _ended(files: Sequence[Any], within_s: float) -> bool:
 
 def main() -> None:
     """Entry point of the child."""
-    sender = Sender(SenderSettings(**json.loads(sys.stdin.readline())), _say)
+    sender = Sender(SenderSettings(**json.loads(sys.stdin.readline())), _report)
     os.nice(10)
     while not _ended([sys.stdin], 0.0 if sender.turn() else _LOOK_EVERY_S):
         pass

@@ -158,7 +158,7 @@ class GuardApp:
 
     def _emitter(self) -> Emitter:
         logs = self.request.config.logs
-        console = ConsoleSink(self.relay.say, logs)
+        console = ConsoleSink(self.relay.print_line, logs)
         return Emitter(self.clock, self.run_id, self.redactor, [console, self.disk])
 
     def _defect(self, error: Exception) -> None:

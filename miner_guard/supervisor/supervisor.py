@@ -163,7 +163,7 @@ class Supervisor:
         if self.state is State.DONE:
             return
         if self._must_stop():
-            self._say_ending(stop_request)
+            self._report_ending(stop_request)
             return
         if stop_request.then in (Then.RESTART, Then.FINISH) and self.state is not State.RUNNING:
             # The request targeted a launch that has since ended: the restart policy decides what
@@ -175,12 +175,12 @@ class Supervisor:
             self.loop.attempt(self.on_stopping)
         if self.launch is not None:
             self.launch.stop_request = stop_request
-            self._say_ending(stop_request)
+            self._report_ending(stop_request)
 
-    def _say_ending(self, stop_request: StopRequest) -> None:
+    def _report_ending(self, stop_request: StopRequest) -> None:
         """Repeated stop requests report what the teardown waits for, and for how long at most."""
         teardown = self.launch.teardown if self.launch is not None else None
-        if stop_request.then is Then.STOP and teardown is not None and teardown.may_say():
+        if stop_request.then is Then.STOP and teardown is not None and teardown.may_report():
             reason = f"{stop_request.cause}, and it is already stopping: {teardown.waits_for()}"
             self.runner.finding(
                 make_finding("miner_stopping", reason=reason, grace_s=teardown.left_s())

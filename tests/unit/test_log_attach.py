@@ -243,7 +243,7 @@ def test_patterns_of_ones_own_come_first_and_a_bad_one_is_named(tmp_path: Path) 
     log = Log(tmp_path, log_patterns=(r"batch (?P<step>\d+) cost (?P<loss>\S+)", "(unclosed"))
     log.line("batch 3 cost 0.5 iter 9: loss 1")
     assert [(s.inner_step, s.loss) for s in log.steps] == [(3, 0.5)]
-    assert "'(unclosed' is no regular expression" in str(log.said[0].fields["what"])
+    assert "'(unclosed' is not a regular expression" in str(log.said[0].fields["what"])
 
 
 def test_a_pattern_that_can_never_give_a_step_is_named(tmp_path: Path) -> None:

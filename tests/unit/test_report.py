@@ -407,5 +407,5 @@ def test_a_silent_guard_is_unknown_on_the_page_and_its_last_verdict_is_named(
     old = time.time() - 600
     os.utime(log.state.status, (old, old))
     page = _checked(render(log.state))
-    assert "the guard has written nothing for 10 min; it last said earning" in page
+    assert "the guard has written nothing for 10 min; its last verdict was earning" in page
     assert "<h1>UNKNOWN" in page

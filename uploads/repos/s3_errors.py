@@ -71,7 +71,7 @@ def translated(error: Exception, bucket: str) -> RepoError:
 def _of_answer(response: dict[str, Any], bucket: str) -> RepoError:
     code = str(response["Error"].get("Code", "unknown"))
     status = str(response.get("ResponseMetadata", {}).get("HTTPStatusCode", ""))
-    said = response["Error"].get("Message") or code
+    message = response["Error"].get("Message") or code
     if code == "NoSuchBucket":
         return RepoRefused(
             f"bucket {bucket} does not exist; create it, or correct repo.bucket and repo.endpoint"
@@ -80,12 +80,12 @@ def _of_answer(response: dict[str, Any], bucket: str) -> RepoError:
         return Missing(f"bucket {bucket} has no such object ({code})")
     if code in _SKEWED:
         return RepoError(
-            f"the storage refuses this host's clock ({said}); set the clock: "
+            f"the storage refuses this host's clock ({message}); set the clock: "
             "timedatectl set-ntp true"
         )
     if code in _UNREADABLE:
         return RepoUnreadable(
-            f"bucket {bucket} denies all readers this object ({code}: {said}); upload it plain"
+            f"bucket {bucket} denies all readers this object ({code}: {message}); upload it plain"
         )
     if code in _FULL:
         return RepoError(
@@ -107,7 +107,7 @@ def _of_answer(response: dict[str, Any], bucket: str) -> RepoError:
         )
     if code in ("NotImplemented", "MethodNotAllowed") or status in ("405", "501"):
         return Unsupported(f"the storage of bucket {bucket} does not support this request ({code})")
-    return RepoError(f"bucket {bucket}: {code}: {said}")
+    return RepoError(f"bucket {bucket}: {code}: {message}")
 
 
 def _short(error: Exception) -> str:

@@ -56,17 +56,22 @@ def judge(trace: Trace, facts: TrainingFacts | None = None) -> list[Anomaly]:
 
 def _not_finite(trace: Trace, facts: TrainingFacts) -> Iterator[Anomaly]:
     """The first step of each stretch of non-finite losses, in training or evaluation."""
-    said: set[int] = set()
+    reported: set[int] = set()
     for name, words in (("loss", "loss"), ("eval_loss", "evaluation loss")):
         series = trace[name]
         # An evaluation that is NaN from its first record on may never have run.
         finite = name == "loss"
         for step, value in zip(series.steps, series.values, strict=True):
-            if not math.isfinite(value) and finite and step not in said and len(said) < _MAX_NAN:
-                said.add(step)
+            if (
+                not math.isfinite(value)
+                and finite
+                and step not in reported
+                and len(reported) < _MAX_NAN
+            ):
+                reported.add(step)
                 yield _nan(trace, facts, step, f"{words} is {value} at step {step}")
             finite = math.isfinite(value)
-        if said:
+        if reported:
             return
     for step in trace.nan_said[:1]:
         yield _nan(

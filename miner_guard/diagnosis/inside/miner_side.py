@@ -159,7 +159,7 @@ def all_reduce(request: Mapping[str, Any]) -> dict[str, Any]:
             for rank in range(ranks)
         ]
         last_words = [
-            (child.communicate()[1].strip().splitlines() or ["it said nothing"])[-1]
+            (child.communicate()[1].strip().splitlines() or ["it printed nothing"])[-1]
             for child in children
         ]
         codes = [child.returncode for child in children]

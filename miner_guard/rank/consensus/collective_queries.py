@@ -108,7 +108,7 @@ class CollectiveQueries:
         asked = 0 if flight is None else flight.checkpoint_requests()
         try:
             return b"%d %d" % (self._gate.due(), asked)
-        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer; said as guard_degraded
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer; reported as guard_degraded
             self._report("upload_due", error)
             return b"0 %d" % asked
 
@@ -135,7 +135,7 @@ class CollectiveQueries:
             return get_global_tracker().due(
                 operation, every_s=every_s, every_steps=every_steps, step=step
             )
-        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer; said as guard_degraded
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer; reported as guard_degraded
             self._report("due", error)
             return False
 

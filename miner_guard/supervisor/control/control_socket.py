@@ -59,17 +59,17 @@ class ControlSocket:
         self._loop.after(_PATIENCE_S, lambda: self._drop(fd, client))
 
     def _readable(self, fd: int) -> None:
-        client, said = self._clients[fd]
+        client, received = self._clients[fd]
         try:
             data = client.recv(_MAX_SIZE)
         except OSError:
             data = b""
-        said += data
-        self._clients[fd] = (client, said)
-        if b"\n" in said:
+        received += data
+        self._clients[fd] = (client, received)
+        if b"\n" in received:
             self._loop.unwatch(fd)
-            self._send(fd, client, self._answer(said.partition(b"\n")[0]))
-        elif not data or len(said) > _MAX_SIZE:
+            self._send(fd, client, self._answer(received.partition(b"\n")[0]))
+        elif not data or len(received) > _MAX_SIZE:
             self._drop(fd, client)
 
     def _answer(self, line: bytes) -> bytes:
@@ -125,11 +125,11 @@ def ask(state: StateDir, request: Mapping[str, Any], timeout_s: float = 5.0) -> 
         except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError) as error:
             raise NotRunning(f"no guard runs in {state.root}") from error
         client.sendall(json.dumps(request).encode() + b"\n")
-        said = b""
-        while b"\n" not in said:
+        received = b""
+        while b"\n" not in received:
             data = client.recv(_MAX_SIZE)
             if not data:
                 raise NotRunning(f"the guard in {state.root} closed the connection; it is ending")
-            said += data
-    answer: Answer = json.loads(said)
+            received += data
+    answer: Answer = json.loads(received)
     return answer

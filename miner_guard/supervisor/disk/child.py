@@ -29,15 +29,15 @@ from miner_guard.supervisor.disk.messages import FILES, LOG, RECORDS, ROWS, line
 
 _RETRY_S = 1.0
 
-Say = Callable[[Finding], None]
+Report = Callable[[Finding], None]
 Message = dict[str, Any]
 
 
 class Log:
     """Writes guard.jsonl."""
 
-    def __init__(self, state: StateDir, settings: LogSettings, say: Say) -> None:
-        self._sink = JsonlSink(state.log, settings, say)
+    def __init__(self, state: StateDir, settings: LogSettings, report: Report) -> None:
+        self._sink = JsonlSink(state.log, settings, report)
 
     def write(self, message: Message) -> None:
         """Append the message's line."""
@@ -59,8 +59,8 @@ class Files:
     """Writes files that are replaced as a whole. Retries failed writes until they succeed or are
     obsolete."""
 
-    def __init__(self, say: Say) -> None:
-        self._say = say
+    def __init__(self, report: Report) -> None:
+        self._report = report
         self._waiting: dict[Path, Message] = {}
         self._outdated = 0
 
@@ -74,7 +74,7 @@ class Files:
         except OSError as error:
             self._waiting[path] = message
             if first:
-                self._say(write_failed(path.name, error))
+                self._report(write_failed(path.name, error))
 
     def unfinished(self) -> bool:
         """Whether a write failed and is not obsolete."""
@@ -88,7 +88,7 @@ class Files:
                 del self._waiting[path]
                 if not self._waiting:
                     lost, self._outdated = self._outdated, 0
-                    self._say(make_finding("disk_recovered", what=path.name, lost=lost))
+                    self._report(make_finding("disk_recovered", what=path.name, lost=lost))
 
     def close(self) -> None:
         """Retry failed writes one last time."""
@@ -152,11 +152,11 @@ class Records:
 class Rows:
     """Writes the ledger."""
 
-    def __init__(self, state: StateDir, say: Say) -> None:
+    def __init__(self, state: StateDir, report: Report) -> None:
         # Imported late: a run without uploads needs no SQLite.
         from uploads.ledger import Ledger
 
-        self._ledger = Ledger(state.ledger, say)
+        self._ledger = Ledger(state.ledger, report)
 
     def write(self, message: Message) -> None:
         """Write the row; the ledger queues it if it can't."""
@@ -182,11 +182,11 @@ class Lane(threading.Thread):
         self,
         name: str,
         make: Callable[[], Log | Files | Rows | Records],
-        say: Say,
+        report: Report,
         answer: Callable[[Message], None],
     ) -> None:
         super().__init__(name=name)
-        self._make, self._say, self._answer = make, say, answer
+        self._make, self._report, self._answer = make, report, answer
         self.messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
 
     def run(self) -> None:
@@ -206,7 +206,7 @@ class Lane(threading.Thread):
                 writer = self._make() if writer is None else writer
                 writer.write(message)
             except Exception as error:  # noqa: BLE001 - the next message must be written; it is reported
-                self._say(
+                self._report(
                     make_finding("guard_degraded", what=f"{self.name} can't be written: {error!r}")
                 )
             self._answer({"done": self.name})
@@ -232,7 +232,7 @@ def main() -> None:
             while data:
                 data = data[os.write(out, data) :]
 
-    def say(finding: Finding) -> None:
+    def report(finding: Finding) -> None:
         fields = dict(finding.fields)
         answer(
             {
@@ -246,10 +246,10 @@ def main() -> None:
         )
 
     lanes = {
-        LOG: Lane(LOG, lambda: Log(state, settings, say), say, answer),
-        FILES: Lane(FILES, lambda: Files(say), say, answer),
-        ROWS: Lane(ROWS, lambda: Rows(state, say), say, answer),
-        RECORDS: Lane(RECORDS, Records, say, answer),
+        LOG: Lane(LOG, lambda: Log(state, settings, report), report, answer),
+        FILES: Lane(FILES, lambda: Files(report), report, answer),
+        ROWS: Lane(ROWS, lambda: Rows(state, report), report, answer),
+        RECORDS: Lane(RECORDS, Records, report, answer),
     }
     for lane in lanes.values():
         lane.start()

@@ -43,7 +43,7 @@ traceback."""
 
 
 class Relay:
-    """Relays the output of successive launches. Only `say` is safe outside the loop's thread."""
+    """Relays the output of successive launches. Only `print_line` is safe off the loop's thread."""
 
     def __init__(self, loop: Loop, on_chunk: Callable[[bytes], None]) -> None:
         self._loop = loop
@@ -105,9 +105,9 @@ class Relay:
             ends.append(its)
         return ends[0], ends[-1]
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print whole lines from the guard. Safe from any thread."""
-        self._out.say(line)
+        self._out.print_line(line)
 
     def tick(self) -> None:
         """Periodic work: flush waiting lines, detect stuck readers, return memory."""

@@ -33,7 +33,7 @@ _MAY_PASS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM})
 
 
 class OutputWriter:
-    """One output stream of the guard. Call `put` from the supervisor's thread; `say` is safe from
+    """One output stream of the guard. Call `put` in the supervisor's thread, `print_line` in
     any."""
 
     def __init__(self, fd: int, on_room: Callable[[], None]) -> None:
@@ -82,7 +82,7 @@ class OutputWriter:
                 self._add(data)
                 self._at_line_start = data.endswith(b"\n")
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Queue whole lines from the guard; they wait briefly for the miner to end its line."""
         data = line.encode("utf-8", "replace")
         with self._mutex:

@@ -68,7 +68,7 @@ class Teardown:
         """The launcher is reaped; handle its leftovers."""
         self._stage, self._since = "settle", self.clock.monotonic()
 
-    def may_say(self) -> bool:
+    def may_report(self) -> bool:
         """Rate limit for repeated stop requests: True at most once a second."""
         return self._reports.ask(self.clock.monotonic())
 
@@ -116,7 +116,7 @@ class Teardown:
             self.kill_all()
             self._enter("kill", signal.SIGKILL, left)
         elif self._stage == "kill":
-            self._tell(signal.SIGKILL, left - self._signalled)
+            self._send(signal.SIGKILL, left - self._signalled)
             if waited >= UNKILLABLE_S:
                 self.stuck = sorted(left, key=lambda p: p.pid)
                 return None
@@ -131,9 +131,9 @@ class Teardown:
 
     def _enter(self, stage: str, number: int, targets: set[Process]) -> None:
         self._stage, self._since, self._signalled = stage, self.clock.monotonic(), set()
-        self._tell(number, targets)
+        self._send(number, targets)
 
-    def _tell(self, number: int, targets: set[Process]) -> None:
+    def _send(self, number: int, targets: set[Process]) -> None:
         known = {process for process, _ in self.killed}
         for process in sorted(targets, key=lambda p: p.pid):
             if process.pid == os.getpid():

@@ -91,7 +91,7 @@ class Lock:
             make_folder(self._state.root)
             fd = self._file()
         except OSError as error:
-            return self._say(
+            return self._report_lost(
                 f"can't be recreated ({error.strerror}), and a second guard could start here"
             )
         if not _try(fd):
@@ -101,7 +101,7 @@ class Lock:
             if holder.pid == os.getpid():
                 return None
             pid = holder.pid or "unknown"
-            return self._say(
+            return self._report_lost(
                 f"the guard with pid {pid} holds it now: two guards run here, stop one of them"
             )
         os.close(self._fd)
@@ -109,7 +109,7 @@ class Lock:
         self._write()
         return None
 
-    def _say(self, what: str) -> Finding | None:
+    def _report_lost(self, what: str) -> Finding | None:
         if self._lost:
             return None
         self._lost = True

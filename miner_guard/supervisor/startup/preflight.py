@@ -52,7 +52,7 @@ def preflight(
     timer = clock or SystemClock()
     settings = question.config.gpu
     end = timer.monotonic() + settings.preflight_wait_s
-    said: set[tuple[str, str]] = set()
+    reported: set[tuple[str, str]] = set()
     waiting = False
     while True:
         snapshot = collect(question, wait)
@@ -62,9 +62,9 @@ def preflight(
             # Do not repeat a check whose reading merely changed (29.1 GB, 29.2 GB).
             if (
                 check.level != "ok"
-                and (key := (f"{check.check}{check.gpu}", check.level)) not in said
+                and (key := (f"{check.check}{check.gpu}", check.level)) not in reported
             ):
-                said.add(key)
+                reported.add(key)
                 emit(finding_of(check))
         left = end - timer.monotonic()
         if not critical or left <= 0 or not all(c.may_clear for c in critical):
