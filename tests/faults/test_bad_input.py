@@ -60,7 +60,7 @@ def test_nothing_to_run_and_unknown_commands_are_usage_errors(tmp_path: Path) ->
     assert not (tmp_path / "state").exists()
 
 
-def test_a_state_directory_that_cant_be_written_is_said(tmp_path: Path) -> None:
+def test_a_state_directory_that_cant_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     code, said = run("run", "--state-dir", str(tmp_path / "file" / "state"), "--", "true")
     assert code == 78

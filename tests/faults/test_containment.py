@@ -181,7 +181,7 @@ def test_a_state_directory_behind_a_symlink_is_the_same_one(
 
 
 @pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS])
-def test_without_pidfds_the_miner_is_signalled_all_the_same(
+def test_without_pidfds_the_miner_is_signalled_anyway(
     guarded: Guarded, settings: dict[str, Any], error: int
 ) -> None:
     """Before Linux 5.3, and in old containers, it was never signalled, and the log told of a D

@@ -50,7 +50,9 @@ def fill(path: Path) -> None:
             file.write(b"\0" * 512)
 
 
-def test_a_full_disk_is_said_once_and_writing_resumes(guarded: Guarded, small_disk: Path) -> None:
+def test_a_full_disk_is_reported_once_and_writing_resumes(
+    guarded: Guarded, small_disk: Path
+) -> None:
     guarded.state = StateDir(small_disk / "state")
     oom = small_disk.parent / "oom"
     guarded.start(

@@ -32,7 +32,7 @@ def test_the_next_launch_waits_until_the_memory_is_free(
     guarded.assert_nothing_left()
 
 
-def test_memory_that_stays_held_is_said_and_the_miner_started_all_the_same(
+def test_memory_that_stays_held_is_reported_and_the_miner_started_anyway(
     guarded: Guarded, fake_nvml: FakeNvml
 ) -> None:
     guarded.start(["sleep", "600"], settings={**FAST, "gpu.memory_settle_s": 1}, env=fake_nvml.env)

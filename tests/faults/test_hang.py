@@ -82,7 +82,7 @@ def test_a_rank_that_comes_too_late_to_agree_is_a_hang_though_all_ranks_step_on(
     guarded.assert_nothing_left()
 
 
-def test_a_program_that_asks_on_one_rank_alone_is_told_so_and_not_restarted(
+def test_a_program_that_asks_on_one_rank_alone_gets_a_report_and_no_restart(
     guarded: Guarded,
 ) -> None:
     settings = {**FAST, "hang.min_s": 120, "gate.broadcast_timeout_s": 2}
@@ -204,7 +204,7 @@ def test_a_loop_that_failed_while_its_process_lives_on_is_a_hang_with_a_cause(
     guarded.assert_nothing_left()
 
 
-def test_a_stopped_rank_is_said_in_words(guarded: Guarded) -> None:
+def test_a_stopped_rank_is_reported_in_words(guarded: Guarded) -> None:
     guarded.start(
         guarded.miner("steps", 100000, 0.1, "exit0"), settings={**FAST, "hang.action": "warn"}
     )

@@ -13,7 +13,9 @@ from tests.support import requires
 FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1}
 
 
-def test_the_crash_loop_is_told_before_the_guard_ends(guarded: Guarded, webhook: Webhook) -> None:
+def test_the_crash_loop_is_reported_before_the_guard_ends(
+    guarded: Guarded, webhook: Webhook
+) -> None:
     url = f"json://{webhook.address}/hook"
     guarded.start(["false"], "--max-restarts", "1", settings={**FAST, "alerts.urls": url})
     assert guarded.processes[0].wait(60) == 75
@@ -22,7 +24,7 @@ def test_the_crash_loop_is_told_before_the_guard_ends(guarded: Guarded, webhook:
     guarded.assert_nothing_left()
 
 
-def test_a_start_that_is_refused_is_told_before_the_guard_ends(
+def test_a_start_that_is_refused_is_reported_before_the_guard_ends(
     guarded: Guarded, webhook: Webhook
 ) -> None:
     url = f"json://{webhook.address}/hook"

@@ -262,7 +262,7 @@ def test_signals_meant_for_the_miner_reach_it(guarded: Guarded) -> None:
 @pytest.mark.parametrize(
     ("code", "words"), [(0, "[miner] finite = true"), (3, "code 3"), (255, "code 255")]
 )
-def test_an_exit_nobody_asked_for_is_a_failure(guarded: Guarded, code: int, words: str) -> None:
+def test_an_unrequested_exit_is_a_failure(guarded: Guarded, code: int, words: str) -> None:
     guarded.start(["sh", "-c", f"exit {code}"], "--max-restarts", "1", settings=FAST)
     assert guarded.processes[0].wait(60) == 75
     assert words in guarded.named("miner_exited")[0]["msg"]
@@ -292,7 +292,7 @@ def test_a_signal_death_is_named_and_reported_as_a_shell_does(
     assert f"signal {name}" in guarded.named("miner_exited")[0]["msg"]
 
 
-def test_finished_only_if_the_rank_said_so(guarded: Guarded) -> None:
+def test_finished_only_if_the_rank_reported_it(guarded: Guarded) -> None:
     guarded.start(guarded.miner("steps", 3, 0.01, "finish"), "--finished-code", "63", settings=FAST)
     assert guarded.processes[0].wait(60) == 63
     assert guarded.named("miner_finished")

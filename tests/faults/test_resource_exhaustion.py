@@ -20,7 +20,7 @@ from tests.support import requires
 FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1}
 
 
-def test_with_every_descriptor_in_use_the_miner_goes_on(guarded: Guarded) -> None:
+def test_with_every_descriptor_in_use_the_miner_keeps_running(guarded: Guarded) -> None:
     """The guard that may open nothing more says so, relays on, and works again when it may."""
     code = "import time\nfor n in range(100000): print('line', n, flush=True); time.sleep(0.05)"
     settings = {

@@ -50,7 +50,7 @@ exec /lib/systemd/systemd --system --unit=bare.target --log-target=console --log
 """
 
 
-def test_readiness_watchdog_and_stop_are_told_and_hidden_from_the_miner(
+def test_readiness_watchdog_and_stop_are_reported_and_hidden_from_the_miner(
     guarded: Guarded, tmp_path: Path
 ) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
@@ -265,7 +265,7 @@ def test_the_unit_starts_stops_in_order_and_comes_back_after_a_kill(
 
 
 @pytest.mark.slow
-def test_the_unit_does_not_start_again_what_a_restart_cant_mend(
+def test_the_unit_does_not_start_again_what_a_restart_cant_fix(
     systemd: Systemd, guarded: Guarded
 ) -> None:
     systemd.set(MINER_GUARD_GATE__MIN_INNER_STEP="many")

@@ -77,7 +77,7 @@ def finished(guarded: Guarded) -> None:
     guarded.assert_nothing_left()
 
 
-def test_a_hung_rank_is_named_and_the_miner_goes_on_from_its_checkpoint(
+def test_a_hung_rank_is_named_and_the_miner_resumes_from_its_checkpoint(
     guarded: Guarded, tmp_path: Path
 ) -> None:
     guarded.start(demo(guarded, tmp_path, "--fault", "hang@12:1", steps=16), settings=FAST)

@@ -88,7 +88,7 @@ def test_the_flight_records_name_their_runs_end(state: StateDir) -> None:
         reader.close()
 
 
-def test_a_guard_of_today_goes_on_in_it(guarded: Guarded) -> None:
+def test_a_guard_of_today_continues_in_it(guarded: Guarded) -> None:
     state = unpack("24887bf", guarded.state.root)
     before = sum(1 for _ in search(state.log, Query()))
     guarded.start(guarded.miner("steps", 3, 0.01, "finish"), settings=FAST)

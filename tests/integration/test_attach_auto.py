@@ -114,7 +114,7 @@ def test_every_rank_of_torchrun_is_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_ranks_without_an_environment_of_their_own_are_told_apart(tmp_path: Path) -> None:
+def test_ranks_without_an_environment_are_distinguished(tmp_path: Path) -> None:
     """Guards against two processes of torch.multiprocessing.spawn that both pass for rank 0."""
     attached = run(tmp_path / "run", "spawned.py")
     for rank in (0, 1):

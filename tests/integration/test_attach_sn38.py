@@ -238,7 +238,7 @@ def test_older_shapes_are_followed_too(tmp_path: Path, shape: str) -> None:
     assert {event for event, _ in old.findings()} == {"secret_exposed"}
 
 
-def test_an_unknown_signature_is_named_and_the_miner_goes_on_untouched(tmp_path: Path) -> None:
+def test_an_unknown_signature_is_named_and_the_miner_runs_on_untouched(tmp_path: Path) -> None:
     unknown = run(tmp_path / "run", ranks=1, minimum=4, SHAPE="unknown")
     assert unknown.code == 0
     assert len(unknown.published()) == 5
@@ -258,7 +258,7 @@ def test_a_worker_that_fails_is_a_failed_upload_whatever_the_miner_logs(tmp_path
     assert "the upload worker ended with code 3" in ends[0]["error"]
 
 
-def test_a_swallowed_exception_of_the_training_loop_is_said_by_the_rank_itself(
+def test_a_swallowed_exception_of_the_training_loop_is_reported_by_the_rank_itself(
     tmp_path: Path,
 ) -> None:
     failed = run(tmp_path / "run", ranks=1, FAIL_AT="3")

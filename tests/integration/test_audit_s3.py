@@ -83,7 +83,7 @@ def test_committed_keys_that_open_nothing_are_what_a_validator_rejects(
     assert "d" * 64 not in report.detail
 
 
-def test_the_keys_of_others_are_told_apart_from_ours(
+def test_the_keys_of_others_are_distinguished_from_ours(
     limits: Limits, repo: RepoSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("R2_ACCOUNT_ID", ACCOUNT)

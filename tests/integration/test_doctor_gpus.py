@@ -106,7 +106,7 @@ def test_an_idle_link_that_has_clocked_down_is_no_finding(
     ("code", "says"),
     [(9, "not loaded"), (12, "libnvidia-ml"), (18, "versions differ"), (999, "Unknown Error")],
 )
-def test_each_failure_of_the_driver_is_told_apart(
+def test_each_failure_of_the_driver_is_distinguished(
     fake_nvml: FakeNvml, tmp_path: Path, python: Path, code: int, says: str
 ) -> None:
     fake_nvml.set({"fail.init": code, "torch.count": 0})

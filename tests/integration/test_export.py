@@ -82,7 +82,7 @@ def test_wandb_stays_offline(state: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert b"train/loss" in stored[0].read_bytes()
 
 
-def test_nothing_to_export_and_nonsense_are_said(
+def test_nothing_to_export_and_nonsense_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     requires.module("tensorboard")

@@ -230,7 +230,7 @@ def test_an_attack_leaves_the_port_answering_and_is_shown_the_door(port: Port) -
             one.close()
 
 
-def test_training_goes_on_while_the_port_is_attacked(tmp_path: Path) -> None:
+def test_training_continues_while_the_port_is_attacked(tmp_path: Path) -> None:
     """End to end: the supervised miner's steps stay on time with 200 hostile connections open."""
     requires.module("uvicorn")
     state, script = tmp_path / "state", tmp_path / "train.py"

@@ -46,7 +46,7 @@ def test_no_port_is_opened_to_the_world_with_a_token_that_can_be_guessed(
     assert "s3cret" not in said[0].fields["what"]
 
 
-def test_a_port_in_use_is_said_once_and_tried_again(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported_once_and_tried_again(tmp_path: Path) -> None:
     requires.module("uvicorn")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]

@@ -228,7 +228,7 @@ def _rotate(folder: Path, config: str) -> None:
         assert not re.search("^error:", done.stderr, re.MULTILINE), done.stderr
 
 
-def test_logrotate_rotates_what_pm2_writes_and_pm2_goes_on_in_a_new_file(tmp_path: Path) -> None:
+def test_logrotate_rotates_what_pm2_writes_and_pm2_continues_in_a_new_file(tmp_path: Path) -> None:
     pm2, home = requires.tool("pm2"), tmp_path / "pm2"
     env = {**os.environ, "PM2_HOME": str(home)}
     (tmp_path / "miner.sh").write_text(
@@ -268,7 +268,7 @@ def test_logrotate_rotates_what_pm2_writes_and_pm2_goes_on_in_a_new_file(tmp_pat
     assert len(written) > 0.95 * written[-1]
 
 
-def test_logrotate_signals_nobody_who_has_the_number_of_a_pm2_that_died(tmp_path: Path) -> None:
+def test_logrotate_signals_no_process_that_reuses_the_pid_of_a_dead_pm2(tmp_path: Path) -> None:
     home = tmp_path / "pm2"
     (home / "logs").mkdir(parents=True)
     (home / "logs" / "sn38.log").write_text("a line\n")

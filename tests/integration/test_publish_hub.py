@@ -102,7 +102,7 @@ def test_repeating_a_commit_that_was_cut_off_changes_nothing_seen(
     assert state.repos[REPO_ID][0].files == files
 
 
-def test_a_refused_token_and_a_busy_hub_are_said(
+def test_a_refused_token_and_a_busy_hub_are_reported(
     server: tuple[RepoSettings, hub.HubState], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings, state = server
@@ -116,7 +116,7 @@ def test_a_refused_token_and_a_busy_hub_are_said(
         open_repo(settings).state()
 
 
-def test_a_storm_of_503_is_weathered_and_said(
+def test_a_storm_of_503_is_survived_and_reported(
     server: tuple[RepoSettings, hub.HubState], tmp_path: Path
 ) -> None:
     settings, state = server

@@ -73,7 +73,7 @@ def test_published_is_what_a_validator_finds(
     assert seen.age_s < 60
 
 
-def test_pushed_is_said_after_the_read_back_and_no_key_is_shown(
+def test_pushed_is_reported_after_the_read_back_and_no_key_is_shown(
     server: tuple[RepoSettings, s3.Faults], tmp_path: Path
 ) -> None:
     settings, faults = server
@@ -222,7 +222,7 @@ def test_leftovers_of_another_revision_are_aborted(
     assert [u["Key"] for u in left] == ["somebody/elses.bin"]
 
 
-def test_a_storm_of_503_is_weathered_and_said(
+def test_a_storm_of_503_is_survived_and_reported(
     server: tuple[RepoSettings, s3.Faults], tmp_path: Path
 ) -> None:
     settings, faults = server
@@ -272,7 +272,7 @@ def test_a_silent_server_costs_the_deadline_and_no_more(tmp_path: Path) -> None:
         assert time.monotonic() - start < 90, "6 s are meant, of a server that never answers"
 
 
-def test_half_closed_connections_are_tried_again_and_then_said(
+def test_half_closed_connections_are_tried_again_and_then_reported(
     server: tuple[RepoSettings, s3.Faults], tmp_path: Path
 ) -> None:
     settings, faults = server

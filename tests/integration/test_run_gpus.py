@@ -17,7 +17,7 @@ from tests.support.fake_nvml import FakeNvml, fake_nvml, nvml_library
 __all__ = ["fake_nvml", "nvml_library", "python"]
 
 
-def test_run_starts_on_healthy_gpus_and_says_a_loss_and_an_unplug_while_it_goes_on(
+def test_run_starts_on_healthy_gpus_and_reports_a_lost_and_an_unplugged_gpu_while_it_runs(
     fake_nvml: FakeNvml, tmp_path: Path, python: Path
 ) -> None:
     running = Running(fake_nvml, tmp_path, python)
@@ -48,7 +48,7 @@ def test_run_starts_on_healthy_gpus_and_says_a_loss_and_an_unplug_while_it_goes_
     assert "CRITICAL ERROR" in output
 
 
-def test_an_xid_is_said_while_the_miner_goes_on(
+def test_an_xid_is_reported_while_the_miner_keeps_running(
     fake_nvml: FakeNvml, tmp_path: Path, python: Path
 ) -> None:
     running = Running(fake_nvml, tmp_path, python, HEALTH__SNAPSHOT_EVERY_S=1)

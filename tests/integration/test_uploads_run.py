@@ -23,7 +23,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "uploading_miner.py"
 pytestmark = pytest.mark.slow
 
 
-def test_every_upload_is_decided_told_stored_and_looked_for(
+def test_every_upload_is_decided_reported_stored_and_checked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -35,7 +35,7 @@ def _told(policy: AlertPolicy, *findings: Finding) -> list[Alert]:
     return [alert for finding in findings for alert in policy.observe(finding)]
 
 
-def test_errors_are_told_and_warnings_are_not() -> None:
+def test_errors_are_reported_and_warnings_are_not() -> None:
     policy = AlertPolicy(AlertSettings(), FakeClock(), "host/miner")
     told = _told(
         policy,
@@ -72,7 +72,7 @@ def test_the_same_alert_waits_for_its_cooldown_and_says_how_many_were_held_back(
     assert len(_told(policy, *labels)) == 2
 
 
-def test_what_is_over_is_told_once_and_may_be_told_anew() -> None:
+def test_a_resolved_alert_is_reported_once_and_may_recur() -> None:
     policy = AlertPolicy(AlertSettings(), FakeClock(), "h/m")
     told = _told(policy, FAILED, VERIFIED, VERIFIED)
     assert [alert.title for alert in told] == [
@@ -112,7 +112,7 @@ def _part(
     return AlertsMonitor(around), said
 
 
-def test_an_alert_arrives_after_a_refusal_and_is_said(
+def test_an_alert_arrives_after_a_refusal_and_is_reported(
     tmp_path: Path, webhook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(alert_queue, "RETRIES_S", (0.1,))

@@ -105,7 +105,7 @@ def test_a_guard_that_cannot_be_imported_is_one_line_and_the_miner_runs(tmp_path
     )
 
 
-def test_what_does_not_fit_is_said_even_where_no_guard_ever_begins(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_reported_even_where_no_guard_ever_begins(tmp_path: Path) -> None:
     state, done = run(tmp_path, "class BaseMinerNeuron:\n    pass\n")
     assert done.stderr.count("GUARD DEGRADED: attach sn38") == 1
     assert "BaseMinerNeuron defines no method __init__" in done.stderr

@@ -153,7 +153,7 @@ def test_a_gradient_that_validators_reject_is_not_written(
     assert blocked["decision_id"] != allowed["decision_id"]
 
 
-def test_names_of_torch_compile_and_a_lack_of_metadata_are_told(tmp_path: Path) -> None:
+def test_names_of_torch_compile_and_a_lack_of_metadata_are_reported(tmp_path: Path) -> None:
     wrapped = {f"_orig_mod.{k}": v for k, v in gradient().items()}
     attached = Attached(tmp_path, Miner())
     assert attached.upload(wrapped) is False

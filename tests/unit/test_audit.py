@@ -184,7 +184,7 @@ def test_the_epoch_before_is_scored_in_the_first_half_after_an_allreduce(tmp_pat
 
 
 @pytest.mark.usefixtures("inspected_here")
-def test_without_a_chain_the_published_epoch_is_looked_at_and_the_unknown_is_said(
+def test_without_a_chain_the_published_epoch_is_audited_and_the_unknown_is_reported(
     tmp_path: Path,
 ) -> None:
     publish(tmp_path)
@@ -237,7 +237,7 @@ def test_what_was_fetched_an_hour_ago_counts_no_longer() -> None:
     assert memory.left(5600.0) == 0
 
 
-def test_a_repo_that_cannot_be_looked_at_is_unknown_and_never_accepted(tmp_path: Path) -> None:
+def test_a_repo_that_cannot_be_inspected_is_unknown_and_never_accepted(tmp_path: Path) -> None:
     assert audit.run(RepoSettings(), FLAT, chain()).outcome == "unknown"
     publish(tmp_path)
     late = audit.run(

@@ -99,7 +99,7 @@ def test_the_bundle_answers_what_a_helper_asks_and_holds_no_secret(
     assert "review it before you share it" in capsys.readouterr().out
 
 
-def test_an_empty_state_directory_still_gives_a_bundle_and_a_bad_path_is_said(
+def test_an_empty_state_directory_still_gives_a_bundle_and_a_bad_path_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "state").mkdir()

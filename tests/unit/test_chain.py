@@ -249,7 +249,7 @@ def test_an_unknown_registration_is_never_called_lost(part: ChainMonitor) -> Non
     assert said(part.observe(silent, NetworkProgress(), 120.0)) == []
 
 
-def test_a_frozen_node_is_said(part: ChainMonitor) -> None:
+def test_a_frozen_node_is_reported(part: ChainMonitor) -> None:
     list(part.observe(GOOD, NetworkProgress(), 0.0))
     assert said(part.observe(GOOD, NetworkProgress(), 60.0)) == []
     (frozen,) = said(part.observe(GOOD, NetworkProgress(), 121.0))
@@ -257,7 +257,7 @@ def test_a_frozen_node_is_said(part: ChainMonitor) -> None:
     assert frozen.severity == "warning"
 
 
-def test_behind_a_frozen_node_the_chain_goes_on(part: ChainMonitor) -> None:
+def test_behind_a_frozen_node_the_chain_advances(part: ChainMonitor) -> None:
     """Guards against a block_list that looks young to a guard whose node stands as still as the
     miner's."""
     looks = [next(iter(part.observe(GOOD, NetworkProgress(), 60.0 * n))) for n in range(61)]

@@ -130,7 +130,7 @@ def test_another_world_size_finds_nothing_of_its_own(tmp_path: Path, memory: Pat
     assert MemoryTier(memory, 0, world_size=4).whole() == set()
 
 
-def test_without_room_training_continues_and_the_reason_is_told(
+def test_without_room_training_continues_and_the_reason_is_reported(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_memory, "free_bytes", lambda _folder: 1000)

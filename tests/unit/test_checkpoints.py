@@ -131,7 +131,7 @@ def test_due_every_n_steps_and_on_request(tmp_path: Path) -> None:
     assert damage(tmp_path / "step-00000033") is None
 
 
-def test_a_full_disk_is_said_and_leaves_the_old_one(
+def test_a_full_disk_is_reported_and_leaves_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(tmp_path, 10)

@@ -39,7 +39,7 @@ def test_a_file_is_checked_alone(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("[zzz]\nx = 1", "other.toml: unknown section [zzz]; allowed: miner"),
     ],
 )
-def test_a_mistyped_name_is_told_with_what_was_meant(
+def test_a_mistyped_name_is_refused_with_a_suggestion(
     capsys: pytest.CaptureFixture[str], text: str, words: str
 ) -> None:
     Path("other.toml").write_text(text)

@@ -91,7 +91,7 @@ def test_a_question_that_makes_no_sense_is_refused(
     assert words in capsys.readouterr().err
 
 
-def test_a_state_directory_that_is_not_there_is_said(
+def test_a_state_directory_that_is_not_there_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["logs", "--state-dir", str(tmp_path / "none")]) == 1

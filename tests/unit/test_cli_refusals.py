@@ -171,7 +171,7 @@ def test_a_wrong_command_line_is_refused(
         ("plan --json > /dev/full", 1, b"the output: No space left on device"),
     ],
 )
-def test_an_output_that_cannot_be_written_is_said(line: str, code: int, words: bytes) -> None:
+def test_an_output_that_cannot_be_written_is_reported(line: str, code: int, words: bytes) -> None:
     ended = subprocess.run(
         f"{sys.executable} -m miner_guard {line}", shell=True, stderr=subprocess.PIPE, timeout=120
     )

@@ -86,7 +86,7 @@ def test_collectives_of_nccl_are_in_the_answer_beside_those_of_gloo(
         collectives._last_collectives()
 
 
-def test_level_ranks_and_single_ones_name_nobody() -> None:
+def test_level_ranks_and_single_ones_name_no_culprit() -> None:
     assert late({0: trace(5), 1: trace(5)}) is None
     assert late({0: trace(5)}) is None
     assert late({0: [], 1: [{"collective_seq_id": None}]}) is None

@@ -297,7 +297,7 @@ def test_names_without_end_take_no_memory_without_end() -> None:
     assert len(account.tracker.get_report()["operations"]) <= 257
 
 
-def test_a_disk_that_refuses_is_said_once_and_raises_nothing(tmp_path: Path) -> None:
+def test_a_disk_that_refuses_is_reported_once_and_raises_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     account = Account(output_dir=tmp_path / "file")
     for _ in range(5):

@@ -66,7 +66,7 @@ def test_estimate_within_budget_is_exit_0_and_json(
     "content", ['{"operations": 5}', '{"operations": {"a": {"seconds": NaN}}}']
 )
 @pytest.mark.parametrize("flags", [[], ["--json"]])
-def test_a_ledger_that_is_none_is_said_without_a_traceback(
+def test_a_file_that_is_not_a_ledger_is_reported_without_a_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, flags: list[str]
 ) -> None:
     (tmp_path / "status").mkdir()
@@ -151,7 +151,7 @@ def test_only_the_lead_rank_is_counted(part: CostsMonitor) -> None:
     assert part.snapshot()["guard_blocking_pct"] == pytest.approx(100 * 0.5 / 9.5, abs=1e-3)
 
 
-def test_after_the_nodes_met_anew_the_ranks_that_are_here_now_pay(part: CostsMonitor) -> None:
+def test_after_a_new_rendezvous_the_present_ranks_bear_the_cost(part: CostsMonitor) -> None:
     """Guards against monitoring that costs nothing any more, because a rank that went to another
     node still leads."""
     part.on_steps(0, [_step(0, 10.0)])

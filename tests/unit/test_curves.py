@@ -123,7 +123,7 @@ def test_memory_leak_is_found_and_one_legitimate_allocation_is_not() -> None:
     assert jumps == []
 
 
-def test_memory_drop_is_said_once() -> None:
+def test_memory_drop_is_reported_once() -> None:
     watch = MemoryWatch(LossSettings())
     seen = [a for s in range(200) if (a := watch.observe(s, 18.0 if s < 100 else 0.05))]
     assert [(a.type, a.at_step) for a in seen] == [("memory_drop", 102)]
@@ -180,7 +180,7 @@ def test_evaluation_that_comes_with_the_steps_shows_overfitting(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("printed", [True, False])
-def test_an_evaluation_that_is_no_number_is_said_once_until_it_is_one_again(
+def test_an_evaluation_that_is_not_a_number_is_reported_once_until_it_is_one_again(
     tmp_path: Path, printed: bool
 ) -> None:
     """Guards against an evaluation that is NaN for a week, stored at each step and never told to
@@ -291,9 +291,7 @@ def test_settings_of_the_run_are_in_the_fixes(tmp_path: Path) -> None:
     assert "halve the learning rate: 0.0002 to 0.0001" in run.of("loss_nan")[0].fields["fixes"]
 
 
-def test_after_the_nodes_met_anew_the_losses_of_the_ranks_that_are_here_now_are_judged(
-    tmp_path: Path,
-) -> None:
+def test_after_a_new_rendezvous_the_losses_of_the_present_ranks_are_judged(tmp_path: Path) -> None:
     """Guards against a node whose losses nobody looks at, because a rank that went to another node
     still leads."""
     run, losses = Run(tmp_path), [loss for _, (_, loss) in zip(range(60), healthy(1), strict=False)]

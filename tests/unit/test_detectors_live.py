@@ -82,7 +82,7 @@ def test_straggler_is_named_by_waiting_though_all_steps_last_the_same_and_cleare
     assert set(run.alarms()) == {"straggler", "straggler_cleared"}
 
 
-def test_after_the_nodes_met_anew_the_ranks_that_are_here_now_are_compared(tmp_path: Path) -> None:
+def test_after_a_new_rendezvous_the_present_ranks_are_compared(tmp_path: Path) -> None:
     """Guards against a straggler that is never found, or never over: a rank that went to another
     node is waited for."""
     run = Run(tmp_path, ranks=2)

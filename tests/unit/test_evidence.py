@@ -47,7 +47,7 @@ def blocked() -> Iterator[Process]:
         child.wait(10)
 
 
-def test_a_rank_in_d_state_is_said_in_words(blocked: Process) -> None:
+def test_a_rank_in_d_state_is_reported_in_words(blocked: Process) -> None:
     identity: Any = SimpleNamespace(pid=blocked.pid)
     view = evidence._kernel_view(Subject(0, identity, None, gone=False))
     assert view["state"].startswith("uninterruptible (D state)")

@@ -121,7 +121,7 @@ def test_flat_evaluation_while_training_falls_is_not_overfitting() -> None:
     assert found(trace_of(loss=training, eval_loss=evaluation)) == []
 
 
-def test_slow_steps_and_a_regime_change_are_told_apart() -> None:
+def test_slow_steps_and_a_regime_change_are_distinguished() -> None:
     source = random.Random(3)
     times = [15 * source.gauss(1, 0.03) for _ in range(600)]
     single = changed(times, lambda n, v: 2 * v if n in (100, 350) else v)
@@ -132,7 +132,7 @@ def test_slow_steps_and_a_regime_change_are_told_apart() -> None:
     assert [(a.type, a.at_step, a.severity) for a in faster] == [("regime_change", 300, "info")]
 
 
-def test_scheduled_slow_steps_are_said_to_come_regularly() -> None:
+def test_scheduled_slow_steps_are_reported_to_come_regularly() -> None:
     seen = trace_of(step_time=[30.0 if n % 50 == 0 and n else 15.0 for n in range(600)])
     assert {a.type for a in seen} == {"slow_steps"}
     assert "every 50 values" in seen[0].detail

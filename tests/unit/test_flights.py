@@ -95,7 +95,7 @@ def ranks(tmp_path: Path) -> Iterator[_Ranks]:
         writer.close()
 
 
-def test_the_lead_ranks_step_comes_first_whoever_rings(ranks: _Ranks) -> None:
+def test_the_lead_ranks_step_comes_first_in_any_order_of_notifications(ranks: _Ranks) -> None:
     for rank in (1, 0):
         ranks.step(rank, 1)
     ranks.bell(1)
@@ -113,7 +113,7 @@ def test_a_rank_that_is_ahead_waits_a_tick_for_the_lead_rank(ranks: _Ranks) -> N
     assert ranks.heard.steps_of == [(0, 1), (1, 1)]
 
 
-def test_a_lead_rank_that_never_steps_holds_nobody_back_for_long(ranks: _Ranks) -> None:
+def test_a_lead_rank_that_never_steps_delays_the_others_only_briefly(ranks: _Ranks) -> None:
     ranks.step(1, 1)
     for _ in range(3):
         ranks.tick()
@@ -236,7 +236,7 @@ def _worker(state: StateDir, rank: int, local_rank: int, *, process: int) -> Fli
     return writer
 
 
-def test_workers_that_the_launcher_starts_anew_under_other_ranks_replace_the_old_ones(
+def test_workers_that_the_launcher_restarts_under_other_ranks_replace_the_old_ones(
     tmp_path: Path,
 ) -> None:
     """Guards against a hang of ranks that are no more, and a finish that they never declare:
@@ -302,7 +302,7 @@ def test_what_a_rank_wrote_before_it_was_killed_in_the_middle_of_its_header_is_r
 
 
 @pytest.mark.parametrize(("told", "finished"), [({"LOCAL_WORLD_SIZE": "3"}, False), ({}, True)])
-def test_a_finish_that_the_highest_local_rank_has_not_said_is_none(
+def test_a_finish_needs_the_report_of_the_highest_local_rank(
     tmp_path: Path, told: dict[str, str], finished: bool
 ) -> None:
     """Guards against a miner that counts as finished and stays down: its last rank died before it

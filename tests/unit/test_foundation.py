@@ -31,7 +31,7 @@ def test_slow_step_line_is_word_for_word() -> None:
     assert catalog.message(finding) == "SLOW STEP: 245.7s (expected 10-30s) - Check GPU usage!"
 
 
-def test_step_line_is_word_for_word_and_unknown_is_said() -> None:
+def test_step_line_is_word_for_word_and_unknown_is_reported() -> None:
     values = {
         "outer_step": 56,
         "inner_step": 84,
@@ -83,7 +83,7 @@ def test_no_check_mark_stands_before_what_is_unknown() -> None:
     assert "\n✓ World size (GPUs): 2\n" in said
 
 
-def test_a_checkpoint_whose_time_is_not_told_has_none() -> None:
+def test_a_checkpoint_without_a_reported_time_has_no_age() -> None:
     said = catalog.make_finding(
         "checkpoint_saved", path="ckpt/7", step=7, seconds=None, size_bytes=None
     )
@@ -186,7 +186,7 @@ def test_journal_keeps_what_is_not_stored_and_counts_what_it_refuses(tmp_path: P
     assert now.lost == 1
 
 
-def test_a_full_disk_is_said_by_the_first_writer_alone_and_again_the_next_time() -> None:
+def test_a_full_disk_is_reported_by_the_first_writer_alone_and_again_the_next_time() -> None:
     lines: list[str] = []
     emitter = Emitter(FakeClock(), "r1", Redactor(), [ConsoleSink(lines.append, LogSettings())])
     for _ in range(2):
@@ -204,7 +204,7 @@ def test_a_full_disk_is_said_by_the_first_writer_alone_and_again_the_next_time()
     )
 
 
-def test_what_a_full_disk_keeps_from_being_stored_is_said_unless_the_disk_was() -> None:
+def test_what_a_full_disk_keeps_from_being_stored_is_reported_unless_the_disk_was() -> None:
     lines: list[str] = []
     emitter = Emitter(FakeClock(), "r1", Redactor(), [ConsoleSink(lines.append, LogSettings())])
 

@@ -113,7 +113,7 @@ def test_a_wall_clock_that_steps_makes_nothing_younger() -> None:
     assert [d.stale for d in decisions] == [True] * 3
 
 
-def test_unknown_does_not_block_but_is_said_and_local_rules_still_apply() -> None:
+def test_unknown_does_not_block_but_is_reported_and_local_rules_still_apply() -> None:
     decision = ask(known=inputs(None, outer_step=None))
     assert decision.allowed
     assert outcomes(decision)["repo_age"] == "unknown"

@@ -69,14 +69,14 @@ def test_a_healthy_gpu_says_nothing_in_a_day_of_samples() -> None:
     assert not any(observed(faults, 10.0 * n) for n in range(8640))
 
 
-def test_a_fault_is_said_once_and_its_end_once() -> None:
+def test_a_fault_is_reported_once_and_its_end_once() -> None:
     faults = Faults()
     said = [f for n in range(10) for f in observed(faults, 10.0 * n, ecc_uncorrected=n // 5)]
     assert [f.event for f in said] == ["gpu_fault"]
     assert [f.event for f in observed(faults, 200.0)] == ["gpu_recovered"]
 
 
-def test_a_lost_gpu_keeps_what_stood_before_and_is_said_itself() -> None:
+def test_a_lost_gpu_keeps_what_stood_before_and_is_reported_itself() -> None:
     faults = Faults()
     observed(faults, 0.0, ecc_uncorrected=1)
     lost = observed(faults, 10.0, state="lost", error="GPU is lost in uuid")
@@ -105,9 +105,7 @@ def test_what_cannot_be_read_is_not_well_again(
     assert [f.event for f in observed(faults, 20.0)] == ["gpu_recovered"]
 
 
-def test_cards_without_a_bridge_have_links_that_nobody_misses_unless_the_others_have_theirs() -> (
-    None
-):
+def test_cards_without_a_bridge_have_links_that_count_only_where_other_cards_have_theirs() -> None:
     bare = [
         {**HEALTHY, "index": n, "uuid": f"GPU-{n}", "nvlinks": 4, "nvlinks_up": 0} for n in range(2)
     ]

@@ -52,7 +52,7 @@ def test_the_launch_waits_until_the_memory_is_back() -> None:
     assert not told
 
 
-def test_memory_that_stays_held_is_said_and_not_waited_for_for_ever() -> None:
+def test_memory_that_stays_held_is_reported_and_not_waited_for_forever() -> None:
     made, told = settle(Gpus({"GPU-a": 0}, {"GPU-a": 20 * GIB}), 0.1)
     proceeded = threading.Event()
     made.wait(proceeded.set)

@@ -145,7 +145,7 @@ def test_the_documents_lines() -> None:
     )
 
 
-def test_a_sudden_drop_is_told_from_a_gradual_decline_and_names_its_step() -> None:
+def test_a_sudden_drop_is_distinguished_from_a_gradual_decline_and_names_its_step() -> None:
     use = GpuUse(SETTINGS)
     for number in range(11):
         last = checked(use, 76.0 - 0.4 * number, number * 10)
@@ -369,7 +369,7 @@ def test_by_default_nothing_is_relaunched(tmp_path: Path) -> None:
     assert not bench.control.commands
 
 
-def test_a_missing_argument_is_said_once(tmp_path: Path) -> None:
+def test_a_missing_argument_is_reported_once(tmp_path: Path) -> None:
     bench = Bench(tmp_path, on_underuse="relaunch", batch_argument="--batch")
     for expected in (["gpu_usage", "guard_degraded"], ["gpu_usage"]):
         bench.launch("m.py")

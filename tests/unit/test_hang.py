@@ -189,7 +189,7 @@ def test_a_suspended_machine_is_not_a_hang(detector: HangDetector) -> None:
     assert watch(detector, 3991.0, 4010.0, ranks) is not None
 
 
-def test_a_hang_is_said_once_and_a_second_one_like_the_first(detector: HangDetector) -> None:
+def test_a_hang_is_reported_once_and_a_second_one_like_the_first(detector: HangDetector) -> None:
     ranks = {0: rank("forward", 100.0)}
     assert watch(detector, 101.0, 500.0, ranks) is not None
     assert watch(detector, 501.0, 2000.0, ranks) is None
@@ -197,7 +197,7 @@ def test_a_hang_is_said_once_and_a_second_one_like_the_first(detector: HangDetec
     assert watch(detector, 2001.0, 2400.0, ranks) is not None
 
 
-def test_without_a_rank_nothing_is_said() -> None:
+def test_without_a_rank_nothing_is_reported() -> None:
     detector = HangDetector(SETTINGS)
     detector.launched(0.0)
     assert watch(detector, 1.0, 5000.0, {}) is None
@@ -315,7 +315,7 @@ def test_silence_without_cpu_time_before_init_is_a_hang_and_work_is_not() -> Non
     assert before_init(cpu_share=0.0, prints=True) is None
 
 
-def test_an_exit_that_hangs_after_all_ranks_have_finished_is_told_from_one_that_failed(
+def test_an_exit_that_hangs_after_all_ranks_have_finished_is_distinguished_from_one_that_failed(
     detector: HangDetector,
 ) -> None:
     for state, finished in (("finished", True), ("closed", False)):

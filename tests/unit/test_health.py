@@ -47,7 +47,7 @@ def _events(findings: list[Finding]) -> list[tuple[str, str]]:
     return [(finding.event, str(finding.fields["sampler"])) for finding in findings]
 
 
-def test_a_sampler_that_fails_is_null_with_its_reason_and_said_once() -> None:
+def test_a_sampler_that_fails_is_null_with_its_reason_and_reported_once() -> None:
     moody, other = Moody(), Moody()
     samplers = Samplers(SystemClock(), 5.0, {"moody": moody, "other": other})
     assert samplers.sample() == []
@@ -151,7 +151,7 @@ def test_cgroup_2_inside_a_container_is_at_the_top(tmp_path: Path) -> None:
     assert read_cgroup_memory(tmp_path / "proc", tmp_path / "cg") == (4 * GIB, GIB, None)
 
 
-def test_what_a_container_uses_is_unknown_where_its_cache_cannot_be_told_from_it(
+def test_what_a_container_uses_is_unknown_where_its_cache_cannot_be_distinguished_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a container full of page cache would be one whose ranks the kernel kills next."""
@@ -208,7 +208,7 @@ def _host(**figures: Any) -> dict[str, Any]:
         ({"oom_kills": 2}, "HOST WARNING: out-of-memory kill: 2 more"),
     ],
 )
-def test_what_is_short_is_said_once_until_it_was_better(
+def test_what_is_short_is_reported_once_until_it_was_better(
     figures: dict[str, Any], words: str
 ) -> None:
     limits = HostLimits(HealthSettings())

@@ -41,7 +41,7 @@ def host(*parts: type[Monitor]) -> tuple[MonitorRunner, list[Finding]]:
     return made, logged
 
 
-def test_a_part_that_fails_is_said_once_and_the_others_go_on() -> None:
+def test_a_part_that_fails_is_reported_once_and_the_others_continue() -> None:
     made, logged = host(Broken, Talkative)
     for now in range(3):
         made.tick(float(now), {})

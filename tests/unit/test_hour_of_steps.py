@@ -168,9 +168,7 @@ def test_snapshots_are_on_time_memory_is_flat_and_the_cost_is_small_and_stated(h
     assert json.loads(hour.state.status.read_text())["costs"]["budget_status"] == "ok"
 
 
-def test_a_job_that_is_held_up_neither_piles_up_nor_delays_the_others_and_its_lateness_is_told(
-    hour: Hour,
-) -> None:
+def test_a_delayed_job_neither_piles_up_nor_delays_others_and_is_reported(hour: Hour) -> None:
     go_on, runs = threading.Event(), [0]
 
     def work() -> None:

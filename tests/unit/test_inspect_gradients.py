@@ -205,7 +205,7 @@ def test_lists_of_lists_are_not_walked_through(tmp_path: Path, place: int) -> No
     assert len(looked_at(saved(tmp_path, {**good(), **change}), SHAPES)["problems"]) == expected
 
 
-def test_names_of_any_length_and_of_no_characters_make_no_answer_that_nobody_can_take(
+def test_names_of_any_length_and_of_no_characters_never_make_an_answer_unreadable(
     tmp_path: Path,
 ) -> None:
     names = [letter * 10**6 for letter in ("p", "q", "\ud800")]
@@ -394,7 +394,7 @@ def test_10_gb_claimed_by_the_pickle_meet_the_memory_limit(tmp_path: Path) -> No
     assert report["params"] == 0
 
 
-def test_a_file_that_cannot_be_looked_at_is_unknown_and_not_healthy(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_inspected_is_unknown_and_not_healthy(tmp_path: Path) -> None:
     assert "No such file" in inspect_file(tmp_path / "absent.pt", FLAT)["reason"]
     assert (
         "no answer within 0.01 s"

@@ -63,7 +63,7 @@ def test_a_full_disk_costs_rows_and_says_so_once(
     assert [row["wall"] for row in ledger.rows("restarts")] == [1.0, 3.0]
 
 
-def test_rows_wait_while_another_process_holds_the_file_and_hold_nobody_up(tmp_path: Path) -> None:
+def test_rows_wait_while_another_process_holds_the_file_and_block_no_caller(tmp_path: Path) -> None:
     """Guards against a lock that is called a full disk, costs its rows and stops the supervisor 2 s
     for each."""
     findings, now = list[Finding](), 0.0
@@ -93,7 +93,7 @@ def test_rows_wait_while_another_process_holds_the_file_and_hold_nobody_up(tmp_p
     ledger.close()
 
 
-def test_rows_that_wait_at_the_end_are_written_or_said(
+def test_rows_that_wait_at_the_end_are_written_or_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     findings = list[Finding]()
@@ -254,7 +254,7 @@ def test_a_row_that_still_fits_on_a_full_disk_is_no_end_of_the_trouble(
     ledger.close()
 
 
-def test_a_ledger_that_somebody_removed_is_begun_anew(
+def test_a_ledger_that_somebody_removed_is_recreated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against rows that go into a removed file, which also keeps the room that it was
@@ -273,7 +273,7 @@ def test_a_ledger_that_somebody_removed_is_begun_anew(
     assert [row["wall"] for row in ReadOnlyLedger(path).rows("restarts")] == [2.0]
 
 
-def test_a_folder_that_cannot_be_made_stops_nobody(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_stops_nothing(tmp_path: Path) -> None:
     findings = list[Finding]()
     (tmp_path / "file").touch()
     ledger = Ledger(tmp_path / "file" / "ledger.sqlite3", findings.append)

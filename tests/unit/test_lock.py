@@ -72,7 +72,7 @@ def test_a_second_guard_that_was_quicker_is_named_once(state: StateDir, held: Lo
         Lock(state, 0.0).acquire()
 
 
-def test_a_lock_that_cannot_be_made_again_is_said_once(state: StateDir, held: Lock) -> None:
+def test_a_lock_that_cannot_be_made_again_is_reported_once(state: StateDir, held: Lock) -> None:
     state.lock.unlink()
     state.lock.mkdir()
     said = held.keep()

@@ -89,7 +89,7 @@ def test_rank_1_is_not_rank_10(tmp_path: Path) -> None:
     assert not list(logquery.search(log, Query(ranks=frozenset({1}))))
 
 
-def test_the_message_comes_back_as_it_was_said(log: Path) -> None:
+def test_the_message_comes_back_unchanged(log: Path) -> None:
     first = next(logquery.search(log, Query()))
     assert first.msg == 'say "slow_step" 0\n\\'
     assert "Rank 0" in first.console(emoji=True)

@@ -184,7 +184,7 @@ def test_a_loss_on_a_gpu_comes_when_it_is_there_and_names_its_step() -> None:
     assert answers == [None, None, Loss(1.0, 2), Loss(2.0, 2), Loss(3.0, 2)]
 
 
-def test_of_several_that_arrive_together_the_one_that_is_no_number_counts() -> None:
+def test_of_several_that_arrive_together_the_one_that_is_not_a_number_counts() -> None:
     gpu = Gpu()
     losses = Losses(gpu)
     for step, value in enumerate((1.0, math.nan, 3.0), 1):

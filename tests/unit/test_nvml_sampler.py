@@ -117,7 +117,7 @@ def test_a_gpu_that_was_there_is_gone_and_its_return_is_seen(
 @pytest.mark.parametrize(
     ("code", "state"), [(9, "failed"), (12, "absent"), (18, "failed"), (999, "failed")]
 )
-def test_failed_initialisations_are_told_apart(
+def test_failed_initialisations_are_distinguished(
     sampler: NvmlSampler, fake_nvml: FakeNvml, code: int, state: str
 ) -> None:
     fake_nvml.set({"fail.init": code})
@@ -129,7 +129,9 @@ def test_failed_initialisations_are_told_apart(
     assert sampler.sample()["state"] == "ok"
 
 
-def test_an_xid_is_told_once_and_to_its_own_gpu(sampler: NvmlSampler, fake_nvml: FakeNvml) -> None:
+def test_an_xid_is_reported_once_and_to_its_own_gpu(
+    sampler: NvmlSampler, fake_nvml: FakeNvml
+) -> None:
     sampler.sample()
     fake_nvml.set({"xid.2": 79})
     assert [row["xids"] for row in sampler.sample()["gpus"]] == [[], [], [79], []]

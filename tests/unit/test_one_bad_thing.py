@@ -97,7 +97,7 @@ def test_an_entry_whose_fields_do_not_fit_its_words_is_shown_and_does_not_come_a
     flights.close()
 
 
-def test_an_entry_that_nobody_can_take_is_acknowledged_all_the_same(state: StateDir) -> None:
+def test_an_entry_that_no_monitor_can_read_is_acknowledged_anyway(state: StateDir) -> None:
     """Guards against a start that fails forever at what an earlier run has left."""
     writer = _rank_with_an_odd_entry(state, "another run")
 
@@ -114,7 +114,7 @@ def test_an_entry_that_nobody_can_take_is_acknowledged_all_the_same(state: State
     Flights(state, RUN, pytest.fail).leftovers(Refuses())
 
 
-def test_a_log_that_fails_is_said_once_and_the_parts_still_hear(state: StateDir) -> None:
+def test_a_log_that_fails_is_reported_once_and_the_parts_still_hear(state: StateDir) -> None:
     said: list[Finding] = []
 
     def log(finding: Finding) -> None:
@@ -219,7 +219,7 @@ def test_a_reader_that_fails_once_does_not_leave_the_miners_pipe_unread() -> Non
     loop.close()
 
 
-def test_a_defect_is_said_once_though_its_words_change() -> None:
+def test_a_defect_is_reported_once_though_its_words_change() -> None:
     """Guards against a log and a set that grow with every tick."""
     said: list[Finding] = []
     assembly = SimpleNamespace(_defects=set(), log=said.append)
@@ -360,7 +360,7 @@ def test_without_a_home_the_state_directory_is_asked_for(monkeypatch: pytest.Mon
         set_global_tracker(None)
 
 
-def test_a_log_that_somebody_removed_is_begun_anew(state: StateDir) -> None:
+def test_a_log_that_somebody_removed_is_recreated(state: StateDir) -> None:
     """Guards against days of silence after a person made room on a full disk: nobody reads a
     removed file."""
     sink = JsonlSink(state.log, LogSettings())

@@ -35,7 +35,7 @@ def test_kubernetes_waits_longer_than_the_guard_may_take(pod: dict[str, Any]) ->
     assert pod["terminationGracePeriodSeconds"] > MinerSettings().stop_timeout_s
 
 
-def test_no_engine_starts_again_what_a_restart_does_not_mend() -> None:
+def test_no_engine_starts_again_what_a_restart_does_not_fix() -> None:
     rules = read("kubernetes/job.yaml")["spec"]["podFailurePolicy"]["rules"]
     (failing,) = [rule for rule in rules if rule["action"] == "FailJob"]
     assert set(failing["onExitCodes"]["values"]) == HOPELESS

@@ -47,13 +47,13 @@ def test_good_gradients_have_no_problem() -> None:
         ({"bquant_params": (0.0, 1.0, 128, torch.ones(4), torch.float16)}, "b: values are float16"),
     ],
 )
-def test_what_validators_would_raise_on_is_said(change: dict[str, Any], words: str) -> None:
+def test_what_validators_would_raise_on_is_reported(change: dict[str, Any], words: str) -> None:
     problems = outline({**good(), **change}, SN38, SHAPES)["problems"]
     assert len(problems) == 1
     assert words in problems[0]
 
 
-def test_documents_of_another_form_or_model_are_told() -> None:
+def test_documents_of_another_form_or_model_are_reported() -> None:
     assert "holds a list" in outline([], SN38, SHAPES)["problems"][0]
     assert "lacks the key 'metadata'" in outline({}, SN38, SHAPES)["problems"][0]
     wrapped = {f"_orig_mod.{k}": v for k, v in good().items()} | {"metadata": {}}

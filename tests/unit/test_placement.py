@@ -64,7 +64,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_there(
 
 
 @pytest.mark.parametrize(("told", "local_rank"), [("0", 0), (None, None)])
-def test_a_local_rank_that_nobody_told_is_unknown(
+def test_a_local_rank_that_was_not_reported_is_unknown(
     monkeypatch: pytest.MonkeyPatch, told: str | None, local_rank: int | None
 ) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)

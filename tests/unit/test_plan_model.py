@@ -30,7 +30,7 @@ def test_source_004s_figures() -> None:
     assert slow.document.upload.fresh is False
 
 
-def test_what_the_miner_really_does_is_said() -> None:
+def test_what_the_miner_really_does_is_reported() -> None:
     seen = plan(SOURCE_004)
     assert (seen.actual.accumulation_steps, seen.actual.micro_batches, seen.actual.samples) == (
         64,

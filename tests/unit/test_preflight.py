@@ -58,7 +58,7 @@ def test_all_is_well_starts_at_once_and_remembers_the_gpus(tmp_path: Path) -> No
     assert '"gpu_count": 4' in looking.state.host_facts.read_text()
 
 
-def test_missing_gpus_are_waited_for_and_said_once(tmp_path: Path) -> None:
+def test_missing_gpus_are_waited_for_and_reported_once(tmp_path: Path) -> None:
     looking = Looking(tmp_path, [healthy(3), healthy(3), healthy(4)])
     assert looking.run().go
     assert looking.waited == 10
@@ -78,7 +78,7 @@ def test_gpus_that_stay_away_stop_the_start_after_the_wait_and_are_not_remembere
     assert not looking.state.host_facts.exists()
 
 
-def test_what_waiting_cannot_mend_is_not_waited_for(tmp_path: Path) -> None:
+def test_what_waiting_cannot_fix_is_not_waited_for(tmp_path: Path) -> None:
     bad = healthy(4, env={"CUDA_VISIBLE_DEVICES": "0"})
     looking = Looking(tmp_path, [bad])
     assert not looking.run().go

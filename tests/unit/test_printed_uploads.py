@@ -67,7 +67,7 @@ def test_the_miners_own_word_that_it_failed_is_a_failure(tmp_path: Path) -> None
         b"Successfully pushed docker image model-server:12\n",
     ],
 )
-def test_what_is_no_push_of_a_model_is_none(tmp_path: Path, text: bytes) -> None:
+def test_lines_that_push_no_model_are_ignored(tmp_path: Path, text: bytes) -> None:
     assert said(part(tmp_path), text) == []
 
 
@@ -79,7 +79,7 @@ def test_a_hook_that_tells_of_pushes_is_believed_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"attach": "log"}, {"repo": "none"}])
-def test_where_the_line_is_read_already_or_nobody_is_to_look_nothing_is_said(
+def test_a_line_that_another_monitor_reads_or_no_repo_to_check_is_not_reported(
     tmp_path: Path, settings: Any
 ) -> None:
     assert said(part(tmp_path, **settings), PUSHED) == []

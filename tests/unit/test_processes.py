@@ -98,7 +98,7 @@ def test_an_idle_host_is_searched_seldom(tree: Searches) -> None:
     assert 1 <= _seconds(tree, 30) <= 4
 
 
-def test_a_new_process_or_an_ended_child_is_looked_for_at_once(
+def test_a_new_process_or_an_ended_child_is_found_at_once(
     tree: Searches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _seconds(tree, 1)

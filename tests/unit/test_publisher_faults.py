@@ -35,7 +35,7 @@ def answer(code: str, status: int) -> Exception:
 @pytest.mark.parametrize(
     ("code", "status"), [("NotImplemented", 501), ("AccessDenied", 403), ("InvalidRequest", 400)]
 )
-def test_an_upload_whose_parts_nobody_tells_of_begins_again(
+def test_an_upload_whose_parts_are_unlisted_begins_again(
     monkeypatch: pytest.MonkeyPatch, code: str, status: int
 ) -> None:
     """Guards against a tag that one 503 makes unpublishable for good: its parts are asked for first

@@ -46,7 +46,7 @@ def test_a_rank_that_failed_first_is_its_own_cause(ranks: Mapping[int, Now]) -> 
         ("starting", 0, "rank 1 died before its first step: killed, or ended by os._exit"),
     ],
 )
-def test_a_dead_rank_under_a_living_launcher_is_told_how(
+def test_a_dead_rank_under_a_living_launcher_is_reported_with_its_cause(
     state: str, steps: int, words: str
 ) -> None:
     ranks = {0: rank("running"), 1: rank(state, steps=steps), 2: rank("running")}

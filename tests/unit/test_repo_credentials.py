@@ -43,7 +43,7 @@ def test_a_toml_file_names_the_same_keys(tmp_path: Path) -> None:
     )
 
 
-def test_a_broken_file_is_said_without_its_content(tmp_path: Path) -> None:
+def test_a_broken_file_is_reported_without_its_content(tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     file.write_text("R2_SECRET = s3cr3t-without-quotes")
     with pytest.raises(RepoError, match="is not valid TOML") as error:
@@ -66,7 +66,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         find(RepoSettings(credentials="file"))
 
 
-def test_without_keys_the_missing_names_are_said() -> None:
+def test_without_keys_the_missing_names_are_reported() -> None:
     pytest.importorskip("boto3")
     from uploads.repos import open_repo
 

@@ -78,7 +78,7 @@ def test_a_torn_pointer_is_unknown_not_a_crash(tmp_path: Path, text: str, words:
     assert words in str(seen.reason)
 
 
-def test_what_changed_after_the_commit_is_said(tmp_path: Path) -> None:
+def test_what_changed_after_the_commit_is_reported(tmp_path: Path) -> None:
     repo = LocalRepo(tmp_path / "repo")
     tickets = publish(repo, tmp_path, 1, 50)
     repo.commit(tickets, "5.1.50")

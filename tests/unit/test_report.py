@@ -359,7 +359,7 @@ def test_an_outage_is_a_band_from_the_exit_to_the_next_step(tmp_path: Path) -> N
     assert 'class="band restart"' in page
 
 
-def test_hang_nan_and_blocked_are_bands_of_their_own_with_a_legend(tmp_path: Path) -> None:
+def test_hang_nan_and_blocked_are_bands_with_a_legend(tmp_path: Path) -> None:
     log = Log(tmp_path)
     log.step(1)
     log.say("loss_nan", step=1, loss=None)
@@ -386,7 +386,7 @@ def test_of_sixteen_ranks_the_slow_one_is_the_first_row(tmp_path: Path) -> None:
     assert rows[0] == "12"
 
 
-def test_a_week_of_verdicts_is_a_strip_and_its_shares_are_told(tmp_path: Path) -> None:
+def test_a_week_of_verdicts_is_a_strip_and_its_shares_are_reported(tmp_path: Path) -> None:
     log = Log(tmp_path)
     for state, minutes in (("earning", 90), ("not earning", 30)):
         changed = {"headline": state, "state": state, "since": "", "cause": "", "next_step": ""}

@@ -38,12 +38,14 @@ def test_a_ranks_own_finding_is_logged_with_its_rank(part: ReportsMonitor) -> No
     assert (finding.rank, message(finding)) == (1, "CHECKPOINT RESUMED: a at step 20")
 
 
-def test_a_finding_that_the_catalogue_lacks_is_said_not_dropped(part: ReportsMonitor) -> None:
+def test_a_finding_that_the_catalogue_lacks_is_reported_not_dropped(part: ReportsMonitor) -> None:
     (finding,) = part.on_entry(0, FindingEntry(event="nonsense"))
     assert "nonsense" in message(finding)
 
 
-def test_a_checkpoint_that_grows_old_is_said_once(part: ReportsMonitor, clock: FakeClock) -> None:
+def test_a_checkpoint_that_grows_old_is_reported_once(
+    part: ReportsMonitor, clock: FakeClock
+) -> None:
     (saved,) = part.on_entry(0, checkpoint(20))
     assert message(saved) == "CHECKPOINT SAVED: ckpt/step-20 in 0.50s"
     assert not list(part.on_tick(CLOCK_START + 3600, {}))
@@ -61,7 +63,7 @@ def test_a_restart_is_no_stale_checkpoint(part: ReportsMonitor) -> None:
     assert not list(part.on_tick(CLOCK_START + 5001, {}))
 
 
-def test_one_that_is_half_as_large_or_incomplete_is_said(part: ReportsMonitor) -> None:
+def test_one_that_is_half_as_large_or_incomplete_is_reported(part: ReportsMonitor) -> None:
     part.on_entry(0, checkpoint(20))
     _, shrunk = part.on_entry(0, checkpoint(40, size=400))
     assert "400 bytes, the one before had 1000" in message(shrunk)

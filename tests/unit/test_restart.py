@@ -64,7 +64,7 @@ def test_a_healthy_stretch_forgets_what_was_before() -> None:
     assert (again.wait_s, again.attempt) == (2.0, 1)
 
 
-def test_what_a_person_must_mend_has_one_try_since_a_line_may_be_misread() -> None:
+def test_what_a_person_must_fix_has_one_try_since_a_line_may_be_misread() -> None:
     own = policy()
     assert isinstance(
         own.failed(failure("config", "not_registered", "Register the hotkey.")), Again

@@ -71,7 +71,7 @@ def test_a_slow_job_never_runs_twice_at_a_time(made: Make) -> None:
     assert most[0] == 1
 
 
-def test_a_failing_job_is_told_once_and_its_recovery_too(made: Make) -> None:
+def test_a_failing_job_is_reported_once_and_its_recovery_too(made: Make) -> None:
     scheduler, told = made(SystemClock())
     runs = [0]
 

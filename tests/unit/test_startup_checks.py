@@ -194,7 +194,7 @@ def test_a_foreign_validators_package_is_seen_by_the_miners_interpreter(tmp_path
 
 @pytest.mark.parametrize("order", ["ours first", "theirs first"])
 @pytest.mark.parametrize("users", [[], ["webtool"]])
-def test_a_distribution_of_the_same_name_is_told_whichever_came_last(
+def test_a_distribution_of_the_same_name_is_reported_in_either_order(
     tmp_path: Path, order: str, users: list[str]
 ) -> None:
     """Guards against no word of it: the later one overwrites files of the earlier one."""
@@ -460,7 +460,7 @@ def test_a_driver_that_gives_no_answer_is_unknown_and_refuses_no_start() -> None
 
 
 @pytest.mark.parametrize("shown", ["", "void", "none"])
-def test_a_container_that_was_given_no_gpu_is_told_so(shown: str) -> None:
+def test_a_container_that_was_given_no_gpu_is_reported(shown: str) -> None:
     nvml = {"state": "absent", "code": 12, "reason": "NVML Shared Library Not Found", "gpus": []}
     s = replace(healthy(4), nvml=nvml, env={"NVIDIA_VISIBLE_DEVICES": shown})
     (check,) = (c for c in judge(s) if c.check == "driver.nvml")

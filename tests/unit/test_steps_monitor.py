@@ -154,7 +154,7 @@ def test_the_recent_steps_are_summed_up_with_their_grade(tmp_path: Path) -> None
     assert told[-1].endswith("s max 18.00s, grade good")
 
 
-def test_step_lines_are_limited_and_the_number_left_out_is_said(tmp_path: Path) -> None:
+def test_step_lines_are_limited_and_the_number_left_out_is_reported(tmp_path: Path) -> None:
     clock = FakeClock()
     config = replace(Config(), logs=LogSettings(step_lines_per_s=5))
     part = StepsMonitor(context(tmp_path, clock=clock, config=config))
@@ -257,7 +257,7 @@ def test_snapshot_has_percentiles_eta_and_goodput_that_adds_up(tmp_path: Path) -
     assert shot["goodput"]["init"] == pytest.approx(100 / 700)
 
 
-def test_time_lost_to_a_hang_and_to_a_restart_is_told_apart(tmp_path: Path) -> None:
+def test_time_lost_to_a_hang_and_to_a_restart_is_distinguished(tmp_path: Path) -> None:
     clock = FakeClock()
     part = StepsMonitor(context(tmp_path, clock=clock))
     list(part.on_launch(Launch((), 1, 0, clock.monotonic())))
@@ -386,7 +386,7 @@ def test_source_001s_lines_come_out_of_the_hooks_own_phases(tmp_path: Path) -> N
     )
 
 
-def test_after_the_nodes_met_anew_the_ranks_that_are_here_now_speak(tmp_path: Path) -> None:
+def test_after_a_new_rendezvous_only_the_present_ranks_report(tmp_path: Path) -> None:
     """Guards against a node that is silent to its end, because a rank that went to another node
     still leads."""
     part = StepsMonitor(context(tmp_path))
@@ -396,7 +396,9 @@ def test_after_the_nodes_met_anew_the_ranks_that_are_here_now_speak(tmp_path: Pa
     assert part.snapshot()["inner_step"] == 2
 
 
-def test_a_loss_that_is_no_number_is_said_everywhere_in_the_same_word(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_a_number_is_reported_everywhere_in_the_same_word(
+    tmp_path: Path,
+) -> None:
     """Guards against `loss ?` and null while the loss is NaN: they say that nothing was
     measured."""
     clock = FakeClock()

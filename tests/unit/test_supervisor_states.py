@@ -174,7 +174,7 @@ def test_a_launcher_that_sigkill_does_not_end_does_not_keep_the_guard(
     assert FAILED != 137
 
 
-def test_who_asks_again_for_the_end_is_told_what_it_waits_for(
+def test_a_repeated_stop_request_reports_what_it_waits_for(
     supervisor: Supervisor, launcher: Launcher, said: list[Finding]
 ) -> None:
     """Guards against a second Ctrl-C that is swallowed for 45 s, so that the next one is SIGKILL to

@@ -58,7 +58,7 @@ def test_the_inputs_are_kept_fresh_while_nothing_changes(bench: Bench) -> None:
     assert (before, after) == (1000.0, 1061.0)
 
 
-def test_a_slow_look_does_not_undo_a_newer_one(
+def test_a_slow_probe_does_not_undo_a_newer_one(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against a repo that is old again after its push was seen, and an upload that is due
@@ -76,7 +76,7 @@ def test_a_slow_look_does_not_undo_a_newer_one(
     assert gate_inputs.read(bench.state.gate_inputs).published.inner_step == 60
 
 
-def test_stale_is_counted_from_the_last_look_that_knew_even_when_the_storage_is_silent(
+def test_stale_is_counted_from_the_last_probe_that_succeeded_even_when_the_storage_is_silent(
     bench: Bench,
 ) -> None:
     bench.look()
@@ -98,7 +98,7 @@ def test_stale_is_counted_from_the_last_look_that_knew_even_when_the_storage_is_
     assert bench.tick(10) == []
 
 
-def test_an_unreadable_repo_is_said_once_and_again_when_the_reason_changes() -> None:
+def test_an_unreadable_repo_is_reported_once_and_again_when_the_reason_changes() -> None:
     watch = RepoWatch(GateSettings())
     said = [f for n in range(100) for f in watch.observe(Published(reason="wrong keys"), 60.0 * n)]
     assert len(said) == 4
@@ -108,7 +108,7 @@ def test_an_unreadable_repo_is_said_once_and_again_when_the_reason_changes() -> 
     assert list(watch.observe(Published(empty=True, reason=None), 6001.0)) == []
 
 
-def test_a_repo_that_was_emptied_is_said_and_one_that_is_still_empty_is_not() -> None:
+def test_a_repo_that_was_emptied_is_reported_and_one_that_is_still_empty_is_not() -> None:
     watch, empty = RepoWatch(GateSettings()), Published(empty=True, reason=None)
     assert list(watch.observe(empty, 0.0)) == []
     list(watch.observe(Published(age_s=1.0, reason=None, revision="5.56.50", seen_at=60.0), 60.0))
@@ -127,7 +127,7 @@ def test_what_the_ranks_read_stays_small_whatever_is_published(bench: Bench) -> 
     assert bench.state.gate_inputs.stat().st_size < 10_000
 
 
-def test_a_block_repeated_each_step_is_said_first_and_when_it_changes(bench: Bench) -> None:
+def test_a_block_repeated_each_step_is_reported_first_and_when_it_changes(bench: Bench) -> None:
     said = []
     for inner in range(10, 50):
         bench.clock.advance(1.0)
@@ -193,7 +193,7 @@ def test_forecast_numbers() -> None:
     assert (ahead.eta_s, ahead.stale_s, ahead.late) == (2480.0, 720.0, True)
 
 
-def test_forecast_is_said_with_the_first_step_that_can_know(bench: Bench) -> None:
+def test_forecast_is_reported_with_the_first_step_that_can_know(bench: Bench) -> None:
     bench.repo = Published(age_s=0.0, reason=None, outer_step=56)
     bench.look()
     assert bench.step(1, 62.0, FLAG_FIRST) == []
@@ -212,7 +212,7 @@ def test_no_forecast_where_the_minimum_comes_first_or_nothing_is_known(bench: Be
     assert [f for inner in range(1, 60) for f in bench.step(inner, 15.0)] == []
 
 
-def test_a_push_that_arrived_is_verified_by_a_look_and_stored(bench: Bench) -> None:
+def test_a_push_that_arrived_is_verified_by_a_probe_and_stored(bench: Bench) -> None:
     bench.look()
     assert [f.event for f in bench.push("started")] == ["upload_started"]
     bench.clock.advance(12)
@@ -236,7 +236,7 @@ def test_a_push_that_arrived_is_verified_by_a_look_and_stored(bench: Bench) -> N
     assert gate_inputs.read(bench.state.gate_inputs).published.age_s == 2.0
 
 
-def test_a_push_that_did_not_arrive_is_looked_for_twice_and_refuted(bench: Bench) -> None:
+def test_a_push_that_did_not_arrive_is_checked_twice_and_refuted(bench: Bench) -> None:
     bench.look()
     bench.push("started")
     bench.clock.advance(12)
@@ -314,7 +314,7 @@ def test_a_push_that_only_the_log_reports_is_verified_too(bench: Bench) -> None:
     assert len(bench.said("upload_failed")) == 1
 
 
-def test_a_push_that_only_the_miners_line_tells_of_is_looked_for(bench: Bench) -> None:
+def test_a_push_that_only_the_miners_line_reports_is_checked(bench: Bench) -> None:
     bench.look()
     printed = make_finding(
         "upload_reported", tag="5.56.51", detail="by the miner's own line", source="log"
@@ -350,7 +350,7 @@ def test_a_push_that_the_miners_end_cuts_off_is_failed(bench: Bench) -> None:
     assert list(bench.part.on_exit(Exit(0, None, True, False, 60.0))) == []
 
 
-def test_a_push_that_nobody_could_look_for_before_the_end_is_unverified(bench: Bench) -> None:
+def test_a_push_that_could_not_be_checked_before_the_end_is_unverified(bench: Bench) -> None:
     bench.push("started")
     bench.push("finished")
     (left,) = bench.part.on_stop()
@@ -359,7 +359,7 @@ def test_a_push_that_nobody_could_look_for_before_the_end_is_unverified(bench: B
     )
 
 
-def test_numbers_that_no_ledger_takes_keep_no_look_from_the_gate(bench: Bench) -> None:
+def test_numbers_that_no_ledger_accepts_still_reach_the_gate(bench: Bench) -> None:
     """Guards against a metadata.json with an inner step of 20 digits: the gate never heard of the
     repo again."""
     bench.repo = Published(
@@ -419,7 +419,7 @@ def test_the_status_holds_the_last_audit(bench: Bench) -> None:
     assert (last["outcome"], last["detail"]) == ("rejected", "epoch 56: too old")
 
 
-def test_gate_inputs_that_cannot_be_written_are_said_once(
+def test_gate_inputs_that_cannot_be_written_are_reported_once(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:

@@ -410,7 +410,7 @@ def test_every_rule_was_seen_to_pass_to_warn_to_block_and_to_be_unknown() -> Non
     assert seen.keys() == {path.stem for path in files if "\nRULE = " in path.read_text()}
 
 
-def test_whether_shapes_were_compared_is_said() -> None:
+def test_whether_shapes_were_compared_is_reported() -> None:
     said = {
         known: gradients.judge(facts(files={"params": 3, "shapes_known": known}), SN38).sentence
         for known in (True, False, None)

@@ -66,7 +66,7 @@ def test_what_asks_for_nothing_is_no_incident(text: str) -> None:
     assert root(KERNEL.format(text)) is None
 
 
-def test_an_event_that_asks_for_nothing_is_told_without_an_alarm() -> None:
+def test_an_event_that_asks_for_nothing_is_reported_without_an_alarm() -> None:
     levels = {
         n: next(of_events([{"index": 0, "state": "ok", "xids": [n]}])).severity
         for n in (63, 79, 92)

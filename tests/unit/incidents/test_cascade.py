@@ -183,7 +183,7 @@ def test_a_chain_that_was_asked_again_is_not_why_training_ends_later() -> None:
     assert root(CHAIN + "failed (exitcode: -9) local_rank: 0\n") == "chain_unreachable"
 
 
-def test_a_chain_that_stays_away_is_said_though_training_goes_on() -> None:
+def test_a_chain_that_stays_away_is_reported_while_training_continues() -> None:
     assert root(3 * (CHAIN + steps(5))) == "chain_unreachable"
     assert root(3 * (CHAIN + steps(300)) + steps(5)) is None, "three short ones far apart"
     found = incidents((5 * (CHAIN + steps(5)) + "failed (exitcode: -9) local_rank: 0\n").encode())
@@ -230,7 +230,7 @@ def test_what_the_program_does_without_is_nothing() -> None:
     )
 
 
-def test_pm2_writes_sigint_where_nobody_interrupted() -> None:
+def test_pm2_writes_sigint_without_an_interrupt() -> None:
     ended = "PM2      | App [miner:0] exited with code [{}] via signal [SIGINT]\n"
     waited = "[rank1]: [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)\n"
     assert root(waited + ended.format(1)) == root(waited + ended.format(0)) == "nccl_timeout"
@@ -262,7 +262,7 @@ def test_a_socket_that_connects_at_last_is_nothing() -> None:
     assert root(ipv6 + refused.replace("[W", "[E")) == "rendezvous_timeout"
 
 
-def test_a_signal_after_the_end_of_training_is_nobodys_fault() -> None:
+def test_a_signal_after_the_end_of_training_is_not_an_incident() -> None:
     signal = "Received SIGTERM, shutting down workers\n"
     for said in (
         "Training finished, saving the model\n",
@@ -388,7 +388,7 @@ COPED = (
 BROKEN_OFF = 'Traceback (most recent call last):\n  File "train.py", line 30, in train\n'
 
 
-def test_an_error_that_the_program_wrongly_said_it_coped_with_is_the_cause() -> None:
+def test_an_error_that_the_program_wrongly_called_handled_is_the_cause() -> None:
     """It said that nothing but an unknown exception was wrong."""
     assert root(COPED) is None
     assert root(COPED + BROKEN_OFF) == "cuda_oom"
@@ -400,7 +400,7 @@ def test_a_warning_that_quotes_a_frame_opens_no_traceback() -> None:
     assert root('[WARNING] Graph break: item from user code at File "m.py", line 4, in f\n') is None
 
 
-def test_a_signal_to_the_launcher_is_told_from_its_clean_up() -> None:
+def test_a_signal_to_the_launcher_is_distinguished_from_its_clean_up() -> None:
     closing = "WARNING:api:Sending process 41 closing signal {}\n" + BROKEN_OFF
     assert root(closing.format("SIGHUP")) == "user_interrupt"
     assert root(closing.format("SIGTERM")) == "code_bug"

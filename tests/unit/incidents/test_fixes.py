@@ -68,7 +68,7 @@ def test_the_first_fix_is_that_of_the_line(line: str, label: str, said: str) -> 
     assert said in root.fixes[0]
 
 
-def test_a_torch_for_cpus_is_not_mended_by_compiling_another_package_again() -> None:
+def test_a_torch_for_cpus_is_not_fixed_by_compiling_another_package_again() -> None:
     """It said `--force-reinstall PACKAGE`, of no package at all."""
     root = found("OSError: libc10_cuda.so: cannot open shared object file: No such file")
     assert "build for CPUs" in root.cause

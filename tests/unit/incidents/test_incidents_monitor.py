@@ -169,7 +169,7 @@ def test_the_exit_does_not_wait_for_the_cascade_to_settle(tmp_path: Path) -> Non
     assert live.labels == ["cuda_oom"]
 
 
-def test_the_same_label_again_is_said_after_the_cooldown_only_and_in_each_launch(
+def test_the_same_label_again_is_reported_after_the_cooldown_only_and_in_each_launch(
     tmp_path: Path,
 ) -> None:
     live = Live(tmp_path)
@@ -215,7 +215,7 @@ def test_what_a_stop_by_the_guard_prints_is_no_incident(tmp_path: Path) -> None:
     assert live.labels == []
 
 
-def test_a_loss_that_the_guard_has_called_nan_itself_is_not_said_twice(tmp_path: Path) -> None:
+def test_a_loss_that_the_guard_has_called_nan_itself_is_not_reported_twice(tmp_path: Path) -> None:
     live = Live(tmp_path)
     live.said += live.part.on_finding(make_finding("loss_nan", step=512, loss=float("nan")))
     live.prints(b"step 512 | loss: nan\n")

@@ -128,7 +128,7 @@ def test_a_message_without_numbers_is_unknown_and_keeps_the_usual_order() -> Non
     assert oom.fixes(numbers, usual, Training()) == usual
 
 
-def test_fragmentation_is_mended_before_the_batch_is_made_smaller() -> None:
+def test_fragmentation_is_fixed_before_the_batch_is_made_smaller() -> None:
     numbers = oom.parse(MESSAGES["torch 1.13"][0])
     first, second, *_ = oom.fixes(numbers, [Fix("smaller batch"), Fix("b")], Training())
     assert "expandable_segments:True" in first.do

@@ -238,7 +238,7 @@ E1122 02:38:19.506000 9781 torch/distributed/elastic/multiprocessing/api.py:1002
     assert "can't open file" in found.first.text
 
 
-def test_a_program_that_asks_for_a_password_is_told_from_a_bug() -> None:
+def test_a_program_that_asks_for_a_password_is_distinguished_from_a_bug() -> None:
     log = """\
 Enter password to unlock key: Traceback (most recent call last):
   File "/srv/miner/neurons/miner.py", line 12, in <module>

@@ -105,7 +105,9 @@ def test_rank_0s_answer_is_everybodys(tmp_path: Path, ranks: int, per_node: int)
     assert len(numbered) <= 8, "what is settled is deleted: a launch asks millions of questions"
 
 
-def test_ranks_that_ask_different_questions_are_all_told_and_agree_again(tmp_path: Path) -> None:
+def test_ranks_that_ask_different_questions_are_all_reported_and_agree_again(
+    tmp_path: Path,
+) -> None:
     def ask(group: Group, rank: int) -> object:
         return [shared(group, f"{rank == 5}", b"go"), shared(group, "same", b"go")]
 
@@ -131,7 +133,7 @@ def test_rank_0_comes_to_the_others_without_an_answer_too(
 
 @pytest.mark.parametrize("late", [0, 1, 2, 3])
 @pytest.mark.parametrize("by_s", [0.3, 0.6, 1.5])
-def test_whoever_is_late_by_however_much_all_ranks_have_the_same_outcome(
+def test_all_ranks_have_the_same_outcome_however_late_one_is(
     tmp_path: Path, late: int, by_s: float
 ) -> None:
     """Guards against an upload that goes out on some ranks while the others were told that it is

@@ -43,7 +43,7 @@ class FakeTensor:
         return self._value
 
 
-def test_a_loss_on_the_gpu_is_not_read_but_said_once(guard: Guard, state: StateDir) -> None:
+def test_a_loss_on_the_gpu_is_not_read_but_reported_once(guard: Guard, state: StateDir) -> None:
     for _ in range(3):
         guard.step(loss=FakeTensor("cuda", None))
     assert [s.loss for s in reader_of(state).steps()] == [None] * 3

@@ -70,7 +70,7 @@ def test_a_disk_that_has_room_later_shows_the_record_from_its_first_step_on(
     assert "No space left on device" in said(state)[0]
 
 
-def test_nobody_can_cut_the_record_short(guard: Guard, state: StateDir) -> None:
+def test_no_other_process_can_truncate_the_record(guard: Guard, state: StateDir) -> None:
     """Anyone who wrote into a mapped file after it was cut short was killed by SIGBUS."""
     with (state.flight / "rank-0000.live").open("r+b") as file, pytest.raises(PermissionError):
         file.truncate(0)
@@ -90,7 +90,7 @@ def test_a_missing_and_an_unwritable_state_directory_are_survived(tmp_path: Path
     assert guard.troubles == 1
 
 
-def test_settings_that_are_not_json_are_said_and_the_defaults_used(state: StateDir) -> None:
+def test_settings_that_are_not_json_are_reported_and_the_defaults_used(state: StateDir) -> None:
     guard = Guard(place(state, _MINER_GUARD_RANK_SETTINGS="{broken"))
     assert guard.place.settings == RankSettings()
     assert "settings from the supervisor" in said(state)[0]
@@ -302,7 +302,7 @@ def test_a_rank_without_home_or_working_directory_is_still_the_rank_it_is(
 
 
 @pytest.mark.parametrize("text", ["-1", "", "two", str(1 << 40)])
-def test_a_rank_that_is_no_number_of_ranks_is_said(state: StateDir, text: str) -> None:
+def test_a_rank_that_is_not_a_number_of_ranks_is_reported(state: StateDir, text: str) -> None:
     seen = find({"LOCAL_RANK": text}, state.root)
     assert seen.local_rank == 0
     assert f"LOCAL_RANK={text!r}" in seen.remarks[0]
@@ -375,7 +375,7 @@ def test_a_spawned_worker_that_runs_the_script_again_leaves_the_ranks_record_alo
     assert state_of(state) == "finished"
 
 
-def test_what_is_handed_to_the_guard_by_mistake_is_said_and_raises_nothing(
+def test_what_is_handed_to_the_guard_by_mistake_is_reported_and_raises_nothing(
     guard: Guard, state: StateDir
 ) -> None:
     """Guards against a training that ends because of a line that was only to be logged."""
