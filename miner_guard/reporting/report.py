@@ -35,6 +35,9 @@ _WEEK_S = 7 * 86400.0
 _WEEK_CELLS = 84
 """Two hours each."""
 
+_SHOWN_SHARE = 0.005
+"""A smaller share of the week would be shown as 0%."""
+
 
 def render(
     state: state_dir.StateDir,

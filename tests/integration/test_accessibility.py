@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from miner_guard.reporting.report import render
-from tests.integration.test_http import Port
 from tests.support import requires
+from tests.support.http_port import Port
 from tests.support.page_states import hang, sixteen_ranks
 from uploads import ledger_readers
 

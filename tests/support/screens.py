@@ -13,7 +13,7 @@ from pathlib import Path
 
 from miner_guard.eventlog.query import Query, last
 from miner_guard.state_dir import StateDir
-from tests.support import requires
+from tests.support import page_pictures, requires
 from tests.support.http_port import Port
 
 DOCS = requires.REPO / "docs"
@@ -73,6 +73,13 @@ On a phone, in dark mode:
 Where `[http] token` is set, the live page asks for it once per tab:
 
 ![The live page asks for its token](images/live-token.png)
+
+## The first screen, state by state
+
+Each begins with the verdict, its start, its cause and the next step. These miners are simulated
+(`tests/support/page_states.py`); lines, verdicts and pages are the guard's own.
+
+{states}
 """
 
 
@@ -97,7 +104,7 @@ def _until_step(state: StateDir, step: int) -> None:
     raise SystemExit(f"the demo did not come to step {step}")
 
 
-def _pictures(page: Path, state: StateDir) -> None:
+def _pictures(page: Path, state: StateDir, folder: Path) -> None:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -120,6 +127,7 @@ def _pictures(page: Path, state: StateDir) -> None:
         shown.locator("form").wait_for()
         shown.screenshot(path=DOCS / "images" / "live-token.png")
         port.close()
+        page_pictures.take(browser, folder, DOCS / "images")
         browser.close()
 
 
@@ -149,12 +157,13 @@ def main() -> None:
         shown["health"] = "\n".join(hit.console(emoji=True) for hit in health)
         shown["costs"] = _ask(state, "costs")
         shown["estimate"] = _ask(state, "costs", "estimate", *ESTIMATE.split())
+        shown["states"] = "\n".join(page_pictures.markdown())
         text = PAGE.format(faults=" ".join(FAULTS), estimate_arguments=ESTIMATE, **shown)
         (DOCS / "screens.md").write_text(
             re.sub(re.escape(folder), "/home/me", text), encoding="utf-8"
         )
         _ask(state, "report", "-o", str(Path(folder) / "page.html"))
-        _pictures(Path(folder) / "page.html", state)
+        _pictures(Path(folder) / "page.html", state, Path(folder))
 
 
 if __name__ == "__main__":

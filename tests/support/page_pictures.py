@@ -1,0 +1,68 @@
+"""Pictures of the page in each of its states, on a desktop, a phone, in dark and on paper."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from miner_guard.reporting.report import render
+from tests.support.page_states import STATES
+from uploads import ledger_readers
+
+_GONE_S = 900.0
+TITLES = {
+    "healthy": "Healthy",
+    "hang": "Forty seconds after a hang",
+    "nan": "The loss is NaN",
+    "blocked": "The gate blocks an upload that is due",
+    "disk-full": "The disk is full",
+    "guard-gone": "The guard is gone",
+    "no-gpu": "No GPU",
+    "ranks-16": "Sixteen ranks, one of them slow",
+    "crash-loop": "A crash loop",
+    "week": "A week",
+}
+LOOKS = {"phone": "A phone", "dark": "Dark", "print": "On paper"}
+
+
+def page_of(name: str, folder: Path) -> Path:
+    """The report of one state as a file."""
+    root = folder / name
+    root.mkdir()
+    state = STATES[name](root).write()
+    if name == "guard-gone":
+        old = time.time() - _GONE_S
+        os.utime(state.status, (old, old))
+    page = folder / f"{name}.html"
+    pushes = ledger_readers.read(state.ledger, "uploads")
+    page.write_text(render(state, pushes=pushes), encoding="utf-8")
+    return page
+
+
+def take(browser: Any, folder: Path, images: Path) -> None:
+    """The first screen of each state, and the healthy one whole in each other look."""
+    pages = {name: page_of(name, folder) for name in TITLES}
+    for name, page in pages.items():
+        _shot(browser, page, images / f"state-{name}.png", size=(1000, 640))
+    hang = pages["hang"]
+    _shot(browser, hang, images / "state-phone.png", size=(390, 760))
+    _shot(browser, pages["week"], images / "state-dark.png", size=(1000, 2600), color_scheme="dark")
+    _shot(browser, pages["week"], images / "state-print.png", size=(794, 2600), media="print")
+
+
+def _shot(browser: Any, page: Path, image: Path, *, size: tuple[int, int], **look: str) -> None:
+    """`look`: `color_scheme` or `media`, as playwright emulates them."""
+    shown = browser.new_page(viewport={"width": size[0], "height": size[1]})
+    shown.emulate_media(**look)
+    shown.goto(page.as_uri())
+    shown.screenshot(path=image)
+    shown.close()
+
+
+def markdown() -> Iterator[str]:
+    """The pictures' section of docs/screens.md."""
+    for name, title in {**TITLES, **LOOKS}.items():
+        yield f"### {title}\n\n![{title}](images/state-{name}.png)\n"
