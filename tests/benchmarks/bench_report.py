@@ -7,11 +7,12 @@ import tempfile
 import time
 from pathlib import Path
 
+from miner_guard.cli.top import View
 from miner_guard.config import GateSettings
 from miner_guard.reporting import metrics
 from miner_guard.reporting.http_server import LiveReport, TimeRange
 from miner_guard.reporting.report import render
-from miner_guard.state_dir import StateDir
+from miner_guard.state_dir import StateDir, write_json
 from miner_guard.system.clock import iso_utc
 from tests.benchmarks.frame import Row, per_call
 from tests.support.metric_sample import full_status
@@ -56,6 +57,8 @@ def run() -> list[Row]:
             start = time.process_time()
             page = render(state)
             report_s = time.process_time() - start
+            if name == "week":
+                rows.append(Row("a refresh of top", 1000 * _top_s(state), "ms CPU"))
             live = LiveReport(state, GateSettings())
             live.read()
             cpu = _render_s(live)
@@ -71,6 +74,12 @@ def run() -> list[Row]:
     )
     note = "reads status.json, whatever the history"
     return [*rows, Row("a scrape of /metrics", 1000 * scrape, "ms CPU", note=note)]
+
+
+def _top_s(state: StateDir) -> float:
+    write_json(state.status, full_status().to_json())
+    view = View(state, 50, ascii_only=False)
+    return per_call(lambda: view.lines(120, 40), 20, clock=time.process_time)
 
 
 def _render_s(live: LiveReport) -> float:
