@@ -106,7 +106,7 @@ class Memory:
         elif finding.event == "crash_loop":
             self.crash_loop = str(fields.get("detail"))
         elif finding.event == "straggler":
-            self.straggler = str(fields.get("detail"))
+            self.straggler = f"rank {finding.rank} {fields.get('detail')}"
         elif finding.event == "straggler_cleared":
             self.straggler = None
         elif finding.event in ("gpu_fault", "gpu_recovered"):

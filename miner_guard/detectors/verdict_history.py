@@ -61,7 +61,16 @@ def strip(stretches: Sequence[Stretch], start: float, end: float, cells: int) ->
             seconds[cell][stretch.state] = seconds[cell].get(stretch.state, 0.0) + held
     whole = sum(totals.values())
     shares = {state: part / whole for state, part in totals.items()} if whole > 0 else {}
-    return Strip(start, end, [_worst(cell, width) for cell in seconds], shares)
+    colours = [_worst(cell, width) for cell in seconds]
+    if stretches and stretches[-1].end >= end:
+        # However brief, the verdict of now must not be missing from the strip below it.
+        colours[-1] = min(colours[-1], stretches[-1].state, key=_badness)
+    return Strip(start, end, colours, shares)
+
+
+def _badness(state: str) -> int:
+    """Smaller is worse; no data is the best."""
+    return STATES.index(state) if state in STATES else len(STATES)
 
 
 def _worst(cell: dict[str, float], width: float) -> str:

@@ -17,6 +17,9 @@ _FIRST_ROWS = 8
 """Rows shown at once; the rest of a table is folded."""
 
 _TABLE_ROWS = 40
+_BEHIND_S = 30.0
+"""A rank whose last step is this much older than another's hangs or is gone: it is shown first."""
+
 _GIB = 1024**3
 _SIGNS = {"yes": ("good", "reached"), "no": ("warn", "not yet"), "unknown": ("", "unknown")}
 _ALARMS = (
@@ -133,11 +136,12 @@ def ranks(status: StatusDocument) -> str:
     rows = list(status.steps.per_rank.items())
     if not rows:
         return ""
-    rows.sort(key=lambda item: (-_known(item[1].last_step_age_s), -_own_s(item[1])))
+    youngest = min(_known(row.last_step_age_s) for _, row in rows)
+    rows.sort(key=lambda item: (-_behind_s(item[1], youngest), -_own_s(item[1])))
     usual = sorted(_own_s(row) for _, row in rows)[len(rows) // 2]
     cells = [
         f'<tr><td>{escape(rank)}</td><td class="n {_lag(_own_s(row), usual)}">'
-        f"{number(_own_s(row), '.2f', ' s') or 'unknown'}</td>"
+        f"{number(row.work_s, '.2f', ' s') or 'unknown'}</td>"
         f'<td class="n">{number(row.step_time_s, ".2f", " s") or "unknown"}</td>'
         f'<td class="n">{number(row.last_step_age_s, ",.0f", " s") or "unknown"}</td>'
         f'<td class="n">{number(row.gpu_mem_gb, ".1f", " GB") or "unknown"}</td></tr>'
@@ -149,6 +153,12 @@ def ranks(status: StatusDocument) -> str:
 
 def _known(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+def _behind_s(row: RankSteps, youngest_s: float) -> float:
+    """Seconds by which the rank's last step lags behind the others'; 0 within the usual scatter."""
+    behind = _known(row.last_step_age_s) - youngest_s
+    return behind if behind > _BEHIND_S else 0.0
 
 
 def _own_s(row: RankSteps) -> float:

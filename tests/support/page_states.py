@@ -325,7 +325,7 @@ def sixteen_ranks(root: Path) -> Story:
     story = Story(root, ranks=16)
     story.slow_rank = 12
     story.train(2)
-    detail = "rank 12 works 14.2s a step, the others 8.1s and wait for it"
+    detail = "works 14.2s a step, the others 8.1s and wait for it"
     story.say("straggler", rank=12, detail=detail, score=0.57)
     story.train(0.1)
     return story

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from miner_guard.config import LogSettings
+from miner_guard.detectors.verdict_history import Stretch, strip
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.emitter import Emitter
 from miner_guard.eventlog.jsonl import JsonlSink
@@ -396,6 +397,19 @@ def test_a_week_of_verdicts_is_a_strip_and_its_shares_are_reported(tmp_path: Pat
             log.snapshot(100.0)
     page = _checked(render(log.state))
     assert "last 7 days: earning 75%, not earning 25%" in page
+
+
+def test_the_verdict_of_now_is_in_the_strip_however_brief() -> None:
+    stretches = [Stretch(0.0, 6990.0, "earning"), Stretch(6990.0, 7000.0, "not earning")]
+    assert strip(stretches, 0.0, 7000.0, 2).cells == ["earning", "not earning"]
+
+
+def test_a_ranks_unknown_work_is_unknown_and_not_zero(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    log.step(1)
+    write_json(log.state.status, {"steps": {"per_rank": {"0": {"step_time_s": 15.0}}}})
+    page = render(log.state)
+    assert re.search(r"<td>0</td><td class=\"n \">unknown</td>", page)
 
 
 def test_a_silent_guard_is_unknown_on_the_page_and_its_last_verdict_is_named(

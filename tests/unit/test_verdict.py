@@ -111,6 +111,12 @@ def test_a_step_ends_what_kept_the_miner_from_stepping() -> None:
     assert judge(typed(), memory).state == EARNING
 
 
+def test_a_straggler_is_named_with_its_rank() -> None:
+    memory = Memory()
+    memory.take(make_finding("straggler", rank=12, detail="works 14.2s a step", score=0.6))
+    assert judge(typed(), memory).cause == "rank 12 works 14.2s a step"
+
+
 def test_a_fault_that_recovers_is_forgotten() -> None:
     memory = Memory()
     memory.take(GPU)
