@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import socket
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from miner_guard import attach
+from miner_guard.state_dir import StateDir
 from tests.benchmarks.frame import Row
 
 TITLE = "Attaching to an unmodified program"
@@ -87,9 +90,13 @@ def _step() -> list[Row]:
     hooks = optimizer_module._global_optimizer_post_hooks
     hooks_before = optimizer_module._global_optimizer_pre_hooks
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor,
+    ):
+        # It never reads; that it is there keeps the hook on the path of a supervised rank.
+        supervisor.bind(str(StateDir(Path(folder)).socket))
         os.environ["_MINER_GUARD_STATE_DIR"] = folder
-        # Another rank than 0 does not print by itself where no supervisor listens.
         os.environ["RANK"] = "1"
         auto = Auto(Adapter("auto"))
         auto.follow_torch(optimizer_module)
