@@ -15,7 +15,7 @@ from typing import Any
 from miner_guard.config import GateSettings
 from uploads.decision import GateDecision
 from uploads.inputs import GateInputs, canonical
-from validators import block_list, gradients, loss, metadata, repo_age, rules
+from validators import repo_age, rules
 from validators.facts import Candidate, Facts
 from validators.limits import Limits, in_force
 from validators.verdict import Verdict, worst
@@ -32,7 +32,7 @@ def decide(
     blocks, with the error as its reason."""
     record: Mapping[str, Any] = {}
     try:
-        candidate = reduced(candidate)
+        candidate = rules.reduced(candidate)
         record = recorded(candidate, inputs, settings, now)
         facts, limits = _facts(candidate, inputs, settings, now)
         verdicts = tuple(
@@ -44,19 +44,6 @@ def decide(
         limits = Limits()
         verdicts = (_said(rules.rule_error("gate", error), candidate.kind),)
     return _concluded(facts, limits, verdicts, settings=settings, record=record, wall=wall)
-
-
-def reduced(candidate: Candidate) -> Candidate:
-    """Keep only what the rules read, so that a decision's record stays small and replays
-    identically."""
-    return replace(
-        candidate,
-        recent_losses=tuple(candidate.recent_losses[-loss.POINTS :]),
-        files=gradients.reduced(candidate.files),
-        config=block_list.reduced(candidate.config),
-        metadata=metadata.reduced(candidate.metadata),
-        revision=None if candidate.revision is None else candidate.revision[:80],
-    )
 
 
 def recorded(

@@ -6,6 +6,7 @@ A rule is in force if the caller supplied its subject or the profile has its lim
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from validators import (
     base_age,
@@ -21,12 +22,28 @@ from validators import (
     swarm,
     window,
 )
-from validators.facts import Facts
+from validators.facts import Candidate, Facts
 from validators.limits import Limits
 from validators.verdict import Verdict
 
 Judge = Callable[[Facts, Limits], Verdict]
 Rule = tuple[str, Judge]
+
+_MAX_REVISION = 80
+"""Characters of a revision that a decision keeps."""
+
+
+def reduced(candidate: Candidate) -> Candidate:
+    """Keep only what the rules read, so that a decision's record stays small and replays
+    identically."""
+    return replace(
+        candidate,
+        recent_losses=tuple(candidate.recent_losses[-loss.POINTS :]),
+        files=gradients.reduced(candidate.files),
+        config=block_list.reduced(candidate.config),
+        metadata=metadata.reduced(candidate.metadata),
+        revision=None if candidate.revision is None else candidate.revision[:_MAX_REVISION],
+    )
 
 
 def gate_rules(facts: Facts, limits: Limits) -> Iterator[Rule]:
