@@ -124,7 +124,7 @@ def _of_profile(profile: str) -> Mapping[str, Any]:
     try:
         return load_profile(profile).settings
     except (OSError, ValueError) as error:
-        raise Refused(f"profile {profile}: {error}", CONFIG) from error
+        raise Refused(f"profile: {error}", CONFIG) from error
 
 
 def choose_state(name: str, state_dir: str | None) -> statedir.StateDir:

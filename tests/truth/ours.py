@@ -67,11 +67,14 @@ class Ours:
         numbers = {**load_profile("sn38").limits, "endpoint": server.endpoint}
         self._limits = Limits.of(GateSettings(), numbers)
 
-    def audit(self, state: states.State) -> audit.Report:
-        """What we say of it; the network is what validators of that state would be in."""
+    def audit(self, state: states.State, earlier: Mapping[str, Any] | None = None) -> audit.Report:
+        """What we say of it; the network is what validators of that state would be in.
+
+        `earlier`: limits in which an earlier version differs; none of those raised its age limit.
+        """
         self._server.set(state)
-        limits = self._limits
-        if state.max_upload_interval is not None:
+        limits = dataclasses.replace(self._limits, **(earlier or {}))
+        if state.max_upload_interval is not None and earlier is None:
             # No public place tells of failed AllReduces; whoever knows the limit can set it.
             limits = dataclasses.replace(limits, validator_repo_age_s=state.max_upload_interval)
         network = Network(

@@ -27,6 +27,12 @@ LINES = states.lines(TABLE)
 VERSION = "1.2.7"
 """The version that the profile speaks for."""
 
+EARLIER: dict[str, dict[str, Any]] = {
+    version: {"validator_repo_age_s": 2400.0, "validator_repo_age_raise_s": None}
+    for version in ("1.2.3", "1.2.1")
+}
+"""Limits of earlier versions that differ from the profile: a lower age limit, never raised."""
+
 pytestmark = pytest.mark.slow
 
 DIFFERENT: dict[str, str] = {}
@@ -56,6 +62,29 @@ def test_the_audit_says_what_the_real_validator_says(ours: Ours, group: str) -> 
         report = ours.audit(states.build(line))
         same = report.outcome == expected(line["real"][VERSION])
         if same == (line["case"] in DIFFERENT):
+            wrong.append(f"{line['case']}: {report.outcome}, {report.detail}")
+    assert not wrong, "\n".join(wrong)
+
+
+def verdicts_changed(version: str) -> list[dict[str, Any]]:
+    """States of which an earlier version says something else than the profile's, and good ones."""
+    return [
+        line
+        for line in LINES
+        if line["group"] == "good"
+        or expected(line["real"][version]) != expected(line["real"][VERSION])
+    ]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("version", EARLIER)
+def test_with_the_limits_of_an_earlier_version_the_audit_says_what_that_said(
+    ours: Ours, version: str
+) -> None:
+    wrong = []
+    for line in verdicts_changed(version):
+        report = ours.audit(states.build(line), EARLIER[version])
+        if report.outcome != expected(line["real"][version]):
             wrong.append(f"{line['case']}: {report.outcome}, {report.detail}")
     assert not wrong, "\n".join(wrong)
 
