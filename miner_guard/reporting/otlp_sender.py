@@ -48,6 +48,7 @@ from miner_guard.system.backoff import Backoff
 from miner_guard.system.clock import parse_iso_utc
 
 LOGS, METRICS = "logs", "metrics"
+_LOGS_OK = LogRecordExportResult.SUCCESS
 
 _LOOK_EVERY_S = 1.0
 """How long an event waits for the batch that it goes with (the SDK's default)."""
@@ -105,6 +106,15 @@ class _LastWords(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.text = record.getMessage()
+
+    def of_failure(self, export: Callable[[], object]) -> object:
+        """The result of an export; None where it raises, as older versions of the SDK do
+        when nobody listens."""
+        try:
+            return export()
+        except requests.RequestException as error:
+            self.text = str(error)
+            return None
 
 
 class Channel:
@@ -179,8 +189,8 @@ class EventExporter:
                 return False
         count = len(self._waiting)
         self._answer.forget()
-        result = self._exporter.export([self._record(hit) for hit in self._waiting])
-        if result is LogRecordExportResult.SUCCESS:
+        records = [self._record(hit) for hit in self._waiting]
+        if words.of_failure(lambda: self._exporter.export(records)) is _LOGS_OK:
             self.channel.succeeded(time.monotonic())
             self.sent += count
         elif self._answer.status in _WRONG_REQUEST:
@@ -264,7 +274,7 @@ class MetricExporter:
         data = self._reader.get_metrics_data()
         if data is None:
             return
-        if self._exporter.export(data) is MetricExportResult.SUCCESS:
+        if words.of_failure(lambda: self._exporter.export(data)) is MetricExportResult.SUCCESS:
             self.sent += 1
             self.channel.succeeded(time.monotonic())
         else:
