@@ -31,6 +31,9 @@ _COLOURS = {
     "hang": "#7f1d1d",
 }
 _VERDICTS = {"earning": "good", "degraded": "warn", "not earning": "bad", "stopped": "bad"}
+_AS_ASKED = ("finished", "done", "paused")
+"""Verdicts by their key that an operator or the miner's own end brought about."""
+
 _WEEK_S = 7 * 86400.0
 _WEEK_CELLS = 84
 """Two hours each."""
@@ -119,10 +122,13 @@ def _verdict(data: Data) -> str:
         f" <small>(ops/runbook.md, row <code>{escape(str(event))}</code>)</small>" if event else ""
     )
     sure = f" <small>({escape(str(confidence))})</small>" if confidence else ""
-    name = "What it does" if state == "earning" else "What is wrong"
+    # A run that ended as asked is stopped, and nothing about it is wrong.
+    asked = verdict.key in _AS_ASKED
+    name = "What happened" if asked else "What it does" if state == "earning" else "What is wrong"
+    kind = "" if asked else _VERDICTS.get(state, "")
     now = str(data.status.updated or "")
     return (
-        f'<section class="verdict {_VERDICTS.get(state, "")}" aria-label="Verdict">'
+        f'<section class="verdict {kind}" aria-label="Verdict">'
         f"<h1>{escape(state_since(verdict, now))}</h1><dl>"
         f"<dt>{name}</dt><dd>{escape(str(verdict.cause))}{sure}</dd>"
         f"<dt>What to do</dt><dd>{escape(step)}{row}</dd></dl></section>"

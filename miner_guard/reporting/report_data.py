@@ -66,6 +66,8 @@ tables."""
 _SMOOTH_HALF_STEPS = 10.0
 """Steps after which a value weighs half in the smoothed loss."""
 
+_DECAY = 0.5 ** (1 / _SMOOTH_HALF_STEPS)
+
 _GAP_S = 600.0
 """After this long without a health snapshot (one a minute) no guard ran."""
 
@@ -81,6 +83,20 @@ class Mark:
     fields: Mapping[str, Any]
 
 
+class Smoother:
+    """An exponential mean without the bias of its beginning, as TensorBoard computes it: the first
+    value, which is the highest loss of a run, weighs no more than any other of its age."""
+
+    def __init__(self) -> None:
+        self._sum = self._weight = 0.0
+
+    def add(self, value: float) -> float:
+        """The mean including `value`."""
+        self._sum = _DECAY * self._sum + (1 - _DECAY) * value
+        self._weight = _DECAY * self._weight + (1 - _DECAY)
+        return self._sum / self._weight
+
+
 @dataclass
 class Data:
     """All data that the report draws."""
@@ -91,6 +107,7 @@ class Data:
 
     loss: TimeSeries = field(default_factory=TimeSeries)
     loss_smooth: TimeSeries = field(default_factory=TimeSeries)
+    smoother: Smoother = field(default_factory=Smoother)
     step_time: TimeSeries = field(default_factory=TimeSeries)
     step_memory: TimeSeries = field(default_factory=TimeSeries)
     inner_step: TimeSeries = field(default_factory=TimeSeries)
@@ -212,16 +229,13 @@ def _take(data: Data, hit: Hit) -> None:
 
 def _take_step(data: Data, when: float, record: Mapping[str, Any]) -> None:
     data.host = str(record.get("host") or data.host)
-    loss, before = record.get("loss"), data.loss_smooth.last_value()
+    loss = record.get("loss")
     data.loss.add(when, loss)
-    if isinstance(loss, (int, float)):
-        data.loss_smooth.add(when, loss if before is None else before + _WEIGHT * (loss - before))
+    if isinstance(loss, (int, float)) and math.isfinite(loss):
+        data.loss_smooth.add(when, data.smoother.add(loss))
     data.step_time.add(when, record.get("step_time_s"))
     data.step_memory.add(when, record.get("gpu_mem_gb"))
     data.inner_step.add(when, record.get("inner_step"))
-
-
-_WEIGHT = 1 - 0.5 ** (1 / _SMOOTH_HALF_STEPS)
 
 
 def _take_snapshot(data: Data, when: float, record: Mapping[str, Any]) -> None:

@@ -70,10 +70,6 @@ class TimeSeries:
         """The first point ever added."""
         return self._first
 
-    def last_value(self) -> float | None:
-        """The newest value."""
-        return self.values[-1] if self.values else None
-
     def at(self, time: float) -> float | None:
         """The last value at or before `time`; None before the first."""
         place = bisect.bisect_right(self.times, time) - 1

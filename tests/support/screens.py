@@ -34,7 +34,8 @@ One run of the demo on two CPU cores made all of this, with an injected slow ste
 {top}
 ```
 
-It fits 80 columns and 24 lines and needs no colour; it sends only changed lines, so it works over a slow ssh. `q` quits.
+It fits 80 columns and 24 lines and needs no colour (`NO_COLOR` and dumb terminals get none); it sends only changed lines, so it
+works over a slow ssh. `?` lists the keys: scroll the events, sort the ranks, pause, quit.
 
 ## `miner-guard status`
 

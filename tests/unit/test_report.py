@@ -20,7 +20,7 @@ from miner_guard.eventlog.emitter import Emitter
 from miner_guard.eventlog.jsonl import JsonlSink
 from miner_guard.eventlog.redact import Redactor
 from miner_guard.reporting.report import render
-from miner_guard.reporting.report_data import LogReader, gather
+from miner_guard.reporting.report_data import LogReader, Smoother, gather
 from miner_guard.reporting.report_svg import Line, Plot, draw, nice_ticks, thinned
 from miner_guard.reporting.time_series import TimeSeries
 from miner_guard.state_dir import StateDir, write_json
@@ -410,6 +410,23 @@ def test_a_ranks_unknown_work_is_unknown_and_not_zero(tmp_path: Path) -> None:
     write_json(log.state.status, {"steps": {"per_rank": {"0": {"step_time_s": 15.0}}}})
     page = render(log.state)
     assert re.search(r"<td>0</td><td class=\"n \">unknown</td>", page)
+
+
+def test_the_smoothed_loss_does_not_hang_on_the_first_value() -> None:
+    smoother = Smoother()
+    means = [smoother.add(value) for value in (6.0, 3.0, 3.0, 3.0)]
+    assert means[0] == 6.0
+    assert means[1] == pytest.approx(4.45, abs=0.05), "of two values about their mean"
+
+
+def test_a_run_that_ended_as_asked_is_not_wrong(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    log.step(1)
+    verdict = {"state": "stopped", "cause": "the miner finished its work", "key": "finished"}
+    write_json(log.state.status, {"state": "done", "verdict": verdict})
+    page = render(log.state)
+    assert "<dt>What happened</dt><dd>the miner finished its work" in page
+    assert 'class="verdict "' in page
 
 
 def test_a_silent_guard_is_unknown_on_the_page_and_its_last_verdict_is_named(
