@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from miner_guard.eventlog.catalog import Finding, make_finding
@@ -26,6 +25,7 @@ from miner_guard.flight_recorder.journal import DecisionEntry, JournalEntry, Upl
 from miner_guard.flight_recorder.layout import FLAG_FIRST
 from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Context, Exit, Monitor
+from miner_guard.monitors.pushes import VERIFY_AFTER_S, Begun, Push, steps_of, tag_of, took
 from uploads import inputs as gate_inputs
 from uploads import remembered_settings
 from uploads.commitments import commitment_of, configured
@@ -51,32 +51,6 @@ _SHOWN: Mapping[str, tuple[str, type[Section]]] = {
     "restart": ("restarts", LastRestart),
 }
 """Latest items shown in the status, and their tables in the ledger."""
-
-_VERIFY_AFTER_S = (0.0, 3.0, 10.0)
-"""Waits before the checks after a push: a rejection must be seen twice, an unreadable repo three
-times."""
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """A push whose end has not been reported yet."""
-
-    entry: UploadEntry
-    at: float | None
-    before: Published
-
-
-@dataclass(frozen=True)
-class _Push:
-    """A reported push that awaits verification."""
-
-    entry: UploadEntry
-    began: float | None
-    """Monotonic seconds; None if only the end was reported."""
-
-    before: Published | None
-    due: float
-    checks: int = 0
 
 
 def _ledger(context: Context) -> Ledger:
@@ -109,8 +83,8 @@ class UploadsMonitor(Monitor):
         self._written_at = self._newest_probe = float("-inf")
         self._outage = WriteOutage("gate-inputs.json", "; the gate sees the repo as unknown")
         self._watched_written = False
-        self._began: dict[str, _Begun] = {}
-        self._pushes: list[_Push] = []
+        self._began: dict[str, Begun] = {}
+        self._pushes: list[Push] = []
         self._unsettled: list[UploadEntry] = []
         self._last: dict[str, Any] = dict.fromkeys(
             ("decision", "upload", "audit", "incident", "restart")
@@ -232,17 +206,17 @@ class UploadsMonitor(Monitor):
         now = self.context.clock.monotonic()
         if entry.phase == "started":
             with self._mutex:
-                self._began[decision] = _Begun(entry, entry.t or now, self._watch.latest)
-            yield make_finding("upload_started", rank=rank or None, tag=_tag(entry))
+                self._began[decision] = Begun(entry, entry.t or now, self._watch.latest)
+            yield make_finding("upload_started", rank=rank or None, tag=tag_of(entry))
             return
         seconds = entry.seconds
         with self._mutex:
-            guessed = _Begun(entry, None if seconds is None else now - seconds, self._watch.latest)
+            guessed = Begun(entry, None if seconds is None else now - seconds, self._watch.latest)
         begun = self._began.pop(decision, guessed) if decision else guessed
         if entry.phase == "failed":
             self._store(entry, "failed", error=entry.error)
             yield make_finding(
-                "upload_failed", rank=rank or None, reason=f"tag {_tag(entry)}: {entry.error}"
+                "upload_failed", rank=rank or None, reason=f"tag {tag_of(entry)}: {entry.error}"
             )
             return
         yield from self._reported(entry, begun.at, begun.before)
@@ -257,10 +231,10 @@ class UploadsMonitor(Monitor):
                 else "repo.verify_uploads is off"
             )
             self._store(entry, "reported", error=f"not verified: {why}")
-            detail = f"{_took(entry)}; not verified: {why}"
-            yield make_finding("upload_reported", tag=_tag(entry), detail=detail, source="guard")
+            detail = f"{took(entry)}; not verified: {why}"
+            yield make_finding("upload_reported", tag=tag_of(entry), detail=detail, source="guard")
             return
-        push = _Push(entry, began, before, self.context.clock.monotonic())
+        push = Push(entry, began, before, self.context.clock.monotonic())
         self._unsettled.append(entry)
         # Verify immediately: the next push may follow soon and replace the content to verify.
         self.context.jobs.once("verify upload", lambda: self._verify(push))
@@ -270,7 +244,7 @@ class UploadsMonitor(Monitor):
         for begun in cut:
             why = "the miner ended during the push; what is published may be mixed"
             self._store(begun.entry, "failed", error=why)
-            yield make_finding("upload_failed", reason=f"tag {_tag(begun.entry)}: {why}")
+            yield make_finding("upload_failed", reason=f"tag {tag_of(begun.entry)}: {why}")
 
     def on_finding(self, finding: Finding) -> Iterable[Finding]:
         fields, wall = finding.fields, self.context.clock.wall()
@@ -328,25 +302,25 @@ class UploadsMonitor(Monitor):
 
     # verification, in job threads
 
-    def _verify(self, push: _Push) -> None:
+    def _verify(self, push: Push) -> None:
         began = self.context.clock.monotonic()
         published = self._probe()
         entry, now = push.entry, self.context.clock.monotonic()
         since = None if push.began is None else now - push.began
-        reported = Reported(*_steps(entry), since, _tag(entry), entry.bytes, entry.checksum)
+        reported = Reported(*steps_of(entry), since, tag_of(entry), entry.bytes, entry.checksum)
         seen = verify(push.before, published, reported)
         checks = push.checks + 1
         if (
             not seen.superseded
-            and checks < (2 if seen.verified is False else len(_VERIFY_AFTER_S))
+            and checks < (2 if seen.verified is False else len(VERIFY_AFTER_S))
             and not seen.verified
         ):
             with self._mutex:
-                self._pushes.append(replace(push, due=now + _VERIFY_AFTER_S[checks], checks=checks))
+                self._pushes.append(replace(push, due=now + VERIFY_AFTER_S[checks], checks=checks))
             return
         self._probed(published, began)
         self._unsettled.remove(entry)
-        tag = _tag(entry) or published.revision
+        tag = tag_of(entry) or published.revision
         if seen.verified:
             self._store(
                 entry,
@@ -355,11 +329,11 @@ class UploadsMonitor(Monitor):
                 checksum=published.checksum,
                 bytes=entry.bytes if published.size_bytes is None else published.size_bytes,
             )
-            detail = f"{seen.detail}, {_took(entry)}"
+            detail = f"{seen.detail}, {took(entry)}"
             self.context.emit(make_finding("upload_succeeded", tag=tag, detail=detail))
         elif seen.superseded:
             self._store(entry, "superseded", error=seen.detail)
-            detail = f"{_took(entry)}; not verified: {seen.detail}"
+            detail = f"{took(entry)}; not verified: {seen.detail}"
             self.context.emit(
                 make_finding("upload_reported", tag=tag, detail=detail, source="guard")
             )
@@ -387,7 +361,7 @@ class UploadsMonitor(Monitor):
         )
         row = (
             {name: getattr(entry, name) for name in names}
-            | {"tag": _tag(entry), "kind": entry.kind}
+            | {"tag": tag_of(entry), "kind": entry.kind}
             | more
         )
         wall = self.context.clock.wall()
@@ -399,7 +373,7 @@ class UploadsMonitor(Monitor):
         for entry in list(self._unsettled):
             why = "the guard ended before it was checked; see `miner-guard audit`"
             self._store(entry, "reported", error=f"not verified: {why}")
-            yield make_finding("upload_unverified", tag=_tag(entry), reason=why)
+            yield make_finding("upload_unverified", tag=tag_of(entry), reason=why)
         self._ledger.close()
 
     def snapshot(self) -> Mapping[str, Any]:
@@ -425,24 +399,3 @@ class UploadsMonitor(Monitor):
                 pending=len(self._pushes),
                 **self._last,
             ).to_json()
-
-
-def _steps(entry: UploadEntry) -> tuple[int | None, int | None]:
-    """Outer and inner step from the tag, else from the entry: a log's last step may be later than
-    the pushed one."""
-    match = re.search(r"(\d+)\.(\d+)$", entry.tag or "")
-    return (int(match[1]), int(match[2])) if match else (entry.outer_step, entry.inner_step)
-
-
-def _took(entry: UploadEntry) -> str:
-    """Describe the duration; a log reports only the end of a push."""
-    seconds = entry.seconds
-    return "pushed, says the miner's log" if seconds is None else f"pushed in {seconds:.1f}s"
-
-
-def _tag(entry: UploadEntry) -> str | None:
-    if entry.tag:
-        return entry.tag
-    if entry.outer_step is None or entry.inner_step is None:
-        return None
-    return f"{entry.outer_step}.{entry.inner_step}"
