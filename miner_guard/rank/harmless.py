@@ -32,7 +32,7 @@ def harmless_or(fallback: Callable[[], R]) -> Callable[[Callable[P, R]], Callabl
             before = None if frames is None else frames.set_eval_frame(None)
             try:
                 return method(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - the miner's step is sacred; said as guard_degraded
+            except Exception as error:  # noqa: BLE001 - the miner's step is sacred; reported as guard_degraded
                 guard: Any = args[0]
                 guard._degraded(method.__name__, error)
                 return fallback()

@@ -98,7 +98,7 @@ def test_an_explosion_is_one_alarm_and_not_also_a_spike(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("factor", [1.6, 6.0])
-def test_a_loss_that_stays_above_its_level_without_exploding_is_said_within_five_steps(
+def test_a_loss_that_stays_above_its_level_without_exploding_is_reported_within_five_steps(
     tmp_path: Path, factor: float
 ) -> None:
     """Guards against a warning that is held back until a loss returns that never does."""

@@ -78,7 +78,7 @@ def verdicts_changed(version: str) -> list[dict[str, Any]]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("version", EARLIER)
-def test_with_the_limits_of_an_earlier_version_the_audit_says_what_that_said(
+def test_with_the_limits_of_an_earlier_version_the_audit_says_what_that_reported(
     ours: Ours, version: str
 ) -> None:
     wrong = []
