@@ -106,6 +106,9 @@ class StepSettings:
     fast_log_max_s: Positive = 1.0
     """Red flag: a fast log that takes longer (source 001)."""
 
+    overhead_good_pct: Percent = 10.0
+    """Overhead of an evaluation step above this is an issue, though no red flag (source 001)."""
+
     overhead_max_pct: Percent = 20.0
     """Red flag: overhead of an evaluation step above this (source 001)."""
 

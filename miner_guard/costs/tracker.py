@@ -321,7 +321,7 @@ class MonitoringCostTracker:
         if report["budget_status"] == "unknown":
             words = (
                 f"no ledger at {self._ledger}: no guard runs there. Set "
-                f"{state_dir.STATE_DIR} to its state directory"
+                "MINER_GUARD_STATE_DIR to its state directory"
             )
         else:
             words = table.text(report)

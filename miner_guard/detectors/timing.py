@@ -38,12 +38,14 @@ class Breakdown:
 
 @dataclass(frozen=True)
 class RedFlag:
-    """One of source 001's red flags."""
+    """One of source 001's red flags, or what comes before one."""
 
     which: str
     seen: str
     limit: str
     meaning: str
+    remark: bool = False
+    """Above what source 001 calls acceptable, below its red flag."""
 
 
 class TimingLog:
@@ -122,5 +124,9 @@ def red_flags(seen: FastLog | Breakdown, settings: StepSettings) -> Iterator[Red
         ),
     ):
         share = 100 * (seconds or 0.0) / seen.total_s
+        told = f"{share:.1f}% of {seen.total_s:.3f}s"
         if share > limit:
-            yield RedFlag(which, f"{share:.1f}% of {seen.total_s:.3f}s", f"{limit:g}%", meaning)
+            yield RedFlag(which, told, f"{limit:g}%", meaning)
+        elif which == "overhead" and share > settings.overhead_good_pct:
+            limit, meaning = settings.overhead_good_pct, "1-5% is usual; optimize what is costly"
+            yield RedFlag(which, told, f"{limit:g}%", meaning, remark=True)

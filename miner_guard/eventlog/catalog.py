@@ -157,6 +157,7 @@ _SPECS = (
     Spec("fast_log", "info", _TIME, ("Fast log time: {total_s:.3f}s (loss calc: {loss_calc_s:.3f}s, overhead: " "{overhead_s:.3f}s)"), ("total_s", "loss_calc_s", "overhead_s", "inner_step")),
     Spec("timing_breakdown", "info", _TIME, formatters.timing_breakdown, ("step", "total_s", "inference_s", "val_loss_s", "example_loss_s", "overhead_s")),
     Spec("timing_red_flag", "warning", _WARN, "TIMING RED FLAG: {which}: {seen} (limit {limit}): {meaning}", ("which", "seen", "limit", "meaning")),
+    Spec("timing_remark", "info", _TIME, "TIMING REMARK: {which}: {seen} (usual below {limit}): {meaning}", ("which", "seen", "limit", "meaning")),
     Spec("steps_regressed", "warning", _WARN, ("STEPS REGRESSED: median {median_s:.2f}s, best {best_s:.2f}s earlier ({ratio:.0%} " "of best speed)"), ("median_s", "best_s", "ratio")),
     Spec("step_summary", "info", _TIME, "STEP SUMMARY: p50 {p50_s:.2f}s p95 {p95_s:.2f}s max {max_s:.2f}s, grade {grade}", ("p50_s", "p95_s", "max_s", "grade")),
     Spec("throughput_explained", "warning", _WARN, "SLOW BECAUSE: {cause}: {arithmetic}", ("cause", "arithmetic")),

@@ -246,7 +246,7 @@ class StepsMonitor(Monitor):
         if seen is not None:
             for flag in timing.red_flags(seen, self.context.config.steps):
                 yield make_finding(
-                    "timing_red_flag",
+                    "timing_remark" if flag.remark else "timing_red_flag",
                     rank=rank,
                     which=flag.which,
                     seen=flag.seen,

@@ -202,6 +202,20 @@ def test_fast_log_and_breakdown_come_at_their_steps_with_source_001s_numbers(
     assert not lines(seen, "fast_log")
 
 
+def test_an_overhead_of_twelve_per_cent_is_a_remark(tmp_path: Path) -> None:
+    """Source 001: above 10 % there is an issue, above 20 % a red flag."""
+    clock = FakeClock()
+    part = StepsMonitor(context(tmp_path, clock=clock))
+    drive(part, clock, [15.0] * 199)
+    full = {"monitor": 8.0, "inference": 5.6, "val_loss": 1.44}
+    seen = drive(part, clock, [23.0], phases=full, nested_in_monitor_s=7.04)
+    assert [f.event for f in seen if f.event.startswith("timing_r")] == ["timing_remark"]
+    assert lines(seen, "timing_remark") == [
+        "TIMING REMARK: overhead: 12.0% of 8.000s (usual below 10%): "
+        "1-5% is usual; optimize what is costly"
+    ]
+
+
 @pytest.mark.parametrize(
     ("phases", "nested", "which"),
     [
