@@ -1,0 +1,98 @@
+"""A rank dumps its stacks on a signal, unless the program uses that signal itself."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from miner_guard.rank import guard as hook
+from miner_guard.rank.introspection import stacks
+from miner_guard.rank.introspection.stacks import STACKS_SIGNAL, SignalTaken
+from miner_guard.state_dir import StateDir
+from tests.unit.rank.helpers import said
+
+
+def test_a_rank_that_hangs_in_c_code_still_gives_its_stacks(
+    state: StateDir, listener: socket.socket
+) -> None:
+    script = (
+        "import sys, threading, miner_guard\n"
+        "guard = miner_guard.init(sys.argv[1])\n"
+        "lock = threading.Lock(); lock.acquire()\n"
+        "def waits_for_ever():\n"
+        "    print('there', flush=True); lock.acquire()\n"
+        "waits_for_ever()\n"
+    )
+    rank = subprocess.Popen([sys.executable, "-c", script, str(state.root)], stdout=subprocess.PIPE)
+    try:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == b"there\n"
+        file = state.stacks_of(0)
+        assert file.read_bytes() == b"pid %d\n" % rank.pid
+        rank.send_signal(STACKS_SIGNAL)
+        deadline = time.monotonic() + 30
+        while b"waits_for_ever" not in file.read_bytes():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert rank.poll() is None
+    finally:
+        rank.kill()
+        rank.communicate()
+
+
+def test_a_signal_that_the_program_uses_itself_is_left_alone(
+    state: StateDir, listener: socket.socket
+) -> None:
+    before = signal.signal(STACKS_SIGNAL, lambda *_: None)
+    try:
+        with pytest.raises(SignalTaken):
+            stacks.register(state.root / "stacks")
+    finally:
+        signal.signal(STACKS_SIGNAL, before)
+
+
+def test_a_signal_that_the_program_takes_later_is_not_sent_any_more(
+    state: StateDir, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm and the like save and requeue on it: a guard that asks for stacks must not start
+    that."""
+    monkeypatch.setattr(hook, "_current", None)
+    guard = hook.init(state.root)
+    guard.step(inner_step=1)
+    assert state.stacks_of(0).read_bytes().startswith(b"pid ")
+    before = signal.signal(STACKS_SIGNAL, lambda *_: None)
+    try:
+        guard.step(inner_step=2)
+        guard.step(inner_step=3)
+        assert state.stacks_of(0).read_bytes() == b""
+        assert [what for what in said(state) if "SIGUSR2" in what] == [
+            "SIGUSR2 is now used by the program: no stacks at a hang, except by py-spy"
+        ]
+    finally:
+        signal.signal(STACKS_SIGNAL, before)
+        guard.close()
+
+
+def test_another_faulthandler_of_the_program_keeps_its_signal(state: StateDir) -> None:
+    script = (
+        "import faulthandler, os, signal, sys, miner_guard\n"
+        "faulthandler.register(signal.SIGUSR2, file=sys.stdout, all_threads=True)\n"
+        "guard = miner_guard.init(sys.argv[1])\n"
+        "def here(): os.kill(os.getpid(), signal.SIGUSR2)\n"
+        "here()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(state.root)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert "in here" in done.stdout
+    assert not state.stacks_of(0).exists()
+    assert "SIGUSR2 is used by the program" in done.stdout
