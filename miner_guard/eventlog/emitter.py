@@ -20,9 +20,9 @@ from miner_guard.eventlog.rendering import console_line, json_line
 from miner_guard.system.clock import Clock, iso_utc
 from miner_guard.system.lazy_import import block_import, defer_import
 
-with block_import("rich"), defer_import("asyncio"):
+with block_import("rich"), defer_import("asyncio", current_task=lambda: None):
     # Three quarters of structlog's import, for a console renderer and async methods that the guard
-    # does not use.
+    # does not use. From Python 3.12 on a log record asks for the current task.
     import structlog
 
 Record = MutableMapping[str, Any]
