@@ -145,6 +145,7 @@ _SPECS = (
     Spec("preflight_waiting", "info", "🔍", "PREFLIGHT WAITING: up to {left_s:.0f}s, this may clear by itself: {what}", ("left_s", "what")),
     Spec("preflight_finding", "warning", _WARN, "PREFLIGHT {check}: {seen}; {next_step}", ("check", "seen", "limit", "next_step")),
     Spec("gpu_diagnostics", "info", "🔍", formatters.gpu_diagnostics, ("ranks",)),
+    Spec("resources", "info", "", formatters.resources, ("cpu_cores", "batch_size", "gpu", "dtype")),
     Spec("cuda_unavailable", "critical", _BAD, "CUDA NOT AVAILABLE - Model will run on CPU (VERY SLOW!)", ()),
     Spec("model_on_cpu", "critical", _BAD, "Model is on CPU! This will be EXTREMELY SLOW!", ()),
     Spec("low_gpu_memory", "warning", _WARN, "LOW GPU MEMORY: Model may be on CPU!", ("gpu_mem_gb",)),

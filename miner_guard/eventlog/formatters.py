@@ -125,6 +125,15 @@ def gpu_usage(fields: Mapping[str, Any]) -> str:
     return f"GPU Memory Used: {used:.1f} GB / {total:.1f} GB ({share:.1f}%) - {fields['verdict']}"
 
 
+def resources(fields: Mapping[str, Any]) -> str:
+    """Source 002's line; the type of the parameters in place of its `Mixed Precision=ON`, which a
+    hook can't see."""
+    return (
+        f"RESOURCES: {fields['cpu_cores']} CPU cores, batch={known(fields['batch_size'])}, "
+        f"GPU={known(fields['gpu'])}, dtype={known(fields['dtype'])}"
+    )
+
+
 def gpu_diagnostics(fields: Mapping[str, Any]) -> str:
     """Source 004's block for rank 0, then a row for each rank.
 

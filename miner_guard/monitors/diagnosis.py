@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from miner_guard.diagnosis import across_ranks
 from miner_guard.diagnosis.request import PreflightRequest, expectation_of
-from miner_guard.eventlog.catalog import Finding
+from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.flight_recorder.journal import DiagnosisEntry, JournalEntry
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
 from miner_guard.rank.introspection.diagnosis_codec import unpack
@@ -52,7 +53,24 @@ class DiagnosisMonitor(Monitor):
         question = PreflightRequest(self.context.config, self.context.state, self._command, {})
         self._expected = expectation_of(question, None).count
         low = self.context.config.gpu.low_memory_gb * 1024**3
-        return across_ranks.findings(self._reports, self._expected, low)
+        found = list(across_ranks.findings(self._reports, self._expected, low))
+        return [*found, *_resources(self._reports)]
 
     def snapshot(self) -> Mapping[str, Any]:
         return {"ranks": self._reports, "expected_gpus": self._expected}
+
+
+def _resources(reports: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Source 002's line: what this machine gives a rank."""
+    first = next((r for r in reports if not r.get("error")), None)
+    if first is None:
+        return []
+    return [
+        make_finding(
+            "resources",
+            cpu_cores=len(os.sched_getaffinity(0)),
+            batch_size=first.get("batch_size"),
+            gpu=first.get("device_name") if first.get("cuda_available") else "none",
+            dtype=first.get("dtype"),
+        )
+    ]

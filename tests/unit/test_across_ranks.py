@@ -209,6 +209,9 @@ def test_the_part_speaks_once_all_entries_are_there(tmp_path: Any) -> None:
     findings = [list(diagnosis.on_entry(0, e)) for e in entries]
     assert not any(findings[:-1])
     assert findings[-1][0].event == "gpu_diagnostics"
+    words = catalog.message(findings[-1][-1])
+    assert words.startswith("RESOURCES: ")
+    assert "CPU cores, batch=" in words
     assert "\nranks 0-63: " in catalog.message(findings[-1][0])
     assert diagnosis.snapshot()["ranks"] == reports
 

@@ -36,6 +36,7 @@ BLOCKS = {
     "inner_step": "Step Time",
     "slow_step": "SLOW STEP",
     "gpu_diagnostics": "GPU DIAGNOSTICS",
+    "resources": "RESOURCES:",
     "timing_breakdown": "TIMING BREAKDOWN",
     "gpu_usage": "GPU Memory Used",
     "rank_message": "Rank ",
@@ -125,6 +126,10 @@ def test_the_blocks_hold_the_words_that_are_grepped() -> None:
     step = dict.fromkeys(("outer_step", "inner_step", "lr", "loss", "step_time_s", "gpu_mem_gb"))
     assert BLOCKS["inner_step"] in formatters.inner_step(step)
     assert BLOCKS["gpu_diagnostics"] in formatters.gpu_diagnostics({"ranks": []})
+    machine = {"cpu_cores": 32, "batch_size": 128, "gpu": "NVIDIA A10", "dtype": None}
+    assert formatters.resources(machine) == (
+        "RESOURCES: 32 CPU cores, batch=128, GPU=NVIDIA A10, dtype=unknown"
+    )
     assert BLOCKS["upload_blocked"] in formatters.upload_blocked(
         {"reason": "inner_step (15) < minimum (50)"}
     )
