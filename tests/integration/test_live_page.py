@@ -12,6 +12,7 @@ import pytest
 
 from tests.support import requires
 from tests.support.http_port import Port
+from tests.support.waiting import until
 from tests.unit.test_report import Log
 
 pytestmark = pytest.mark.slow
@@ -142,6 +143,11 @@ def test_a_selection_survives_an_update(tmp_path: Path, tab: Any) -> None:
         port.close()
 
 
+def _span_s(tab: Any) -> float:
+    """Seconds that the curves show."""
+    return float(tab.locator(".area").first.get_attribute("data-span"))
+
+
 def test_a_zoom_asks_for_that_time_and_zooms_out_again(tmp_path: Path, tab: Any) -> None:
     requires.module("uvicorn")
     port = Port(tmp_path)
@@ -164,9 +170,9 @@ def test_a_zoom_asks_for_that_time_and_zooms_out_again(tmp_path: Path, tab: Any)
         assert len(asked) == 1
         start, end = map(float, re.findall(r"=([\d.]+)", asked[0]))
         assert end - start == pytest.approx(0.4 * 199 * 15, rel=0.1)
-        tab.wait_for_function("document.querySelector('.area').dataset.span < 1500")
+        until(lambda: _span_s(tab) < 1500, what="the finer curves")
         tab.get_by_role("button", name="Zoom out").click()
-        tab.wait_for_function("document.querySelector('.area').dataset.span > 2900")
+        until(lambda: _span_s(tab) > 2900, what="the whole range")
         assert tab.trouble == []
     finally:
         port.close()
