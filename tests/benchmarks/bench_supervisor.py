@@ -32,6 +32,7 @@ def run() -> list[Row]:
         _stop_of_fifty(),
         *map(_stop_of_deaf, (500, 3000)),
         _true(),
+        *_commands(),
         *_idle(),
     ]
 
@@ -167,6 +168,32 @@ def _true() -> Row:
     )
 
 
+def _commands() -> list[Row]:
+    """CPU of whole commands with all their processes: the least of several, as other work on the
+    machine only adds."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        state = ["--state-dir", folder]
+        for words, target in (
+            (["run", "--no-preflight", "--no-restart", *state, "--", "true"], "<= 0.5 s"),
+            (["logs", *state], "<= 0.15 s"),
+            (["status", *state], "<= 0.15 s"),
+        ):
+            least = min(_command_cpu_s(words) for _ in range(7))
+            rows.append(Row(f"CPU of `{words[0]}`", least, "s", target, "least of 7"))
+    return rows
+
+
+def _command_cpu_s(words: list[str]) -> float:
+    quiet = subprocess.DEVNULL
+    command = subprocess.Popen(
+        [sys.executable, "-m", "miner_guard", *words], stdout=quiet, stderr=quiet
+    )
+    _, _, usage = os.wait4(command.pid, 0)
+    command.returncode = 0
+    return usage.ru_utime + usage.ru_stime
+
+
 def _idle() -> list[Row]:
     """Resident memory and CPU beside a miner that does nothing."""
     with _guard(["sleep", "600"]) as guard:
@@ -180,7 +207,7 @@ def _idle() -> list[Row]:
         ) * os.sysconf("SC_PAGE_SIZE")
     return [
         Row("resident memory", resident / 1e6, "MB", "<= 60 MB", "the supervisor's own process"),
-        Row("CPU while idle", 100 * share, "% of a core", "<= 0.5 %", f"over {_IDLE_S:.0f} s"),
+        Row("CPU while idle", 100 * share, "% of a core", "<= 0.2 %", f"over {_IDLE_S:.0f} s"),
     ]
 
 
