@@ -23,6 +23,7 @@ from typing import Any, TextIO
 import pynvml as nvml
 
 from miner_guard.health.nvml_fields import FIELDS, NAMES, Field
+from miner_guard.system import inherited
 
 STATES = {
     nvml.NVML_ERROR_GPU_IS_LOST: "lost",
@@ -310,6 +311,7 @@ def main(requests: TextIO, answers: TextIO) -> None:
 
 
 if __name__ == "__main__":
+    inherited.continue_when_the_parent_dies()
     with os.fdopen(os.dup(1), "w") as own:
         # The driver library's output must not mix with ours.
         os.dup2(2, 1)

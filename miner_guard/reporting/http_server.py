@@ -41,6 +41,7 @@ from miner_guard.reporting import metrics, progress
 from miner_guard.reporting.report import body, page, template, title_of
 from miner_guard.reporting.report_curves import curves
 from miner_guard.reporting.report_data import Data, LogReader
+from miner_guard.system import inherited
 from uploads import ledger_readers
 
 PATIENCE_S = 10.0
@@ -308,6 +309,7 @@ def _end_with_stdin() -> None:
 
 def main() -> None:
     """Entry point of the child."""
+    inherited.continue_when_the_parent_dies()
     order = ServerSettings(**json.loads(sys.stdin.readline()))
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _MAX_CONNECTIONS if most == resource.RLIM_INFINITY else min(_MAX_CONNECTIONS, most)

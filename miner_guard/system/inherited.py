@@ -13,6 +13,8 @@ import os
 import signal
 import sys
 
+_PR_SET_PDEATHSIG = 1
+
 
 def settle_signals() -> None:
     """Unblock every signal that the parent blocked, and restore the ignored ones that the guard
@@ -24,6 +26,15 @@ def settle_signals() -> None:
     # guard.
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     signal.signal(signal.SIGTTIN, signal.SIG_IGN)
+
+
+def continue_when_the_parent_dies() -> None:
+    """For a helper that ends with its parent: have the kernel send it SIGCONT then. Stopped, it
+    would not see the end of its input and stay for good."""
+    # Only helpers need ctypes.
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
 
 
 def open_standard_streams() -> list[str]:

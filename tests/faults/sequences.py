@@ -181,10 +181,10 @@ class Sequence:
             guard.send_signal(signal.Signals[name])
 
     def _needs_successor(self, world: World, end: str) -> bool:
-        """Whether the process of last resort may be gone too, or suspended: killed again and again,
-        it is started with pauses. Then the rest is the next guard's first duty."""
+        """Whether the process of last resort may be gone too: killed again and again, it is started
+        with pauses. Then the rest is the next guard's first duty."""
         kills = sum("last-resort" in words or "all helpers" in words for words in self.done)
-        return end == "SIGKILL to all its processes" or kills > 1 or bool(world.suspended)
+        return end == "SIGKILL to all its processes" or kills > 1
 
     def _check_output(self, world: World) -> None:
         """Every line of every launch is there, in order."""

@@ -116,6 +116,34 @@ def test_the_process_of_last_resort_is_started_again_when_it_is_killed(
     guarded.assert_nothing_left(15)
 
 
+def test_suspended_helpers_end_with_a_killed_guard_and_do_their_duty(
+    guarded: Guarded, settings: dict[str, Any]
+) -> None:
+    """SIGSTOP to all of them, then SIGKILL to the guard: they waited for a SIGCONT for good, the
+    process of last resort with them. Found by a random sequence."""
+    started(guarded, "shedding", b"all hidden", settings)
+    guard = guarded.processes[-1].pid
+    helpers = [
+        int(pid)
+        for thread in Path(f"/proc/{guard}/task").iterdir()
+        for pid in (thread / "children").read_text().split()
+        if guarded.token not in Path(f"/proc/{pid}/cmdline").read_text()
+    ]
+    assert len(helpers) >= 2
+    for pid in helpers:
+        os.kill(pid, signal.SIGSTOP)
+    _kill_guard(guarded)
+    guarded.assert_nothing_left(15)
+    until(lambda: not any(_lives(pid) for pid in helpers), 15, "the helpers' end")
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 @pytest.mark.parametrize("pattern", ["miner.guard", "python"])
 def test_pkill_by_the_guards_name_leaves_nothing(
     guarded: Guarded, settings: dict[str, Any], pattern: str

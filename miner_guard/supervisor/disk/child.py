@@ -26,6 +26,7 @@ from miner_guard.eventlog.write_errors import write_failed
 from miner_guard.flight_recorder.memory import Copier
 from miner_guard.state_dir import StateDir, replace_file
 from miner_guard.supervisor.disk.messages import FILES, LOG, RECORDS, ROWS, line_of
+from miner_guard.system import inherited
 
 _RETRY_S = 1.0
 
@@ -216,6 +217,7 @@ class Lane(threading.Thread):
 
 def main() -> None:
     """Read messages until the guard closes the pipe, then flush and exit."""
+    inherited.continue_when_the_parent_dies()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # A service manager that signals the whole group, as systemd does, still wants the guard's
         # last lines.
