@@ -62,7 +62,7 @@ def _rclone() -> str | None:
     import shutil
     import sys
 
-    return shutil.which("rclone") or shutil.which("rclone", path=str(Path(sys.executable).parent))
+    return shutil.which("rclone", path=str(Path(sys.executable).parent)) or shutil.which("rclone")
 
 
 def _serves_s3(program: str) -> bool:

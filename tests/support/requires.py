@@ -25,9 +25,9 @@ def missing(reason: str) -> None:
 
 def tool(name: str) -> str:
     """Path of a program."""
-    # The environment's own folder too: some programs come from PyPI, and a venv need not be
-    # activated.
-    found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+    # The environment's own folder first: a venv need not be activated, and the system's program may
+    # be too old (Debian 12's rclone cannot serve S3).
+    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
     if found is None:
         missing(f"the program {name} is not installed")
     return str(found)
