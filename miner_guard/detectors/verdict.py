@@ -205,13 +205,15 @@ def _done(status: StatusDocument, memory: Memory) -> str | None:
 
 
 def _restarting(status: StatusDocument, memory: Memory) -> str | None:
-    if status.state in ("running", None) and memory.restart is None:
+    if memory.restart is None:
         return None
-    if memory.restart is not None:
-        attempt = f"attempt {memory.restart.get('attempt')} of {memory.restart.get('max_restarts')}"
-        why = memory.hang or str(memory.restart.get("cause"))
-        return f"{why}; restarting, {attempt}"
-    if status.state == "starting":
+    attempt = f"attempt {memory.restart.get('attempt')} of {memory.restart.get('max_restarts')}"
+    why = memory.hang or str(memory.restart.get("cause"))
+    return f"{why}; restarting, {attempt}"
+
+
+def _ending(status: StatusDocument, memory: Memory) -> str | None:
+    if status.state in ("running", "starting", None):
         return None
     return f"the miner is {status.state}"
 
@@ -331,6 +333,13 @@ CONDITIONS: tuple[Condition, ...] = (
         _hanging,
         "read the stacks of the named rank in incidents/",
         "hang_detected",
+    ),
+    Condition(
+        "ending",
+        NOT_EARNING,
+        _ending,
+        "wait; then miner-guard logs --level error -n 5 says why it ended",
+        "miner_exited",
     ),
     Condition(
         "loss_nan", NOT_EARNING, _loss_not_finite, "restore the last good checkpoint", "loss_nan"

@@ -111,6 +111,18 @@ def test_a_step_ends_what_kept_the_miner_from_stepping() -> None:
     assert judge(typed(), memory).state == EARNING
 
 
+def test_a_hang_stays_the_cause_while_its_miner_is_stopped_and_restarted() -> None:
+    """Guards against "the miner is stopping" in place of the rank that hangs."""
+    memory = Memory()
+    memory.take(HANG)
+    stopping = judge(typed(state="stopping"), memory)
+    assert (stopping.key, stopping.cause) == ("hang", HANG.fields["detail"])
+    memory.take(RESTARTING)
+    waiting = judge(typed(state="waiting"), memory)
+    assert waiting.key == "restarting", "another key, so that the attempt gets a line"
+    assert waiting.cause == f"{HANG.fields['detail']}; restarting, attempt 2 of 5"
+
+
 def test_a_straggler_is_named_with_its_rank() -> None:
     memory = Memory()
     memory.take(make_finding("straggler", rank=12, detail="works 14.2s a step", score=0.6))
