@@ -121,7 +121,14 @@ def test_suspended_helpers_end_with_a_killed_guard_and_do_their_duty(
 ) -> None:
     """SIGSTOP to all of them, then SIGKILL to the guard: they waited for a SIGCONT for good, the
     process of last resort with them. Found by a random sequence."""
-    started(guarded, "shedding", b"all hidden", settings)
+    often = {"health.sample_every_s": 0.5, "health.snapshot_every_s": 0.5}
+    started(guarded, "shedding", b"all hidden", {**settings, **often})
+    # A helper arms its signal when it starts; the slowest one answers after that.
+    until(
+        lambda: any("gpu ?" not in event["msg"] for event in guarded.named("health_snapshot")),
+        60,
+        guarded.tail,
+    )
     guard = guarded.processes[-1].pid
     helpers = [
         int(pid)
