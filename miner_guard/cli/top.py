@@ -46,10 +46,7 @@ def command(
     state_dir: State = None,
 ) -> None:
     """The verdict and the state of the run, live: uploads, ranks, GPUs, curves, events. ? shows
-    the keys.
-
-    Examples: miner-guard top; miner-guard top -d 0.5; miner-guard top --once | head -n 2
-    """
+    the keys."""
     place = open_guard(config, name, state_dir)
     if read_status(place.state) is None:
         raise Refused(
