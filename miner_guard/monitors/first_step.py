@@ -104,7 +104,9 @@ class FirstStepMonitor(Monitor):
             return ()
         hang, waited = self.context.config.hang, now - self._launch.started
         hooked = bool(ranks) and self.context.config.miner.attach != "log"
-        if waited > hang.first_step_s and not self._warned and not hooked:
+        # A miner that hangs is reported as that within this time.
+        blind = waited > hang.first_step_s + _PERSISTS_S
+        if blind and not self._warned and not hooked:
             self._warned = True
             return [self._degraded(waited)]
         persists = self._nearest is not None and now - self._nearest_at > _PERSISTS_S

@@ -86,7 +86,7 @@ def test_a_miner_that_still_loads_is_no_warning(tmp_path: Path) -> None:
 def test_after_half_an_hour_the_guard_says_that_it_is_blind(tmp_path: Path, attach: Attach) -> None:
     *_, blind = Miner(tmp_path, attach).waits(1900)
     assert blind.event == "guard_degraded"
-    assert str(blind.fields["what"]).startswith("no step seen for 30 min")
+    assert str(blind.fields["what"]).startswith("no step seen for 31 min")
 
 
 def test_a_step_or_a_hang_ends_the_watch(tmp_path: Path) -> None:
