@@ -28,8 +28,8 @@ _WHY_NO_STEP = {
 _PERSISTS_S = 60.0
 """How long lines that look like steps may come without a step: a hook reports within seconds."""
 
-_MAX_LINES = 20_000
-"""Lines read per launch."""
+_MAX_LINES = 2_000
+"""Lines read per launch; reading one by the grammar takes as long as relaying hundreds."""
 
 _IS_A_STEP = 3
 """Nearness of a line that the grammar reads as a step; a `Miss` has less."""
@@ -79,10 +79,12 @@ class FirstStepMonitor(Monitor):
         return ()
 
     def on_lines(self, lines: Sequence[bytes]) -> Iterable[Finding]:
-        if self._launch is None or self._lines > _MAX_LINES:
+        if self._launch is None:
             return ()
-        self._lines += len(lines)
-        for raw in lines:
+        for raw in lines[: _MAX_LINES - self._lines]:
+            if self._nearest is not None and self._nearest[0] >= _IS_A_STEP:
+                return ()
+            self._lines += 1
             text = raw.decode("utf-8", "replace")
             parsed = read(text, self._patterns)
             if isinstance(parsed, StepLine) and parsed.loss is not None:
