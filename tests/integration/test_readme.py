@@ -80,7 +80,7 @@ def test_every_command_of_the_program_is_in_the_table_and_none_that_is_not() -> 
     from miner_guard.cli.main import COMMANDS
 
     table = README.partition("## Commands")[2].partition("\n## ")[0]
-    named = set(re.findall(r"`(?:miner-guard )?([a-z]+)\b[^`]*`", table)) & (
+    named = set(re.findall(r"`(?:miner-guard )?([a-z]+(?:-[a-z]+)*)\b[^`]*`", table)) & (
         set(COMMANDS) | {"nothing"}
     )
     assert named == set(COMMANDS)
