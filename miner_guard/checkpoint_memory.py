@@ -1,9 +1,12 @@
 """The memory tier of checkpoints: each rank's share of the state in /dev/shm, for the next launch.
 
-Each save goes to the older of two slots: copied immediately (on a GPU by a dedicated stream),
-checksummed by a thread, and completed by a manifest that is renamed into place last. So one slot is
-complete at any moment, and a save interrupted by a crash has no manifest. The slots survive the
-processes but not the machine: that is what the disk is for.
+Each save is copied immediately into memory of this process (on a GPU by a dedicated stream). A
+thread then writes it to the older of two slots, and completes it by a manifest that is renamed into
+place last. So one slot is complete at any moment, and a save interrupted by a crash has no
+manifest. The slots survive the processes but not the machine: that is what the disk is for.
+
+The slots are read and written as files, never mapped: a rank that touches a mapped file which
+something else has truncated dies of SIGBUS.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -57,7 +60,9 @@ class MemoryTier:
         self._folder = folder
         self._name = f"rank-{rank:04d}"
         self._world_size = world_size
-        self._maps: dict[int, mmap.mmap] = {}
+        self._copied: mmap.mmap | None = None
+        """Anonymous memory: the state as of the last save, while a slot receives it."""
+
         self._pending: Future[None] | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-memory")
         self._stream: Any = None
@@ -76,12 +81,18 @@ class MemoryTier:
         slot = self._older_slot()
         # From here on the slot is incomplete.
         self._manifest(slot).unlink(missing_ok=True)
-        target = self._slot(slot, leaves[-1].offset + leaves[-1].size if leaves else objects.tell())
+        size = leaves[-1].offset + leaves[-1].size if leaves else objects.tell()
+        target = self._reserve(slot, size)
         target[: objects.tell()] = objects.getvalue()
         done = self._copy(target, [(leaf, tensors[leaf.name]) for leaf in leaves])
-        self._pending = self._writer.submit(
-            self._seal, slot, step, objects.tell(), leaves, done=done
-        )
+        manifest = {
+            "step": step,
+            "world_size": self._world_size,
+            "objects": objects.tell(),
+            "size": size,
+            "leaves": [[e.name, e.dtype, list(e.shape), e.offset, e.size] for e in leaves],
+        }
+        self._pending = self._writer.submit(self._complete, slot, target, manifest, done)
         return time.monotonic() - started
 
     def wait(self) -> None:
@@ -110,12 +121,11 @@ class MemoryTier:
         """Load a matching step into `state`, in place. Raises KeyError, OSError."""
         slot, manifest = self._of(step)
         tensors, _ = _parts(state)
-        with self._bytes(slot) as data:
-            rest = torch.load(io.BytesIO(data[: manifest["objects"]]), weights_only=True)
+        with open(self._data(slot), "rb") as file:
+            objects = _read(file, 0, manifest["objects"])
+            rest = torch.load(io.BytesIO(objects), weights_only=True)
             for leaf in _leaves(manifest):
-                # Copy: the memory is read-only, and torch warns about tensors over read-only
-                # buffers.
-                held = bytearray(data[leaf.offset : leaf.offset + leaf.size])
+                held = _read(file, leaf.offset, leaf.size)
                 tensors[leaf.name].copy_(_over(held, replace(leaf, offset=0)))
         _fill(state, rest)
 
@@ -132,11 +142,8 @@ class MemoryTier:
         with contextlib.suppress(Exception):
             self.wait()
         self._writer.shutdown()
-        for each in self._maps.values():
-            # A tensor over it may still be alive; its pages are freed with the file.
-            with contextlib.suppress(BufferError):
-                each.close()
-        self._maps.clear()
+        # A tensor over it may still be alive; the memory is freed with the last of them.
+        self._copied = None
         if remove:
             for slot in (0, 1):
                 self._manifest(slot).unlink(missing_ok=True)
@@ -161,21 +168,10 @@ class MemoryTier:
         manifest = self._read(slot)
         if manifest is None:
             return None
-        with contextlib.suppress(OSError, ValueError), self._bytes(slot) as data:
-            if len(data) >= manifest["size"] and _crc(data[: manifest["size"]]) == manifest["crc"]:
+        with contextlib.suppress(OSError), open(self._data(slot), "rb") as file:
+            if _crc(file, manifest["size"]) == manifest["crc"]:
                 return manifest
         return None
-
-    @contextlib.contextmanager
-    def _bytes(self, slot: int) -> Iterator[memoryview]:
-        with open(self._data(slot), "rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        view = memoryview(data)
-        try:
-            yield view
-        finally:
-            view.release()
-            data.close()
 
     def _older_slot(self) -> int:
         first, second = self._read(0), self._read(1)
@@ -183,29 +179,32 @@ class MemoryTier:
             return 0 if first is None else 1
         return 0 if first["step"] <= second["step"] else 1
 
-    def _slot(self, slot: int, size: int) -> mmap.mmap:
-        """The slot's memory, fully allocated: a full /dev/shm must show here, not as SIGBUS."""
-        old = self._maps.get(slot)
-        if old is not None and len(old) == size:
-            return old
-        self._maps.pop(slot, None)
-        path = self._data(slot)
-        path.unlink(missing_ok=True)
-        free = free_bytes(self._folder)
-        if size > free * (1 - _KEPT_FREE):
-            raise NoRoom(
-                f"a slot needs {size / 2**30:.2f} GiB of memory, {free / 2**30:.2f} GiB are free"
-            )
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.posix_fallocate(fd, 0, max(size, 1))
-            self._maps[slot] = mmap.mmap(fd, max(size, 1))
-        except OSError:
+    def _reserve(self, slot: int, size: int) -> mmap.mmap:
+        """Memory to copy a state of `size` bytes into, with the slot's file allocated for it: a
+        full /dev/shm must show here, before the copy. Raises NoRoom, OSError."""
+        path, new = self._data(slot), self._copied is None or len(self._copied) != size
+        fits = path.exists() and path.stat().st_size == size
+        if not fits:
             path.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(fd)
-        return self._maps[slot]
+        needed = size * (new + (not fits))
+        free = free_bytes(self._folder)
+        if needed > free * (1 - _KEPT_FREE):
+            raise NoRoom(
+                f"a copy and a slot of {size / 2**30:.2f} GiB each need {needed / 2**30:.2f} GiB "
+                f"of memory, {free / 2**30:.2f} GiB are free"
+            )
+        if not fits:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, max(size, 1))
+            except OSError:
+                path.unlink(missing_ok=True)
+                raise
+            finally:
+                os.close(fd)
+        if self._copied is None or new:
+            self._copied = mmap.mmap(-1, max(size, 1))
+        return self._copied
 
     def _copy(self, target: mmap.mmap, leaves: list[tuple[_Leaf, torch.Tensor]]) -> Any:
         """Copy all tensors; returns the event that signals completion on a GPU, else None."""
@@ -226,23 +225,34 @@ class MemoryTier:
         current.wait_stream(self._stream)
         return self._stream.record_event()
 
-    def _seal(self, slot: int, step: int, objects: int, leaves: list[_Leaf], *, done: Any) -> None:
+    def _complete(self, slot: int, source: mmap.mmap, manifest: dict[str, Any], done: Any) -> None:
+        """Write the copied state to its slot, then the manifest. `done`: the GPU's event."""
         if done is not None:
             done.synchronize()
-        size = leaves[-1].offset + leaves[-1].size if leaves else objects
-        with memoryview(self._maps[slot]) as data, data[:size] as written:
-            crc = _crc(written)
-        manifest = {
-            "step": step,
-            "world_size": self._world_size,
-            "objects": objects,
-            "size": size,
-            "crc": crc,
-            "leaves": [[e.name, e.dtype, list(e.shape), e.offset, e.size] for e in leaves],
-        }
+        crc = 0
+        with memoryview(source) as data, open(self._data(slot), "r+b", buffering=0) as file:
+            for start in range(0, manifest["size"], _CHUNK):
+                with data[start : min(start + _CHUNK, manifest["size"])] as chunk:
+                    crc = zlib.crc32(chunk, crc)
+                    _write(file, chunk)
         draft = self._manifest(slot).with_suffix(".tmp")
-        draft.write_text(json.dumps(manifest))
+        draft.write_text(json.dumps({**manifest, "crc": crc}))
         os.replace(draft, self._manifest(slot))
+
+
+def _write(file: io.FileIO, data: memoryview) -> None:
+    """All of `data`: one call may write less."""
+    while data:
+        data = data[file.write(data) :]
+
+
+def _read(file: IO[bytes], start: int, size: int) -> bytearray:
+    """`size` bytes from `start`. Raises OSError if the file ends before."""
+    file.seek(start)
+    data = bytearray(size)
+    if file.readinto(data) != size:  # type: ignore[attr-defined]
+        raise OSError(f"{file.name} is shorter than its manifest says")
+    return data
 
 
 def free_bytes(folder: Path) -> int:
@@ -324,8 +334,12 @@ def _fill(value: Any, rest: dict[str, Any], path: str = "") -> None:
             value[key] = rest[where]
 
 
-def _crc(data: memoryview) -> int:
-    value = 0
-    for start in range(0, len(data), _CHUNK):
-        value = zlib.crc32(data[start : start + _CHUNK], value)
+def _crc(file: IO[bytes], size: int) -> int | None:
+    """The checksum of a file's first `size` bytes; None if it is shorter."""
+    value, left = 0, size
+    while left:
+        chunk = file.read(min(_CHUNK, left))
+        if not chunk:
+            return None
+        value, left = zlib.crc32(chunk, value), left - len(chunk)
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -185,3 +186,34 @@ def test_killed_at_any_moment_one_slot_is_whole(
     assert isinstance(target["n"], int)
     assert target["n"] >= 19
     assert bool((weights == float(target["n"])).all()), "whole, and of one step"
+
+
+TRUNCATED = """
+import sys, torch
+from pathlib import Path
+from miner_guard.checkpoints import Checkpointer
+checkpoints = Checkpointer(Path(sys.argv[1]), every=1000, memory_every=1)
+for step in range(1, 200):
+    checkpoints.snapshot(step, lambda: {"w": torch.full((200_000,), float(step)), "n": step})
+    print(step, flush=True)
+"""
+
+
+def test_a_slot_that_something_truncates_does_not_kill_the_rank(
+    tmp_path: Path, memory: Path
+) -> None:
+    """Guards against SIGBUS, which no rank can catch: the slots are not mapped."""
+    command = [sys.executable, "-c", TRUNCATED, str(tmp_path / "disk")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as miner:
+        assert miner.stdout is not None
+        for line in miner.stdout:
+            for slot in memory.glob("*.bin"):
+                # The rank may be about to create it again.
+                with contextlib.suppress(FileNotFoundError):
+                    os.truncate(slot, int(line) % 2)
+    assert miner.returncode == 0
+    target = {"w": torch.zeros(200_000), "n": 0}
+    launch(tmp_path / "disk").resume(target)
+    weights = target["w"]
+    assert isinstance(weights, torch.Tensor)
+    assert bool((weights == float(target["n"])).all()), "whole and of one step, or untouched"
