@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import select
 import signal
 import sys
 import termios
@@ -13,6 +12,8 @@ import tty
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import TextIO
+
+from miner_guard.system.readiness import ready
 
 _KEYS = {
     b"\x1b[A": "up",
@@ -114,7 +115,7 @@ class Terminal:
         watched: list[int | TextIO] = [self._woken]
         if sys.stdin.isatty():
             watched.append(sys.stdin)
-        readable, _, _ = select.select(watched, [], [], seconds)
+        readable, _ = ready(watched, seconds)
         if self._woken in readable:
             os.read(self._woken, 64)
             self._painted = []

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from miner_guard.system.backoff import Backoff
+from miner_guard.system.readiness import ready
 
 Sample = Mapping[str, Any]
 
@@ -264,7 +264,7 @@ def _line(fd: int, until: float) -> bytes | None:
     """One line of `fd`, b"" at EOF without a line, None once `until` (monotonic) has passed."""
     data = b""
     while not data.endswith(b"\n"):
-        readable, _, _ = select.select([fd], [], [], max(until - time.monotonic(), 0))
+        readable, _ = ready([fd], max(until - time.monotonic(), 0))
         if not readable:
             return None
         chunk = os.read(fd, 65536)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from typing import Any
 from miner_guard.eventlog.catalog import make_finding
 from miner_guard.monitors.base import Context
 from miner_guard.system.backoff import Backoff
+from miner_guard.system.readiness import ready
 
 _START_S = 20.0
 _KILL_S = 1.0
@@ -120,7 +120,7 @@ class HelperProcess:
                 _end_input(child)
             self._is_running(child)
             return
-        readable, _, _ = select.select([child.stdout], [], [], _START_S)
+        readable, _ = ready([child.stdout], _START_S)
         answer = child.stdout.readline(_MAX_LINE).strip().decode() if readable else ""
         if self._stopping:
             self._close()

@@ -17,7 +17,6 @@ import json
 import logging
 import mmap
 import os
-import select
 import sys
 import threading
 import time
@@ -46,6 +45,7 @@ from miner_guard.reporting import otlp_names
 from miner_guard.reporting.otlp_names import MetricPoint
 from miner_guard.system.backoff import Backoff
 from miner_guard.system.clock import parse_iso_utc
+from miner_guard.system.readiness import ready
 
 LOGS, METRICS = "logs", "metrics"
 _LOGS_OK = LogRecordExportResult.SUCCESS
@@ -395,7 +395,7 @@ def _report(document: Mapping[str, Any]) -> None:
 
 
 def _ended(files: Sequence[Any], within_s: float) -> bool:
-    readable, _, _ = select.select(files, [], [], within_s)
+    readable, _ = ready(files, within_s)
     return bool(readable)
 
 

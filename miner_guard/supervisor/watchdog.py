@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import select
 import signal
 import sys
 import threading
@@ -24,6 +23,7 @@ from miner_guard.exits import FAILED
 from miner_guard.supervisor.loop import Loop
 from miner_guard.supervisor.process.teardown import TERM_TO_KILL_S, UNKILLABLE_S, Teardown
 from miner_guard.system import processes
+from miner_guard.system.readiness import ready
 
 SILENT_S = 5.0
 """The loop turns twice a second; under a load of 20 on 2 cores its longest turn took less than a
@@ -97,7 +97,7 @@ class Watchdog:
 
     def _run(self) -> None:
         while True:
-            readable, _, _ = select.select([self._read], [], [], _LOOK_EVERY_S)
+            readable, _ = ready([self._read], _LOOK_EVERY_S)
             if readable:
                 with contextlib.suppress(BlockingIOError):
                     self._hear(os.read(self._read, 4096))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -22,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from miner_guard.system.readiness import ready
 
 _asked: set[subprocess.Popen[bytes]] = set()
 """Children that have not answered yet."""
@@ -176,7 +177,7 @@ def _talk(asked: _Asked, request: Mapping[str, Any], deadline: _Deadline) -> Ans
         left = deadline.left()
         if left <= 0:
             return deadline.missed()
-        readable, writable, _ = select.select(listening, writing, [], left)
+        readable, writable = ready(listening, left, writing)
         if writable:
             pending = _feed(stdin, pending)
             if not pending:
@@ -185,7 +186,7 @@ def _talk(asked: _Asked, request: Mapping[str, Any], deadline: _Deadline) -> Ans
         for fd in readable:
             data = os.read(fd, 65536)
             if not data and fd == answer_end:
-                # Its last output may arrive after this round's select and before its exit.
+                # Its last output may arrive after this round's wait and before its exit.
                 words = (reading[stdout] + _rest(stdout))[-_TAIL:]
                 seconds = time.monotonic() - deadline.start
                 return _parsed(asked, reading[answer_end], words, seconds)

@@ -11,7 +11,6 @@ import dataclasses
 import errno
 import json
 import os
-import select
 import subprocess
 import sys
 import threading
@@ -29,6 +28,7 @@ from miner_guard.state_dir import PRIVATE_FILE, StateDir
 from miner_guard.supervisor.disk import messages
 from miner_guard.supervisor.disk.messages import FILES, LANES, LOG, RECORDS, ROWS
 from miner_guard.system.backoff import Backoff
+from miner_guard.system.readiness import ready
 
 STUCK_S = 5.0
 """A longer write is reported as an unresponsive disk."""
@@ -253,7 +253,7 @@ class DiskWriter:
             assert child.stdout is not None
             in_flight = any(lane.sent for lane in self._lanes.values())
             wait_s = _LOOK_EVERY_S if in_flight else _IDLE_LOOK_S
-            readable, _, _ = select.select([child.stdout], [], [], wait_s)
+            readable, _ = ready([child.stdout], wait_s)
             if readable:
                 data = os.read(child.stdout.fileno(), 65536)
                 if not data:

@@ -1,0 +1,47 @@
+"""Waiting for files, whatever their descriptors are."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+
+import pytest
+
+from miner_guard.system.readiness import ready
+
+
+def test_descriptors_beyond_those_of_select_are_waited_for() -> None:
+    """Guards against a guard that dies of `filedescriptor out of range in select()`, because it
+    inherited or opened 1,024 files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 1400:
+        if hard != resource.RLIM_INFINITY and hard < 1400:
+            pytest.skip(f"at most {hard} descriptors are allowed here")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1400, hard))
+    low, write_end = os.pipe()
+    try:
+        high = 1300
+        os.dup2(low, high)
+        assert ready([high], 0.0) == ([], [])
+        os.write(write_end, b"x")
+        assert ready([high], 5.0) == ([high], [])
+    finally:
+        for each in (low, high, write_end):
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_reading_and_writing_are_told_apart() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert ready([ours], 0.0, [ours]) == ([], [ours])
+        theirs.send(b"x")
+        assert ready([ours], 5.0, [ours]) == ([ours], [ours])
+
+
+def test_a_file_at_its_end_is_ready() -> None:
+    ours, theirs = socket.socketpair()
+    with ours:
+        theirs.close()
+        assert ready([ours], 5.0) == ([ours], [])
