@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background job ignores SIGINT, and so would every program that the tests start and
     # interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A rank keeps its flight record's descriptors until it ends; a worker that runs the tests of a
+# thousand ranks keeps theirs.
+_DESCRIPTORS = 8192
+_soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+if _soft < _DESCRIPTORS:
+    _allowed = _DESCRIPTORS if _hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, _hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(_soft, _allowed), _hard))
 
 
 @pytest.fixture
