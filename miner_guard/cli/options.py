@@ -37,7 +37,9 @@ def a_number(value: Optional[float]) -> Optional[float]:
     if value is not None and value != value:
         raise typer.BadParameter("nan is no number")
     if value is not None and value > MAX_COUNT:
-        raise typer.BadParameter(f"{value:g} is not in the range x<={MAX_COUNT:g}")
+        # A whole number may have more digits than a float can hold.
+        shown = f"{value:g}" if abs(value) < 1e300 else "a number of 300 digits or more"
+        raise typer.BadParameter(f"{shown} is not in the range x<={MAX_COUNT:g}")
     return value
 
 
