@@ -63,6 +63,6 @@ def test_a_guard_without_descriptors_does_not_spin_and_answers_later(
 
     until(answered, 30, "the answer")
     client.join(10)
-    assert answers == [{"done": "yes"}]
+    assert [answer["done"] for answer in answers] == ["yes"]
     control.close()
     assert isinstance(whole, socket.socket)

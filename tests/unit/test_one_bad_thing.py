@@ -221,8 +221,8 @@ def test_a_reader_that_fails_once_does_not_leave_the_miners_pipe_unread() -> Non
 
 def test_a_defect_is_reported_once_though_its_words_change() -> None:
     """Guards against a log and a set that grow with every tick."""
-    said: list[Finding] = []
-    assembly = SimpleNamespace(_defects=set(), log=said.append)
+    said: list[str] = []
+    assembly = SimpleNamespace(_defects=set(), _degraded=said.append)
     for number in range(100):
         try:
             raise KeyError(number)
