@@ -5,8 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 HOT := setup.py miner_guard/flight_recorder/_hot.c
 DEMO_STATE := $(CURDIR)/.demo/state
-# Most tests wait for processes that they watch: three at a time keep two cores busy.
-PARALLEL := -n 3 --dist loadfile
+# Most tests wait for processes that they watch: four at a time keep two cores busy.
+PARALLEL := -n 4 --dist loadfile
 # Real processes and signals on a loaded machine: a failure counts when it repeats, and the summary names what was run again.
 AGAIN := --reruns 1
 

@@ -87,6 +87,7 @@ def test_slow_spike_and_nan_are_each_seen_at_their_step_and_nothing_else(
     assert nan["examples"] == [29 * 8, 30 * 8 - 1]
 
 
+@pytest.mark.long
 def test_steps_that_stay_eight_times_as_long_are_suspected_of_the_cpu(
     guarded: Guarded, tmp_path: Path
 ) -> None:

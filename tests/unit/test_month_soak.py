@@ -89,7 +89,7 @@ class Month(WholeRun):
         self.documents = self.host.snapshots()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_a_month_of_events_costs_no_more_memory_than_half_of_it(tmp_path: Path) -> None:
     month = Month(tmp_path)

@@ -165,7 +165,7 @@ def best_of(results: dict[Any, dict[str, tuple[float, int, int]]], without: str)
     return max(results, key=merit)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_spike_thresholds_chosen_without_a_repository_hold_on_it() -> None:
     """Held-out figures: each repository is judged with the thresholds that the others would have
     chosen."""
