@@ -150,7 +150,7 @@ def judge(status: StatusDocument, memory: Memory) -> RunVerdict:
         if cause:
             return RunVerdict(
                 condition.state,
-                cause,
+                f"{cause}; {_earns(status)}" if condition.state == DEGRADED else cause,
                 condition.next_step,
                 condition.event,
                 condition.confidence,
@@ -171,6 +171,16 @@ def _healthy(status: StatusDocument) -> RunVerdict:
     cause = f"{_progress(status)}; whether validators accept it is unknown: {why}"
     step = "set [repo] and run `miner-guard audit`" if repo.revision is None else ""
     return RunVerdict(UNKNOWN, cause, step, None, "unknown", "not_audited")
+
+
+def _earns(status: StatusDocument) -> str:
+    """Whether a degraded miner still earns: the first question of the person on call."""
+    audit, upload, repo = status.uploads.audit, status.uploads.upload, status.uploads.repo
+    if audit is not None and audit.outcome == "accepted":
+        return "it still earns: the last audit accepted what is published"
+    if upload is not None and upload.outcome == "verified" and repo.stale is False:
+        return "it probably still earns: the last upload was verified"
+    return "whether it still earns is unknown"
 
 
 def _progress(status: StatusDocument) -> str:
@@ -342,7 +352,11 @@ CONDITIONS: tuple[Condition, ...] = (
         "miner_exited",
     ),
     Condition(
-        "loss_nan", NOT_EARNING, _loss_not_finite, "restore the last good checkpoint", "loss_nan"
+        "loss_nan",
+        NOT_EARNING,
+        _loss_not_finite,
+        "stop the miner, restore the last good checkpoint, start it again",
+        "loss_nan",
     ),
     Condition(
         "cpu_fallback",
@@ -385,11 +399,15 @@ CONDITIONS: tuple[Condition, ...] = (
         "due_but_blocked",
         DEGRADED,
         _due_but_blocked,
-        "fix what the rule names; all rules: miner-guard gate",
+        "see each rule with its value and limit: miner-guard gate",
         "upload_blocked",
     ),
     Condition(
-        "straggler", DEGRADED, _straggling, "compare the ranks: miner-guard top", "straggler"
+        "straggler",
+        DEGRADED,
+        _straggling,
+        "check that rank's GPU clock, temperature and data path; its times: miner-guard top",
+        "straggler",
     ),
     Condition("slow", DEGRADED, _slow, "check GPU use: miner-guard top", "slow_step"),
     Condition(

@@ -126,7 +126,27 @@ def test_a_hang_stays_the_cause_while_its_miner_is_stopped_and_restarted() -> No
 def test_a_straggler_is_named_with_its_rank() -> None:
     memory = Memory()
     memory.take(make_finding("straggler", rank=12, detail="works 14.2s a step", score=0.6))
-    assert judge(typed(), memory).cause == "rank 12 works 14.2s a step"
+    assert judge(typed(), memory).cause.startswith("rank 12 works 14.2s a step;")
+
+
+@pytest.mark.parametrize(
+    ("uploads", "words"),
+    [
+        ({"audit": {"outcome": "accepted"}}, "it still earns"),
+        (
+            {"upload": {"outcome": "verified"}, "repo": {"stale": False}},
+            "it probably still earns: the last upload was verified",
+        ),
+        ({}, "whether it still earns is unknown"),
+    ],
+)
+def test_a_degraded_miner_states_whether_it_earns(uploads: dict[str, Any], words: str) -> None:
+    """Guards against a first screen that names a problem and leaves open whether it costs money."""
+    memory = Memory()
+    memory.take(GPU)
+    judged = judge(typed(uploads=uploads), memory)
+    assert judged.state == DEGRADED
+    assert words in judged.cause
 
 
 def test_a_fault_that_recovers_is_forgotten() -> None:
@@ -193,7 +213,10 @@ def test_one_line_tells_each_change_and_since_when(tmp_path: Path) -> None:
     (broken,) = bench.run(60, steps__loss="NaN")
     assert broken.startswith("VERDICT: NOT EARNING since ")
     assert broken.endswith("loss is NaN at step 84")
-    assert bench.monitor.snapshot()["next_step"] == "restore the last good checkpoint"
+    assert (
+        bench.monitor.snapshot()["next_step"]
+        == "stop the miner, restore the last good checkpoint, start it again"
+    )
 
 
 def test_what_comes_and_goes_within_seconds_changes_nothing(tmp_path: Path) -> None:
@@ -243,7 +266,8 @@ def test_the_first_line_of_the_screen_is_the_verdict() -> None:
     lines = screen.verdict_lines(StatusDocument(verdict=judged))
     assert lines == [
         "NOT EARNING since 12:03 UTC: loss is NaN at step 84",
-        "next   restore the last good checkpoint (runbook: loss_nan)",
+        "next   stop the miner, restore the last good checkpoint, start it again "
+        "(runbook: loss_nan)",
     ]
     assert headline(None).startswith("UNKNOWN")
 
