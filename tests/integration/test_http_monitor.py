@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import socket
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from miner_guard.config import Config, HttpSettings
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.monitors.metrics import MetricsMonitor
 from miner_guard.system.clock import FakeClock
+from miner_guard.system.readiness import ready
 from tests.support import requires
 from tests.support.contexts import JobsAtOnce, context
 from tests.support.http_port import ask
@@ -67,13 +67,12 @@ def test_a_guard_that_ends_while_its_port_opens_says_nothing_of_it(
     """A miner that ended at once was followed by SAMPLER FAILED: readline of closed file."""
     requires.module("uvicorn")
     part: list[MetricsMonitor] = []
-    ready = select.select
 
     def stopped_meanwhile(*arguments: Any) -> Any:
         list(part[0].on_stop())
         return ready(*arguments)
 
-    monkeypatch.setattr(select, "select", stopped_meanwhile)
+    monkeypatch.setattr("miner_guard.monitors.helper_process.ready", stopped_meanwhile)
     jobs = _Later()
     said: list[Finding] = []
     part.append(
