@@ -36,7 +36,7 @@ SAMPLES = {
         "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N_XgL0n3I9PlFUP0THsR8U"
     ],
     "MailchimpDetector": [f"{H}{H}-us12"],
-    "NpmDetector": [f"//registry.npmjs.org/:_authToken=npm_{(A + A)[:36]}"],
+    "NpmDetector": [f"//npm.example/:_authToken=npm_{(A + A)[:36]}"],
     "OpenAIDetector": [f"sk-{A[:20]}T3BlbkFJ{A[:20]}"],
     "PrivateKeyDetector": [
         f"-----BEGIN RSA PRIVATE KEY-----\n{A}{A}\n-----END RSA PRIVATE KEY-----",
