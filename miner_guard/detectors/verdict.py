@@ -175,12 +175,10 @@ def _healthy(status: StatusDocument) -> RunVerdict:
 
 def _earns(status: StatusDocument) -> str:
     """Whether a degraded miner still earns: the first question of the person on call."""
-    audit, upload, repo = status.uploads.audit, status.uploads.upload, status.uploads.repo
-    if audit is not None and audit.outcome == "accepted":
-        return "it still earns: the last audit accepted what is published"
-    if upload is not None and upload.outcome == "verified" and repo.stale is False:
-        return "it probably still earns: the last upload was verified"
-    return "whether it still earns is unknown"
+    return {
+        "audited": "it still earns: the last audit accepted what is published",
+        "uploaded": "it probably still earns: the last upload was verified",
+    }.get(_healthy(status).key, "whether it still earns is unknown")
 
 
 def _progress(status: StatusDocument) -> str:
