@@ -182,11 +182,13 @@ class MemoryTier:
     def _reserve(self, slot: int, size: int) -> mmap.mmap:
         """Memory to copy a state of `size` bytes into, with the slot's file allocated for it: a
         full /dev/shm must show here, before the copy. Raises NoRoom, OSError."""
-        path, new = self._data(slot), self._copied is None or len(self._copied) != size
+        path = self._data(slot)
+        if self._copied is not None and len(self._copied) != max(size, 1):
+            self._copied = None
         fits = path.exists() and path.stat().st_size == size
         if not fits:
             path.unlink(missing_ok=True)
-        needed = size * (new + (not fits))
+        needed = size * ((self._copied is None) + (not fits))
         free = free_bytes(self._folder)
         if needed > free * (1 - _KEPT_FREE):
             raise NoRoom(
@@ -202,7 +204,7 @@ class MemoryTier:
                 raise
             finally:
                 os.close(fd)
-        if self._copied is None or new:
+        if self._copied is None:
             self._copied = mmap.mmap(-1, max(size, 1))
         return self._copied
 

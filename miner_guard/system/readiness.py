@@ -28,11 +28,13 @@ def ready(
 ) -> tuple[list[File], list[File]]:
     """The files that can be read and those that can be written, after at most `seconds` (None:
     without limit). A file at its end, or whose other side is gone, is ready."""
+    wanted: dict[int, int] = {}
+    for files, event in ((reading, select.POLLIN), (writing, select.POLLOUT)):
+        for file in files:
+            wanted[_number(file)] = wanted.get(_number(file), 0) | event
     poll = select.poll()
-    for file in {*map(_number, reading), *map(_number, writing)}:
-        wanted = select.POLLIN if file in map(_number, reading) else 0
-        wanted |= select.POLLOUT if file in map(_number, writing) else 0
-        poll.register(file, wanted)
+    for number, events in wanted.items():
+        poll.register(number, events)
     # Rounded up: a wait that ends a fraction of a millisecond early would be repeated in a spin.
     wait_ms = None if seconds is None else math.ceil(max(seconds, 0.0) * 1000)
     found = dict(poll.poll(wait_ms))
