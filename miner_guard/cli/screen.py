@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from miner_guard.detectors.verdict import headline, shown
+from miner_guard.detectors.verdict_wording import headline, shown
 from miner_guard.eventlog.rendering import visible
 from miner_guard.eventlog.status_document import HealthStatus, StatusDocument, StepsStatus
 from miner_guard.health.snapshot import number

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from miner_guard.config import AlertSettings, optional_deps
-from miner_guard.detectors.verdict import Memory, headline, judge
+from miner_guard.detectors.verdict import Memory, judge
+from miner_guard.detectors.verdict_wording import headline
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.flight_recorder.records import StepRecord

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from miner_guard.detectors.verdict import Memory, RunVerdict, headline, judge
+from miner_guard.detectors.verdict import Memory, RunVerdict, judge
+from miner_guard.detectors.verdict_wording import headline
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.status_document import StatusDocument, VerdictStatus
 from miner_guard.flight_recorder.records import Now, StepRecord

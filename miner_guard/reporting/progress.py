@@ -4,7 +4,7 @@ detection."""
 from __future__ import annotations
 
 from miner_guard.config import HangSettings
-from miner_guard.detectors.verdict import SILENT_S, headline, shown, state_since
+from miner_guard.detectors.verdict_wording import SILENT_S, headline, shown, state_since
 from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.system.clock import parse_iso_utc
 

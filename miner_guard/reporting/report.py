@@ -9,8 +9,8 @@ from typing import Any
 
 from miner_guard import state_dir
 from miner_guard.config import GateSettings
-from miner_guard.detectors.verdict import shown, state_since
 from miner_guard.detectors.verdict_history import NO_DATA
+from miner_guard.detectors.verdict_wording import shown, state_since
 from miner_guard.eventlog.catalog import counted
 from miner_guard.eventlog.rendering import visible
 from miner_guard.reporting import report_tables as tables

@@ -16,9 +16,9 @@ from miner_guard.detectors.verdict import (
     STOPPED,
     UNKNOWN,
     Memory,
-    headline,
     judge,
 )
+from miner_guard.detectors.verdict_wording import headline
 from miner_guard.eventlog.catalog import CATALOGUE, Finding, make_finding, message
 from miner_guard.eventlog.status_document import StatusDocument, VerdictStatus
 from miner_guard.monitors.verdict import VerdictMonitor
