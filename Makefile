@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CONSTRAINTS := constraints.txt
 HOT := setup.py miner_guard/flight_recorder/_hot.c
 DEMO_STATE := $(CURDIR)/.demo/state
 # Most tests wait for processes that they watch: four at a time keep two cores busy.
@@ -10,13 +11,22 @@ PARALLEL := -n 4 --dist loadfile
 # Real processes and signals on a loaded machine: a failure counts when it repeats, and the summary names what was run again.
 AGAIN := --reruns 1
 
-.PHONY: demo test check unit faults bench soak docs screens gpu gpu-pack man dist clean
+.PHONY: demo test suite test-lowest test-newest check unit faults bench soak docs screens gpu gpu-pack man dist clean
 
 demo: $(VENV)/.demo
 	MINER_GUARD_STATE_DIR="$${MINER_GUARD_STATE_DIR:-$(DEMO_STATE)}" $(BIN)/miner-guard demo $(DEMO_ARGS)
 
-test: check
-	$(BIN)/python -m pytest -m "not long" $(PARALLEL) $(AGAIN) tests/unit tests/integration tests/faults $(PYTEST_ARGS)
+test: check suite
+
+SUITE := tests/unit tests/integration tests/faults
+suite: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "not long" $(PARALLEL) $(AGAIN) $(SUITE) $(PYTEST_ARGS)
+
+# The suite with the lowest versions that pyproject.toml promises, and with the newest there are.
+test-lowest test-newest: test-%: $(VENV)/.dev
+	$(BIN)/python -m tests.support.version_bounds $* > .venv-$*.new
+	cmp -s .venv-$*.new .venv-$*.txt && rm .venv-$*.new || mv .venv-$*.new .venv-$*.txt
+	$(MAKE) suite VENV=.venv-$* CONSTRAINTS=.venv-$*.txt
 
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PARALLEL) tests/unit $(PYTEST_ARGS)
@@ -73,16 +83,16 @@ dist: $(VENV)/.dev
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m tests.support.distribution . dist
 
 clean:
-	rm -rf $(VENV) .demo build dist *.egg-info
+	rm -rf .venv .venv-* .demo build dist *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.demo: pyproject.toml constraints.txt $(HOT) | $(VENV)/bin/python
+$(VENV)/.demo: pyproject.toml $(CONSTRAINTS) $(HOT) | $(VENV)/bin/python
 	@echo "Installing the demo's packages; torch alone is 200 MB, or 3 GB with CUDA: one to five minutes, once."
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[demo]'
+	$(BIN)/python -m pip install --constraint $(CONSTRAINTS) --editable '.[demo]'
 	touch $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt $(HOT) | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+$(VENV)/.dev: pyproject.toml $(CONSTRAINTS) $(HOT) | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $@ $(VENV)/.demo
