@@ -12,6 +12,7 @@ import pytest
 
 from miner_guard.config import RepoSettings
 from tests.faults.guarded import Guarded, living, until
+from tests.support.opened_files import OpenedFiles
 from uploads.repos import open_repo
 from uploads.repos.base import DOCUMENT_LIMIT, RepoError
 
@@ -93,6 +94,34 @@ def test_no_token_stands_in_the_process_list(guarded: Guarded) -> None:
     assert any("http_server" in words for words in lines), lines
     assert not [words for words in lines if "planted" in words]
     assert guarded.stop() == 0
+    guarded.assert_nothing_left()
+
+
+def test_no_wallet_is_opened_by_the_guard_or_its_commands(guarded: Guarded, tmp_path: Path) -> None:
+    """Guards against a check, an archive or a query of the chain that touches keys."""
+    wallet = tmp_path / "home" / ".bittensor" / "wallets" / "default"
+    (wallet / "hotkeys").mkdir(parents=True)
+    for key in (wallet / "coldkey", wallet / "coldkeypub.txt", wallet / "hotkeys" / "default"):
+        key.write_text('{"secretPhrase": "planted words"}')
+    opened = OpenedFiles(wallet, wallet / "hotkeys")
+    own = {"HOME": str(wallet.parents[2]), "MINER_GUARD_CHAIN__NETWORK": "ws://127.0.0.1:1"}
+    guarded.start(guarded.miner("steps", 10**6, 0.05, "finish"), settings=FAST, env=own)
+    guarded.wait_for("inner_step")
+    archive = str(tmp_path / "bundle.tar.gz")
+    for command in (["doctor"], ["status"], ["audit"], ["explain"], ["bundle", "-o", archive]):
+        subprocess.run(
+            [sys.executable, "-m", "miner_guard", *command, "--state-dir", guarded.state.root],
+            env={**os.environ, **own, "MINER_GUARD_GPU__PREFLIGHT": "false"},
+            cwd=tmp_path,
+            capture_output=True,
+            timeout=120,
+        )
+    assert guarded.stop() == 0
+    assert (tmp_path / "bundle.tar.gz").is_file()
+    assert opened.names() == []
+    (wallet / "hotkeys" / "default").read_text()
+    assert opened.names() == ["default"], "the watch works"
+    opened.close()
     guarded.assert_nothing_left()
 
 
