@@ -50,7 +50,7 @@ def command(
     if remove:
         from miner_guard.cli.uninstall import uninstall
 
-        uninstall(files, choose_state(name, state_dir))
+        uninstall(files, choose_state(name, state_dir), name)
         return
     if not cmd:
         raise Refused(

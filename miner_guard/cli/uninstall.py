@@ -16,10 +16,14 @@ _MARK = "ritten by `miner-guard init`"
 """Appears in the first lines of both templates; init did not write a file without it."""
 
 
-def uninstall(files: Sequence[Path], state: StateDir) -> None:
-    """Delete those `files` that init wrote, and the state directory. Raises Refused (1) while a
-    guard runs there, for a directory without a guard's state, and for files that can't be
-    deleted."""
+_OURS = (FOLDER, "state", ".local")
+"""Folders above a state directory that the guard creates in an empty home, innermost first."""
+
+
+def uninstall(files: Sequence[Path], state: StateDir, name: str) -> None:
+    """Delete those `files` that init wrote, and the state directory of the guard `name`. Raises
+    Refused (1) while a guard runs there, for a directory without a guard's state, and for files
+    that can't be deleted."""
     if listens(state):
         raise Refused(f"a guard runs in {state.root}; stop it first", FAILED)
     if state.root.exists() and not state.log.is_file() and not state.lock.is_file():
@@ -30,12 +34,20 @@ def uninstall(files: Sequence[Path], state: StateDir) -> None:
         if state.root.exists():
             shutil.rmtree(state.root)
             echo(f"deleted {state.root}")
-        folder = state.root.parent
-        if folder.name == FOLDER and folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
+        _remove_empty(state.root.parent)
     except OSError as error:
         raise Refused(f"{error.filename} cannot be deleted: {error.strerror}", FAILED) from error
     echo("kept: the package (pip uninstall miner-guard) and the guard's lines in .env")
+    echo(f"kept: pm2's entry and log (pm2 delete {name}; pm2 save; rm ~/.pm2/logs/{name}.log*)")
+
+
+def _remove_empty(folder: Path) -> None:
+    """Remove the folders of `_OURS` from `folder` up, as long as nothing else is in them."""
+    for name in _OURS:
+        if folder.name != name or not folder.is_dir() or any(folder.iterdir()):
+            return
+        folder.rmdir()
+        folder = folder.parent
 
 
 def _delete(file: Path) -> None:
