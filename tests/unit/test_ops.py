@@ -22,6 +22,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+from miner_guard.config import MinerSettings
 from miner_guard.eventlog import formatters
 from miner_guard.eventlog.catalog import CATALOGUE, RESERVED, Spec
 from miner_guard.eventlog.status_document import StatusDocument
@@ -267,16 +268,17 @@ def _yaml(name: str) -> dict[str, Any]:
 
 def test_compose_mounts_what_there_is_where_its_programs_look_for_it() -> None:
     services = _yaml("compose.yaml")["services"]
-    assert set(services) == {"prometheus", "alertmanager", "loki", "alloy", "grafana"}
+    foreign = {"prometheus", "alertmanager", "loki", "alloy", "grafana"}
+    assert set(services) == {*foreign, "miner"}
     for name, service in services.items():
-        assert ":" in service["image"], f"{name}: a pinned version"
+        assert ":" in service["image"] or name not in foreign, f"{name}: a pinned version"
         targets = [
             mount.split(":")[-2 if mount.endswith(":ro") else -1] for mount in service["volumes"]
         ]
         for mount in service["volumes"]:
             if mount.startswith("./"):
                 assert (OPS / mount.partition(":")[0]).exists(), mount
-        for word in service.get("command", []):
+        for word in service.get("command", []) if name in foreign else ():
             path = word.rpartition("=")[2]
             if path.startswith("/"):
                 assert any(path.startswith(target) for target in targets), word
@@ -288,6 +290,22 @@ def test_compose_mounts_what_there_is_where_its_programs_look_for_it() -> None:
     assert str(_yaml("loki/loki.yml")["server"]["http_listen_port"]) in sources["loki"]
     provider = _yaml("grafana/dashboards.yml")["providers"][0]["options"]["path"]
     assert any(f":{provider}/" in mount for mount in services["grafana"]["volumes"])
+
+
+def test_composes_miner_is_an_option_that_its_own_monitoring_sees() -> None:
+    compose = _yaml("compose.yaml")
+    miner, alloy = compose["services"]["miner"], compose["services"]["alloy"]
+    assert miner["profiles"] == ["miner"], "monitoring a fleet starts no miner"
+    assert (OPS / miner["build"]["context"] / miner["build"]["dockerfile"]).samefile(
+        OPS / "Dockerfile"
+    )
+    assert int(miner["stop_grace_period"].rstrip("s")) > MinerSettings().stop_timeout_s
+    (state,) = [mount for mount in miner["volumes"] if mount.endswith(":/state")]
+    volume = state.partition(":")[0]
+    assert volume in compose["volumes"]
+    (seen,) = [mount for mount in alloy["volumes"] if mount.startswith(f"{volume}:")]
+    log = Path(seen.split(":")[1]) / "guard.jsonl"
+    assert any(fnmatch.fnmatch(str(log), path) for path in _alloys_paths())
 
 
 def test_grafanas_own_types_know_every_key_of_the_dashboard() -> None:
@@ -346,6 +364,11 @@ def _alloy() -> dict[str, dict[str, Any]]:
     }
 
 
+def _alloys_paths() -> list[str]:
+    targets = _alloy()["local.file_match.guard"]["path_targets"]
+    return [value.strip('"') for target in targets for value in target.values()]
+
+
 def test_the_alloy_config_takes_guard_jsonl_to_loki_and_its_labels_are_fields_of_every_line() -> (
     None
 ):
@@ -355,9 +378,8 @@ def test_the_alloy_config_takes_guard_jsonl_to_loki_and_its_labels_are_fields_of
         "each is fed, none dangles"
     )
     assert all(export in _EXPORTS[name.rpartition(".")[0]] for name, export in taken)
-    (target,) = components["local.file_match.guard"]["path_targets"]
-    (path,) = (value.strip('"') for value in target.values())
-    assert fnmatch.fnmatch(str(choose("miner", None, {"HOME": "/root"}).log), path)
+    log = str(choose("miner", None, {"HOME": "/root"}).log)
+    assert any(fnmatch.fnmatch(log, path) for path in _alloys_paths())
     process = components["loki.process.guard"]
     read = set(process["stage__json"][0]["expressions"])
     assert read <= RESERVED

@@ -32,7 +32,9 @@ def pod() -> dict[str, Any]:
 
 
 def test_kubernetes_waits_longer_than_the_guard_may_take(pod: dict[str, Any]) -> None:
-    assert pod["terminationGracePeriodSeconds"] > MinerSettings().stop_timeout_s
+    hook = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1]
+    (waits,) = re.findall(r"^miner-guard ctl checkpoint && sleep (\d+)$", hook)
+    assert pod["terminationGracePeriodSeconds"] > int(waits) + MinerSettings().stop_timeout_s
 
 
 def test_no_engine_starts_again_what_a_restart_does_not_fix() -> None:
