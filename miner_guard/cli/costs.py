@@ -1,4 +1,5 @@
-"""`miner-guard costs`: what monitoring costs; `costs estimate`: what a new operation would cost."""
+"""`miner-guard costs`: what monitoring costs; `costs estimate`: what a new operation would cost;
+`costs known`: what source 000 advises about the usual ones."""
 
 from __future__ import annotations
 
@@ -21,13 +22,14 @@ from miner_guard.cli.options import (
     open_context,
 )
 from miner_guard.costs import PRESETS, Budget, estimate, table
+from miner_guard.costs.known import KNOWN, KnownOperation, known
 from miner_guard.eventlog.status_document import read_status
 from miner_guard.exits import FAILED, NOT_RUNNING, USAGE, Refused
 
 
 def command(
     what: Annotated[
-        str, typer.Argument(metavar="estimate|presets", help="Without either: the costs so far.")
+        str, typer.Argument(metavar="estimate|known|presets", help="Without any: the costs so far.")
     ] = "",
     operation: Annotated[
         str, typer.Argument(help="estimate: a name for the operation.")
@@ -65,6 +67,8 @@ def command(
         _ledger(place, as_json=as_json)
     elif what == "presets":
         echo(json.dumps(PRESETS, indent=1))
+    elif what == "known":
+        echo(json.dumps(_known_document(), indent=1) if as_json else _known_words())
     elif what == "estimate":
         if every is None or seconds is None:
             raise Refused("estimate needs --every STEPS and --seconds TIME_OF_ONE_CALL", USAGE)
@@ -75,7 +79,7 @@ def command(
         if answer["budget_status"] != "ok":
             raise typer.Exit(FAILED)
     else:
-        raise Refused(f"costs takes `estimate` or `presets`, not {what!r}", USAGE)
+        raise Refused(f"costs takes `estimate`, `known` or `presets`, not {what!r}", USAGE)
 
 
 def _ledger(place: CommandContext, *, as_json: bool) -> None:
@@ -109,6 +113,7 @@ def _estimate(
     step_time: float | None,
 ) -> dict[str, Any]:
     budget = Budget.from_settings(place.settings.config.costs)
+    usual = known(operation)
     step_time_s = step_time if step_time is not None else _step_time(place)
     try:
         cost = estimate(steps=steps, every_steps=every, seconds=seconds, step_time_s=step_time_s)
@@ -124,7 +129,55 @@ def _estimate(
         "budget_pct": budget.budget_pct,
         "budget_status": budget.status(cost.overhead_pct),
         "fits_every_steps": _fitting(seconds, step_time_s, budget.budget_pct),
+        "fits_seconds": budget.budget_pct / 100 * every * step_time_s,
+        "cost_per_1000_steps_s": 1000 / every * seconds,
+        "advice": None if usual is None else usual.advice,
+        "why": None if usual is None else usual.why,
+        "tracked": _is_tracked(place, operation),
     }
+
+
+def _is_tracked(place: CommandContext, operation: str) -> bool:
+    """Whether the account of this state directory has the operation."""
+    report = statedir.read_json(place.state.costs)
+    operations = report.get("operations") if isinstance(report, dict) else None
+    return isinstance(operations, dict) and operation in operations
+
+
+def _known_document() -> list[dict[str, Any]]:
+    return [
+        {
+            "operation": row.name,
+            "advice": row.advice,
+            "why": row.why,
+            "call_s": None if row.call_s is None else list(row.call_s),
+            "every_steps": row.every_steps,
+            "every_s": row.every_s,
+        }
+        for row in KNOWN
+    ]
+
+
+def _known_words() -> str:
+    """Source 000's decision framework, with its table of usual costs."""
+    lines: list[str] = []
+    for advice in dict.fromkeys(row.advice for row in KNOWN):
+        lines.append(advice)
+        lines += [f"  {row.name}: {_usual(row)}{row.why}" for row in KNOWN if row.advice == advice]
+    return "\n".join(lines)
+
+
+def _usual(row: KnownOperation) -> str:
+    """`60-300s a call, every 500 steps; `, as far as the document tells."""
+    parts = []
+    if row.call_s is not None:
+        low, high = row.call_s
+        parts.append(f"{low:g}-{high:g}s a call" if low else f"below {high:g}s a call")
+    if row.every_steps is not None:
+        parts.append("every step" if row.every_steps == 1 else f"every {row.every_steps} steps")
+    if row.every_s is not None:
+        parts.append(f"every {row.every_s:g}s")
+    return f"{', '.join(parts)}; " if parts else ""
 
 
 def _fitting(seconds: float, step_time_s: float, budget_pct: float) -> int:
@@ -157,4 +210,37 @@ def _words(answer: dict[str, Any]) -> str:
             f"it would fit every {answer['fits_every_steps']} steps; or with fewer "
             "examples, or run after training"
         )
-    return "\n".join(lines)
+    if answer["advice"] is not None:
+        lines.append(f"{answer['advice']}: {answer['why']}")
+    return "\n".join([*lines, "", *_checklist(answer)])
+
+
+def _checklist(answer: dict[str, Any]) -> list[str]:
+    """Source 000's checklist before any monitoring feature is enabled, filled in."""
+    fits = answer["budget_status"] == "ok"
+    within = f"{answer['budget_pct']:g}% of training time"
+    cheaper = (
+        "not needed"
+        if fits
+        else f"{answer['fits_seconds']:.1f}s a call would fit, or every "
+        f"{answer['fits_every_steps']} steps: sample 10-20 examples, not 100"
+    )
+    tracked = (
+        "recorded here"
+        if answer["tracked"]
+        else f'no call recorded here: wrap it in tracker.track("{answer["operation"]}")'
+    )
+    rows = (
+        (True, "time per call", f"{answer['seconds']:g}s"),
+        (True, "how often", f"every {answer['every_steps']} steps"),
+        (True, "cost per 1000 steps", f"{answer['cost_per_1000_steps_s']:.0f}s"),
+        (True, "share of training time", f"{answer['overhead_pct']:.1f}%"),
+        (fits, f"below {within}", "yes" if fits else "no"),
+        (fits, "cheaper", cheaper),
+        (fits, "alternative", "not needed" if fits else "run it on a checkpoint, after training"),
+        (answer["tracked"], "in the cost account", tracked),
+    )
+    return [
+        "checklist",
+        *(f"[{'x' if done else ' '}] {question}: {told}" for done, question, told in rows),
+    ]

@@ -5,7 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_TITLES = ("Operation", "Calls", "Time/Call", "Total", "Background", "Share", "Impact", "Status")
+_TITLES = (
+    "Operation",
+    "Calls",
+    "Time/Call",
+    "Frequency",
+    "Per 1000 steps",
+    "Total",
+    "Background",
+    "Share",
+    "Impact",
+    "Status",
+)
+_WORDS_AFTER = 8
+"""Columns from here on are words, aligned to the left like the first one."""
+
 _WORDS = {"ok": "within budget", "warning": "OVER BUDGET", "critical": "FAR OVER BUDGET"}
 
 
@@ -16,7 +30,7 @@ def text(report: Mapping[str, Any]) -> str:
         operations.items(),
         key=lambda row: (-row[1]["total_time"], -row[1]["background_time"], row[0]),
     )
-    rows = [_TITLES, *(_row(name, values) for name, values in ordered)]
+    rows = [_TITLES, *(_row(name, values, report) for name, values in ordered)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_TITLES))]
     lines = [
         "  ".join(
@@ -33,12 +47,15 @@ def text(report: Mapping[str, Any]) -> str:
     return "\n".join([head, *(line.rstrip() for line in lines)])
 
 
-def _row(name: str, values: Mapping[str, Any]) -> tuple[str, ...]:
+def _row(name: str, values: Mapping[str, Any], report: Mapping[str, Any]) -> tuple[str, ...]:
     average = values["average_time"]
+    training, step = report["training_time"], report.get("step_time")
     return (
         name,
         str(values["calls"]),
         "-" if average is None else seconds(average),
+        _frequency(values["calls"], training, step),
+        _per_thousand_steps(values["total_time"], training, step),
         seconds(values["total_time"]),
         seconds(values["background_time"]),
         f"{values['percentage']:.2f}%",
@@ -48,7 +65,25 @@ def _row(name: str, values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _cell(cell: str, width: int, place: int) -> str:
-    return cell.rjust(width) if 1 <= place <= 5 else cell.ljust(width)
+    return cell.rjust(width) if 1 <= place < _WORDS_AFTER else cell.ljust(width)
+
+
+def _frequency(calls: int, training_s: float, step_s: float | None) -> str:
+    """How often the operation has run: in steps, or in seconds while no step time is known."""
+    if calls < 2 or training_s <= 0:
+        return "once" if calls == 1 else "-"
+    interval = training_s / calls
+    if not step_s:
+        return f"every {seconds(interval)}"
+    steps = interval / step_s
+    return "every step" if steps < 1.5 else f"every {steps:.0f} steps"
+
+
+def _per_thousand_steps(total_s: float, training_s: float, step_s: float | None) -> str:
+    """What 1000 steps pay for the operation; `-` while no step time is known."""
+    if not step_s or training_s <= 0:
+        return "-"
+    return seconds(1000 * total_s * step_s / training_s)
 
 
 def seconds(value: float) -> str:

@@ -73,6 +73,7 @@ class MonitoringCostTracker:
         self._operations: dict[str, Operation] = {}
         self._start = self._clock.monotonic()
         self._training_s: Callable[[], float] | None = None
+        self._measured_step_s: Callable[[], float | None] = lambda: None
         self._step_time_s: float | None = None
         self._steps: tuple[int, float] | None = None
         self._level = "ok"
@@ -146,10 +147,12 @@ class MonitoringCostTracker:
 
     # budget
 
-    def training_time(self, source: Callable[[], float]) -> None:
+    def training_time(
+        self, source: Callable[[], float], step_time: Callable[[], float | None] = lambda: None
+    ) -> None:
         """Use another source of training time, in seconds: the supervisor knows when the miner was
-        down."""
-        self._training_s = source
+        down. `step_time`: seconds of training per step, or None while unknown."""
+        self._training_s, self._measured_step_s = source, step_time
 
     def blocking_s(self) -> float:
         """Seconds that monitoring blocked training."""
@@ -307,7 +310,7 @@ class MonitoringCostTracker:
                 "total_time": round(self.blocking_s(), 6),
                 "background_time": round(self.background_s(), 6),
                 "training_time": round(training, 3),
-                "step_time": self._step_time_s,
+                "step_time": self._step_time_s or self._measured_step_s(),
                 "updated": iso_utc(self._clock.wall()),
                 "operations": {
                     name: account.as_dict(training)

@@ -34,10 +34,11 @@ class CostsMonitor(Monitor):
             clock=context.clock,
             report=context.emit,
         )
-        self.tracker.training_time(self._training_s)
+        self.tracker.training_time(self._training_s, self._training_step_s)
         set_global_tracker(self.tracker)
         self._lead: int | None = None
         self._step_s = 0.0
+        self._steps = 0
         self._ran_s = 0.0
         self._launched: float | None = None
         self._loop_cpu_s = 0.0
@@ -59,6 +60,10 @@ class CostsMonitor(Monitor):
         running = 0.0 if self._launched is None else self.context.clock.monotonic() - self._launched
         return (self._step_s or self._ran_s + running) - self.tracker.blocking_s()
 
+    def _training_step_s(self) -> float | None:
+        """Seconds of training per step of the lead rank; None before its first."""
+        return max(0.0, self._training_s()) / self._steps if self._steps else None
+
     def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
         # Ranks wait for each other, so all pay what one of them pays. Count the lead rank's costs
         # only.
@@ -74,6 +79,7 @@ class CostsMonitor(Monitor):
         if rank == self._lead:
             for step in steps:
                 self._step_s += step.seconds
+                self._steps += 1
                 self._phases(step)
         return ()
 

@@ -126,7 +126,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("plan --params x", 64, "--params 'x' is not a number of parameters, such as 4e9 or 4B"),
         ("plan --gpus 0", 64, "--gpus"),
         ("costs", 3, "no guard has run there yet"),
-        ("costs nosuch", 64, "costs takes `estimate` or `presets`, not 'nosuch'"),
+        ("costs nosuch", 64, "costs takes `estimate`, `known` or `presets`, not 'nosuch'"),
         (
             "costs estimate op --every 10 --seconds 1",
             64,

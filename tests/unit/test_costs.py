@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from miner_guard.costs import PRESETS, Budget, MonitoringCostTracker, estimate
+from miner_guard.costs import PRESETS, Budget, MonitoringCostTracker, estimate, table
 from miner_guard.costs.operation import fair_cap, impact
 from miner_guard.costs.tracker import get_global_tracker, set_global_tracker
 from miner_guard.eventlog.catalog import Finding, message
@@ -173,6 +174,10 @@ def test_the_summary_is_the_documents_table() -> None:
         "Operation",
         "Calls",
         "Time/Call",
+        "Frequency",
+        "Per",
+        "1000",
+        "steps",
         "Total",
         "Background",
         "Share",
@@ -183,6 +188,8 @@ def test_the_summary_is_the_documents_table() -> None:
         "evolution_snapshot",
         "1",
         "360.0s",
+        "once",
+        "-",
         "360.0s",
         "0s",
         "10.29%",
@@ -190,6 +197,58 @@ def test_the_summary_is_the_documents_table() -> None:
         "active",
     ]
     assert rows[3].split()[-2:] == ["negligible", "active"]
+
+
+def test_the_table_has_the_columns_of_the_documents_table() -> None:
+    """Source 000: Operation, Time/Call, Frequency, Cost per 1000 steps, Impact, Status."""
+    account = Account()
+    step = 0
+    for step in range(1, 1001):
+        account.clock.advance(3.5)
+        if account.tracker.due("live inference", every_steps=200, step=step):
+            account.call("live inference", 3.0)
+    head, titles, row = table.text(account.tracker.get_report()).splitlines()
+    assert "0.43% of 3500s training" in head
+    assert titles.split("  ")[0] == "Operation"
+    for title in ("Time/Call", "Frequency", "Per 1000 steps", "Impact", "Status"):
+        assert title in titles
+    assert " ".join(row.split()) == (
+        "live inference 5 3.0s every 200 steps 15.0s 15.0s 0s 0.43% acceptable active"
+    )
+
+
+def test_the_documents_module_name_works_in_the_documents_commands(tmp_path: Path) -> None:
+    """Source 000's `from monitoring_cost_tracker import …`, in its two examples."""
+    usage = (
+        "from monitoring_cost_tracker import MonitoringCostTracker\n"
+        f"tracker = MonitoringCostTracker(output_dir={str(tmp_path)!r})\n"
+        "with tracker.track('evolution_snapshot'):\n"
+        "    pass\n"
+        "print(tracker.is_over_budget(), f\"{tracker.get_report()['total_percentage']:.1f}%\")"
+    )
+    summary = (
+        "from monitoring_cost_tracker import get_global_tracker\n"
+        "tracker = get_global_tracker()\n"
+        "tracker.print_summary()\n"
+    )
+    assert _python(usage, tmp_path).endswith("%\n")
+    ledger = tmp_path / "state" / "status"
+    ledger.mkdir(parents=True)
+    (tmp_path / "monitoring_costs.json").rename(ledger / "monitoring_costs.json")
+    assert "evolution_snapshot" in _python(summary, tmp_path / "state")
+
+
+def _python(code: str, state: Path) -> str:
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=requires.REPO,
+        env={**os.environ, "MINER_GUARD_STATE_DIR": str(state)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return ended.stdout
 
 
 @pytest.mark.parametrize(

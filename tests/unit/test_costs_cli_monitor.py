@@ -11,6 +11,7 @@ import pytest
 
 from miner_guard.cli.main import run
 from miner_guard.costs import set_global_tracker
+from miner_guard.costs.known import known
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.flight_recorder.journal import CostEntry
 from miner_guard.flight_recorder.records import StepRecord
@@ -50,6 +51,56 @@ def test_estimate_gives_the_documents_10_1_per_cent_and_exit_1(
     out = capsys.readouterr().out
     assert "evolution: 4.9 calls of 180s = 882s in 8704s of training" in out
     assert "overhead 10.1% (budget 5%): FAR OVER BUDGET" in out
+
+
+def test_estimate_fills_in_the_documents_checklist(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Source 000 asks eight questions before any monitoring feature is enabled."""
+    every = ["--every", "500", "--seconds", "180", "--step-time", "3.5"]
+    assert (
+        run(["costs", "estimate", "evolution_snapshot", *every, "--state-dir", str(tmp_path)]) == 1
+    )
+    out = capsys.readouterr().out
+    assert "NEVER IN PRODUCTION: far too expensive, only for research" in out
+    assert out.partition("checklist\n")[2].splitlines() == [
+        "[x] time per call: 180s",
+        "[x] how often: every 500 steps",
+        "[x] cost per 1000 steps: 360s",
+        "[x] share of training time: 10.3%",
+        "[ ] below 5% of training time: no",
+        "[ ] cheaper: 87.5s a call would fit, or every 1029 steps: sample 10-20 examples, not 100",
+        "[ ] alternative: run it on a checkpoint, after training",
+        "[ ] in the cost account: no call recorded here: "
+        'wrap it in tracker.track("evolution_snapshot")',
+    ]
+
+
+def test_the_documents_decision_framework(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["costs", "known", "--state-dir", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if not line.startswith(" ")] == [
+        "ALWAYS SAFE",
+        "USE CAUTIOUSLY",
+        "NEVER IN PRODUCTION",
+    ]
+    assert "  evolution snapshot: 60-300s a call, every 500 steps; far too expensive" in out
+    assert run(["costs", "known", "--json", "--state-dir", str(tmp_path)]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["advice"] for row in rows if row["operation"] == "validation loss"} == {
+        "USE CAUTIOUSLY"
+    }
+
+
+@pytest.mark.parametrize(
+    ("spelled", "name"),
+    [("EvolutionSnapshot", "evolution snapshot"), ("val_loss", "validation loss"), ("axe", None)],
+)
+def test_a_known_operation_is_found_however_it_is_spelled(spelled: str, name: str | None) -> None:
+    found = known(spelled)
+    assert (None if found is None else found.name) == name
 
 
 def test_estimate_within_budget_is_exit_0_and_json(
@@ -140,6 +191,15 @@ def test_phases_are_entered_once_each(part: CostsMonitor) -> None:
         "validation": 3.0,
     }
     assert report["total_percentage"] == pytest.approx(100 * 5 / 95, abs=1e-3)
+
+
+def test_the_account_knows_the_time_of_a_step(part: CostsMonitor) -> None:
+    """The cost table needs it for the columns of source 000's table: frequency, and cost per 1000
+    steps."""
+    part.on_launch(Launch(["x"], 1, 0, 1000.0))
+    assert part.tracker.get_report()["step_time"] is None
+    part.on_steps(0, [_step(n, 10.0, {"val_loss": 2.0} if n % 5 == 0 else {}) for n in range(10)])
+    assert part.tracker.get_report()["step_time"] == pytest.approx(9.6)
 
 
 def test_only_the_lead_rank_is_counted(part: CostsMonitor) -> None:
