@@ -109,6 +109,19 @@ def for_plateau(lr: float | None) -> tuple[str, tuple[str, ...]]:
     )
 
 
+def for_slow_fall(lr: float | None) -> tuple[str, tuple[str, ...]]:
+    """Cause and fixes of a loss that decreases very slowly (source 003, Underfitting)."""
+    raised = "raise the learning rate" + (f" from {lr:.3g}" if lr else "")
+    return (
+        "a low learning rate, a schedule that decays before the model has learned, or few examples",
+        (
+            f"{raised} to 5e-4 or 1e-3 (adapters), in one run and with nothing else changed",
+            "check the data: prompt template, end-of-sequence tokens, labels that are not masked",
+            "train longer or on more examples if evaluation loss still falls",
+        ),
+    )
+
+
 def for_evaluation_nan() -> tuple[str, tuple[str, ...]]:
     """Cause and fixes of an evaluation that yields no number while training yields one."""
     return (

@@ -106,6 +106,39 @@ def test_a_flat_window_of_a_run_under_way_is_only_a_remark() -> None:
     assert [(a.type, a.severity) for a in judge(reading.read(lines))] == [("plateau_high", "info")]
 
 
+DOCUMENTS_LOG = """\
+Step 10: loss=2.45, lr=6.67e-05
+Step 20: loss=2.38, lr=0.000133
+Step 30: loss=2.31, lr=0.0002
+Step 40: loss=2.28, lr=0.0002
+Step 50: loss=2.26, lr=0.000175
+Step 60: loss=2.24, lr=0.00015
+Step 70: loss=2.23, lr=0.000125
+Step 80: loss=2.22, lr=0.0001
+Step 90: loss=2.21, lr=7.5e-05
+"""
+
+
+def test_the_documents_log_gets_a_remark_on_its_slow_decrease() -> None:
+    """Source 003, prompt 1: is it converging, what does the slow decrease suggest, what next?"""
+    (remark,) = judge(reading.read(DOCUMENTS_LOG.splitlines()))
+    assert (remark.type, remark.severity) == ("slow_decrease", "info")
+    assert remark.detail == (
+        "the loss decreases, but slowly: 2.45 to 2.21, 9.8% in 80 steps, 13% of that in the "
+        "last third"
+    )
+    assert "low learning rate" in remark.cause
+    assert remark.fixes[0].startswith("raise the learning rate from 0.0002 to 5e-4 or 1e-3")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_loss_that_learns_gets_no_remark(seed: int) -> None:
+    for noise in (0.005, 0.02):
+        assert trace_of(loss=healthy(100, seed, noise)) == []
+    window = [{"step": 5000 + 10 * n, "loss": 2.45 - 0.003 * n} for n in range(80)]
+    assert judge(reading.read(map(json.dumps, window))) == []
+
+
 def test_overfit_at_the_best_evaluation() -> None:
     training = [3 * math.exp(-n / 15) + 0.1 for n in range(60)]
     evaluation = [2 + 0.001 * (n - 20) ** 2 for n in range(60)]

@@ -128,6 +128,8 @@ def _loss(trace: Trace, facts: TrainingFacts, has_nan: bool) -> Iterator[Anomaly
     )
     if not has_nan and climbed is None and (flat := levels.flat(loss.values)) is not None:
         yield _plateau(trace, loss, flat)
+    elif not has_nan and climbed is None and _from_the_start(loss):
+        yield from _slow_fall(trace, loss)
     over = evaluation.overfit(trace["eval_loss"].finite(), trace["loss"].finite())
     if over is not None and climbed is None:
         yield _overfit(over)
@@ -193,6 +195,30 @@ def _climb(trace: Trace, loss: Series, index: int, seen: levels.Climb) -> Anomal
     )
 
 
+def _from_the_start(loss: Series) -> bool:
+    """Whether the trace shows its run from the first steps on."""
+    if not len(loss):
+        return False
+    stride = (loss.steps[-1] - loss.steps[0]) / max(1, len(loss) - 1)
+    return loss.steps[0] <= max(_FROM_START * stride, 1)
+
+
+def _slow_fall(trace: Trace, loss: Series) -> Iterator[Anomaly]:
+    """A remark, never an alarm: a fine-tuned model may have little to learn."""
+    seen = levels.slow_fall(loss.values)
+    if seen is None:
+        return
+    rates = trace["lr"].finite().values
+    cause, fixes = advice.for_slow_fall(max(rates, default=None))
+    share = (seen.first - seen.level) / seen.first
+    detail = (
+        f"the loss decreases, but slowly: {seen.first:.4g} to {seen.level:.4g}, {share:.1%} in "
+        f"{loss.steps[-1] - loss.steps[0]} steps, {seen.late:.0%} of that in the last third"
+    )
+    evidence = {"first": seen.first, "level": seen.level}
+    yield Anomaly("slow_decrease", loss.steps[-1], "info", detail, fixes, cause, evidence)
+
+
 def _plateau(trace: Trace, loss: Series, seen: levels.Flat) -> Anomaly:
     step = loss.steps[seen.index]
     cause, fixes = advice.for_plateau(trace.nearest("lr", step))
@@ -202,8 +228,7 @@ def _plateau(trace: Trace, loss: Series, seen: levels.Flat) -> Anomaly:
         f"{len(loss)} values from step {loss.steps[0]} to {loss.steps[-1]}"
     )
     # Late in a run a flat loss is normal; only a loss that was never higher has not learned.
-    stride = (loss.steps[-1] - loss.steps[0]) / max(1, len(loss) - 1)
-    severity = "warning" if loss.steps[0] <= max(_FROM_START * stride, 1) else "info"
+    severity = "warning" if _from_the_start(loss) else "info"
     return Anomaly(
         "plateau_high",
         step,

@@ -214,6 +214,46 @@ def flat(values: Sequence[float]) -> Flat | None:
     )
 
 
+@dataclass(frozen=True)
+class SlowFall:
+    """A loss that falls steadily and by little."""
+
+    first: float
+    level: float
+    late: float
+    """The fall over the last third of the values, as a share of the whole fall."""
+
+
+_SLOW_FALL = (0.03, 0.15)
+"""Falls between these shares of the first level are slow: less is flat, more is learning."""
+
+_STEADY_SIGMAS = 6.0
+"""The fall must be this multiple of the noise from value to value: a noisy loss shows no pace."""
+
+_MAX_SLOW = 200
+"""Values up to which a trace shows the begin of a run; over more, a loss has its own long
+shape."""
+
+
+def slow_fall(values: Sequence[float]) -> SlowFall | None:
+    """A loss that falls from first to last by no more than 15 %, clear of its noise (source 003:
+    underfitting is a loss that "stays flat or decreases very slowly")."""
+    count = len(values)
+    if not _FLAT_LEAST <= count <= _MAX_SLOW:
+        return None
+    part = max(1, count // 10)
+    first, last = median(values[:part]), median(values[-part:])
+    least, most = _SLOW_FALL
+    fallen = first - last
+    if first <= 0 or not least * first < fallen <= most * first:
+        return None
+    if fallen < _STEADY_SIGMAS * step_noise(values):
+        return None
+    third = count // 3
+    late = median(values[-third - part : -third]) - last
+    return SlowFall(first, last, max(0.0, late) / fallen)
+
+
 def _stuck_near_chance(
     values: Sequence[float], first: float, blocks: Sequence[float], error: float
 ) -> bool:
