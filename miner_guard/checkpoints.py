@@ -73,7 +73,7 @@ class Checkpointer:
         folder: Path,
         *,
         every: int,
-        keep: int = 2,
+        keep: int = 3,
         on_saved: Callable[[Saved], None] = lambda _saved: None,
         memory_every: int | None = None,
         on_memory_off: Callable[[str], None] = lambda _reason: None,

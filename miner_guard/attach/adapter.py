@@ -43,6 +43,10 @@ class StepListener(Protocol):
         """An evaluation has ended."""
         ...
 
+    def saved(self, path: str, number: int) -> None:
+        """A checkpoint of step `number` was saved at `path`."""
+        ...
+
     def finished(self) -> None:
         """Training has reached its configured end."""
         ...

@@ -217,6 +217,12 @@ class Auto:
         """A framework has evaluated; the loss is recorded with the next step."""
         self._evaluated = loss
 
+    def saved(self, path: str, number: int) -> None:
+        """A framework has saved a checkpoint."""
+        guard = self.adapter.guard
+        if guard is not None and guard.rank == 0:
+            guard.checkpoint_saved(path, step=number)
+
     def finished(self) -> None:
         """A framework reports that it reached its configured end."""
         if self.adapter.guard is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,10 @@ def follow_transformers(adapter: Adapter, listener: StepListener, module: Any) -
         def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self._stopped = self._stopped or control.should_training_stop
             listener.evaluated((kwargs.get("metrics") or {}).get("eval_loss"))
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            folder = os.path.abspath(args.output_dir)
+            listener.saved(f"{folder}/checkpoint-{state.global_step}", state.global_step)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             # Early stopping counts as a normal finish; running out of data does not.
@@ -111,3 +116,19 @@ def follow_lightning(adapter: Adapter, listener: StepListener, module: Any) -> N
 
     _after_init(module.Trainer, lambda trainer: trainer.callbacks.insert(0, LightningCallback()))
     _follow(adapter, module.Trainer, "save_checkpoint", "checkpoint")
+    _report_checkpoints(adapter, listener, module.Trainer)
+
+
+def _report_checkpoints(adapter: Adapter, listener: StepListener, trainer: Any) -> None:
+    """Report what Lightning's `save_checkpoint` has written; its callbacks run before the write."""
+    original = vars(trainer).get("save_checkpoint")
+    if not inspect.isfunction(original):
+        return
+
+    @functools.wraps(original)
+    def followed(self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, filepath, *args, **kwargs)
+        adapter.quiet(lambda: listener.saved(os.path.abspath(filepath), self.global_step))
+        return result
+
+    trainer.save_checkpoint = followed

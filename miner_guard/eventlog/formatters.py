@@ -94,6 +94,32 @@ def checkpoint_saved(fields: Mapping[str, Any]) -> str:
     )
 
 
+def step_summary(fields: Mapping[str, Any]) -> str:
+    """Step times and, where a GPU's memory is known, that too, graded by source 004's table."""
+    memory, grade = fields.get("gpu_mem_gb"), fields.get("memory_grade")
+    return (
+        f"STEP SUMMARY: p50 {known(fields['p50_s'], '.2f')}s p95 {known(fields['p95_s'], '.2f')}s "
+        f"max {known(fields['max_s'], '.2f')}s, grade {fields['grade']}"
+        + ("" if grade is None else f" | GPU memory {known(memory, '.1f')}GB, grade {grade}")
+    )
+
+
+def last_checkpoint(fields: Mapping[str, Any]) -> str:
+    """Source 003's words after an interruption: where the checkpoints are, and to resume."""
+    step = "" if fields["step"] is None else f"step {fields['step']}, "
+    age = f"{fields['age_s']:.0f}s before the end"
+    return f"LAST CHECKPOINT: {step}saved {age} at {fields['path']}; resume training from it"
+
+
+def gpu_memory_peak(fields: Mapping[str, Any]) -> str:
+    """Source 003's `print_memory_stats`, on one line."""
+    return (
+        f"GPU MEMORY: Allocated: {known(fields['allocated_gb'], '.2f')} GB | "
+        f"Reserved: {known(fields['reserved_gb'], '.2f')} GB | "
+        f"Peak: {known(fields['peak_gb'], '.2f')} GB"
+    )
+
+
 def _with_unit(value: float | None, spec: str, unit: str) -> str:
     return "unknown" if value is None else format(value, spec) + unit
 

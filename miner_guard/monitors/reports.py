@@ -9,13 +9,17 @@ from typing import Any
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.flight_recorder.journal import CheckpointEntry, FindingEntry, JournalEntry
 from miner_guard.flight_recorder.records import Now
-from miner_guard.monitors.base import Context, Launch, Monitor
+from miner_guard.monitors.base import Context, Exit, Launch, Monitor
 from miner_guard.system.once import Once
+
+_MISSED = 1.5
+"""A checkpoint is late after this multiple of the time between the last two: a miner that saves
+every two hours is not late after one."""
 
 
 class ReportsMonitor(Monitor):
     """Logs the journal's findings and checkpoints; reports once when the newest checkpoint is too
-    old."""
+    old, and at each end of the miner which one to resume from."""
 
     name = "reports"
 
@@ -23,6 +27,8 @@ class ReportsMonitor(Monitor):
         super().__init__(context)
         self._newest: CheckpointEntry | None = None
         self._at: float | None = None
+        self._saved_at = 0.0
+        self._interval_s = 0.0
         self._stale = Once()
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
@@ -56,7 +62,9 @@ class ReportsMonitor(Monitor):
                 ),
             )
         before = self._newest and self._newest.size_bytes
-        self._newest, self._at = entry, self.context.clock.monotonic()
+        now = self.context.clock.monotonic()
+        self._interval_s = 0.0 if self._at is None else now - self._at
+        self._newest, self._at, self._saved_at = entry, now, now
         self._stale.clear()
         saved = make_finding(
             "checkpoint_saved",
@@ -75,7 +83,7 @@ class ReportsMonitor(Monitor):
         return (saved,)
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
-        limit = self.context.config.health.checkpoint_max_age_s
+        limit = max(self.context.config.health.checkpoint_max_age_s, _MISSED * self._interval_s)
         if self._at is None or self._newest is None or now - self._at <= limit:
             return ()
         if not self._stale.first():
@@ -86,6 +94,18 @@ class ReportsMonitor(Monitor):
             f"{now - self._at:.0f}s old (limit {limit:.0f}s); a restart would lose as much"
         )
         return (make_finding("checkpoint_stale", detail=detail),)
+
+    def on_exit(self, end: Exit) -> Iterable[Finding]:
+        if self._newest is None or end.finished:
+            return ()
+        return (
+            make_finding(
+                "last_checkpoint",
+                path=self._newest.path,
+                step=self._newest.step,
+                age_s=self.context.clock.monotonic() - self._saved_at,
+            ),
+        )
 
     def on_stop(self) -> Iterable[Finding]:
         # In-memory checkpoints serve a quick resume between launches; nothing else frees them after

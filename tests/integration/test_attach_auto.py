@@ -193,6 +193,9 @@ def test_hugging_faces_trainer_is_followed_by_its_callbacks(tmp_path: Path) -> N
         "the time it takes is its own"
     )
     assert [s.inner_step for s in steps if "pause" in s.phases] == [5], "so is a checkpoint's"
+    assert [e["step"] for e in attached.entries("checkpoint")][:1] == [4]
+    assert (tmp_path / "attached" / "out" / "checkpoint-4").is_dir()
+    assert attached.entries("checkpoint")[0]["path"].endswith("/attached/out/checkpoint-4")
     assert attached.now().state == "finished"
 
 

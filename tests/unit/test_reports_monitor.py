@@ -8,7 +8,7 @@ import pytest
 
 from miner_guard.eventlog.catalog import message
 from miner_guard.flight_recorder.journal import CheckpointEntry, FindingEntry
-from miner_guard.monitors.base import Launch
+from miner_guard.monitors.base import Exit, Launch
 from miner_guard.monitors.reports import ReportsMonitor
 from miner_guard.system.clock import FakeClock
 from tests.support.contexts import context
@@ -55,6 +55,33 @@ def test_a_checkpoint_that_grows_old_is_reported_once(
     clock.advance(9999)
     part.on_entry(0, checkpoint(40))
     assert not list(part.on_tick(clock.monotonic() + 10, {}))
+
+
+def test_a_crash_names_the_checkpoint_to_resume_from(
+    part: ReportsMonitor, clock: FakeClock
+) -> None:
+    """Source 003: after an exception the log says where the checkpoints are, and to resume."""
+    crashed = Exit(1, None, asked=False, finished=False, runtime_s=60.0)
+    assert not list(part.on_exit(crashed))
+    part.on_entry(0, checkpoint(20))
+    clock.advance(41)
+    (kept,) = part.on_exit(crashed)
+    assert message(kept) == (
+        "LAST CHECKPOINT: step 20, saved 41s before the end at ckpt/step-20; "
+        "resume training from it"
+    )
+    assert not list(part.on_exit(Exit(0, None, asked=False, finished=True, runtime_s=60.0)))
+
+
+def test_a_miner_that_saves_every_two_hours_is_not_late_after_one(
+    part: ReportsMonitor, clock: FakeClock
+) -> None:
+    part.on_entry(0, checkpoint(20))
+    clock.advance(7200)
+    part.on_entry(0, checkpoint(40))
+    assert not list(part.on_tick(clock.monotonic() + 7200, {}))
+    (stale,) = part.on_tick(clock.monotonic() + 3 * 3600 + 1, {})
+    assert "(limit 10800s)" in message(stale)
 
 
 def test_a_restart_is_no_stale_checkpoint(part: ReportsMonitor) -> None:
