@@ -281,6 +281,8 @@ def _ranks(steps: StepsStatus, *, by_number: bool) -> list[str]:
     for rank, row in ranks:
         memory = row.gpu_mem_gb
         memory_words = "mem ?" if memory is None else number(memory, ".1f", "GB")
+        if row.gpu_peak_gb is not None:
+            memory_words += f" (peak {row.gpu_peak_gb:.1f})"
         own = "" if row.work_s is None else f" own {number(row.work_s, '.3g', 's')}"
         rows.append(f"rank {rank}: {number(row.step_time_s, '.3g', 's')}{own} {memory_words}")
     return _in_threes(rows)

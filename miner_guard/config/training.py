@@ -106,6 +106,18 @@ class StepSettings:
     fast_log_max_s: Positive = 1.0
     """Red flag: a fast log that takes longer (source 001)."""
 
+    fast_log_usual_s: Positive = 0.3
+    """A fast log usually takes up to this (source 001: 0.1-0.3 s); above it a remark."""
+
+    evaluation_usual_s: Positive = 10.0
+    """An evaluation step usually takes up to this (source 001: 5-10 s); above it a remark."""
+
+    inference_usual_pct: Percent = 80.0
+    """Usual inference share of an evaluation step (source 001: 60-80 %); above it a remark."""
+
+    val_loss_usual_pct: Percent = 20.0
+    """Usual validation share of an evaluation step (source 001: 10-20 %); above it a remark."""
+
     overhead_good_pct: Percent = 10.0
     """Overhead of an evaluation step above this is an issue, though no red flag (source 001)."""
 
@@ -186,8 +198,18 @@ class GpuSettings:
     """From this much used memory on, a low share is no warning on a GPU that computes (source 004:
     15-35 GB is good, whatever the GPU's size)."""
 
+    acceptable_memory_gb: Positive = 10.0
+    """Used memory from here to `good_memory_gb` is acceptable (source 004: 10-15 GB)."""
+
+    high_memory_gb: Positive = 35.0
+    """Used memory above this exceeds source 004's good range (15-35 GB) of an 80 GB GPU."""
+
     busy_pct: Percent = 80.0
     """A GPU computes from this utilization on (source 002: 80-95 % is the target)."""
+
+    idle_pct: Percent = 70.0
+    """Mean utilization below this while training: monitoring or data loading may be blocking
+    (source 000: above 90 % is normal)."""
 
     drop_pct: Percent = 20.0
     """A memory share that falls by this many points between two checks is a sudden drop (source

@@ -118,6 +118,20 @@ def decide(share_pct: float, size: str, settings: GpuSettings) -> Row:
     return next(r for r in matrix(settings) if r.at_least <= share < r.below and size in r.sizes)
 
 
+def memory_grade(allocated_gb: float | None, settings: GpuSettings) -> str | None:
+    """Source 004's table: 15-35 GB good, 10-15 GB acceptable, below 1 GB bad; `poor` between those,
+    `high` above. None where the amount is unknown or no GPU is expected."""
+    if allocated_gb is None or settings.expect == 0:
+        return None
+    if allocated_gb < settings.low_memory_gb:
+        return "bad"
+    if allocated_gb < settings.acceptable_memory_gb:
+        return "poor"
+    if allocated_gb < settings.good_memory_gb:
+        return "acceptable"
+    return "good" if allocated_gb <= settings.high_memory_gb else "high"
+
+
 def described(size: str, name: str | None) -> str:
     """`large model (EfficientNet-B4)`, as source 002 writes it."""
     if size == UNKNOWN:
@@ -139,7 +153,7 @@ class MemoryReading:
     processes on that GPU)."""
 
     busy_pct: float | None = None
-    """The GPU's utilization, where NVML tells."""
+    """The GPU's mean utilization since the last check, where NVML tells."""
 
     @property
     def share_pct(self) -> float:
@@ -193,7 +207,9 @@ class GpuUse:
         if row.factor > 1 and size == SMALL:
             words += ": 1.5x-2x; for a small model it may not help much"
         trend = self.trend(least.gpu)
-        verdict = f"GPU at {least.share_pct:.0f}% {words}." + (f" {trend}." if trend else "")
+        verdict = f"GPU at {least.share_pct:.0f}% {words}."
+        verdict += f" {trend}." if trend else ""
+        verdict += self._utilization(least.busy_pct)
         # The same advice every 150 s would bury the rest; the share is still in each line.
         warns = row.level != "info" and self._warned.ask(seconds, row.verdict)
         yield make_finding(
@@ -208,6 +224,18 @@ class GpuUse:
             factor=row.factor,
             model_size=size,
             step=step,
+        )
+
+    def _utilization(self, busy_pct: float | None) -> str:
+        """The mean utilization, and source 000's conclusion where it is low: something blocks."""
+        if busy_pct is None:
+            return ""
+        words = f" Utilization {busy_pct:.0f}%"
+        if busy_pct >= self._settings.idle_pct:
+            return f"{words}."
+        return (
+            f"{words}, below {self._settings.idle_pct:.0f}%: monitoring or data loading may block "
+            "training, see `miner-guard costs` and the phases."
         )
 
     def _good_amount(self, reading: MemoryReading) -> bool:

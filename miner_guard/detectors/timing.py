@@ -45,7 +45,7 @@ class RedFlag:
     limit: str
     meaning: str
     remark: bool = False
-    """Above what source 001 calls acceptable, below its red flag."""
+    """Outside the pattern that source 001 expects, below its red flag."""
 
 
 class TimingLog:
@@ -91,42 +91,85 @@ def breakdown(phases: Mapping[str, float], nested_in_monitor_s: float) -> Breakd
 
 
 def red_flags(seen: FastLog | Breakdown, settings: StepSettings) -> Iterator[RedFlag]:
-    """Source 001's red flags in one timing line."""
+    """Source 001's red flags in one timing line, and remarks where it leaves the expected
+    pattern."""
     if isinstance(seen, FastLog):
-        if seen.total_s > settings.fast_log_max_s:
-            yield RedFlag(
-                "fast log",
-                f"{seen.total_s:.3f}s",
-                f"{settings.fast_log_max_s:g}s",
-                "something slow runs when it should not",
-            )
+        yield from _beyond(
+            "fast log",
+            seen.total_s,
+            (settings.fast_log_usual_s, settings.fast_log_max_s),
+            "something slow runs when it should not",
+        )
         return
     if seen.total_s < settings.red_flag_min_s:
         return
-    for which, seconds, limit, meaning in (
-        (
+    if seen.total_s > settings.evaluation_usual_s:
+        yield RedFlag(
+            "evaluation",
+            f"{seen.total_s:.3f}s",
+            f"{settings.evaluation_usual_s:g}s",
+            "5-10s are usual: evaluate fewer examples, or less often",
+            remark=True,
+        )
+    for part in _parts(seen, settings):
+        yield from part.judge(seen.total_s)
+
+
+def _beyond(
+    which: str, seconds: float, limits: tuple[float, float], meaning: str
+) -> Iterator[RedFlag]:
+    usual, most = limits
+    if seconds > usual:
+        remark = seconds <= most
+        yield RedFlag(which, f"{seconds:.3f}s", f"{usual if remark else most:g}s", meaning, remark)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One part of an evaluation step, with its limits in per cent of the step's total."""
+
+    which: str
+    seconds: float
+    usual_pct: float
+    max_pct: float
+    remark: str
+    red_flag: str
+
+    def judge(self, total_s: float) -> Iterator[RedFlag]:
+        share = 100 * self.seconds / total_s
+        seen = f"{share:.1f}% of {total_s:.3f}s"
+        if share > self.max_pct:
+            yield RedFlag(self.which, seen, f"{self.max_pct:g}%", self.red_flag)
+        elif share > self.usual_pct:
+            yield RedFlag(self.which, seen, f"{self.usual_pct:g}%", self.remark, remark=True)
+
+
+def _parts(seen: Breakdown, settings: StepSettings) -> Iterator[_Part]:
+    """The parts whose share means something: a part that is the whole evaluation has no share."""
+    if seen.overhead_s is not None:
+        yield _Part(
             "overhead",
             seen.overhead_s,
+            settings.overhead_good_pct,
             settings.overhead_max_pct,
+            "1-5% is usual; optimize what is costly",
             "inefficient status updates or display",
-        ),
-        (
+        )
+    if seen.overhead_s is not None or seen.val_loss_s > 0:
+        yield _Part(
             "inference",
             seen.inference_s,
+            settings.inference_usual_pct,
             settings.inference_max_pct,
+            "60-80% is usual: generate fewer or shorter examples",
             "generation may be hanging: check its timeout",
-        ),
-        (
+        )
+    if seen.inference_s > 0:
+        yield _Part(
             "validation",
             seen.val_loss_s,
+            settings.val_loss_usual_pct,
             settings.val_loss_max_pct,
+            "10-20% is usual: use fewer validation examples",
             "validation set too large or inefficient",
-        ),
-    ):
-        share = 100 * (seconds or 0.0) / seen.total_s
-        told = f"{share:.1f}% of {seen.total_s:.3f}s"
-        if share > limit:
-            yield RedFlag(which, told, f"{limit:g}%", meaning)
-        elif which == "overhead" and share > settings.overhead_good_pct:
-            limit, meaning = settings.overhead_good_pct, "1-5% is usual; optimize what is costly"
-            yield RedFlag(which, told, f"{limit:g}%", meaning, remark=True)
+        )

@@ -69,6 +69,9 @@ class RankSteps(Section):
     same step time."""
 
     gpu_mem_gb: float | None = None
+    gpu_peak_gb: float | None = None
+    """The most that the rank's program had allocated at a time."""
+
     phases_s: Mapping[str, float] = field(default_factory=dict)
     last_step_age_s: float | None = None
 
@@ -91,6 +94,9 @@ class StepsStatus(Section):
     lr: float | None = None
     grad_norm: float | str | None = None
     gpu_mem_gb: float | None = None
+    memory_grade: str | None = None
+    """`detectors.gpu_use.memory_grade` of the last step's allocated memory."""
+
     step_time_s: float | None = None
     last_step_age_s: float | None = None
     phase: str | None = None

@@ -3,6 +3,7 @@ share."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -57,6 +58,8 @@ class GpuMonitor(Monitor):
         self._first = True
         self._printed: Printed | None = None
         self._totals: dict[int, float] = {}
+        self._busy_pct: list[float] = []
+        """Utilization of the least busy GPU, one value per sample since the last check."""
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
         self._forget_launch()
@@ -110,6 +113,7 @@ class GpuMonitor(Monitor):
         self._due = now + self._settings.check_every_s
         first, self._first = self._first, False
         readings = self._readings(ranks)
+        self._busy_pct.clear()
         if not readings and not (first and self._wanted()):
             return
         step = max((r.inner_step for r in ranks.values() if r.inner_step is not None), default=None)
@@ -132,6 +136,10 @@ class GpuMonitor(Monitor):
         health = HealthStatus.from_json(self.context.status().get("health"))
         if health.gpus.taken not in (None, self._nvml.taken):
             self._nvml = health.gpus
+            busy = [row.get("utilization_ratio") for row in self._rows()]
+            known = [100 * ratio for ratio in busy if ratio is not None]
+            if known and len(known) == len(busy):
+                self._busy_pct.append(min(known))
             yield from self._faults.observe([dict(row) for row in health.gpus.gpus], now)
         yield from self._faults.driver(health.unknown.get("gpus"), bool(self._rows()), now)
 
@@ -149,8 +157,7 @@ class GpuMonitor(Monitor):
             (r["memory_total_bytes"] for r in self._rows() if r.get("memory_total_bytes")),
             default=None,
         )
-        busy = [r["utilization_ratio"] for r in self._rows() if "utilization_ratio" in r]
-        least_busy = None if not busy or None in busy else 100 * min(busy)
+        least_busy = statistics.fmean(self._busy_pct) if self._busy_pct else None
         hook = [
             MemoryReading(
                 f"rank {rank}", header.allocated_bytes / _GIB, total / _GIB, "hook", least_busy

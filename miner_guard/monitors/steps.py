@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from miner_guard.detectors import step_time, timing
+from miner_guard.detectors import gpu_use, step_time, timing
 from miner_guard.detectors.eta import TrainingFacts
 from miner_guard.detectors.goodput import Goodput
 from miner_guard.detectors.pauses import PauseWatch
@@ -62,6 +62,9 @@ class StepsMonitor(Monitor):
         self._on_cpu = False
         self._miner_prints_steps = False
         self._low_memory_reports = Once()
+        self._peaks_gb: dict[int, float] = {}
+        self._timing_remarks = Once()
+        """A pattern of the program, which each later line would repeat: one remark a launch."""
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
         self._reset()
@@ -216,6 +219,8 @@ class StepsMonitor(Monitor):
             max_s=self._max[0],
             grade=step_time.grade(window.median, self.context.config.steps),
             steps=self._steps[rank],
+            gpu_mem_gb=(memory := gb(step.allocated_bytes)),
+            memory_grade=gpu_use.memory_grade(memory, self.context.config.gpu),
         )
 
     def _timing_lines(self, rank: int, step: StepRecord) -> Iterator[Finding]:
@@ -245,6 +250,8 @@ class StepsMonitor(Monitor):
             )
         if seen is not None:
             for flag in timing.red_flags(seen, self.context.config.steps):
+                if flag.remark and not self._timing_remarks.first(flag.which):
+                    continue
                 yield make_finding(
                     "timing_remark" if flag.remark else "timing_red_flag",
                     rank=rank,
@@ -258,6 +265,8 @@ class StepsMonitor(Monitor):
     def on_finding(self, finding: Finding) -> Iterable[Finding]:
         if finding.event == "hang_detected":
             self._goodput.hang_found()
+        if finding.event == "gpu_memory_peak" and finding.rank is not None:
+            self._peaks_gb[finding.rank] = finding.fields["peak_gb"]
         if finding.event == "cpu_fallback":
             # A CPU fallback explains a lasting slowdown; do not report that as well.
             self._on_cpu = finding.fields["verdict"] != "cleared"
@@ -300,6 +309,9 @@ class StepsMonitor(Monitor):
             lr=lead.lr if lead else None,
             grad_norm=json_number(lead.grad_norm) if lead else None,
             gpu_mem_gb=gb(lead.allocated_bytes) if lead else None,
+            memory_grade=gpu_use.memory_grade(
+                gb(lead.allocated_bytes) if lead else None, self.context.config.gpu
+            ),
             step_time_s=lead.seconds if lead else None,
             last_step_age_s=since if lead else None,
             phase=self._phase,
@@ -321,7 +333,8 @@ class StepsMonitor(Monitor):
     def _per_rank(self, now: float) -> dict[str, RankSteps]:
         work = work_seconds({rank: (s.seconds, s.phases) for rank, s in self._last.items()})
         return {
-            str(rank): _rank_row(step, work[rank], now) for rank, step in sorted(self._last.items())
+            str(rank): _rank_row(step, work[rank], self._peaks_gb.get(rank), now)
+            for rank, step in sorted(self._last.items())
         }
 
 
@@ -334,7 +347,7 @@ def _about_the_loss(step: StepRecord) -> dict[str, Any]:
     return {**about, "loss_step": number - step.loss_lag} if step.loss_lag else about
 
 
-def _rank_row(step: StepRecord, work_s: float, now: float) -> RankSteps:
+def _rank_row(step: StepRecord, work_s: float, peak_gb: float | None, now: float) -> RankSteps:
     return RankSteps(
         outer_step=step.outer_step,
         inner_step=step.inner_step,
@@ -342,6 +355,7 @@ def _rank_row(step: StepRecord, work_s: float, now: float) -> RankSteps:
         step_time_s=step.seconds,
         work_s=work_s,
         gpu_mem_gb=gb(step.allocated_bytes),
+        gpu_peak_gb=peak_gb,
         phases_s=dict(step.phases),
         last_step_age_s=max(0.0, now - step.end),
     )

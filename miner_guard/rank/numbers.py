@@ -64,12 +64,28 @@ def whole(value: Any) -> int:
     return number
 
 
+class GpuMemory(NamedTuple):
+    """Bytes of the caching allocator of one GPU."""
+
+    allocated: float
+    reserved: float
+    peak: float | None
+    """The most that was allocated at a time, since the program started or reset the counter."""
+
+
+_GROWTH = 1.05
+"""A peak is worth a report once it exceeds the last reported one by this factor."""
+
+
 class CudaMemory:
     """Memory of the GPU that this rank uses, read without synchronising."""
 
     def __init__(self) -> None:
         self._device: int | None = None
         """None: the current one."""
+
+        self._last: GpuMemory | None = None
+        self._reported = 0.0
 
     def read(self) -> tuple[float | None, float | None]:
         """Allocated and reserved bytes; None if CUDA is not in use.
@@ -81,23 +97,39 @@ class CudaMemory:
         if cuda is None or not cuda.is_initialized():
             return None, None
         memory = _memory_of(cuda, self._device)
-        if memory[0] == 0:
+        if memory is not None and memory.allocated == 0:
             count = cuda.device_count()
-            used = [_memory_of(cuda, index) for index in range(count)]
-            fullest = max(range(count), key=lambda index: used[index][0] or 0.0, default=None)
-            if fullest is not None and used[fullest][0]:
+            used = {index: _memory_of(cuda, index) for index in range(count)}
+            fullest = max(
+                (index for index, found in used.items() if found is not None and found.allocated),
+                key=lambda index: used[index] or (),
+                default=None,
+            )
+            if fullest is not None:
                 self._device, memory = fullest, used[fullest]
-        return memory
+        self._last = memory
+        return (None, None) if memory is None else (memory.allocated, memory.reserved)
+
+    def new_peak(self) -> GpuMemory | None:
+        """The last reading, if its peak is well above the one returned before."""
+        last = self._last
+        if last is None or not last.peak or last.peak < _GROWTH * self._reported:
+            return None
+        self._reported = last.peak
+        return last
 
 
-def _memory_of(cuda: Any, device: int | None) -> tuple[float | None, float | None]:
+def _memory_of(cuda: Any, device: int | None) -> GpuMemory | None:
     # The nested form skips the flattening and sorting that make `memory_allocated` take 80-100 us.
     stats = cuda.memory_stats_as_nested_dict(device)
     if not stats:
         # The caching allocator is off (PYTORCH_NO_CUDA_MEMORY_CACHING) and counts nothing.
-        return None, None
-    return float(stats["allocated_bytes"]["all"]["current"]), float(
-        stats["reserved_bytes"]["all"]["current"]
+        return None
+    allocated = stats["allocated_bytes"]["all"]
+    return GpuMemory(
+        float(allocated["current"]),
+        float(stats["reserved_bytes"]["all"]["current"]),
+        allocated.get("peak"),
     )
 
 

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from miner_guard.eventlog.catalog import make_finding
+from miner_guard.eventlog.formatters import gb
 from miner_guard.flight_recorder import layout
 from miner_guard.flight_recorder.layout import NAN
 from miner_guard.flight_recorder.records import StepRecord
@@ -20,6 +22,10 @@ from miner_guard.rank.recorder import Recorder
 T = TypeVar("T")
 
 _RECENT_LOSSES = 64
+_PEAK_FROM_STEP = 3
+"""The optimizer allocates its state in the first step: peaks before this step say little."""
+
+_PEAK_EVERY_S = 60.0
 
 Report = Callable[[str, BaseException], None]
 
@@ -37,6 +43,10 @@ class Stepper:
         self._report = report
         self._lines = standalone_log.StepLines(place.settings.steps) if place.rank == 0 else None
         self._memory = numbers.CudaMemory()
+        self._rank = place.rank
+        self._peak_at = 0.0
+        """When the next peak may be reported."""
+
         expect = place.settings.gpu.expect
         self._cuda_expected = isinstance(expect, int) and expect > 0
         self.hot = hot_path(
@@ -70,6 +80,7 @@ class Stepper:
             record.allocated_bytes = record.reserved_bytes = None
             self._report("cuda_memory", error)
         self._recorder.step(record)
+        self._report_peak()
         self._log_if_alone(record)
         if (failed := phases.failed) is not None:
             phases.failed = None
@@ -78,6 +89,7 @@ class Stepper:
     def notify(self) -> None:
         """Notify the supervisor of steps that the compiled path has recorded."""
         self._recorder.notify(self._phases.started)
+        self._report_peak()
         flight = self._recorder.flight
         if (
             self._recorder.notifier.alone
@@ -85,6 +97,25 @@ class Stepper:
             and (last := flight.last()) is not None
         ):
             self._log_if_alone(last)
+
+    def _report_peak(self) -> None:
+        """Log the GPU's memory when its peak has grown (source 003's `print_memory_stats`)."""
+        phases = self._phases
+        if phases.count < _PEAK_FROM_STEP or phases.started < self._peak_at:
+            return
+        peak = self._memory.new_peak()
+        if peak is None:
+            return
+        self._peak_at = phases.started + _PEAK_EVERY_S
+        self._recorder.emit(
+            make_finding(
+                "gpu_memory_peak",
+                rank=self._rank,
+                allocated_gb=gb(peak.allocated),
+                reserved_gb=gb(peak.reserved),
+                peak_gb=gb(peak.peak),
+            )
+        )
 
     def _log_if_alone(self, record: StepRecord) -> None:
         if self._lines is not None and self._recorder.notifier.alone:

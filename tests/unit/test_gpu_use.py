@@ -170,6 +170,26 @@ def test_a_healthy_large_gpu_is_not_told_to_double_its_batch() -> None:
     assert next(GpuUse(SETTINGS).check([idle], **given, seconds=60.0)).level == "warning"
 
 
+@pytest.mark.parametrize(
+    ("busy", "words"),
+    [
+        (95.0, " Utilization 95%."),
+        (60.0, " Utilization 60%, below 70%: monitoring or data loading may block training"),
+        (None, ""),
+    ],
+)
+def test_a_utilization_below_70_per_cent_points_at_monitoring(
+    busy: float | None, words: str
+) -> None:
+    """Source 000: above 90 % is normal; below 70 %, monitoring is likely blocking."""
+    reading = MemoryReading("rank 0", 19.2, 24.0, "hook", busy_pct=busy)
+    (finding,) = GpuUse(SETTINGS).check([reading], size="large", name=None, step=1, seconds=60.0)
+    said = catalog.message(finding).partition("Proceeding.")[2]
+    assert said.startswith(words)
+    assert bool(said) == bool(words)
+    assert finding.level is None
+
+
 def test_the_same_advice_is_a_warning_once() -> None:
     use, levels = GpuUse(SETTINGS), []
     for check in range(10):

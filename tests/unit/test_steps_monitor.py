@@ -19,7 +19,7 @@ from miner_guard.config import Config, GateSettings, LogSettings, MinerSettings,
 from miner_guard.detectors import timing
 from miner_guard.detectors.step_time import StepTimes, grade
 from miner_guard.eventlog import catalog
-from miner_guard.eventlog.catalog import Finding
+from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.rendering import json_line
 from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.flight_recorder import layout
@@ -97,6 +97,35 @@ def test_a_slow_step_with_little_gpu_memory_says_so_once(tmp_path: Path) -> None
     assert not lines(drive(part, clock, [245.7]), "low_gpu_memory")
 
 
+@pytest.mark.parametrize(
+    ("memory_gb", "grade"),
+    [(0.05, "bad"), (5.0, "poor"), (12.0, "acceptable"), (18.45, "good"), (60.0, "high")],
+)
+def test_gpu_memory_is_graded_by_the_documents_table(
+    tmp_path: Path, memory_gb: float, grade: str
+) -> None:
+    """Source 004, benchmarks: 15-35 GB good, 10-15 GB acceptable, < 1 GB bad."""
+    clock = FakeClock()
+    part = StepsMonitor(context(tmp_path, clock=clock))
+    seen = drive(part, clock, [15.0] * 201, allocated_bytes=memory_gb * 1024**3)
+    assert part.snapshot()["memory_grade"] == grade
+    assert lines(seen, "step_summary")[0].endswith(f"GPU memory {memory_gb:.1f}GB, grade {grade}")
+
+
+def test_each_ranks_peak_memory_is_in_the_status(tmp_path: Path) -> None:
+    clock = FakeClock()
+    part = StepsMonitor(context(tmp_path, clock=clock))
+    drive(part, clock, [15.0])
+    peak = make_finding(
+        "gpu_memory_peak", rank=0, allocated_gb=8.42, reserved_gb=9.5, peak_gb=13.21
+    )
+    part.on_finding(peak)
+    assert catalog.message(peak) == (
+        "GPU MEMORY: Allocated: 8.42 GB | Reserved: 9.50 GB | Peak: 13.21 GB"
+    )
+    assert part.snapshot()["per_rank"]["0"]["gpu_peak_gb"] == 13.21
+
+
 def test_a_miner_with_step_lines_of_its_own_shows_each_step_once(tmp_path: Path) -> None:
     """Guards against `grep "Outer Step:" | tail -50` that shows 25 steps, each twice."""
     clock = FakeClock()
@@ -151,7 +180,7 @@ def test_the_recent_steps_are_summed_up_with_their_grade(tmp_path: Path) -> None
     part = StepsMonitor(context(tmp_path, clock=clock, config=config))
     told = lines(drive(part, clock, [15.0] * 20 + [18.0] + [15.0] * 39), "step_summary")
     assert [words.partition("s p95")[0] for words in told] == ["STEP SUMMARY: p50 15.00"] * 2
-    assert told[-1].endswith("s max 18.00s, grade good")
+    assert told[-1].endswith("s max 18.00s, grade good | GPU memory 18.4GB, grade good")
 
 
 def test_step_lines_are_limited_and_the_number_left_out_is_reported(tmp_path: Path) -> None:
@@ -217,6 +246,56 @@ def test_an_overhead_of_twelve_per_cent_is_a_remark(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("phases", "nested", "remarks"),
+    [
+        ({"monitor": 0.25}, 0.0, []),
+        ({"monitor": 0.4}, 0.0, ["fast log: 0.400s (usual below 0.3s)"]),
+        ({"monitor": 8.0, "inference": 6.2, "val_loss": 1.5}, 7.7, []),
+        (
+            {"monitor": 8.0, "inference": 6.8, "val_loss": 0.8},
+            7.6,
+            ["inference: 85.0% of 8.000s (usual below 80%)"],
+        ),
+        (
+            {"monitor": 8.0, "inference": 4.8, "val_loss": 2.8},
+            7.6,
+            ["validation: 35.0% of 8.000s (usual below 20%)"],
+        ),
+        (
+            {"monitor": 16.0, "inference": 12.0, "val_loss": 3.2},
+            15.2,
+            ["evaluation: 16.000s (usual below 10s)"],
+        ),
+    ],
+)
+def test_the_expected_patterns_of_source_001(
+    tmp_path: Path, phases: Mapping[str, float], nested: float, remarks: list[str]
+) -> None:
+    """Fast logs 0.1-0.3 s, evaluations 5-10 s, inference 60-80 %, validation 10-20 %."""
+    clock = FakeClock()
+    part = StepsMonitor(context(tmp_path, clock=clock))
+    drive(part, clock, [15.0] * 199)
+    seen = drive(part, clock, [25.0], phases=phases, nested_in_monitor_s=nested)
+    seen += drive(part, clock, [25.0] * 400, phases=phases, nested_in_monitor_s=nested)
+    assert [line.split("): ")[0] + ")" for line in lines(seen, "timing_remark")] == [
+        f"TIMING REMARK: {remark}" for remark in remarks
+    ]
+    assert not lines(seen, "timing_red_flag")
+
+
+@pytest.mark.parametrize("phase", ["val_loss", "inference"])
+def test_an_evaluation_of_one_part_has_no_shares(tmp_path: Path, phase: str) -> None:
+    """Guards against a red flag at each evaluation of a trainer that only validates: 100 % of it is
+    validation."""
+    clock = FakeClock()
+    part = StepsMonitor(context(tmp_path, clock=clock))
+    drive(part, clock, [15.0] * 199)
+    seen = drive(part, clock, [25.0], phases={phase: 8.0})
+    assert len(lines(seen, "timing_breakdown")) == 1
+    assert [f.event for f in seen if f.event.startswith("timing_r")] == []
+
+
+@pytest.mark.parametrize(
     ("phases", "nested", "which"),
     [
         ({"monitor": 1.5}, 0.0, "fast log"),
@@ -242,7 +321,7 @@ def test_a_summary_comes_once_with_each_breakdown(tmp_path: Path) -> None:
     assert lines(seen, "step_summary") == []
     seen = drive(part, clock, [15.0] * 200)
     assert lines(seen, "step_summary") == [
-        "STEP SUMMARY: p50 15.00s p95 15.00s max 30.00s, grade good"
+        "STEP SUMMARY: p50 15.00s p95 15.00s max 30.00s, grade good | GPU memory 18.4GB, grade good"
     ]
 
 

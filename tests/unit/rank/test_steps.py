@@ -174,6 +174,32 @@ def test_memory_is_that_of_the_gpu_in_use_where_another_is_current(
     assert [s.allocated_bytes for s in reader_of(state, 1).steps()] == [5, 0]
 
 
+class PeakCuda(FakeCuda):
+    """With the peak counter of a real allocator."""
+
+    peak = 0
+
+    def memory_stats_as_nested_dict(self, device: int | None = None) -> dict[str, Any]:
+        stats = super().memory_stats_as_nested_dict(device)
+        stats["allocated_bytes"]["all"]["peak"] = self.peak
+        return stats
+
+
+def test_memory_is_logged_with_its_peak_when_that_has_grown(
+    guard: Guard, state: StateDir, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Source 003's print_memory_stats: allocated, reserved and the peak, which decides on OOM."""
+    gib = 1024**3
+    monkeypatch.setitem(sys.modules, "torch.cuda", cuda := PeakCuda(8 * gib))
+    for step in range(40):
+        cuda.peak = {0: 9, 1: 9}.get(step, 13 if step < 20 else 15) * gib
+        clock.now += 10
+        guard.step()
+    peaks = [e["fields"]["peak_gb"] for e in entries(state, "finding")]
+    assert peaks == [13.0, 15.0]
+    assert {e["fields"]["reserved_gb"] for e in entries(state, "finding")} == {16.0}
+
+
 def test_costs_are_summed_up_and_leave_room_for_decisions(
     guard: Guard, state: StateDir, clock: Clock
 ) -> None:
