@@ -42,6 +42,7 @@ from miner_guard.supervisor.process import environment, orphan_cleanup
 from miner_guard.supervisor.process.child import become_subreaper
 from miner_guard.supervisor.process.deathwatch import Deathwatch
 from miner_guard.supervisor.process.gpu_memory_wait import GpuMemoryWait
+from miner_guard.supervisor.process.helper_cleanup import end_helpers
 from miner_guard.supervisor.process.last_resort import RunToEnd
 from miner_guard.supervisor.process.teardown import Teardown
 from miner_guard.supervisor.scheduler import Scheduler
@@ -67,6 +68,8 @@ _GAVE_UP = (UNAVAILABLE, CRASH_LOOP)
 _LEAVE_S = 5.0
 """Time to flush the last output and for the interpreter to exit, which waits for every job
 thread."""
+
+_HELPERS_END_S = 0.5
 
 _FLUSH_S = 10.0
 _FLUSH_ASKED_S = 2.0
@@ -214,6 +217,7 @@ class GuardApp:
         self.supervisor.pulse.report_drops()
         # Writes stay diverted: an exit handler must not wait for a dead disk either.
         self.disk.close(0.0 if unwritten else _LAST_WORDS_S)
+        self.loop.attempt(lambda: end_helpers(_HELPERS_END_S))
         self.lock.release()
         self.watchdog.left()
         return code

@@ -5,6 +5,7 @@ A pid and its start time identify a process, so that a reused pid is never signa
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
@@ -86,6 +87,18 @@ def main_threads_children(pid: int) -> set[int]:
     a process's first living thread. Raises OSError."""
     with open(f"/proc/{pid}/task/{pid}/children", "rb", buffering=0) as file:
         return set(map(int, file.read(1 << 20).split()))
+
+
+def children() -> set[int]:
+    """This process's children, whichever of its threads started them. Raises OSError."""
+    found: set[int] = set()
+    for thread in os.listdir("/proc/self/task"):
+        with (
+            contextlib.suppress(*_GONE),
+            open(f"/proc/self/task/{thread}/children", "rb", buffering=0) as file,
+        ):
+            found.update(map(int, file.read(1 << 20).split()))
+    return found
 
 
 def latest_pid() -> int:
