@@ -30,20 +30,13 @@ def living(needle: str) -> list[tuple[int, str]]:
         if not name.isdigit() or int(name) == os.getpid():
             continue
         try:
-            words = (
-                Path(f"/proc/{name}/cmdline").read_bytes()
-                + Path(f"/proc/{name}/environ").read_bytes()
-            )
+            command = Path(f"/proc/{name}/cmdline").read_bytes()
+            words = command + Path(f"/proc/{name}/environ").read_bytes()
             state = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             continue
         if needle.encode() in words and state not in "ZX":
-            found.append(
-                (
-                    int(name),
-                    Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode(),
-                )
-            )
+            found.append((int(name), command.replace(b"\0", b" ").decode(errors="replace")))
     return found
 
 
