@@ -1,4 +1,4 @@
-"""The guard's own CPU and memory: this process and its long-lived children."""
+"""The guard's own CPU and memory: the supervisor and every process that it started for itself."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ from typing import Any
 
 import psutil
 
+from miner_guard.system.helpers import HelperCpu
+
 
 class OwnSampler:
-    """Samples the supervisor process; CPU covers the time since the last sample, in per cent of one
-    core."""
+    """Samples the guard; CPU covers the time since the last sample, in per cent of one core."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
+        self._helpers = HelperCpu()
         self._before: tuple[float, float] | None = None
 
     def sample(self) -> dict[str, Any]:
-        """`cpu_pct`, `cpu_s`, `memory_bytes`, `threads`, `open_files`."""
-        now, used = time.monotonic(), time.process_time()
+        """`cpu_pct` and `cpu_s` of the supervisor and its helpers (the HTTP port, the sampler of
+        the GPUs, senders, probes, ended or not); `helpers_cpu_s`, the helpers' part; `helpers`, CPU
+        seconds of each running one by its name; `memory_bytes`, `threads` and `open_files` of the
+        supervisor. Raises OSError."""
+        helpers_s, helpers = self._helpers.read()
+        now, used = time.monotonic(), time.process_time() + helpers_s
         before, self._before = self._before, (now, used)
         share = None
         if before is not None and now > before[0]:
@@ -27,6 +33,8 @@ class OwnSampler:
             return {
                 "cpu_pct": share,
                 "cpu_s": used,
+                "helpers_cpu_s": helpers_s,
+                "helpers": helpers,
                 "memory_bytes": self._process.memory_info().rss,
                 "threads": self._process.num_threads(),
                 "open_files": self._process.num_fds(),

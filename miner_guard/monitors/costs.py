@@ -8,13 +8,13 @@ from typing import Any
 
 from miner_guard.costs import Budget, MonitoringCostTracker, set_global_tracker
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.eventlog.status_document import CostsStatus
+from miner_guard.eventlog.status_document import CostsStatus, StatusDocument
 from miner_guard.flight_recorder.journal import CostEntry, JournalEntry
 from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
 
 GUARD = ("guard.", "job.")
-"""Prefixes of the guard's operations: `guard.hook`, `guard.loop`, `job.NAME`."""
+"""Prefixes of the guard's operations: `guard.hook`, `guard.loop`, `guard.helpers`, `job.NAME`."""
 
 _EVALUATION = {"inference": "inference", "example_loss": "example loss", "val_loss": "validation"}
 _LOOP_EVERY_S = 10.0
@@ -41,7 +41,7 @@ class CostsMonitor(Monitor):
         self._steps = 0
         self._ran_s = 0.0
         self._launched: float | None = None
-        self._loop_cpu_s = 0.0
+        self._loop_cpu_s = self._helpers_cpu_s = 0.0
         self._loop_at = float("-inf")
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
@@ -96,18 +96,23 @@ class CostsMonitor(Monitor):
             self._lead = None
         if now - self._loop_at >= _LOOP_EVERY_S:
             self._loop_at = now
-            self._enter_loop()
+            self._enter_own()
         return ()
 
-    def _enter_loop(self) -> None:
-        """Record the supervisor's CPU time outside jobs: relay, detectors, sinks."""
+    def _enter_own(self) -> None:
+        """Record the supervisor's CPU time outside jobs (relay, detectors, sinks), and that of its
+        helpers: the HTTP port, the sampler of the GPUs, senders, probes."""
         jobs = self.tracker.background_s("job.")
         loop = time.process_time() - jobs
         self.tracker.record("guard.loop", max(0.0, loop - self._loop_cpu_s), blocking=False)
         self._loop_cpu_s = max(self._loop_cpu_s, loop)
+        guard = StatusDocument.from_json(self.context.status()).health.guard
+        helpers = max(self._helpers_cpu_s, guard.get("helpers_cpu_s") or 0.0)
+        self.tracker.record("guard.helpers", helpers - self._helpers_cpu_s, blocking=False)
+        self._helpers_cpu_s = helpers
 
     def on_stop(self) -> Iterable[Finding]:
-        self._enter_loop()
+        self._enter_own()
         self.tracker.write()
         return ()
 

@@ -95,7 +95,7 @@ class HealthMonitor(Monitor):
             name: reading.reason for name, reading in readings.items() if reading.reason is not None
         }
         own = readings["guard"].value or dict.fromkeys(
-            ("cpu_pct", "cpu_s", "memory_bytes", "threads", "open_files")
+            ("cpu_pct", "cpu_s", "helpers_cpu_s", "memory_bytes", "threads", "open_files")
         )
         guard = {**own, "events_dropped": self._dropped, "entries_lost": self._lost}
         return assemble(

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 
-from miner_guard.detectors.verdict import STATES
+from miner_guard.detectors.verdict_conditions import STATES
 from miner_guard.eventlog.catalog import CATALOGUE
 from miner_guard.eventlog.status_document import (
     ChainStatus,
@@ -251,7 +251,9 @@ def _host(host: Mapping[str, Any]) -> Iterator[Metric]:
 def _guard(health: HealthStatus) -> Iterator[Metric]:
     own = health.guard
     yield from _counter(
-        "guard_cpu_seconds", "CPU time of the supervisor.", [((), own.get("cpu_s"))]
+        "guard_cpu_seconds",
+        "CPU time of the supervisor and of the processes that it started for itself.",
+        [((), own.get("cpu_s"))],
     )
     yield from _gauge(
         "guard_memory_bytes", "Resident memory of the supervisor.", [((), own.get("memory_bytes"))]

@@ -82,10 +82,10 @@ def table() -> Table:
     return {pid: seen for pid in pids() if (seen := stat(pid)) is not None}
 
 
-def main_threads_children(pid: int) -> set[int]:
-    """Children that its main thread started, and orphans that it adopted: the kernel gives them to
-    a process's first living thread. Raises OSError."""
-    with open(f"/proc/{pid}/task/{pid}/children", "rb", buffering=0) as file:
+def children_of_thread(pid: int, thread: int) -> set[int]:
+    """Children that this thread of the process started. Orphans that the process adopted belong to
+    its first living thread. Raises OSError."""
+    with open(f"/proc/{pid}/task/{thread}/children", "rb", buffering=0) as file:
         return set(map(int, file.read(1 << 20).split()))
 
 

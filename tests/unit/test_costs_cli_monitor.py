@@ -242,6 +242,19 @@ def test_an_expensive_call_of_a_rank_is_called_out(
     assert document["operations"]["guard.loop"]["background_time"] > 0
 
 
+def test_the_guards_helpers_are_counted_once_and_never_backwards(tmp_path: Path) -> None:
+    """Guards against an open page, rendered by the HTTP port's process, that costs nothing."""
+    status: dict[str, Any] = {}
+    part = CostsMonitor(context(tmp_path, status=lambda: status))
+    readings: list[dict[str, Any] | None] = [{"helpers_cpu_s": 2.0}, None, {"helpers_cpu_s": 5.0}]
+    for turn, reading in enumerate(readings):
+        status["health"] = {"guard": reading}
+        part.on_tick(20.0 * turn, {})
+    row = part.tracker.get_report()["operations"]["guard.helpers"]
+    set_global_tracker(None)
+    assert (row["background_time"], row["total_time"]) == (5.0, 0.0)
+
+
 def test_time_in_which_the_miner_does_not_run_is_no_training_time(part: CostsMonitor) -> None:
     clock = part.context.clock
     assert isinstance(clock, FakeClock)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 
+from miner_guard.system.helpers import reap_miners
 from miner_guard.system.processes import Process, stat
 
 PR_SET_PDEATHSIG = 1
@@ -94,10 +95,20 @@ class Child:
 
     def code(self) -> int | None:
         """The exit code, 128 + n for signal n; None while the launcher runs."""
-        code = self._popen.poll()
-        if code is None:
-            return None
-        return code if code >= 0 else 128 - code
+        if self._popen.returncode is None:
+            self._popen.returncode = self._reaped()
+        code = self._popen.returncode
+        return code if code is None or code >= 0 else 128 - code
+
+    def _reaped(self) -> int | None:
+        """Its return code once it has ended, counted as the miner's CPU time and not the guard's
+        own."""
+        try:
+            status = reap_miners(self.pid)
+        except ChildProcessError:
+            # Somebody else reaped it, so its status is lost; as `Popen.poll` has it.
+            return 0
+        return None if status is None else os.waitstatus_to_exitcode(status)
 
     @property
     def signal(self) -> int | None:
@@ -107,5 +118,6 @@ class Child:
 
     def send(self, number: int) -> None:
         """Signal only the launcher."""
-        if self._popen.poll() is None:
-            self._popen.send_signal(number)
+        # Not reaped, so the pid is still the launcher's. `Popen.send_signal` would reap it.
+        if self.code() is None:
+            os.kill(self.pid, number)

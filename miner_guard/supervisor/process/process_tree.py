@@ -6,13 +6,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from miner_guard.state_dir import StateDir
 from miner_guard.supervisor.process.pid_registry import PidRegistry
 from miner_guard.system import processes
 from miner_guard.system.cgroup import Cgroup
 from miner_guard.system.clock import Clock
+from miner_guard.system.helpers import HelperFilter, reap_miners
 from miner_guard.system.processes import Process, Table
 
 _LIST_EVERY_S = 1.0
@@ -49,10 +50,9 @@ class ProcessTree:
         self._marked_at = float("-inf")
         self._known: frozenset[Process] = frozenset()
         self._zombies: dict[Process, float] = {}
-        self._own_command = processes.command(os.getpid())
-        self._helper: dict[Process, bool] = {}
-        """Whether the guard started this child as a helper, by child: each environment is read
-        once."""
+        self._filter = HelperFilter()
+        self._helper: Mapping[Process, bool | None] = {}
+        """Whether the guard started this child as a helper, by child."""
 
     def use_cgroup(self, cgroup: Cgroup) -> None:
         """Put the miner into this cgroup from the next launch on."""
@@ -151,7 +151,7 @@ class ProcessTree:
         if self._cgroup is None:
             return processes.table()
         # Without the helpers that other threads started, which belong to no run.
-        pids = self._cgroup.pids() | processes.main_threads_children(os.getpid())
+        pids = self._cgroup.pids() | processes.children_of_thread(os.getpid(), os.getpid())
         return {pid: seen for pid in pids if (seen := processes.stat(pid)) is not None}
 
     def _members(self, launcher: Process | None, table: Table) -> set[Process]:
@@ -173,26 +173,12 @@ class ProcessTree:
 
     def _adopted(self, table: Table) -> list[int]:
         """Children of the guard that are not its helpers: the launcher and adopted orphans."""
-        own = os.getpid()
-        children = {seen.process: seen for seen in table.values() if seen.parent == own}
-        self._helper = {
-            process: known for process, known in self._helper.items() if process in children
-        }
-        adopted: list[int] = []
-        self._undecided = False
-        for process, seen in children.items():
-            helper = self._helper.get(process)
-            # A zombie's environment is gone, and reading that of a process in D state can block on
-            # the kernel's lock.
-            if helper is None and seen.state not in "ZXD":
-                helper = processes.is_helper(process.pid, self._own_command)
-                if helper is None:
-                    self._undecided = True
-                else:
-                    self._helper[process] = helper
-            if helper is False:
-                adopted.append(process.pid)
-        return adopted
+        children = [seen for seen in table.values() if seen.parent == os.getpid()]
+        self._helper = self._filter.judge(children)
+        self._undecided = any(
+            self._helper[seen.process] is None and seen.state not in "ZXD" for seen in children
+        )
+        return [process.pid for process, helper in self._helper.items() if helper is False]
 
     def _reap(self, launcher: Process | None, table: Table, now: float) -> None:
         own = os.getpid()
@@ -201,9 +187,13 @@ class ProcessTree:
             if seen.parent != own or seen.state != "Z" or seen.process == launcher:
                 continue
             since = zombies[seen.process] = self._zombies.get(seen.process, now)
+            helper = self._helper.get(seen.process)
             # No thread of the guard waits for a known orphan.
-            if self._helper.get(seen.process) is False or now - since >= _UNWANTED_S:
+            if helper is False or now - since >= _UNWANTED_S:
                 # A thread of the guard may have reaped it first.
                 with contextlib.suppress(ChildProcessError):
-                    os.waitid(os.P_PID, seen.process.pid, os.WEXITED | os.WNOHANG)
+                    if helper:
+                        os.waitpid(seen.process.pid, os.WNOHANG)
+                    else:
+                        reap_miners(seen.process.pid)
         self._zombies = zombies

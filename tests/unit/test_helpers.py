@@ -1,0 +1,79 @@
+"""What the guard costs: its helpers count, ended or running; the miner's processes do not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from miner_guard.supervisor.process.child import Child
+from miner_guard.system.helpers import HelperCpu
+from miner_guard.system.processes import HELPER
+from tests.support.waiting import until
+
+_BURN = """import sys, time
+while time.process_time() < float(sys.argv[1]): pass
+print("burnt", flush=True)
+sys.stdin.read()"""
+_COMMAND = [sys.executable, "-S", "-c", _BURN]
+
+
+def _helper(seconds: float) -> subprocess.Popen[bytes]:
+    """A helper that has used so much CPU time and waits until its stdin ends."""
+    child = subprocess.Popen(
+        [*_COMMAND, str(seconds)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, HELPER: "1"},
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"burnt\n"
+    return child
+
+
+@pytest.fixture
+def helper() -> Iterator[subprocess.Popen[bytes]]:
+    with _helper(0.3) as child:
+        yield child
+        child.kill()
+
+
+def test_a_running_helper_counts_and_still_counts_once_it_has_ended(
+    helper: subprocess.Popen[bytes],
+) -> None:
+    cpu = HelperCpu()
+    while_running, running = cpu.read()
+    assert 0.25 <= while_running < 3.0
+    assert sum(running.values()) == pytest.approx(while_running, abs=0.05)
+    helper.communicate()
+    after, running = cpu.read()
+    assert while_running <= after < while_running + 1.0
+    assert running == {}
+
+
+def test_a_helper_of_another_thread_counts_however_briefly_it_lived() -> None:
+    """Guards against senders and probes that end between two samples and cost nothing."""
+    cpu = HelperCpu()
+    thread = threading.Thread(target=lambda: _helper(0.3).communicate())
+    thread.start()
+    thread.join()
+    assert 0.25 <= cpu.read()[0] < 3.0
+
+
+def test_the_miners_cpu_time_is_not_the_guards() -> None:
+    cpu = HelperCpu()
+    out, into = os.pipe()
+    env = {name: value for name, value in os.environ.items() if name != HELPER}
+    miner = Child([*_COMMAND, "0.5"], env, stdout=into, stderr=into)
+    os.close(into)
+    assert os.read(out, 5) == b"burnt"
+    assert cpu.read()[0] < 0.2
+    miner.send(signal.SIGKILL)
+    until(lambda: miner.code() is not None, what="the miner's end")
+    os.close(out)
+    assert cpu.read()[0] < 0.2
