@@ -15,6 +15,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "miner-guard logs --event verdict_changed --since 1d",
         "miner-guard logs --event inner_step --rank 0 --follow",
     ),
+    "runbook": ("miner-guard runbook hang_detected", "miner-guard runbook | grep -i upload"),
     "gate": (
         "miner-guard gate --outer-step 56 --inner-step 84 --loss 3.4",
         "miner-guard gate --outer-step 56 --inner-step 84 --gradients gradients.pt --json",

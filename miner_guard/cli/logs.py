@@ -129,15 +129,7 @@ def _ledger(
 
 def _query(events: list[str], level: str, since: str, ranks: list[int]) -> Query:
     if unknown := [name for name in events if name not in CATALOGUE]:
-        import difflib
-
-        near = difflib.get_close_matches(unknown[0], CATALOGUE, n=3, cutoff=0.0)
-        sure = difflib.get_close_matches(unknown[0], CATALOGUE, n=2)
-        meant = f"did you mean {' or '.join(sure)}?" if sure else f"nearest: {', '.join(near)};"
-        raise Refused(
-            f"unknown event {unknown[0]!r}; {meant} all {len(CATALOGUE)} are in ops/runbook.md",
-            USAGE,
-        )
+        raise Refused(options.unknown_event(unknown[0]), USAGE)
     if level not in LEVELS:
         raise Refused(f"unknown level {level!r}; allowed: {', '.join(LEVELS)}", USAGE)
     return Query(frozenset(events), level, options.earliest(since), frozenset(ranks))

@@ -26,6 +26,7 @@ COMMANDS = (
     "status",
     "top",
     "logs",
+    "runbook",
     "gate",
     "audit",
     "explain",

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
-from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -13,9 +10,7 @@ import typer
 
 from miner_guard.cli.echo import echo
 from miner_guard.exits import FAILED, UNAVAILABLE, USAGE, Refused
-
-_MARK = "runbook.md"
-"""Identifies the folder of ops/ files, which contains it."""
+from miner_guard.reporting.runbook import FILE, installed
 
 
 def command(
@@ -36,20 +31,4 @@ def command(
         raise Refused(f"{folder} cannot be written: {error}", FAILED) from error
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         echo(f"wrote {path}")
-    echo(f"next: {folder / _MARK} says what each event asks for")
-
-
-def installed() -> Path | None:
-    """This installation's folder of ops/ files: in its source tree, or where pip put it."""
-    return next((folder for folder in _candidates() if (folder / _MARK).is_file()), None)
-
-
-def _candidates() -> Iterator[Path]:
-    beside = Path(__file__).resolve().parents[2]
-    yield beside / "ops"
-    # `pip install --target` moves the wheel's data next to the packages.
-    yield beside / "share" / "miner-guard" / "ops"
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        for file in metadata.files("miner-guard") or ():
-            if file.parts[-2:] == ("ops", _MARK):
-                yield Path(str(file.locate())).resolve().parent
+    echo(f"next: {folder / FILE} says what each event asks for")

@@ -205,3 +205,15 @@ def check_command(program: str) -> None:
             else "check the spelling, the PATH, or give its full path"
         )
         raise Refused(f"command {program!r} {problem}; {step}", USAGE)
+
+
+def unknown_event(name: str) -> str:
+    """The refusal of an event's name that is not in the catalogue, with the nearest ones."""
+    import difflib
+
+    from miner_guard.eventlog.catalog import CATALOGUE
+
+    near = difflib.get_close_matches(name, CATALOGUE, n=3, cutoff=0.0)
+    sure = difflib.get_close_matches(name, CATALOGUE, n=2)
+    meant = f"did you mean {' or '.join(sure)}?" if sure else f"nearest: {', '.join(near)};"
+    return f"unknown event {name!r}; {meant} miner-guard runbook lists all {len(CATALOGUE)}"

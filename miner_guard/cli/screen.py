@@ -8,15 +8,43 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from miner_guard.detectors.verdict_wording import headline, shown
+from miner_guard.detectors.verdict_conditions import (
+    DEGRADED,
+    EARNING,
+    NOT_EARNING,
+    STOPPED,
+    UNKNOWN,
+)
+from miner_guard.detectors.verdict_history import NO_DATA
+from miner_guard.detectors.verdict_wording import (
+    advice,
+    headline,
+    is_silent,
+    miner_state,
+    share_words,
+    shown,
+    time_of_reading,
+    week_of,
+)
+from miner_guard.eventlog.formatters import percentages
 from miner_guard.eventlog.rendering import visible
 from miner_guard.eventlog.status_document import HealthStatus, StatusDocument, StepsStatus
-from miner_guard.health.snapshot import number
+from miner_guard.health.snapshot import no_gpu_words, number
 from miner_guard.system.clock import parse_iso_utc
 
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.-=+*%#"
+_CELLS_OF_A_WEEK = 28
+"""Six hours each."""
+
+WEEK_MARKS = {EARNING: "█#", DEGRADED: "▅+", UNKNOWN: "??", NOT_EARNING: "▁!", STOPPED: "xx"}
+"""A cell of the week by its verdict, in Unicode and in ASCII, distinct without colour."""
+
+_NO_MARK = "·."
 _GIB = 1024**3
+_OLD_S = 7.0
+"""A guard that hears nothing new writes every five seconds."""
+
 _KEPT = 512
 _CELLS = 9
 
@@ -114,6 +142,12 @@ HELP = (
     "PgUp, PgDn     scroll them by half a screen",
     "s              sort ranks by number, or the slowest first",
     "?              this help; any key closes it",
+    "",
+    "the line `week`: a cell for six hours of the last seven days, by their worst verdict:",
+    *(
+        f"  {marks[0]} (--ascii: {marks[1]})  {state}"
+        for state, marks in {**WEEK_MARKS, NO_DATA: _NO_MARK}.items()
+    ),
 )
 
 
@@ -143,7 +177,14 @@ def lines(
             ascii_only=ascii_only,
             by_number=shown.by_number,
         )
-        top = [*verdict_lines(status, age_s), head(status, age_s), "", *rows, ""]
+        top = [
+            *verdict_lines(status, age_s),
+            *week_lines(status, age_s, ascii_only=ascii_only),
+            head(status, age_s),
+            "",
+            *rows,
+            "",
+        ]
     room = max(0, height - len(top) - 1)
     body = [*top[: height - 1], *_events(events, room, shown)] if room > 1 else top
     padded = [cut(line, width, ascii_only=ascii_only) for line in body[:height]]
@@ -189,20 +230,32 @@ def overview(
 def verdict_lines(status: StatusDocument, age_s: float = 0.0) -> list[str]:
     """The verdict that a person on call reads first, and the next step."""
     verdict = shown(status, age_s)
-    step, event = verdict.next_step, verdict.event
-    anchor = f" (runbook: {event})" if event else ""
-    now = str(status.updated or "")
-    return [headline(verdict, now), *([f"next   {step}{anchor}"] if step else [])]
+    step = advice(verdict)
+    return [
+        headline(verdict, time_of_reading(status, age_s)),
+        *([f"next   {step}"] if step else []),
+    ]
+
+
+def week_lines(status: StatusDocument, age_s: float, *, ascii_only: bool = False) -> list[str]:
+    """The last seven days of verdicts in a line, with their shares in words."""
+    week = week_of(status, age_s, _CELLS_OF_A_WEEK)
+    if week is None:
+        return []
+    cells = "".join(WEEK_MARKS.get(cell, _NO_MARK)[ascii_only] for cell in week.cells)
+    return [f"week   {cells}  {share_words(week)}"]
 
 
 def head(status: StatusDocument, age_s: float) -> str:
-    """State, restarts, goodput and the cost of monitoring."""
-    goodput = status.steps.goodput.get("training")
-    words = [f"miner  {status.state}", f"restarts {number(status.restarts)}"]
-    words.append(f"goodput {number(None if goodput is None else 100 * goodput, '.0f', '%')}")
+    """The miner's state, restarts, goodput, the cost of monitoring, and the time of reading."""
+    now = time_of_reading(status, age_s)
+    words = [f"miner  {miner_state(status, age_s)}", f"restarts {number(status.restarts)}"]
+    words.append(f"goodput {percentages(status.steps.goodput).get('training', '?')}")
     words.append(f"monitoring {number(status.costs.share_pct, '.2f', '%')}")
-    if age_s > 5:
+    if age_s > _OLD_S and not is_silent(status, age_s):
         words.append(f"OLD: as of {duration(age_s)} ago")
+    if now:
+        words.append(f"now {now[11:19]} UTC")
     return "  ".join(words)
 
 
@@ -315,8 +368,7 @@ def _gpus(health: HealthStatus) -> list[str]:
             f"gpu{row.get('index')} {number(busy and 100 * busy, '.0f', '%')} {memory} {heat}{bad}"
         )
     if not rows:
-        reason = health.unknown.get("gpus") or health.gpus.reason or "not read yet"
-        return [f"gpus   {reason}"]
+        return [f"gpus   {no_gpu_words(health)}"]
     return _in_threes(rows)
 
 

@@ -14,6 +14,7 @@ from miner_guard.cli import options, screen
 from miner_guard.cli.echo import echo
 from miner_guard.cli.find import check_version, open_guard
 from miner_guard.cli.screen import CurveHistory
+from miner_guard.cli.terminal import has_unicode
 from miner_guard.cli.top import curves_of
 from miner_guard.config import HangSettings
 from miner_guard.eventlog import query
@@ -102,6 +103,7 @@ def _lines(
     ranks = ", ".join(sorted(status.rank_processes, key=int)) or "none yet"
     return [
         *screen.verdict_lines(status),
+        *screen.week_lines(status, 0.0, ascii_only=not has_unicode()),
         screen.head(status, 0.0) + paused,
         f"run    {status.run_id}, attempt {status.attempt}{since}, guard pid "
         f"{status.pid},"

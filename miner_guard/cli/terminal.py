@@ -56,6 +56,11 @@ def is_dumb() -> bool:
     return not sys.stdout.isatty() or os.environ.get("TERM", "dumb") in ("", "dumb")
 
 
+def has_unicode() -> bool:
+    """Whether standard output can show bars."""
+    return "utf" in (sys.stdout.encoding or "").lower()
+
+
 def has_colour() -> bool:
     """Colour where it helps: never into a pipe, on a dumb terminal or with NO_COLOR
     (no-color.org)."""

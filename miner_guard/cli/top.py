@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +15,7 @@ from miner_guard.cli.echo import echo
 from miner_guard.cli.find import open_guard
 from miner_guard.cli.options import AnyName, Config, State, a_number, start_or_name
 from miner_guard.cli.screen import Canvas, ShownPart
-from miner_guard.cli.terminal import Terminal, has_colour, is_dumb, size
+from miner_guard.cli.terminal import Terminal, has_colour, has_unicode, is_dumb, size
 from miner_guard.eventlog import query
 from miner_guard.eventlog.catalog import CATALOGUE
 from miner_guard.eventlog.follow import Follower
@@ -52,7 +51,7 @@ def command(
         raise Refused(
             f"no guard has run in {place.state.root}; {start_or_name(place.state)}", NOT_RUNNING
         )
-    ascii_only = plain or "utf" not in (sys.stdout.encoding or "").lower()
+    ascii_only = plain or not has_unicode()
     view = View(place.state, place.settings.config.gate.min_inner_step, ascii_only=ascii_only)
     if once or is_dumb():
         echo("\n".join(line.rstrip() for line in view.lines(*size())).rstrip())

@@ -1,15 +1,21 @@
-"""A week of verdicts as a strip of cells, like a status page. Pure."""
+"""Seven days of verdicts as a strip of cells, like a status page. Pure.
+
+The guard adds up while it runs (`VerdictWeek`), so that no reader has to search a week of log.
+"""
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from miner_guard.detectors.verdict import STATES
+from miner_guard.detectors.verdict_conditions import STATES
 
 NO_DATA = "no data"
 """The state of a cell in which no guard ran."""
+
+CELL_S = 7200.0
+CELLS = 84
+"""A week of cells of two hours."""
 
 _BRIEF_SHARE = 0.05
 """A state shorter than this share of a cell does not colour it: a restart of a minute must not
@@ -17,55 +23,92 @@ turn an hour red."""
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """A verdict that held from `start` to `end`, seconds since 1970."""
-
-    start: float
-    end: float
-    state: str
-
-
-@dataclass(frozen=True)
 class Strip:
-    """Equal cells over a range of time, oldest first, and the share of each state."""
+    """Equal cells up to now, oldest first, and the share of each state."""
 
     start: float
-    end: float
+    """Seconds since 1970."""
+
+    cell_s: float
     cells: Sequence[str]
     """The worst state that held for a noticeable part of the cell."""
 
     shares: dict[str, float]
-    """Share of the time with data, by state; empty without any."""
-
-    def span_of(self, cell: int) -> tuple[float, float]:
-        """Start and end of a cell, seconds since 1970."""
-        width = (self.end - self.start) / len(self.cells)
-        return self.start + cell * width, self.start + (cell + 1) * width
+    """Share of the time with data, by state, the largest first; empty without any."""
 
 
-def strip(stretches: Sequence[Stretch], start: float, end: float, cells: int) -> Strip:
-    """The strip from `start` to `end` in `cells` cells. `stretches`: in order, without overlap."""
-    width = (end - start) / cells
-    seconds: list[dict[str, float]] = [{} for _ in range(cells)]
-    totals: dict[str, float] = {}
-    for stretch in stretches:
-        first, last = max(stretch.start, start), min(stretch.end, end)
-        if last <= first:
-            continue
-        totals[stretch.state] = totals.get(stretch.state, 0.0) + last - first
-        for cell in range(int((first - start) / width), cells):
-            left = start + cell * width
-            held = min(last, left + width) - max(first, left)
-            if held <= 0:
-                break
-            seconds[cell][stretch.state] = seconds[cell].get(stretch.state, 0.0) + held
-    whole = sum(totals.values())
-    shares = {state: part / whole for state, part in totals.items()} if whole > 0 else {}
-    colours = [_worst(cell, width) for cell in seconds]
-    if stretches and stretches[-1].end >= end:
-        # However brief, the verdict of now must not be missing from the strip below it.
-        colours[-1] = min(colours[-1], stretches[-1].state, key=_badness)
-    return Strip(start, end, colours, shares)
+class VerdictWeek:
+    """Seconds of each state in each cell of the last seven days. Bounded."""
+
+    def __init__(self, stored: Mapping[str, Mapping[str, float]]) -> None:
+        """`stored`: what `to_json` returned earlier."""
+        self._cells = {
+            int(cell): {state: s for state, s in states.items() if state in STATES}
+            for cell, states in stored.items()
+            if cell.isdecimal()
+        }
+
+    def to_json(self) -> dict[str, dict[str, float]]:
+        """By cell, numbered from 1970: seconds by state."""
+        return {
+            str(cell): {state: round(seconds) for state, seconds in states.items()}
+            for cell, states in sorted(self._cells.items())
+        }
+
+    def add(self, state: str, start: float, end: float) -> None:
+        """`state` held from `start` to `end`, seconds since 1970."""
+        for cell, seconds in _parts(start, end):
+            states = self._cells.setdefault(cell, {})
+            states[state] = states.get(state, 0.0) + seconds
+        newest = int(end // CELL_S)
+        for cell in [cell for cell in self._cells if not newest - CELLS < cell <= newest]:
+            del self._cells[cell]
+
+    def correct(self, before: str, after: str, start: float, end: float) -> None:
+        """From `start` to `end`, what was taken for `before` was `after`: a hang is found late."""
+        for cell, seconds in _parts(start, end):
+            states = self._cells.get(cell, {})
+            moved = min(seconds, states.get(before, 0.0))
+            if moved > 0:
+                states[before] -= moved
+                states[after] = states.get(after, 0.0) + moved
+
+    def strip(self, now: float, cells: int = CELLS, current: str | None = None) -> Strip:
+        """The strip up to `now` in `cells` cells, a divisor of `CELLS`. `current` shows in the last
+        one however briefly it has held."""
+        width = CELLS // cells
+        first = int(now // CELL_S) - CELLS + 1
+        groups = [
+            _sum([self._cells.get(first + width * group + n, {}) for n in range(width)])
+            for group in range(cells)
+        ]
+        totals = _sum(groups)
+        whole = sum(totals.values())
+        ordered = sorted(totals.items(), key=lambda item: -item[1]) if whole > 0 else ()
+        colours = [_worst(group, width * CELL_S) for group in groups]
+        if current is not None:
+            colours[-1] = min(colours[-1], current, key=_badness)
+        shares = {state: seconds / whole for state, seconds in ordered if seconds > 0}
+        return Strip(first * CELL_S, width * CELL_S, colours, shares)
+
+
+def _parts(start: float, end: float) -> list[tuple[int, float]]:
+    """The cells between two times, with the seconds in each; at most a week of them."""
+    first, last = int(start // CELL_S), int(end // CELL_S)
+    cells = range(max(first, last - CELLS), last + 1)
+    return [
+        (cell, seconds)
+        for cell in cells
+        if (seconds := min(end, (cell + 1) * CELL_S) - max(start, cell * CELL_S)) > 0
+    ]
+
+
+def _sum(cells: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for states in cells:
+        for state, seconds in states.items():
+            total[state] = total.get(state, 0.0) + seconds
+    return total
 
 
 def _badness(state: str) -> int:
@@ -73,35 +116,8 @@ def _badness(state: str) -> int:
     return STATES.index(state) if state in STATES else len(STATES)
 
 
-def _worst(cell: dict[str, float], width: float) -> str:
+def _worst(states: Mapping[str, float], width_s: float) -> str:
     """The worst state of a cell, ignoring brief ones where something else fills it."""
-    lasting = {state for state, held in cell.items() if held >= _BRIEF_SHARE * width}
-    for state in STATES:
-        if state in (lasting or cell):
-            return state
-    return NO_DATA
-
-
-def stretches_of(
-    changes: Sequence[tuple[float, str]], seen: Sequence[float], end: float, gap_s: float
-) -> list[Stretch]:
-    """The stretches between changes of verdict; each also ends where the guard fell silent.
-
-    `changes`: time and new state, in order. `seen`: times in order at which the guard is known to
-    have run; after `gap_s` without one, it did not.
-    """
-    found: list[Stretch] = []
-    for place, (time, state) in enumerate(changes):
-        until = changes[place + 1][0] if place + 1 < len(changes) else end
-        start = time
-        for number in range(bisect.bisect_left(seen, time), len(seen)):
-            if seen[number] >= until:
-                break
-            before = seen[number - 1] if number and seen[number - 1] > start else start
-            if seen[number] - before > gap_s:
-                found.append(Stretch(start, before, state))
-                start = seen[number]
-        last_seen = seen[bisect.bisect_left(seen, until) - 1] if seen else start
-        stop = until if until - max(last_seen, start) <= gap_s else max(last_seen, start)
-        found.append(Stretch(start, stop, state))
-    return [stretch for stretch in found if stretch.end > stretch.start]
+    held = {state for state, seconds in states.items() if seconds > 0}
+    lasting = {state for state in held if states[state] >= _BRIEF_SHARE * width_s}
+    return min(lasting or held, key=_badness, default=NO_DATA)

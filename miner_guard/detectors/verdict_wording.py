@@ -1,12 +1,32 @@
-"""The verdict in words: what pages, commands and alerts show. Pure."""
+"""The verdict in words: what pages, commands, alerts and endpoints show. Pure.
+
+Each surface takes its words from here, so that they agree word for word.
+"""
 
 from __future__ import annotations
 
-from miner_guard.detectors.verdict import UNKNOWN
+import contextlib
+import math
+
+from miner_guard.detectors.verdict_conditions import UNKNOWN
+from miner_guard.detectors.verdict_history import Strip, VerdictWeek
+from miner_guard.eventlog.formatters import percentages
 from miner_guard.eventlog.status_document import StatusDocument, VerdictStatus
+from miner_guard.system.clock import iso_utc, parse_iso_utc
 
 SILENT_S = 60.0
 """A status older than this means that the guard is gone or wedged: it writes once a second."""
+
+FIND_THE_GUARD = (
+    "on the miner's machine, look for the guard: pm2 status, or systemctl status miner-guard; "
+    "then miner-guard status"
+)
+"""The next step where the guard itself is silent."""
+
+
+def is_silent(status: StatusDocument, age_s: float) -> bool:
+    """Whether a guard that should still run wrote this status too long ago."""
+    return age_s > SILENT_S and status.state != "done"
 
 
 def shown(status: StatusDocument | None, age_s: float) -> VerdictStatus:
@@ -20,21 +40,69 @@ def shown(status: StatusDocument | None, age_s: float) -> VerdictStatus:
             event="guard_started",
             confidence="unknown",
         )
-    if age_s > SILENT_S and status.state != "done":
-        last = (status.verdict and status.verdict.state) or "unknown"
-        return VerdictStatus(
-            state=UNKNOWN,
-            since=status.updated,
-            cause=f"the guard has written nothing for {_age(age_s)}; its last verdict was {last}",
-            next_step="look for its process on that machine: pm2 status, or systemctl status",
-            event="guard_stopped",
-            confidence="measured",
-        )
-    return status.verdict or VerdictStatus(state=UNKNOWN, cause="the guard has not judged yet")
+    known = status.verdict or VerdictStatus(state=UNKNOWN, cause="the guard has not judged yet")
+    if not is_silent(status, age_s):
+        return known
+    return VerdictStatus(
+        state=UNKNOWN,
+        since=status.updated,
+        cause=f"the guard has written nothing for {_age(age_s)}; its last verdict was "
+        f"{known.state}",
+        next_step=FIND_THE_GUARD,
+        event="guard_stopped",
+        confidence="measured",
+        key="guard_silent",
+        week=known.week,
+    )
+
+
+def miner_state(status: StatusDocument, age_s: float) -> str:
+    """`running`; of a silent guard, what it last knew is not what is."""
+    state = status.state or "unknown"
+    if not is_silent(status, age_s):
+        return state
+    return f"unknown ({state} when the guard last wrote, {_age(age_s)} ago)"
+
+
+def now_of(status: StatusDocument, age_s: float) -> float | None:
+    """Seconds since 1970 of a reading `age_s` after the guard wrote; None if it named no time."""
+    with contextlib.suppress(ValueError):
+        if status.updated is not None and math.isfinite(age_s):
+            return parse_iso_utc(status.updated) + age_s
+    return None
+
+
+def time_of_reading(status: StatusDocument, age_s: float) -> str:
+    """The same as UTC, ISO 8601; empty where it is unknown."""
+    now = now_of(status, age_s)
+    return "" if now is None else iso_utc(now)
+
+
+def week_of(status: StatusDocument, age_s: float, cells: int) -> Strip | None:
+    """The verdicts of the last seven days up to now; None where no guard has counted any."""
+    now, verdict = now_of(status, age_s), status.verdict
+    if now is None or verdict is None or not verdict.week:
+        return None
+    current = None if is_silent(status, age_s) else verdict.state
+    return VerdictWeek(verdict.week).strip(now, cells, current)
+
+
+def share_words(strip: Strip) -> str:
+    """`earning 93%, not earning 7%`: the strip for those who do not see it."""
+    shares = percentages(strip.shares)
+    return ", ".join(f"{state} {share}" for state, share in shares.items()) or "no verdict yet"
 
 
 def _age(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+def advice(verdict: VerdictStatus) -> str:
+    """The next step, and the command that explains it; empty where nothing is to be done."""
+    if not verdict.next_step:
+        return ""
+    more = f" (more: miner-guard runbook {verdict.event})" if verdict.event else ""
+    return f"{verdict.next_step}{more}"
 
 
 def headline(verdict: VerdictStatus | None, now: str = "") -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 _RULE = "=" * 80
+_TINY_SHARE = 0.01
 
 
 def known(value: Any, spec: str = "") -> str:
@@ -14,6 +15,18 @@ def known(value: Any, spec: str = "") -> str:
     if isinstance(value, str):
         return value
     return "unknown" if value is None else format(value, spec)
+
+
+def percentages(shares: Mapping[str, float]) -> dict[str, str]:
+    """The shares of a whole in per cent, the largest first. Whole numbers that sum to 100; with a
+    share below 1 %, which is `<1%`, to at most 99."""
+    ordered = sorted((name for name in shares if shares[name] > 0), key=lambda name: -shares[name])
+    exact = {name: 100 * shares[name] for name in ordered if shares[name] >= _TINY_SHARE}
+    whole = {name: int(percent) for name, percent in exact.items()}
+    missing = round(100 * sum(shares.values())) - sum(whole.values()) - (len(exact) < len(ordered))
+    for name in sorted(exact, key=lambda name: whole[name] - exact[name])[: max(0, missing)]:
+        whole[name] += 1
+    return {name: f"{whole[name]}%" if name in whole else "<1%" for name in ordered}
 
 
 def gb(size_bytes: float | None) -> float | None:

@@ -52,6 +52,8 @@ class VerdictStatus(Section):
     event: str | None = None
     confidence: str | None = None
     key: str | None = None
+    week: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Seconds by state in cells of two hours, numbered from 1970 (`detectors.verdict_history`)."""
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from miner_guard.config import AlertSettings, optional_deps
-from miner_guard.detectors.verdict import Memory, judge
-from miner_guard.detectors.verdict_wording import headline
+from miner_guard.detectors.verdict import judge
+from miner_guard.detectors.verdict_conditions import Memory
+from miner_guard.detectors.verdict_wording import advice, headline
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.flight_recorder.records import StepRecord
@@ -18,6 +19,7 @@ from miner_guard.reporting import alert_queue, progress
 from miner_guard.reporting.alert_policy import Alert, AlertPolicy
 from miner_guard.reporting.alert_queue import AlertQueue
 from miner_guard.system import probe
+from miner_guard.system.clock import iso_utc
 
 _HEARTBEAT_S = 15.0
 
@@ -66,9 +68,13 @@ class AlertsMonitor(Monitor):
     def _verdict(self) -> str:
         """The verdict of this moment: the monitor `verdict` waits until a condition has settled, an
         alert does not."""
-        now = judge(StatusDocument.from_json(self.context.status()), self._memory)
-        advice = f"\nNext: {now.next_step}" if now.next_step else ""
-        return f"{headline(now.status())}{advice}"
+        status = StatusDocument.from_json(self.context.status())
+        now = judge(status, self._memory)
+        known = status.verdict
+        since = known.since if known is not None and known.state == now.state else None
+        verdict = now.status(since or iso_utc(self.context.clock.wall() - self._memory.silent_s))
+        step = advice(verdict)
+        return headline(verdict) + (f"\nNext: {step}" if step else "")
 
     def _report(self, finding: Finding) -> None:
         """Called from the outbox's threads."""

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from miner_guard.detectors.verdict import Memory, RunVerdict, judge
+from miner_guard.detectors.verdict import RunVerdict, judge
+from miner_guard.detectors.verdict_conditions import Memory
+from miner_guard.detectors.verdict_history import VerdictWeek
 from miner_guard.detectors.verdict_wording import headline
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.eventlog.status_document import StatusDocument, VerdictStatus
+from miner_guard.eventlog.status_document import StatusDocument, VerdictStatus, read_status
 from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Context, Monitor
 from miner_guard.system.clock import iso_utc
@@ -17,6 +19,9 @@ from miner_guard.system.clock import iso_utc
 _SETTLED_S = 5.0
 """A condition must hold this long before the verdict changes: shorter conditions are reported by
 other events."""
+
+_UNWATCHED_S = 600.0
+"""After a longer pause between two ticks (the host slept) nobody knows what held meanwhile."""
 
 _REPORTED = ("state", "since", "cause", "next_step", "confidence")
 
@@ -34,6 +39,10 @@ class VerdictMonitor(Monitor):
         self._candidate: tuple[str, float] | None = None
         """A condition that may become the verdict, and the monotonic time since when it holds."""
 
+        before = read_status(context.state)
+        self._week = VerdictWeek(before.verdict.week if before and before.verdict else {})
+        self._counted_at = context.clock.monotonic()
+
     def on_finding(self, finding: Finding) -> Iterable[Finding]:
         self._memory.take(finding)
         return ()
@@ -43,6 +52,7 @@ class VerdictMonitor(Monitor):
         return ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        self._count(now)
         status = self.context.status()
         if not status:
             return ()
@@ -60,10 +70,18 @@ class VerdictMonitor(Monitor):
 
     def on_stop(self) -> Iterable[Finding]:
         """The final verdict: nothing trains here any more."""
+        self._count(self.context.clock.monotonic())
         verdict = judge(
             replace(StatusDocument.from_json(self.context.status()), state="done"), self._memory
         )
         return [self._change(verdict)]
+
+    def _count(self, now: float) -> None:
+        """Add the time since the last count to the week."""
+        passed_s, self._counted_at = now - self._counted_at, now
+        if self._current is not None and passed_s <= _UNWATCHED_S:
+            wall = self.context.clock.wall()
+            self._week.add(self._current.state, wall - passed_s, wall)
 
     def _change(self, verdict: RunVerdict, held_s: float = 0.0) -> Finding:
         """Adopt a verdict whose condition has held for `held_s` seconds; a hang counts from its
@@ -71,7 +89,10 @@ class VerdictMonitor(Monitor):
         previous = self._current
         self._current, self._candidate = verdict, None
         if previous is None or previous.state != verdict.state:
-            self._since = self.context.clock.wall() - held_s - self._memory.silent_s
+            wall = self.context.clock.wall()
+            self._since = wall - held_s - self._memory.silent_s
+            if previous is not None:
+                self._week.correct(previous.state, verdict.state, self._since, wall)
         shown = self._status()
         return make_finding(
             "verdict_changed",
@@ -82,8 +103,10 @@ class VerdictMonitor(Monitor):
 
     def _status(self) -> VerdictStatus:
         if self._current is None:
-            return VerdictStatus(state="unknown", cause="the guard has just started")
-        return self._current.status(iso_utc(self._since))
+            status = VerdictStatus(state="unknown", cause="the guard has just started")
+        else:
+            status = self._current.status(iso_utc(self._since))
+        return replace(status, week=self._week.to_json())
 
     def snapshot(self) -> Mapping[str, Any]:
         return self._status().to_json()

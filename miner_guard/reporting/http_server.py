@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from miner_guard import __version__, state_dir
 from miner_guard.config import GateSettings, HangSettings
-from miner_guard.eventlog.status_document import read_status
+from miner_guard.detectors.verdict_wording import FIND_THE_GUARD, shown
+from miner_guard.eventlog.status_document import StatusDocument, read_status
 from miner_guard.reporting import metrics, progress
 from miner_guard.reporting.report import body, page, template, title_of
 from miner_guard.reporting.report_curves import curves
@@ -108,7 +110,8 @@ class Site:
         self._names = {"localhost", *(name.lower() for name in order.trusted_hosts)}
         self._hang = HangSettings(**order.hang)
         self._report = LiveReport(self._state, GateSettings(**order.gate))
-        self._page = page("miner-guard", template("live.html"))
+        live = template("live.html").replace("{{find the guard}}", escape(FIND_THE_GUARD))
+        self._page = page("miner-guard", live)
         threading.Thread(target=self._report.read, daemon=True, name="read the log").start()
 
     def app(self) -> Starlette:
@@ -181,13 +184,12 @@ class Site:
         return PlainTextResponse(f"{first}\n{problem or 'progressing'}\n", code)
 
     async def status(self, request: Request) -> Response:
-        """status.json."""
+        """status.json with the verdict that all surfaces show: of a silent guard, unknown."""
         document = state_dir.read_json(self._state.status)
-        return (
-            JSONResponse(document)
-            if isinstance(document, dict)
-            else JSONResponse({"error": "no status yet"}, 503)
-        )
+        if not isinstance(document, dict):
+            return JSONResponse({"error": "no status yet"}, 503)
+        verdict = shown(StatusDocument.from_json(document), self._age_s())
+        return JSONResponse({**document, "verdict": verdict.to_json()})
 
     async def page(self, request: Request) -> Response:
         """The live page; its script fetches the report."""

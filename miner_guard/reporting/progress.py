@@ -4,15 +4,20 @@ detection."""
 from __future__ import annotations
 
 from miner_guard.config import HangSettings
-from miner_guard.detectors.verdict_wording import SILENT_S, headline, shown, state_since
+from miner_guard.detectors.verdict_wording import (
+    SILENT_S,
+    headline,
+    shown,
+    state_since,
+    time_of_reading,
+)
 from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.system.clock import parse_iso_utc
 
 
 def verdict_line(status: StatusDocument | None, age_s: float, *, in_full: bool) -> str:
     """The verdict in one line; `in_full` includes its cause."""
-    verdict = shown(status, age_s)
-    now = str((status and status.updated) or "")
+    verdict, now = shown(status, age_s), "" if status is None else time_of_reading(status, age_s)
     return headline(verdict, now) if in_full else state_since(verdict, now)
 
 

@@ -9,9 +9,18 @@ from typing import Any
 
 from miner_guard import state_dir
 from miner_guard.config import GateSettings
-from miner_guard.detectors.verdict_history import NO_DATA
-from miner_guard.detectors.verdict_wording import shown, state_since
+from miner_guard.detectors.verdict_history import CELLS, NO_DATA
+from miner_guard.detectors.verdict_wording import (
+    miner_state,
+    now_of,
+    share_words,
+    shown,
+    state_since,
+    time_of_reading,
+    week_of,
+)
 from miner_guard.eventlog.catalog import counted
+from miner_guard.eventlog.formatters import percentages
 from miner_guard.eventlog.rendering import visible
 from miner_guard.reporting import report_tables as tables
 from miner_guard.reporting.report_curves import curves
@@ -33,13 +42,6 @@ _COLOURS = {
 _VERDICTS = {"earning": "good", "degraded": "warn", "not earning": "bad", "stopped": "bad"}
 _AS_ASKED = ("finished", "done", "paused")
 """Verdicts by their key that an operator or the miner's own end brought about."""
-
-_WEEK_S = 7 * 86400.0
-_WEEK_CELLS = 84
-"""Two hours each."""
-
-_SHOWN_SHARE = 0.005
-"""A smaller share of the week would be shown as 0%."""
 
 
 def render(
@@ -99,14 +101,15 @@ def body(
             _strip(whole),
             tables.alarms(data),
             _tiles(data),
-            tables.ranks(data.status),
-            tables.gpus(data.status),
             tables.fates(data),
             tables.pushes(pushes),
+            tables.ranks(data.status),
+            tables.gpus(data.status),
             plots,
             _goodput(data),
             tables.costs(data),
             tables.milestone_table(whole, gate),
+            tables.runbook(data),
             _foot(data),
         ]
     )
@@ -118,35 +121,32 @@ def _verdict(data: Data) -> str:
     state = str(verdict.state or "unknown")
     step = str(verdict.next_step or "nothing")
     event, confidence = verdict.event, verdict.confidence
-    row = (
-        f" <small>(ops/runbook.md, row <code>{escape(str(event))}</code>)</small>" if event else ""
-    )
+    row = f" <small>({tables.runbook_link(event, 'runbook')})</small>" if event else ""
     sure = f" <small>({escape(str(confidence))})</small>" if confidence else ""
     # A run that ended as asked is stopped, and nothing about it is wrong.
     asked = verdict.key in _AS_ASKED
     name = "What happened" if asked else "What it does" if state == "earning" else "What is wrong"
     kind = "" if asked else _VERDICTS.get(state, "")
-    now = str(data.status.updated or "")
+    since = state_since(verdict, time_of_reading(data.status, data.status_age_s))
     return (
         f'<section class="verdict {kind}" aria-label="Verdict">'
-        f"<h1>{escape(state_since(verdict, now))}</h1><dl>"
+        f"<h1>{escape(since)}</h1><dl>"
         f"<dt>{name}</dt><dd>{escape(str(verdict.cause))}{sure}</dd>"
-        f"<dt>What to do</dt><dd>{escape(step)}{row}</dd></dl></section>"
+        f"<dt>Next step</dt><dd>{escape(step)}{row}</dd></dl></section>"
     )
 
 
 def _strip(data: Data) -> str:
     """A week of verdicts, like a status page."""
-    if data.last is None:
+    week = week_of(data.status, data.status_age_s, CELLS)
+    if week is None:
         return ""
-    week = data.verdict_strip(_WEEK_S, _WEEK_CELLS)
     cells = []
     for place, state in enumerate(week.cells):
-        start, _ = week.span_of(place)
         kind = "none" if state == NO_DATA else _VERDICTS.get(state, "unknown")
-        cells.append(f'<i class="{kind}" title="{when(start)[:16]} UTC: {escape(state)}"></i>')
-    shares = sorted(week.shares.items(), key=lambda item: -item[1])
-    words = ", ".join(f"{state} {share:.0%}" for state, share in shares) or "no verdict yet"
+        start = when(week.start + place * week.cell_s)[:16]
+        cells.append(f'<i class="{kind}" title="{start} UTC: {escape(state)}"></i>')
+    words = share_words(week)
     return (
         f'<section class="week" aria-label="The last 7 days">'
         f'<div class="strip" role="img" aria-label="Last 7 days: {escape(words)}">{"".join(cells)}'
@@ -155,15 +155,19 @@ def _strip(data: Data) -> str:
 
 
 def _about(data: Data, title: str) -> str:
-    state = data.status.state
-    span = "no events" if data.first is None else f"{when(data.first)} to {when(data.last)} UTC"
-    run = f"run {data.status.run_id or 'unknown'}, miner {state or 'unknown'}"
-    return f"<p class='about'>{escape(title)}: {escape(run)}; {span}</p>"
+    """What the page is of, and of when."""
+    now = now_of(data.status, data.status_age_s)
+    words = [title, f"run {data.status.run_id or 'unknown'}"]
+    words.append(f"miner {miner_state(data.status, data.status_age_s)}")
+    words.append(
+        "no events" if data.first is None else f"log {when(data.first)} to {when(data.last)} UTC"
+    )
+    made = "" if now is None else f"<b>{when(now)} UTC</b> · "
+    return f"<p class='about'>{made}{escape(' · '.join(words))}</p>"
 
 
 def _tiles(data: Data) -> str:
     steps, repo = data.status.steps, data.status.uploads.repo
-    goodput = steps.goodput.get("training")
     # A non-finite loss appears as a word in the status, and not in the curve.
     word = steps.loss if isinstance(steps.loss, str) else None
     slow, restarts = data.counts["slow_step"], data.counts["miner_restarting"]
@@ -173,7 +177,7 @@ def _tiles(data: Data) -> str:
         ("loss", _loss(data, word), "bad" if word else ""),
         ("step p50 / p95", _pair(steps.p50_s, steps.p95_s), ""),
         ("slow steps", str(slow), "warn" if slow else ""),
-        ("goodput", number(goodput, ".0%"), ""),
+        ("goodput", percentages(steps.goodput).get("training"), ""),
         ("repo age", number(repo.age_s, ",.0f", " s"), "bad" if repo.stale else ""),
         ("uploads verified", str(data.counts["upload_succeeded"]), ""),
         ("uploads failed", str(failed), "bad" if failed else ""),
@@ -220,18 +224,23 @@ def _goodput(data: Data) -> str:
     if not shares:
         return "<h2>Where the time went</h2><p class='none'>unknown: no steps yet</p>"
     ordered = sorted(shares.items(), key=lambda item: -item[1])
+    percent = percentages(shares)
     colour = {name: _COLOURS.get(name, "#8d99ae") for name in shares}
     bars = "".join(
         f'<i style="width:{100 * v:.2f}%;background:{colour[k]}" title="{escape(k)}"></i>'
         for k, v in ordered
     )
     keys = "".join(
-        f'<span><i style="background:{colour[k]}"></i>{escape(k.replace("_", " "))} {v:.1%}</span>'
-        for k, v in ordered
+        f'<span><i style="background:{colour[k]}"></i>{escape(_of(k, share))}</span>'
+        for k, share in percent.items()
     )
     return (
         f'<h2>Where the time went</h2><div class="bar">{bars}</div><div class="legend">{keys}</div>'
     )
+
+
+def _of(name: str, share: str) -> str:
+    return f"{name.replace('_', ' ')} {share}"
 
 
 def _foot(data: Data) -> str:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard import state_dir
-from miner_guard.detectors.verdict_history import Strip, stretches_of, strip
 from miner_guard.eventlog.follow import Follower
 from miner_guard.eventlog.query import Hit, Query, Seen
 from miner_guard.eventlog.status_document import StatusDocument, read_status
@@ -23,7 +22,6 @@ from miner_guard.system.clock import parse_iso_utc
 
 _STEP = "inner_step"
 _SNAPSHOT = "health_snapshot"
-VERDICT = "verdict_changed"
 _MARKS = frozenset(
     {
         "slow_step",
@@ -56,7 +54,6 @@ _MARKS = frozenset(
         "disk_stuck",
         "checkpoint_saved",
         "chain_unregistered",
-        VERDICT,
     }
 )
 _KEPT = 5_000
@@ -67,9 +64,6 @@ _SMOOTH_HALF_STEPS = 10.0
 """Steps after which a value weighs half in the smoothed loss."""
 
 _DECAY = 0.5 ** (1 / _SMOOTH_HALF_STEPS)
-
-_GAP_S = 600.0
-"""After this long without a health snapshot (one a minute) no guard ran."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +110,6 @@ class Data:
     gpu_memory: TimeSeries = field(default_factory=TimeSeries)
     goodput: TimeSeries = field(default_factory=TimeSeries)
     rank_work: dict[str, TimeSeries] = field(default_factory=dict)
-    seen: TimeSeries = field(default_factory=TimeSeries)
-    """A point for each health snapshot: the guard ran."""
-
     marks: dict[str, list[Mark]] = field(default_factory=dict)
     """By event, oldest first."""
 
@@ -157,14 +148,6 @@ class Data:
             first=None if self.first is None else max(self.first, start),
             last=None if self.last is None else min(self.last, end),
         )
-
-    def verdict_strip(self, seconds: float, cells: int) -> Strip:
-        """The verdicts of the last `seconds`."""
-        end = self.last or 0.0
-        changes = [(mark.time, str(mark.fields.get("state"))) for mark in self.of(VERDICT)]
-        seen = [time for time, _ in self.seen.window(end - seconds, end, most=20_000)]
-        stretches = stretches_of(changes, seen, end, _GAP_S)
-        return strip(stretches, end - seconds, end, cells)
 
 
 def _time_of(mark: Mark) -> float:
@@ -241,7 +224,6 @@ def _take_step(data: Data, when: float, record: Mapping[str, Any]) -> None:
 def _take_snapshot(data: Data, when: float, record: Mapping[str, Any]) -> None:
     data.host = str(record.get("host") or data.host)
     snapshot = record.get("snapshot") or {}
-    data.seen.add(when, 1.0)
     data.repo_age.add(when, ((snapshot.get("uploads") or {}).get("repo") or {}).get("age_s"))
     data.goodput.add(when, (snapshot.get("miner") or {}).get("goodput"))
     for rank, row in (snapshot.get("ranks") or {}).items():

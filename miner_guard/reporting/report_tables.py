@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from html import escape
 from typing import Any
 
 from miner_guard.config import GateSettings
+from miner_guard.detectors.verdict_wording import shown
+from miner_guard.eventlog.line_templates import template
 from miner_guard.eventlog.status_document import RankSteps, StatusDocument
+from miner_guard.health.snapshot import no_gpu_words
 from miner_guard.reporting.report_data import Data, Mark
 from miner_guard.reporting.report_milestones import milestones
+from miner_guard.reporting.runbook import rows as runbook_rows
 
 _WORST = ("critical", "error")
 _FIRST_ROWS = 8
@@ -22,6 +28,11 @@ _BEHIND_S = 30.0
 
 _GIB = 1024**3
 _SIGNS = {"yes": ("good", "reached"), "no": ("warn", "not yet"), "unknown": ("", "unknown")}
+_MAX_ALARMS = 1000
+"""Of one kind of event, the newest that are searched for repetitions."""
+
+_REPEATED_WITHIN_S = 3600.0
+_FATES = ("upload_succeeded", "upload_failed", "upload_blocked", "audit_failed", "audit_passed")
 _ALARMS = (
     "incident",
     "hang_detected",
@@ -47,36 +58,104 @@ def number(value: Any, spec: str, unit: str = "") -> str | None:
     return f"{value:{spec}}{unit}" if isinstance(value, (int, float)) else None
 
 
+@dataclass(frozen=True)
+class _Row:
+    """One row of events: the newest of `count` like it, the first of them at `since`."""
+
+    newest: Mark
+    count: int
+    since: float
+
+
 def alarms(data: Data) -> str:
-    """Incidents and alarms, newest first."""
+    """Incidents and alarms, newest first; those of a crash loop are one row with a count."""
+    rows = _grouped(_alarms_of(data))
+    return _events("Incidents and alarms", rows[:_TABLE_ROWS])
+
+
+def _alarms_of(data: Data) -> list[Mark]:
     found = [
         mark
         for event, marks in data.marks.items()
-        for mark in marks[-_TABLE_ROWS:]
+        for mark in marks[-_MAX_ALARMS:]
         if mark.level in _WORST or event in _ALARMS
     ]
-    found.sort(key=lambda mark: mark.time)
-    return _events("Incidents and alarms", found[-_TABLE_ROWS:])
+    return sorted(found, key=lambda mark: mark.time)
+
+
+def _grouped(marks: Sequence[Mark]) -> list[_Row]:
+    """Rows of marks in order of time, newest first. Marks that differ in numbers alone, each within
+    `_REPEATED_WITHIN_S` of the next, are one row."""
+    latest: dict[tuple[str, bytes], int] = {}
+    rows: list[_Row] = []
+    for mark in marks:
+        key = (mark.event, template(_first_line(mark).encode()))
+        place = latest.get(key)
+        if place is not None and mark.time - rows[place].newest.time <= _REPEATED_WITHIN_S:
+            rows[place] = _Row(mark, rows[place].count + 1, rows[place].since)
+        else:
+            latest[key] = len(rows)
+            rows.append(_Row(mark, 1, mark.time))
+    return sorted(rows, key=lambda row: -row.newest.time)
 
 
 def fates(data: Data) -> str:
     """Uploads and audits as validators see them, newest first."""
-    found = data.of(
-        "upload_succeeded", "upload_failed", "upload_blocked", "audit_failed", "audit_passed"
-    )
-    return _events("Uploads and audits", found[-_TABLE_ROWS:])
+    found = data.of(*_FATES)
+    rows = [_Row(mark, 1, mark.time) for mark in reversed(found[-_TABLE_ROWS:])]
+    return _events("Uploads and audits", rows)
 
 
-def _events(title: str, marks: Sequence[Mark]) -> str:
+def _events(title: str, rows: Sequence[_Row]) -> str:
     kinds = {"critical": "bad", "error": "bad", "warning": "warn"}
-    rows = [
-        f'<tr><td class="when">{when(mark.time)}</td>'
-        f'<td class="event {kinds.get(mark.level, "")}">{escape(mark.event)}</td>'
-        f"<td>{escape(mark.msg.partition(chr(10))[0])}</td></tr>"
-        for mark in reversed(marks)
+    cells = [
+        f'<tr><td class="when">{when(row.newest.time)}</td>'
+        f'<td class="event {kinds.get(row.newest.level, "")}">{runbook_link(row.newest.event)}</td>'
+        f"<td>{escape(_first_line(row.newest))}{_count(row)}</td></tr>"
+        for row in rows
     ]
-    head = _head("when (UTC)", "event", "what")
-    return _table(title, head, rows, "log")
+    return _table(title, _head("when (UTC)", "event", "what"), cells, "log")
+
+
+def _first_line(mark: Mark) -> str:
+    return mark.msg.partition("\n")[0]
+
+
+def _count(row: _Row) -> str:
+    if row.count == 1:
+        return ""
+    return f" <small>{row.count} times since {when(row.since)[11:]}</small>"
+
+
+def runbook_link(event: str, words: str = "") -> str:
+    """A link to the event's row of the runbook on the same page."""
+    text = escape(words or event)
+    return f'<a href="#runbook-{event}">{text}</a>' if event in runbook_rows() else text
+
+
+def runbook(data: Data) -> str:
+    """The runbook's rows for the events that the page shows, the verdict's first: the page works
+    where nothing else can be reached."""
+    verdict = shown(data.status, data.status_age_s)
+    events = [verdict.event] if verdict.event else []
+    events += [mark.event for mark in reversed(_alarms_of(data))]
+    events += [event for event in _FATES if data.marks.get(event)]
+    rows = [
+        f'<tr id="runbook-{event}"><td class="event">{event}</td>'
+        f"<td>{_inline(row.meaning)}</td><td>{_inline(row.action)}</td></tr>"
+        for event in dict.fromkeys(events)
+        if (row := runbook_rows().get(event)) is not None
+    ]
+    if not rows:
+        return ""
+    title = "Runbook: what these events ask for"
+    head = _head("event", "what it means", "what to do")
+    return f"<h2>{title}</h2>{_scrolling(title, head, rows, 'runbook')}"
+
+
+def _inline(text: str) -> str:
+    """A cell of the runbook; words between backticks are code."""
+    return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))
 
 
 def _head(*columns: str) -> str:
@@ -173,7 +252,7 @@ def gpus(status: StatusDocument) -> str:
     """The GPUs: those with a fault first, then the least used."""
     rows = [row for row in status.health.gpus.gpus if row]
     if not rows:
-        return ""
+        return f"<h2>GPUs</h2><p class='none'>{escape(no_gpu_words(status.health))}</p>"
     rows.sort(key=lambda row: (row.get("state") == "ok", _known(row.get("utilization_ratio"))))
     cells = [
         f"<tr><td>{escape(str(row.get('index')))}</td>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
 import time
@@ -122,11 +123,13 @@ def test_an_alert_arrives_after_a_refusal_and_is_reported(
     until(lambda: said)
     assert [(finding.event, finding.fields["targets"]) for finding in said] == [("alert_sent", 1)]
     assert webhook.bodies[0]["title"].endswith("CRITICAL: hang_detected")
-    assert webhook.bodies[0]["message"].splitlines() == [
-        "NOT EARNING: rank 2 in data for 912s",
-        "Next: read the stacks of the named rank in incidents/",
-        "HANG DETECTED: rank 2 in data for 912s",
-    ]
+    verdict, advice, line = webhook.bodies[0]["message"].splitlines()
+    assert re.fullmatch(r"NOT EARNING since \d\d:\d\d UTC: rank 2 in data for 912s", verdict), (
+        verdict
+    )
+    assert advice.startswith("Next: read the stacks of the named rank: miner-guard logs --event")
+    assert advice.endswith(" (more: miner-guard runbook hang_detected)")
+    assert line == "HANG DETECTED: rank 2 in data for 912s"
     part.on_stop()
     assert not part.lingers()
 

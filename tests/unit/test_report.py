@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from miner_guard.config import LogSettings
-from miner_guard.detectors.verdict_history import Stretch, strip
+from miner_guard.detectors.verdict_history import CELLS, VerdictWeek
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.emitter import Emitter
 from miner_guard.eventlog.jsonl import JsonlSink
@@ -24,7 +24,7 @@ from miner_guard.reporting.report_data import LogReader, Smoother, gather
 from miner_guard.reporting.report_svg import Line, Plot, draw, nice_ticks, thinned
 from miner_guard.reporting.time_series import TimeSeries
 from miner_guard.state_dir import StateDir, write_json
-from miner_guard.system.clock import FakeClock
+from miner_guard.system.clock import FakeClock, iso_utc
 
 
 class Log:
@@ -70,7 +70,9 @@ class _Tags(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.outside += [
-            f"{k}={v}" for k, v in attrs if k in ("src", "href") or "http" in (v or "")
+            f"{k}={v}"
+            for k, v in attrs
+            if k == "src" or "http" in (v or "") or (k == "href" and not (v or "").startswith("#"))
         ]
         if tag not in ("meta", "path", "br"):
             self.open.append(tag)
@@ -389,19 +391,59 @@ def test_of_sixteen_ranks_the_slow_one_is_the_first_row(tmp_path: Path) -> None:
 
 def test_a_week_of_verdicts_is_a_strip_and_its_shares_are_reported(tmp_path: Path) -> None:
     log = Log(tmp_path)
-    for state, minutes in (("earning", 90), ("not earning", 30)):
-        changed = {"headline": state, "state": state, "since": "", "cause": "", "next_step": ""}
-        log.say("verdict_changed", **changed, confidence="measured", previous=None)
-        for _ in range(minutes):
-            log.clock.advance(60.0)
-            log.snapshot(100.0)
+    log.step(1)
+    now = log.clock.wall()
+    week = VerdictWeek({})
+    week.add("earning", now - 7200, now - 1800)
+    week.add("not earning", now - 1800, now)
+    verdict = {"state": "not earning", "cause": "x", "week": week.to_json()}
+    write_json(log.state.status, {"verdict": verdict, "updated": iso_utc(now)})
     page = _checked(render(log.state))
     assert "last 7 days: earning 75%, not earning 25%" in page
+    assert page.count("<i class=") >= CELLS
 
 
-def test_the_verdict_of_now_is_in_the_strip_however_brief() -> None:
-    stretches = [Stretch(0.0, 6990.0, "earning"), Stretch(6990.0, 7000.0, "not earning")]
-    assert strip(stretches, 0.0, 7000.0, 2).cells == ["earning", "not earning"]
+def test_a_crash_loop_is_one_row_with_a_count_and_another_day_another_row(tmp_path: Path) -> None:
+    """Guards against a first screen of fifteen equal rows."""
+    log = Log(tmp_path)
+    for start in (0, 86_400):
+        log.clock.advance(start)
+        for code in (1, 2, 3):
+            log.clock.advance(60)
+            how = f"code {code} without being asked"
+            log.say("miner_exited", how=how, code=code, runtime_s=61.0)
+    page = _checked(render(log.state))
+    assert page.count("<small>3 times since ") == 2
+    assert page.count("MINER EXITED: code") == 2
+
+
+def test_a_link_of_the_verdict_leads_to_its_runbook_row_on_the_same_page(tmp_path: Path) -> None:
+    """Guards against advice that needs a checkout or a network at four in the morning."""
+    log = Log(tmp_path)
+    log.step(1)
+    verdict = {"state": "not earning", "cause": "loss is NaN", "event": "loss_nan"}
+    write_json(log.state.status, {"verdict": verdict})
+    page = _checked(render(log.state))
+    assert '<a href="#runbook-loss_nan">runbook</a>' in page
+    targets = re.findall(r'href="#([^"]+)"', page)
+    assert all(f'id="{target}"' in page for target in targets), targets
+
+
+def test_a_machine_without_a_gpu_is_named_so(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    log.step(1)
+    absent = {"gpus": [], "state": "absent", "reason": "NVML Shared Library Not Found"}
+    write_json(log.state.status, {"health": {"gpus": absent}})
+    assert "no GPU: this machine has no NVIDIA driver (NVML Shared" in render(log.state)
+
+
+def test_shares_of_a_breakdown_sum_to_100_and_no_trace_reads_0(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    log.step(1)
+    shares = {"training": 0.6649, "upload": 0.3326, "hang": 0.0025}
+    write_json(log.state.status, {"steps": {"goodput": shares}})
+    page = render(log.state)
+    assert ["training 66%" in page, "upload 33%" in page, "hang &lt;1%" in page] == [True] * 3
 
 
 def test_a_ranks_unknown_work_is_unknown_and_not_zero(tmp_path: Path) -> None:
@@ -434,9 +476,11 @@ def test_a_silent_guard_is_unknown_on_the_page_and_its_last_verdict_is_named(
 ) -> None:
     log = Log(tmp_path)
     log.step(1)
-    write_json(log.state.status, {"verdict": {"state": "earning", "cause": "training"}})
+    verdict = {"state": "earning", "cause": "training"}
+    write_json(log.state.status, {"state": "running", "verdict": verdict})
     old = time.time() - 600
     os.utime(log.state.status, (old, old))
     page = _checked(render(log.state))
     assert "the guard has written nothing for 10 min; its last verdict was earning" in page
     assert "<h1>UNKNOWN" in page
+    assert "miner unknown (running when the guard last wrote, 10 min ago)" in page

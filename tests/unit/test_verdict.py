@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from miner_guard.cli import screen
-from miner_guard.detectors import verdict
-from miner_guard.detectors.verdict import (
+from miner_guard.cli.main import COMMANDS
+from miner_guard.detectors.verdict import judge
+from miner_guard.detectors.verdict_conditions import (
+    CONDITIONS,
     DEGRADED,
     EARNING,
     NOT_EARNING,
     STOPPED,
     UNKNOWN,
     Memory,
-    judge,
 )
 from miner_guard.detectors.verdict_wording import headline
 from miner_guard.eventlog.catalog import CATALOGUE, Finding, make_finding, message
@@ -187,8 +189,20 @@ def test_an_empty_status_is_unknown_and_never_healthy() -> None:
 
 
 def test_every_condition_names_an_event_of_the_catalogue() -> None:
-    events = [condition.event for condition in verdict.CONDITIONS if condition.event]
+    events = [condition.event for condition in CONDITIONS if condition.event]
     assert set(events) <= set(CATALOGUE)
+
+
+def test_every_next_step_names_a_command_that_there_is() -> None:
+    """Guards against "check the log": at four in the morning a person wants a line to type."""
+    for condition in CONDITIONS:
+        ours = re.findall(r"miner-guard ([\w-]+)((?: -[^;,()]*| [a-z]+)*)", condition.next_step)
+        others = any(word in condition.next_step for word in ("df -h", "pm2 ", "nvidia-smi"))
+        assert ours or others or not condition.next_step, condition.next_step
+        for name, words in ours:
+            assert name in COMMANDS, condition.next_step
+            events = re.findall(r"--event (\w+)", words)
+            assert set(events) <= set(CATALOGUE), condition.next_step
 
 
 class Bench:
@@ -215,7 +229,7 @@ def test_one_line_tells_each_change_and_since_when(tmp_path: Path) -> None:
     assert broken.endswith("loss is NaN at step 84")
     assert (
         bench.monitor.snapshot()["next_step"]
-        == "stop the miner, restore the last good checkpoint, start it again"
+        == "miner-guard ctl pause, restore the last good checkpoint, then miner-guard ctl resume"
     )
 
 
@@ -266,15 +280,15 @@ def test_the_first_line_of_the_screen_is_the_verdict() -> None:
     lines = screen.verdict_lines(StatusDocument(verdict=judged))
     assert lines == [
         "NOT EARNING since 12:03 UTC: loss is NaN at step 84",
-        "next   stop the miner, restore the last good checkpoint, start it again "
-        "(runbook: loss_nan)",
+        "next   miner-guard ctl pause, restore the last good checkpoint, then miner-guard ctl "
+        "resume (more: miner-guard runbook loss_nan)",
     ]
     assert headline(None).startswith("UNKNOWN")
 
 
 def test_a_guard_that_is_gone_is_unknown_and_not_what_it_last_knew() -> None:
     judged = judge(typed(), Memory()).status("2026-01-02T12:03:04Z")
-    status = StatusDocument(verdict=judged, updated="2026-01-02T12:09:00Z")
+    status = StatusDocument(verdict=judged, updated="2026-01-02T12:09:00.000Z")
     line, step = screen.verdict_lines(status, age_s=300.0)
     assert line.startswith("UNKNOWN since 12:09 UTC: the guard has written nothing for 5 min")
-    assert step.startswith("next   look for its process")
+    assert step.startswith("next   on the miner's machine, look for the guard: pm2 status")

@@ -32,9 +32,12 @@ function tell() {
   report.classList.toggle("stale", stale);
   if (stale) {
     gone.querySelector("h1").textContent = `UNKNOWN since ${clock(updated).replace(/:\d\d UTC/, " UTC")}`;
-    gone.querySelector("#why").textContent = `The guard does not answer${trouble && ` (${trouble})`}.`;
+    gone.querySelector("#why").textContent = `the guard does not answer${trouble && ` (${trouble})`}`;
   }
-  state.textContent = stale ? `Below is what it last knew at ${clock(updated)}; retrying.` : `Last updated ${age} s ago`;
+  const now = `Now ${clock(Date.now())}`;
+  state.textContent = stale
+    ? `${now}. Below is what it last knew at ${clock(updated)}; retrying.`
+    : `${now}, last updated ${age} s ago`;
 }
 
 function ask(why) {

@@ -1,0 +1,44 @@
+"""`miner-guard runbook`: what an event means and what to do about it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from miner_guard.cli.echo import echo
+from miner_guard.cli.options import unknown_event
+from miner_guard.eventlog.catalog import CATALOGUE
+from miner_guard.exits import UNAVAILABLE, USAGE, Refused
+from miner_guard.reporting.runbook import RunbookRow, rows
+
+
+def command(
+    event: Annotated[
+        str | None, typer.Argument(metavar="EVENT", help="An event's name; none lists them all.")
+    ] = None,
+) -> None:
+    """Show the runbook's row for an event: what it means, what to do."""
+    found = rows()
+    if not found:
+        raise Refused(
+            "this installation has no runbook; install miner-guard from its wheel or its tree",
+            UNAVAILABLE,
+        )
+    if event is None:
+        width = max(map(len, found))
+        echo("\n".join(f"{row.event:<{width}}  {row.meaning}" for row in found.values()))
+        return
+    if event not in found:
+        raise Refused(unknown_event(event), USAGE)
+    echo("\n".join(_described(found[event])))
+
+
+def _described(row: RunbookRow) -> list[str]:
+    return [
+        f"event    {row.event} ({CATALOGUE[row.event].level})",
+        f"means    {row.meaning}",
+        f"do       {row.action}",
+        f"its line {row.grep}",
+        f"earlier  miner-guard logs --event {row.event}",
+    ]

@@ -1,0 +1,53 @@
+"""The runbook's rows for events: pages and `miner-guard runbook` show them, since a person on call
+may have neither the tree nor a network."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+FILE = "runbook.md"
+"""Identifies the folder of ops/ files, which contains it."""
+
+_ROW = re.compile(r"^\| `(\w+)` \| (.*?) \| (.*?) \| (.*?) \|$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class RunbookRow:
+    """What the runbook says of one event. Words between backticks are commands or lines."""
+
+    event: str
+    grep: str
+    meaning: str
+    action: str
+
+
+@functools.cache
+def rows() -> Mapping[str, RunbookRow]:
+    """By event; empty where this installation has no runbook."""
+    folder = installed()
+    if folder is None:
+        return {}
+    text = (folder / FILE).read_text(encoding="utf-8")
+    return {row.event: row for row in (RunbookRow(*found) for found in _ROW.findall(text))}
+
+
+def installed() -> Path | None:
+    """This installation's folder of ops/ files: in its source tree, or where pip put it."""
+    return next((folder for folder in _candidates() if (folder / FILE).is_file()), None)
+
+
+def _candidates() -> Iterator[Path]:
+    beside = Path(__file__).resolve().parents[2]
+    yield beside / "ops"
+    # `pip install --target` moves the wheel's data next to the packages.
+    yield beside / "share" / "miner-guard" / "ops"
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        for file in metadata.files("miner-guard") or ():
+            if file.parts[-2:] == ("ops", FILE):
+                yield Path(str(file.locate())).resolve().parent

@@ -1,0 +1,105 @@
+"""Every surface tells the same verdict in the same words: state, since when, cause, next step."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import time
+from html import unescape
+from pathlib import Path
+
+import pytest
+from starlette.requests import Request
+
+from miner_guard.cli import screen
+from miner_guard.cli import status as status_command
+from miner_guard.cli.screen import Canvas, CurveHistory
+from miner_guard.config import GateSettings
+from miner_guard.demo import summary
+from miner_guard.detectors.verdict_wording import advice, headline, shown, state_since
+from miner_guard.eventlog.status_document import StatusDocument, VerdictStatus, read_status
+from miner_guard.monitors.alerts import AlertsMonitor
+from miner_guard.reporting import progress
+from miner_guard.reporting.http_server import LiveReport, ServerSettings, Site, TimeRange
+from miner_guard.reporting.report import render
+from miner_guard.state_dir import StateDir, read_json
+from tests.support.contexts import context
+from tests.support.page_states import STATES, Story
+
+_GONE_S = 900.0
+_SHORT = [name for name in STATES if name != "week"]
+
+
+@pytest.fixture(scope="module")
+def stories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Story]:
+    told = {name: STATES[name](tmp_path_factory.mktemp(name)) for name in _SHORT}
+    for name, story in told.items():
+        state = story.write()
+        if name == "guard-gone":
+            old = time.time() - _GONE_S
+            os.utime(state.status, (old, old))
+    return told
+
+
+def _words(page: str) -> str:
+    """The text of a page, as a person reads it."""
+    text = re.sub(r"<[^>]*>", " ", page.partition("<body>")[2])
+    return " ".join(unescape(text).split())
+
+
+def _of_status_endpoint(state: StateDir) -> VerdictStatus:
+    site = Site(ServerSettings(str(state.root), "127.0.0.1", 0))
+    answer = asyncio.run(site.status(Request({"type": "http"})))
+    verdict = StatusDocument.from_json(json.loads(bytes(answer.body))).verdict
+    assert verdict is not None
+    return verdict
+
+
+@pytest.mark.parametrize("name", _SHORT)
+def test_all_surfaces_agree_word_for_word(stories: dict[str, Story], name: str) -> None:
+    story = stories[name]
+    state = story.state
+    status = read_status(state)
+    assert status is not None
+    age_s = time.time() - state.status.stat().st_mtime
+    verdict = shown(status, age_s)
+    line, step = headline(verdict), advice(verdict)
+
+    top = screen.lines(status, CurveHistory(), [], Canvas(400, 40), age_s=age_s, min_inner_step=50)
+    assert top[0] == line
+    assert (top[1] == f"next   {step}") == bool(step)
+    if name != "guard-gone":
+        assert status_command._lines(status, CurveHistory(), [], 50)[: 1 + bool(step)] == [
+            line,
+            *([f"next   {step}"] if step else []),
+        ]
+
+    live = LiveReport(state, GateSettings()).render(TimeRange())
+    for page in (_words(render(state)), _words(live)):
+        first = page.index(state_since(verdict))
+        assert first < page.index(str(verdict.cause)) < page.index("Next step")
+        assert str(verdict.next_step or "nothing") in page
+
+    assert progress.verdict_line(status, age_s, in_full=True) == line
+    served = _of_status_endpoint(state)
+    assert (headline(served), advice(served)) == (line, step)
+
+    if name == "guard-gone":
+        return
+    alerts = AlertsMonitor(context(state.root, status=lambda: read_json(state.status)))
+    alerts._memory = story._monitor._memory
+    assert alerts._verdict() == line + (f"\nNext: {step}" if step else "")
+    usage = summary.Usage(0.0, 1.0, 1.0)
+    told = summary.summarise(summary.read_log(state.log), None, usage)
+    assert str(told.verdict).partition(": ")[0] == state_since(verdict)
+
+
+def test_the_live_page_itself_has_the_words_for_a_port_that_does_not_answer(tmp_path: Path) -> None:
+    """The script shows them when nothing can be fetched any more, so they come with the page."""
+    site = Site(ServerSettings(str(tmp_path), "127.0.0.1", 0))
+    page = _words(site._page)
+    gone = shown(StatusDocument(state="running", updated="x"), _GONE_S)
+    assert str(gone.next_step) in page
+    assert "{{" not in page

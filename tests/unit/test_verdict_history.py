@@ -1,0 +1,112 @@
+"""A week of verdicts: counted as it happens, shown as cells and shares."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miner_guard.detectors.verdict_conditions import STATES
+from miner_guard.detectors.verdict_history import CELL_S, CELLS, NO_DATA, VerdictWeek
+from miner_guard.eventlog.formatters import percentages
+from miner_guard.eventlog.status_document import StatusDocument
+from miner_guard.monitors.verdict import VerdictMonitor
+from miner_guard.state_dir import write_json
+from miner_guard.system.clock import FakeClock
+from tests.support.contexts import context
+
+START = 245_000 * CELL_S
+
+
+def test_a_cell_has_its_worst_lasting_state_and_no_data_is_no_verdict() -> None:
+    week = VerdictWeek({})
+    week.add("earning", START, START + 2 * CELL_S)
+    week.add("not earning", START + 1000, START + 1060)
+    week.add("stopped", START + CELL_S, START + 1.5 * CELL_S)
+    strip = week.strip(START + 2 * CELL_S + 1)
+    assert len(strip.cells) == CELLS
+    assert strip.cells[-4:] == [NO_DATA, "earning", "stopped", NO_DATA]
+
+
+def test_the_verdict_of_now_is_in_the_strip_however_brief() -> None:
+    week = VerdictWeek({})
+    week.add("earning", START, START + 5000)
+    week.add("not earning", START + 5000, START + 5010)
+    assert week.strip(START + 5010).cells[-1] == "earning"
+    assert week.strip(START + 5010, current="not earning").cells[-1] == "not earning"
+
+
+def test_wider_cells_show_the_same_week() -> None:
+    week = VerdictWeek({})
+    week.add("earning", START - 40 * CELL_S, START)
+    narrow, wide = week.strip(START), week.strip(START, 28)
+    assert (len(wide.cells), wide.start, wide.shares) == (28, narrow.start, narrow.shares)
+
+
+def test_a_hang_that_is_found_late_was_no_earning() -> None:
+    """Guards against minutes of silence that stay green because they were judged afterwards."""
+    week = VerdictWeek({})
+    week.add("earning", START, START + 3600)
+    week.correct("earning", "not earning", START + 2700, START + 3600)
+    assert week.strip(START + 3600).shares == {"earning": 0.75, "not earning": 0.25}
+
+
+def test_a_week_is_bounded_and_survives_its_own_json() -> None:
+    week = VerdictWeek({})
+    for cell in range(10 * CELLS):
+        week.add("earning", START + cell * CELL_S, START + (cell + 1) * CELL_S)
+    stored = week.to_json()
+    assert len(stored) <= CELLS
+    assert VerdictWeek(stored).to_json() == stored
+    assert VerdictWeek({"x": {"earning": 1.0}, "3": {"winning": 2.0}}).strip(0.0).shares == {}
+
+
+@given(st.lists(st.tuples(st.sampled_from(STATES), st.floats(0, 3 * CELL_S)), max_size=30))
+def test_no_second_is_lost_or_counted_twice(parts: list[tuple[str, float]]) -> None:
+    week, now = VerdictWeek({}), START
+    for state, seconds in parts:
+        week.add(state, now, now + seconds)
+        now += seconds
+    counted = sum(itertools.chain.from_iterable(c.values() for c in week._cells.values()))
+    assert counted <= CELLS * CELL_S + 1
+    if now - START < (CELLS - 1) * CELL_S:
+        assert counted == pytest.approx(now - START, abs=1e-3)
+
+
+@given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=9))
+def test_percentages_never_exceed_the_whole_and_never_read_0(parts: list[float]) -> None:
+    whole = sum(parts)
+    shown = percentages({str(n): part / whole for n, part in enumerate(parts)})
+    numbers = [int(text.rstrip("%")) for text in shown.values() if text != "<1%"]
+    assert sum(numbers) == 100 or (sum(numbers) < 100 and "<1%" in shown.values())
+    assert 0 not in numbers
+
+
+def test_the_next_guard_continues_the_week(tmp_path: Path) -> None:
+    """Guards against a strip that begins with each restart of the guard."""
+    clock, status = FakeClock(), {"state": "paused"}
+    guard = VerdictMonitor(context(tmp_path, clock=clock, status=lambda: status))
+    for _ in range(100):
+        clock.advance(60.0)
+        list(guard.on_tick(clock.monotonic(), {}))
+    write_json(tmp_path / "status.json", {"verdict": guard.snapshot()})
+    clock.advance(86_400)
+    following = VerdictMonitor(context(tmp_path, clock=clock, status=lambda: status))
+    week = StatusDocument.from_json({"verdict": following.snapshot()}).verdict
+    assert week is not None
+    strip = VerdictWeek(week.week).strip(clock.wall())
+    assert strip.shares == {"stopped": 1.0}
+    assert strip.cells[-1] == NO_DATA
+
+
+def test_the_time_of_a_suspended_host_is_no_verdict(tmp_path: Path) -> None:
+    clock, status = FakeClock(), {"state": "paused"}
+    guard = VerdictMonitor(context(tmp_path, clock=clock, status=lambda: status))
+    for seconds in (6.0, 6.0, 36_000.0, 6.0):
+        clock.advance(seconds)
+        list(guard.on_tick(clock.monotonic(), {}))
+    counted = [sum(cell.values()) for cell in guard.snapshot()["week"].values()]
+    assert sum(counted) < 60
