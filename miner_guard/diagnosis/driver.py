@@ -12,7 +12,10 @@ _REVOKED = (
 
 _NO_GPUS = ("", "void", "none")
 """Values with which NVIDIA's container runtime adds no GPU (NVIDIA Container Toolkit, "Specialized
-configurations with Docker")."""
+configurations with Docker"). A container that got GPUs by CDI has `void` as well, so it counts only
+where NVML found no driver."""
+
+_NO_DRIVER_HERE = (9, 12)
 
 ERRORS = {
     9: (
@@ -64,7 +67,8 @@ def _nvml(s: Snapshot) -> Check:
     words, step = ERRORS.get(
         s.nvml.get("code") or 0, (str(reason), "run nvidia-smi and read its message")
     )
-    if (shown := s.env.get("NVIDIA_VISIBLE_DEVICES")) in _NO_GPUS:
+    shown = s.env.get("NVIDIA_VISIBLE_DEVICES")
+    if shown in _NO_GPUS and s.nvml.get("code") in _NO_DRIVER_HERE:
         words = f"this container has no GPU: NVIDIA_VISIBLE_DEVICES={shown!r}"
         step = "start it with --gpus all, or with NVIDIA_VISIBLE_DEVICES=all and the nvidia runtime"
     level = "critical" if state != "unreadable" else "unknown"

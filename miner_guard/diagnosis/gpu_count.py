@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from miner_guard.diagnosis.check import Check, Snapshot
 from miner_guard.system.launcher_args import number_of
+
+_DEVICE = re.compile(r"\d+$|(?:GPU|MIG)-")
+"""An entry of CUDA_VISIBLE_DEVICES: an index, or a UUID or the beginning of one."""
+
+_SLICE = re.compile(r"(?:^|,)\s*\d+:\d+")
+"""A MIG slice by its GPU's index and its own, as NVIDIA's container runtime takes it."""
 
 
 def checks(s: Snapshot) -> Iterator[Check]:
@@ -34,11 +41,38 @@ def _count(s: Snapshot) -> Check:
     limit = f"{wanted} (by {s.expectation.origin})"
     if working >= wanted:
         return Check("gpu.count", "ok", seen, limit)
+    given = container_gpus(s.env)
+    if given is not None and given < wanted and working >= given:
+        mask = s.env["NVIDIA_VISIBLE_DEVICES"]
+        seen += f"; this container was started with NVIDIA_VISIBLE_DEVICES={mask!r}"
+        return Check("gpu.count", "critical", seen, limit, "start the container with --gpus all")
     step = (
         "see the rows below, nvidia-smi and dmesg; a rented machine may have lost its "
         "GPUs: restart the container"
     )
     return Check("gpu.count", "critical", seen, limit, step, may_clear=True)
+
+
+def container_gpus(env: Mapping[str, str]) -> int | None:
+    """GPUs that NVIDIA's container runtime was told to give this container; None where the variable
+    does not limit them.
+
+    `none` gives none and `all` gives all. With `void`, with an empty value and without the variable
+    the runtime does nothing, and CDI may have given GPUs. Slices of MIG (`0:1`, `MIG-…`) are not
+    counted.
+    https://docs.nvidia.com/datacenter/cloud-native/container-toolkit/latest/docker-specialized.html
+    """
+    mask = env.get("NVIDIA_VISIBLE_DEVICES", "").strip()
+    if mask == "none":
+        return 0
+    if mask in ("", "all", "void") or _names_slices(mask):
+        return None
+    return len({part.strip() for part in mask.split(",") if part.strip()})
+
+
+def _names_slices(mask: str) -> bool:
+    """Whether a list of devices names MIG slices: `MIG-…`, or for the container runtime `0:1`."""
+    return "MIG-" in mask or _SLICE.search(mask) is not None
 
 
 def ranks_of(command: Sequence[str]) -> int | None:
@@ -86,18 +120,22 @@ def _device_files(s: Snapshot) -> Iterator[Check]:
 
 
 def visible(env: Mapping[str, str]) -> int | None:
-    """GPUs that CUDA_VISIBLE_DEVICES exposes to a process; None where it is unset. CUDA stops at a
-    -1."""
+    """GPUs that CUDA_VISIBLE_DEVICES exposes to a process; None where it is unset.
+
+    CUDA stops at the first entry that is neither an index nor a UUID (CUDA C++ Programming Guide,
+    "CUDA Environment Variables"): `-1`, `none`, Slurm's `NoDevFiles`.
+    """
     mask = env.get("CUDA_VISIBLE_DEVICES")
     if mask is None:
         return None
-    parts = [part.strip() for part in mask.split(",")]
-    return sum(1 for part in itertools.takewhile(lambda p: p != "-1", parts) if part)
+    parts = (part.strip() for part in mask.split(","))
+    return sum(1 for _ in itertools.takewhile(_DEVICE.match, parts))
 
 
 def sliced(s: Snapshot) -> bool:
     """Whether CUDA runs on MIG slices: the mask names one, or all GPUs are divided."""
-    named = "MIG-" in s.env.get("CUDA_VISIBLE_DEVICES", "")
+    masks = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
+    named = any(_names_slices(s.env.get(mask, "")) for mask in masks)
     return named or (bool(s.gpu_rows) and all(row.get("mig") for row in s.gpu_rows))
 
 

@@ -76,7 +76,10 @@ def test_ranks_of_a_torchrun_command(command: str, ranks: int | None) -> None:
 
 @pytest.mark.parametrize(
     ("mask", "shown"),
-    [(None, None), ("", 0), ("-1", 0), ("0,1", 2), ("0,-1,2", 1), ("GPU-1a, GPU-2b", 2)],
+    [
+        *((None, None), ("", 0), ("-1", 0), ("0,1", 2), ("0,-1,2", 1), ("GPU-1a, GPU-2b", 2)),
+        *(("none", 0), ("NoDevFiles", 0), ("0,none,1", 1), ("MIG-GPU-1a/1/0", 1)),
+    ],
 )
 def test_what_cuda_visible_devices_shows(mask: str | None, shown: int | None) -> None:
     assert visible({} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}) == shown
