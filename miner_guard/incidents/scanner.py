@@ -42,6 +42,9 @@ _TRIED_AGAIN = re.compile(
     r"\bretry|(?<!max )(?<!after \d )(?<!after \d\d )\bretries\b|attempt \d+ ?(?:/|of) ?\d+"
     r"|(?<!nccl )\bwarn(?:ing)?\b|userwarning"
 )
+_FELL_BACK = re.compile(r"\busing \w{1,20} instead\b|\bfall(?:ing|en|s)? ?back (?:to|on)\b")
+"""How a program says that it does without what failed."""
+
 _WARNING = re.compile(r"\[?w(?:\d{3,4})?[ \]]")
 """How torch and glog begin a warning."""
 
@@ -308,7 +311,10 @@ def _says_little(matches: list[Pattern]) -> bool:
 
 
 def _role(pattern: Pattern, matches: list[Pattern], lowered: str) -> str:
-    """A cause in a warning or retry is a retry; a summary beside a symptom is a symptom."""
+    """A cause in a warning or retry is a retry, and a warning where the program does without; a
+    summary beside a symptom is a symptom."""
+    if pattern.role in ("cause", "retry") and _FELL_BACK.search(lowered):
+        return "warning"
     if pattern.role == "cause" and (
         any(w in lowered for w in _TRYING_AGAIN) or _TRIED_AGAIN.search(lowered)
     ):
