@@ -126,6 +126,7 @@ def _run(miner: tuple[str, ...], settings: Config, state: StateDir, finished_cod
     from miner_guard.supervisor.app import GuardApp, Request
     from miner_guard.supervisor.process.child import keep_files_private
     from miner_guard.supervisor.startup.lock import Lock, LockHeld
+    from miner_guard.system.helpers import HelperCpu
 
     keep_files_private()
     lock = Lock(state, settings.miner.stop_timeout_s)
@@ -138,9 +139,9 @@ def _run(miner: tuple[str, ...], settings: Config, state: StateDir, finished_cod
         raise Refused(
             f"state directory {state.root} can't be cleared: {error}; give another", CONFIG
         ) from error
-    start = time.monotonic()
+    start, helpers = time.monotonic(), HelperCpu()
     code = GuardApp(Request(miner, settings, state, finished_code), lock).run()
-    _summary(state, time.monotonic() - start)
+    _summary(state, time.monotonic() - start, helpers.read()[0])
     return code
 
 
@@ -170,12 +171,12 @@ def start_fresh(state: StateDir) -> None:
     work.mkdir(parents=True, exist_ok=True)
 
 
-def _summary(state: StateDir, wall_s: float) -> None:
+def _summary(state: StateDir, wall_s: float, helpers_s: float) -> None:
     from miner_guard.demo import summary
 
     own = resource.getrusage(resource.RUSAGE_SELF)
     # ru_maxrss is in KiB on Linux.
-    usage = summary.Usage(own.ru_utime + own.ru_stime, wall_s, own.ru_maxrss / 1024)
+    usage = summary.Usage(own.ru_utime + own.ru_stime + helpers_s, wall_s, own.ru_maxrss / 1024)
     costs = read_json(state.costs)
     found = summary.summarise(
         summary.read_log(state.log),

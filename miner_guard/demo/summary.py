@@ -20,9 +20,11 @@ noisy."""
 
 @dataclass(frozen=True)
 class Usage:
-    """The supervisor's resource usage, as the kernel accounts it."""
+    """The guard's resource usage, as the kernel accounts it."""
 
     cpu_s: float
+    """Of the supervisor and of the processes that it started for itself."""
+
     wall_s: float
     resident_mb: float
 

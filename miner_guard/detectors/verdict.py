@@ -16,7 +16,7 @@ from miner_guard.detectors.verdict_conditions import (
     Memory,
     or_unknown,
 )
-from miner_guard.eventlog.status_document import StatusDocument, VerdictStatus
+from miner_guard.eventlog.status_document import NO_REPO, StatusDocument, VerdictStatus
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,12 @@ def _healthy(status: StatusDocument) -> RunVerdict:
         return RunVerdict(EARNING, cause, "", None, "likely", "uploaded")
     why = repo.reason or "nothing has been uploaded yet"
     cause = f"{_progress(status)}; whether validators accept it is unknown: {why}"
-    step = "set [repo] and run `miner-guard audit`" if repo.revision is None else ""
+    if repo.reason == NO_REPO:
+        step = "set [repo] in guard.toml; miner-guard config --changed shows it"
+    elif repo.revision is None:
+        step = "wait for the first upload; what it waits for: miner-guard top"
+    else:
+        step = "check what is published: miner-guard audit"
     return RunVerdict(UNKNOWN, cause, step, None, "unknown", "not_audited")
 
 

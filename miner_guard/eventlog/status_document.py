@@ -121,6 +121,10 @@ class StepsStatus(Section):
     per_rank: Mapping[str, RankSteps] = field(default_factory=dict)
 
 
+NO_REPO = "no repo is configured; set [repo] kind"
+"""`RepoStatus.reason` where there is nothing to read."""
+
+
 @dataclass(frozen=True)
 class RepoStatus(Section):
     """What is published."""

@@ -11,6 +11,7 @@ from typing import Any
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.section import Section
 from miner_guard.eventlog.status_document import (
+    NO_REPO,
     ForecastStatus,
     LastAudit,
     LastDecision,
@@ -92,7 +93,7 @@ class UploadsMonitor(Monitor):
         if self._repo.kind != "none":
             context.jobs.every("repo", self._repo.refresh_every_s, self._refresh, first_after_s=0.0)
         else:
-            self._watch.latest = Published(reason="no repo is configured; set [repo] kind")
+            self._watch.latest = Published(reason=NO_REPO)
         context.jobs.once("gate inputs", self._write_inputs)
         context.jobs.once("recall", self._recall)
 

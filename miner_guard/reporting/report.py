@@ -121,7 +121,7 @@ def _verdict(data: Data) -> str:
     state = str(verdict.state or "unknown")
     step = str(verdict.next_step or "nothing")
     event, confidence = verdict.event, verdict.confidence
-    row = f" <small>({tables.runbook_link(event, 'runbook')})</small>" if event else ""
+    row = f" <small>(runbook: {tables.runbook_link(event)})</small>" if event else ""
     sure = f" <small>({escape(str(confidence))})</small>" if confidence else ""
     # A run that ended as asked is stopped, and nothing about it is wrong.
     asked = verdict.key in _AS_ASKED

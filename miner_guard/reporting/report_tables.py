@@ -127,9 +127,9 @@ def _count(row: _Row) -> str:
     return f" <small>{row.count} times since {when(row.since)[11:]}</small>"
 
 
-def runbook_link(event: str, words: str = "") -> str:
+def runbook_link(event: str) -> str:
     """A link to the event's row of the runbook on the same page."""
-    text = escape(words or event)
+    text = escape(event)
     return f'<a href="#runbook-{event}">{text}</a>' if event in runbook_rows() else text
 
 

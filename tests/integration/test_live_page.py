@@ -200,6 +200,13 @@ def test_the_verdict_stands_first(tmp_path: Path, tab: Any) -> None:
         top = tab.evaluate("document.querySelector('.verdict').getBoundingClientRect().top")
         tiles = tab.evaluate("document.querySelector('.tiles').getBoundingClientRect().top")
         assert top < tiles
+        banner.get_by_role("link", name="hang_detected").click()
+        row = tab.locator("#runbook-hang_detected")
+        assert "names the rank and its phase" in row.inner_text()
+        assert tab.evaluate(
+            "document.querySelector('#runbook-hang_detected').getBoundingClientRect().top"
+            " < window.innerHeight"
+        ), "the link leads to the row, without a request"
     finally:
         port.close()
 

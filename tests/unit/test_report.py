@@ -424,7 +424,7 @@ def test_a_link_of_the_verdict_leads_to_its_runbook_row_on_the_same_page(tmp_pat
     verdict = {"state": "not earning", "cause": "loss is NaN", "event": "loss_nan"}
     write_json(log.state.status, {"verdict": verdict})
     page = _checked(render(log.state))
-    assert '<a href="#runbook-loss_nan">runbook</a>' in page
+    assert '<a href="#runbook-loss_nan">loss_nan</a>' in page
     targets = re.findall(r'href="#([^"]+)"', page)
     assert all(f'id="{target}"' in page for target in targets), targets
 

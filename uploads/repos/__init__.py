@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from miner_guard.config import RepoSettings
+from miner_guard.eventlog.status_document import NO_REPO
 from miner_guard.system import probe
 from uploads.repos.base import Repo, RepoError
 from validators.facts import Published
@@ -46,7 +47,7 @@ def look_at(settings: RepoSettings, layout: Layout = USUAL) -> Published:
     """What is published now, probed in a child with a deadline of `settings.timeout_s`. Never
     raises, never hangs."""
     if settings.kind == "none":
-        return Published(reason="no repo is configured; set [repo] kind")
+        return Published(reason=NO_REPO)
     request = {"repo": dataclasses.asdict(settings), "layout": dataclasses.asdict(layout)}
     answer = probe.ask("uploads.repos.state_probe", request, settings.timeout_s)
     if answer.reason is not None or answer.value is None:
