@@ -70,6 +70,19 @@ def _last_resorts(guarded: Guarded) -> list[int]:
     ]
 
 
+def _waiting_for_orders(guarded: Guarded) -> set[int]:
+    """Processes of last resort that have not changed their names yet, and those that have."""
+    guard = guarded.processes[-1].pid
+    children = Path(f"/proc/{guard}/task/{guard}/children").read_text().split()
+    found = set()
+    for pid in children:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            name = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if b"import json, sys" in name or b"last-r" in name:
+                found.add(int(pid))
+    return found
+
+
 def _kill_guard(guarded: Guarded, number: int = signal.SIGKILL) -> None:
     guarded.processes[-1].send_signal(number)
     guarded.processes[-1].wait(60)
@@ -112,6 +125,18 @@ def test_the_process_of_last_resort_is_started_again_when_it_is_killed(
         len([e for e in guarded.named("guard_degraded") if "if the guard is killed" in e["what"]])
         == 1
     )
+    _kill_guard(guarded)
+    guarded.assert_nothing_left(15)
+
+
+def test_a_last_resort_suspended_while_it_starts_still_does_its_duty(guarded: Guarded) -> None:
+    """Suspended before its first line ran, it stayed so, and the miner's children with it. Found by
+    a random sequence."""
+    started(guarded, "shedding", b"all hidden", {**FAST, "miner.cgroup": "false"})
+    (killed,) = until(lambda: _last_resorts(guarded), 60, "the process of last resort")
+    os.kill(killed, signal.SIGKILL)
+    (starting,) = until(lambda: _waiting_for_orders(guarded) - {killed}, 60, "another one")
+    os.kill(starting, signal.SIGSTOP)
     _kill_guard(guarded)
     guarded.assert_nothing_left(15)
 

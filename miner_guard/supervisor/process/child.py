@@ -25,6 +25,12 @@ def become_subreaper() -> bool:
     return bool(_libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
 
 
+def signal_at_parents_death(number: int) -> None:
+    """In a child between fork and exec: have the kernel send it this signal when the thread that
+    forked it ends."""
+    _libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
 _PRIVATE = 0o077
 
 _given_umask: int | None = None
@@ -64,7 +70,7 @@ class Child:
                 # without cgroups.
                 with contextlib.suppress(OSError):
                     os.write(join, b"0")
-            _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+            signal_at_parents_death(signal.SIGTERM)
             if os.getppid() != guard:
                 # The guard died between fork and prctl, so the kernel would never signal us.
                 os._exit(1)

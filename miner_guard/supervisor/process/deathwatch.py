@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from pathlib import Path
 import miner_guard
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.supervisor.loop import Loop
+from miner_guard.supervisor.process.child import signal_at_parents_death
 from miner_guard.supervisor.process.last_resort import RunToEnd
 from miner_guard.system.backoff import Backoff
 from miner_guard.system.processes import HELPER, Process
@@ -60,7 +62,8 @@ class Deathwatch:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the process. Raises OSError."""
+        """Start the process. Main thread only: the kernel ties its signal to the thread that forks.
+        Raises OSError."""
         reading, writing = os.pipe2(os.O_CLOEXEC)
         try:
             # The real interpreter rather than a virtual environment's symlink, whose path may
@@ -73,6 +76,9 @@ class Deathwatch:
                 start_new_session=True,
                 cwd="/",
                 pass_fds=(self._list,),
+                # Suspended, it would not see that the guard is gone. Set before exec: it may be
+                # suspended before its first line runs.
+                preexec_fn=lambda: signal_at_parents_death(signal.SIGCONT),
                 env={"PATH": self._env.get("PATH", os.defpath), HELPER: "reaper"},
             )
         except OSError:

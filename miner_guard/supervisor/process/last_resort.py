@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miner_guard.system import inherited, processes
+from miner_guard.system import processes
 from miner_guard.system.cgroup import Cgroup
 from miner_guard.system.processes import Process
 
@@ -58,7 +58,6 @@ def main(order: Mapping[str, Any]) -> None:
     ):
         # A service manager that stops the whole group must not kill this process before the guard.
         signal.signal(number, signal.SIG_IGN)
-    inherited.continue_when_the_parent_dies()
     hide()
     if sys.stdin.readline() == "":
         finish(RunToEnd(**order))
