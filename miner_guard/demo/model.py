@@ -15,10 +15,10 @@ BYTES = 256
 
 @dataclass(frozen=True)
 class Shape:
-    """Dimensions of the model; the defaults give 3.3 million parameters."""
+    """Dimensions of the model; the defaults give 0.9 million parameters."""
 
     layers: int = 4
-    width: int = 256
+    width: int = 128
     heads: int = 4
     context: int = 128
 
