@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +18,11 @@ from tests.support import requires
 # A loaded machine is no defect: how long one example takes is judged by the benchmarks alone.
 hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
+
+# Without cached bytecode each of the thousand processes that the tests start compiles the guard,
+# and each worker rewrites the asserts of every test file: a third of the CPU.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background job ignores SIGINT, and so would every program that the tests start and
