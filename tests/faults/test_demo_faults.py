@@ -3,7 +3,6 @@ none."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 from tests.faults.guarded import MINERS, Guarded
 from tests.support import requires
+from tests.support.launcher import launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
@@ -41,12 +41,8 @@ JUDGED = {
 def run(guarded: Guarded, tmp_path: Path, steps: int, *faults: str) -> list[dict[str, Any]]:
     """The events that judged the run of a demo miner with `faults`, in order."""
     requires.module("torch")
-    miner = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
+    miner = launch(
+        2,
         "-m",
         "miner_guard.demo.train",
         "--work",
@@ -54,9 +50,9 @@ def run(guarded: Guarded, tmp_path: Path, steps: int, *faults: str) -> list[dict
         "--steps",
         str(steps),
         "--effective-batch-size",
-        "8",
+        "16",
         "--batch-size",
-        "4",
+        "8",
         "--checkpoint-every",
         "1000",
         "--upload-steps",
@@ -64,7 +60,7 @@ def run(guarded: Guarded, tmp_path: Path, steps: int, *faults: str) -> list[dict
         "--inner-steps-per-outer",
         "1000",
         *(word for fault in faults for word in ("--fault", fault)),
-    ]
+    )
     process = guarded.start(miner, settings=SETTINGS)
     assert process.wait(MAX_LENGTH) == 0, guarded.tail()
     return [e for e in guarded.events if e["event"] in JUDGED and e["level"] != "debug"]
@@ -73,7 +69,7 @@ def run(guarded: Guarded, tmp_path: Path, steps: int, *faults: str) -> list[dict
 def test_slow_spike_and_nan_are_each_seen_at_their_step_and_nothing_else(
     guarded: Guarded, tmp_path: Path
 ) -> None:
-    # On both ranks: half of eight noisy samples is within what such a small batch does by itself.
+    # On both ranks: noise in half of the samples is within what so small a batch does by itself.
     seen = run(guarded, tmp_path, 30, "slow@19", "spike@24:0", "spike@24:1", "nan@28")
     assert [(e["event"], e["level"]) for e in seen] == [
         ("slow_step", "warning"), ("loss_spike", "info"), ("loss_nan", "critical")
@@ -84,7 +80,7 @@ def test_slow_spike_and_nan_are_each_seen_at_their_step_and_nothing_else(
     assert spike["step"] == 24
     # The weights are poisoned in step 28, the first loss that shows it is the next one's.
     assert nan["step"] == 29
-    assert nan["examples"] == [29 * 8, 30 * 8 - 1]
+    assert nan["examples"] == [29 * 16, 30 * 16 - 1]
 
 
 @pytest.mark.long
@@ -104,10 +100,7 @@ def test_the_rank_that_the_others_wait_for_is_named_and_cleared(
     guarded: Guarded, tmp_path: Path
 ) -> None:
     requires.module("torch")
-    miner = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-        str(MINERS / "straggling.py"), guarded.token,
-    ]  # fmt: skip
+    miner = launch(2, str(MINERS / "straggling.py"), guarded.token)
     process = guarded.start(miner, settings=SETTINGS)
     assert process.wait(MAX_LENGTH) == 0, guarded.tail()
     named = guarded.named("straggler")

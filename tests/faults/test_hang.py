@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tests.faults.guarded import Guarded, until
 from tests.support import requires
+from tests.support.launcher import launch
 
 FAST = {
     "miner.stop_timeout_s": 3,
@@ -55,14 +56,7 @@ def test_a_rank_that_stops_stepping_is_seen_named_documented_and_restarted(
 def late(guarded: Guarded, *arguments: object) -> list[str]:
     requires.module("torch")
     _, _, *miner = guarded.miner("late", *arguments)
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        *miner,
-    ]
+    return launch(2, *miner)
 
 
 def test_a_rank_that_comes_too_late_to_agree_is_a_hang_though_all_ranks_step_on(

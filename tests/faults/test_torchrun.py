@@ -113,24 +113,21 @@ def test_a_rank_that_dies_takes_the_launch_with_it_and_the_next_one_finishes(
     finished(guarded)
 
 
-def test_torchrun_killed_leaves_no_rank_behind(guarded: Guarded, tmp_path: Path) -> None:
+def test_torchrun_killed_leaves_no_rank_behind_and_a_stop_gives_time_for_a_checkpoint(
+    guarded: Guarded, tmp_path: Path
+) -> None:
     guarded.start(demo(guarded, tmp_path, steps=100000), settings=FAST)
     stepping(guarded)
     pids = ranks(guarded)
     os.kill(guarded.named("miner_started")[0]["pid"], signal.SIGKILL)
     guarded.wait_for("miner_started", 2, seconds=60)
     assert not [pid for pid, _ in living(guarded.token) if pid in pids.values()]
-    assert guarded.stop() == 0
-    guarded.assert_nothing_left()
-
-
-def test_a_stop_gives_the_ranks_time_for_their_checkpoint(guarded: Guarded, tmp_path: Path) -> None:
-    guarded.start(demo(guarded, tmp_path, steps=100000), settings=FAST)
-    stepping(guarded, 7)
+    killed = guarded.named("orphan_killed")
+    stepping(guarded, len(guarded.named("inner_step")) + 1)
     assert guarded.stop(signal.SIGTERM) == 0
-    work = next(tmp_path.glob("work-*"))
-    assert list(work.rglob("*checkpoint*")), sorted(work.rglob("*"))
-    assert not guarded.named("orphan_killed")
+    names = [event["event"] for event in guarded.events]
+    assert "checkpoint_saved" in names[names.index("miner_stopping") :]
+    assert guarded.named("orphan_killed") == killed, "the ranks ended by themselves"
     guarded.assert_nothing_left()
 
 

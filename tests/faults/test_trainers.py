@@ -21,12 +21,12 @@ def start(guarded: Guarded, then: str, *flags: str, ranks: int = 0) -> None:
     if ranks:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         command = [sys.executable, *torchrun, *command[2:]]
-    guarded.start(command, "--attach", "auto", "--max-restarts", "1", *flags, settings=FAST)
+    guarded.start(command, "--attach", "auto", *flags, settings=FAST)
 
 
 def test_a_training_that_ran_to_its_end_is_not_started_again(guarded: Guarded) -> None:
     """Guards against five trainings from scratch and a CRASH LOOP, for a script that is done."""
-    start(guarded, "ends")
+    start(guarded, "ends", "--max-restarts", "1")
     assert guarded.processes[0].wait(120) == 0, guarded.tail()
     assert guarded.named("miner_finished")
     assert len(guarded.named("miner_started")) == 1
@@ -34,7 +34,7 @@ def test_a_training_that_ran_to_its_end_is_not_started_again(guarded: Guarded) -
 
 
 def test_a_training_that_never_ends_by_itself_is_started_again(guarded: Guarded) -> None:
-    start(guarded, "ends", "--no-finite")
+    start(guarded, "ends", "--no-finite", "--max-restarts", "1")
     assert guarded.processes[0].wait(120) == 75, guarded.tail()
     assert len(guarded.named("miner_started")) == 2
     guarded.assert_nothing_left()
@@ -43,7 +43,7 @@ def test_a_training_that_never_ends_by_itself_is_started_again(guarded: Guarded)
 def test_a_loop_that_prints_its_exception_and_exits_with_0_has_not_finished(
     guarded: Guarded,
 ) -> None:
-    start(guarded, "catches")
+    start(guarded, "catches", "--max-restarts", "0")
     assert guarded.processes[0].wait(120) == 75, guarded.tail()
     assert not guarded.named("miner_finished")
     guarded.assert_nothing_left()

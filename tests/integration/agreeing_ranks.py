@@ -1,4 +1,4 @@
-"""What each rank of `test_rank_agreement` does; run by torchrun, answers in rank-N.json."""
+"""What each rank of `test_rank_agreement` does; it answers in rank-N.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that calls `diagnose` on purpose in a given state; run by torchrun from
+"""A rank that calls `diagnose` on purpose in a given state; run by
 test_across_ranks.py."""
 
 from __future__ import annotations

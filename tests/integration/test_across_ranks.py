@@ -1,15 +1,16 @@
-"""`diagnose` under a real torchrun: silent ranks are named in time, wrong placements found, right
+"""`diagnose` over three real ranks: silent ranks are named in time, wrong placements found, right
 ones left alone."""
 
 from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.launcher import launch
 
 SCRIPT = Path(__file__).with_name("placements.py")
 
@@ -20,11 +21,13 @@ RANKS = 3
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What rank 0 of three gathered and said in each case of placements.py."""
     out = tmp_path_factory.mktemp("ranks") / "rank0.json"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={RANKS}"]
     done = subprocess.run(
-        [*torchrun, "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(SCRIPT), str(out)],
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        launch(RANKS, str(SCRIPT), str(out)),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert out.exists(), done.stderr[-3000:]
     return json.loads(out.read_text())
 

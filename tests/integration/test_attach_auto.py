@@ -21,6 +21,7 @@ from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.rank.introspection.diagnosis_codec import unpack
 from miner_guard.state_dir import StateDir
 from tests.support import requires
+from tests.support.launcher import launch
 
 SCRIPTS = Path(__file__).with_name("scripts")
 
@@ -50,15 +51,11 @@ class Run:
 def run(
     folder: Path, script: str, *arguments: str, ranks: int = 0, mode: str | None = "auto"
 ) -> Run:
-    """The script in `folder`; under torchrun where `ranks` is given."""
+    """The script in `folder`; under a launcher where `ranks` is given."""
     requires.module("torch")
     state = StateDir(folder / "state")
     state.root.mkdir(parents=True)
-    torchrun = (
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        if ranks
-        else []
-    )
+    command = [str(SCRIPTS / script), *arguments]
     env = {
         name: value
         for name, value in os.environ.items()
@@ -68,7 +65,7 @@ def run(
         # It never reads; that it is there keeps the hook from printing by itself.
         supervisor.bind(str(state.socket))
         done = subprocess.run(
-            [sys.executable, *torchrun, str(SCRIPTS / script), *arguments],
+            launch(ranks, *command) if ranks else [sys.executable, *command],
             cwd=folder,
             capture_output=True,
             text=True,
@@ -101,7 +98,7 @@ def test_a_plain_script_is_followed_and_prints_the_same(tmp_path: Path) -> None:
     assert attached.now().state == "ended", "the loop ended without an exception"
 
 
-def test_every_rank_of_torchrun_is_followed(tmp_path: Path) -> None:
+def test_every_rank_of_a_launch_is_followed(tmp_path: Path) -> None:
     attached = run(tmp_path / "run", "plain.py", ranks=2)
     for rank in (0, 1):
         assert len(attached.steps(rank)) == 6
@@ -199,25 +196,21 @@ def test_hugging_faces_trainer_is_followed_by_its_callbacks(tmp_path: Path) -> N
     assert attached.now().state == "finished"
 
 
-def test_a_loss_that_is_normalised_over_the_whole_step_is_not_divided_again(tmp_path: Path) -> None:
-    """Guards against 1.18 for 4.636: the Trainer adds up what its model divided by the items of all
-    micro-batches."""
+def test_a_training_with_a_loss_per_item_that_a_callback_stops_early_has_finished(
+    tmp_path: Path,
+) -> None:
+    """Guards against a miner that has converged and is restarted forever, and against 1.18 for
+    4.636: the Trainer adds up what its model divided by the items of all micro-batches."""
     requires.module("transformers")
     requires.module("accelerate")
-    attached = run(tmp_path / "attached", "with_transformers.py", "out", "per-item")
-    assert [s.loss for s in attached.steps()] == pytest.approx(
+    attached = run(tmp_path / "attached", "with_transformers.py", "out", "per-item", "stops")
+    steps = attached.steps()
+    assert [s.inner_step for s in steps] == [1, 2, 3]
+    assert [s.loss for s in steps] == pytest.approx(
         [float(x) for x in attached.losses()], rel=0.001
     )
     (training,) = attached.entries("training")
     assert training["accumulation_steps"] == 4
-
-
-def test_a_training_that_a_callback_stops_early_has_finished(tmp_path: Path) -> None:
-    """Guards against a miner that has converged and is restarted forever."""
-    requires.module("transformers")
-    requires.module("accelerate")
-    attached = run(tmp_path / "attached", "with_transformers.py", "out", "stops")
-    assert [s.inner_step for s in attached.steps()] == [1, 2, 3]
     assert attached.now().state == "finished"
 
 

@@ -21,6 +21,7 @@ from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.rank.introspection.diagnosis_codec import unpack
 from miner_guard.state_dir import StateDir
 from tests.support import requires
+from tests.support.launcher import launch
 
 IMITATION = Path(__file__).with_name("imitation")
 
@@ -54,18 +55,14 @@ class Run:
 def run(
     folder: Path, *, ranks: int = 2, mode: str | None = "sn38", minimum: int = 0, **env: str
 ) -> Run:
-    """The imitation in `folder`, under torchrun where `ranks` is more than one."""
+    """The imitation in `folder`, under a launcher where `ranks` is more than one."""
     requires.module("torch")
     folder.mkdir(parents=True)
     if env.pop("FAIL_UPLOADS", None):
         (folder / "fail-uploads").touch()
     state = StateDir(folder / "state")
     script = str(IMITATION / "neurons" / "miner.py")
-    torchrun = (
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        if ranks > 1
-        else []
-    )
+    command = launch(ranks, script) if ranks > 1 else [sys.executable, script]
     settings = {"gate": {"min_inner_step": minimum, "broadcast_timeout_s": 20.0}}
     secret = {"R2_WRITE_SECRET_ACCESS_KEY": "secret-that-leaks"}
     plain = {**os.environ, **secret, "PYTHONPATH": str(IMITATION), "OMP_NUM_THREADS": "1", **env}
@@ -74,7 +71,7 @@ def run(
         # It never reads; that it is there keeps the hook from printing by itself.
         supervisor.bind(str(state.socket))
         done = subprocess.run(
-            [sys.executable, *torchrun, script],
+            command,
             cwd=folder,
             capture_output=True,
             text=True,
@@ -159,31 +156,18 @@ def test_no_key_of_a_worker_command_line_is_kept(today: Run) -> None:
     assert "command line" in exposed[0]
 
 
-def test_the_whole_guard_around_it_prints_the_lines_that_people_grep(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The same under torchrun and the whole guard, with a gate that blocks before inner step 4."""
     requires.module("torch")
-    script = IMITATION / "neurons" / "miner.py"
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        str(script),
-    ]
-    program = "import sys; from miner_guard.cli.main import main; sys.exit(main())"
-    guard = [
-        sys.executable,
-        "-c",
-        program,
-        "run",
-        "--no-preflight",
-        "--no-restart",
-        "--attach",
-        "sn38",
-    ]
+    folder = tmp_path_factory.mktemp("whole")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    guard = ["-m", "miner_guard", "run", "--no-preflight", "--no-restart", "--attach", "sn38"]
+    state = ["--state-dir", str(folder / "state")]
+    miner = [sys.executable, *torchrun, str(IMITATION / "neurons" / "miner.py")]
     done = subprocess.run(
-        [*guard, "--state-dir", str(tmp_path / "state"), "--", *torchrun],
-        cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False,
+        [sys.executable, *guard, *state, "--", *miner],
+        cwd=folder, capture_output=True, text=True, timeout=150, check=False,
         env={
             **os.environ, "PYTHONPATH": f"{IMITATION}:{requires.REPO}", "OMP_NUM_THREADS": "1",
             "MINER_GUARD_MINER__FINITE": "true", "MINER_GUARD_GATE__MIN_INNER_STEP": "4",
@@ -192,6 +176,10 @@ def test_the_whole_guard_around_it_prints_the_lines_that_people_grep(tmp_path: P
         },
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    return Run(folder, StateDir(folder / "state"), done.stdout, done.returncode)
+
+
+def test_the_whole_guard_around_it_prints_the_lines_that_people_grep(whole: Run) -> None:
     for line in (
         "GPU DIAGNOSTICS",
         "✓ World size (GPUs): 2",
@@ -204,15 +192,11 @@ def test_the_whole_guard_around_it_prints_the_lines_that_people_grep(tmp_path: P
         "tag 5.2.0",
         "Successfully pushed",
     ):
-        assert line in done.stdout
+        assert line in whole.printed
 
 
-def test_early_uploads_are_skipped_on_all_ranks_and_the_archive_goes_out(tmp_path: Path) -> None:
-    guarded = run(tmp_path / "run", minimum=4)
-    assert guarded.code == 0
-    allowed = {
-        (d["inner_step"], d["upload_kind"]): d["allowed"] for d in guarded.entries("decision")
-    }
+def test_early_uploads_are_skipped_on_all_ranks_and_the_archive_goes_out(whole: Run) -> None:
+    allowed = {(d["inner_step"], d["upload_kind"]): d["allowed"] for d in whole.entries("decision")}
     assert allowed == {
         (0, "gradient"): False,
         (2, "gradient"): False,
@@ -220,10 +204,10 @@ def test_early_uploads_are_skipped_on_all_ranks_and_the_archive_goes_out(tmp_pat
         (6, "gradient"): True,
         (0, "archive"): True,
     }
-    assert sorted(guarded.published()) == [
+    assert sorted(whole.published()) == [
         "gradients-5.1.4-False.pt", "gradients-5.1.6-False.pt", "gradients-5.2.0-True.pt",
     ]  # fmt: skip
-    assert [s.inner_step for s in guarded.steps(1)] == list(range(7))
+    assert [s.inner_step for s in whole.steps(1)] == list(range(7))
 
 
 @pytest.mark.parametrize("shape", ["2025-05", "2025-02"])

@@ -101,7 +101,7 @@ def test_the_documents_greps_find_what_they_should(run: Run, words: str) -> None
 
 def test_torchruns_own_folder_is_in_the_state_directory(run: Run) -> None:
     assert list((run.state.root / "demo" / "torchrun").iterdir()), (
-        "not in /tmp, where nobody clears it away"
+        "not in /tmp, where it would stay"
     )
 
 

@@ -56,41 +56,50 @@ def test_four_healthy_gpus_are_all_well(fake_nvml: FakeNvml, tmp_path: Path, pyt
     } == {"ok"}
 
 
+Faults = dict[int, tuple[dict[str, object], str, str, str]]
+"""By GPU: what the fake NVML answers, and the check, level and words that `doctor` gives it."""
+
+
 @pytest.mark.parametrize(
-    ("state", "check", "level", "says"),
+    "faults",
     [
-        ({"fail.*.2": 15}, "gpu.state", "critical", "GPU 2 is lost"),
-        ({"fail.*.2": 16}, "gpu.state", "critical", "GPU 2 must be reset"),
-        ({"fail.*.2": 999}, "gpu.state", "critical", "GPU 2 answers Unknown Error"),
-        ({"fail.*.2": 4}, "gpu.state", "unknown", "not readable"),
-        ({"ecc.unc.vol.2": 3}, "gpu.ecc", "critical", "3 uncorrected"),
-        ({"rows.pending.2": 1}, "gpu.row_remap", "critical", "pending"),
-        ({"recovery.2": 1}, "gpu.recovery_action", "critical", "reset the GPU"),
-        ({"clocks.reasons.2": 0x40}, "gpu.throttle", "warn", "HW thermal"),
-        ({"pcie.width.2": 8, "util.gpu.2": 97}, "gpu.pcie", "warn", "x8 under load"),
-        ({"compute_mode.2": 2}, "gpu.compute_mode", "critical", "prohibited"),
-        ({"fabric": 3, "fabric.2": 1}, "gpu.fabric", "critical", "not started"),
-        ({"mem.used.2": 60 << 30}, "gpu.held_memory", "critical", "60.0 GB of 80.0 GB held"),
+        {
+            1: ({"fail.*.1": 15}, "gpu.state", "critical", "GPU 1 is lost"),
+            2: ({"fail.*.2": 16}, "gpu.state", "critical", "GPU 2 must be reset"),
+            3: ({"fail.*.3": 999}, "gpu.state", "critical", "GPU 3 answers Unknown Error"),
+        },
+        {
+            1: ({"ecc.unc.vol.1": 3}, "gpu.ecc", "critical", "3 uncorrected"),
+            2: ({"rows.pending.2": 1}, "gpu.row_remap", "critical", "pending"),
+            3: ({"recovery.3": 1}, "gpu.recovery_action", "critical", "reset the GPU"),
+        },
+        {
+            1: ({"compute_mode.1": 2}, "gpu.compute_mode", "critical", "prohibited"),
+            2: ({"fabric": 3, "fabric.2": 1}, "gpu.fabric", "critical", "not started"),
+            3: ({"mem.used.3": 60 << 30}, "gpu.held_memory", "critical", "60.0 GB of 80.0 GB held"),
+        },
+        {
+            1: ({"fail.*.1": 4}, "gpu.state", "unknown", "not readable"),
+            2: ({"clocks.reasons.2": 0x40}, "gpu.throttle", "warn", "HW thermal"),
+            3: ({"pcie.width.3": 8, "util.gpu.3": 97}, "gpu.pcie", "warn", "x8 under load"),
+        },
     ],
+    ids=["gone", "memory", "unusable", "not critical"],
 )
-def test_one_bad_gpu_is_found_and_the_others_keep_their_rows(
-    fake_nvml: FakeNvml,
-    tmp_path: Path,
-    python: Path,
-    state: dict[str, object],
-    check: str,
-    level: str,
-    says: str,
+def test_each_bad_gpu_is_found_and_the_good_one_keeps_its_rows(
+    fake_nvml: FakeNvml, tmp_path: Path, python: Path, faults: Faults
 ) -> None:
-    fake_nvml.set(state)
+    for state, *_ in faults.values():
+        fake_nvml.set(state)
     code, document = doctor(fake_nvml, tmp_path, python, "--expect-gpus", "4")
-    assert levels(document, check)[2] == level
-    assert says in words(document, check)
-    assert code == (CRITICAL if level == "critical" else 0)
-    others = [c for c in document["checks"] if c["gpu"] in (0, 1, 3)]
-    assert {c["level"] for c in others} == {"ok"}
-    assert {c["gpu"] for c in others} == {0, 1, 3}
-    assert all(c["next_step"] for c in document["checks"] if c["gpu"] == 2 and c["level"] != "ok")
+    for gpu, (_, check, level, says) in faults.items():
+        assert levels(document, check)[gpu] == level
+        assert says in words(document, check)
+        bad = [c for c in document["checks"] if c["gpu"] == gpu and c["level"] != "ok"]
+        assert {c["check"] for c in bad} == {check}
+        assert all(c["next_step"] for c in bad)
+    assert code == (CRITICAL if any(f[2] == "critical" for f in faults.values()) else 0)
+    assert {c["level"] for c in document["checks"] if c["gpu"] == 0} == {"ok"}
 
 
 def test_an_idle_link_that_has_clocked_down_is_no_finding(

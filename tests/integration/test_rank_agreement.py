@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,14 +17,18 @@ import pytest
 from miner_guard.flight_recorder.reader import FlightReader
 from miner_guard.state_dir import StateDir
 from tests.support import requires
+from tests.support.launcher import launch
 from uploads.inputs import GateInputs, write
 from validators.facts import Published
+
+RANKS = 3
+"""A leader, the rank that does otherwise, and one between them."""
 
 TIMEOUT_S = 2.0
 SETTINGS = {"gate": {"min_upload_interval_s": 600.0, "broadcast_timeout_s": TIMEOUT_S}}
 
 
-def change_for_ever(path: Path, stop: threading.Event) -> None:
+def change_forever(path: Path, stop: threading.Event) -> None:
     """Published just now (too soon), published long ago (go), and back, as fast as the disk takes
     it."""
     for age_s in itertools.cycle((1.0, 5000.0)):
@@ -42,39 +45,22 @@ def change_for_ever(path: Path, stop: threading.Event) -> None:
 Answers = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
-def run(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, Answers]:
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answers]:
     requires.module("torch")
     folder = tmp_path_factory.mktemp("ranks")
     state = StateDir(folder / "state")
     stop = threading.Event()
-    changer = threading.Thread(target=change_for_ever, args=(state.gate_inputs, stop))
+    changer = threading.Thread(target=change_forever, args=(state.gate_inputs, stop))
     changer.start()
-    env = {**os.environ, "_MINER_GUARD_RANK_SETTINGS": json.dumps(SETTINGS), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "_MINER_GUARD_RANK_SETTINGS": json.dumps(SETTINGS)}
     script = Path(__file__).with_name("agreeing_ranks.py")
     try:
-        subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                f"--nproc_per_node={request.param}",
-                str(script),
-                str(folder),
-            ],
-            env=env,
-            check=True,
-            timeout=150,
-        )
+        subprocess.run(launch(RANKS, str(script), str(folder)), env=env, check=True, timeout=150)
     finally:
         stop.set()
         changer.join()
-    return folder, [
-        json.loads((folder / f"rank-{r}.json").read_text()) for r in range(request.param)
-    ]
+    return folder, [json.loads((folder / f"rank-{r}.json").read_text()) for r in range(RANKS)]
 
 
 def test_all_ranks_have_the_same_answer_while_the_repo_changes_under_them(

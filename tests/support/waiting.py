@@ -16,5 +16,5 @@ def until(
         assert time.monotonic() < deadline, (
             f"not within {seconds} s: {what() if callable(what) else what}"
         )
-        time.sleep(0.02)
+        time.sleep(0.05)
     return answer
