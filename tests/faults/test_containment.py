@@ -115,7 +115,8 @@ def test_sigquit_leaves_nothing(guarded: Guarded, settings: dict[str, Any]) -> N
 def test_the_process_of_last_resort_is_started_again_when_it_is_killed(
     guarded: Guarded, settings: dict[str, Any]
 ) -> None:
-    """Nobody noticed that it was gone, and a SIGKILL of the guard then left six processes."""
+    """Guards against a process of last resort that dies unnoticed: a SIGKILL of the guard then left
+    six processes."""
     started(guarded, "shedding", b"all hidden", settings)
     for _ in range(2):
         (killed,) = until(lambda: _last_resorts(guarded), 60, "the process of last resort")

@@ -72,7 +72,7 @@ def test_a_full_disk_is_reported_once_and_writing_resumes(
         "the miner keeps running",
     )
     said = guarded.output.read_bytes()
-    assert said.count(b"DISK FULL: ") == 1, "one cause, one line, whoever met it first"
+    assert said.count(b"DISK FULL: ") == 1, "one cause, one line, from the first writer that failed"
     assert b"SAMPLER FAILED" not in said
     assert b"No space left" not in said.partition(b"DISK FULL: ")[2].partition(b"\n")[2]
     ballast.unlink()

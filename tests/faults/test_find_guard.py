@@ -76,7 +76,7 @@ def test_several_are_named_and_none_is_chosen(
 def test_after_the_demo_its_state_is_shown(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards against `make demo` whose numbers nobody finds."""
+    """Guards against a `make demo` whose numbers `status` and `report` do not find."""
     ended(home / "sn38", 500.0)
     demo = ended(tmp_path / "work" / ".demo" / "state", 5.0)
     assert find.find_guard(None, None).root == demo.root

@@ -18,7 +18,7 @@ ZOMBIES = """
 import os, sys, time
 for n in range(int(sys.argv[1])):
     if os.fork() == 0:
-        # Its child is an orphan at once, and then a zombie of whoever adopts it.
+        # Its child is an orphan at once, and then a zombie of the process that adopts it.
         if os.fork() == 0:
             os._exit(0)
         os._exit(0)

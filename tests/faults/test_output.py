@@ -92,7 +92,7 @@ def test_a_reader_that_stopped_reading_does_not_stop_the_miner(
         [sys.executable, "-c", WRITE + code], "--no-restart", settings=FAST, stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    until(done.exists, 150, "the miner to write 98 MB that nobody reads")
+    until(done.exists, 150, "the miner to write 98 MB into a pipe without a reader")
     assert guard.wait(60) == 0
     dropped = sum(e["dropped_bytes"] for e in guarded.named("output_dropped"))
     # All but what the kernel's pipe took.

@@ -1,4 +1,4 @@
-"""Alerts: what is told, how often, what says it is over, and that delivery hurts nobody."""
+"""Alerts: what they report, how often, what ends them; a slow delivery delays nothing else."""
 
 from __future__ import annotations
 

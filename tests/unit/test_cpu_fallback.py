@@ -68,7 +68,7 @@ def test_low_memory_and_slow_steps_are_suspected_then_cleared(tmp_path: Path) ->
 
 
 def test_what_cleared_before_it_was_reported_is_not_reported(tmp_path: Path) -> None:
-    """Guards against `CPU FALLBACK … cleared` of which nobody had heard."""
+    """Guards against a `CPU FALLBACK … cleared` without a `CPU FALLBACK` before it."""
     part = RanksMonitor(context(tmp_path, config=replace(Config(), gpu=GpuSettings(expect=2))))
     small = {"allocated_bytes": 0.05 * GIB, "flags": FLAG_LOSS_ON_CPU}
     steps = [StepRecord(**(small if n == 1 else {"allocated_bytes": 18 * GIB})) for n in range(9)]

@@ -288,8 +288,7 @@ def test_the_copy_of_an_earlier_run_is_left_alone_until_this_run_has_a_record(
 def test_what_a_rank_wrote_before_it_was_killed_in_the_middle_of_its_header_is_read(
     tmp_path: Path,
 ) -> None:
-    """Guards against decisions and steps that are lost with a lock that nobody will ever
-    release."""
+    """Guards against decisions and steps that are lost with a lock that is never released."""
     ranks = _Ranks(tmp_path, (0,))
     ranks.step(0, 1)
     writer = ranks.writers[0]

@@ -217,7 +217,7 @@ def test_what_a_full_disk_keeps_from_being_stored_is_reported_unless_the_disk_wa
         )
         return len(lines) > before
 
-    # Room for a line is not room for evidence: nobody else has said it.
+    # Room for a line is not room for evidence: no other line reports it.
     assert unstored(disk_full=True)
     emitter.emit(
         catalog.make_finding("disk_full", what="guard.jsonl", reason="No space left on device")

@@ -182,8 +182,7 @@ def test_entering_a_phase_again_and_again_is_no_progress(detector: HangDetector)
 def test_a_suspended_machine_is_not_a_hang(detector: HangDetector) -> None:
     ranks = {0: rank("forward", 100.0)}
     assert watch(detector, 101.0, 200.0, ranks) is None
-    # Nobody looked for an hour: this process did not run, so that nothing can be reported of the
-    # miner.
+    # No check for an hour: this process did not run, so it knows nothing of the miner.
     assert detector.check(3800.0, ranks) is None
     assert watch(detector, 3801.0, 3990.0, ranks) is None
     assert watch(detector, 3991.0, 4010.0, ranks) is not None

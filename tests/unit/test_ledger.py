@@ -301,7 +301,7 @@ print([row["wall"] for row in reader.rows("restarts")])
 
 
 def test_truncating_the_files_beside_the_ledger_kills_no_process(tmp_path: Path) -> None:
-    """Guards against a mapped -shm: whoever truncated it ended its readers, the guard included, by
+    """Guards against a mapped -shm: truncating it killed its readers, the guard included, by
     SIGBUS."""
     path = str(tmp_path / "ledger.sqlite3")
     run = subprocess.run([sys.executable, "-c", TRUNCATING, path], capture_output=True, text=True)

@@ -90,7 +90,7 @@ def test_a_report_that_fails_as_well_ends_nothing(loop: Loop) -> None:
 def test_a_descriptor_whose_handler_fails_rests_and_comes_back(
     loop: Loop, errors: list[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against both: a control socket that nobody reads any more, and a loop that spins on
+    """Guards against both: a control socket that is no longer read, and a loop that spins on
     one that fails."""
     monkeypatch.setattr(loop_module, "REST_S", 0.2)
     reading, writing = os.pipe()

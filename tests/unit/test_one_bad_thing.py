@@ -259,8 +259,7 @@ def test_redacting_twice_changes_nothing_more() -> None:
 
 
 def test_checksums_cache_folders_and_counts_of_tokens_are_no_secrets_but_a_bare_key_is() -> None:
-    """Guards against paths that nobody can follow, and against every 100000 of the log being
-    masked."""
+    """Guards against masking paths, and every 100000 in the log."""
     digest = "0123456789abcdef" * 4
     env = {
         "MAX_TOKENS": "100000",
@@ -361,8 +360,8 @@ def test_without_a_home_the_state_directory_is_asked_for(monkeypatch: pytest.Mon
 
 
 def test_a_log_that_somebody_removed_is_recreated(state: StateDir) -> None:
-    """Guards against days of silence after a person made room on a full disk: nobody reads a
-    removed file."""
+    """Guards against days of silence after a person made room on a full disk: the guard
+    kept writing to the removed file."""
     sink = JsonlSink(state.log, LogSettings())
     for text in ("one", "two", "three"):
         sink.write({"msg": text})

@@ -109,8 +109,8 @@ def test_the_last_words_are_shown_before_the_end(stage: Open) -> None:
 
 
 def test_a_flood_that_the_parts_are_behind_with_is_cut_to_its_end(stage: Open) -> None:
-    """Guards against an end that waits half a minute for the monitors to read what nobody needs any
-    more."""
+    """Guards against an end that waits half a minute for the monitors to read output that no longer
+    matters."""
     shown: list[bytes] = []
     at = stage(shown.append)
     flood = OUTPUT

@@ -267,7 +267,7 @@ def test_a_date_is_named_where_since_is_of_another_day() -> None:
 
 
 def test_a_guard_that_stops_does_not_stay_earning(tmp_path: Path) -> None:
-    """Guards against a status.json that says EARNING for as long as nobody starts the miner."""
+    """Guards against a status.json that says EARNING while no miner runs."""
     bench = Bench(tmp_path)
     bench.run(60)
     (finding,) = bench.monitor.on_stop()

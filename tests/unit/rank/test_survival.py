@@ -204,9 +204,9 @@ def test_a_rank_without_home_or_working_directory_is_still_the_rank_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Guards against ranks that each take themselves for rank 0 of 1, and upload alone."""
-    nobody = find({"RANK": "2", "WORLD_SIZE": "4"}, "~no-such-user/state")
-    assert (nobody.rank, nobody.world_size, nobody.state) == (2, 4, None)
-    assert "the state directory ~no-such-user/state can't be found" in nobody.remarks[0]
+    place = find({"RANK": "2", "WORLD_SIZE": "4"}, "~no-such-user/state")
+    assert (place.rank, place.world_size, place.state) == (2, 4, None)
+    assert "the state directory ~no-such-user/state can't be found" in place.remarks[0]
 
     def gone() -> str:
         raise FileNotFoundError(2, "No such file or directory")
@@ -343,7 +343,7 @@ def test_a_console_that_is_full_for_a_while_is_used_again(monkeypatch: pytest.Mo
     with contextlib.suppress(BlockingIOError):
         while True:
             os.write(write, b"x" * 4096)
-    log.say(make_finding("rank_message", text="nobody has room for this"))
+    log.say(make_finding("rank_message", text="there is no room for this"))
     log.flush()
     with contextlib.suppress(BlockingIOError):
         while os.read(read, 1 << 16):
