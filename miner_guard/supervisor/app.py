@@ -42,7 +42,6 @@ from miner_guard.supervisor.process import environment, orphan_cleanup
 from miner_guard.supervisor.process.child import become_subreaper
 from miner_guard.supervisor.process.deathwatch import Deathwatch
 from miner_guard.supervisor.process.gpu_memory_wait import GpuMemoryWait
-from miner_guard.supervisor.process.helper_cleanup import end_helpers
 from miner_guard.supervisor.process.last_resort import RunToEnd
 from miner_guard.supervisor.process.teardown import Teardown
 from miner_guard.supervisor.scheduler import Scheduler
@@ -55,6 +54,7 @@ from miner_guard.supervisor.watchdog import STOP_SIGNALS, Hands, Watchdog
 from miner_guard.system import inherited
 from miner_guard.system.cgroup import Cgroup
 from miner_guard.system.clock import SystemClock
+from miner_guard.system.helpers import end_helpers
 from miner_guard.system.processes import HELPER
 from uploads.repos.credentials import beside
 

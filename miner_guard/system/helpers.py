@@ -1,4 +1,4 @@
-"""The guard's helpers: which of its children they are, and how much CPU time they use.
+"""The guard's helpers: which of its children they are, their CPU time, and their end.
 
 The guard marks its own environment (`processes.HELPER`), so every process that it starts for itself
 inherits the mark, and the miner's environment lacks it. CPU time needs no list of helpers: of the
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -76,6 +78,34 @@ class HelperCpu:
                 running[name] = running.get(name, 0.0) + used_s
         self._total_s = max(self._total_s, ended_s + sum(running.values()))
         return self._total_s, running
+
+
+def end_helpers(within_s: float) -> None:
+    """Kill the helpers that are left; returns when they are gone or after `within_s` seconds.
+
+    Each monitor, probe and sender ends its own. But a thread may have been about to start one while
+    its owner stopped, and nothing else would end that one before the guard exits. Processes of the
+    miner are never touched.
+    """
+    own_command = processes.command(os.getpid())
+    deadline = time.monotonic() + within_s
+    while _any_after_killing(own_command) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _any_after_killing(own_command: str) -> bool:
+    """Whether a helper lived, or may become one: between fork and exec it is a copy of the
+    guard."""
+    found = False
+    for pid in _children():
+        seen = processes.stat(pid)
+        if seen is None or not seen.lives:
+            continue
+        helper = processes.is_helper(pid, own_command)
+        if helper:
+            processes.send(seen.process, signal.SIGKILL)
+        found |= helper is not False
+    return found
 
 
 def _reaped_s() -> float:

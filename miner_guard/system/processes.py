@@ -5,7 +5,6 @@ A pid and its start time identify a process, so that a reused pid is never signa
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import os
@@ -87,18 +86,6 @@ def children_of_thread(pid: int, thread: int) -> set[int]:
     its first living thread. Raises OSError."""
     with open(f"/proc/{pid}/task/{thread}/children", "rb", buffering=0) as file:
         return set(map(int, file.read(1 << 20).split()))
-
-
-def children() -> set[int]:
-    """This process's children, whichever of its threads started them. Raises OSError."""
-    found: set[int] = set()
-    for thread in os.listdir("/proc/self/task"):
-        with (
-            contextlib.suppress(*_GONE),
-            open(f"/proc/self/task/{thread}/children", "rb", buffering=0) as file,
-        ):
-            found.update(map(int, file.read(1 << 20).split()))
-    return found
 
 
 def latest_pid() -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from miner_guard.supervisor.process.helper_cleanup import end_helpers
+from miner_guard.system.helpers import end_helpers
 from miner_guard.system.processes import HELPER
 
 Start = Callable[[bool], "subprocess.Popen[bytes]"]
