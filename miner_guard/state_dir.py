@@ -51,6 +51,10 @@ class StateDir:
         """Where a rank writes its threads' stacks on request (`rank.stacks.STACKS_SIGNAL`)."""
         return self.flight / f"rank-{rank:04d}.stacks"
 
+    def early_stacks_of(self, pid: int) -> Path:
+        """The same for a process that has not called `init()` yet, and so has no rank."""
+        return self.flight / f"early-{pid}.stacks"
+
     @property
     def memory(self) -> Path:
         """Checkpoints in this machine's memory, kept between launches; the guard removes it."""

@@ -124,7 +124,7 @@ class Scene:
         such as `loops.py:14`."""
         self._sources = _stacks(self._state, self._folder, self._who, self._deadline)
         for subject in self._who:
-            frame = _frame(_stack_file(self._folder, subject))
+            frame = frame_of(_stack_file(self._folder, subject))
             if frame is not None:
                 self._frames[subject.rank] = frame
         return self._frames
@@ -159,7 +159,8 @@ class Scene:
         return Gathered(tuple(had), behind)
 
 
-def _frame(stacks: Path) -> str | None:
+def frame_of(stacks: Path) -> str | None:
+    """The innermost frame of the miner's code in a file of stacks; None without one."""
     try:
         return innermost_user_frame(stacks.read_text(encoding="utf-8", errors="replace"))
     except OSError:
@@ -198,13 +199,16 @@ def _stacks(state: StateDir, folder: Path, who: list[Subject], deadline: float) 
     """Write one file per rank; returns which tool produced it, or why none did."""
     sources = {subject.rank: "gone" for subject in who}
     living = [subject for subject in who if not subject.gone]
-    spies = {subject.rank: _spy(folder, subject) for subject in living}
+    spies = {
+        subject.rank: spy(_stack_file(folder, subject), subject.identity.pid) for subject in living
+    }
     for subject in living:
-        spy, path = spies[subject.rank], _stack_file(folder, subject)
-        if spy is not None and _wait(spy, deadline) and path.stat().st_size:
+        child, path = spies[subject.rank], _stack_file(folder, subject)
+        if child is not None and wait_for_spy(child, deadline) and path.stat().st_size:
             sources[subject.rank] = "py-spy"
         else:
-            sources[subject.rank] = _faulthandler(state, path, subject)
+            process = processes.Process(subject.identity.pid, subject.identity.process_start)
+            sources[subject.rank] = faulthandler(state.stacks_of(subject.rank), path, process)
     return sources
 
 
@@ -247,17 +251,16 @@ def _stack_file(folder: Path, subject: Subject) -> Path:
     return folder / f"stacks-rank-{subject.rank:04d}.txt"
 
 
-def _spy(folder: Path, subject: Subject) -> subprocess.Popen[bytes] | None:
+def spy(path: Path, pid: int) -> subprocess.Popen[bytes] | None:
+    """Start py-spy, which writes the stacks of `pid` to `path`; None where it is not installed."""
     beside = Path(sys.executable).with_name("py-spy")
     program = str(beside) if beside.exists() else shutil.which("py-spy")
     if program is None:
         return None
-    with open(
-        open_private(_stack_file(folder, subject), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb"
-    ) as file:
+    with open(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         try:
             return subprocess.Popen(
-                [program, "dump", "--pid", str(subject.identity.pid)],
+                [program, "dump", "--pid", str(pid)],
                 stdout=file,
                 stderr=subprocess.DEVNULL,
                 stdin=subprocess.DEVNULL,
@@ -267,7 +270,8 @@ def _spy(folder: Path, subject: Subject) -> subprocess.Popen[bytes] | None:
             return None
 
 
-def _wait(child: subprocess.Popen[bytes], deadline: float) -> bool:
+def wait_for_spy(child: subprocess.Popen[bytes], deadline: float) -> bool:
+    """Whether py-spy succeeded before the deadline (monotonic); ends it otherwise."""
     try:
         return child.wait(timeout=max(0.0, deadline - time.monotonic())) == 0
     except subprocess.TimeoutExpired:
@@ -277,17 +281,18 @@ def _wait(child: subprocess.Popen[bytes], deadline: float) -> bool:
         return False
 
 
-def _faulthandler(state: StateDir, path: Path, subject: Subject) -> str:
-    """Stacks that the rank writes on a signal. Sent only to ranks that announced the handler:
-    without it the signal kills."""
-    source = state.stacks_of(subject.rank)
+def faulthandler(source: Path, path: Path, process: processes.Process) -> str:
+    """Copy to `path` the stacks that the process appends to `source` on a signal; returns how that
+    went. The signal goes only to a process that announced its handler there: without it, it
+    kills."""
     try:
         before = read_regular(source)
     except OSError:
         return "none: no py-spy, and the hook registered no signal"
-    if before.split(b"\n", 1)[0] != b"pid %d" % subject.identity.pid:
+    if before.split(b"\n", 1)[0] != b"pid %d" % process.pid:
         return "none: no py-spy, and the stacks file is another process's"
-    process = processes.Process(subject.identity.pid, subject.identity.process_start)
+    if not processes.catches(process.pid, STACKS_SIGNAL):
+        return "none: no py-spy, and the program has replaced itself or dropped the handler"
     if not processes.send(process, STACKS_SIGNAL):
         return "none: the rank is gone"
     deadline = time.monotonic() + _FAULTHANDLER_S

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from miner_guard.detectors.hang import Hang, HangDetector, Processes
@@ -14,7 +15,7 @@ from miner_guard.eventlog.write_errors import not_stored
 from miner_guard.exits import CRASH_LOOP
 from miner_guard.flight_recorder.layout import ENDED_STATES
 from miner_guard.flight_recorder.records import Now, StepRecord
-from miner_guard.monitors import evidence, evidence_folders
+from miner_guard.monitors import evidence, evidence_before_init, evidence_folders
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
 from miner_guard.monitors.evidence import Subject
 from miner_guard.monitors.rank_processes import RankProcesses
@@ -144,7 +145,10 @@ class HangMonitor(Monitor):
         reported = False
         try:
             scene = evidence.Scene(self.context.state, folder, who, self._settings.stack_timeout_s)
+            early = [] if who else self._before_init(folder)
             story = self._story(hang, scene.frames())
+            if where := evidence_before_init.described(early):
+                story["detail"] += f"; at {where}"
             reported = self._report(hang, story)
             had = scene.store(
                 {**story, "status": dict(self.context.status())}, output, self.context.redactor
@@ -155,9 +159,9 @@ class HangMonitor(Monitor):
                         "hang_evidence", detail=had.late.detail, ranks=list(had.late.ranks)
                     )
                 )
-            ranks = (
-                ", ".join(f"rank {rank}" for rank in had.stacks_of) or "no rank's stacks, the rest"
-            )
+            named = [f"rank {rank}" for rank in had.stacks_of]
+            named += [f"pid {place.pid}" for place in early]
+            ranks = ", ".join(named) or "no rank's stacks, the rest"
             self.context.emit(make_finding("stack_dump", ranks=ranks, path=str(folder)))
             evidence_folders.prune(self.context.state, self.context.config.logs.keep_incidents)
         except OSError as error:
@@ -165,6 +169,15 @@ class HangMonitor(Monitor):
         finally:
             if reported or self._report(hang, story):
                 self._act(hang, str(story["detail"]))
+
+    def _before_init(self, folder: Path) -> list[evidence_before_init.Place]:
+        """Where the processes are while no rank is known; empty without a running launch."""
+        launch = self._launch
+        if launch is None:
+            return []
+        return evidence_before_init.places(
+            self.context.state, folder, launch.pid, self._settings.stack_timeout_s
+        )
 
     def _story(self, hang: Hang, frames: Mapping[int, str]) -> dict[str, Any]:
         """The fields of the hang's event and of hang.json; `frames` maps each rank to its innermost

@@ -215,6 +215,17 @@ def is_helper(pid: int, guards_command: str) -> bool | None:
     return None if command(pid) == guards_command else False
 
 
+def catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler for the signal; False where that cannot be read. Without
+    one, most signals kill."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as status:
+            masks = [int(line.split()[1], 16) for line in status if line.startswith(b"SigCgt:")]
+    except OSError:
+        return False
+    return bool(masks) and bool(masks[0] >> (number - 1) & 1)
+
+
 def send(process: Process, *numbers: int) -> bool:
     """Send exactly this process these signals. False if it is gone already or not ours. Raises
     OSError if that cannot be determined."""

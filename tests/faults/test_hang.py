@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.faults.guarded import Guarded, until
 from tests.support import requires
 from tests.support.launcher import launch
@@ -89,14 +91,18 @@ def test_a_program_that_asks_on_one_rank_alone_gets_a_report_and_no_restart(
     guarded.assert_nothing_left()
 
 
-def test_without_py_spy_the_rank_writes_its_stacks_itself(guarded: Guarded, tmp_path: Path) -> None:
-    python = tmp_path / "bin" / "python"
+def without_py_spy(guarded: Guarded, folder: Path) -> dict[str, str]:
+    """An environment whose PATH has no py-spy; the guard's interpreter has none beside it."""
+    python = folder / "bin" / "python"
     python.parent.mkdir()
-    # An interpreter without py-spy beside it, and a PATH that has none.
     python.symlink_to(Path(sys.executable).resolve())
     path = [str(p) for p in map(Path, os.environ["PATH"].split(":")) if not (p / "py-spy").exists()]
-    env = {"PATH": ":".join(path), "PYTHONPATH": ":".join([os.getcwd(), *filter(None, sys.path)])}
     guarded.python = str(python)
+    return {"PATH": ":".join(path), "PYTHONPATH": ":".join([os.getcwd(), *filter(None, sys.path)])}
+
+
+def test_without_py_spy_the_rank_writes_its_stacks_itself(guarded: Guarded, tmp_path: Path) -> None:
+    env = without_py_spy(guarded, tmp_path)
     guarded.start(
         guarded.miner("steps", 3, 0.1, "hang"), settings={**FAST, "hang.action": "warn"}, env=env
     )
@@ -150,6 +156,49 @@ def test_a_hang_before_the_hook_is_called_is_one_like_any_other(guarded: Guarded
     assert "no rank has called init()" in hang["msg"]
     assert guarded.processes[0].wait(60) == 75
     assert not [e for e in guarded.named("guard_degraded") if "no step seen" in e["msg"]]
+    guarded.assert_nothing_left()
+
+
+EARLY = """
+import sys, time
+import torch.optim.optimizer
+def rendezvous():
+    time.sleep(600)
+rendezvous()
+"""
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_hang_before_init_names_the_line_without_py_spy(
+    guarded: Guarded, tmp_path: Path, stopped: bool
+) -> None:
+    """Guards against a hang in `init_process_group` without any stack: under --attach a process
+    can dump its stacks from its import of torch on. The torch here is empty, to start at once."""
+    package = tmp_path / "lib" / "torch" / "optim"
+    package.mkdir(parents=True)
+    for module in (package.parent / "__init__.py", package / "__init__.py"):
+        module.touch()
+    (package / "optimizer.py").touch()
+    script = tmp_path / "early.py"
+    script.write_text(EARLY)
+    env = without_py_spy(guarded, tmp_path)
+    env["PYTHONPATH"] = f"{tmp_path / 'lib'}:{env['PYTHONPATH']}"
+    settings = {**FAST, "hang.first_step_s": 8, "hang.action": "stop"}
+    command = [sys.executable, str(script), guarded.token]
+    guarded.start(command, "--attach", "auto", settings=settings, env=env)
+    launch = guarded.wait_for("miner_started", seconds=60)
+    if stopped:
+        until(lambda: list(guarded.state.flight.glob("early-*.stacks")), 30, guarded.tail)
+        os.kill(launch["pid"], signal.SIGSTOP)
+    hang = guarded.wait_for("hang_detected", seconds=60)
+    if stopped:
+        assert f"its process is stopped (state T) (pid {launch['pid']})" in hang["msg"]
+    else:
+        assert f"at early.py:5 (pid {launch['pid']})" in hang["msg"]
+        dump = guarded.wait_for("stack_dump")
+        stacks = Path(dump["path"]) / f"stacks-pid-{launch['pid']}.txt"
+        assert "in rendezvous" in stacks.read_text()
+    assert guarded.processes[0].wait(60) == 75
     guarded.assert_nothing_left()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import os
 import signal
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from miner_guard.state_dir import open_private
+from miner_guard.state_dir import StateDir, open_private
 
 STACKS_SIGNAL = signal.SIGUSR2
 """A rank that receives this appends all its threads' stacks to `flight/rank-NNNN.stacks`.
@@ -24,7 +25,10 @@ WITHOUT = "no stacks at a hang, except by py-spy"
 
 _NUMBER = int(STACKS_SIGNAL)
 _registered = False
-"""Our handler is in place, registered by an earlier guard of this process."""
+"""Our handler is in place, registered by an earlier guard of this process or by `begin_early`."""
+
+_early: tuple[Path, IO[bytes]] | None = None
+"""Where this process dumps its stacks before it has a rank, once `begin_early` has run."""
 
 
 class SignalTaken(Exception):
@@ -42,7 +46,33 @@ def register(path: Path) -> IO[bytes]:
     file.write(b"pid %d\n" % os.getpid())
     faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
     _registered = True
+    _end_early(path)
     return file
+
+
+def begin_early(state_dir: str | None) -> None:
+    """Dump this process's stacks to a file named after its pid until it has a rank: it may hang
+    before `init()`. Does nothing without a state directory or where the signal is taken."""
+    global _early
+    if not state_dir or _early is not None:
+        return
+    path = StateDir(Path(state_dir)).early_stacks_of(os.getpid())
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        _early = path, register(path)
+    except (SignalTaken, OSError):
+        # Only evidence of a hang that may never come is lost; the rank's guard reports it then.
+        return
+    atexit.register(path.unlink, missing_ok=True)
+
+
+def _end_early(registered: Path) -> None:
+    """The rank's own file has replaced the early one."""
+    global _early
+    if _early is not None and _early[0] != registered:
+        (path, file), _early = _early, None
+        file.close()
+        path.unlink(missing_ok=True)
 
 
 def taken() -> bool:

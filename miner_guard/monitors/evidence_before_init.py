@@ -1,0 +1,79 @@
+"""Evidence of a hang before any rank has called `init()`: stacks by pid, since no rank is known."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from miner_guard.monitors.evidence import faulthandler, frame_of, spy, wait_for_spy
+from miner_guard.state_dir import StateDir
+from miner_guard.system import processes
+from miner_guard.system.processes import Process
+
+_MAX_PROCESSES = 16
+_MAX_NAMED = 4
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one process of the miner is."""
+
+    pid: int
+    state: str
+    """As in /proc: `T` is stopped."""
+
+    frame: str | None
+    """The innermost frame of the miner's code; None without stacks."""
+
+
+def places(state: StateDir, folder: Path, launcher: int, timeout_s: float) -> list[Place]:
+    """Where the Python processes at and below `launcher` are, innermost first; writes their stacks
+    to `folder`. Raises OSError."""
+    deadline = time.monotonic() + timeout_s
+    among = processes.table()
+    family = processes.descendants([launcher], among)
+    parents = {among[process.pid].parent for process in family}
+    # A launcher waits for its ranks: the processes without children come first.
+    ordered = sorted(family, key=lambda process: (process.pid in parents, process.pid))
+    found = []
+    for process in _of_python(ordered, state)[:_MAX_PROCESSES]:
+        path = folder / f"stacks-pid-{process.pid}.txt"
+        seen = processes.stat(process.pid)
+        if seen is None:
+            continue
+        # A stopped process answers no signal.
+        written = seen.state != "T" and _written(state, path, process, deadline)
+        if written or seen.state == "T":
+            found.append(Place(process.pid, seen.state, frame_of(path) if written else None))
+    return found
+
+
+def _of_python(family: Iterable[Process], state: StateDir) -> list[Process]:
+    return [
+        process
+        for process in family
+        if state.early_stacks_of(process.pid).exists() or "python" in processes.command(process.pid)
+    ]
+
+
+def _written(state: StateDir, path: Path, process: Process, deadline: float) -> bool:
+    """Whether its stacks are in `path`, by the process itself or by py-spy."""
+    source = state.early_stacks_of(process.pid)
+    if faulthandler(source, path, process) == "faulthandler":
+        return True
+    child = spy(path, process.pid)
+    return child is not None and wait_for_spy(child, deadline) and path.stat().st_size > 0
+
+
+def described(found: Iterable[Place]) -> str:
+    """`train.py:14 (pid 4711)`, for the event's line; a stopped process says so. Empty without any
+    place."""
+    rows = [place for place in found if place.frame is not None or place.state == "T"]
+    words = []
+    for place in rows[:_MAX_NAMED]:
+        stopped = "its process is stopped (state T)" if place.state == "T" else ""
+        where = " and ".join(filter(None, (place.frame, stopped)))
+        words.append(f"{where} (pid {place.pid})")
+    return ", ".join(words)
