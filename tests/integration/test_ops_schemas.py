@@ -1,0 +1,73 @@
+"""ops/ and the workflows by the schemas and linters of those who read them; `make soak` runs this,
+since it installs them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import requires
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+OPS, WORKFLOWS = requires.REPO / "ops", requires.REPO / ".github" / "workflows"
+KUBERNETES = ("1.29", "1.33", "1.37")
+"""From 1.29 on: before it, a rule of a Job's podFailurePolicy needed both of its conditions."""
+SKYPILOT = """
+import sys
+import sky
+task = sky.Task.from_yaml(sys.argv[1])
+(resources,) = task.resources
+print(task.num_nodes, resources.use_spot, resources.job_recovery["max_restarts_on_errors"])
+"""
+
+
+def run(*command: str | Path) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def installed(folder: Path, *packages: str) -> Path:
+    """The programs of these packages, in an environment of their own."""
+    run(sys.executable, "-m", "venv", folder)
+    run(folder / "bin" / "python", "-m", "pip", "install", "--quiet", *packages)
+    return folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def linters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    packages = ("kubernetes-validate", "check-jsonschema", "zizmor")
+    return installed(tmp_path_factory.mktemp("linters"), *packages)
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_kubernetes_takes_the_job_and_its_service(linters: Path, version: str) -> None:
+    files = [OPS / "kubernetes" / name for name in ("job.yaml", "service.yaml")]
+    run(linters / "kubernetes-validate", "--strict", "-k", version, *files)
+
+
+def test_kustomize_builds_every_resource_in_its_namespace() -> None:
+    built = run(requires.tool("kubectl"), "kustomize", OPS / "kubernetes")
+    assert built.count("\n  namespace: miners\n") == built.count("apiVersion: ") == 3
+
+
+def test_compose_takes_its_file(linters: Path) -> None:
+    schema = ["--builtin-schema", "vendor.compose-spec"]
+    run(linters / "check-jsonschema", *schema, OPS / "compose.yaml")
+
+
+def test_the_workflows_are_whole_and_every_action_is_pinned(linters: Path) -> None:
+    files = sorted(WORKFLOWS.glob("*.yml"))
+    assert len(files) == 2
+    schema = ["--builtin-schema", "vendor.github-workflows"]
+    run(linters / "check-jsonschema", *schema, *files)
+    run(linters / "zizmor", "--offline", "--no-progress", *files)
+
+
+def test_skypilot_takes_its_task(tmp_path: Path) -> None:
+    programs = installed(tmp_path / "sky", "skypilot")
+    told = run(programs / "python", "-c", SKYPILOT, OPS / "skypilot.yaml")
+    assert told.split()[-3:] == ["2", "True", "3"]
