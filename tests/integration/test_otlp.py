@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +20,7 @@ from miner_guard.eventlog.query import Query, search
 from miner_guard.state_dir import StateDir, read_json
 from tests.faults.guarded import living
 from tests.servers.otlp import Receiver, attributes
+from tests.support import requires
 from tests.support.waiting import until
 
 MINER = """
@@ -160,6 +163,53 @@ def test_what_the_receiver_rejects_is_skipped_and_what_it_cannot_take_now_waits(
     )
     run.terminate()
     assert run.wait(30) == 0
+
+
+@pytest.mark.long
+def test_a_collector_takes_and_forwards_every_event_and_metric(
+    tmp_path: Path, receiver: Receiver
+) -> None:
+    """Rotel, the OpenTelemetry collector that an index carries as a package (`pip install rotel`):
+    it decodes with code that shares nothing with the SDK's, batches, and sends on what it has."""
+    requires.module("rotel")
+    (program,) = Path(str(importlib.import_module("rotel").__file__)).parent.glob("rotel-agent")
+    address = f"127.0.0.1:{free_port()}"
+    flags = ["--otlp-http-endpoint", address, "--otlp-grpc-endpoint", f"127.0.0.1:{free_port()}"]
+    onward = ["--exporter", "otlp", "--otlp-exporter-protocol", "http"]
+    collector = subprocess.Popen(
+        [program, "start", *flags, *onward, "--otlp-exporter-endpoint", receiver.endpoint],
+        stdout=(tmp_path / "collector.log").open("wb"),
+        stderr=subprocess.STDOUT,
+    )
+    script, state = tmp_path / "train.py", tmp_path / "state"
+    script.write_text(MINER)
+    try:
+        run = guard(tmp_path, f"http://{address}", sys.executable, str(script))
+        assert run.wait(90) == 3
+        until(lambda: "guard_stopped" in receiver.events(), 30, lambda: str(receiver.events()))
+        assert receiver.events() == logged(state)
+        by_name = {record.event_name: (resource, record) for resource, record in receiver.records()}
+        resource, nan = by_name["miner_guard.loss_nan"]
+        assert resource["service.name"] == "miner-guard"
+        assert (nan.severity_number, plain_body(nan)) == (21, "Loss is NaN or Inf at step 20")
+        last = read_json(state / "status.json")["steps"]["inner_step"]
+        until(lambda: inner_step(receiver) == last, 20, lambda: str(inner_step(receiver)))
+        failing = {"otlp_failing", "otlp_refused"}
+        assert not failing & set(logged(state))
+    finally:
+        collector.terminate()
+        collector.wait(20)
+
+
+def inner_step(receiver: Receiver) -> float:
+    """The gauge in the latest metrics."""
+    (point,) = receiver.latest_metrics()["miner_guard.inner_step"].gauge.data_points
+    return float(point.as_double)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 def test_an_endpoint_that_is_no_url_is_refused_with_the_right_form(tmp_path: Path) -> None:
