@@ -1,15 +1,16 @@
 """The ends of the version ranges that pyproject.toml promises, as constraints for pip: `python -m
 tests.support.version_bounds lowest|newest`.
 
-`lowest` pins every package that the guard or an extra needs to the lowest version allowed; the
-tools of `dev` stay free. `newest` lets all of them float. Both keep the exact pins of
-constraints.txt: one torch for everybody.
+`lowest` pins every package that the guard or an extra needs, and the trainers that it hooks, to the
+lowest version allowed; the other tools of `dev` stay free. `newest` lets all of them float. Both
+keep the exact pins of constraints.txt: one torch for everybody.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from itertools import chain
 
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -20,6 +21,8 @@ from tests.support import requires
 ENDS = ("lowest", "newest")
 _TOOLS = {"dev", "demo"}
 """Extras that name the other extras, and what only the tests need."""
+_HOOKED = {"transformers", "accelerate", "lightning"}
+"""Packages of `dev` that `--attach auto` hooks: users bring them."""
 
 
 def constraints(end: str) -> list[str]:
@@ -33,15 +36,14 @@ def constraints(end: str) -> list[str]:
 
 
 def promised() -> Iterator[Requirement]:
-    """What the guard and its extras need, here, of other projects."""
+    """What the guard, its extras and its hooks need, here, of other projects."""
     project = read_toml(requires.REPO / "pyproject.toml")["project"]
-    lists = [project["dependencies"]] + [
-        needs for extra, needs in project["optional-dependencies"].items() if extra not in _TOOLS
-    ]
-    for text in (text for needs in lists for text in needs):
-        need = Requirement(text)
+    extras = project["optional-dependencies"]
+    lists = [needs for extra, needs in extras.items() if extra not in _TOOLS]
+    for need in map(Requirement, chain(project["dependencies"], *lists)):
         if need.marker is None or need.marker.evaluate():
             yield need
+    yield from (need for need in map(Requirement, extras["dev"]) if need.name in _HOOKED)
 
 
 def _lowest(need: Requirement) -> Version:
