@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 CONSTRAINTS := constraints.txt
 HOT := setup.py miner_guard/flight_recorder/_hot.c
 DEMO_STATE := $(CURDIR)/.demo/state
-# Most tests wait for processes that they watch: four at a time keep two cores busy.
-PARALLEL := -n 4 --dist loadfile
+# Most tests wait for processes that they watch: four at a time keep two cores busy. Files in the order of SUITE: by
+# default those with the fewest tests come last, which are the longest tests, and workers wait at the end.
+PARALLEL := -n 4 --dist loadfile --no-loadscope-reorder
 # Real processes and signals on a loaded machine: a failure counts when it repeats, and the summary names what was run again.
 AGAIN := --reruns 1
 
@@ -18,7 +19,7 @@ demo: $(VENV)/.demo
 
 test: check suite
 
-SUITE := tests/unit tests/integration tests/faults
+SUITE := tests/faults tests/integration tests/unit
 suite: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not long" $(PARALLEL) $(AGAIN) $(SUITE) $(PYTEST_ARGS)
 
