@@ -80,7 +80,8 @@ def finished(guarded: Guarded) -> None:
 def test_a_hung_rank_is_named_and_the_miner_resumes_from_its_checkpoint(
     guarded: Guarded, tmp_path: Path
 ) -> None:
-    guarded.start(demo(guarded, tmp_path, "--fault", "hang@12:1", steps=16), settings=FAST)
+    """And a stop then gives the ranks time for their checkpoint."""
+    guarded.start(demo(guarded, tmp_path, "--fault", "hang@12:1", steps=100000), settings=FAST)
     hang = guarded.wait_for("hang_detected", seconds=SLOWEST)
     assert hang["culprits"] == [1]
     assert "rank 1 in data for" in hang["detail"]
@@ -88,10 +89,17 @@ def test_a_hung_rank_is_named_and_the_miner_resumes_from_its_checkpoint(
     folder = Path(guarded.wait_for("stack_dump")["path"])
     assert guarded.named("hang_evidence")[0]["ranks"] == [1]
     assert "train" in (folder / "stacks-rank-0001.txt").read_text()
-    finished(guarded)
-    assert len(guarded.named("miner_started")) == 2
     # Snapshots in memory at every step, and a hang in the 12th: a restart loses one at most.
-    assert guarded.named("checkpoint_resumed")[0]["step"] in (10, 11)
+    resumed = guarded.wait_for("checkpoint_resumed", seconds=SLOWEST)
+    assert resumed["step"] in (10, 11)
+    ended = guarded.named("orphan_killed")
+    stepping(guarded, len(guarded.named("inner_step")) + 1)
+    assert guarded.stop(signal.SIGTERM) == 0, guarded.tail()
+    names = [event["event"] for event in guarded.events]
+    assert names.count("miner_started") == 2
+    assert "checkpoint_saved" in names[names.index("miner_stopping") :]
+    assert guarded.named("orphan_killed") == ended, "the ranks ended by themselves"
+    guarded.assert_nothing_left()
     assert not guarded.state.memory.exists(), "the guard has ended, and gives the memory back"
 
 
@@ -113,7 +121,7 @@ def test_a_rank_that_dies_takes_the_launch_with_it_and_the_next_one_finishes(
     finished(guarded)
 
 
-def test_torchrun_killed_leaves_no_rank_behind_and_a_stop_gives_time_for_a_checkpoint(
+def test_torchrun_or_the_guard_killed_leaves_no_rank_behind(
     guarded: Guarded, tmp_path: Path
 ) -> None:
     guarded.start(demo(guarded, tmp_path, steps=100000), settings=FAST)
@@ -122,20 +130,7 @@ def test_torchrun_killed_leaves_no_rank_behind_and_a_stop_gives_time_for_a_check
     os.kill(guarded.named("miner_started")[0]["pid"], signal.SIGKILL)
     guarded.wait_for("miner_started", 2, seconds=60)
     assert not [pid for pid, _ in living(guarded.token) if pid in pids.values()]
-    killed = guarded.named("orphan_killed")
     stepping(guarded, len(guarded.named("inner_step")) + 1)
-    assert guarded.stop(signal.SIGTERM) == 0
-    names = [event["event"] for event in guarded.events]
-    assert "checkpoint_saved" in names[names.index("miner_stopping") :]
-    assert guarded.named("orphan_killed") == killed, "the ranks ended by themselves"
-    guarded.assert_nothing_left()
-
-
-def test_the_guard_killed_takes_torchrun_and_its_ranks_with_it(
-    guarded: Guarded, tmp_path: Path
-) -> None:
-    guarded.start(demo(guarded, tmp_path, steps=100000), settings=FAST)
-    stepping(guarded)
     guarded.processes[0].kill()
     guarded.processes[0].wait()
     guarded.assert_nothing_left(60)

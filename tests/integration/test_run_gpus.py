@@ -119,16 +119,13 @@ guard.close(finished=True)
 """
 
 
-@pytest.mark.parametrize("expect", ["2", "0"])
-def test_the_red_flags_are_up_through_run_where_a_gpu_is_expected_and_only_there(
-    tmp_path: Path, expect: str
-) -> None:
+def test_the_red_flags_are_up_through_run_where_a_gpu_is_expected(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     script = tmp_path / "miner.py"
     script.write_text(MINER)
     settings = {"GPU__ON_CRITICAL": "warn", "GPU__PREFLIGHT_WAIT_S": 0}
     done = subprocess.run(
-        [*GUARD, "run", "--no-restart", "--expect-gpus", expect, "--", sys.executable, str(script)],
+        [*GUARD, "run", "--no-restart", "--expect-gpus", "2", "--", sys.executable, str(script)],
         env=environment(None, tmp_path, **settings),
         capture_output=True,
         text=True,
@@ -141,13 +138,12 @@ def test_the_red_flags_are_up_through_run_where_a_gpu_is_expected_and_only_there
     assert "🔍 GPU DIAGNOSTICS" in done.stdout
     assert "✓ Gradient accumulation steps: 256" in done.stdout
     assert "rank 0: device cpu" in done.stdout
-    flags = (
+    for flag in (
         "CUDA NOT AVAILABLE - Model will run on CPU (VERY SLOW!)",
         "Model is on CPU! This will be EXTREMELY SLOW!",
-    )
-    for flag in flags:
-        assert done.stdout.count(flag) == (1 if expect == "2" else 0)
-    assert ("CRITICAL ERROR" in done.stdout) == (expect == "2")
+        "CRITICAL ERROR",
+    ):
+        assert flag in done.stdout
 
 
 GREEDY = """

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import requires
+from tests.support.forks import forks
 
 requires.module("torch")
 
@@ -155,37 +157,32 @@ def test_the_free_memory_is_the_lesser_of_the_tmpfs_and_the_machine(
 
 
 KILLED = """
-import os, signal, sys, torch
+import os, sys, torch
 from pathlib import Path
 from miner_guard.checkpoints import Checkpointer
-checkpoints = Checkpointer(Path(sys.argv[1]), every=1000, memory_every=1)
-for step in range(1, 10_000):
-    checkpoints.snapshot(step, lambda: {"w": torch.full((200_000,), float(step)), "n": step})
-    if step == 20:
-        print("go", flush=True)
+def work():
+    checkpoints = Checkpointer(Path(sys.argv[1]), every=1000, memory_every=1)
+    for step in range(1, 10_000):
+        checkpoints.snapshot(step, lambda: {"w": torch.full((200_000,), float(step)), "n": step})
+        if step == 20:
+            print("go", flush=True)
 """
 
 
-@pytest.mark.parametrize("wait_s", [0.0, 0.003, 0.01, 0.02])
-def test_killed_at_any_moment_one_slot_is_whole(
-    tmp_path: Path, memory: Path, wait_s: float
-) -> None:
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "disk")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as miner:
-        assert miner.stdout is not None
-        miner.stdout.readline()
-        with_timeout = subprocess.TimeoutExpired
-        try:
-            miner.wait(wait_s)
-        except with_timeout:
-            miner.kill()
-    target = {"w": torch.zeros(200_000), "n": 0}
-    assert launch(tmp_path / "disk").resume(target) is not None
-    weights = target["w"]
-    assert isinstance(weights, torch.Tensor)
-    assert isinstance(target["n"], int)
-    assert target["n"] >= 19
-    assert bool((weights == float(target["n"])).all()), "whole, and of one step"
+def test_killed_at_any_moment_one_slot_is_whole(tmp_path: Path, memory: Path) -> None:
+    with forks(KILLED, tmp_path / "disk") as writer:
+        for wait_s in (0.0, 0.003, 0.01, 0.02):
+            writer.start()
+            assert writer.prints.readline() == "go\n"
+            time.sleep(wait_s)
+            writer.kill()
+            target = {"w": torch.zeros(200_000), "n": 0}
+            assert launch(tmp_path / "disk").resume(target) is not None
+            weights = target["w"]
+            assert isinstance(weights, torch.Tensor)
+            assert isinstance(target["n"], int)
+            assert target["n"] >= 19
+            assert bool((weights == float(target["n"])).all()), "whole, and of one step"
 
 
 TRUNCATED = """

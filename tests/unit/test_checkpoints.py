@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.support import requires
+from tests.support.forks import forks
 
 requires.module("torch")
 
@@ -171,34 +170,31 @@ def test_a_death_while_an_old_one_is_removed_leaves_no_half_under_a_good_name(
     assert [damage(path) for path in named] == [None, None]
 
 
-_WRITES_FOR_EVER = """
-import sys
+_WRITES_FOREVER = """
+import os, sys
 from pathlib import Path
 import torch
 from miner_guard.checkpoints import Checkpointer
-checkpoints = Checkpointer(Path(sys.argv[1]), every=1, keep=3)
-for step in range(1, 100000):
-    checkpoints.save(step, {"weight": torch.full((256, 1024), float(step)), "step": step})
-    checkpoints.wait()
-    print(step, flush=True)
+def work():
+    checkpoints = Checkpointer(Path(sys.argv[1]), every=1, keep=3)
+    for step in range(1, 100000):
+        checkpoints.save(step, {"weight": torch.full((256, 1024), float(step)), "step": step})
+        checkpoints.wait()
+        print(step, flush=True)
 """
 
 
 @pytest.mark.slow
 def test_killed_at_any_moment_what_bears_a_name_is_whole(tmp_path: Path) -> None:
     """SIGKILLs at moments that are spread over the writing."""
-    for number in range(4):
-        with subprocess.Popen(
-            [sys.executable, "-c", _WRITES_FOR_EVER, str(tmp_path)],
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as child:
-            assert child.stdout is not None
-            child.stdout.readline()
+    with forks(_WRITES_FOREVER, tmp_path) as writer:
+        for number in range(4):
+            writer.start()
+            writer.prints.readline()
             time.sleep(0.006 * number)
-            child.kill()
-        complete = sorted(tmp_path.glob("step-*"))
-        assert complete
-        assert [damage(p) for p in complete] == [None] * len(complete)
-        manifest = json.loads((complete[-1] / MANIFEST).read_text())
-        assert manifest["step"] == int(complete[-1].name.removeprefix("step-"))
+            writer.kill()
+            complete = sorted(tmp_path.glob("step-*"))
+            assert complete
+            assert [damage(p) for p in complete] == [None] * len(complete)
+            manifest = json.loads((complete[-1] / MANIFEST).read_text())
+            assert manifest["step"] == int(complete[-1].name.removeprefix("step-"))

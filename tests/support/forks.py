@@ -1,0 +1,55 @@
+"""Forks of one process that has imported what a script needs, for tests that kill it many times."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import IO
+
+_FORKS = """
+for _ in sys.stdin:
+    if (pid := os.fork()) == 0:
+        print(os.getpid(), flush=True)
+        work()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    print("ended", flush=True)
+"""
+
+
+class Forks:
+    """Starts a fork of the script again and again; each runs the script's function `work`."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._asks: IO[str] = process.stdin
+        self.prints: IO[str] = process.stdout
+        """What the current fork prints."""
+
+        self._pid = 0
+
+    def start(self) -> None:
+        print(file=self._asks, flush=True)
+        self._pid = int(self.prints.readline())
+
+    def kill(self) -> None:
+        """End the current fork by SIGKILL, and discard what it printed last."""
+        os.kill(self._pid, signal.SIGKILL)
+        while self.prints.readline() != "ended\n":
+            pass
+
+
+@contextlib.contextmanager
+def forks(script: str, *arguments: object) -> Iterator[Forks]:
+    """A process that has run `script`, which imports os and sys and defines `work`."""
+    command = [sys.executable, "-c", script + _FORKS, *map(str, arguments)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield Forks(process)
+        process.communicate()
