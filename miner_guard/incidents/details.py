@@ -63,7 +63,6 @@ _PATTERNS: Mapping[str, tuple[str, ...]] = {
         r"container=([\w-]+)",
     ),
 }
-_COMPILED = {name: tuple(map(re.compile, texts)) for name, texts in _PATTERNS.items()}
 _NOT_A_REPO = ("repos/create", "settings/tokens", "docs/hub", "docs/huggingface_hub")
 _DISTRIBUTIONS = {
     "flash_attn_2_cuda": "flash-attn",
@@ -102,8 +101,9 @@ _DISTRIBUTIONS = {
 def named(detail: str, texts: Iterable[str]) -> str:
     """The first `detail` (a key of the patterns) that one of `texts` names; empty without one."""
     for text in texts:
-        for pattern in _COMPILED[detail]:
-            match = pattern.search(text[:_MAX_LENGTH])
+        for pattern in _PATTERNS[detail]:
+            # re keeps what it compiled: the start of the guard pays for none of them.
+            match = re.search(pattern, text[:_MAX_LENGTH])
             if match is None:
                 continue
             found = match[1].rstrip(".")

@@ -9,42 +9,82 @@ table `[words]`: a line that names a server must hold one of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
-from importlib import resources
+from pathlib import Path
 
 from miner_guard.eventlog.literal_search import LiteralSearch, literal_search
-from miner_guard.incidents.parsing import Document, check_expressions, parsed
-from miner_guard.incidents.patterns import ROLES, Benign, Pattern
+from miner_guard.incidents.parsing import Document, Index, check_expressions, index_of, parsed
+from miner_guard.incidents.patterns import ROLES, Benign, Label, Pattern
+
+_HERE = Path(__file__).parent
+_INDEX = "words.toml"
 
 _MAX_ANSWERS = 4096
 _MAX_ANSWERED_LENGTH = 400
 
 
 class Knowledge:
-    """All labels and patterns. Safe from any thread."""
+    """All labels and patterns. Safe from any thread.
 
-    def __init__(self, read: Document) -> None:
-        self.labels = labels = read.labels
-        self.patterns = patterns = read.patterns
-        self.entries = (*patterns, *(b.pattern for b in read.benign))
-        """Every pattern, including those of benign lines."""
+    The files are read for the first line that holds a trigger, or by `prepare`: parsing TOML in
+    Python would be a sixth of the guard's start.
+    """
 
-        self.triggers = read.triggers
+    def __init__(self, index: Index, read: Callable[[], Document]) -> None:
+        self.triggers = index.triggers
         """Lower-case words without digits; every line that can match holds at least one."""
 
-        self.causes_by_event: dict[str, list[str]] = {}
-        """Labels whose cause one of the guard's own events shows."""
-
-        for name in sorted({p.label for p in patterns if p.role == "cause"}):
-            for event in labels[name].events:
-                self.causes_by_event.setdefault(event, []).append(name)
-        self._framed = sorted((p for p in patterns if p.frames), key=lambda p: "" in p.frames)
-        self._ordered: tuple[Pattern | Benign, ...] = (*read.benign, *patterns)
+        self._events = index.events
+        self._read = read
         self._answers: dict[str, list[Pattern] | Benign] = {}
         """Results for recent lines: ranks and restarts print the same ones."""
 
-    # The three below are made for the first line that holds a trigger.
+    def prepare(self) -> None:
+        """Read the files and make the search now. Raises BadKnowledge."""
+        assert self._search
+        assert self._by_word
+        assert self._order
+
+    @cached_property
+    def _document(self) -> Document:
+        return self._read()
+
+    @property
+    def labels(self) -> Mapping[str, Label]:
+        """All labels by name."""
+        return self._document.labels
+
+    @property
+    def patterns(self) -> tuple[Pattern, ...]:
+        """The patterns of all labels."""
+        return self._document.patterns
+
+    @property
+    def entries(self) -> tuple[Pattern, ...]:
+        """Every pattern, including those of benign lines."""
+        return (*self.patterns, *(b.pattern for b in self._document.benign))
+
+    def shown_by(self, event: str) -> Sequence[str]:
+        """Labels whose cause this event of the guard's own shows."""
+        return self._causes_by_event.get(event, ()) if event in self._events else ()
+
+    @cached_property
+    def _causes_by_event(self) -> Mapping[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for name in sorted({p.label for p in self.patterns if p.role == "cause"}):
+            for event in self.labels[name].events:
+                found.setdefault(event, []).append(name)
+        return found
+
+    @cached_property
+    def _framed(self) -> list[Pattern]:
+        return sorted((p for p in self.patterns if p.frames), key=lambda p: "" in p.frames)
+
+    @property
+    def _ordered(self) -> tuple[Pattern | Benign, ...]:
+        return (*self._document.benign, *self.patterns)
 
     @cached_property
     def _search(self) -> LiteralSearch:
@@ -112,19 +152,22 @@ class Knowledge:
 def load() -> Knowledge:
     """The knowledge shipped with the package, whose expressions the tests check. Raises
     BadKnowledge."""
-    return Knowledge(parsed(shipped()))
+    return Knowledge(index_of(_file(_INDEX)), lambda: parsed(shipped()))
 
 
 def shipped() -> dict[str, str]:
     """The package's TOML documents by file name."""
-    here = resources.files("miner_guard.incidents")
-    files = sorted((f for f in here.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
-    return {f.name: f.read_text(encoding="utf-8") for f in files}
+    return {name: _file(name) for name in sorted(os.listdir(_HERE)) if name.endswith(".toml")}
+
+
+def _file(name: str) -> str:
+    return (_HERE / name).read_text(encoding="utf-8")
 
 
 def parse(texts: Mapping[str, str]) -> Knowledge:
     """Knowledge from TOML documents by file name, with its expressions checked. Raises
     BadKnowledge."""
-    known = Knowledge(parsed(texts))
+    document = parsed(texts)
+    known = Knowledge(document.index, lambda: document)
     check_expressions(known.entries)
     return known

@@ -35,9 +35,8 @@ _FIELDS = {
     "unallocated": (rf"{_SIZE} is reserved by pytorch but unallocated",),
     "allowed": (rf"{_SIZE} allowed",),
 }
-_PATTERNS = {name: tuple(map(re.compile, texts)) for name, texts in _FIELDS.items()}
-_OTHERS = re.compile(rf"process \d+ has {_SIZE} memory in use")
-_GPU = re.compile(r"(?:gpu|xpu|device)[ :](\d+)")
+_OTHERS = rf"process \d+ has {_SIZE} memory in use"
+_GPU = r"(?:gpu|xpu|device)[ :](\d+)"
 
 _NOTABLE_RATIO = 0.1
 """Smaller shares of the GPU's memory explain nothing."""
@@ -94,15 +93,15 @@ class Training:
 def parse(text: str) -> Oom:
     """The numbers of a message, in any version's wording."""
     low = text.lower()
-    values = {name: _first(patterns, low) for name, patterns in _PATTERNS.items()}
+    values = {name: _first(patterns, low) for name, patterns in _FIELDS.items()}
     if (
         values["unallocated"] is None
         and values["reserved"] is not None
         and values["allocated"] is not None
     ):
         values["unallocated"] = max(0, values["reserved"] - values["allocated"])
-    gpu = _GPU.search(low)
-    listed = [_size(*match) for match in _OTHERS.findall(low)]
+    gpu = re.search(_GPU, low)
+    listed = [_size(*match) for match in re.findall(_OTHERS, low)]
     own, used = values["allocated"] or 0, (values["total"] or 0) - (values["free"] or 0)
     others = sum(listed) if listed else None
     if listed and values["in_use"] is None:
@@ -219,9 +218,9 @@ def gib(value: int | None) -> str:
     return f"{value / (1 << 30):.2f} GiB" if value >= 1 << 30 else f"{value / (1 << 20):.0f} MiB"
 
 
-def _first(patterns: tuple[re.Pattern[str], ...], text: str) -> int | None:
+def _first(patterns: tuple[str, ...], text: str) -> int | None:
     for pattern in patterns:
-        if match := pattern.search(text):
+        if match := re.search(pattern, text):
             return _size(match[1], match[2])
     return None
 

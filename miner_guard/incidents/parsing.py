@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -50,27 +50,35 @@ _PATTERN_KEYS = frozenset(
 
 
 @dataclass(frozen=True)
+class Index:
+    """What is needed before the first line that matches."""
+
+    triggers: tuple[bytes, ...]
+    events: frozenset[str]
+    """The guard's own events that show a label's cause."""
+
+
+@dataclass(frozen=True)
 class Document:
     """What all knowledge files say together."""
 
     labels: Mapping[str, Label]
     patterns: tuple[Pattern, ...]
     benign: tuple[Benign, ...]
-    triggers: tuple[bytes, ...]
+    index: Index
 
 
 def parsed(texts: Mapping[str, str]) -> Document:
     """The TOML documents `texts`, by file name, as one. Raises BadKnowledge."""
     labels: dict[str, Label] = {}
     triggers: list[str] = []
+    events: set[str] = set()
     patterns: list[Pattern] = []
     benign: list[Benign] = []
     for file, text in texts.items():
-        try:
-            document = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise BadKnowledge(f"{file}: not valid TOML: {error}") from error
+        document = _document(file, text)
         triggers += document.pop("triggers", [])
+        events |= set(document.pop("events", ()))
         lists = document.pop("words", {})
         for entry in chain.from_iterable(map(expanded, document.pop("benign", []))):
             benign.append(_benign(f"{file}: benign", entry))
@@ -83,7 +91,24 @@ def parsed(texts: Mapping[str, str]) -> Document:
                 given = {"role": labels[name].role, **entry}
                 patterns.append(_pattern(where, name, _with_words(where, given, lists)))
     _check_references(labels, patterns, benign)
-    return Document(labels, tuple(patterns), tuple(benign), _triggers(triggers))
+    named = set().union(*(label.events for label in labels.values()))
+    if unlisted := named - events:
+        raise BadKnowledge(f"event {sorted(unlisted)[0]} is missing in the list `events`")
+    index = Index(_triggers(triggers), frozenset(events))
+    return Document(labels, tuple(patterns), tuple(benign), index)
+
+
+def index_of(text: str) -> Index:
+    """The index in the one TOML document that holds it. Raises BadKnowledge."""
+    document = _document("the index", text)
+    return Index(_triggers(document["triggers"]), frozenset(document["events"]))
+
+
+def _document(file: str, text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise BadKnowledge(f"{file}: not valid TOML: {error}") from error
 
 
 def _benign(where: str, entry: Mapping[str, Any]) -> Benign:
@@ -227,8 +252,16 @@ def _check_references(
             raise BadKnowledge(f"benign: {sorted(unknown)[0]} is not a role")
 
 
-def _triggers(words: Iterable[str]) -> tuple[bytes, ...]:
+def _triggers(words: Sequence[str]) -> tuple[bytes, ...]:
     if wrong := [word for word in words if word != word.lower() or re.search(r"[0-9.+-]|^$", word)]:
         raise BadKnowledge(f"trigger {wrong[0]!r}: lower case, no digits, none of . + -")
+    known = frozenset(words)
     # A search for a word also finds every longer word that contains it.
-    return tuple(w.encode() for w in words if not any(other != w and other in w for other in words))
+    return tuple(word.encode() for word in words if known.isdisjoint(_shorter(word)))
+
+
+def _shorter(word: str) -> Iterator[str]:
+    """The parts of a word, without the whole: fewer than there are other words to look for."""
+    for length in range(2, len(word)):
+        for start in range(len(word) - length + 1):
+            yield word[start : start + length]

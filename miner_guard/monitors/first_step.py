@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from miner_guard.attach.check import quoted
 from miner_guard.attach.patterns import patterns
-from miner_guard.detectors.log_lines import read
+from miner_guard.detectors.log_lines import Patterns, read
 from miner_guard.detectors.step_grammar import Miss, StepLine
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.flight_recorder.records import Now, StepRecord
@@ -43,8 +44,6 @@ class FirstStepMonitor(Monitor):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        miner = context.config.miner
-        self._patterns = patterns(miner.profile)
         self._begin(None)
 
     def _begin(self, launch: Launch | None) -> None:
@@ -60,6 +59,11 @@ class FirstStepMonitor(Monitor):
         """When the first such line came."""
 
         self._noticed = self._warned = False
+
+    @cached_property
+    def _patterns(self) -> Patterns:
+        # Made for the first line that could be a step: most miners' steps come by the hook.
+        return patterns(self.context.config.miner.profile)
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
         self._begin(launch)

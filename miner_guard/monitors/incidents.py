@@ -72,6 +72,7 @@ class IncidentsMonitor(Monitor):
         self._training = Training(miner.batch_size, miner.effective_batch_size)
         self._counts: Counter[str] = Counter()
         self._latest: Explained | None = None
+        self._prepared = False
         self._begin()
 
     def _begin(self) -> None:
@@ -105,6 +106,10 @@ class IncidentsMonitor(Monitor):
     def on_output(self, chunk: bytes) -> Iterable[Finding]:
         if not self.context.config.logs.classify:
             return ()
+        if not self._prepared:
+            # In a thread, before the first traceback: parsing in this one would delay the output.
+            self._prepared = True
+            self.context.jobs.once("incident knowledge", self._knowledge.prepare)
         self._tail.add(chunk)
         seen = self._scanner.feed(chunk)
         if seen:
@@ -138,7 +143,7 @@ class IncidentsMonitor(Monitor):
         if self.context.config.logs.classify:
             # The guard's line counts as evidence, so that this monitor and a scan of the whole log
             # name the same root.
-            for label in self._knowledge.causes_by_event.get(finding.event, ()):
+            for label in self._knowledge.shown_by(finding.event):
                 sighting = Sighting(
                     label, "cause", self._scanner.line, catalog.message(finding), finding.rank
                 )

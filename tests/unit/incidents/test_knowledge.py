@@ -49,6 +49,19 @@ def test_a_word_that_is_enough_by_itself_holds_a_trigger() -> None:
     ]
 
 
+def test_the_guards_start_reads_the_index_alone() -> None:
+    """Guards against a start that parses all knowledge before the miner runs."""
+    known = knowledge.load()
+    lazy = knowledge.Knowledge(knowledge.index_of(knowledge.shipped()["words.toml"]), _unread)
+    assert lazy.triggers == known.triggers
+    assert lazy.shown_by("miner_started") == ()
+    assert known.shown_by("loss_nan") == ["nan_loss"]
+
+
+def _unread() -> knowledge.Document:
+    raise AssertionError("the knowledge was read")
+
+
 def test_corpus_and_subnet_labels_are_all_there() -> None:
     assert {
         "cuda_oom",
@@ -110,6 +123,11 @@ def test_corpus_and_subnet_labels_are_all_there() -> None:
         ),
         ('severity = "error"', 'severity = "error"\ncolour = "red"', "unknown key colour"),
         ('triggers = ["boom"]', 'triggers = ["boom 1"]', "no digits"),
+        (
+            'severity = "error"',
+            'severity = "error"\nevents = ["loss_nan"]',
+            "event loss_nan is missing in the list",
+        ),
         ("[broken]", "[broken", "not valid TOML"),
     ],
 )
@@ -120,6 +138,7 @@ def test_a_wrong_file_is_refused_with_the_place(old: str, new: str, message: str
         "mine.toml" in str(refused.value)
         or "broken" in str(refused.value)
         or "trigger" in str(refused.value)
+        or "event" in str(refused.value)
     )
 
 
