@@ -22,7 +22,7 @@ from miner_guard.costs import get_global_tracker
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.emitter import bound_contextvars
 from miner_guard.system.clock import Clock
-from miner_guard.system.lazy_import import defer_import
+from miner_guard.system.lazy_import import defer_import, without_plugins
 
 _STEP_S = 2.0
 """A larger difference between wall and monotonic clock means that the wall clock was stepped."""
@@ -59,8 +59,10 @@ class Scheduler:
     def start(self) -> None:
         """Start the schedule. Earlier jobs are only queued, so that the miner starts before the
         import of APScheduler."""
-        with defer_import("asyncio", iscoroutinefunction=inspect.iscoroutinefunction):
-            # A job is never a coroutine; asyncio would cost 3 MB.
+        deferred = defer_import("asyncio", iscoroutinefunction=inspect.iscoroutinefunction)
+        with deferred, without_plugins():
+            # A job is never a coroutine; asyncio would cost 3 MB. Its own triggers and stores are
+            # plugins too; the guard passes objects and names none.
             from apscheduler.executors.pool import ThreadPoolExecutor
             from apscheduler.schedulers.base import BaseScheduler
 
@@ -121,7 +123,14 @@ class Scheduler:
     def once(self, name: str, work: Callable[[], None]) -> None:
         """Run `work` as soon as a thread is free."""
         run = functools.partial(self._run, name, work, None)
-        self._hand_over(lambda: self._scheduler.add_job(run))
+
+        def add() -> None:
+            from apscheduler.triggers.date import DateTrigger
+
+            # A trigger by its object: by its name APScheduler would look for a plugin.
+            self._scheduler.add_job(run, DateTrigger(timezone=timezone.utc))
+
+        self._hand_over(add)
 
     def _hand_over(self, add: Callable[[], None]) -> None:
         self._inbox.append(add)

@@ -7,6 +7,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from types import ModuleType
 from typing import Any
 
@@ -41,6 +42,18 @@ def defer_import(name: str, **given: Any) -> Iterator[None]:
         yield
     finally:
         _remove(stand_in)
+
+
+@contextmanager
+def without_plugins() -> Iterator[None]:
+    """Within it, no installed distribution has entry points: a library that collects its plugins
+    when it is imported reads the metadata of every distribution for it."""
+    original = metadata.entry_points
+    metadata.entry_points = lambda **_: ()  # type: ignore[assignment, return-value]
+    try:
+        yield
+    finally:
+        metadata.entry_points = original
 
 
 def _attribute(stand_in: ModuleType, attribute: str) -> Any:
