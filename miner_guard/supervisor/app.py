@@ -110,9 +110,7 @@ class GuardApp:
         self.flights = Flights(request.state, self.run_id, self.log, self.disk.copy_record)
         spec = LaunchSpec(
             request.command,
-            lambda launch: environment.of_miner(
-                self.env, request.config, request.state, run_id=self.run_id, launch=launch
-            ),
+            self._environment,
             request.config,
             request.state,
             self.run_id,
@@ -136,11 +134,21 @@ class GuardApp:
         self.managers: list[ServiceManager] = []
         self._closers: list[Callable[[], None]] = []
 
+    def _environment(self, launch: int) -> dict[str, str]:
+        """The miner's, for a launch counted from 0."""
+        request = self.request
+        return environment.of_miner(
+            self.env,
+            request.config,
+            request.state,
+            command=request.command,
+            run_id=self.run_id,
+            launch=launch,
+        )
+
     def _question(self) -> PreflightRequest:
         request = self.request
-        env = environment.of_miner(
-            self.env, request.config, request.state, run_id=self.run_id, launch=0
-        )
+        env = self._environment(0)
         # The probes see the miner's environment; the marker identifies them as the guard's.
         probes = {**env, HELPER: str(os.getpid())}
         return PreflightRequest(request.config, request.state, request.command, probes, torch=False)

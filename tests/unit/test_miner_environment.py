@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -16,8 +18,12 @@ from miner_guard.supervisor.process import environment
 PM2 = {"pm_id": "0", "pm_exec_path": "/x", "name": "miner", "NODE_CHANNEL_FD": "3"}
 
 
-def _of_miner(env: dict[str, str]) -> dict[str, str]:
-    return environment.of_miner(env, Config(), StateDir(Path("/nowhere")), run_id="run-1", launch=0)
+def _of_miner(
+    env: dict[str, str], command: Sequence[str] = (sys.executable, "miner.py")
+) -> dict[str, str]:
+    return environment.of_miner(
+        env, Config(), StateDir(Path("/nowhere")), command=command, run_id="run-1", launch=0
+    )
 
 
 def test_the_miner_sees_neither_pm2_nor_systemd_nor_the_keys_of_the_guard() -> None:
@@ -75,7 +81,17 @@ def test_the_flight_recorder_is_on_in_every_torch(
         return installed
 
     monkeypatch.setattr(metadata, "version", version)
+    environment._torch_version.cache_clear()
     seen = _of_miner({"HOME": "/root"})
     assert seen["TORCH_FR_BUFFER_SIZE"] == "2000"
     assert ("TORCH_NCCL_TRACE_BUFFER_SIZE" in seen) == old_name
     assert _of_miner({"TORCH_FR_BUFFER_SIZE": "0"})["TORCH_FR_BUFFER_SIZE"] == "0"
+
+
+def test_a_miner_in_another_environment_gets_both_names(tmp_path: Path) -> None:
+    """Guards against a torch 2.5.1 of the miner's own that the guard's torch 2.9 hides."""
+    other = tmp_path / "python3"
+    other.write_text("#!/bin/sh\n")
+    other.chmod(0o755)
+    seen = _of_miner({}, [str(other), "miner.py"])
+    assert seen["TORCH_FR_BUFFER_SIZE"] == seen["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 
 from miner_guard import attach
 from miner_guard.config import Config
 from miner_guard.config.loading import PREFIX, SECRET
+from miner_guard.diagnosis.interpreter import of_command
 from miner_guard.rank.environment import RANK_ABOVE
 from miner_guard.state_dir import MARKER, RANK_SETTINGS, STATE_DIR, StateDir, finite
 from miner_guard.system.processes import HELPER
@@ -64,15 +68,23 @@ def without_pm2(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def of_miner(
-    env: Mapping[str, str], config: Config, state: StateDir, *, run_id: str, launch: int
+    env: Mapping[str, str],
+    config: Config,
+    state: StateDir,
+    *,
+    command: Sequence[str],
+    run_id: str,
+    launch: int,
 ) -> dict[str, str]:
-    """The miner's complete environment for launch number `launch` (counted from 0)."""
+    """The complete environment of the miner that `command` starts, for launch number `launch`
+    (counted from 0)."""
     own = {name: value for name, value in without_pm2(env).items() if name not in _OF_THE_GUARD}
     settings = {name: dataclasses.asdict(getattr(config, name)) for name in _RANK_SECTIONS}
     # Unbuffered, so that lines reach the log immediately and a kill loses none.
     own.setdefault("PYTHONUNBUFFERED", "1")
     # torch's Flight Recorder names the late rank of a collective after a hang, with gloo too.
-    for name in _flight_recorder_sizes():
+    beside = os.path.dirname(of_command(command, own)) == os.path.dirname(sys.executable)
+    for name in _flight_recorder_sizes(ours=beside):
         own.setdefault(name, "2000")
     return {
         **attach.environment(config.miner.attach, own),
@@ -82,14 +94,21 @@ def of_miner(
     }
 
 
-def _flight_recorder_sizes() -> tuple[str, ...]:
+def _flight_recorder_sizes(*, ours: bool) -> tuple[str, ...]:
     """The variables that switch torch's Flight Recorder on: torch before 2.9 reads the old name
-    alone, a later one warns about it in each rank. Both where this environment holds no torch,
-    since the miner's own then has an unknown version."""
-    try:
-        major, minor, *_ = metadata.version("torch").split(".")
-        old = (int(major), int(minor)) < (2, 9)
-    except (metadata.PackageNotFoundError, ValueError):
-        old = True
+    alone, a later one warns about it in each rank. Both where the miner's torch is unknown: it runs
+    in another environment than the guard (`ours` is false), or the guard's holds none."""
+    version = _torch_version() if ours else None
+    old = version is None or version < (2, 9)
     new_name = "TORCH_FR_BUFFER_SIZE"
     return (new_name, "TORCH_NCCL_TRACE_BUFFER_SIZE") if old else (new_name,)
+
+
+@functools.lru_cache(maxsize=1)
+def _torch_version() -> tuple[int, int] | None:
+    """Major and minor version of this interpreter's torch; None if there is none."""
+    try:
+        major, minor, *_ = metadata.version("torch").split(".")
+        return int(major), int(minor)
+    except (metadata.PackageNotFoundError, ValueError):
+        return None
