@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from miner_guard.eventlog.formatters import rank_list
+
 
 @dataclass(frozen=True)
 class Late:
@@ -17,13 +19,14 @@ class Late:
 
 def late(traces: Mapping[int, Sequence[Mapping[str, Any]]]) -> Late | None:
     """The ranks whose last collective has a lower sequence number than the others', in the group
-    with the gap.
+    with the gap; else those whose GPU has not started the collective that the others' has.
 
-    `traces` maps a rank to its entries with `collective_seq_id`, `process_group` and
-    `profiling_name`, oldest first. None where all ranks are level, or where fewer than two ranks
-    have entries.
+    `traces` maps a rank to its entries with `collective_seq_id`, `process_group`, `profiling_name`
+    and `state`, oldest first. The number counts what the CPU enqueued: behind a kernel that never
+    ends it is level, and only TORCH_NCCL_ENABLE_TIMING=1 makes torch record what a GPU started.
+    None where all ranks are level, or where fewer than two ranks have entries.
     """
-    last: dict[tuple[str, str], dict[int, tuple[int, str]]] = {}
+    last: dict[tuple[str, str], dict[int, _Last]] = {}
     for rank, entries in traces.items():
         for entry in entries:
             if entry.get("is_p2p") or entry.get("collective_seq_id") is None:
@@ -31,18 +34,35 @@ def late(traces: Mapping[int, Sequence[Mapping[str, Any]]]) -> Late | None:
             name = str(entry.get("profiling_name"))
             # `nccl:…` and `gloo:…` count separately within one group.
             group = (str(entry.get("process_group")), name.partition(":")[0])
-            last.setdefault(group, {})[rank] = (int(entry["collective_seq_id"]), name)
-    for numbers in last.values():
-        most = max(number for number, _ in numbers.values())
-        behind = tuple(sorted(rank for rank, (number, _) in numbers.items() if number < most))
-        if behind and len(numbers) > 1:
-            return Late(behind, _detail(numbers, behind, most))
+            state = str(entry.get("state"))
+            number = int(entry["collective_seq_id"])
+            last.setdefault(group, {})[rank] = _Last(number, name, state)
+    for ranks in last.values():
+        most = max(ranks.values(), key=lambda each: each.number)
+        behind = tuple(sorted(r for r, each in ranks.items() if each.number < most.number))
+        if behind:
+            late_ones = ", ".join(f"rank {r} is at number {ranks[r].number}" for r in behind)
+            return Late(behind, f"{late_ones}, {_waiting(ranks, behind, most)}")
+    for ranks in last.values():
+        most = next(iter(ranks.values()))
+        behind = tuple(sorted(r for r, each in ranks.items() if each.state == "scheduled"))
+        if behind and any(each.state == "started" for each in ranks.values()):
+            whose = f"the GPU of {rank_list(behind)} has not started it"
+            return Late(behind, f"{_waiting(ranks, behind, most)}; {whose}")
     return None
 
 
-def _detail(numbers: Mapping[int, tuple[int, str]], behind: tuple[int, ...], most: int) -> str:
-    name = next(name for number, name in numbers.values() if number == most)
-    late_ones = ", ".join(f"rank {rank} is at number {numbers[rank][0]}" for rank in behind)
-    waiting = [str(rank) for rank in sorted(numbers) if rank not in behind]
+@dataclass(frozen=True)
+class _Last:
+    """A rank's last collective in one group."""
+
+    number: int
+    name: str
+    state: str
+    """`scheduled`, `started` or `completed`, as the GPU's events tell."""
+
+
+def _waiting(ranks: Mapping[int, _Last], behind: tuple[int, ...], most: _Last) -> str:
+    waiting = [str(rank) for rank in sorted(ranks) if rank not in behind]
     wait = f"rank {waiting[0]} waits" if len(waiting) == 1 else f"ranks {','.join(waiting)} wait"
-    return f"{late_ones}, {wait} in collective number {most} ({name})"
+    return f"{wait} in collective number {most.number} ({most.name})"

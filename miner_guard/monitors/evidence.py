@@ -237,7 +237,7 @@ def _ask(path: Path) -> bool:
     try:
         pipe = os.open(asking(path), os.O_WRONLY | os.O_NONBLOCK)
     except OSError:
-        # The pipe does not exist (one rank, no torch.distributed) or has no reader.
+        # The pipe does not exist (no torch.distributed) or has no reader.
         return False
     try:
         return os.write(pipe, b"?") == 1

@@ -355,7 +355,8 @@ class Guard:
             self._attempt("agreement", self._questions.agreement)
         if self.place.state is not None:
             self._attempt("stacks", self._stacks.begin, self.place.state.stacks_of(self.rank))
-            if self.world_size > 1:
+            # One rank too: behind a kernel that never ends its collectives wait like any other's.
+            if self.world_size > 1 or environment.initialised_distributed() is not None:
                 self._attempt(
                     "collectives", collectives.serve, self.place.state.collectives_of(self.rank)
                 )

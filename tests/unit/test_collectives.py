@@ -90,3 +90,21 @@ def test_level_ranks_and_single_ones_name_no_culprit() -> None:
     assert late({0: trace(5), 1: trace(5)}) is None
     assert late({0: trace(5)}) is None
     assert late({0: [], 1: [{"collective_seq_id": None}]}) is None
+
+
+def test_at_the_same_number_the_gpu_that_has_not_started_it_is_late() -> None:
+    """Guards against a spinning kernel that hides behind collectives which its CPU enqueued."""
+
+    def at(state: str) -> list[dict[str, Any]]:
+        return [{**trace(7, name="nccl:all_reduce")[0], "state": state}]
+
+    found = late({0: at("started"), 1: at("scheduled"), 2: at("started")})
+    assert found is not None
+    assert found.ranks == (1,)
+    assert found.detail == (
+        "ranks 0,2 wait in collective number 7 (nccl:all_reduce); the GPU of rank 1 has not "
+        "started it"
+    )
+    # Without TORCH_NCCL_ENABLE_TIMING torch records no start: nothing is known.
+    assert late({0: at("scheduled"), 1: at("scheduled")}) is None
+    assert late({0: at("completed"), 1: at("scheduled")}) is None
