@@ -64,7 +64,8 @@ class Checkpointer:
     complete one.
 
     Every method but `request` is collective: each rank calls it at the same point. The constructor
-    creates a gloo group for the writer threads; with NCCL the default group must be
+    creates a gloo group for the writer threads. With a default group of NCCL alone, some versions
+    of torch cannot write asynchronously, and training waits for the write: make it
     `cpu:gloo,cuda:nccl`. `on_saved` is called on rank 0, from the writer thread.
     """
 
@@ -156,7 +157,13 @@ class Checkpointer:
             save(state, checkpoint_id=draft, no_dist=True)
             written.set_result(None)
         else:
-            written = async_save(state, checkpoint_id=draft, process_group=self._group)  # type: ignore[assignment]
+            try:
+                written = async_save(state, checkpoint_id=draft, process_group=self._group)  # type: ignore[assignment]
+            except AssertionError:
+                # Some versions of torch demand a CPU backend of the default group, although they
+                # are given a gloo group. Training waits instead of ending.
+                save(state, checkpoint_id=draft, process_group=self._group)
+                written.set_result(None)
         self._pending = self._writer.submit(self._finish, written, draft, step, start)
 
     def wait(self) -> None:

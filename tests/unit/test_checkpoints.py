@@ -16,7 +16,9 @@ from tests.support.forks import forks
 requires.module("torch")
 
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
+from miner_guard import checkpoints  # noqa: E402
 from miner_guard.checkpoints import MANIFEST, Checkpointer, CheckpointError, Saved, Skipped, damage  # noqa: E402
 
 
@@ -26,10 +28,10 @@ def state(value: float) -> dict[str, object]:
 
 def saved(folder: Path, *steps: int, keep: int = 5) -> list[Saved]:
     done: list[Saved] = []
-    checkpoints = Checkpointer(folder, every=10, keep=keep, on_saved=done.append)
+    writer = Checkpointer(folder, every=10, keep=keep, on_saved=done.append)
     for step in steps:
-        checkpoints.save(step, state(step))
-    checkpoints.close()
+        writer.save(step, state(step))
+    writer.close()
     return done
 
 
@@ -117,6 +119,25 @@ def test_what_a_death_left_half_written_is_swept_and_never_resumed(tmp_path: Pat
     (half / "__0_0.distcp").write_bytes(b"half")
     assert resumed(tmp_path)[1] == 10.0
     assert not half.exists()
+
+
+def test_where_torch_refuses_to_write_asynchronously_training_waits_and_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a default group of NCCL alone that ends training at its first checkpoint."""
+    if dist.is_initialized():
+        pytest.skip("another test has left a process group")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("A CPU backend must be enabled for async save")
+
+    monkeypatch.setattr(checkpoints, "async_save", refuse)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert [s.step for s in saved(tmp_path, 10)] == [10]
+        assert resumed(tmp_path)[1] == 10.0
+    finally:
+        dist.destroy_process_group()
 
 
 def test_due_every_n_steps_and_on_request(tmp_path: Path) -> None:
