@@ -57,7 +57,8 @@ gpu:
 	else $(MAKE) $(VENV)/.dev && $(BIN)/python -m pytest -q -s tests/gpu $(PYTEST_ARGS); fi
 
 # What `make gpu` needs on a machine without a network, for its Python; at most 64 MiB, ignored by git.
-GPU_PACK := --only-binary=:all: --python-version 3.12 --implementation cp \
+GPU_PACK_PYTHON ?= 3.12
+GPU_PACK := --only-binary=:all: --python-version $(GPU_PACK_PYTHON) --implementation cp \
   --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --platform linux_x86_64
 gpu-pack: $(VENV)/.dev
 	rm -rf $(GPU)/wheels

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,11 @@ MINERS = Path(__file__).with_name("miners")
 MARK = "_MINER_GUARD_TEST_MARK"
 """Names the test in the environment of its processes. A name with TOKEN in it would have its value
 redacted."""
+
+
+def when(record: Mapping[str, Any]) -> float:
+    """Seconds since 1970 of an event."""
+    return datetime.fromisoformat(record["ts"].replace("Z", "+00:00")).timestamp()
 
 
 def living(needle: str) -> list[tuple[int, str]]:

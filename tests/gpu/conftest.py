@@ -1,10 +1,12 @@
 """Acceptance on one GPU: what was measured becomes a table and gpu-acceptance.json. Without a GPU
-the same tests run on the CPU, and what needs the hardware says so in its row."""
+the same tests run on the CPU under a fake NVML library, and what needs the hardware says so in its
+row."""
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,9 +14,13 @@ from typing import Any
 
 import pytest
 
+from tests.faults.guarded import Guarded
+from tests.gpu.machine import FAKE_GPU, Machine
 from tests.support import requires
+from tests.support.fake_nvml import FakeNvml, build
 
 OUT = Path(os.environ.get("OUT") or ".gpu")
+LIMIT_S = 480.0
 
 
 @dataclass(frozen=True)
@@ -40,17 +46,27 @@ class Table:
 
 
 @pytest.fixture(scope="session")
-def table() -> Iterator[Table]:
+def cuda() -> bool:
+    """A CUDA device is there."""
     requires.module("torch")
     import torch
 
-    cuda = torch.cuda.is_available()
-    made = Table(torch.cuda.get_device_name(0) if cuda else "CPU alone")
+    return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session")
+def table(cuda: bool) -> Iterator[Table]:
+    import torch
+
+    made, started = Table(torch.cuda.get_device_name(0) if cuda else "CPU alone"), time.monotonic()
     yield made
+    seconds = time.monotonic() - started
+    made.add("the whole acceptance", f"{seconds:.0f} s", f"<= {LIMIT_S:.0f} s")
     OUT.mkdir(parents=True, exist_ok=True)
     document = {
         "device": made.device,
         "torch": torch.__version__,
+        "seconds": round(seconds, 1),
         "rows": [asdict(row) for row in made.rows],
     }
     (OUT / "gpu-acceptance.json").write_text(json.dumps(document, indent=1))
@@ -62,8 +78,28 @@ def table() -> Iterator[Table]:
 
 
 @pytest.fixture(scope="session")
-def cuda(table: Table) -> bool:
-    """A CUDA device is there."""
-    import torch
+def fake_library(cuda: bool, tmp_path_factory: pytest.TempPathFactory) -> Path | None:
+    """The fake NVML library; None where a GPU is there."""
+    return None if cuda else build(tmp_path_factory.mktemp("nvml"))
 
-    return torch.cuda.is_available()
+
+@pytest.fixture
+def machine(cuda: bool, fake_library: Path | None, tmp_path: Path) -> Machine:
+    """The GPU, or one fake H200 of this test alone."""
+    if fake_library is None:
+        return Machine(cuda, None)
+    fake = FakeNvml(tmp_path, fake_library)
+    fake.set(dict(FAKE_GPU))
+    return Machine(cuda, fake)
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[Guarded]:
+    """A guard that is not started yet; nothing of it outlives the test."""
+    guard = Guarded(tmp_path)
+    try:
+        yield guard
+        if all(process.poll() is not None for process in guard.processes):
+            guard.assert_nothing_left()
+    finally:
+        guard.clean()

@@ -6,22 +6,28 @@ import contextlib
 import os
 import socket
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from miner_guard.eventlog.catalog import make_finding
 from miner_guard.flight_recorder.reader import FlightReader
 from miner_guard.rank.environment import find
 from miner_guard.rank.guard import Guard
 from miner_guard.rank.hot import compiled
 from miner_guard.state_dir import StateDir
+from tests.faults.guarded import Guarded
 from tests.gpu.conftest import Table
+from tests.gpu.machine import Machine
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
 PHASES = ("data", "forward", "backward", "optimizer")
+BLOCK_S = 0.25
+PAIRS = 60
 
 
 @pytest.fixture
@@ -55,62 +61,115 @@ def test_no_call_of_the_hook_waits_for_the_gpu(
 
     device = "cuda" if cuda else "cpu"
     loss = torch.ones((), device=device)
+    model = torch.nn.Linear(8, 8, device=device)
     with no_synchronisation(cuda):
+        guard.diagnose(model, batch_size=2, effective_batch_size=512)
         for name in (*PHASES, "val_loss", "upload"):
             with guard.phase(name):
                 pass
         guard.step(outer_step=1, inner_step=1, loss=3.4, lr=1e-4, grad_norm=1.0)
         guard.step(outer_step=1, inner_step=2, loss=loss, grad_norm=loss)
-        guard.may_upload(outer_step=1, inner_step=2, loss=loss)
+        decision = guard.may_upload(outer_step=1, inner_step=84, loss=loss)
+        if decision:
+            with guard.upload(decision):
+                pass
         guard.upload_due()
         guard.checkpoint_requested()
-    steps = list(FlightReader(StateDir(tmp_path).flight_of(0)).steps())
+        guard.due("snapshot", every_s=60.0)
+        guard.checkpoint_saved(tmp_path / "step-1", step=1, seconds=1.0, size_bytes=1)
+        guard.emit(make_finding("checkpoint_resumed", rank=0, path="here", step=1))
+        guard.close(finished=True)
+    record = FlightReader(StateDir(tmp_path).flight_of(0))
+    steps = list(record.steps())
     assert [step.loss for step in steps] == [3.4, None if cuda else 1.0]
     assert (steps[0].allocated_bytes is not None) == cuda
+    # The hook catches what is raised in it: a wait would show as a degradation, not as an error.
+    degraded = [str(e) for _, e in record.entries() if e.get("event") == "guard_degraded"]
+    assert not [words for words in degraded if "synchronizing" in words], degraded
     table.add("hook calls that synchronised", 0 if cuda else None, "0")
 
 
-def _blocks(step: Callable[[], None], blocks: int, seconds: float) -> list[float]:
-    """Seconds of a step, by block."""
-    times = []
-    for _ in range(blocks):
-        count, started = 0, time.perf_counter()
-        while (taken := time.perf_counter() - started) < seconds:
-            step()
-            count += 1
-        times.append(taken / max(count, 1))
-    return times
+def test_an_attached_program_never_waits_for_the_gpu(
+    guarded: Guarded, machine: Machine, table: Table
+) -> None:
+    command = [sys.executable, "-m", "tests.gpu.miners.unhooked", guarded.token]
+    path = os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
+    process = guarded.start(
+        command,
+        "--attach",
+        "auto",
+        "--no-restart",
+        settings={"logs.step_lines_per_s": 100},
+        env={**machine.env, "PYTHONPATH": path},
+    )
+    assert process.wait(120) == 0, guarded.tail()
+    assert "the program made 40 steps" in guarded.output.read_text()
+    assert "synchronizing" not in guarded.state.log.read_text()
+    steps = guarded.named("inner_step")
+    assert steps
+    assert steps[-1]["inner_step"] >= 38
+    table.add("--attach auto: calls that synchronised", 0 if machine.cuda else None, "0")
+
+
+def _seconds_of(step: Callable[[], None], clock: Callable[[], float]) -> float:
+    """Seconds of a step by `clock`, over at least BLOCK_S."""
+    count, started = 0, clock()
+    while (taken := clock() - started) < BLOCK_S or not count:
+        step()
+        count += 1
+    return taken / count
 
 
 def test_training_is_as_fast_with_the_guard(guard: Guard, cuda: bool, table: Table) -> None:
     import torch
 
-    device = "cuda" if cuda else "cpu"
-    side = 8192 if cuda else 512
-    a = torch.randn(side, side, device=device)
+    if cuda:
+        a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    else:
+        a = torch.randn(512, 512)
+
+    def work() -> None:
+        for _ in range(4):
+            torch.mm(a, a)
 
     def train() -> None:
         for _ in PHASES:
-            torch.mm(a, a)
+            work()
         if cuda:
             torch.cuda.synchronize()
 
-    def guarded() -> None:
+    def guarded_step() -> None:
         for name in PHASES:
             with guard.phase(name):
-                torch.mm(a, a)
+                work()
         if cuda:
             torch.cuda.synchronize()
         guard.step(outer_step=1, loss=3.4, lr=1e-4)
 
-    _blocks(guarded, 2, 0.2)
+    # On a shared CPU the time of other processes would be judged.
+    clock = time.perf_counter if cuda else time.process_time
+    _seconds_of(guarded_step, clock)
     ratios = []
-    for _ in range(10):
-        (without,), (with_guard,) = _blocks(train, 1, 0.5), _blocks(guarded, 1, 0.5)
-        ratios.append(with_guard / without)
-    ratio = statistics.median(ratios)
-    table.add("step time with the guard / without", round(ratio, 5), "<= 1.001")
+    for pair in range(PAIRS if cuda else PAIRS // 6):
+        # In alternating order: a GPU that warms up meanwhile slows both ways alike.
+        ways = (train, guarded_step) if pair % 2 else (guarded_step, train)
+        seconds = {way: _seconds_of(way, clock) for way in ways}
+        ratios.append(seconds[guarded_step] / seconds[train])
+    low, ratio, high = _median_and_bounds(ratios)
+    words = f"{ratio:.5f} (95 %: {low:.5f}-{high:.5f}, {len(ratios)} pairs)"
+    table.add("step time with the guard / without", words, "<= 1.001")
     table.add("hot path of the hook", "compiled" if compiled()[0] is not None else "Python")
     if cuda:
-        assert ratio <= 1.001
+        assert low <= 1.001, f"even the least that these pairs allow is more: {words}"
     assert ratio < 1.5, f"on {os.cpu_count()} cores"
+
+
+def _median_and_bounds(values: list[float]) -> tuple[float, float, float]:
+    """The median between the order statistics that hold it with 95 % confidence (the binomial's
+    normal approximation)."""
+    ordered = sorted(values)
+    half = 0.98 * len(ordered) ** 0.5
+    middle = len(ordered) / 2
+    low = ordered[max(0, int(middle - half))]
+    high = ordered[min(len(ordered) - 1, int(middle + half))]
+    return low, statistics.median(ordered), high
