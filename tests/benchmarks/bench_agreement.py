@@ -1,0 +1,42 @@
+"""The ranks' agreement as processes: descriptors that the hook opens, and the time of a question,
+as the ranks grow."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import tempfile
+from pathlib import Path
+
+from tests.benchmarks.frame import Row
+from tests.support import many_ranks
+
+TITLE = "The ranks' agreement, real processes, 8 a node"
+
+SIZES = ((8, "gloo"), (64, "gloo"), (64, "fake"), (256, "fake"))
+"""`fake`: ranks that share the launcher's store alone; a gloo mesh of 256 does not fit here."""
+
+_SECONDS = 500.0
+
+
+def run() -> list[Row]:
+    """Two rows for each size."""
+    rows: list[Row] = []
+    for ranks, backend in SIZES:
+        name = f"{ranks} ranks, {'gloo mesh' if backend == 'gloo' else 'no mesh'}"
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                answers = many_ranks.run(Path(folder), ranks, 8, backend, _SECONDS)
+            except (subprocess.SubprocessError, OSError) as error:
+                rows.append(Row(name, None, "", "<= 4", str(error)[:80]))
+                continue
+        opened = [len(answer.opened) for answer in answers]
+        # The first question waits for all ranks to start.
+        asked = [statistics.median(answer.seconds[1:]) for answer in answers]
+        rows.append(
+            Row(f"{name}: descriptors of the hook, most of a rank", max(opened), "", "<= 4")
+        )
+        rows.append(
+            Row(f"{name}: a question, median over ranks", 1e3 * statistics.median(asked), "ms")
+        )
+    return rows

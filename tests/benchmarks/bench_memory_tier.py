@@ -1,0 +1,225 @@
+"""Checkpoints in memory beside their peers: the time that training waits, the bytes, and the time
+from a fault to the first new step."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.frame import Row
+from tests.faults.guarded import Guarded, when
+from tests.faults.restarted_demo import ON_DISK_EVERY, RestartedDemo
+
+TITLE = "Checkpoints in memory, the same model and state"
+
+_ROUNDS = 6
+_STEP_TARGET = "<= 5 % of a step"
+
+Save = Callable[[int], None]
+"""Saves the state of a step; returns as soon as training may continue."""
+
+
+def run() -> list[Row]:
+    """Blocking time and bytes of each way in one process, then the demo's recovery."""
+    if importlib.util.find_spec("torch") is None:
+        return [Row("a snapshot", None, "s", note="torch is not installed")]
+    return [*_blocking(), *_recovery()]
+
+
+class Training:
+    """A GPT of 12.6 million parameters with AdamW: 151 MB of state."""
+
+    def __init__(self) -> None:
+        import torch
+
+        from miner_guard.demo.corpus import Corpus, standard_library
+        from miner_guard.demo.model import ByteGPT, Shape
+
+        self._shape = Shape(layers=4, width=512, context=256)
+        self.model = ByteGPT(self._shape)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self._corpus = Corpus(standard_library(), 38, 0)
+        self._number = 0
+        self.step()
+
+    def step(self) -> float:
+        """Seconds of one step over 2,048 tokens."""
+        start = time.monotonic()
+        self._number += 1
+        tokens, targets = self._corpus.batch(self._number, 0, 8, self._shape.context)
+        self.model(tokens, targets).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return time.monotonic() - start
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def size(self) -> int:
+        tensors = [*self.model.state_dict().values()]
+        for slots in self.optimizer.state.values():
+            tensors += [v for v in slots.values() if hasattr(v, "numel")]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _blocking() -> Iterator[Row]:
+    training = Training()
+    size = training.size()
+    alone = statistics.median(training.step() for _ in range(_ROUNDS))
+    yield Row(
+        "a step, nothing saved", alone, "s", note=f"2 048 tokens, {size / 1e6:.0f} MB of state"
+    )
+    for name, make in WAYS.items():
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+            try:
+                with make(training, Path(folder)) as save:
+                    blocked, steps = _measured(training, save)
+                    held = sum(p.stat().st_size for p in Path(folder).rglob("*") if p.is_file())
+            except ImportError as error:
+                yield Row(f"{name}: training waits", None, "ms", note=f"{error}")
+                continue
+        target = _STEP_TARGET if name == OURS else ""
+        share = f"{100 * blocked / alone:.1f} % of a step; the step beside it {steps / alone:.2f} x"
+        yield Row(f"{name}: training waits", 1e3 * blocked, "ms", target, share)
+        yield Row(f"{name}: bytes in /dev/shm", held / size, "x the state")
+
+
+def _measured(training: Training, save: Save) -> tuple[float, float]:
+    """Median seconds of a save, and of the step beside its background part."""
+    blocked, steps = [], []
+    for number in range(1, _ROUNDS + 1):
+        start = time.monotonic()
+        save(number)
+        blocked.append(time.monotonic() - start)
+        steps.append(training.step())
+    # The first one reserves its memory.
+    return statistics.median(blocked[1:]), statistics.median(steps[1:])
+
+
+OURS = "miner-guard's memory tier"
+
+
+@contextmanager
+def _ours(training: Training, folder: Path) -> Iterator[Save]:
+    from miner_guard.checkpoint_memory import MemoryTier
+
+    tier = MemoryTier(folder, 0, 1)
+
+    def save(step: int) -> None:
+        tier.save(step, training.state())
+
+    yield save
+    tier.close(remove=False)
+
+
+@contextmanager
+def _dcp(training: Training, folder: Path) -> Iterator[Save]:
+    """torch.distributed.checkpoint.async_save into /dev/shm, which keeps the last two."""
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.state_dict_saver import async_save
+
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    pending: list[Any] = []
+
+    def save(step: int) -> None:
+        if pending:
+            pending.pop().result()
+            shutil.rmtree(folder / f"step-{step - 2}", ignore_errors=True)
+        pending.append(async_save(training.state(), checkpoint_id=folder / f"step-{step}"))
+
+    try:
+        yield save
+        pending.pop().result()
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _torch_save(training: Training, folder: Path) -> Iterator[Save]:
+    import torch
+
+    def save(step: int) -> None:
+        draft = folder / "draft"
+        torch.save(training.state(), draft)
+        os.replace(draft, folder / f"slot-{step % 2}")
+
+    yield save
+
+
+@contextmanager
+def _nvrx(training: Training, folder: Path) -> Iterator[Save]:
+    """NVRx's LocalCheckpointManager as its usage guide shows it, asynchronous, in /dev/shm."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
+        from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import (
+            BasicTensorAwareStateDict,
+        )
+        from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import (
+            LocalCheckpointManager,
+        )
+
+        manager = LocalCheckpointManager(folder)
+        queue = AsyncCallsQueue()
+
+        def save(step: int) -> None:
+            queue.maybe_finalize_async_calls(blocking=True)
+            state = BasicTensorAwareStateDict(training.state())
+            request = manager.save(state, step, is_async=True)
+            queue.schedule_async_request(request)
+
+        yield save
+        queue.maybe_finalize_async_calls(blocking=True)
+        queue.close()
+    finally:
+        dist.destroy_process_group()
+
+
+WAYS = {
+    OURS: _ours,
+    "torch DCP async_save": _dcp,
+    "torch.save": _torch_save,
+    "NVRx local checkpoint": _nvrx,
+}
+
+
+def _recovery() -> Iterator[Row]:
+    """The demo with two ranks under a guard: SIGKILL of one rank until the first new step; from
+    memory, and from disk, where the launch before kept none."""
+    every = f"from disk, every {ON_DISK_EVERY} steps"
+    for name, memory in (("from memory", True), (every, False)):
+        with tempfile.TemporaryDirectory() as folder:
+            seconds, lost = _recover(Path(folder), memory=memory)
+        yield Row(f"fault -> first new step, {name}", seconds, "s")
+        yield Row(f"steps lost, {name}", lost, "", "<= 1" if memory else "")
+
+
+def _recover(folder: Path, *, memory: bool) -> tuple[float, int]:
+    """Seconds from the kill to the first new step, and steps lost."""
+    guarded = Guarded(folder)
+    demo = RestartedDemo(guarded, folder)
+    try:
+        demo.start()
+        at = demo.past_a_checkpoint()
+        if not memory:
+            # The next snapshot finds no folder, and there are none from then on.
+            shutil.rmtree(guarded.state.memory)
+            at = demo.reach(2)
+        killed = time.time()
+        demo.kill(demo.ranks()[1])
+        resumed = demo.resume()
+        steps = [e for e in guarded.named("inner_step") if when(e) > when(resumed)]
+        return when(steps[0]) - killed, at - resumed["step"]
+    finally:
+        guarded.clean()

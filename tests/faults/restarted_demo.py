@@ -1,0 +1,73 @@
+"""The demo's two ranks under a guard, killed and started again and again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from miner_guard.monitors.evidence import identity_of
+from tests.faults.guarded import Guarded
+from tests.support import requires
+from tests.support.waiting import until
+
+ON_DISK_EVERY = 10
+SETTINGS = {
+    "restart.backoff_s": 0.2,
+    "miner.stop_timeout_s": 20,
+    "health.snapshot_every_s": 600,
+    "logs.step_lines_per_s": 100,
+}
+
+
+class RestartedDemo:
+    """Its steps, its ranks, and what it resumed from."""
+
+    def __init__(self, guarded: Guarded, folder: Path) -> None:
+        requires.module("torch")
+        self.guarded = guarded
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        options = ["--work", str(folder / f"work-{guarded.token}"), "--steps", "100000"]
+        options += ["--effective-batch-size", "4", "--batch-size", "2"]
+        options += ["--checkpoint-every", str(ON_DISK_EVERY)]
+        options += ["--upload-steps", "100000", "--inner-steps-per-outer", "100000"]
+        self._command = [sys.executable, *launcher, "-m", "miner_guard.demo.train", *options]
+        self.resumed = 0
+
+    def start(self) -> None:
+        self.guarded.start(self._command, settings=SETTINGS)
+
+    def ranks(self) -> list[int]:
+        found = [identity_of(self.guarded.state, rank) for rank in (0, 1)]
+        return [identity.pid for identity in found if identity is not None]
+
+    def at(self) -> int:
+        """The last step that is known to be done."""
+        steps = self.guarded.named("inner_step")
+        return int(steps[-1]["inner_step"]) if steps else 0
+
+    def reach(self, more: int) -> int:
+        """Wait for so many steps more; the step reached."""
+        goal = self.at() + more
+        until(lambda: self.at() >= goal, 150, lambda: f"step {goal}: {self.guarded.tail()}")
+        return self.at()
+
+    def resume(self) -> dict[str, Any]:
+        """Wait for the next launch to resume, and to make two steps."""
+        self.resumed += 1
+        event = self.guarded.wait_for("checkpoint_resumed", self.resumed, seconds=150)
+        before = len(self.guarded.named("inner_step"))
+        self.guarded.wait_for("inner_step", before + 2, seconds=150)
+        return event
+
+    def past_a_checkpoint(self) -> int:
+        """Wait until disk and memory differ by more than a step; the step reached."""
+        while (at := self.reach(3)) % ON_DISK_EVERY not in range(3, ON_DISK_EVERY - 1):
+            pass
+        return at
+
+    def kill(self, *pids: int) -> None:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)

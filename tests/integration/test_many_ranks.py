@@ -1,0 +1,27 @@
+"""64 real gloo ranks on eight nodes agree; the guard costs each a handful of descriptors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import many_ranks, requires
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+
+ALLOWED = 4
+
+
+def test_64_ranks_agree_and_the_guard_opens_four_descriptors_in_each_at_most(
+    tmp_path: Path,
+) -> None:
+    """Guards against an agreement whose connections grow with the ranks: past `ulimit -n` every
+    upload would be blocked."""
+    requires.module("torch")
+    answers = many_ranks.run(tmp_path, 64, 8, "gloo", 500)
+    assert len(answers) == 64
+    assert len(answers[0].decisions) == many_ranks.QUESTIONS
+    for rank, answer in enumerate(answers):
+        assert answer.decisions == answers[0].decisions, rank
+        assert len(answer.opened) <= ALLOWED, (rank, answer.opened)

@@ -1,0 +1,126 @@
+"""Many real ranks on one machine: processes forked from one that has imported torch, in nodes of
+PER_NODE with a state directory each. Each asks the gate and counts the descriptors that the hook
+opened.
+
+`python -m tests.support.many_ranks FOLDER RANKS PER_NODE BACKEND`; answers in rank-NNNN.json.
+`gloo` is the miner's own full mesh; `fake` connects to the launcher's store alone, for more ranks
+than a mesh on one machine allows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[2]
+QUESTIONS = 20
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What one rank found."""
+
+    opened: list[str]
+    """Targets of the descriptors that the hook opened."""
+
+    decisions: list[str]
+    seconds: list[float]
+    """Of each question, on this rank."""
+
+
+def run(folder: Path, ranks: int, per_node: int, backend: str, seconds: float) -> list[Answers]:
+    """All ranks' answers, by rank. Raises what subprocess.run raises."""
+    words = [str(folder), str(ranks), str(per_node), backend]
+    subprocess.run(
+        [sys.executable, "-m", "tests.support.many_ranks", *words],
+        check=True,
+        timeout=seconds,
+        cwd=REPO,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    files = [folder / f"rank-{rank:04d}.json" for rank in range(ranks)]
+    return [Answers(**json.loads(file.read_text())) for file in files]
+
+
+def _descriptors() -> dict[str, str]:
+    """This process's open descriptors and their targets."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[name] = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            # The one that lists them.
+            continue
+    return found
+
+
+def _meet(store: Any, name: str, ranks: int) -> None:
+    store.add(name, 1)
+    while store.add(name, 0) < ranks:
+        time.sleep(0.05)
+
+
+def _rank(folder: Path, rank: int, ranks: int, per_node: int, backend: str, port: int) -> None:
+    import torch.distributed as dist
+
+    import miner_guard
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank % per_node))
+    store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, wait_for_workers=False)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+    _meet(store, "joined", ranks)
+    before = _descriptors()
+    guard = miner_guard.init(folder / f"node-{rank // per_node}")
+    decisions, seconds = [], []
+    for number in range(QUESTIONS):
+        started = time.monotonic()
+        decision = guard.may_upload(outer_step=1, inner_step=50 + number)
+        seconds.append(time.monotonic() - started)
+        decisions.append(f"{decision.decision_id}: {decision.reason}")
+    opened = [target for name, target in _descriptors().items() if name not in before]
+    answers = {"opened": sorted(opened), "decisions": decisions, "seconds": seconds}
+    (folder / f"rank-{rank:04d}.json").write_text(json.dumps(answers))
+    # Rank 0 holds the store: it leaves last.
+    _meet(store, "done", ranks)
+    guard.close(finished=True)
+
+
+def main(folder: Path, ranks: int, per_node: int, backend: str) -> int:
+    """Fork the ranks. Returns how many failed."""
+    import torch
+    import torch.distributed
+
+    import miner_guard
+
+    assert miner_guard
+    torch.set_num_threads(1)
+    if backend == "fake":
+        # Registers itself.
+        import torch.testing._internal.distributed.fake_pg
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(ranks):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                _rank(folder, rank, ranks, per_node, backend, port)
+                code = 0
+            finally:
+                sys.stdout.flush()
+                os._exit(code)
+        children.append(child)
+    return sum(os.waitpid(child, 0)[1] != 0 for child in children)
+
+
+if __name__ == "__main__":
+    _folder, _ranks, _per_node, _backend = sys.argv[1:]
+    sys.exit(main(Path(_folder), int(_ranks), int(_per_node), _backend) != 0)
