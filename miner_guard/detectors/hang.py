@@ -186,9 +186,9 @@ class HangDetector:
         culprits = name_culprits(ranks, processes)
         return Hang(culprits, describe(now, ranks, culprits, processes), self.idle_s(now), limit_s)
 
-    def late(self, now: float, ranks: Mapping[int, Now], allowed_s: float) -> Hang:
+    def late(self, now: float, ranks: Mapping[int, Now], allowed_s: float, what: str = "") -> Hang:
         """Ranks have waited longer than allowed for the others' answer: uploads are blocked from
-        now on."""
+        now on. `what` is the waiting rank's report, which names the node that is late."""
         waiting = [rank.phase_since for rank in ranks.values() if rank.phase == "collective"]
         culprits = (
             tuple(n for n, rank in sorted(ranks.items()) if rank.phase != "collective")
@@ -201,6 +201,8 @@ class HangDetector:
             else "a rank did not ask together with the others"
         )
         detail = f"{words}; the ranks can agree on no further upload in this launch"
+        if what and not culprits:
+            detail += f": {what}"
         return Hang(
             culprits, detail, now - min(waiting, default=now - allowed_s), allowed_s, lasting=True
         )

@@ -91,7 +91,8 @@ class HangMonitor(Monitor):
                 self.context.clock.monotonic(),
                 self.context.config.gate.broadcast_timeout_s,
             )
-            self._found(self._detector.late(now, self._ranks, allowed_s))
+            what = str(finding.fields.get("what"))
+            self._found(self._detector.late(now, self._ranks, allowed_s, what))
         return ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:

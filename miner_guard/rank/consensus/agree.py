@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import time
 import zlib
 from collections.abc import Callable
@@ -42,6 +43,10 @@ _ADVICE = (
     "restarts"
 )
 
+_NODE = "node "
+_NAMED = 4
+"""Name so many late nodes; count the others."""
+
 _GO, _DIFFER, _NO_ANSWER, _LATE = "go", "differ", "no answer", "late"
 
 
@@ -72,6 +77,9 @@ class Member:
     socket: Path | None
     """Where the node's leader listens; None: the rank is alone on its node."""
 
+    host: str = ""
+    """The node's name for people."""
+
 
 class SingleRank:
     """A world of one rank: its answer is the common answer."""
@@ -101,7 +109,13 @@ class Group:
 
         first = store.add(f"members/{member.node}", 1) == 1
         self._channel: Channel = NodeLeader(member.socket) if first else NodeFollower(member.socket)
+        self.absent = ""
+        """The nodes that had not asked when the group broke; empty if unknown."""
+
         self._node_size: int | None = None
+        self._leader = 0
+        """Number of this rank among the leaders, from 1."""
+
         store.add("registered", 1)
 
     def share(self, question: str, answer: bytes | None) -> bytes:
@@ -142,6 +156,7 @@ class Group:
     def _break(self, waited: float, reason: str) -> None:
         missed = waited >= self._timeout_s - _EARLY_S
         self.late = missed and self._agreed
+        self.absent = reason if reason.startswith(_NODE) else ""
         what = (
             f"not every rank asked within {self._timeout_s:g} s"
             if missed
@@ -167,17 +182,18 @@ class Group:
     def _lead(self, channel: NodeLeader, own: Ask) -> tuple[str, bytes]:
         size = self._size_of_node(own.asked + self._timeout_s)
         if size is None:
-            return self._decide(own.number, _LATE), b""
+            return self._too_late(own.number)
         asks = channel.collect(own, size, self._timeout_s)
         end = min(ask.asked for ask in asks) + self._timeout_s
         # A question that has waited too long is dead even if we, its leader, are the late rank: the
         # rank that asked it has given up, and an answer now would reach some ranks only.
         if len(asks) < size or time.monotonic() > end:
-            return self._decide(own.number, _LATE), b""
+            return self._too_late(own.number)
         root = next((ask for ask in asks if ask.is_root), None)
         if size == self._member.world_size:
             # One node: its leader decides.
             return _judged(sum(ask.mark for ask in asks) == size * own.mark, root)
+        self._store.set(f"leader/{self._leader}/at", str(own.number).encode())
         if root is not None:
             known = b"" if root.answer is None else b"1" + root.answer
             self._store.set(f"{own.number}/answer", known)
@@ -190,7 +206,7 @@ class Group:
         else:
             outcome = self._outcome(own.number, end)
         if outcome != _GO:
-            return outcome, b""
+            return outcome, self._absent(own.number) if outcome == _LATE else b""
         payload = bytes(self._store.get(f"{own.number}/answer"))
         if root is not None:
             self._forget(own.number - 1)
@@ -204,7 +220,30 @@ class Group:
             if not _poll(lambda: self._store.add("registered", 0) >= world_size, end):
                 return None
             self._node_size = self._store.add(f"members/{self._member.node}", 0)
+            self._leader = self._store.add("leaders", 1)
+            name = f"{self._member.host or self._member.node} with rank {self._member.rank}"
+            self._store.set(f"leader/{self._leader}/name", name.encode())
         return self._node_size
+
+    def _too_late(self, number: int) -> tuple[str, bytes]:
+        outcome = self._decide(number, _LATE)
+        return outcome, self._absent(number) if outcome == _LATE else b""
+
+    def _absent(self, number: int) -> bytes:
+        """The nodes of which not every rank has asked question `number`; empty if unknown."""
+        late = []
+        try:
+            for leader in range(1, self._store.add("leaders", 0) + 1):
+                if not self._has_asked(leader, number):
+                    late.append(bytes(self._store.get(f"leader/{leader}/name")).decode())
+        except Exception:  # noqa: BLE001 - torch's versions raise different types; the names are only an extra
+            return b""
+        more = f" and {len(late) - _NAMED} more" if len(late) > _NAMED else ""
+        return f"{_NODE}{', '.join(late[:_NAMED])}{more}".encode() if late else b""
+
+    def _has_asked(self, leader: int, number: int) -> bool:
+        key = f"leader/{leader}/at"
+        return self._store.check([key]) and int(self._store.get(key)) >= number
 
     def _outcome(self, number: int, end: float) -> str:
         """What some leader has decided; late if none has by `end`."""
@@ -263,5 +302,6 @@ def group_of(dist: Any, place: RankContext) -> Group:
         # Ranks that share the folder and the kernel; nodes may share a network folder too.
         node = f"{boot}/{folder.st_dev}/{folder.st_ino}"
         path = place.state.agreement_of(f"{zlib.crc32(node.encode()):08x}-{call}")
-    member = Member(rank, dist.get_world_size(), node or f"rank {rank}", path)
+    host = socket.gethostname()
+    member = Member(rank, dist.get_world_size(), node or f"rank {rank}", path, host)
     return Group(store, member, place.settings.gate.broadcast_timeout_s)

@@ -152,6 +152,8 @@ class CollectiveQueries:
                 yield
         finally:
             if isinstance(self._agreement, agree.Group) and self._agreement.late:
+                on = f" on {absent}" if (absent := self._agreement.absent) else ""
                 self._recorder.report_error(
-                    agree.LATE, "a rank did not come in time, and the ranks agree on nothing more"
+                    agree.LATE,
+                    f"a rank{on} did not come in time, and the ranks agree on nothing more",
                 )

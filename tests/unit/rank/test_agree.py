@@ -173,6 +173,21 @@ def test_a_rank_that_comes_after_the_others_gave_up_is_blocked_like_them(
     assert answers == [False, False]
 
 
+def test_the_node_whose_rank_is_late_is_named_on_the_others(tmp_path: Path) -> None:
+    """Guards against a hang caused by another node that every guard blames on nobody."""
+
+    def ask(group: Group, rank: int) -> object:
+        shared(group, "both", b"go")
+        return None if rank == 5 else (shared(group, "one is missing", b"go"), group.absent)
+
+    answers, _ = run(tmp_path, 6, 2, ask, timeout_s=1.0)
+    for answer in answers[:4]:
+        assert answer is not None
+        words, absent = answer  # type: ignore[misc]
+        assert absent.startswith("node node-2 with rank ")
+        assert absent in words
+
+
 def test_a_rank_holds_one_descriptor_and_asks_the_store_for_its_node_alone(tmp_path: Path) -> None:
     """Guards against a mesh: 67 descriptors a rank at 64 ranks, past `ulimit -n` at 1,024."""
 
