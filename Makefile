@@ -53,7 +53,7 @@ gpu:
 	@if [ -d $(GPU)/wheels ]; then \
 	  $(GPU_PYTHON) -m pip install -q --no-index --no-deps --no-compile --upgrade --target $(GPU)/site $(GPU)/wheels/*.whl \
 	  && $(GPU_PYTHON) setup.py -q build_ext --inplace || echo "no compiler: the hook runs in Python"; \
-	  PYTHONPATH=$(CURDIR)/$(GPU)/site:$(CURDIR) $(GPU_PYTHON) -m pytest -q -s -p no:cacheprovider tests/gpu $(PYTEST_ARGS); \
+	  PATH="$(CURDIR)/$(GPU)/site/bin:$$PATH" PYTHONPATH=$(CURDIR)/$(GPU)/site:$(CURDIR) $(GPU_PYTHON) -m pytest -q -s -p no:cacheprovider tests/gpu $(PYTEST_ARGS); \
 	else $(MAKE) $(VENV)/.dev && $(BIN)/python -m pytest -q -s tests/gpu $(PYTEST_ARGS); fi
 
 # What `make gpu` needs on a machine without a network, for its Python; at most 64 MiB, ignored by git.

@@ -1,307 +1,31 @@
 """`python -m tests.benchmarks.peer_faults [NAME…]`: ten faults under miner-guard and its peers.
 
-The same child under each, with the settings that its manual recommends for a tree of processes. A
-`yes` is a fault that the supervisor handled by itself within the limit; `no` says what was seen.
+A `yes` is a fault that the supervisor handled by itself within the limit; `no` says what was seen.
 A peer that can't be had here says why. Freezing a disk takes root.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import json
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tests.benchmarks.peers import PEERS, Peer, until
 from tests.faults.own_disk import OwnDisk
 
-REPO = Path(__file__).resolve().parents[2]
 BACK_S = 20.0
 GONE_S = 25.0
-HANG_LIMIT_S = 3.0
 STEP_S = 0.05
-
-_CHILD = r"""
-import os, signal, subprocess, sys, time
-folder, token, fault = sys.argv[1:4]
-first = not os.path.exists(folder + "/born")
-if fault == "deaf":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600) # " + token]
-# One as a dataloader is, in a session of its own; one as a daemon is, which shed its environment.
-subprocess.Popen(sleep, start_new_session=True)
-if os.fork() == 0:
-    os.setsid()
-    subprocess.Popen(sleep, env={}, start_new_session=True)
-    os._exit(0)
-os.wait()
-with open(folder + "/born", "a") as file:
-    file.write(f"{os.getpid()}\n")
-step_done = lambda step: None
-if "FT_RANK_MONITOR_IPC_SOCKET" in os.environ:
-    from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
-    client = RankMonitorClient()
-    client.init_workload_monitoring()
-    step_done = lambda step: client.send_heartbeat()
-elif "_MINER_GUARD_RUN" in os.environ:
-    import miner_guard
-    guard = miner_guard.init()
-    step_done = lambda step: guard.step(outer_step=0, inner_step=step, loss=3.0)
-steps = open(folder + "/steps", "a", buffering=1)
-for step in range(1, 10**6):
-    time.sleep(0.05)
-    step_done(step)
-    print("step", step, flush=True)
-    steps.write(f"{step}\n")
-    if first and step == 20 and fault == "crash":
-        sys.exit(3)
-    if first and step == 20 and fault == "hang":
-        time.sleep(600)
-"""
-
-
-class Peer:
-    """One supervisor and its child."""
-
-    name = ""
-    program = ""
-    """What must be installed."""
-
-    def __init__(self, folder: Path, logs: Path, fault: str) -> None:
-        """`logs`: where its own files and the child's output go."""
-        self.folder, self.logs = folder, logs
-        self.token = uuid.uuid4().hex
-        script = folder / "child.py"
-        script.write_text(_CHILD)
-        self.child = [str(script), str(folder), self.token, fault]
-        paths = [str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self.env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-
-    @classmethod
-    def missing(cls) -> str | None:
-        """Why it can't run here."""
-        return None if shutil.which(cls.program) else f"{cls.program} is not installed"
-
-    def command(self) -> Sequence[str]:
-        """What supervises the child, in the foreground."""
-        raise NotImplementedError
-
-    def start(self, *, blocked: bool = False) -> None:
-        """Start it, from a parent that blocked every signal where `blocked`."""
-
-        def block() -> None:
-            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-
-        with (self.logs / "output.log").open("wb") as out:
-            self.process = subprocess.Popen(
-                self.command(),
-                env=self.env,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                preexec_fn=block if blocked else None,
-                cwd=self.folder,
-            )
-
-    @property
-    def supervisor(self) -> int:
-        return self.process.pid
-
-    def stop(self) -> None:
-        """Ask it to end, as its manual says."""
-        self.process.terminate()
-
-    def births(self) -> list[int]:
-        """The pids of the child's starts."""
-        path = self.folder / "born"
-        return [int(line) for line in path.read_text().split()] if path.exists() else []
-
-    def steps(self) -> int:
-        """How many steps all its starts made."""
-        path = self.folder / "steps"
-        return path.read_bytes().count(b"\n") if path.exists() else 0
-
-    def left(self) -> set[int]:
-        """Living processes of the child's, by the token on their command lines."""
-        found = set()
-        for name in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(OSError):
-                words = Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0")
-                state = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0]
-                own = b"child.py" in b" ".join(words[:4]) or b"time.sleep" in b" ".join(words)
-                launches = b"--" in words or any(b"torch" in w or b"nvidia" in w for w in words)
-                token = any(self.token.encode() in word for word in words)
-                if token and own and not launches and state not in "ZX":
-                    found.add(int(name))
-        return found
-
-    def clean(self) -> None:
-        """After a test, whatever came of it."""
-        for _ in range(3):
-            with contextlib.suppress(OSError, ProcessLookupError, ValueError):
-                os.kill(self.supervisor, signal.SIGKILL)
-            for pid in self.left():
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.3)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(5)
-
-
-class MinerGuard(Peer):
-    name = "miner-guard"
-    program = "true"
-
-    def command(self) -> Sequence[str]:
-        settings = {
-            "RESTART__BACKOFF_S": 0,
-            "HANG__MIN_S": HANG_LIMIT_S,
-            "HANG__FACTOR": 1,
-            "HANG__STACK_TIMEOUT_S": 3,
-            "MINER__STOP_TIMEOUT_S": 2,
-            "GPU__PREFLIGHT": "false",
-        }
-        self.env.update({f"MINER_GUARD_{key}": str(value) for key, value in settings.items()})
-        run = ["-m", "miner_guard", "run", "--state-dir", str(self.logs / "state"), "--"]
-        return [sys.executable, *run, sys.executable, *self.child]
-
-
-class Supervisord(Peer):
-    name = "supervisord"
-    program = "supervisord"
-
-    def command(self) -> Sequence[str]:
-        conf = self.folder / "supervisord.conf"
-        conf.write_text(
-            f"[supervisord]\nnodaemon=true\nlogfile={self.logs}/main.log\n"
-            f"pidfile={self.folder}/pid\n"
-            f"[program:child]\ncommand={' '.join([sys.executable, *self.child])}\n"
-            "autorestart=true\nstartsecs=0\nstopasgroup=true\nkillasgroup=true\nstopwaitsecs=2\n"
-            f"redirect_stderr=true\nstdout_logfile={self.logs}/child.log\n"
-        )
-        return ["supervisord", "-c", str(conf)]
-
-
-class Circus(Peer):
-    name = "circus"
-    program = "circusd"
-
-    def command(self) -> Sequence[str]:
-        conf = self.folder / "circus.ini"
-        where = f"ipc://{self.folder}"
-        conf.write_text(
-            f"[circus]\nendpoint={where}/a\npubsub_endpoint={where}/b\n"
-            f"[watcher:child]\ncmd={sys.executable}\nargs={' '.join(self.child)}\n"
-            "copy_env=True\nstop_children=True\ngraceful_timeout=2\nmax_retry=-1\n"
-            f"stdout_stream.class=FileStream\nstdout_stream.filename={self.logs}/child.log\n"
-        )
-        return ["circusd", str(conf)]
-
-
-class S6(Peer):
-    name = "s6"
-    program = "s6-svscan"
-
-    def command(self) -> Sequence[str]:
-        service = self.folder / "scan" / "child"
-        service.mkdir(parents=True)
-        run = service / "run"
-        words = " ".join([sys.executable, *self.child])
-        run.write_text(f"#!/bin/sh\nexec {words} >> {self.logs}/child.log 2>&1\n")
-        run.chmod(0o755)
-        (service / "timeout-kill").write_text("2000\n")
-        return ["s6-svscan", str(service.parent)]
-
-    def clean(self) -> None:
-        for name in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(OSError):
-                words = Path(f"/proc/{name}/cmdline").read_bytes()
-                place = os.readlink(f"/proc/{name}/cwd")
-                if words.startswith(b"s6-supervise") and place.startswith(str(self.folder)):
-                    os.kill(int(name), signal.SIGKILL)
-        super().clean()
-
-
-class Pm2(Peer):
-    name = "pm2"
-    program = "pm2"
-
-    def command(self) -> Sequence[str]:
-        self.env["PM2_HOME"] = str(self.logs / "pm2")
-        app = {
-            "name": "child",
-            "script": sys.executable,
-            "interpreter": "none",
-            "args": self.child,
-            "vizion": False,
-            "kill_timeout": 2000,
-        }
-        (self.folder / "app.config.json").write_text(json.dumps({"apps": [app]}))
-        return ["pm2", "start", str(self.folder / "app.config.json")]
-
-    @property
-    def supervisor(self) -> int:
-        return int((self.logs / "pm2" / "pm2.pid").read_text())
-
-    def stop(self) -> None:
-        line = "pm2 stop child; pm2 kill"
-        out = subprocess.DEVNULL
-        self.stopper = subprocess.Popen(["sh", "-c", line], env=self.env, stdout=out, stderr=out)
-
-
-class Torchrun(Peer):
-    name = "torchrun"
-    program = "true"
-    _module = "torch.distributed.run"
-    _more: Sequence[str] = ()
-
-    def command(self) -> Sequence[str]:
-        often = ["--standalone", "--nproc-per-node=1", "--max-restarts=3", "--monitor-interval=0.1"]
-        return [sys.executable, "-m", self._module, *often, *self._more, *self.child]
-
-
-class Nvrx(Torchrun):
-    name = "NVRx"
-    _module = "nvidia_resiliency_ext.fault_tolerance.launcher"
-    _more = (
-        "--ft-workload-check-interval=0.5",
-        f"--ft-rank-heartbeat-timeout={HANG_LIMIT_S}",
-        "--ft-initial-rank-heartbeat-timeout=60",
-    )
-
-    @classmethod
-    def missing(cls) -> str | None:
-        found = importlib.util.find_spec("nvidia_resiliency_ext")
-        return None if found else "nvidia-resiliency-ext is not installed"
-
-
-PEERS: tuple[type[Peer], ...] = (MinerGuard, Pm2, Supervisord, Circus, S6, Torchrun, Nvrx)
-
-
-def until(condition: Callable[[], object], seconds: float) -> bool:
-    """Whether it came true in time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def _started(peer: Peer, *, blocked: bool = False) -> None:
     peer.start(blocked=blocked)
     if not until(lambda: peer.steps() > 10 and len(peer.left()) >= 3, 90):
-        tail = (peer.logs / "output.log").read_text(errors="replace")[-200:]
-        raise RuntimeError(f"did not start: {tail.strip()}")
+        raise RuntimeError(f"did not start: {peer.last_line()}")
 
 
 def _back(peer: Peer) -> str:
@@ -322,20 +46,20 @@ def crash(peer: Peer, _disk: OwnDisk) -> str:
 
 def kill(peer: Peer, _disk: OwnDisk) -> str:
     _started(peer)
-    os.kill(peer.births()[0], signal.SIGKILL)
+    os.kill(peer.births()[0].pid, signal.SIGKILL)
     return _back(peer)
 
 
 def blocked_signals(peer: Peer, _disk: OwnDisk) -> str:
     _started(peer, blocked=True)
-    os.kill(peer.births()[0], signal.SIGKILL)
+    os.kill(peer.births()[0].pid, signal.SIGKILL)
     return _back(peer)
 
 
 def orphans_of_a_launch(peer: Peer, _disk: OwnDisk) -> str:
     _started(peer)
     before = peer.left()
-    os.kill(peer.births()[0], signal.SIGKILL)
+    os.kill(peer.births()[0].pid, signal.SIGKILL)
     if not until(lambda: len(peer.births()) > 1, BACK_S):
         return "no: not restarted"
     until(lambda: not peer.left() & before, 5)
