@@ -164,10 +164,22 @@ def _stray_shards(answered: Sequence[Report]) -> Iterator[Finding]:
             )
 
 
+def _gpu_of(r: Report) -> tuple[Hashable, str] | None:
+    """The rank's GPU by a name that no other has; None where the rank knows none.
+
+    A slice of a divided GPU (MIG) goes by the mask that names it: CUDA gives a process the UUID of
+    the whole GPU too, and ranks on two slices share nothing.
+    """
+    slice_ = str(r.get("visible_devices") or "").partition(",")[0]
+    if slice_.startswith("MIG-"):
+        return _machine(r), slice_
+    return (_machine(r), str(r["uuid"])) if r.get("uuid") else None
+
+
 def _shared_gpus(answered: Sequence[Report]) -> Iterator[Finding]:
     def gpu(r: Report) -> Hashable | None:
-        if r.get("uuid"):
-            return _machine(r), r["uuid"]
+        if (named := _gpu_of(r)) is not None:
+            return named
         device = str(r.get("model_device"))
         return (
             (_machine(r), device)
@@ -278,8 +290,8 @@ def _memory_of_others(answered: Sequence[Report]) -> Iterator[Finding]:
     reserved: Counter[tuple[Any, Any]] = Counter()
     used: dict[tuple[Any, Any], int] = {}
     for r in answered:
-        if r.get("uuid") and r.get("device_used_bytes") is not None:
-            key = (_machine(r), r["uuid"])
+        key = _gpu_of(r)
+        if key is not None and r.get("device_used_bytes") is not None:
             reserved[key] += int(r.get("reserved_bytes") or 0)
             used[key] = max(used.get(key, 0), int(r["device_used_bytes"]))
     for key, total in used.items():

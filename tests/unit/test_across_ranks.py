@@ -243,3 +243,14 @@ def test_the_block_does_not_grow_with_ranks_that_are_alike(count: int) -> None:
         assert f"\nranks 0-4,6-{count - 1}: " in words
         assert "memory 18.00 to 20.00 of" in words
         assert len(words) < 2000
+
+
+def test_ranks_on_two_slices_of_one_gpu_share_none() -> None:
+    """Guards against a critical finding on every divided GPU: CUDA may give both ranks its UUID."""
+    slices = [
+        report(rank, uuid="GPU-0", visible_devices=f"MIG-{rank}", model_device="cuda:0")
+        for rank in range(2)
+    ]
+    assert "shared_gpu" not in said(slices)
+    same = [{**each, "visible_devices": "MIG-0"} for each in slices]
+    assert "shared_gpu" in said(same)
