@@ -87,9 +87,11 @@ def _rank(folder: Path, rank: int, ranks: int, per_node: int, backend: str, port
     opened = [target for name, target in _descriptors().items() if name not in before]
     answers = {"opened": sorted(opened), "decisions": decisions, "seconds": seconds}
     (folder / f"rank-{rank:04d}.json").write_text(json.dumps(answers))
-    # Rank 0 holds the store: it leaves last.
-    _meet(store, "done", ranks)
     guard.close(finished=True)
+    store.add("done", 1)
+    # Rank 0 holds the store: it leaves last.
+    while rank == 0 and store.add("done", 0) < ranks:
+        time.sleep(0.05)
 
 
 def main(folder: Path, ranks: int, per_node: int, backend: str) -> int:
