@@ -8,6 +8,7 @@ import typer
 
 from miner_guard.cli.echo import echo
 from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, open_context
+from miner_guard.cli.working import Working
 from miner_guard.eventlog.catalog import counted
 from miner_guard.eventlog.redact import Redactor
 from miner_guard.exits import FAILED, USAGE, Refused
@@ -35,7 +36,8 @@ def command(
         raise Refused(
             f"{why}; set MINER_GUARD_ALERTS__URLS to Apprise URLs, separated by commas", USAGE
         )
-    answer = send_test(settings)
+    with Working(f"sending to {counted(len(settings.urls), 'target')}"):
+        answer = send_test(settings)
     if not answer.known:
         words = Redactor(settings.urls).text(answer.reason or "")
         raise Refused(f"the test message did not arrive everywhere: {words}", FAILED)

@@ -15,6 +15,7 @@ from miner_guard.attach.check import LogCheck, StepSeen, check
 from miner_guard.attach.patterns import patterns
 from miner_guard.cli.echo import echo
 from miner_guard.cli.options import DEFAULT_NAME, Config, Json, open_context
+from miner_guard.cli.working import Working
 from miner_guard.eventlog.catalog import counted
 from miner_guard.exits import FAILED, USAGE, Refused
 
@@ -39,7 +40,7 @@ def command(
         known = patterns(named, place.settings.config.miner.log_patterns)
     except (OSError, ValueError) as error:
         raise Refused(f"--profile {named}: {error}", USAGE) from error
-    with _lines(file) as lines:
+    with _lines(file) as lines, Working("reading the log"):
         result = check(lines, known)
     if as_json:
         echo(json.dumps(result.as_dict(), ensure_ascii=False))

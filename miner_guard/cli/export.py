@@ -12,6 +12,7 @@ import typer
 from miner_guard.cli.echo import echo
 from miner_guard.cli.find import find_guard
 from miner_guard.cli.options import AnyName, Config, State, check_there
+from miner_guard.cli.working import Working
 from miner_guard.config import optional_deps
 from miner_guard.eventlog import query
 from miner_guard.eventlog.follow import Follower
@@ -58,7 +59,7 @@ def command(
     count = 0
     hits = chain(query.search(log, export.QUERY), follower.hits() if follow else ())
     try:
-        with contextlib.suppress(KeyboardInterrupt):
+        with contextlib.suppress(KeyboardInterrupt), Working(f"exporting to {output}"):
             for point in export.points(hits):
                 write(point)
                 count += 1

@@ -13,6 +13,7 @@ import typer
 from miner_guard import state_dir as statedir
 from miner_guard.cli import options
 from miner_guard.cli.echo import echo
+from miner_guard.cli.working import Working
 from miner_guard.config import GateSettings
 from miner_guard.eventlog import catalog
 from miner_guard.exits import CONFIG, FAILED, OK, USAGE, Refused
@@ -77,15 +78,17 @@ def command(
         limits = Limits.of(settings, known.limits)
     except TypeError as error:
         raise Refused(f"{place.state.gate_inputs}: {error}", CONFIG) from error
+    files = None
+    if gradients is not None:
+        with Working("reading the gradients"):
+            files = inspect_file(gradients, limits, shapes=shapes.read(place.state.shapes))
     candidate = Candidate(
         kind,
         outer_step,
         inner_step,
         loss=loss,
         base_outer_step=base_outer_step,
-        files=None
-        if gradients is None
-        else inspect_file(gradients, limits, shapes=shapes.read(place.state.shapes)),
+        files=files,
         config=_document(config_json),
         metadata=_document(metadata_json),
         revision=revision,

@@ -252,7 +252,9 @@ def head(status: StatusDocument, age_s: float) -> str:
     words = [f"miner  {miner_state(status, age_s)}", f"restarts {number(status.restarts)}"]
     words.append(f"goodput {percentages(status.steps.goodput).get('training', '?')}")
     words.append(f"monitoring {number(status.costs.share_pct, '.2f', '%')}")
-    if age_s > _OLD_S and not is_silent(status, age_s):
+    if status.state == "done":
+        words.append(f"ended {duration(age_s)} ago")
+    elif age_s > _OLD_S and not is_silent(status, age_s):
         words.append(f"OLD: as of {duration(age_s)} ago")
     if now:
         words.append(f"now {now[11:19]} UTC")
@@ -284,15 +286,6 @@ def _uploads(status: StatusDocument, least: int, ascii_only: bool) -> list[str]:
     # Prefer the running guard's value: this terminal's settings may differ.
     least = (uploads.forecast and uploads.forecast.min_inner_step) or least
     bar = progress_bar(inner or 0, least, 20, ascii_only=ascii_only)
-    valid = (
-        (
-            "valid now"
-            if decision is None or decision.allowed is not False
-            else "far enough, but blocked"
-        )
-        if isinstance(inner, int) and inner >= least
-        else f"valid in {duration(steps.eta_upload_s)}"
-    )
     age, limit = repo.age_s, repo.limit_s
     state = "STALE" if repo.stale else "due" if repo.due else "fresh"
     known = (
@@ -303,10 +296,7 @@ def _uploads(status: StatusDocument, least: int, ascii_only: bool) -> list[str]:
         "empty: nothing is published" if repo.empty else f"unknown: {repo.reason or 'not read yet'}"
     )
     rows = [
-        (
-            f"upload {bar} {number(inner)}/{least} {valid}; outer step in "
-            f"{duration(steps.eta_outer_s)}"
-        ),
+        (f"upload {bar} {number(inner)}/{least} {_when_valid(status, least)}"),
         f"repo   {known if age is not None else unseen}",
     ]
     if decision is not None:
@@ -315,6 +305,20 @@ def _uploads(status: StatusDocument, least: int, ascii_only: bool) -> list[str]:
         if decision.note:
             rows.append(f"       {decision.note}")
     return rows
+
+
+def _when_valid(status: StatusDocument, least: int) -> str:
+    """Whether validators would take an upload now, else when; no promise where the verdict says
+    that nothing trains."""
+    steps, decision = status.steps, status.uploads.decision
+    stalled = status.verdict is not None and status.verdict.state in (NOT_EARNING, STOPPED)
+    outer = "" if stalled else f"; outer step in {duration(steps.eta_outer_s)}"
+    if isinstance(steps.inner_step, int) and steps.inner_step >= least:
+        if decision is not None and decision.allowed is False:
+            return f"far enough, but blocked{outer}"
+        why = status.verdict.state if stalled and status.verdict is not None else None
+        return f"far enough, but {why}" if why else f"valid now{outer}"
+    return "not far enough" if stalled else f"valid in {duration(steps.eta_upload_s)}{outer}"
 
 
 def _ago(status: StatusDocument, wall: float | None) -> str:

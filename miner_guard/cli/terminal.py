@@ -42,6 +42,9 @@ _HEADLINES = (
     ("UNKNOWN", _YELLOW),
     ("EARNING", _GREEN),
 )
+_WEEK = re.compile(r"^(week   )(\S+)(.*)$")
+_CELLS = {"█": _GREEN, "#": _GREEN, "▅": _YELLOW, "+": _YELLOW, "?": _YELLOW}
+_CELLS |= dict.fromkeys("▁!x", _RED)
 _WORDS = (
     (re.compile(r"^(\d\d:\d\d:\d\d )(critical|error)( .*)$"), _RED),
     (re.compile(r"^(\d\d:\d\d:\d\d )(warning)( .*)$"), _YELLOW),
@@ -72,6 +75,9 @@ def coloured(line: str) -> str:
     for words, colour in _HEADLINES:
         if line.startswith(words):
             return f"{_BOLD}{colour}{words}{_OFF}{line[len(words) :]}"
+    if match := _WEEK.match(line):
+        cells = (f"{_CELLS[cell]}{cell}{_OFF}" if cell in _CELLS else cell for cell in match[2])
+        return f"{match[1]}{''.join(cells)}{match[3]}"
     for pattern, colour in _WORDS:
         if match := pattern.match(line):
             before, word, after = match.groups()

@@ -18,15 +18,18 @@ import pytest
 
 from miner_guard.cli.main import run
 from miner_guard.cli.screen import (
+    WEEK_MARKS,
     Canvas,
     CurveHistory,
     ShownPart,
     duration,
     lines,
+    overview,
     progress_bar,
     sparkline,
 )
 from miner_guard.cli.terminal import coloured
+from miner_guard.detectors.verdict_conditions import STATES
 from miner_guard.eventlog.status_document import StatusDocument, StepsStatus
 from miner_guard.state_dir import write_json
 from tests.support import requires
@@ -102,6 +105,27 @@ def test_an_80_by_24_terminal_shows_what_matters() -> None:
         "12:00:00 info  REPO",
     ):
         assert words in shown
+
+
+@pytest.mark.parametrize(
+    ("state", "inner", "words"),
+    [
+        ("earning", 84, "84/50 valid now; outer step in"),
+        ("not earning", 84, "84/50 far enough, but not earning"),
+        ("stopped", 34, "34/50 not far enough"),
+    ],
+)
+def test_nothing_is_valid_now_while_the_verdict_is_not_earning(
+    state: str, inner: int, words: str
+) -> None:
+    """Guards against `loss NaN` and `valid now` on one screen."""
+    document = StatusDocument.from_json(
+        {**STATUS, "verdict": {"state": state}, "uploads": {}, "steps": {"inner_step": inner}}
+    )
+    rows = overview(document, CurveHistory(), 120, min_inner_step=50)
+    (row,) = [row for row in rows if row.startswith("upload")]
+    assert words in row
+    assert ("outer step in" in row) == (state == "earning")
 
 
 def test_a_ranks_unknown_memory_is_named() -> None:
@@ -187,6 +211,18 @@ def test_colour_marks_the_word_that_matters_and_changes_no_width(line: str, word
     shown = coloured(line)
     assert re.search(rf"\x1b\[3[13]m{word}\x1b\[0m", shown)
     assert re.sub(r"\x1b\[\d+m", "", shown) == line
+
+
+@pytest.mark.parametrize("cells", ["··▁?x▅█", "..!?x+#"])
+def test_each_cell_of_the_week_has_its_colour_and_is_told_without_it(cells: str) -> None:
+    line = f"week   {cells}  earning 93%, not earning 7%"
+    shown = coloured(line)
+    assert re.findall(r"\x1b\[(\d+)m(.)", shown.replace("\x1b[0m", "")) == [
+        *zip(("31", "33", "31", "33", "32"), cells[2:], strict=True)
+    ]
+    assert re.sub(r"\x1b\[\d+m", "", shown) == line
+    assert len({marks[0] for marks in WEEK_MARKS.values()}) == len(WEEK_MARKS) == len(STATES)
+    assert len({marks[1] for marks in WEEK_MARKS.values()}) == len(WEEK_MARKS)
 
 
 def test_curves_and_bars_without_unicode() -> None:
