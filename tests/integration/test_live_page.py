@@ -240,3 +240,38 @@ def test_without_a_token_the_page_is_there_at_once_and_its_policy_hinders_nothin
         assert tab.trouble == []
     finally:
         port.close()
+
+
+def test_an_update_keeps_scroll_and_open_parts_and_each_range_is_asked_for(
+    tmp_path: Path, tab: Any
+) -> None:
+    """Guards against a page that jumps to its top every ten seconds."""
+    requires.module("uvicorn")
+    log = Log(tmp_path)
+    for number in range(1, 120):
+        log.step(number)
+        log.snapshot(100.0)
+    port = Port(tmp_path, gate={"repo_age_limit_s": 777.0})
+    try:
+        port.status(run_id=RUN)
+        tab.set_viewport_size({"width": 800, "height": 500})
+        tab.goto(port.url)
+        tab.get_by_text(RUN).wait_for()
+        tab.locator("summary", has_text="Milestones").click()
+        tab.evaluate("scrollTo(0, 600)")
+        port.status(run_id="the-next-run")
+        tab.clock.run_for(11_000)
+        tab.get_by_text("the-next-run").wait_for()
+        assert abs(tab.evaluate("scrollY") - 600) < 60, "the header may have grown by a line"
+        assert tab.locator("details[open] summary", has_text="Milestones").count() == 1
+        assert "777" in tab.locator("figure", has_text="repo age").inner_text().lower(), (
+            "the limit of [gate] and not the default"
+        )
+        for label, name in (("1 h", "1h"), ("6 h", "6h"), ("7 d", "7d"), ("All", "all")):
+            tab.get_by_role("button", name=label, exact=True).click()
+            until(lambda name=name: tab.asked[-1].endswith(f"range={name}"), what=name)
+        reloads = [url for url in tab.asked if url.rstrip("/") == port.url]
+        assert len(reloads) == 1, "it fetches and never reloads"
+        assert tab.trouble == []
+    finally:
+        port.close()

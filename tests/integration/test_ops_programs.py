@@ -150,7 +150,7 @@ def test_prometheus_scrapes_the_guard_and_every_panel_of_the_dashboard_has_data(
     until(up, what="the scrape with the token")
     board = json.loads((OPS / "grafana" / "miner-guard.json").read_text())
     asked = {
-        t["expr"].replace("$instance", ".*"): p["title"]
+        t["expr"].replace("$instance", ".*").replace("$__rate_interval", "2m"): p["title"]
         for p in board["panels"]
         for t in p.get("targets", ())
         # Loki does not run here, and this miner is on no chain.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import fnmatch
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -189,6 +190,7 @@ def test_the_dashboard_keeps_the_rules_of_grafanas_linter() -> None:
     """Those of grafana/dashboard-linter: titles, descriptions, units, and every data source a
     variable, so that it works in any Grafana."""
     board = _board()
+    assert not board["editable"]
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
     names = {variable["name"] for variable in board["templating"]["list"]}
     asked = [*_panels(), *board["annotations"]["list"]]
@@ -201,6 +203,12 @@ def test_the_dashboard_keeps_the_rules_of_grafanas_linter() -> None:
             assert panel["fieldConfig"]["defaults"]["unit"]
             assert all(target["legendFormat"] for target in panel["targets"])
             assert all("$instance" in target["expr"] for target in panel["targets"])
+        for target in panel["targets"]:
+            # A rate over fewer than four scrapes is empty: Grafana knows the interval.
+            assert not re.search(r"rate\([^)]*\[(?!\$__rate_interval)", target["expr"])
+            raw = re.sub(r"(?:rate|increase)\([^)]*\)", "", target["expr"])
+            # The fleet's table shows how many steps there were, not how fast.
+            assert set(re.findall(r"\w+_total", raw)) <= {"minerguard_steps_total"}
 
 
 def test_no_panel_covers_another() -> None:
@@ -293,6 +301,21 @@ def test_compose_mounts_what_there_is_where_its_programs_look_for_it() -> None:
     assert str(_yaml("loki/loki.yml")["server"]["http_listen_port"]) in sources["loki"]
     provider = _yaml("grafana/dashboards.yml")["providers"][0]["options"]["path"]
     assert any(f":{provider}/" in mount for mount in services["grafana"]["volumes"])
+
+
+def test_compose_takes_its_file() -> None:
+    """Compose's own parser and schema; neither needs a daemon."""
+    environment = {**os.environ, "GRAFANA_PASSWORD": "x"}
+    compose = [requires.tool("docker-compose"), "-f", OPS / "compose.yaml", "--profile", "miner"]
+    answer = subprocess.run(
+        [*compose, "config"], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "image: grafana/loki" in answer.stdout
+    del environment["GRAFANA_PASSWORD"]
+    refused = subprocess.run([*compose, "config"], env=environment, capture_output=True, text=True)
+    assert refused.returncode != 0
+    assert "set GRAFANA_PASSWORD" in refused.stderr
 
 
 def test_composes_miner_is_an_option_that_its_own_monitoring_sees() -> None:
