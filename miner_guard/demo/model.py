@@ -15,9 +15,9 @@ BYTES = 256
 
 @dataclass(frozen=True)
 class Shape:
-    """Dimensions of the model; the defaults give 0.9 million parameters."""
+    """Dimensions of the model; the defaults give half a million parameters."""
 
-    layers: int = 4
+    layers: int = 2
     width: int = 128
     heads: int = 4
     context: int = 128

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from miner_guard.state_dir import StateDir, open_private
+from miner_guard.state_dir import StateDir, make_folder, open_private
 
 STACKS_SIGNAL = signal.SIGUSR2
 """A rank that receives this appends all its threads' stacks to `flight/rank-NNNN.stacks`.
@@ -56,9 +56,13 @@ def begin_early(state_dir: str | None) -> None:
     global _early
     if not state_dir or _early is not None:
         return
-    path = StateDir(Path(state_dir)).early_stacks_of(os.getpid())
+    state = StateDir(Path(state_dir))
+    path = state.early_stacks_of(os.getpid())
+    if not state.socket.exists():
+        # No guard runs that could ask for them.
+        return
     try:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
+        make_folder(path.parent)
         _early = path, register(path)
     except (SignalTaken, OSError):
         # Only evidence of a hang that may never come is lost; the rank's guard reports it then.
