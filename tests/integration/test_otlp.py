@@ -130,9 +130,12 @@ def test_events_wait_on_the_disk_for_a_receiver_that_is_gone_and_the_next_guard_
     until(lambda: not living(mark), 20, "the end of the sender")
 
     second = Receiver(first.port)
-    run = guard(tmp_path, second.endpoint, "true")
-    run.wait(60)
+    run = guard(tmp_path, second.endpoint, "sleep", "600")
     try:
+        # On a busy machine the sender may begin later than a miner of a second ends.
+        until(lambda: second.events().count("miner_started") == 1, 60, "the second run's events")
+        run.terminate()
+        assert run.wait(30) == 0
         until(lambda: second.events().count("guard_stopped") == 2, 20, lambda: str(second.events()))
         seen, all_of_them = [*first.events(), *second.events()], logged(state.root)
         assert [name for name in all_of_them if name not in seen] == []
