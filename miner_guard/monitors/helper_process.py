@@ -14,6 +14,7 @@ from typing import Any
 
 from miner_guard.eventlog.catalog import make_finding
 from miner_guard.monitors.base import Context
+from miner_guard.system import helpers
 from miner_guard.system.backoff import Backoff
 from miner_guard.system.readiness import ready
 
@@ -93,10 +94,10 @@ class HelperProcess:
             self.child.kill()
 
     def let_finish(self) -> None:
-        """End its stdin, after which it finishes its work and exits."""
+        """End its stdin, after which it finishes its work and exits, if need be after the guard."""
         self._stopping = True
         if self.child is not None:
-            _end_input(self.child)
+            _let_finish(self.child)
 
     def _open(self) -> None:
         spec = self._spec
@@ -117,7 +118,7 @@ class HelperProcess:
         self.child = child
         if self._on_answer is None:
             if self._stopping:
-                _end_input(child)
+                _let_finish(child)
             self._is_running(child)
             return
         readable, _ = ready([child.stdout], _START_S)
@@ -168,7 +169,8 @@ class HelperProcess:
             child.wait(_KILL_S)
 
 
-def _end_input(child: subprocess.Popen[bytes]) -> None:
+def _let_finish(child: subprocess.Popen[bytes]) -> None:
+    helpers.let_outlive(child.pid)
     assert child.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         child.stdin.close()

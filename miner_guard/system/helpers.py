@@ -19,6 +19,9 @@ from miner_guard.system.processes import Process, Stat
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
+_outliving: set[int] = set()
+"""Helpers that `end_helpers` lets live."""
+
 _miners_reaped_s = 0.0
 """CPU seconds of the miner's processes among those that the kernel counts as reaped children."""
 
@@ -80,6 +83,12 @@ class HelperCpu:
         return self._total_s, running
 
 
+def let_outlive(pid: int) -> None:
+    """Keep `end_helpers` from killing this helper, which ends by itself soon after the guard: the
+    guard's last lines are its work."""
+    _outliving.add(pid)
+
+
 def end_helpers(within_s: float) -> None:
     """Kill the helpers that are left; returns when they are gone or after `within_s` seconds.
 
@@ -100,6 +109,10 @@ def _any_after_killing(own_command: str) -> bool:
     for pid in _children():
         seen = processes.stat(pid)
         if seen is None or not seen.lives:
+            continue
+        if pid in _outliving:
+            # Suspended, it would live until it is resumed.
+            processes.send(seen.process, signal.SIGCONT)
             continue
         helper = processes.is_helper(pid, own_command)
         if helper:
