@@ -6,7 +6,6 @@ the refusal is the answer. Anything that speaks HTTP in time counts.
 
 from __future__ import annotations
 
-import http.client
 import time
 from typing import Any
 
@@ -35,6 +34,9 @@ def reach(address: str | None, timeout_s: float) -> Axon:
 
 def ask(address: str, timeout_s: float) -> float:
     """Seconds until the first line of an HTTP answer. Raises OSError or HTTPException."""
+    # In the child alone: http.client imports ssl, and the supervisor imports this module.
+    import http.client
+
     host, _, port = address.rpartition(":")
     start = time.monotonic()
     connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=timeout_s)
@@ -48,11 +50,13 @@ def ask(address: str, timeout_s: float) -> float:
 
 def main() -> None:
     """Reply with the seconds, or with what went wrong."""
+    from http.client import HTTPException
+
     request: dict[str, Any] = probe.request()
     try:
         # Longer than validators wait, to tell a slow answer from none.
         probe.reply(ask(request["address"], 2 * request["timeout_s"]))
-    except (OSError, http.client.HTTPException, ValueError) as error:
+    except (OSError, HTTPException, ValueError) as error:
         probe.reply(error=f"{type(error).__name__}: {error}" if str(error) else repr(error))
 
 

@@ -36,6 +36,10 @@ _EARLY_S = 1.0
 _THREADS = 8
 
 
+class _NoProcessPool(Exception):
+    """Stands for the error of a pool that is never made."""
+
+
 class Scheduler:
     """The supervisor's `Jobs`. Jobs run in up to 8 threads; runs of the same job never overlap.
 
@@ -59,10 +63,14 @@ class Scheduler:
     def start(self) -> None:
         """Start the schedule. Earlier jobs are only queued, so that the miner starts before the
         import of APScheduler."""
-        deferred = defer_import("asyncio", iscoroutinefunction=inspect.iscoroutinefunction)
-        with deferred, without_plugins():
-            # A job is never a coroutine; asyncio would cost 3 MB. Its own triggers and stores are
-            # plugins too; the guard passes objects and names none.
+        with (
+            # A job is never a coroutine and runs in no process pool; asyncio alone is 3 MB.
+            defer_import("asyncio", iscoroutinefunction=inspect.iscoroutinefunction),
+            defer_import("multiprocessing"),
+            defer_import("concurrent.futures.process", BrokenProcessPool=_NoProcessPool),
+            # Its own triggers and stores are plugins too; the guard passes objects and names none.
+            without_plugins(),
+        ):
             from apscheduler.executors.pool import ThreadPoolExecutor
             from apscheduler.schedulers.base import BaseScheduler
 

@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from miner_guard.state_dir import StateDir
+from miner_guard.system.sockets import address
+
 REPO = Path(__file__).resolve().parents[2]
 QUESTIONS = 20
 
@@ -33,6 +36,11 @@ class Answers:
     decisions: list[str]
     seconds: list[float]
     """Of each question, on this rank."""
+
+    @property
+    def connections(self) -> int:
+        """Sockets that the hook opened: what could grow with the number of ranks."""
+        return sum(target.startswith("socket:") for target in self.opened)
 
 
 def run(folder: Path, ranks: int, per_node: int, backend: str, seconds: float) -> list[Answers]:
@@ -94,6 +102,15 @@ def _rank(folder: Path, rank: int, ranks: int, per_node: int, backend: str, port
         time.sleep(0.05)
 
 
+def _supervisor(node: Path) -> socket.socket:
+    """A supervisor's socket that is never read: a rank that finds it keeps no log and no copy."""
+    node.mkdir(parents=True)
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with address(StateDir(node).socket) as name:
+        listening.bind(name)
+    return listening
+
+
 def main(folder: Path, ranks: int, per_node: int, backend: str) -> int:
     """Fork the ranks. Returns how many failed."""
     import torch
@@ -108,6 +125,7 @@ def main(folder: Path, ranks: int, per_node: int, backend: str) -> int:
         import torch.testing._internal.distributed.fake_pg
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
+    supervisors = [_supervisor(folder / f"node-{n}") for n in range(-(-ranks // per_node))]
     children = []
     for rank in range(ranks):
         child = os.fork()
@@ -120,6 +138,8 @@ def main(folder: Path, ranks: int, per_node: int, backend: str) -> int:
                 sys.stdout.flush()
                 os._exit(code)
         children.append(child)
+    for supervisor in supervisors:
+        supervisor.close()
     return sum(os.waitpid(child, 0)[1] != 0 for child in children)
 
 
