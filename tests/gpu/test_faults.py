@@ -89,7 +89,7 @@ def test_memory_that_is_full_is_named_with_its_fixes(
 ) -> None:
     process = start(guarded, machine, tmp_path, "out_of_memory")
     assert process.wait(150) == 0, guarded.tail()
-    (incident,) = guarded.named("incident")
+    incident = guarded.named("incident")[0]
     assert incident["label"] == ("cuda_oom" if machine.cuda else "host_oom_kill"), incident
     assert incident["fixes"]
     table.add("out of memory: incident", incident["label"], "cuda_oom on a GPU")
