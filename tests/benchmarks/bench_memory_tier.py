@@ -160,6 +160,8 @@ def _nvrx(training: Training, folder: Path) -> Iterator[Save]:
     """NVRx's LocalCheckpointManager as its usage guide shows it, asynchronous, in /dev/shm."""
     import torch.distributed as dist
 
+    if not next(training.model.parameters()).is_cuda:
+        raise ImportError("NVRx 0.4 refuses tensors that are not on a GPU")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
