@@ -16,7 +16,8 @@ from miner_guard.state_dir import finite
 _CONTROL = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f"
     r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # turn the order of the characters around them
-    r"\u2028\u2029]"  # end a line
+    r"\u2028\u2029"  # end a line
+    r"\ud800-\udfff]"  # stand for bytes that are not UTF-8, and can't be written as UTF-8
 )
 
 
@@ -24,7 +25,8 @@ def visible(text: str) -> str:
     """`text` with control characters shown as `\\x1b` or `\\u202e`, except tab and newline; JSON
     stays valid JSON.
 
-    A log may contain sequences that control a terminal or reorder what its reader sees.
+    A log may contain sequences that control a terminal or reorder what its reader sees, and a
+    command or a path may contain bytes that are not UTF-8, which make JSON unreadable.
     """
     return _CONTROL.sub(_escaped, text)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ import structlog
 from miner_guard.eventlog.catalog import make_finding
 from miner_guard.eventlog.emitter import Emitter, Record, bound_contextvars, render_json
 from miner_guard.eventlog.redact import MASK, Redactor
+from miner_guard.eventlog.rendering import visible
 from miner_guard.system.clock import FakeClock
 
 
@@ -95,3 +97,10 @@ import asyncio, structlog
 asyncio.run(structlog.get_logger(wrapper_class=structlog.make_filtering_bound_logger(10)).ainfo("said"))
 """
     assert "said" in in_a_process(code)
+
+
+def test_bytes_that_are_not_utf8_leave_a_document_readable() -> None:
+    """Guards against `status --json` that no JSON reader accepts, because of a path in the miner's
+    command."""
+    document = visible(json.dumps({"command": os.fsdecode(b"caf\xe9")}, ensure_ascii=False))
+    assert json.loads(document.encode("utf-8")) == {"command": "caf\udce9"}
