@@ -183,10 +183,18 @@ umask."""
 def make_folder(path: Path) -> None:
     """Create `path` and its missing parents, private to this user. Raises OSError."""
     try:
-        os.mkdir(path, PRIVATE_FOLDER)
+        _make_one(path)
     except FileNotFoundError:
+        if path.parent == path:
+            raise
         make_folder(path.parent)
-        make_folder(path)
+        # Once: in /proc, and where another process removes the parent, the error stays the same.
+        _make_one(path)
+
+
+def _make_one(path: Path) -> None:
+    try:
+        os.mkdir(path, PRIVATE_FOLDER)
     except FileExistsError:
         if not path.is_dir():
             raise

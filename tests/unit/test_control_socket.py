@@ -66,3 +66,12 @@ def test_a_guard_without_descriptors_does_not_spin_and_answers_later(
     assert [answer["done"] for answer in answers] == ["yes"]
     control.close()
     assert isinstance(whole, socket.socket)
+
+
+def test_a_request_nested_too_deeply_gets_an_answer(loop: Loop, tmp_path: Path) -> None:
+    """Guards against an internal error for input that anyone may send."""
+    control = ControlSocket(StateDir(tmp_path), loop, lambda _request: {"done": "yes"})
+    try:
+        assert b"not JSON" in control._answer(b"[" * 60_000)
+    finally:
+        control.close()

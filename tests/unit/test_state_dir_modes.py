@@ -165,3 +165,9 @@ def test_another_users_link_in_place_of_a_file_is_set_aside(
         ("file_set_aside", str(state.lock)), ("file_set_aside", str(state.log))
     ]  # fmt: skip
     assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_a_folder_that_no_parent_helps_raises_at_once() -> None:
+    """Guards against endless recursion where HOME lies in a file system that creates nothing."""
+    with pytest.raises(FileNotFoundError):
+        state_dir.make_folder(Path("/proc/absent/state"))

@@ -80,7 +80,7 @@ class ControlSocket:
                 if isinstance(request, dict)
                 else {"error": "not a JSON object"}
             )
-        except ValueError:
+        except (ValueError, RecursionError):
             answer = {"error": "not JSON"}
         return json.dumps({"version": __version__, **answer}, default=str).encode() + b"\n"
 
