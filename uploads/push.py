@@ -23,6 +23,7 @@ from typing import Any
 
 from miner_guard.config import RepoSettings
 from miner_guard.eventlog.redact import Redactor
+from miner_guard.system.own_module import own_module
 from uploads.journal import Journal, PublishInProgress, exclusively, journal_path
 from uploads.publisher import Cancelled, Publisher, PublishError, Result, Retry, Revision
 from uploads.recovery_process import start as start_companion
@@ -50,10 +51,7 @@ def push(
         "revision": {**dataclasses.asdict(revision), "folder": str(revision.folder)},
     }
     child = subprocess.Popen(
-        [sys.executable, "-u", "-m", "uploads.push"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        own_module("uploads.push"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert child.stdin is not None
     assert child.stdout is not None

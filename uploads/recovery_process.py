@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from miner_guard.config import RepoSettings
+from miner_guard.system.own_module import own_module
 from uploads.journal import COMMITTING, Journal
 from uploads.publisher import Publisher, Retry
 from uploads.repos import open_repo
@@ -24,7 +25,7 @@ _DEADLINE_S = 120.0
 def start(settings: dict[str, object], journal: Path, lock: int) -> subprocess.Popen[bytes]:
     """Start this process's companion. Its stdin stays open as long as this process lives."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "uploads.recovery_process"],
+        own_module("uploads.recovery_process"),
         stdin=subprocess.PIPE,
         # Not the publisher's stdout: its caller reads that to EOF and would wait for the companion.
         stdout=subprocess.DEVNULL,

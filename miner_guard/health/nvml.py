@@ -21,13 +21,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from miner_guard.system.backoff import Backoff
+from miner_guard.system.own_module import own_module
 from miner_guard.system.readiness import ready
 
 Sample = Mapping[str, Any]
@@ -213,7 +213,7 @@ class NvmlSampler:
                 raise OSError(f"it keeps exiting; restarting it in {left_s:.0f} s")
             self._started = time.monotonic()
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "miner_guard.health.nvml_probe"],
+                own_module("miner_guard.health.nvml_probe"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

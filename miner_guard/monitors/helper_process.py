@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from miner_guard.eventlog.catalog import make_finding
 from miner_guard.monitors.base import Context
 from miner_guard.system import helpers
 from miner_guard.system.backoff import Backoff
+from miner_guard.system.own_module import own_module
 from miner_guard.system.readiness import ready
 
 _START_S = 20.0
@@ -102,7 +102,7 @@ class HelperProcess:
     def _open(self) -> None:
         spec = self._spec
         child = subprocess.Popen(
-            [sys.executable, "-m", spec.module],
+            own_module(spec.module),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -1,7 +1,7 @@
 """Probes: anything that may hang (a driver, a node, storage, a pickle) runs in a child process with
 a deadline.
 
-The child is `python -m MODULE`; it reads one JSON document from stdin, writes one to the file
+The child runs MODULE (`own_module`); it reads one JSON document from stdin, writes one to the file
 descriptor named in `_MINER_GUARD_PROBE_FD`, and may print freely: stdout and stderr are kept for
 the failure reason.
 """
@@ -22,6 +22,7 @@ from typing import Any
 
 import psutil
 
+from miner_guard.system.own_module import own_module
 from miner_guard.system.readiness import ready
 
 _asked: set[subprocess.Popen[bytes]] = set()
@@ -73,7 +74,7 @@ def ask(
     `module` is a module's name, or the path of a script for an interpreter that does not have this
     package.
     """
-    what = ["-m", module] if isinstance(module, str) else [str(module)]
+    command = own_module(module, python) if isinstance(module, str) else [python, str(module)]
     name = module if isinstance(module, str) else module.stem
     start = time.monotonic()
 
@@ -83,7 +84,7 @@ def ask(
     answer_end, child_end = os.pipe()
     try:
         child = subprocess.Popen(
-            [python, *what, *arguments],
+            [*command, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

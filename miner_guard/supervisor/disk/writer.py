@@ -12,7 +12,6 @@ import errno
 import json
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -28,6 +27,7 @@ from miner_guard.state_dir import PRIVATE_FILE, StateDir
 from miner_guard.supervisor.disk import messages
 from miner_guard.supervisor.disk.messages import FILES, LANES, LOG, RECORDS, ROWS
 from miner_guard.system.backoff import Backoff
+from miner_guard.system.own_module import own_module
 from miner_guard.system.readiness import ready
 
 STUCK_S = 5.0
@@ -271,7 +271,7 @@ class DiskWriter:
             return
         try:
             child = subprocess.Popen(
-                [sys.executable, "-m", "miner_guard.supervisor.disk.child"],
+                own_module("miner_guard.supervisor.disk.child"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
