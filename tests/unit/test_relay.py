@@ -16,6 +16,7 @@ import pytest
 from miner_guard.supervisor.loop import Loop
 from miner_guard.supervisor.output import relay as relay_module
 from miner_guard.supervisor.output.relay import Relay
+from miner_guard.supervisor.output.writer import OutputWriter
 from miner_guard.system.clock import SystemClock
 from tests.support.waiting import until
 
@@ -214,3 +215,31 @@ def test_memory_below_what_is_still_in_use_goes_back_to_the_system() -> None:
     held, after = map(int, measured.stdout.split())
     assert held > 10 * 1024 * 1024
     assert after <= held / 3
+
+
+def test_a_stopped_terminal_that_another_program_made_non_blocking_costs_no_core(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards against 100 % of a core while ^S holds a terminal that ssh or node set to
+    O_NONBLOCK."""
+    controller, terminal = os.openpty()
+    os.set_blocking(terminal, False)
+    write, refused = os.writev, 0
+
+    def counted(fd: int, batch: list[bytes]) -> int:
+        nonlocal refused
+        try:
+            return write(fd, batch)
+        except BlockingIOError:
+            refused += 1
+            raise
+
+    monkeypatch.setattr(os, "writev", counted)
+    outlet = OutputWriter(terminal, lambda: None)
+    outlet.put(b"x" * 1_000_000)
+    time.sleep(0.5)
+    assert not outlet.idle
+    assert refused < 50
+    os.close(controller)
+    outlet.finish(5.0)
+    os.close(terminal)

@@ -159,8 +159,9 @@ class OutputWriter:
 
     def _deliver(self, batch: list[bytes], poller: select.poll) -> None:
         while batch:
-            if self._direct:
-                poller.poll(1000)
+            # Any descriptor: another program may have set a shared terminal to O_NONBLOCK, and
+            # repeating the refused write would take a whole core.
+            poller.poll(1000)
             try:
                 written = self._write(batch)
             except BlockingIOError:
