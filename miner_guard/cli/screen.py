@@ -29,7 +29,7 @@ from miner_guard.detectors.verdict_wording import (
 from miner_guard.eventlog.formatters import percentages
 from miner_guard.eventlog.rendering import visible
 from miner_guard.eventlog.status_document import HealthStatus, StatusDocument, StepsStatus
-from miner_guard.health.snapshot import no_gpu_words, number
+from miner_guard.health.snapshot import number
 from miner_guard.system.clock import parse_iso_utc
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -372,7 +372,7 @@ def _gpus(health: HealthStatus) -> list[str]:
             f"gpu{row.get('index')} {number(busy and 100 * busy, '.0f', '%')} {memory} {heat}{bad}"
         )
     if not rows:
-        return [f"gpus   {no_gpu_words(health)}"]
+        return [f"gpus   {health.without_gpu()}"]
     return _in_threes(rows)
 
 

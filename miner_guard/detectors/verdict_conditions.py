@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from miner_guard.eventlog.catalog import Finding, message
+from miner_guard.eventlog.formatters import rank_list
 from miner_guard.eventlog.status_document import StatusDocument
 
 _LASTING = frozenset({"loss_nan", "audit_failed", "repo_stale", "cpu_fallback"})
@@ -164,7 +165,16 @@ def _loss_not_finite(status: StatusDocument, memory: Memory) -> str | None:
 
 def _on_cpu(status: StatusDocument, memory: Memory) -> str | None:
     on_cpu = [r for r, seen in status.ranks.cpu_fallback.items() if seen.verdict == "certain"]
-    return f"the model runs on the CPU on rank {', '.join(on_cpu)}" if on_cpu else None
+    if not on_cpu:
+        return None
+    where = rank_list(int(rank) for rank in on_cpu if rank.isdecimal())
+    gpus = status.health.gpus
+    why = (
+        f"; {status.health.without_gpu()}"
+        if gpus.state in ("absent", "ok") and not gpus.gpus
+        else ""
+    )
+    return f"the model runs on the CPU on {where}{why}"
 
 
 def _unregistered(status: StatusDocument, memory: Memory) -> str | None:

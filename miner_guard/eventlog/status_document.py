@@ -256,6 +256,15 @@ class HealthStatus(Section):
     events_dropped: int | None = None
     entries_lost: int | None = None
 
+    def without_gpu(self) -> str:
+        """Why no GPU is listed, in words: there is none, or the guard cannot tell."""
+        gpus = self.gpus
+        if gpus.state == "absent":
+            return f"no GPU: this machine has no NVIDIA driver ({gpus.reason})"
+        if gpus.state == "ok":
+            return "no GPU: the NVIDIA driver lists none"
+        return f"unknown: {self.unknown.get('gpus') or gpus.reason or 'not read yet'}"
+
 
 @dataclass(frozen=True)
 class HangStatus(Section):

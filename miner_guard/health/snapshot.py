@@ -6,12 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from miner_guard.eventlog.catalog import counted
-from miner_guard.eventlog.status_document import (
-    HealthStatus,
-    StatusDocument,
-    StepsStatus,
-    UploadsStatus,
-)
+from miner_guard.eventlog.status_document import StatusDocument, StepsStatus, UploadsStatus
 
 WIDTH = 200
 PREFIX = len("2026-01-02T03:04:05.678Z | INFO | guard | HEALTH ")
@@ -95,16 +90,6 @@ def number(value: Any, spec: str = "", unit: str = "") -> str:
     if isinstance(value, str):
         return value
     return "?" if value is None else f"{value:{spec}}{unit}"
-
-
-def no_gpu_words(health: HealthStatus) -> str:
-    """Why no GPU is listed: there is none, or the guard cannot tell."""
-    gpus, failed = health.gpus, health.unknown.get("gpus")
-    if gpus.state == "absent":
-        return f"no GPU: this machine has no NVIDIA driver ({gpus.reason})"
-    if gpus.state == "ok":
-        return "no GPU: the NVIDIA driver lists none"
-    return f"unknown: {failed or gpus.reason or 'not read yet'}"
 
 
 def _miner(miner: Part) -> str:

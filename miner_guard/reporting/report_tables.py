@@ -13,7 +13,6 @@ from miner_guard.config import GateSettings
 from miner_guard.detectors.verdict_wording import shown
 from miner_guard.eventlog.line_templates import template
 from miner_guard.eventlog.status_document import RankSteps, StatusDocument
-from miner_guard.health.snapshot import no_gpu_words
 from miner_guard.reporting.report_data import Data, Mark
 from miner_guard.reporting.report_milestones import milestones
 from miner_guard.reporting.runbook import rows as runbook_rows
@@ -252,7 +251,7 @@ def gpus(status: StatusDocument) -> str:
     """The GPUs: those with a fault first, then the least used."""
     rows = [row for row in status.health.gpus.gpus if row]
     if not rows:
-        return f"<h2>GPUs</h2><p class='none'>{escape(no_gpu_words(status.health))}</p>"
+        return f"<h2>GPUs</h2><p class='none'>{escape(status.health.without_gpu())}</p>"
     rows.sort(key=lambda row: (row.get("state") == "ok", _known(row.get("utilization_ratio"))))
     cells = [
         f"<tr><td>{escape(str(row.get('index')))}</td>"

@@ -200,7 +200,7 @@ class Story:
             }
             for gpu in range(self._gpus)
         ]
-        absent = {"gpus": [], "state": "absent", "reason": "No NVIDIA driver found"}
+        absent = {"gpus": [], "state": "absent", "reason": "NVML Shared Library Not Found"}
         host = {"cpu_pct": 41.0, "memory_used_bytes": 30 * _GIB, "disk_free_bytes": 310 * _GIB}
         return {"gpus": {"gpus": rows} if rows else absent, "host": host}
 

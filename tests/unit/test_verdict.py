@@ -84,6 +84,15 @@ def typed(**changes: Any) -> StatusDocument:
         ({"uploads__audit__outcome": "rejected"}, (), NOT_EARNING, "validators would reject"),
         ({"uploads__repo__stale": True}, (), NOT_EARNING, "612 s old"),
         ({"ranks__cpu_fallback": {"2": {"verdict": "certain"}}}, (), NOT_EARNING, "CPU on rank 2"),
+        (
+            {
+                "ranks__cpu_fallback": {str(rank): {"verdict": "certain"} for rank in range(4)},
+                "health": {"gpus": {"state": "absent", "reason": "NVML Shared Library Not Found"}},
+            },
+            (),
+            NOT_EARNING,
+            "CPU on ranks 0-3; no GPU: this machine has no NVIDIA driver",
+        ),
         ({"state": "waiting"}, (RESTARTING,), NOT_EARNING, "code 1; restarting, attempt 2 of 5"),
         ({"state": "waiting"}, (HANG, RESTARTING), NOT_EARNING, "rank 1 in data for 912s"),
         ({"state": "paused"}, (), STOPPED, "an operator paused"),
