@@ -238,8 +238,14 @@ def test_an_unknown_signature_is_named_and_the_miner_runs_on_untouched(tmp_path:
     ) in fields
 
 
-def test_a_worker_that_fails_is_a_failed_upload_whatever_the_miner_logs(tmp_path: Path) -> None:
-    failing = run(tmp_path / "run", ranks=1, FAIL_UPLOADS="1")
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A miner whose upload workers fail, and then its training loop."""
+    folder = tmp_path_factory.mktemp("failing") / "run"
+    return run(folder, ranks=1, FAIL_UPLOADS="1", FAIL_AT="3")
+
+
+def test_a_worker_that_fails_is_a_failed_upload_whatever_the_miner_logs(failing: Run) -> None:
     assert "Successfully pushed" in failing.printed
     ends = [u for u in failing.entries("upload") if u["phase"] != "started"]
     assert {u["phase"] for u in ends} == {"failed"}
@@ -247,12 +253,11 @@ def test_a_worker_that_fails_is_a_failed_upload_whatever_the_miner_logs(tmp_path
 
 
 def test_a_swallowed_exception_of_the_training_loop_is_reported_by_the_rank_itself(
-    tmp_path: Path,
+    failing: Run,
 ) -> None:
-    failed = run(tmp_path / "run", ranks=1, FAIL_AT="3")
-    assert failed.code == 0, "this is how the miner fails: all ranks exit with 0"
-    (fields,) = [fields for event, fields in failed.findings() if event == "rank_message"]
+    assert failing.code == 0, "this is how the miner fails: all ranks exit with 0"
+    (fields,) = [fields for event, fields in failing.findings() if event == "rank_message"]
     assert "an illegal memory access was encountered" in fields
-    now = failed.reader().now()
+    now = failing.reader().now()
     assert now is not None
     assert now.state == "closed"

@@ -34,7 +34,8 @@ class BaseMinerNeuron:
 
     def say(self, text: str) -> None:
         if self.master:
-            print(text, flush=True)
+            # One write: the upload thread prints too, and between text and newline otherwise.
+            print(f"{text}\n", end="", flush=True)
 
     def run(self) -> None:
         self.resume_training()
