@@ -33,10 +33,11 @@ def test_a_training_that_ran_to_its_end_is_not_started_again(guarded: Guarded) -
     guarded.assert_nothing_left()
 
 
-def test_a_training_that_never_ends_by_itself_is_started_again(guarded: Guarded) -> None:
-    start(guarded, "ends", "--no-finite", "--max-restarts", "1")
+def test_a_training_that_never_ends_by_itself_has_not_finished(guarded: Guarded) -> None:
+    start(guarded, "ends", "--no-finite", "--max-restarts", "0")
     assert guarded.processes[0].wait(120) == 75, guarded.tail()
-    assert len(guarded.named("miner_started")) == 2
+    assert guarded.named("crash_loop")
+    assert not guarded.named("miner_finished")
     guarded.assert_nothing_left()
 
 

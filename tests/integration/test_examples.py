@@ -20,8 +20,9 @@ NEEDS = {
     "lightning_trainer": "lightning",
     "accelerate_loop": "accelerate",
 }
-LONG = {"hf_trainer", "lightning_trainer"}
-"""test_attach_auto runs the same frameworks in `make test`; importing one takes seconds of CPU."""
+LONG = {"hf_trainer", "lightning_trainer", "accelerate_loop", "fsdp2"}
+"""In `make test` test_attach_auto runs the same frameworks and test_demo FSDP2; each takes seconds
+of CPU to import."""
 
 
 @pytest.mark.slow

@@ -140,6 +140,7 @@ def test_a_finished_miner_and_a_bad_setting_are_not_started_again(pm2: Pm2) -> N
     pm2.env["MINER_GUARD_REPO__CREDENTIALS"] = "env"
     pm2.edit(["run", "--", sys.executable, "-c", "print('work done')"])
     pm2("start", str(pm2.file))
+    _until("its end", lambda: "GUARD STOPPED" in pm2.printed(), 60)
     _until("stopped after it finished", lambda: pm2.app()["status"] == "stopped", 60)
     assert (pm2.app()["exit_code"], pm2.app()["restart_time"]) == (63, 0)
     pm2("save", "--force")
@@ -205,7 +206,8 @@ def test_alert_addresses_of_the_miners_env_file_reach_their_targets_and_nothing_
         "MINER_GUARD_RESTART__BACKOFF_S": "0.2",
     }
     pm2("start", str(pm2.file))
-    _until("the guard's end", lambda: pm2.app()["status"] == "stopped", 120)
+    _until("the guard's end", lambda: "GUARD STOPPED" in pm2.printed(), 120)
+    _until("pm2's notice of it", lambda: pm2.app()["status"] == "stopped", 60)
     assert pm2.app()["exit_code"] == 75
     assert {"miner_exited", "crash_loop"} <= {
         body["title"].rpartition(" ")[2] for body in webhook.bodies

@@ -190,7 +190,7 @@ import sys, torch
 from pathlib import Path
 from miner_guard.checkpoints import Checkpointer
 checkpoints = Checkpointer(Path(sys.argv[1]), every=1000, memory_every=1)
-for step in range(1, 200):
+for step in range(1, 60):
     checkpoints.snapshot(step, lambda: {"w": torch.full((200_000,), float(step)), "n": step})
     print(step, flush=True)
 """
