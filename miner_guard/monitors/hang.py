@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.detectors.hang import Hang, HangDetector, Processes
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import Finding, counted, make_finding
 from miner_guard.eventlog.status_document import HangStatus
 from miner_guard.eventlog.write_errors import not_stored
 from miner_guard.exits import CRASH_LOOP
@@ -142,12 +142,13 @@ class HangMonitor(Monitor):
 
     def _gather_and_act(self, hang: Hang, who: list[Subject], output: bytes) -> None:
         folder = evidence_folders.folder(self.context.state, self.context.clock.wall(), "hang")
-        story = self._story(hang, {})
+        elsewhere = _elsewhere(hang, who)
+        story = self._story(hang, {}, elsewhere)
         reported = False
         try:
             scene = evidence.Scene(self.context.state, folder, who, self._settings.stack_timeout_s)
             early = [] if who else self._before_init(folder)
-            story = self._story(hang, scene.frames())
+            story = self._story(hang, scene.frames(), elsewhere)
             if where := evidence_before_init.described(early):
                 story["detail"] += f"; at {where}"
             reported = self._report(hang, story)
@@ -180,9 +181,9 @@ class HangMonitor(Monitor):
             self.context.state, folder, launch.pid, self._settings.stack_timeout_s
         )
 
-    def _story(self, hang: Hang, frames: Mapping[int, str]) -> dict[str, Any]:
+    def _story(self, hang: Hang, frames: Mapping[int, str], elsewhere: str) -> dict[str, Any]:
         """The fields of the hang's event and of hang.json; `frames` maps each rank to its innermost
-        frame in the miner's code."""
+        frame in the miner's code. `elsewhere`: what only another node can tell."""
         named = {
             rank: frames[rank] for rank in hang.culprits or sorted(frames)[:1] if rank in frames
         }
@@ -190,7 +191,7 @@ class HangMonitor(Monitor):
             frame if len(hang.culprits) == 1 else f"rank {rank}: {frame}"
             for rank, frame in named.items()
         )
-        detail = hang.detail + (f"; at {where}" if where else "")
+        detail = hang.detail + elsewhere + (f"; at {where}" if where else "")
         if self._last_incident:
             detail += f"; before it: INCIDENT {self._last_incident}"
         return {
@@ -236,3 +237,12 @@ class HangMonitor(Monitor):
             limit_s=round(self._detector.limit_s, 1) if watching else None,
             hang=self._hang.detail if self._hang is not None else None,
         ).to_json()
+
+
+def _elsewhere(hang: Hang, who: Sequence[Subject]) -> str:
+    """Where to look if no rank of this node stands out and others run elsewhere; else empty."""
+    identities = [subject.identity for subject in who if subject.identity.local_world_size]
+    others = max((one.world_size - one.local_world_size for one in identities), default=0)
+    if hang.culprits or hang.finished or others <= 0:
+        return ""
+    return f"; {counted(others, 'rank')} on other nodes: the guard of the one that is late names it"

@@ -11,7 +11,9 @@ import pytest
 from miner_guard.config import HangSettings
 from miner_guard.detectors.hang import Hang, HangDetector, Processes, describe, name_culprits
 from miner_guard.eventlog.formatters import rank_list
-from miner_guard.flight_recorder.records import Now
+from miner_guard.flight_recorder.records import Identity, Now
+from miner_guard.monitors.evidence import Subject
+from miner_guard.monitors.hang import _elsewhere
 from miner_guard.rank.phases import Phase, PhaseNames, Phases
 
 SETTINGS = HangSettings(
@@ -346,3 +348,26 @@ def test_a_hang_of_many_ranks_fits_on_a_line(count: int) -> None:
         assert words == (
             f"ranks 0-{half - 1} in data for 6s, ranks {half}-{count - 1} waiting in allreduce"
         )
+
+
+def test_a_late_node_is_named_where_no_rank_here_stands_out(detector: HangDetector) -> None:
+    waiting = {n: rank("collective", 100.0) for n in range(2)}
+    what = "a rank on node b with rank 2 did not come in time"
+    assert detector.late(160.0, waiting, 60.0, what).detail.endswith(f": {what}")
+    one_is_late = {**waiting, 1: rank("data", 100.0)}
+    assert what not in detector.late(160.0, one_is_late, 60.0, what).detail
+
+
+@pytest.mark.parametrize(("world_size", "said"), [(4, "2 ranks on other nodes"), (2, "")])
+def test_where_no_rank_here_stands_out_the_other_nodes_are_pointed_to(
+    world_size: int, said: str
+) -> None:
+    """Guards against a hang of another node that looks like one of nobody."""
+    who = [
+        Subject(n, Identity(1, n, n, world_size, 1, "run", 0.0, 2), rank("backward"), False)
+        for n in range(2)
+    ]
+    nobody = Hang((), "no rank stands out, ranks 0,1 in backward", 400.0, 300.0)
+    words = _elsewhere(nobody, who)
+    assert words.startswith(f"; {said}") if said else not words
+    assert not _elsewhere(Hang((0,), "rank 0 in data", 400.0, 300.0), who)
