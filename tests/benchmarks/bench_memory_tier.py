@@ -10,7 +10,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -70,38 +71,67 @@ class Training:
         return sum(t.numel() * t.element_size() for t in tensors)
 
 
+@dataclass
+class _Times:
+    """Of one way, by round; each round follows a step without a save."""
+
+    waits: list[float] = field(default_factory=list)
+    own: list[float] = field(default_factory=list)
+    """Processor seconds of the training thread: what a busy machine does not add to."""
+
+    shares: list[float] = field(default_factory=list)
+    """Of the wait in the step before it."""
+
+    beside: list[float] = field(default_factory=list)
+    """The step beside the background part / the step without it."""
+
+
 def _blocking() -> Iterator[Row]:
     training = Training()
     size = training.size()
-    alone = statistics.median(training.step() for _ in range(_ROUNDS))
-    yield Row(
-        "a step, nothing saved", alone, "s", note=f"2 048 tokens, {size / 1e6:.0f} MB of state"
-    )
-    for name, make in WAYS.items():
-        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+    times: dict[str, _Times] = {}
+    steps: list[float] = []
+    with ExitStack() as stack:
+        saves: dict[str, tuple[Save, Path]] = {}
+        for name, make in WAYS.items():
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
             try:
-                with make(training, Path(folder)) as save:
-                    blocked, steps = _measured(training, save)
-                    held = sum(p.stat().st_size for p in Path(folder).rglob("*") if p.is_file())
+                saves[name] = (stack.enter_context(make(training, folder)), folder)
             except ImportError as error:
                 yield Row(f"{name}: training waits", None, "ms", note=f"{error}")
-                continue
+        # In turn, so that all meet the same machine; the first round reserves memory.
+        for number in range(1, _ROUNDS + 2):
+            for name, (save, _) in saves.items():
+                steps.append(_measure(training, save, number, times.setdefault(name, _Times())))
+        held = {
+            name: sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+            for name, (_, folder) in saves.items()
+        }
+    alone = statistics.median(steps)
+    note = f"2 048 tokens, {size / 1e6:.0f} MB of state"
+    yield Row("a step, nothing saved", alone, "s", note=note)
+    for name, each in times.items():
         target = _STEP_TARGET if name == OURS else ""
-        share = f"{100 * blocked / alone:.1f} % of a step; the step beside it {steps / alone:.2f} x"
-        yield Row(f"{name}: training waits", 1e3 * blocked, "ms", target, share)
-        yield Row(f"{name}: bytes in /dev/shm", held / size, "x the state")
+        middle = {key: statistics.median(values[1:]) for key, values in vars(each).items()}
+        share = (
+            f"{100 * middle['shares']:.1f} % of a step; {1e3 * middle['own']:.0f} ms of its own "
+            f"processor time; the step beside it {middle['beside']:.2f} x"
+        )
+        yield Row(f"{name}: training waits", 1e3 * middle["waits"], "ms", target, share)
+        yield Row(f"{name}: bytes in /dev/shm", held[name] / size, "x the state")
 
 
-def _measured(training: Training, save: Save) -> tuple[float, float]:
-    """Median seconds of a save, and of the step beside its background part."""
-    blocked, steps = [], []
-    for number in range(1, _ROUNDS + 1):
-        start = time.monotonic()
-        save(number)
-        blocked.append(time.monotonic() - start)
-        steps.append(training.step())
-    # The first one reserves its memory.
-    return statistics.median(blocked[1:]), statistics.median(steps[1:])
+def _measure(training: Training, save: Save, number: int, times: _Times) -> float:
+    """Seconds of the step before the save."""
+    alone = training.step()
+    start, cpu = time.monotonic(), time.thread_time()
+    save(number)
+    waited = time.monotonic() - start
+    times.own.append(time.thread_time() - cpu)
+    times.waits.append(waited)
+    times.shares.append(waited / alone)
+    times.beside.append(training.step() / alone)
+    return alone
 
 
 OURS = "miner-guard's memory tier"
