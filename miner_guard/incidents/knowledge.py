@@ -22,6 +22,7 @@ _HERE = Path(__file__).parent
 _INDEX = "words.toml"
 
 _MAX_ANSWERS = 4096
+_MAX_TRACEBACKS = 64
 _MAX_ANSWERED_LENGTH = 400
 
 
@@ -38,6 +39,12 @@ class Knowledge:
 
         self._events = index.events
         self._read = read
+        self._latest: tuple[str, set[bytes]] = ("", set())
+        """The text searched last, with its words: an exception is searched twice."""
+
+        self._fitting: dict[str, frozenset[int]] = {}
+        """By the files of a traceback: ranks and restarts print the same ones."""
+
         self._answers: dict[str, list[Pattern] | Benign] = {}
         """Results for recent lines: ranks and restarts print the same ones."""
 
@@ -45,6 +52,7 @@ class Knowledge:
         """Read the files and make the search now. Raises BadKnowledge."""
         assert self._search
         assert self._by_word
+        assert self._framed_by_word
         assert self._order
 
     @cached_property
@@ -100,6 +108,14 @@ class Knowledge:
         return found
 
     @cached_property
+    def _framed_by_word(self) -> dict[bytes, list[int]]:
+        found: dict[bytes, list[int]] = {}
+        for number, pattern in enumerate(self._framed):
+            for word in pattern.any_of:
+                found.setdefault(word, []).append(number)
+        return found
+
+    @cached_property
     def _order(self) -> dict[Pattern | Benign, int]:
         return {entry: n for n, entry in enumerate(self._ordered)}
 
@@ -115,8 +131,15 @@ class Knowledge:
                 self._answers[text] = answer
         return answer
 
+    def _words(self, text: str) -> set[bytes]:
+        latest, words = self._latest
+        if latest != text:
+            words = self._search.find(text.encode(errors="replace"))
+            self._latest = (text, words)
+        return words
+
     def _look_up(self, text: str) -> list[Pattern] | Benign:
-        words = self._search.find(text.encode(errors="replace"))
+        words = self._words(text)
         entries = {entry for word in words for entry in self._by_word.get(word, ())}
         found: dict[str, Pattern] = {}
         for entry in sorted(entries, key=self._order.__getitem__):
@@ -129,18 +152,26 @@ class Knowledge:
             found = {label: p for label, p in found.items() if not p.alone} or found
         return sorted(found.values(), key=lambda p: ROLES.index(p.role))
 
+    def _fit(self, frames: str) -> frozenset[int]:
+        """The patterns with frames that a traceback through these files fits."""
+        fit = self._fitting.get(frames)
+        if fit is None:
+            fit = frozenset(
+                n for n, p in enumerate(self._framed) if any(f in frames for f in p.frames)
+            )
+            if len(self._fitting) >= _MAX_TRACEBACKS:
+                self._fitting.clear()
+            self._fitting[frames] = fit
+        return fit
+
     def match_in(self, frames: str, text: str, matches: Sequence[Pattern] = ()) -> list[Pattern]:
         """The matches of an exception together with the files of its traceback; `matches` are those
         of the exception alone."""
-        words = self._search.find(text.encode(errors="replace"))
+        words = self._words(text)
         named = {p.label for p in matches if not p.alone}
-        for p in self._framed:
-            if (
-                (p.instead & named if named else not p.instead)
-                and not p.any_of.isdisjoint(words)
-                and any(f in frames for f in p.frames)
-                and p.matches(text, words)
-            ):
+        numbers = {n for word in words for n in self._framed_by_word.get(word, ())}
+        for p in map(self._framed.__getitem__, sorted(numbers & self._fit(frames))):
+            if (p.instead & named if named else not p.instead) and p.matches(text, words):
                 others = (
                     m for m in matches if m.label not in p.instead | {p.label} and not m.alone
                 )

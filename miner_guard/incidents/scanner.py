@@ -114,7 +114,8 @@ class Scanner:
             told = "a traceback that the log breaks off in"
             return [Sighting("code_bug", "symptom", cut.line, told, cut.rank)]
         shown = excerpt(cut.raises, _TOLD)
-        return [_sighting(p, Sighting(p.label, p.role, cut.line, shown, cut.rank)) for p in matches]
+        line = LogLine(cut.rank, cut.line, cut.raises, cut.raises.lower())
+        return [_sighting(p, line, p.role, shown) for p in matches]
 
     def _block(self, block: bytes) -> list[Seen]:
         """Scan whole lines. Text after the last newline is part of a line whose number stays the
@@ -123,11 +124,16 @@ class Scanner:
         known = block if isinstance(block, LineChunk) else LineChunk(block)
         shapes, loud = known.templates, self._sieve.matching(known)
         hits = {index for index, text in enumerate(shapes) if text in loud} if loud else set()
-        wanted = hits | self._tails(shapes, hits)
+        frames = {run.first: run for run in self._tracebacks.runs(block)}
+        for run in frames.values():
+            hits.difference_update(range(run.first, run.end))
+        wanted = hits | self._tails(shapes, hits) | frames.keys()
         lines = block.split(b"\n") if wanted or self._course.waits else []
         for index in sorted(wanted):
             self._go_on(lines[index], self.line + index, seen)
-            if index in hits:
+            if index in frames:
+                self._tracebacks.take(frames[index], self.line + index)
+            elif index in hits:
                 found: list[Seen] = []
                 self._line(lines[index], self.line + index, found)
                 if found:
@@ -179,8 +185,6 @@ class Scanner:
         }
 
     def _line(self, line: bytes, number: int, seen: list[Seen]) -> None:
-        if self._tracebacks.frame(line, number):
-            return
         short = without_blobs(line)
         if short is line and len(line) <= MAX_LINE and b"\r" not in line:
             self._piece(line, number, seen)
@@ -232,8 +236,7 @@ class Scanner:
         for pattern in matches:
             shown = excerpt(line.text, _TOLD, pattern.first_word(line.lowered))
             role = _role(pattern, matches, line.lowered)
-            found = Sighting(pattern.label, role, line.number, shown, line.rank)
-            self._saw(_sighting(pattern, found), line, ended, seen)
+            self._saw(_sighting(pattern, line, role, shown), line, ended, seen)
 
     def _saw(self, found: Sighting, line: LogLine, ended: Ended | None, seen: list[Seen]) -> None:
         seen.append(found)
@@ -291,10 +294,13 @@ def _unknown(name: str) -> list[Pattern]:
     return [_LAUNCHED if name in _LAUNCHERS else _UNKNOWN_EXCEPTION]
 
 
-def _sighting(pattern: Pattern, found: Sighting) -> Sighting:
-    """`found` with what its pattern says beyond the label."""
-    return replace(
-        found,
+def _sighting(pattern: Pattern, line: LogLine, role: str, shown: str) -> Sighting:
+    return Sighting(
+        pattern.label,
+        role,
+        line.number,
+        shown,
+        line.rank,
         cause=pattern.cause,
         fix=pattern.fix,
         restart=pattern.restart,

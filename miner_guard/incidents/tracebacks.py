@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 EXCEPTION = re.compile(
@@ -27,7 +29,26 @@ _FRAME = re.compile(
 )
 """Stack frame lines of Python and IPython."""
 
-_PLAIN_FRAME = re.compile(rb'  File "([^"]{1,1000})", line \d+, in \S+\r?$')
+_PREFIX = rb"(?:\[rank\d{1,5}\]: |\[default\d{1,5}\]:)?"
+"""The prefixes of torch and of torchrun --tee."""
+
+_SOURCE = rb" {4}(?:[^\s][^\n]*|[ ~^]*\r?)\n"
+"""Python strips the source that it quotes, and indents it by four; below it may be markers."""
+
+_AT = rb'  File "[^"\n]{1,1000}", line \d+, in [^\n]+\n'
+_RUN = re.compile(
+    rb"^(?P<prefix>" + _PREFIX + rb")"
+    rb"(?P<start>Traceback \(most recent call last\):\r?\n(?P=prefix))?" + _AT + rb""
+    rb"(?:(?P=prefix)(?:" + _SOURCE + rb"|" + _AT + rb"))*",
+    re.MULTILINE,
+)
+"""Consecutive frames of one rank with the source that they quote."""
+
+_QUOTED = re.compile(_SOURCE)
+
+_PATHS = re.compile(rb"^" + _PREFIX + rb'  File "([^"\n]+)"', re.MULTILINE)
+_FRAME_BEGINS = b'  File "'
+_RAISES = b"    raise "
 
 _STARTS = "traceback (most recent call last)"
 _IGNORED = "exception ignored in"
@@ -38,6 +59,7 @@ MAX_STREAMS = 256
 _MAX_LINES = 2000
 """A traceback still open after this many lines was truncated."""
 
+_MAX_KEPT = 16_384
 _MAX_FRAMES = 8192
 """Characters kept of the paths in one traceback."""
 
@@ -56,6 +78,26 @@ class Ended(NamedTuple):
 
     name: str
     frames: str
+
+
+class Frames(NamedTuple):
+    """Consecutive frames in a block of lines, with the source that they quote."""
+
+    first: int
+    """Number of the first line in the block."""
+
+    end: int
+    """That of the line after the last one."""
+
+    rank: int | None
+    starts: bool
+    """Begins with `Traceback (most recent call last):`."""
+
+    paths: str
+    """Lower-cased, with a blank between them."""
+
+    raises: str
+    """The last source line with a `raise`."""
 
 
 class CutOff(NamedTuple):
@@ -77,9 +119,10 @@ class _Traceback:
     raises: str = ""
 
     def passes(self, path: str) -> None:
-        """Add the lower-cased path of a frame."""
+        """Add the lower-cased path of a frame, or several with a blank between them."""
         if len(self.frames) < _MAX_FRAMES:
-            self.frames += path.replace("\\", "/") + " "
+            forward = path.replace("\\", "/")
+            self.frames = f"{self.frames}{forward} "[:_MAX_FRAMES]
 
 
 class Tracebacks:
@@ -87,6 +130,9 @@ class Tracebacks:
 
     def __init__(self) -> None:
         self._open: dict[int | None, _Traceback] = {}
+        self._quoting: bytes | None = None
+        """Prefix of the frame that the last block ended in: the next one may begin with its source.
+        """
 
     def is_open(self, rank: int | None) -> bool:
         """Whether this rank prints a traceback."""
@@ -111,25 +157,44 @@ class Tracebacks:
         if opened is not None and inner.startswith("raise "):
             opened.raises = line.text.strip()
             return True
-        return positions
+        # Between the lines of several ranks, the source that a frame quotes stands by itself.
+        within = opened is not None and opened.frames
+        quoted = line.text.startswith("    ") and not line.text[4:5].isspace()
+        return positions or bool(within and quoted)
 
-    def frame(self, raw: bytes, number: int) -> bool:
-        """Take a line as the interpreter writes it, without a prefix; False if it is not part of a
-        frame.
+    def runs(self, block: bytes) -> Iterator[Frames]:
+        """The frames in a block of lines, taken whole: most lines of a log full of errors are in
+        one. A block may begin with the source that the last frame of the block before quotes."""
+        quoting, self._quoting = self._quoting, None
+        index = end = 0
+        if quoting is not None and (rest := _quoted(block, quoting)):
+            index, end = block.count(b"\n", 0, rest), rest
+            yield Frames(0, index, _rank(quoting), False, "", _last_raise(block[:rest], quoting))
+            self._quoting = quoting if rest == len(block) else None
+        if _FRAME_BEGINS not in block:
+            return
+        for run in _RUN.finditer(block, end):
+            index += block.count(b"\n", end, run.start())
+            end = run.end()
+            length = block.count(b"\n", run.start(), end)
+            prefix, starts = run["prefix"], run["start"] is not None
+            read = _read if len(run[0]) <= _MAX_KEPT else _read.__wrapped__
+            paths, raises = read(run[0], prefix)
+            yield Frames(index, index + length, _rank(prefix), starts, paths, raises)
+            index += length
+            if end == len(block):
+                self._quoting = prefix
 
-        Most lines of a log full of errors are: this is `follow` for them, several times as fast.
-        """
-        opened = self._open.get(None)
-        if opened is not None and raw.startswith(b"    raise "):
-            opened.raises = raw.strip().decode("utf-8", "replace")
-            return True
-        frame = _PLAIN_FRAME.match(raw)
-        if frame is None:
-            return False
-        opened = opened or self._begin(None, number)
+    def take(self, frames: Frames, number: int) -> None:
+        """Add frames to their rank's traceback; `number` is that of their first line."""
+        opened = self._open.get(frames.rank)
+        if frames.starts or opened is None:
+            ignored = opened is not None and opened.ignored
+            opened = self._begin(frames.rank, number, ignored=ignored)
         if opened is not None:
-            opened.passes(frame[1].decode("utf-8", "replace").lower())
-        return True
+            if frames.paths:
+                opened.passes(frames.paths)
+            opened.raises = frames.raises or opened.raises
 
     def _begin(self, rank: int | None, number: int, *, ignored: bool = False) -> _Traceback | None:
         if rank not in self._open and len(self._open) >= MAX_STREAMS:
@@ -164,3 +229,32 @@ class Tracebacks:
             if number - opened.line < _MAX_LINES and not opened.ignored
         ]
         return max(cut, key=lambda c: c.line, default=None)
+
+
+@lru_cache(maxsize=128)
+def _read(run: bytes, prefix: bytes) -> tuple[str, str]:
+    """The paths of a run of frames, and the last source line with a `raise`; ranks and restarts
+    print the same ones."""
+    paths = b" ".join(_PATHS.findall(run)).decode("utf-8", "replace").lower()
+    return paths[:_MAX_FRAMES], _last_raise(run, prefix)
+
+
+def _last_raise(run: bytes, prefix: bytes) -> str:
+    at = run.rfind(b"\n" + prefix + _RAISES)
+    if at < 0 and not run.startswith(prefix + _RAISES):
+        return ""
+    start = at + 1 + len(prefix)
+    return run[start : run.index(b"\n", start)].strip().decode("utf-8", "replace")
+
+
+def _quoted(block: bytes, prefix: bytes) -> int:
+    """Length of the lines of source that the block begins with, behind this prefix."""
+    end = 0
+    while block.startswith(prefix, end) and (line := _QUOTED.match(block, end + len(prefix))):
+        end = line.end()
+    return end
+
+
+def _rank(prefix: bytes) -> int | None:
+    digits = prefix.strip(b"[defaultrank]: ")
+    return int(digits) if digits else None

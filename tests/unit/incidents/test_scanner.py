@@ -247,3 +247,34 @@ EOFError: EOF when reading a line
 """
     (found,) = (incident for incident in incidents(log.encode()) if incident.root)
     assert "no one can" in found.first.cause
+
+
+FRAMES = b"""\
+step 9 loss 3.4
+Traceback (most recent call last):
+  File "/srv/miner/train.py", line 88, in step
+    loss.backward()
+    ^^^^^^^^^^^^^^^
+  File "/srv/lib/hivemind/dht.py", line 12, in run
+    raise ValueError("connection refused by rank 3")
+ValueError: no
+[rank1]: Traceback (most recent call last):
+[rank3]: Traceback (most recent call last):
+[rank3]:   File "/srv/miner/train.py", line 88, in step
+[rank1]:   File "/srv/lib/torch/serialization.py", line 8, in load
+[rank1]:     return pickle_module.load(f)
+[rank3]:     call("cuda out of memory")
+[rank1]: EOFError: Ran out of input
+[rank3]: KeyError: 3
+"""
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, len(FRAMES)), max_size=12))
+def test_frames_taken_whole_are_the_same_however_the_output_is_cut(at: list[int]) -> None:
+    assert seen_of(cut(FRAMES, at)) == seen_of([FRAMES])
+
+
+def test_the_source_that_a_frame_quotes_is_no_error() -> None:
+    labels = [getattr(item, "label", None) for item in seen_of([FRAMES])]
+    assert labels == ["code_bug", "checkpoint_corrupt", "code_bug"]
