@@ -223,7 +223,8 @@ class Publisher:
                 f"{error}; this happened while tag {revision.tag} was becoming visible, so what "
                 "is published may be a mix of two revisions: publish again"
             ) from error
-        return [self._read_back(ticket, effort) for ticket in tickets]
+        with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="read") as pool:
+            return list(pool.map(partial(self._read_back, effort=effort), tickets))
 
     def _read_back(self, ticket: StagedObject, effort: _Effort) -> ObjectInfo:
         """The committed object, as it was staged. Retries a stale read after each of `_STALE_LOOKS`

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -24,7 +23,7 @@ from uploads.journal import Journal, journal_path
 from uploads.publisher import Publisher, Revision
 from uploads.push import push
 from uploads.repos import open_repo
-from uploads.repos.base import Repo
+from uploads.repos.base import METADATA, Repo, StagedObject
 from uploads.repos.s3 import S3Repo
 
 TITLE = "Publishing"
@@ -96,7 +95,7 @@ def _rows(folder: Path, endpoint: str, server: str) -> list[Row]:
     repo = open_repo(settings)
     assert isinstance(repo, S3Repo)
     source = str(what.folder / "gradients.pt")
-    switch = _Switch(repo._client)
+    switch = _Switch(repo)
     program = _rclone()
     alone, seen, ours, copied = [], [], [], []
     for _ in range(ROUNDS):
@@ -162,20 +161,19 @@ def _processor_s() -> float:
 
 
 class _Switch:
-    """How long each switch to a new revision took, by the answers to the requests that show an
-    object."""
+    """How long each switch to a new revision took, from the first object shown to the last."""
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, repo: S3Repo) -> None:
+        self._show = repo._show
         self._shown: list[float] = []
         self.took_s: list[float] = []
-        client.meta.events.register("after-call.s3.CompleteMultipartUpload", self._answered)
+        setattr(repo, "_show", self._watched)  # noqa: B010 - mypy takes no assigned method
 
-    def _answered(self, parsed: Any, **_: Any) -> None:
-        key = str(parsed.get("Key"))
-        if key.startswith("epoch-"):
-            self._shown.append(time.perf_counter())
-        elif key == "metadata.json":
-            self.took_s.append(time.perf_counter() - self._shown[0])
+    def _watched(self, ticket: StagedObject) -> None:
+        self._show(ticket)
+        self._shown.append(time.perf_counter())
+        if ticket.key == METADATA:
+            self.took_s.append(self._shown[-1] - self._shown[0])
             self._shown.clear()
 
 

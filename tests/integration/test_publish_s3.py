@@ -293,7 +293,7 @@ def test_a_cancelled_upload_leaves_the_old_revision_and_nothing_else(
     repo = open_repo(settings)
     publisher = Publisher(repo, Journal(journal_path(tmp_path, repo.label)), lambda _l: None)
     faults.requests.clear()
-    faults.after = lambda number: publisher.cancelled.set() if number == 6 else None
+    faults.after = lambda number: publisher.cancelled.set() if number == 2 else None
     with pytest.raises(Cancelled, match="the previous publication is unchanged"):
         publisher.publish(revision(tmp_path, 60, MANY))
     faults.after = lambda _n: None

@@ -155,14 +155,15 @@ def test_a_body_is_not_hashed_once_more_to_be_signed(
         repo._client.meta.events.register(
             f"before-send.s3.{operation}", lambda request, **_: sent.append(request)
         )
-    config = revision(tmp_path, 50).folder / "config.json"
-    repo.stage("epoch-3/config.json", config, lambda _n: None, {})
-    repo.put("metadata.json", config.read_bytes())
+    source = revision(tmp_path, 50).folder
+    repo.stage("epoch-3/gradients.pt", source / "gradients.pt", lambda _n: None, {})
+    small_file = (source / "config.json").read_bytes()
+    repo.put("metadata.json", small_file)
     part, small = (
         {name.lower(): value for name, value in request.headers.items()} for request in sent
     )
     assert {part["x-amz-content-sha256"], small["x-amz-content-sha256"]} == {b"UNSIGNED-PAYLOAD"}
     # What is seen at once must be refused by the server; of a part the answer tells what arrived.
-    assert small["content-md5"] == base64.b64encode(hashlib.md5(config.read_bytes()).digest())
+    assert small["content-md5"] == base64.b64encode(hashlib.md5(small_file).digest())
     assert b"content-md5" in small["authorization"]
     assert "content-md5" not in part
