@@ -9,6 +9,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from miner_guard.attach.adapter import Adapter
@@ -33,7 +34,9 @@ class Sn38Uploads:
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
-        self._decision: GateDecision | None = None
+        self._deciding: ContextVar[GateDecision | None] = ContextVar("deciding", default=None)
+        """The decision on the upload that this thread is starting."""
+
         self._asked = 0
         self.steps = 0
         """Inner steps seen in this process."""
@@ -57,11 +60,15 @@ class Sn38Uploads:
 
         @functools.wraps(function)
         def start(miner: Any, *args: Any, **kwargs: Any) -> Any:
-            self._decision = self._ask(signature, miner, args, kwargs)
-            if self._decision is not None and not self._decision.allowed:
+            decision = self._ask(signature, miner, args, kwargs)
+            if decision is not None and not decision.allowed:
                 return None
-            with self._adapter.phase("upload"):
-                return function(miner, *args, **kwargs)
+            deciding = self._deciding.set(decision)
+            try:
+                with self._adapter.phase("upload"):
+                    return function(miner, *args, **kwargs)
+            finally:
+                self._deciding.reset(deciding)
 
         return start
 
@@ -98,9 +105,9 @@ class Sn38Uploads:
         Only for miners that write it: older ones have neither blocks nor metadata.
         """
         found: dict[str, Any] = {}
-        blocks = getattr(getattr(getattr(miner, "model", None), "config", None), "block_list", None)
-        if blocks is not None:
-            found["config"] = {"block_list": blocks}
+        config = getattr(getattr(miner, "model", None), "config", None)
+        if hasattr(config, "block_list"):
+            found["config"] = {"block_list": config.block_list}
         package = sys.modules.get("distributed_training")
         run, progress = getattr(package, "__run__", None), miner.local_progress
         inner = getattr(progress, "inner_step", None)
@@ -121,30 +128,30 @@ class Sn38Uploads:
         kept = getattr(miner.local_progress, "inner_step", None)
         return self.steps if kept is None else int(kept)
 
-    def recorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `upload_model`, in the upload thread: ask again now that the gradient exists, and
-        record the real outcome."""
-        signature = inspect.signature(function)
+    def recorded(self, function: Callable[..., Any]) -> UploadModel:
+        """Wrap `upload_model`, which the upload thread calls: ask again now that the gradient
+        exists, and record the real outcome."""
+        return UploadModel(function, self._deciding, self._upload)
 
-        @functools.wraps(function)
-        def upload(miner: Any, *args: Any, **kwargs: Any) -> Any:
-            guard, decision = self._adapter.guard, self._decision
-            if guard is None:
-                return function(miner, *args, **kwargs)
-            given = self._adapter.quiet(_gradient, signature, miner, args, kwargs)
-            # Only rank 0 publishes, and this is not collective: the other ranks need not know.
-            if given is not None and decision is not None and guard.rank == 0:
-                decision = guard.may_publish(decision, given)
-                if not decision.allowed:
-                    # The miner's own return value for a cancelled upload.
-                    return False
-            before = getattr(miner, "upload_process", None)
-            with guard.upload(decision or self._ungated(miner)) as record:
-                result = function(miner, *args, **kwargs)
-                self._adapter.quiet(self._look, miner, before, result, record)
-                return result
-
-        return upload
+    def _upload(
+        self, function: Callable[..., Any], decision: GateDecision | None, args: Any, kwargs: Any
+    ) -> Any:
+        miner, guard = args[0], self._adapter.guard
+        if guard is None:
+            return function(*args, **kwargs)
+        decision = decision or self._ungated(miner)
+        given = self._adapter.quiet(_gradient, function, args, kwargs)
+        # Only rank 0 publishes, and this is not collective: the other ranks need not know.
+        if given is not None and guard.rank == 0:
+            decision = guard.may_publish(decision, given)
+            if not decision.allowed:
+                # The miner's own return value for a cancelled upload.
+                return False
+        before = getattr(miner, "upload_process", None)
+        with guard.upload(decision) as record:
+            result = function(*args, **kwargs)
+            self._adapter.quiet(self._look, miner, before, result, record)
+            return result
 
     def _ungated(self, miner: Any) -> GateDecision:
         outer_step = getattr(miner.local_progress, "epoch", None) or 0
@@ -179,9 +186,40 @@ class Sn38Uploads:
             record.error = "the upload was cancelled, the published files may be mixed"
 
 
-def _gradient(signature: inspect.Signature, miner: Any, args: Any, kwargs: Any) -> Any:
+class UploadModel:
+    """The miner's method `upload_model`. Each lookup belongs to one upload: a miner looks it up
+    while it starts an upload and hands what it finds to its upload thread, so the thread has that
+    upload's decision, whichever upload is decided next."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        deciding: ContextVar[GateDecision | None],
+        upload: Callable[[Callable[..., Any], GateDecision | None, Any, Any], Any],
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._deciding = deciding
+        self._upload = upload
+
+    def __get__(self, miner: Any, owner: Any = None) -> Any:
+        if miner is None:
+            return self
+        decision = self._deciding.get()
+
+        @functools.wraps(self._function)
+        def upload_model(*args: Any, **kwargs: Any) -> Any:
+            return self._upload(self._function, decision, (miner, *args), kwargs)
+
+        return upload_model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._upload(self._function, self._deciding.get(), args, kwargs)
+
+
+def _gradient(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """The compressed gradient passed to `upload_model`; None if it gets none."""
-    return signature.bind(miner, *args, **kwargs).arguments.get("gradient_state")
+    return inspect.signature(function).bind(*args, **kwargs).arguments.get("gradient_state")
 
 
 def _is_key(word: str) -> bool:

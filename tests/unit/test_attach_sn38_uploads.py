@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,12 +45,15 @@ class Miner:
         self.local_progress = SimpleNamespace(epoch=56, inner_step=84, loss=3.1)
         self.model = SimpleNamespace(config=SimpleNamespace(block_list=[BLOCK - 50]))
         self.dht = object()
+        self.gradient: Any = None
+        self.queued: list[Callable[[], Any]] = []
         self.started: list[int] = []
         self.uploaded: list[Any] = []
         vars(self).update(has)
 
     def start_background_upload(self, epoch: int, archive: bool = False) -> None:
         self.started.append(epoch)
+        self.queued.append(partial(self.upload_model, epoch, {}, {}, self.gradient, archive))
 
     def upload_model(
         self,
@@ -81,15 +86,28 @@ class Attached:
         adapter = Adapter("sn38")
         self.guard = adapter.guard = Guard(place(self.state))
         uploads = Sn38Uploads(adapter)
-        self._start = uploads.gated(Miner.start_background_upload)
-        self._upload = uploads.recorded(Miner.upload_model)
+        hooks = {
+            "start_background_upload": uploads.gated(Miner.start_background_upload),
+            "upload_model": uploads.recorded(Miner.upload_model),
+        }
+        miner.__class__ = type("Hooked", (Miner,), hooks)
+
+    def start(self, document: Any, *, archive: bool = False) -> None:
+        """As the miner's training thread does."""
+        self.miner.gradient = document
+        self.miner.start_background_upload(56, archive=archive)
+
+    def queued(self) -> list[Any]:
+        """Run what the miner queued in its upload thread: the uploads' results."""
+        with ThreadPoolExecutor(max_workers=1) as executor:
+            done = [executor.submit(upload) for upload in self.miner.queued]
+        self.miner.queued.clear()
+        return [upload.result() for upload in done]
 
     def upload(self, document: Any, *, archive: bool = False) -> Any:
-        """As the miner does: the second call comes from its upload thread."""
-        self._start(self.miner, 56, archive=archive)
-        if not self.miner.started:
-            return None
-        return self._upload(self.miner, 56, {}, {}, document, archive)
+        """Start an upload and wait for its end; None if it did not start."""
+        self.start(document, archive=archive)
+        return next(iter(self.queued()), None)
 
     def decisions(self) -> list[Mapping[str, Any]]:
         self.guard.close()
@@ -167,6 +185,48 @@ def test_the_archive_after_an_allreduce_goes_out_whatever_is_in_it(tmp_path: Pat
     miner.model.config.block_list = []
     attached = Attached(tmp_path, miner)
     assert attached.upload(gradient(wvals=torch.ones(2, 64, 32).half()), archive=True) is True
+
+
+def test_each_upload_keeps_its_own_decision_however_many_are_asked_before_its_thread_starts(
+    tmp_path: Path,
+) -> None:
+    """Guards against a rejected gradient that goes out on the archive's decision, made after its
+    own."""
+    miner = Miner()
+    attached = Attached(tmp_path, miner)
+    half = gradient(wvals=torch.ones(2, 64, 32).half())
+    attached.start(half)
+    attached.start(half, archive=True)
+    attached.start(gradient())
+    assert attached.queued() == [False, True, True]
+    assert [given is half for given in miner.uploaded] == [True, False]
+    decided = attached.decisions()
+    kinds = [(d["upload_kind"], d["allowed"]) for d in decided]
+    assert kinds == [("gradient", True), ("archive", True), ("gradient", True), ("gradient", False)]
+    attached.guard.close()
+    finished = [u for u in entries(attached.state, "upload") if u["phase"] == "finished"]
+    assert [u["decision_id"] for u in finished] == [d["decision_id"] for d in decided[1:3]]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"wvals": torch.full((2, 64, 32), torch.nan)}, "w: NaN or Inf in the values"),
+        ({"wvals": torch.full((2, 64, 32), 1e30)}, "the loss after them is NaN"),
+        ({"wvals": torch.zeros(2, 64, 32)}, "all values are zero"),
+        ({"widxs": torch.full((2, 64, 32), 192)}, "w: index 192 is out of bounds (0 to 191)"),
+        ({"thing": object}, "does not load with weights_only=True"),
+    ],
+)
+def test_values_that_validators_reject_are_not_written(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    """Guards against a rejection that only the audit after the push would have shown."""
+    miner = Miner()
+    attached = Attached(tmp_path, miner)
+    assert attached.upload(gradient(**change)) is False
+    assert miner.uploaded == []
+    assert words in attached.decisions()[-1]["reason"]
 
 
 def test_a_miner_of_before_these_files_is_judged_by_what_it_has(tmp_path: Path) -> None:
