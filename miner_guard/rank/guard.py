@@ -186,8 +186,9 @@ class Guard:
     def may_publish(self, decision: GateDecision, gradient: Any) -> GateDecision:
         """May this compressed gradient be written and sent, after `may_upload` has allowed it?
 
-        For rank 0 only, not collective, callable from any thread. Compares names, types and shapes
-        with what validators accept; reads no tensor. If allowed, returns `decision` itself.
+        For rank 0 only, not collective, callable from any thread. Compares names, types, shapes and
+        the values of CPU tensors with what validators accept: call it beside training, since
+        reading 100 MB takes about a second. If allowed, returns `decision` itself.
         """
         return self._uploads.may_publish(decision, gradient)
 

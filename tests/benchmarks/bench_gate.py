@@ -14,6 +14,7 @@ from uploads import gate
 from uploads import inputs as gate_inputs
 from uploads.inputs import GateInputs
 from validators.facts import Candidate, Network, Published
+from validators.in_memory import contents
 from validators.limits import Limits
 from validators.outline import outline
 from validators.profiles import load_profile
@@ -62,6 +63,7 @@ def run() -> list[Row]:
             _row("a decision: steps, loss, repo, network", lambda: decide(small), _TARGET),
             _row("a decision with files, config, metadata", lambda: decide(full), _TARGET),
             _headers(settings),
+            _values(settings),
             _row(
                 "`upload_due` alone", lambda: gate.due(gate_inputs.read(path), settings, 1010.0), ""
             ),
@@ -80,6 +82,28 @@ def _headers(settings: GateSettings) -> Row:
     assert outline(document, limits, shapes)["problems"] == []
     what = "headers of a gradient of 300 parameters (1 B)"
     return _row(what, lambda: outline(document, limits, shapes), "<= 1 ms")
+
+
+def _values(settings: GateSettings) -> Row:
+    """What the upload thread reads before it writes, beside training."""
+    import resource
+
+    import torch
+
+    limits = Limits.of(settings, load_profile("sn38").limits)
+    names = [f"model.layers.{n // 9}.part{n % 9}.weight" for n in range(300)]
+    document: dict[str, object] = {"metadata": {}}
+    for name in names:
+        document[f"{name}idxs"] = torch.randint(0, 2048, (32, 64, 32), dtype=torch.int16)
+        document[f"{name}vals"] = torch.randn(32, 64, 32)
+    shapes = Shapes(dict.fromkeys(names, (2048, 2048)))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    wall, cpu = time.perf_counter(), time.process_time()
+    assert contents(torch, document, limits, shapes)["problems"] == []
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    more = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    note = f"{cpu:.2f} s of processor time, {more:.0f} MiB of memory"
+    return Row("values of that gradient (118 MB), in the upload thread", wall, "s", "<= 2 s", note)
 
 
 def _row(what: str, function: Callable[[], object], target: str) -> Row:

@@ -17,9 +17,13 @@ requires.module("moto")
 requires.module("boto3")
 torch = pytest.importorskip("torch", reason="gradients.pt is torch's format")
 
+from miner_guard.config import GateSettings  # noqa: E402
 from tests.truth import states  # noqa: E402 - needs torch
-from tests.truth.ours import Ours, expected  # noqa: E402
+from tests.truth.ours import SHAPES, Ours, expected  # noqa: E402
 from tests.truth.server import Server  # noqa: E402
+from validators.in_memory import contents  # noqa: E402
+from validators.limits import Limits  # noqa: E402
+from validators.outline import outline  # noqa: E402
 from validators.profiles import load_profile  # noqa: E402
 
 TABLE = Path(__file__).parents[1] / "truth" / "sn38.jsonl"
@@ -64,6 +68,30 @@ def test_the_audit_says_what_the_real_validator_says(ours: Ours, group: str) -> 
         if same == (line["case"] in DIFFERENT):
             wrong.append(f"{line['case']}: {report.outcome}, {report.detail}")
     assert not wrong, "\n".join(wrong)
+
+
+IN_MEMORY = [
+    line for line in LINES if "gradients" in line and not {"bytes", "save", "scored"} & line.keys()
+]
+"""States that differ in what the miner hands to torch.save."""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_before_it_is_written_a_gradient_is_judged_as_validators_judge_the_file() -> None:
+    """Guards against a gradient that goes out and scores zero, and against one that would score and
+    is held back."""
+    limits = Limits.of(GateSettings(), load_profile("sn38").limits)
+    wrong = []
+    for line in IN_MEMORY:
+        document = states.compressed()
+        for pattern, expression in line["gradients"].items():
+            document = states.edited(document, pattern, expression)
+        problems = outline(document, limits, SHAPES)["problems"]
+        problems = problems or contents(torch, document, limits, SHAPES)["problems"]
+        if bool(problems) != (expected(line["real"][VERSION]) == "rejected"):
+            wrong.append(f"{line['case']}: {problems}")
+    assert not wrong, "\n".join(wrong)
+    assert len(IN_MEMORY) >= 150
 
 
 def verdicts_changed(version: str) -> list[dict[str, Any]]:

@@ -62,10 +62,11 @@ class Gate:
         ), None
 
     def ready(self, decision: GateDecision, gradient: Any) -> GateDecision:
-        """Decide on the gradient about to be written, by names, types and shapes. Rank 0 only.
+        """Decide on the gradient about to be written: by names, types and shapes, then by its
+        values. Rank 0 only.
 
-        Reads no tensor. Returns `decision` itself if there is no objection, or if no profile
-        defines what validators accept. Never raises.
+        Returns `decision` itself if there is no objection, or if no profile defines what validators
+        accept. Never raises.
         """
         candidate = Candidate(decision.kind, decision.outer_step, decision.inner_step)
         try:
@@ -75,6 +76,8 @@ class Gate:
                 return decision
             known = None if self._place.state is None else shapes.read(self._place.state.shapes)
             report = outline(gradient, limits, known)
+            if not report["problems"]:
+                report = _contents(gradient, limits, known)
         except Exception as error:  # noqa: BLE001 - what can't be judged here is judged by the audit
             report = {"reason": f"the gradient could not be inspected: {describe(error)}"}
         judged = self._judged(replace(candidate, files=report))
@@ -134,6 +137,14 @@ class Gate:
             decided_at=time.time(),
             decision_id=f"local-{self._place.run_id}-{self._place.settings.launch}-{self._place.rank}-{self._local}",
         )
+
+
+def _contents(gradient: Any, limits: Limits, known: shapes.Shapes | None) -> dict[str, Any]:
+    import torch
+
+    from validators.in_memory import contents
+
+    return contents(torch, gradient, limits, known)
 
 
 def pack(decision: GateDecision) -> bytes:
