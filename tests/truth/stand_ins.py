@@ -10,15 +10,25 @@ from typing import Any
 
 
 class _Anything(type):
-    """A class that has every attribute, and can be called, indexed and inherited from."""
+    """A class that has every attribute, and can be called, indexed and inherited from; so have and
+    can its instances."""
 
     def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Anything(name, (), {})
+        return _anything(name)
 
     def __getitem__(cls, item: Any) -> Any:
         return cls
+
+
+def _anything(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    permissive = {
+        "__init__": lambda *_, **__: None,
+        "__getattr__": lambda _, attribute: _anything(attribute)(),
+        "__call__": lambda *_, **__: _anything(name)(),
+    }
+    return _Anything(name, (), permissive)
 
 
 class _StandIn(types.ModuleType):
@@ -30,7 +40,7 @@ class _StandIn(types.ModuleType):
         if name.endswith(("Error", "Exception")):
             # Validators catch these.
             return type(name, (Exception,), {})
-        return _Anything(name, (), {"__init__": lambda *_, **__: None})
+        return _anything(name)
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -1,0 +1,5 @@
+"""The world around subnet 38's real miner: its network and its GPU are fakes, its code is its own.
+
+`world` is set up in the miner's processes by `site/sitecustomize.py`; `tests.truth.real_miner` is
+the command that starts them.
+"""
