@@ -23,6 +23,9 @@ products that overflow float32. Measured with the validators' own code: with hal
 _BLOCK_ELEMENTS = 1 << 19
 """Values to check at a time (4 MiB of indices)."""
 
+_INTEGERS = {f"torch.{name}" for name in ("int8", "uint8", "int16", "int32", "int64")}
+"""Types of indices whose extremes torch finds without a conversion."""
+
 _DENSE_ELEMENTS = 1 << 22
 """Elements of a decoded gradient to hold in memory at a time (16 MiB of float32)."""
 
@@ -107,12 +110,16 @@ def decode(
     values = values[tuple(slice(length) for length in indices.shape)]
     something, enormous = False, 0
     for index, value in _blocks(indices, values):
+        _check_bounds(torch, index, None if target is None else target[-1])
         used = _computable(convert(value))
-        magnitude = used.abs()
+        peak = _peak(used)
+        if peak is None:
+            continue
+        _check_sums(torch, index, used, target, peak)
         least = torch.finfo(used.dtype).tiny if used.is_floating_point() else 0
-        _check_block(torch, _whole(torch, index), used, target)
-        something = something or bool((magnitude > least).any())
-        enormous += int((magnitude > ENORMOUS).sum())
+        something = something or peak > least
+        if peak > ENORMOUS:
+            enormous += int((used.abs() > ENORMOUS).sum())
     return Decoded(something, values.numel(), enormous, _partial(indices.shape, target))
 
 
@@ -146,11 +153,6 @@ def _whole(torch: Any, indices: Any) -> Any:
         # torch warns when it drops the imaginary part of a complex index.
         warnings.simplefilter("ignore")
         return indices.to(torch.int64)
-
-
-def _check_block(torch: Any, whole: Any, used: Any, target: tuple[int, ...] | None) -> None:
-    _check_bounds(whole, None if target is None else target[-1])
-    _check_finite(torch, whole, used, target)
 
 
 def _plain(torch: Any, value: Any, what: str, size: int) -> Any:
@@ -281,36 +283,46 @@ def _check_shapes(
         raise Unusable(f"{given}{where}: {' '.join(str(error).split())[:80]}") from error
 
 
-def _check_bounds(whole: Any, bound: int | None) -> None:
-    if not whole.numel():
+def _check_bounds(torch: Any, indices: Any, bound: int | None) -> None:
+    if not indices.numel():
         return
-    least, most = int(whole.min()), int(whole.max())
+    # Extremes in one pass, without a copy of eight bytes an index.
+    plain = indices if str(indices.dtype) in _INTEGERS else _whole(torch, indices)
+    least, most = (int(extreme) for extreme in plain.aminmax())
     if least < 0 or (bound is not None and most >= bound):
         wrong, last = least if least < 0 else most, "?" if bound is None else bound - 1
         raise Unusable(f"index {wrong} is out of bounds (0 to {last})")
 
 
 def _computable(tensor: Any) -> Any:
-    """Convert to a type that torch can compute with: it supports few operations on float8 and
-    unsigned integers."""
+    """Convert to a type that torch can compute with: it supports few operations on float8, unsigned
+    integers and bool."""
     if tensor.is_floating_point():
         return tensor.float() if tensor.element_size() == 1 else tensor
-    return (
-        tensor.long()
-        if str(tensor.dtype) in ("torch.uint16", "torch.uint32", "torch.uint64")
-        else tensor
-    )
+    unsupported = ("torch.uint16", "torch.uint32", "torch.uint64", "torch.bool")
+    return tensor.long() if str(tensor.dtype) in unsupported else tensor
 
 
-def _check_finite(torch: Any, whole: Any, used: Any, target: tuple[int, ...] | None) -> None:
-    if not torch.isfinite(used).all():
+def _peak(used: Any) -> float | None:
+    """The largest magnitude, in one pass; None without values. Raises Unusable for NaN and Inf."""
+    if not used.numel():
+        return None
+    least, most = (float(extreme) for extreme in used.aminmax())
+    # Both are NaN if one value is.
+    if not math.isfinite(least) or not math.isfinite(most):
         raise Unusable("NaN or Inf in the values")
-    if not used.numel() or not used.is_floating_point() or whole.dim() == 0:
+    return max(abs(least), abs(most))
+
+
+def _check_sums(
+    torch: Any, indices: Any, used: Any, target: tuple[int, ...] | None, peak: float
+) -> None:
+    """A mean over values of the same index sums them first, which may overflow."""
+    if not used.is_floating_point() or indices.dim() == 0:
         return
-    # A mean over values of the same index sums them first, which may overflow.
-    peak = float(used.abs().max())
-    if peak * whole.shape[-1] < torch.finfo(used.dtype).max:
+    if peak * indices.shape[-1] < torch.finfo(used.dtype).max:
         return
+    whole = _whole(torch, indices)
     width = int(whole.max()) + 1 if target is None else target[-1]
     rows, numbers = whole.reshape(-1, whole.shape[-1]), used.reshape(-1, whole.shape[-1])
     step = max(_DENSE_ELEMENTS // max(width, 1), 1)

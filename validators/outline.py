@@ -117,10 +117,11 @@ def _not_tensors(indices: Any, values: Any) -> str:
 
 
 def _quantised_dtype(parameters: Any) -> str | None:
-    last = (
-        parameters[-1] if isinstance(parameters, (list, tuple)) and len(parameters) == 5 else None
-    )
-    return None if last is None else str(last).removeprefix("torch.")
+    """The type of the dequantised values; without a named one, the lookup table's."""
+    if not isinstance(parameters, (list, tuple)) or len(parameters) != 5:
+        return None
+    named = getattr(parameters[3], "dtype", None) if parameters[4] is None else parameters[4]
+    return None if named is None else str(named).removeprefix("torch.")
 
 
 def misfit(tensors: Tensors, shape: Sequence[int] | None, limits: Limits) -> str | None:

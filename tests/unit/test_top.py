@@ -146,6 +146,15 @@ def test_a_ranks_unknown_memory_is_named() -> None:
     assert "rank 0: 15.2s mem ?" in shown
 
 
+def test_what_waiting_for_the_minimum_costs_is_shown() -> None:
+    forecast = {"min_inner_step": 50, "accepted_from": 1, "waiting_costs_s": 800.0}
+    status = {**STATUS, "uploads": {**STATUS["uploads"], "forecast": forecast}}
+    canvas, curves = Canvas(80, 24), CurveHistory()
+    document = StatusDocument.from_json(status)
+    shown = "\n".join(lines(document, curves, [], canvas, age_s=0, min_inner_step=50))
+    assert "waiting for inner step 50 costs 13m without a score" in shown
+
+
 def test_ranks_that_do_not_fit_are_counted() -> None:
     ranks = {str(rank): {"step_time_s": 15.2, "gpu_mem_gb": 18.4} for rank in range(16)}
     shown = "\n".join(
