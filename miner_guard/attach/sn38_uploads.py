@@ -105,7 +105,7 @@ class Sn38Uploads:
         Only for miners that write it: older ones have neither blocks nor metadata.
         """
         found: dict[str, Any] = {}
-        config = getattr(getattr(miner, "model", None), "config", None)
+        config: Any = getattr(getattr(miner, "model", None), "config", None)
         if hasattr(config, "block_list"):
             found["config"] = {"block_list": config.block_list}
         package = sys.modules.get("distributed_training")
