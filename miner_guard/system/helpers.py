@@ -150,8 +150,8 @@ def _used_s(pid: int) -> float | None:
 
 
 def _name(pid: int) -> str:
-    """The last part of the module that it runs (`http_server`), else its command."""
+    """The module that it runs, with its room (`reporting.http_server`), else its command."""
     words = processes.command(pid).split()
     if "-m" in words[:-1]:
-        return words[words.index("-m") + 1].rpartition(".")[2]
+        return ".".join(words[words.index("-m") + 1].split(".")[-2:])
     return words[0].rpartition("/")[2] if words else "unknown"

@@ -76,7 +76,7 @@ def test_it_is_called_out_and_the_ledger_knows_what_it_cost(
     assert evolution["calls"] == 10
     assert evolution["total_time"] == pytest.approx(4.0, rel=0.3)
     assert ledger["budget_status"] == "critical"
-    assert {"guard.hook", "guard.loop", "status"} <= ledger["operations"].keys()
+    assert {"guard.hook", "guard.loop", "guard.helpers", "status"} <= ledger["operations"].keys()
     assert ledger["operations"]["guard.hook"]["percentage"] < 2, (
         "steps of 20 ms; at one second it is a fiftieth of that"
     )
