@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 _THREAD = re.compile(r"^(?:Thread|Current thread) ")
 _PY_SPY = re.compile(r"^ {2,}.+ \((?P<file>[^()]+\.pyx?):(?P<line>\d+)\)$")
@@ -62,6 +62,27 @@ def innermost_user_frame(dump: str) -> str | None:
         if not _library(match["file"]):
             return _name(match)
     return _name(frames[0]) if frames else None
+
+
+def waits_for_ranks(dump: str) -> bool:
+    """Whether the training thread is inside torch.distributed, called by the miner's code: it waits
+    for the other ranks."""
+    for line in _training_thread(dump):
+        match = _PY_SPY.match(line) or _FAULTHANDLER.match(line)
+        if match is None:
+            continue
+        if "torch/distributed/" in match["file"]:
+            return True
+        if not _library(match["file"]):
+            return False
+    return False
+
+
+def outside_the_collective(waiting: Mapping[int, bool]) -> tuple[int, ...]:
+    """The ranks that the others wait for, by which of them wait in torch.distributed; empty where
+    all do or none does."""
+    outside = tuple(sorted(rank for rank, waits in waiting.items() if not waits))
+    return outside if len(outside) < len(waiting) else ()
 
 
 def _training_thread(dump: str) -> list[str]:

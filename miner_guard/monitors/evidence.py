@@ -19,7 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.detectors.collectives import Late, late
-from miner_guard.detectors.stack_frames import innermost_user_frame
+from miner_guard.detectors.stack_frames import (
+    innermost_user_frame,
+    outside_the_collective,
+    waits_for_ranks,
+)
 from miner_guard.eventlog.redact import Redactor
 from miner_guard.flight_recorder.reader import BadFlight, FlightReader
 from miner_guard.flight_recorder.records import Identity, Now
@@ -118,16 +122,25 @@ class Scene:
         self._deadline = time.monotonic() + timeout_s
         self._sources: dict[int, str] = {}
         self._frames: dict[int, str] = {}
+        self._waiting: dict[int, bool] = {}
 
     def frames(self) -> Mapping[int, str]:
         """Store every rank's stacks; returns, by rank, the innermost frame of the miner's code,
         such as `loops.py:14`."""
         self._sources = _stacks(self._state, self._folder, self._who, self._deadline)
         for subject in self._who:
-            frame = frame_of(_stack_file(self._folder, subject))
+            dump = _read_stacks(_stack_file(self._folder, subject))
+            frame = innermost_user_frame(dump)
             if frame is not None:
                 self._frames[subject.rank] = frame
+                self._waiting[subject.rank] = waits_for_ranks(dump)
         return self._frames
+
+    def behind(self) -> tuple[int, ...]:
+        """By the stacks that `frames` stored: the ranks outside the collective that the others wait
+        in. Empty unless every rank's stacks are known."""
+        known = len(self._waiting) == len(self._who)
+        return outside_the_collective(self._waiting) if known else ()
 
     def store(self, story: Mapping[str, Any], output: bytes, redactor: Redactor) -> Gathered:
         """Write the remaining evidence to the folder. Raises OSError if a write fails."""
@@ -161,10 +174,15 @@ class Scene:
 
 def frame_of(stacks: Path) -> str | None:
     """The innermost frame of the miner's code in a file of stacks; None without one."""
+    return innermost_user_frame(_read_stacks(stacks))
+
+
+def _read_stacks(stacks: Path) -> str:
+    """The file's text; empty where no stacks could be had."""
     try:
-        return innermost_user_frame(stacks.read_text(encoding="utf-8", errors="replace"))
+        return stacks.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return None
+        return ""
 
 
 def _kernel_view(subject: Subject) -> dict[str, Any]:

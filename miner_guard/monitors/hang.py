@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from miner_guard.detectors.hang import Hang, HangDetector, Processes
+from miner_guard.detectors.hang import Hang, HangDetector, Processes, rank_list
 from miner_guard.eventlog.catalog import Finding, counted, make_finding
 from miner_guard.eventlog.status_document import HangStatus
 from miner_guard.eventlog.write_errors import not_stored
@@ -148,7 +149,8 @@ class HangMonitor(Monitor):
         try:
             scene = evidence.Scene(self.context.state, folder, who, self._settings.stack_timeout_s)
             early = [] if who else self._before_init(folder)
-            story = self._story(hang, scene.frames(), elsewhere)
+            frames = scene.frames()
+            story = self._story(self._with_culprits(hang, scene.behind()), frames, elsewhere)
             if where := evidence_before_init.described(early):
                 story["detail"] += f"; at {where}"
             reported = self._report(hang, story)
@@ -171,6 +173,18 @@ class HangMonitor(Monitor):
         finally:
             if reported or self._report(hang, story):
                 self._act(hang, str(story["detail"]))
+
+    def _with_culprits(self, hang: Hang, behind: tuple[int, ...]) -> Hang:
+        """Where the ranks' headers are alike (FSDP's forward is no phase), their stacks tell which
+        rank the others wait for."""
+        if hang.culprits or not behind:
+            return hang
+        rest = sorted(self._ranks.keys() - set(behind))
+        detail = (
+            f"{rank_list(behind)} outside the collective that {rank_list(rest)} "
+            f"wait{'s' if len(rest) == 1 else ''} in, for {hang.idle_s:.0f}s"
+        )
+        return replace(hang, culprits=behind, detail=detail)
 
     def _before_init(self, folder: Path) -> list[evidence_before_init.Place]:
         """Where the processes are while no rank is known; empty without a running launch."""
@@ -206,7 +220,8 @@ class HangMonitor(Monitor):
         """Report the hang; False if it ended by itself or the miner is being stopped."""
         if self._launch is None or self._hang is not hang:
             return False
-        rank = hang.culprits[0] if len(hang.culprits) == 1 else None
+        culprits = story["culprits"]
+        rank = culprits[0] if len(culprits) == 1 else None
         self.context.emit(make_finding("hang_detected", rank=rank, **story))
         return True
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from miner_guard.detectors.stack_frames import innermost_user_frame
+from miner_guard.detectors.stack_frames import (
+    innermost_user_frame,
+    outside_the_collective,
+    waits_for_ranks,
+)
 
 PY_SPY = """Process 4242: python -u loops.py
 Python v3.11.9 (/usr/bin/python3.11)
@@ -46,3 +50,18 @@ Current thread 0x00007f11 (most recent call first):
 )
 def test_the_innermost_line_of_the_program_itself(dump: str, frame: str | None) -> None:
     assert innermost_user_frame(dump) == frame
+
+
+ASLEEP = """Thread 4243 (idle): "MainThread"
+    stuck (inject.py:28)
+    Optimizer.profile_hook_step.<locals>.wrapper (torch/optim/optimizer.py:538)
+    <module> (with_fsdp.py:26)
+"""
+
+
+def test_the_rank_outside_the_collective_is_the_one_that_the_others_wait_for() -> None:
+    """Guards against `no rank stands out` under FSDP2, where no phase tells the ranks apart."""
+    assert [waits_for_ranks(dump) for dump in (PY_SPY, FAULTHANDLER, ASLEEP)] == [True, True, False]
+    assert outside_the_collective({0: True, 1: False, 2: True}) == (1,)
+    assert outside_the_collective({0: True, 1: True}) == ()
+    assert outside_the_collective({0: False, 1: False}) == ()
