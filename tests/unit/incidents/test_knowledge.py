@@ -104,6 +104,7 @@ def test_corpus_and_subnet_labels_are_all_there() -> None:
         "compile_failed",
         "tracker_unavailable",
         "crash_loop",
+        "ended_early",
         "fabric_manager",
     } <= knowledge.load().labels.keys()
 
