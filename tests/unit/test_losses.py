@@ -123,6 +123,25 @@ def test_micro_batches_divided_by_their_number_add_up_to_their_mean() -> None:
     assert losses.micro_batches == 4
 
 
+def test_the_short_way_ends_a_step_as_the_long_one_does() -> None:
+    """Guards against a fast path that keeps a loss for the next step, or hides a remark."""
+    losses = Losses()
+    for step in range(1, 6):
+        losses.note(Tensor(0.5 * step))
+        assert losses.plain() is None, "until the program's division has been judged"
+        assert losses.take(step) == Loss(0.5 * step)
+    losses.note(Tensor(3.0))
+    assert losses.plain() == 3.0
+    assert losses.plain() is None, "no backward, no loss"
+    losses.note(Tensor(1.0))
+    losses.note(Tensor(2.0))
+    assert losses.plain() is None, "a sum says so"
+    assert losses.take(7) == Loss(3.0, 0, summed=True)
+    losses.note(Tensor(1.0, "mps"))
+    assert losses.plain() is None
+    assert losses.take(8) is None
+
+
 def test_a_reciprocal_counts_like_a_quotient() -> None:
     losses = Losses()
     for value in (2.0, 4.0, 6.0):
@@ -243,7 +262,11 @@ def steps_counted(names: str) -> tuple[str, bool]:
     """Which of the optimizers' steps end a training step, as letters; and whether each takes part
     in each."""
     leader, optimizers = Leader(), {name: Optimizer() for name in names}
-    return "".join(name for name in names if leader.leads(optimizers[name])), leader.cyclic
+
+    def ends(optimizer: Optimizer) -> bool:
+        return leader.only() is optimizer or leader.leads(optimizer)
+
+    return "".join(name for name in names if ends(optimizers[name])), leader.cyclic
 
 
 @pytest.mark.parametrize(
