@@ -143,14 +143,14 @@ class HangMonitor(Monitor):
 
     def _gather_and_act(self, hang: Hang, who: list[Subject], output: bytes) -> None:
         folder = evidence_folders.folder(self.context.state, self.context.clock.wall(), "hang")
-        elsewhere = _elsewhere(hang, who)
-        story = self._story(hang, {}, elsewhere)
+        story = self._story(hang, {}, _elsewhere(hang, who))
         reported = False
         try:
             scene = evidence.Scene(self.context.state, folder, who, self._settings.stack_timeout_s)
             early = [] if who else self._before_init(folder)
             frames = scene.frames()
-            story = self._story(self._with_culprits(hang, scene.behind()), frames, elsewhere)
+            named = self._with_culprits(hang, scene.behind())
+            story = self._story(named, frames, _elsewhere(named, who))
             if where := evidence_before_init.described(early):
                 story["detail"] += f"; at {where}"
             reported = self._report(hang, story)

@@ -1,0 +1,1 @@
+"""Other people's trainers under `--attach auto`: the table of docs/trainers.md."""
