@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from miner_guard.detectors.hang import Hang, HangDetector, Processes, rank_list
+from miner_guard.detectors.hang import Hang, HangDetector, Processes
 from miner_guard.eventlog.catalog import Finding, counted, make_finding
+from miner_guard.eventlog.formatters import rank_list
 from miner_guard.eventlog.status_document import HangStatus
 from miner_guard.eventlog.write_errors import not_stored
 from miner_guard.exits import CRASH_LOOP
@@ -149,8 +150,8 @@ class HangMonitor(Monitor):
             scene = evidence.Scene(self.context.state, folder, who, self._settings.stack_timeout_s)
             early = [] if who else self._before_init(folder)
             frames = scene.frames()
-            named = self._with_culprits(hang, scene.behind())
-            story = self._story(named, frames, _elsewhere(named, who))
+            blamed = self._with_culprits(hang, scene.behind())
+            story = self._story(blamed, frames, _elsewhere(blamed, who))
             if where := evidence_before_init.described(early):
                 story["detail"] += f"; at {where}"
             reported = self._report(hang, story)
