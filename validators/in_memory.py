@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from validators.document import RejectedFile, applied, gist
@@ -32,7 +32,7 @@ def contents(
 
     `reason` says why nothing was read: values on a GPU, or too many bytes.
     """
-    tensors = [value for value in document.values() if isinstance(value, torch.Tensor)]
+    tensors = list(_tensors(torch, document.values()))
     elsewhere = {tensor.device.type for tensor in tensors} - _READABLE
     if elsewhere:
         return _unread(f"the values are on {', '.join(sorted(elsewhere))}")
@@ -49,6 +49,18 @@ def contents(
         return applied(torch, document, limits=numbers, shapes=shapes, size=MAX_BYTES)
     except RejectedFile as refusal:
         return {"problems": [str(refusal)], "params": 0, "shapes_known": shapes is not None}
+
+
+def _tensors(torch: Any, values: Iterable[Any], depth: int = 3) -> Iterator[Any]:
+    """Tensors among the values and in containers among them: a quantisation's table may be on the
+    GPU alone."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif depth and isinstance(value, (list, tuple)):
+            yield from _tensors(torch, value, depth - 1)
+        elif depth and isinstance(value, Mapping):
+            yield from _tensors(torch, value.values(), depth - 1)
 
 
 def _unread(reason: str) -> dict[str, Any]:

@@ -45,9 +45,14 @@ def command(
             echo(f"  {verdict.outcome:<8} {verdict.rule:<15} {verdict.sentence}")
         for words in report.not_checked:
             echo(f"  {'-':<8} {'not checked':<15} {words}")
-        if report.read_from is not None:
-            echo(f"  judged by the validators of {report.read_from}")
+        echo(f"  {_speaks_for(report.read_from)}")
     raise typer.Exit(_EXITS[report.outcome])
+
+
+def _speaks_for(read_from: str | None) -> str:
+    if read_from is None:
+        return "judged by general rules: no [miner] profile names the network's validators"
+    return f"judged by the validators of {read_from}"
 
 
 def _last_allreduce(state: statedir.StateDir) -> AllReduce | None:

@@ -352,6 +352,22 @@ def test_a_second_subnets_gradient_is_found_by_window_and_version_and_has_no_met
 
 
 @pytest.mark.usefixtures("inspected_here")
+def test_the_version_of_the_validators_that_it_speaks_for_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    repo = f'[repo]\nkind = "local"\npath = "{tmp_path}/repo"\n'
+    (tmp_path / "guard.toml").write_text(repo)
+    run(["audit"])
+    assert "judged by general rules: no [miner] profile" in capsys.readouterr().out
+    (tmp_path / "guard.toml").write_text(f'[miner]\nprofile = "sn38"\n{repo}')
+    run(["audit"])
+    assert "judged by the validators of dstrbtd/DistributedTraining at" in capsys.readouterr().out
+    run(["audit", "--json"])
+    named = json.loads(capsys.readouterr().out)["read_from"]
+    assert named == load_profile("sn38").read_from
+
+
 def test_exit_codes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miner_guard.config import GateSettings
+from validators.in_memory import contents
 from validators.limits import Limits
 from validators.outline import fits, outline
 from validators.profiles import load_profile
@@ -94,3 +96,24 @@ def test_a_model_of_a_billion_parameters_takes_a_few_milliseconds_and_no_tensor_
     report = outline(document, SN38, shapes)
     assert report["problems"] == []
     assert time.perf_counter() - start < 0.25
+
+
+@pytest.mark.parametrize("where", ["wvals", "quantisation"])
+def test_values_on_a_gpu_are_left_to_the_audit(where: str) -> None:
+    """Guards against a rank that waits for its GPU: reading a tensor there synchronises it."""
+
+    class OnGpu(torch.Tensor):
+        device = SimpleNamespace(type="cuda")
+
+    tensor = torch.full((2, 64, 32), torch.nan).as_subclass(OnGpu)
+    change = {"wvals": tensor} if where == "wvals" else {"wquant_params": (0.0, 1.0, 8, tensor)}
+    report = contents(torch, {**good(), **change}, SN38, SHAPES)
+    assert (report["problems"], report["reason"]) == ([], "the values are on cuda")
+
+
+def test_more_bytes_than_are_worth_reading_are_left_to_the_audit() -> None:
+    """Guards against a view of a few bytes that claims terabytes."""
+    endless = torch.ones(1).expand(1 << 40)
+    report = contents(torch, {**good(), "wvals": endless}, SN38, SHAPES)
+    assert report["problems"] == []
+    assert "are more than are read before an upload" in report["reason"]
