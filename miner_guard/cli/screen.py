@@ -247,18 +247,21 @@ def week_lines(status: StatusDocument, age_s: float, *, ascii_only: bool = False
 
 
 def head(status: StatusDocument, age_s: float) -> str:
-    """The miner's state, restarts, goodput, the cost of monitoring, and the time of reading."""
+    """The time of reading, the miner's state, restarts, goodput and the cost of monitoring."""
     now = time_of_reading(status, age_s)
-    words = [f"miner  {miner_state(status, age_s)}", f"restarts {number(status.restarts)}"]
+    words = [f"now    {f'{now[11:19]} UTC' if now else '?'}{_staleness(status, age_s)}"]
+    words.append(f"miner {miner_state(status, age_s)}")
+    words.append(f"restarts {number(status.restarts)}")
     words.append(f"goodput {percentages(status.steps.goodput).get('training', '?')}")
     words.append(f"monitoring {number(status.costs.share_pct, '.2f', '%')}")
-    if status.state == "done":
-        words.append(f"ended {duration(age_s)} ago")
-    elif age_s > _OLD_S and not is_silent(status, age_s):
-        words.append(f"OLD: as of {duration(age_s)} ago")
-    if now:
-        words.append(f"now {now[11:19]} UTC")
     return "  ".join(words)
+
+
+def _staleness(status: StatusDocument, age_s: float) -> str:
+    if status.state == "done":
+        return f" (ended {duration(age_s)} ago)"
+    old = age_s > _OLD_S and not is_silent(status, age_s)
+    return f" (OLD: as of {duration(age_s)} ago)" if old else ""
 
 
 def _steps(steps: StepsStatus, curves: CurveHistory, width: int, ascii_only: bool) -> list[str]:

@@ -92,7 +92,7 @@ def test_an_80_by_24_terminal_shows_what_matters() -> None:
         )
     )
     for words in (
-        "miner  running  restarts 1  goodput 93%",
+        "miner running  restarts 1  goodput 93%",
         "OLD: as of 9s ago",
         "outer 56 inner 34",
         "34/50 valid in 4m",
@@ -256,7 +256,7 @@ def test_one_screen_into_a_pipe_and_nothing_to_show(
     write_json(tmp_path / "status.json", STATUS)
     assert run(["top", "--state-dir", str(tmp_path), "--once"]) == 0
     out = capsys.readouterr().out
-    assert "miner  running" in out
+    assert "miner running" in out
     assert "\x1b" not in out
 
 
