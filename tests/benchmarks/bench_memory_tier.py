@@ -21,7 +21,7 @@ from tests.faults.restarted_demo import ON_DISK_EVERY, RestartedDemo
 
 TITLE = "Checkpoints in memory, the same model and state"
 
-_ROUNDS = 6
+_ROUNDS = 3
 _STEP_TARGET = "<= 5 % of a step"
 
 Save = Callable[[int], None]
