@@ -115,7 +115,7 @@ def decode(
         peak = _peak(used)
         if peak is None:
             continue
-        _check_sums(torch, index, used, target, peak)
+        _check_sums(torch, index, used, target, peak=peak)
         least = torch.finfo(used.dtype).tiny if used.is_floating_point() else 0
         something = something or peak > least
         if peak > ENORMOUS:
@@ -315,7 +315,7 @@ def _peak(used: Any) -> float | None:
 
 
 def _check_sums(
-    torch: Any, indices: Any, used: Any, target: tuple[int, ...] | None, peak: float
+    torch: Any, indices: Any, used: Any, target: tuple[int, ...] | None, *, peak: float
 ) -> None:
     """A mean over values of the same index sums them first, which may overflow."""
     if not used.is_floating_point() or indices.dim() == 0:
