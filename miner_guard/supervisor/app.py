@@ -66,14 +66,15 @@ delay the output writer, and the miner with it."""
 _SWEEP_GRACE_S = 5.0
 _GAVE_UP = (UNAVAILABLE, CRASH_LOOP)
 _LEAVE_S = 5.0
-"""Time to flush the last output and for the interpreter to exit, which waits for every job
+"""Time to flush the last output and to let the interpreter exit, which waits for every job
 thread."""
 
 _HELPERS_END_S = 0.5
 
 _FLUSH_S = 10.0
 _FLUSH_ASKED_S = 2.0
-"""Someone who requested the stop needs no alert about it, so the flush is short."""
+"""How long the shutdown waits until all alerts are sent: `_FLUSH_S` if the guard gave up,
+`_FLUSH_ASKED_S` otherwise, because an operator who requested the stop needs no alert about it."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ class GuardApp:
         self._defects: set[str] = set()
         self._ended = self._ready = False
         self.env = dict(os.environ if request.env is None else request.env)
-        # Marks the guard's helper processes, so that nothing takes them for the miner's.
+        # Mark the guard's helper processes, so that no part of the guard mistakes them for the
+        # miner's.
         os.environ[HELPER] = str(os.getpid())
         self.loop = Loop(self.clock, self._defect)
         self.runner = MonitorRunner(self.log)
@@ -135,7 +137,7 @@ class GuardApp:
         self._closers: list[Callable[[], None]] = []
 
     def _environment(self, launch: int) -> dict[str, str]:
-        """The miner's, for a launch counted from 0."""
+        """The miner's environment for a launch, counted from 0."""
         request = self.request
         return environment.of_miner(
             self.env,
@@ -185,15 +187,15 @@ class GuardApp:
         self.log(make_finding("guard_degraded", what=what))
 
     def log(self, finding: Finding) -> None:
-        """Log one finding. Safe from any thread."""
+        """Log one finding. May be called from any thread."""
         self.emitter.emit(finding)
 
     def report(self, finding: Finding) -> None:
-        """Log one finding and deliver it to the monitors. Safe from any thread."""
+        """Log one finding and deliver it to the monitors. May be called from any thread."""
         if self._ended:
             self.log(finding)
         else:
-            # The loop's thread does not know the job that this comes from.
+            # Take the log context along: the loop's thread does not know which job reports this.
             context = contextvars.copy_context()
             self.loop.soon(lambda: context.run(self.runner.finding, finding))
 
@@ -221,9 +223,9 @@ class GuardApp:
         self.log(make_finding("guard_stopped", exit_code=code, reason=self.supervisor.reason))
         unwritten = self._report_unwritten()
         self.relay.finish(_LAST_WORDS_S)
-        # Only now is it known what the reader of our output never took.
+        # Only now does the guard know how much output the reader of its stdout never accepted.
         self.supervisor.pulse.report_drops()
-        # Writes stay diverted: an exit handler must not wait for a dead disk either.
+        # Keep writes diverted: an exit handler must not wait for a dead disk either.
         self.disk.close(0.0 if unwritten else _LAST_WORDS_S)
         self.loop.attempt(lambda: end_helpers(_HELPERS_END_S))
         self.lock.release()
@@ -231,7 +233,8 @@ class GuardApp:
         return code
 
     def _report_unwritten(self) -> bool:
-        """Give the disk its last chance; the console still hears of files that it did not take."""
+        """Give the disk a last chance to write, and report on the console which files it did not
+        write. Returns whether there are any."""
         left = self.disk.settle(_LAST_WORDS_S)
         if left:
             what = f"not written within {_LAST_WORDS_S:g} s of the end: {', '.join(left)}"
@@ -245,8 +248,8 @@ class GuardApp:
             self._degraded("the kernel refuses PR_SET_CHILD_SUBREAPER; orphans may escape")
         orphan_cleanup.end_orphans(self.request.state, _SWEEP_GRACE_S, self.log)
         self._contain()
-        # After the orphan cleanup, or the preflight would see an earlier run's processes. Its
-        # probes run while the monitors are created.
+        # Start the preflight after the orphan cleanup: otherwise it would see an earlier run's
+        # processes. Its probes run while the guard creates the monitors.
         self.startup.start()
         self.runner.monitors = registry.load_monitors(self._context(), self.log)
         self._watch_gpu_memory()
@@ -304,8 +307,8 @@ class GuardApp:
         process_tree = self.supervisor.process_tree
         self._closers.append(process_tree.close)
         cgroup = None
-        # Most containers refuse cgroups (`doctor` reports it); there the guard finds processes by
-        # parentage.
+        # Most containers do not allow creating a cgroup (`doctor` reports it); there the guard
+        # finds processes by their parents.
         if self.request.config.miner.cgroup:
             with contextlib.suppress(OSError):
                 cgroup = Cgroup.create(str(self.request.state.root), self.run_id)
@@ -365,7 +368,7 @@ class GuardApp:
     def _document(self) -> dict[str, Any]:
         # The command line and the text that monitors quote may contain secrets.
         parts = {**self.runner.snapshots(), "jobs": self.jobs.figures()}
-        # First what a person on call needs first.
+        # Put first what the person on call needs first.
         first = {"verdict": parts.get("verdict")}
         document: dict[str, Any] = self.redactor.value(
             {**first, **run_status(self.supervisor).to_json(), **parts}
@@ -375,8 +378,8 @@ class GuardApp:
     def _shutdown(self) -> None:
         self.loop.drain()
         self._ended = True
-        # The monitors' final output, including the last HEALTH line, must reflect the exit rather
-        # than the last pulse.
+        # Update the status first, so that the monitors' final output, including the last HEALTH
+        # line, shows the exit and not the state before it.
         steps: tuple[Callable[[], object], ...] = (
             lambda: self.status.update(self._document()),
             self.runner.stop,

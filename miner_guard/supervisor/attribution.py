@@ -1,5 +1,7 @@
-"""Why a launch ended, for people and for the restart policy: a recent incident, else the exit
-code."""
+"""Decides why a launch ended: because of a recent incident, otherwise as its exit code says.
+
+Operators see the cause, and the restart policy acts on it.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,11 @@ class RankStates(Protocol):
 
 
 def ran_to_its_end(ranks: RankStates, objections: Sequence[str]) -> bool:
-    """Whether the evidence shows that a miner that exited with 0, without reporting an end, has
-    finished.
+    """Whether a miner that exited with 0 has finished its work, although it never reported that.
 
-    Every rank stepped and reached the end of its program, no exception reached the top level, and
-    the output of the last minutes reports no error: a loop that catches its exception, prints it
-    and returns exits with 0 too.
+    It has if every rank completed a step and reached the end of its program, no exception reached
+    the top level, and the output of the last minutes shows no error. The output matters because a
+    training loop that catches an exception, prints it and returns also exits with 0.
     """
     return not objections and ranks.all_stepped() and ranks.all_in({"ended", "finished"})
 
@@ -52,8 +53,8 @@ class Attribution:
         self._incident = None
 
     def hear(self, finding: Finding) -> None:
-        """Remember the latest incident: the monitor reports root causes only, and training survived
-        earlier ones."""
+        """Remember the latest incident, until training overcomes it. The monitor reports only root
+        causes, and training survived the earlier ones."""
         if finding.event == "incident":
             self._incident, self._incident_at = finding, self._clock.monotonic()
         elif (
@@ -74,7 +75,7 @@ class Attribution:
 
 
 def how_it_ended(end: Exit, code: str = "code") -> str:
-    """The exit in words; `code` is the term for its exit code."""
+    """Describe the exit: "signal SIGKILL", or `code` followed by the exit code."""
     return (
         f"{code} {end.code}"
         if end.signal is None

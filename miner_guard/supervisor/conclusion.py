@@ -16,7 +16,8 @@ from miner_guard.supervisor.process.teardown import Teardown
 
 
 class Conclusion:
-    """Supervisor thread only. A step that fails is reported and does not affect the others."""
+    """Concludes launches. Supervisor thread only. A failed step is reported and does not affect the
+    others."""
 
     def __init__(
         self, spec: LaunchSpec, loop: Loop, *, runner: MonitorRunner, relay: Relay, flights: Flights
@@ -46,8 +47,7 @@ class Conclusion:
             self._runner.finding(make_finding("guard_degraded", what=what))
 
     def _has_finished(self, launch: ActiveLaunch) -> bool:
-        """Whether the miner exited with code 0 and finished its work. False if judging that
-        fails."""
+        """Whether the miner finished its work. False if judging that fails."""
         answers: list[bool] = []
         self._loop.attempt(lambda: answers.append(self._judge_finish(launch)))
         return answers == [True]

@@ -1,5 +1,5 @@
-"""Reads the ranks' flight records for the supervisor: what is new since the last poll, and what is
-acknowledged."""
+"""Reads the ranks' flight records for the supervisor: delivers what is new since the last poll, and
+acknowledges the entries it has delivered."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _MAX_STEPS_A_LOOK = 1024
 _RECORD = re.compile(r"rank-\d+\.(?:bin|live)")
 
 _PATIENCE = 2
-"""Polls for which the other ranks' steps wait for the lead rank's: ranks end a step milliseconds
-apart."""
+"""For how many polls the other ranks' steps are held back until the lead rank reports the same
+step: ranks end a step milliseconds apart."""
 
 
 class Reader(Protocol):
-    """Receives what the ranks wrote."""
+    """Receives the ranks' steps and journal entries."""
 
     def steps(self, rank: int, steps: Sequence[StepRecord]) -> None: ...
 
@@ -64,27 +64,27 @@ class Flights:
         report: Callable[[Finding], None],
         copy: Callable[[Path, int], None] = memory.copy_now,
     ) -> None:
-        """`copy` updates the on-disk copy of the record behind a descriptor; it must not block on
-        the disk."""
+        """`copy(path, fd)` updates the on-disk copy at `path` of the record open as `fd`; it must
+        not block on the disk."""
         self._state = state
         self._run_id = run_id
         self._report = report
         self._open: dict[int, _Open] = {}
         self._past: list[tuple[int, _Open]] = []
-        """Records of ranks that the launcher replaced within the launch; read to their end, then
-        closed."""
+        """Records of ranks that the launcher replaced during this launch. The next poll reads them
+        to their end and closes them."""
 
         self._not_before = 0
         self._left_alone: dict[Path, Version] = {}
         self._ended: set[tuple[int, int]] = set()
-        """Ranks of this launch, as (pid, start time), whose records are fully read."""
+        """Processes of this launch, as (pid, start time), that the launcher has replaced."""
 
         self._copy = copy
         self._copied_at = -math.inf
 
     def leftovers(self, reader: Reader) -> None:
-        """Deliver entries that an earlier run wrote and no guard stored, so that no decision or
-        upload is lost."""
+        """Deliver entries that an earlier run wrote but no guard has acknowledged, so that no
+        decision or upload is lost."""
         for path in self._paths():
             flight = self._try(path)
             if flight is None:
@@ -93,13 +93,14 @@ class Flights:
                 try:
                     reader.entry(flight.identity.rank, entry)
                 finally:
-                    # Acknowledge entries that fail to process, too: they would come back and block
-                    # those behind them.
+                    # Acknowledge an entry even if processing it failed: otherwise it would come
+                    # back and block the entries behind it.
                     flight.acknowledge(number + 1)
             flight.close()
 
     def launched(self, pid: int) -> None:
-        """Start a new launch: ignore records of the same run that are older than it."""
+        """Start a new launch whose launcher is `pid`: ignore this run's records from earlier
+        launches."""
         self._close_records()
         self._ended.clear()
         try:
@@ -108,8 +109,8 @@ class Flights:
             self._not_before = 0
 
     def poll(self, reader: Reader) -> None:
-        """Deliver what is new in all records; for each step the lead (lowest) rank's record comes
-        first."""
+        """Deliver what is new in all records. The lead (lowest) rank's record of a step comes
+        before the other ranks'."""
         self._refresh_all()
         self._finish_past(reader)
 
@@ -121,14 +122,14 @@ class Flights:
         self._keep_copies()
 
     def last_poll(self, reader: Reader) -> None:
-        """Deliver everything left. No rank writes any more, so do not wait for any."""
+        """Deliver everything that is left. No rank is writing any more, so hold no steps back."""
         self._refresh_all()
         self._finish_past(reader)
         self._of_each(lambda rank, each: self._hand_over(rank, each, reader, patient=False))
 
     def _of_each(self, work: Callable[[int, _Open], object]) -> None:
-        """Call `work` for every rank, then raise the first failure: one rank's record must not hide
-        the others'."""
+        """Call `work` for every rank, then raise the first failure, so that one rank's bad record
+        does not hide the others'."""
         failed: list[Exception] = []
         for rank in sorted(self._open):
             try:
@@ -147,8 +148,8 @@ class Flights:
                 self._close_record(each)
 
     def look_at(self, rank: int, reader: Reader) -> None:
-        """Deliver what is new in one record, after the lead rank's; open the record of a new
-        rank."""
+        """Deliver what is new in the lead rank's record, then in `rank`'s; open that record first
+        if it is new."""
         if rank not in self._open:
             self._refresh_all()
         self._finish_past(reader)
@@ -197,7 +198,7 @@ class Flights:
         headers = self.now()
         identities = self.identities().values()
         local_ranks = {identity.local_rank for identity in identities}
-        # If no launcher set the local world size, a missing highest rank goes unnoticed.
+        # If no launcher set the local world size, a missing highest local rank goes unnoticed.
         expected = max((identity.local_world_size for identity in identities), default=0)
         expected = expected or len(local_ranks)
         whole = len(headers) == len(self._open) and local_ranks == set(range(expected))
@@ -209,7 +210,7 @@ class Flights:
         return bool(headers) and all(now.total_steps > 0 for now in headers.values())
 
     def ask_checkpoint(self) -> int:
-        """Ask every rank for a checkpoint at the end of its step; returns the number of ranks
+        """Ask every rank to write a checkpoint at the end of its step; returns the number of ranks
         asked."""
         for current in self._open.values():
             current.reader.request_checkpoint()
@@ -246,7 +247,7 @@ class Flights:
             self._left_alone[path] = version
             flight.close()
             return
-        # The file system may reuse the inode number of a skipped file for a later one.
+        # The file system may give a later file the inode number of a skipped one.
         self._left_alone.pop(path, None)
         if current is not None and same:
             current.reader.close()
@@ -256,11 +257,12 @@ class Flights:
         self._open[identity.rank] = _Open(flight, version, next_entry=flight.acknowledged())
 
     def _retire(self, successor: Identity) -> None:
-        """Retire the records of replaced ranks: torchrun may renumber its workers at a new
-        rendezvous."""
+        """Retire the records of the ranks that `successor` replaces. torchrun may give its workers
+        new ranks at a new rendezvous."""
         for rank, older in list(self._open.items()):
             own = older.reader.identity
-            # Without a launcher all ranks have local rank 0: then the older process still lives.
+            # Ranks that no launcher started all have local rank 0, so a process that is still alive
+            # has not been replaced.
             moved = own.local_rank == successor.local_rank and not alive(
                 Process(own.pid, own.process_start)
             )
@@ -309,7 +311,7 @@ class Flights:
 
     def _keep_copy(self, each: _Open) -> None:
         if each.reader.live:
-            # Without a free descriptor, the next copy covers the same data.
+            # If no descriptor is free, the next copy covers the same data.
             with contextlib.suppress(OSError):
                 self._copy(each.reader.path, each.reader.fileno())
 

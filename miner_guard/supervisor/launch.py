@@ -31,14 +31,14 @@ class ActiveLaunch:
     """Finds the processes of this launch."""
 
     stop_request: StopRequest | None = None
-    """The request that ends this launch; None without one."""
+    """The request that ends this launch; None if no one has asked for its end."""
 
     teardown: Teardown | None = None
     healthy: bool = False
     """The launch ran long enough to reset the failure count."""
 
     drain_until: float | None = None
-    """Deadline for showing the last output to the monitors; None until all its processes are
+    """Until when the monitors may read the last output; None until all processes of the launch are
     gone."""
 
     _next_step: float = field(default=0.0)
@@ -48,8 +48,8 @@ class ActiveLaunch:
         return self.child.code() is not None
 
     def ask_to_end(self, grace_s: float) -> None:
-        """Send SIGTERM to the launcher at the next `step`, and SIGKILL to everything left after the
-        grace."""
+        """Make the next `step` send SIGTERM to the launcher; processes that remain after `grace_s`
+        get SIGKILL."""
         self.teardown = self.new_teardown(grace_s)
         self.teardown.ask()
         self._next_step = 0.0
@@ -90,7 +90,7 @@ class ActiveLaunch:
         return again
 
     def exit(self, said_finished: bool) -> Exit:
-        """How the launch ended. `said_finished`: its ranks or the settings report that its work is
+        """How the launch ended. `said_finished`: its ranks or the settings say that its work is
         done."""
         code = self.child.code()
         if code is None:
@@ -102,5 +102,5 @@ class ActiveLaunch:
         return Exit(code, self.child.signal, asked, finished, self.clock.monotonic() - self.started)
 
     def asked_to(self, then: Then) -> bool:
-        """Whether the guard ends this launch with `then` as the follow-up."""
+        """Whether the guard is ending this launch and `then` follows."""
         return self.stop_request is not None and self.stop_request.then is then

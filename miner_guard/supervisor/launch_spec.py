@@ -16,7 +16,7 @@ class LaunchSpec:
 
     command: Sequence[str]
     environment: Callable[[int], Mapping[str, str]]
-    """The miner's environment for launch number n."""
+    """Returns the miner's environment for a launch number, counted from 0."""
 
     config: Config
     state: StateDir
@@ -35,11 +35,11 @@ class Then(Enum):
     """Restart when the restart policy allows it."""
 
     FINISH = "finish"
-    """The guard exits as after a normal finish: the ranks reported that they finished and only
-    their exit hangs."""
+    """The guard exits as it does when the miner has finished: the ranks reported that they
+    finished, and only their exit hangs."""
 
     RELAUNCH = "relaunch"
-    """Restart immediately. A person or a setting requested it, so it does not count as a
+    """Restart immediately. An operator or a setting requested it, so it does not count as a
     failure."""
 
 

@@ -18,10 +18,10 @@ from miner_guard.system.clock import Clock
 
 _MAX_WAIT_S = 60.0
 REST_S = 1.0
-"""How long to ignore a descriptor whose handler failed or could not act."""
+"""How long to ignore a descriptor after its handler failed or could not handle the event."""
 
 _PAUSE_S = 0.05
-"""Pause after a failed turn: a recurring bug must not use a full core."""
+"""Pause after a failed iteration, so that a recurring bug does not use a full core."""
 
 
 @dataclass(order=True)
@@ -39,10 +39,11 @@ class Timer:
 
 
 class Loop:
-    """Waits for the next event and calls its handler, all in the thread that calls `turn`.
+    """Waits for the next event and calls its handler. The thread that calls `turn` runs all of it;
+    each call of `turn` is one iteration.
 
-    Failures do not stop it: a handler that raises is reported and stays registered. Signal handlers
-    only record the signal's number; `turn` does the work.
+    Failures do not stop the loop: it reports a handler that raises and keeps it registered. Signal
+    handlers only record the signal's number; `turn` does the work.
     """
 
     def __init__(self, clock: Clock, on_error: Callable[[Exception], None]) -> None:
@@ -60,11 +61,11 @@ class Loop:
         self._resting: dict[int, Timer] = {}
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._woken)
         self.turned_at = math.inf
-        """When the latest turn ended or the thread last called `alive`; for the watchdog. Infinite
-        before the first turn."""
+        """Monotonic time at which the latest iteration ended or the thread last called `alive`, for
+        the watchdog. Infinite before the first iteration."""
 
     def watch(self, fd: int, call: Callable[[], None]) -> None:
-        """Call when `fd` is readable or at EOF."""
+        """Run `call` whenever `fd` is readable or at EOF."""
         self._forget_rest(fd)
         self._selector.register(fd, selectors.EVENT_READ, call)
 
@@ -79,7 +80,7 @@ class Loop:
         return fd in self._selector.get_map()
 
     def rest(self, fd: int) -> None:
-        """Ignore a watched `fd` for a while: its event can't be handled now."""
+        """Ignore a watched `fd` for `REST_S`, because its event can't be handled now."""
         call = self._selector.get_key(fd).data
         self._selector.unregister(fd)
         self._resting[fd] = self.after(REST_S, lambda: self.watch(fd, call))
@@ -90,14 +91,14 @@ class Loop:
             timer.cancel()
 
     def after(self, seconds: float, call: Callable[[], None]) -> Timer:
-        """Call once in `seconds`."""
+        """Run `call` once, `seconds` from now."""
         timer = Timer(self._clock.monotonic() + seconds, next(self._order), call)
         heapq.heappush(self._timers, timer)
         return timer
 
     def every(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call every `seconds`, even after a failure. Calls of several intervals coincide, so that
-        they wake the loop together."""
+        """Run `call` every `seconds`, even after it has failed. Calls are due at multiples of
+        `seconds`, so that several intervals wake the loop together."""
 
         def due() -> None:
             now = self._clock.monotonic()
@@ -107,23 +108,26 @@ class Loop:
         self.after(seconds, due)
 
     def soon(self, call: Callable[[], None]) -> None:
-        """Call in the loop's thread at its next turn. Safe from any thread."""
+        """Run `call` on the loop's thread in the loop's next iteration. May be called from any
+        thread."""
         self._calls.append(call)
         self.wake()
 
     def wake(self) -> None:
-        """Wake the loop from its wait. Safe from any thread and from a signal handler."""
+        """Wake the loop from its wait. May be called from any thread and from a signal handler."""
         # A full pipe wakes the loop as well; a closed one belongs to a finished loop.
         with contextlib.suppress(OSError):
             os.write(self._wake_write, b"\0")
 
     def on_signal(self, number: int, call: Callable[[], None]) -> None:
-        """Call in the loop's thread when the signal arrives. Main thread only."""
+        """Run `call` on the loop's thread whenever signal `number` arrives. Call from the main
+        thread only."""
         self._handlers[number] = call
         self._before[number] = signal.signal(number, self._note)
 
     def _note(self, number: int, _frame: object) -> None:
-        # Python runs this between any two bytecodes of the main thread, so nothing here may fail.
+        # Python may run this between any two bytecodes of the main thread, so nothing here may
+        # fail.
         self._arrived.append(number)
         self.wake()
 
@@ -137,12 +141,12 @@ class Loop:
         self.alive()
 
     def alive(self) -> None:
-        """Heartbeat from the loop's thread, for the watchdog."""
+        """Tell the watchdog that the loop's thread makes progress."""
         self.turned_at = self._clock.monotonic()
 
     def _turn(self) -> None:
         for key, _events in self._selector.select(self._wait_s()):
-            # An earlier handler may have closed it.
+            # An earlier handler may have closed this descriptor.
             if self._is_current(key) and not self.attempt(key.data) and self._is_current(key):
                 self.rest(key.fd)
         while self._arrived:
@@ -158,13 +162,13 @@ class Loop:
         return self._selector.get_map().get(key.fd) is key
 
     def drain(self) -> None:
-        """Run the pending calls from other threads, without waiting."""
+        """Run the calls that other threads have queued, without waiting for more."""
         while self._calls:
             self.attempt(self._calls.popleft())
 
     def attempt(self, call: Callable[[], object]) -> bool:
-        """Call and report an exception; False if it raised. One failing step must not prevent the
-        next."""
+        """Run `call`; report its exception and return False if it raises. One failed step must not
+        prevent the next."""
         try:
             call()
         except Exception as error:  # noqa: BLE001 - a bug in the guard must not end the miner; it is reported
@@ -191,10 +195,10 @@ class Loop:
             os.read(self._wake_read, 4096)
 
     def keep_signals(self) -> None:
-        """Ignore signals after `close`, so that they do not change the exit code of a process that
-        is about to exit."""
-        # Set SIG_IGN, because Python resets any other handler to the default at exit. An ignored
-        # SIGCHLD has special semantics.
+        """Make `close` leave signals ignored, so that they do not change the exit code of a process
+        that is about to exit."""
+        # At exit Python resets every handler except SIG_IGN to the default. SIGCHLD is left out:
+        # ignoring it would make the kernel reap children by itself.
         ignored = self._before.keys() - {signal.SIGCHLD}
         self._before |= dict.fromkeys(ignored, signal.SIG_IGN)
 

@@ -1,4 +1,4 @@
-"""guard.sock: datagrams from the ranks that announce new data; they may be lost."""
+"""guard.sock: the ranks announce new data by datagram. A datagram may get lost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class NotifySocket:
         self._socket = socket.socket(
             socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
         )
-        # An existing socket belongs to a dead guard: we hold the lock.
+        # A socket that is already there belongs to a dead guard, because this guard holds the lock.
         self._path.unlink(missing_ok=True)
         with address(self._path) as name:
             self._socket.bind(name)

@@ -1,5 +1,5 @@
-"""The supervisor's tick: flight records, monitors, the launch's health, dropped output,
-processes."""
+"""The supervisor's tick: it polls the flight records, calls the monitors, and checks the launch's
+health, dropped output and processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from miner_guard.system.once import Once
 
 DROPS_EVERY_S = 60.0
 _QUIET_S = 0.99
-"""Time between two ticks that nothing happened before: no rank runs, nothing was printed."""
+"""Minimum time between two ticks while no rank has a flight record and the miner prints nothing."""
 
 
 class PulsedRun(Protocol):
@@ -48,7 +48,7 @@ class PulsedRun(Protocol):
 
 
 class Pulse:
-    """Work done twice a second. A failing step does not affect the others."""
+    """Runs the tick twice a second. A failed step does not affect the others."""
 
     def __init__(self, supervisor: PulsedRun) -> None:
         self._run = supervisor
@@ -59,11 +59,11 @@ class Pulse:
         self._deliveries = -1
 
     def tick(self) -> None:
-        """Run all steps, for a loop that calls this again even after a failure."""
+        """Run all steps of one tick. If nothing has happened, skip every second tick."""
         run, attempt = self._run, self._run.loop.attempt
         attempt(run.relay.tick)
         if run.exit_code is not None:
-            # The monitors have stopped; only their last messages are pending.
+            # The monitors have stopped; only their last messages still have to be sent.
             return
         now = run.clock.monotonic()
         quiet = not run.flights.identities() and run.runner.deliveries == self._deliveries
@@ -86,7 +86,7 @@ class Pulse:
             self.report_blind(error)
 
     def report_blind(self, error: OSError) -> None:
-        """Report once that the run's processes can't be inspected."""
+        """Report, once per run, that the miner's processes can't be inspected."""
         if self._blind.first():
             what = f"cannot inspect the miner's processes ({error.strerror}); retrying"
             self._run.runner.finding(make_finding("guard_degraded", what=what))

@@ -1,4 +1,4 @@
-"""Whether and when to restart a failed miner, by cause. Pure.
+"""Decides whether and when to restart a failed miner, depending on the cause. Pure.
 
 The causes come from the incident knowledge (`miner_guard/incidents/*.toml`, field `restart`).
 Causes that a restart cannot fix get few attempts; transient ones are retried with growing backoff.
@@ -25,7 +25,7 @@ class RestartRule:
     """Advice for the operator when the guard gives up."""
 
     outside: bool = False
-    """A remote service must recover first: backoff starts at `outage_backoff_s`."""
+    """Whether a remote service must recover first; if so, backoff starts at `outage_backoff_s`."""
 
 
 RULES = {
@@ -42,9 +42,9 @@ RULES = {
 """Rules by the value of an incident's field `restart`; `never` and unknown values count as
 transient.
 
-A rule with a number counts by label: restarts end when the same label recurs without a healthy
-stretch in between. Even `config` gets one try, because the cause comes from log lines: one misread
-line must not stop a miner for the night.
+`tries` counts restarts per label: the guard gives up when the same label recurs more often than
+that without a healthy stretch in between. Even `config` gets one restart, because the cause is read
+from log lines: one misread line must not keep a miner down all night.
 """
 
 
@@ -53,7 +53,7 @@ class Failure:
     """One unrequested exit or hang."""
 
     cause: str
-    """The cause in words, for people."""
+    """A human-readable description of the cause."""
 
     runtime_s: float
     kind: str = "transient"
@@ -63,7 +63,7 @@ class Failure:
     """The incident's label; empty without an incident."""
 
     fix: str = ""
-    """The fix from the incident knowledge, for a person."""
+    """What the operator can do about it, from the incident knowledge."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class RestartPolicy:
         return self._failures
 
     def healthy(self) -> None:
-        """The miner completed a healthy stretch of training: forget earlier failures."""
+        """Forget earlier failures, because the miner completed a healthy stretch of training."""
         self._failures = 0
         self._by_label.clear()
         self._times.clear()

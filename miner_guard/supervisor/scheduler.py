@@ -1,9 +1,10 @@
-"""Scheduled work in threads, without overlapping runs: APScheduler behind the monitors' `Jobs`.
+"""Runs scheduled jobs in threads, never two runs of a job at once: APScheduler implements the
+monitors' `Jobs`.
 
-APScheduler plans in wall-clock time: when the clock jumps from 2000 to today it would enumerate
+APScheduler plans in wall-clock time. When the clock jumps from 2000 to today, it would enumerate
 every "missed" run while it holds the lock that adding a job needs. Therefore the monotonic clock
-measures intervals, the plan is shifted after a wall clock step before it is read, and only the
-scheduler's thread touches the plan.
+measures intervals, the scheduler shifts the plan after a wall-clock step before it reads the plan,
+and only the scheduler's thread touches the plan.
 """
 
 from __future__ import annotations
@@ -25,26 +26,29 @@ from miner_guard.system.clock import Clock
 from miner_guard.system.lazy_import import defer_import, without_plugins
 
 _STEP_S = 2.0
-"""A larger difference between wall and monotonic clock means that the wall clock was stepped."""
+"""If the wall clock and the monotonic clock drift apart by this much between two passes, the wall
+clock was stepped."""
 
 _LATE_S = 5.0
-"""A job that starts this long after its time is reported."""
+"""Report a job that starts more than this after it was due (or more than half its interval, if that
+is longer)."""
 
 _EARLY_S = 1.0
-"""A run up to this early counts as the planned one; at most a tenth of the interval."""
+"""A run counts as the planned one if it starts at most this early (or a tenth of the interval, if
+that is less)."""
 
 _THREADS = 8
 
 
 class _NoProcessPool(Exception):
-    """Stands for the error of a pool that is never made."""
+    """Stands in for the error type of a process pool that the guard never creates."""
 
 
 class Scheduler:
     """The supervisor's `Jobs`. Jobs run in up to 8 threads; runs of the same job never overlap.
 
-    No method waits for a lock that is held while the plan changes: all are safe in the supervisor's
-    thread.
+    No method waits for the lock that APScheduler holds while it changes the plan, so the
+    supervisor's thread may call all of them.
     """
 
     def __init__(self, clock: Clock, report: Callable[[Finding], None]) -> None:
@@ -58,17 +62,18 @@ class Scheduler:
         self._changed = threading.Event()
         self._closed = False
         self._inbox: deque[Callable[[], None]] = deque()
-        """Additions to the plan, for the scheduler's thread."""
+        """Jobs that the scheduler's thread has yet to add to the plan."""
 
     def start(self) -> None:
-        """Start the schedule. Earlier jobs are only queued, so that the miner starts before the
-        import of APScheduler."""
+        """Start the schedule. Until then jobs are only queued, so that the miner starts before the
+        guard spends time importing APScheduler."""
         with (
-            # A job is never a coroutine and runs in no process pool; asyncio alone is 3 MB.
+            # No job is a coroutine or runs in a process pool, and asyncio alone takes 3 MB.
             defer_import("asyncio", iscoroutinefunction=inspect.iscoroutinefunction),
             defer_import("multiprocessing"),
             defer_import("concurrent.futures.process", BrokenProcessPool=_NoProcessPool),
-            # Its own triggers and stores are plugins too; the guard passes objects and names none.
+            # APScheduler registers even its own triggers and stores as plugins. The guard passes
+            # them as objects, so it needs no plugin.
             without_plugins(),
         ):
             from apscheduler.executors.pool import ThreadPoolExecutor
@@ -77,10 +82,10 @@ class Scheduler:
         changed, executor = self._changed, ThreadPoolExecutor(_THREADS)
 
         class SteadyScheduler(BaseScheduler):  # type: ignore[misc]
-            """Runs in a thread of ours, which updates the plan before each pass.
+            """Runs in the guard's own thread, which updates the plan before each pass.
 
-            APScheduler's way to write a scheduler: `wakeup` makes the thread call `_process_jobs`,
-            which starts the due jobs and returns the seconds until the next one.
+            It follows APScheduler's recipe for a scheduler: `wakeup` makes the thread call
+            `_process_jobs`, which starts the due jobs and returns the seconds until the next one.
             """
 
             def wakeup(self) -> None:
@@ -135,7 +140,7 @@ class Scheduler:
         def add() -> None:
             from apscheduler.triggers.date import DateTrigger
 
-            # A trigger by its object: by its name APScheduler would look for a plugin.
+            # Pass the trigger as an object: for a name, APScheduler would search for a plugin.
             self._scheduler.add_job(run, DateTrigger(timezone=timezone.utc))
 
         self._hand_over(add)
@@ -151,7 +156,8 @@ class Scheduler:
         self._scheduler.add_job(run, trigger, next_run_time=first, id=name, replace_existing=True)
 
     def _update_plan(self) -> None:
-        """Shift the plan after a wall clock step, and add queued jobs. Scheduler thread only."""
+        """Shift the plan after a wall-clock step, and add the queued jobs. Scheduler thread
+        only."""
         offset = self._clock.wall() - self._clock.monotonic()
         step, self._offset = offset - self._offset, offset
         if abs(step) >= _STEP_S:
@@ -186,8 +192,8 @@ class Scheduler:
             self._report(make_finding("job_recovered", job=name))
 
     def figures(self) -> dict[str, dict[str, float | int | None]]:
-        """For each repeated job: number of runs, duration of the last and the longest, and skipped
-        runs."""
+        """For each repeated job: its number of runs, the seconds that the last and the longest run
+        took, and the number of missed runs."""
         return {
             name: {"runs": due.runs, "last_s": due.last_s, "max_s": due.max_s, "missed": due.missed}
             for name, due in list(self._due.items())
@@ -201,7 +207,7 @@ class Scheduler:
             self._report(make_finding("job_failed", job=name, reason=reason))
 
     def close(self) -> None:
-        """Start no further runs; wait neither for running jobs nor for APScheduler."""
+        """Start no further runs. Waits neither for running jobs nor for APScheduler."""
         # APScheduler's `shutdown` would take the plan's lock.
         self._closed = True
         self._changed.set()
@@ -211,7 +217,8 @@ def _trigger(due: _Due) -> Any:
     from apscheduler.triggers.base import BaseTrigger
 
     class SteadyTrigger(BaseTrigger):  # type: ignore[misc]
-        """Plans one run ahead, so a wall clock jump leaves nothing to enumerate."""
+        """Plans only the next run, so that APScheduler has nothing to enumerate after the wall
+        clock jumps."""
 
         def get_next_fire_time(self, _previous: datetime | None, now: datetime) -> datetime:
             return now + timedelta(seconds=due.wait_s())
@@ -235,7 +242,7 @@ class _Due:
         return max(0.0, self._first - self._clock.monotonic())
 
     def wait_s(self) -> float:
-        """Seconds until the next run in the future; always positive, and without drift."""
+        """Seconds until the next planned run: always positive, and without accumulated drift."""
         now = self._clock.monotonic() + min(_EARLY_S, self.interval_s / 10)
         if now < self._first:
             return self._first - self._clock.monotonic()
@@ -243,11 +250,12 @@ class _Due:
         return self._first + (past + 1) * self.interval_s - self._clock.monotonic()
 
     def lateness(self, now: float) -> float:
-        """Return how late this run is, and expect the next one an interval from now."""
+        """Return how late this run is in seconds, and expect the next run one interval from
+        now."""
         late = now - self._next
         self._next = now + self.interval_s
-        # Round to whole intervals: half an interval is late, a full interval means that a run was
-        # skipped.
+        # Round to whole intervals: a run that is half an interval late or more implies a missed
+        # run.
         self.missed += max(0, round(late / self.interval_s))
         return late
 

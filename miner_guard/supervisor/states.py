@@ -36,11 +36,11 @@ class RunEvent(Enum):
 
     LAUNCHED = "the miner was started"
     LAUNCH_FAILED = "the miner could not be started"
-    STOP_BEGUN = "the launcher was asked to end"
+    STOP_BEGUN = "the guard asked the launcher to exit"
     LAUNCHER_GONE = "the launcher ended, or even SIGKILL did not end it"
     RETRY_PLANNED = "another launch is planned"
-    HELD = "no launch until a person resumes"
-    FINISHED = "nothing follows"
+    HELD = "restarts are paused until `ctl resume`"
+    FINISHED = "the run is over"
 
 
 _MOVES: dict[tuple[State, RunEvent], State] = {
@@ -67,7 +67,8 @@ class IllegalTransition(Exception):
 
 
 def after(state: State, event: RunEvent) -> State:
-    """The state that follows. Raises IllegalTransition."""
+    """Return the state that `event` leads to. Raises IllegalTransition if `state` does not allow
+    it."""
     try:
         return TRANSITIONS[state, event]
     except KeyError:

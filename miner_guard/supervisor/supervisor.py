@@ -1,8 +1,8 @@
 """The supervisor: one thread that starts, monitors, stops and restarts the miner.
 
-It is level-triggered: after every turn of the loop `step` compares the actual state (is the
+It is level-triggered: after every iteration of the loop, `step` compares the actual state (is the
 launcher alive?) with the requested one (was a stop requested?) and takes the next action. A lost
-signal or a failure in between costs one turn, never the launch.
+signal or a failed step delays the action by one iteration; it never loses the launch.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from miner_guard.supervisor.states import RunEvent, State, after
 from miner_guard.system.clock import Clock
 
 TICK_S = 0.5
-"""Hang detection is delayed by half of this on average."""
+"""Interval of the tick. On average, hang detection is delayed by half of it."""
 
 DRAIN_S = 5.0
 DRAIN_ASKED_S = 1.0
-"""Time for the monitors to read the miner's last output, after an unrequested exit and after a
-requested stop. If they need longer, they see only the end of the rest."""
+"""Time that the monitors get to read the miner's last output: `DRAIN_S` after an unrequested exit,
+`DRAIN_ASKED_S` after a requested stop. If they need longer, they see only the end of what is
+left."""
 
 
 class Supervisor:
-    """Supervises one `LaunchSpec`. Only `request_stop` is safe outside `run`'s thread."""
+    """Supervises one `LaunchSpec`. Only `request_stop` may be called outside `run`'s thread."""
 
     def __init__(
         self,
@@ -72,8 +73,8 @@ class Supervisor:
         """Called before the first launch. It calls the first argument to launch, or the second with
         an exit code and a reason to refuse."""
         self.before_next: Callable[[Callable[[], None]], None] = lambda proceed: proceed()
-        """Called before every launch but the first; calls back in this thread when the launch may
-        proceed."""
+        """Called before every launch but the first. It calls its argument, in this thread, when the
+        launch may proceed."""
 
         self._requests: deque[StopRequest] = deque()
         self._stop_request: StopRequest | None = None
@@ -103,7 +104,7 @@ class Supervisor:
     # --- requests ---
 
     def request_stop(self, stop_request: StopRequest) -> None:
-        """End the current launch, or change what comes after it. Safe from any thread."""
+        """End the current launch, or change what follows it. May be called from any thread."""
         self._requests.append(stop_request)
         self.loop.wake()
 
@@ -132,7 +133,8 @@ class Supervisor:
         # SIGCHLD only shortens the loop's wait: `step` polls the launcher in any case.
         self.loop.on_signal(signal.SIGCHLD, self.process_tree.child_ended)
         self.loop.every(TICK_S, self.pulse.tick)
-        # The watchdog counts silence from here: the first launch comes before the first turn.
+        # From here on the watchdog expects progress: the first launch happens before the loop's
+        # first iteration.
         self.loop.alive()
         self.before_first(self._first_launch, self._finish)
         while self.exit_code is None:
@@ -178,7 +180,8 @@ class Supervisor:
             self._report_ending(stop_request)
 
     def _report_ending(self, stop_request: StopRequest) -> None:
-        """Repeated stop requests report what the teardown waits for, and for how long at most."""
+        """For a repeated stop request, report what the teardown is waiting for and how long that
+        can take."""
         teardown = self.launch.teardown if self.launch is not None else None
         if stop_request.then is Then.STOP and teardown is not None and teardown.may_report():
             reason = f"{stop_request.cause}, and it is already stopping: {teardown.waits_for()}"
@@ -199,8 +202,8 @@ class Supervisor:
             self._launch_when_free()
 
     def _launch_when_free(self) -> None:
-        """Launch once the resources of the last launch are free. A stop or another start in the
-        meantime cancels this."""
+        """Launch when the last launch's resources are free, unless a stop or another start comes
+        first."""
         self._turn += 1
         turn = self._turn
 
@@ -300,7 +303,7 @@ class Supervisor:
         try:
             again = launch.step()
         except OSError as error:
-            # Without a descriptor to read /proc, assume that the processes still live.
+            # If no descriptor is free to read /proc, assume that the processes are still alive.
             self.pulse.report_blind(error)
             again = RETRY_INSPECT_S
         if again is not None:
@@ -343,7 +346,7 @@ class Supervisor:
             self._after_failure(Failure(stop_request.cause, end.runtime_s), FAILED)
 
     def _next_after_defect(self) -> None:
-        """Fallback when the launch is over and the code that decides what comes next failed."""
+        """Decide what comes next after the code that normally decides it has failed."""
         if self._stop_request is not None and self._must_stop():
             self._finish(self._stop_request.exit_code, self._stop_request.cause)
         else:

@@ -1,8 +1,9 @@
-"""The guard's watchdog: it honours a stop within its grace even if the supervisor's loop hangs.
+"""The guard's watchdog: it stops the miner within the grace period even if the supervisor's loop
+hangs.
 
-A thread waits for signals, whose numbers Python's C handler writes to a pipe that only this thread
-reads, and checks the loop's liveness. If the loop stays silent after a stop request, the watchdog
-ends the launch, dumps all threads' stacks to stderr and exits the process.
+Its thread waits for signals and checks that the loop is alive. Python's C handler writes the signal
+numbers to a pipe that only this thread reads. If the loop makes no progress after a stop request,
+the watchdog ends the launch, dumps the stacks of all threads to stderr and exits the process.
 """
 
 from __future__ import annotations
@@ -26,35 +27,36 @@ from miner_guard.system import processes
 from miner_guard.system.readiness import ready
 
 SILENT_S = 5.0
-"""The loop turns twice a second; under a load of 20 on 2 cores its longest turn took less than a
-second."""
+"""The loop hangs if no iteration ends for this long. It runs at least twice a second; with a load
+average of 20 on 2 cores its longest iteration took less than a second."""
 
 _LAST_WORDS_S = 20.0
-"""Time after the miner's exit for alerts (10 s of it), the final status, and closing sockets and
-children."""
+"""Time after the miner's exit to send alerts (10 s of it), write the final status, and close
+sockets and child processes."""
 
 _INTERPRETER_S = 1.0
 _LOOK_EVERY_S = 0.5
 _PAUSED_S = 3.0
 _REPORT_S = 1.0
-"""Abandon a report's thread after this long: what hangs the loop may hang the report too."""
+"""Stop waiting for a report's thread after this long: whatever hangs the loop may hang the report
+too."""
 
 
 STOP_SIGNALS = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP, signal.SIGPWR, signal.SIGXCPU),
     *(signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGIO),
 )
-"""Every signal whose default action ends the process triggers an orderly stop."""
+"""Signals that trigger a clean stop: by default each of them would end the process."""
 
 
 @dataclass(frozen=True)
 class Hands:
-    """The watchdog's side effects; tests substitute them."""
+    """The watchdog's side effects; tests replace them."""
 
     report: Callable[[Finding], None]
     teardown: Callable[[], Teardown | None]
-    """A teardown for the current launch with its full grace; None without a launch. Called from the
-    watchdog's thread."""
+    """Creates a teardown for the current launch with the full grace period; None if no launch is
+    active. Called from the watchdog's thread."""
 
     leave: Callable[[int], object] = os._exit
     monotonic: Callable[[], float] = time.monotonic
@@ -62,7 +64,7 @@ class Hands:
 
 
 class Watchdog:
-    """Watches one loop. `stop_asked` and `leaving` are safe from any thread."""
+    """Watches one loop. `stop_asked` and `leaving` may be called from any thread."""
 
     def __init__(self, loop: Loop, grace_s: float, hands: Hands) -> None:
         self._loop, self._grace_s, self._hands = loop, grace_s, hands
@@ -76,23 +78,24 @@ class Watchdog:
         self._main = threading.main_thread().ident
 
     def start(self) -> None:
-        """Start watching. Call from the main thread after installing the signal handlers: Python
-        writes only handled signals' numbers."""
+        """Start watching. Call from the main thread, after the signal handlers are installed:
+        Python writes a signal's number to the pipe only if the signal has a handler."""
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def stop_asked(self) -> None:
-        """Start the grace period."""
+        """Start the grace period, unless it is already running."""
         if self._asked_at is None:
             self._asked_at = self._hands.monotonic()
 
     def leaving(self, exit_code: int, within_s: float) -> None:
-        """The process is about to exit with this code; force the exit after `within_s` seconds."""
+        """Record that the process is about to exit with `exit_code`; force that exit after
+        `within_s` seconds."""
         self._exit_code, self._leave_at = exit_code, self._hands.monotonic() + within_s
 
     def left(self) -> None:
-        """Only the interpreter's shutdown remains, which waits for every job: a hanging job costs
-        one second."""
+        """Record that only the interpreter's shutdown remains. It waits for every job; force the
+        exit after one second, so that a hung job costs no more than that."""
         self._leave_at, self._silent = self._hands.monotonic() + _INTERPRETER_S, True
 
     def _run(self) -> None:
@@ -112,7 +115,7 @@ class Watchdog:
             self.stop_asked()
 
     def check(self) -> None:
-        """Check the loop's silence and the time since the stop request against their limits."""
+        """Act if the loop has made no progress for too long, or if a stop has taken too long."""
         now = self._hands.monotonic()
         if now - self._looked_at > _PAUSED_S:
             # The whole process or host was suspended, so the loop did not run either.
@@ -156,8 +159,8 @@ class Watchdog:
         self._within_a_second(lambda: self._hands.report(finding))
 
     def _end_launch(self) -> None:
-        """End the launch as the loop would: SIGTERM, the grace, SIGKILL, until no process of the
-        launch is left."""
+        """End the launch as the loop would: send SIGTERM, wait out the grace period, then send
+        SIGKILL, until no process of the launch is left."""
         teardown = self._hands.teardown()
         if teardown is None:
             return
@@ -188,7 +191,8 @@ class Watchdog:
 
 
 def _dump(why: str) -> None:
-    """Write to descriptor 2 directly: Python's streams and the log may be what hangs."""
+    """Write all stacks to descriptor 2 directly, because the hang may be in Python's streams or in
+    the log."""
     with contextlib.suppress(OSError):
         os.write(2, f"miner-guard: {why}; the stacks of all threads:\n".encode())
         faulthandler.dump_traceback(file=2, all_threads=True)

@@ -1,1 +1,1 @@
-"""Interfaces to the running guard for people and service managers."""
+"""Interfaces to the running guard for operators and service managers."""

@@ -1,5 +1,5 @@
-"""Commands to the running guard: from people through control.sock, from monitors through
-`SupervisorControl`."""
+"""Executes commands to the running guard: from operators through control.sock, and from monitors
+through `SupervisorControl`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from miner_guard.supervisor.supervisor import Supervisor
 
 
 class CommandHandler:
-    """The monitors' `SupervisorControl`, safe from any thread; `answer` is for the supervisor's
-    thread only."""
+    """The monitors' `SupervisorControl`. Any thread may call its methods, except `answer`, which is
+    for the supervisor's thread only."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class CommandHandler:
         self._supervisor.request_stop(StopRequest(cause, Then.RESTART))
 
     def finish(self, cause: str) -> None:
-        """Stop the rest of a miner whose ranks have finished, and end the guard as after a normal
-        finish."""
+        """Stop what is left of a miner whose ranks have finished, and exit as the guard does when
+        the miner has finished."""
         self._supervisor.request_stop(StopRequest(cause, Then.FINISH))
 
     def relaunch(self, cause: str) -> None:

@@ -1,4 +1,4 @@
-"""control.sock: one JSON line per request and answer, used by `miner-guard ctl` and `status`."""
+"""control.sock: `miner-guard ctl` and `status` send one line of JSON and get one back."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class ControlSocket:
         try:
             client, _ = self._socket.accept()
         except OSError:
-            # Out of descriptors (EMFILE): the pending client would keep the loop spinning.
+            # No descriptor is free (EMFILE). Ignore the socket for a while, because the pending
+            # client would keep the loop spinning.
             self._loop.rest(self._socket.fileno())
             return
         client.setblocking(False)
@@ -85,8 +86,8 @@ class ControlSocket:
         return json.dumps({"version": __version__, **answer}, default=str).encode() + b"\n"
 
     def _send(self, fd: int, client: socket.socket, data: bytes) -> None:
-        """Send what the socket accepts now and the rest later: a long command line makes a long
-        status."""
+        """Send what the socket accepts now, and the rest later. A status with a long command line
+        may not fit at once."""
         if self._clients.get(fd, (None,))[0] is not client:
             return
         try:
@@ -94,7 +95,7 @@ class ControlSocket:
         except BlockingIOError:
             pass
         except OSError:
-            # The client disconnected; its request has been executed.
+            # The client has disconnected; its request was executed anyway.
             data = b""
         if data:
             self._loop.after(_PAUSE_S, lambda: self._send(fd, client, data))
@@ -115,8 +116,8 @@ class ControlSocket:
 
 
 def ask(state: StateDir, request: Mapping[str, Any], timeout_s: float = 5.0) -> Answer:
-    """Send a request to the guard of this state directory. Raises NotRunning, or TimeoutError if it
-    does not answer."""
+    """Send a request to the guard of this state directory and return its answer. Raises NotRunning,
+    or TimeoutError if the guard does not answer."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(timeout_s)
         try:

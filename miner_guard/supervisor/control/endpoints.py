@@ -1,7 +1,8 @@
-"""The guard's sockets and lock, recreated when something removes them.
+"""Recreates the guard's sockets and its lock when something removes them.
 
-A cleanup of /tmp removes sockets too: the ranks would assume that no guard runs, and so would
-`status`. Without the lock a second guard could start here and kill this one's miner as an orphan.
+A cleanup of /tmp removes sockets too; the ranks and `status` would then assume that no guard is
+running. Without the lock file, a second guard could start in the same state directory and kill this
+guard's miner as an orphan.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Close = Callable[[], None]
 
 
 class Endpoints:
-    """Keeps the endpoints in place. Supervisor thread only."""
+    """Keeps the sockets and the lock file in place. Supervisor thread only."""
 
     def __init__(
         self, lock: Lock, disk: DiskWriter, loop: Loop, report: Callable[[Finding], None]
@@ -29,11 +30,11 @@ class Endpoints:
         self._close: dict[Path, Close] = {}
         self._refused: set[Path] = set()
         self._asked = False
-        """A check whether the disk answers is pending."""
+        """Whether the guard is waiting to learn if the disk answers."""
 
     def open(self, path: Path, make: Callable[[], Close]) -> None:
-        """Create a socket, now and whenever it disappears. `make` returns a function that closes
-        it, or raises OSError."""
+        """Create the socket at `path`, now and whenever it disappears. `make` creates it and
+        returns a function that closes it, or raises OSError."""
         self._make[path] = make
         self._open(path)
 
@@ -49,8 +50,11 @@ class Endpoints:
         self._refused.discard(path)
 
     def check(self) -> None:
-        """Call about once a second. Recreates missing endpoints once the disk has answered: binding
-        a socket or creating a lock on an unresponsive disk would hang the supervisor."""
+        """Recreate missing sockets and a missing lock file; call about once per second.
+
+        It first waits, without blocking, until the disk answers: to bind a socket or create a lock
+        file on an unresponsive disk would hang the supervisor.
+        """
         missing = any(not path.exists() for path in self._make)
         if (missing or self._lock.lost()) and not self._asked:
             self._asked = True

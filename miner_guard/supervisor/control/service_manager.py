@@ -1,5 +1,5 @@
-"""Service managers that run the guard: pm2 through its IPC socket, systemd through its notify
-socket."""
+"""Reports to the service managers that run the guard: to pm2 through its IPC socket, to systemd
+through its notify socket."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class ServiceManager(Protocol):
 def service_managers(
     env: Mapping[str, str], loop: Loop, on_gone: Callable[[str], None]
 ) -> list[ServiceManager]:
-    """The service managers that started this guard. `on_gone` is called with the reason when one
-    dies."""
+    """The service managers that started this guard. When one of them dies or asks the guard to
+    stop, `on_gone` is called with the reason."""
     found: list[ServiceManager] = []
     if under_pm2(env) and (channel := _channel(env)) is not None:
         found.append(Pm2(channel, loop, on_gone))
@@ -55,7 +55,8 @@ def _channel(env: Mapping[str, str]) -> int | None:
 
 
 class Pm2:
-    """pm2's IPC socket: EOF means that pm2's God daemon died, and triggers an orderly stop."""
+    """Talks to pm2 over its IPC socket. EOF means that pm2's daemon has died; the guard then stops
+    cleanly."""
 
     def __init__(self, channel: int, loop: Loop, on_gone: Callable[[str], None]) -> None:
         self._socket = socket.socket(fileno=channel)
@@ -100,10 +101,10 @@ class Pm2:
         )
 
     def stopping(self) -> None:
-        """No message: pm2 requested the stop."""
+        """Send nothing: pm2 has requested the stop itself."""
 
     def _send(self, message: Any) -> None:
-        # A full socket means that pm2 does not read; the next update carries the value.
+        # The socket is full if pm2 is not reading; the next update carries the values.
         with contextlib.suppress(OSError):
             self._socket.send(json.dumps(message).encode() + b"\n")
 
@@ -116,7 +117,7 @@ def _is_shutdown(line: bytes) -> bool:
 
 
 def monitor_values(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by name, as pm2 shows them; unknown values are shown as such."""
+    """Values by name, as pm2 shows them; "unknown" for a value that is not known."""
     status = StatusDocument.from_json(document)
     steps = status.steps
     outer, inner, step_s = steps.outer_step, steps.inner_step, steps.step_time_s
@@ -132,7 +133,8 @@ def monitor_values(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Systemd:
-    """sd_notify: readiness, a status line, the watchdog. See sd_notify(3)."""
+    """Tells systemd that the guard is ready, its status line, and that it is alive (watchdog). See
+    sd_notify(3)."""
 
     def __init__(self, address: str, env: Mapping[str, str]) -> None:
         self._address = "\0" + address[1:] if address.startswith("@") else address
@@ -141,7 +143,7 @@ class Systemd:
         )
         meant_for = env.get("WATCHDOG_PID", str(os.getpid()))
         watched = env.get("WATCHDOG_USEC", "").isdigit() and meant_for == str(os.getpid())
-        # Half the interval, as sd_watchdog_enabled(3) recommends.
+        # Send it every half interval, as sd_watchdog_enabled(3) recommends.
         self._every_s = int(env["WATCHDOG_USEC"]) / 2e6 if watched else None
         self._last = float("-inf")
         self._line = ""
@@ -162,6 +164,6 @@ class Systemd:
         self._send("STOPPING=1")
 
     def _send(self, text: str) -> None:
-        # Ignore failures: systemd restarts a guard whose watchdog is silent.
+        # Ignore failures: systemd restarts a guard that sends no WATCHDOG=1.
         with contextlib.suppress(OSError):
             self._socket.sendto(text.encode(), self._address)

@@ -1,4 +1,4 @@
-"""status.json: the running guard's state, replaced atomically, at most about once a second."""
+"""Writes status.json, the running guard's state, atomically and at most about once per second."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from miner_guard.supervisor.supervisor import Supervisor
 from miner_guard.system.clock import Clock, iso_utc
 
 _QUIET_S = 5.0
-"""Age that status.json may reach while the monitors hear nothing new: its ages and samples change
-all the time, and composing it costs more than all else that an idle guard does."""
+"""How old status.json may get while the monitors receive nothing new. Its ages and samples change
+all the time, but composing it costs more than everything else that an idle guard does."""
 
 _LIVE = (State.RUNNING, State.STOPPING, State.ENDING)
 
@@ -53,7 +53,7 @@ def run_status(run: Supervisor) -> RunStatus:
 
 
 class Status:
-    """Keeps the latest document and writes it. Reading `latest` is safe from any thread."""
+    """Keeps the latest document and writes it. `latest` may be read from any thread."""
 
     def __init__(self, state: StateDir, clock: Clock, report: Callable[[Finding], None]) -> None:
         self._state = state
@@ -66,8 +66,8 @@ class Status:
         self.latest: Mapping[str, Any] = {}
 
     def due(self, heard: object) -> bool:
-        """Whether to compose a new document: `heard` changed since the last True, or that was
-        `_QUIET_S` ago."""
+        """Whether to compose a new document: `heard` differs from that of the last call that
+        returned True, or that call was at least `_QUIET_S` ago."""
         now = self._clock.monotonic()
         if heard == self._heard and now < self._due_at:
             return False

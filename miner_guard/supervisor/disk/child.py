@@ -1,8 +1,8 @@
 """`python -m miner_guard.supervisor.disk.child`: the process that writes the guard's files.
 
-A process, because a thread that a dead disk holds in the kernel (D state) keeps its whole process
-from exiting, even after SIGKILL, and blocks everything that waits for the guard. It exits at EOF on
-its standard input.
+It is a separate process because a thread that a dead disk holds in the kernel (D state) keeps its
+whole process from exiting, even after SIGKILL: in the guard, such a thread would block everything
+that waits for the guard to exit. This process exits at EOF on its standard input.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Log:
         self._sink.append(message["line"])
 
     def unfinished(self) -> bool:
-        """False: a line that can't be written is dropped and counted."""
+        """Always False: a line that can't be written is dropped and counted, not retried."""
         return False
 
     def idle(self) -> None:
@@ -57,8 +57,8 @@ class Log:
 
 
 class Files:
-    """Writes files that are replaced as a whole. Retries failed writes until they succeed or are
-    obsolete."""
+    """Writes files that are replaced as a whole. Retries a failed write until it succeeds or a
+    newer message for the same file makes it obsolete."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
@@ -116,7 +116,8 @@ class Records:
         self._copiers: dict[Path, tuple[int, Copier]] = {}
 
     def write(self, message: Message) -> None:
-        """Copy new data. Other files report a full disk; the next message retries."""
+        """Copy new data. Errors are not reported: other files report a full disk, and the next
+        message retries the copy."""
         path = Path(message["path"])
         with contextlib.suppress(OSError):
             fd = os.open(message["memory"], os.O_RDONLY | os.O_CLOEXEC)
@@ -137,14 +138,14 @@ class Records:
         return copier
 
     def unfinished(self) -> bool:
-        """False: the next message repeats a failed copy."""
+        """Always False: the next message repeats a failed copy."""
         return False
 
     def idle(self) -> None:
         """Do nothing: no writes are queued."""
 
     def close(self) -> None:
-        """Copy the final state: the guard may have died suddenly."""
+        """Copy the final state, because the guard may have died before it asked for that."""
         for _, copier in self._copiers.values():
             with contextlib.suppress(OSError):
                 copier.copy()
@@ -154,7 +155,7 @@ class Rows:
     """Writes the ledger."""
 
     def __init__(self, state: StateDir, report: Report) -> None:
-        # Imported late: a run without uploads needs no SQLite.
+        # Import it here: a run without uploads needs no SQLite.
         from uploads.ledger import Ledger
 
         self._ledger = Ledger(state.ledger, report)
@@ -177,7 +178,7 @@ class Rows:
 
 
 class Lane(threading.Thread):
-    """Writes the messages of one kind, in order."""
+    """Thread that writes the messages of one kind in order."""
 
     def __init__(
         self,
@@ -219,13 +220,13 @@ def main() -> None:
     """Read messages until the guard closes the pipe, then flush and exit."""
     inherited.continue_when_the_parent_dies()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # A service manager that signals the whole group, as systemd does, still wants the guard's
-        # last lines.
+        # A service manager such as systemd signals the whole group; this process must still write
+        # the guard's last lines.
         signal.signal(number, signal.SIG_IGN)
     order = json.loads(sys.stdin.buffer.readline())
     state, settings = StateDir(Path(order["state"])), LogSettings(**order["logs"])
     out, mutex = os.dup(1), threading.Lock()
-    # Send stray prints to stderr: the guard parses stdout as answers.
+    # Send stray prints to stderr, because the guard parses stdout as answers.
     os.dup2(2, 1)
 
     def answer(document: Message) -> None:

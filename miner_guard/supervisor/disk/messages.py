@@ -17,7 +17,7 @@ from typing import Any
 
 LOG, FILES, ROWS, RECORDS = "log", "files", "rows", "records"
 LANES = (LOG, FILES, ROWS, RECORDS)
-"""One thread writes each lane: a locked ledger does not delay the log."""
+"""A separate thread writes each lane, so that a locked ledger does not delay the log."""
 
 
 def line_of(document: dict[str, Any]) -> bytes:
@@ -26,22 +26,23 @@ def line_of(document: dict[str, Any]) -> bytes:
 
 
 def log_line(line: str) -> bytes:
-    """Message: append a line to guard.jsonl."""
+    """The message to append a line to guard.jsonl."""
     return line_of({"lane": LOG, "line": line})
 
 
 def file(path: Path, data: bytes | None, mode: int | None) -> bytes:
-    """Message: replace a file as a whole, overwrite it in place (`mode` None), or remove it (`data`
-    None)."""
+    """The message to replace a file as a whole, to overwrite it in place (`mode` is None), or to
+    remove it (`data` is None)."""
     text = None if data is None else base64.b64encode(data).decode()
     return line_of({"lane": FILES, "path": str(path), "data": text, "mode": mode})
 
 
 def record(path: Path, memory: str) -> bytes:
-    """Message: update the copy of a flight record."""
+    """The message to update the copy of a flight record at `path`; `memory` is the path of the
+    record's descriptor."""
     return line_of({"lane": RECORDS, "path": str(path), "memory": memory})
 
 
 def row(statement: str, values: Sequence[Any]) -> bytes:
-    """Message: write a row of the ledger."""
+    """The message to write a row of the ledger."""
     return line_of({"lane": ROWS, "statement": statement, "values": list(values)})

@@ -1,7 +1,9 @@
-"""The guard's side of file writing: queues that never block, and the process that writes them.
+"""The guard's side of file writing: queues that never block, and the process that writes what they
+hold.
 
-No thread of the guard waits for the state directory's disk. Messages that the process has not
-confirmed are kept, up to 8 MiB per kind of file; beyond that the oldest are dropped and counted.
+The guard's supervision never waits for the state directory's disk. The guard keeps messages that
+the process has not confirmed, up to 8 MiB per kind of file; beyond that it drops the oldest and
+counts them.
 """
 
 from __future__ import annotations
@@ -31,17 +33,18 @@ from miner_guard.system.own_module import own_module
 from miner_guard.system.readiness import ready
 
 STUCK_S = 5.0
-"""A longer write is reported as an unresponsive disk."""
+"""The disk counts as unresponsive if it confirms no write for this long."""
 
 MAX_WAITING_BYTES = 8 * 1024 * 1024
-"""Limit per kind; an hour of log at one line per second is 1 MiB."""
+"""Limit per kind of file. For comparison: an hour of log at one line per second is 1 MiB."""
 
 _IN_FLIGHT = 64
-"""Messages of each kind in flight to the process: the guard can't drop those."""
+"""How many messages of each kind the guard sends before the process confirms them. The guard can't
+drop a message that it has sent."""
 
 _LOOK_EVERY_S = 0.5
 _IDLE_LOOK_S = 2.0
-"""While no message is in flight: an idle guard should sleep."""
+"""Interval between checks while no message is in flight: an idle guard should sleep."""
 
 _FILE_OF = {LOG: "guard.jsonl", ROWS: "ledger.sqlite3"}
 
@@ -51,13 +54,14 @@ class _Message:
     data: bytes
     file: str
     path: Path | None = None
-    """Path of a file that is replaced: a later message makes this one obsolete."""
+    """The file to replace, if the message replaces one; a later message for the same path makes
+    this one obsolete."""
 
     settled: bool = False
-    """The message was written or is obsolete."""
+    """Whether the message was written, dropped, or made obsolete."""
 
     held: int | None = None
-    """A descriptor that the process opens by number; kept open until then."""
+    """A descriptor that the process opens through /proc; the guard keeps it open until then."""
 
     then: Callable[[], None] | None = None
     """Called after the write."""
@@ -78,7 +82,7 @@ class _Lane:
     sent: deque[_Message] = field(default_factory=deque)
     size: int = 0
     since: float = 0.0
-    """When the oldest message of `sent` became the oldest."""
+    """Monotonic time at which the oldest message of `sent` became the oldest."""
 
     lost: int = 0
     stuck: bool = False
@@ -113,14 +117,14 @@ class _Lane:
         self.since = now
 
     def take_back(self) -> None:
-        """The process exited: requeue unconfirmed messages for the next one."""
+        """Queue unconfirmed messages again, because the process that had them exited."""
         self.waiting.extendleft(reversed(self.sent))
         self.sent.clear()
 
 
 class DiskWriter:
-    """Queues file writes. All methods are safe from any thread; only `settle`, `close`, and
-    `replace` in a job thread wait for the disk, with a limit."""
+    """Queues file writes. All methods may be called from any thread. Only `settle`, `close`, and
+    `replace` in a job thread wait for the disk, for a limited time."""
 
     def __init__(
         self,
@@ -129,8 +133,7 @@ class DiskWriter:
         report: Callable[[Finding], None],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`report` is called from one of this object's threads, and may log the finding through
-        this object."""
+        """This object's threads call `report`, which may log the finding through this object."""
         self._order: dict[str, Any] = {"state": str(state.root), "logs": dataclasses.asdict(logs)}
         self._report = report
         self._monotonic = monotonic
@@ -143,22 +146,23 @@ class DiskWriter:
         self._closing = False
 
     def start(self) -> None:
-        """Start writing; earlier messages are queued."""
+        """Start writing, beginning with the messages queued so far."""
         threading.Thread(target=self._read_answers, name="disk-answers", daemon=True).start()
         threading.Thread(target=self._send, name="disk-sender", daemon=True).start()
 
     # --- requests ---
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Queue a record of the event log, as a log sink."""
+        """Queue a record of the event log. This makes the object a log sink."""
         self._put(LOG, _Message(messages.log_line(render_json(record)), _FILE_OF[LOG]))
 
     def replace(self, path: Path, data: bytes | None, mode: int) -> None:
-        """Replace a file as a whole, or remove it if `data` is None: a `state_dir.FileWriter`.
+        """Replace a file as a whole, or remove it if `data` is None. Implements
+        `state_dir.FileWriter`.
 
-        A job thread waits for the write, at most `STUCK_S`, then raises TimeoutError. The main
-        thread, which supervises, never waits. After `close`, which is the end of the process, does
-        nothing.
+        In the main thread, which supervises the miner, it never waits. In any other thread it waits
+        for the write, and raises TimeoutError after `STUCK_S`. After `close` it does nothing,
+        because the process is about to exit.
         """
         if self._closing:
             return
@@ -168,18 +172,19 @@ class DiskWriter:
             self._wait_for(message)
 
     def overwrite(self, path: Path, data: bytes) -> None:
-        """Overwrite a file in place, such as a lock file: a new file would not carry the lock."""
+        """Overwrite a file in place. The lock file needs this: a new file would not be locked."""
         self._put(FILES, _Message(messages.file(path, data, None), path.name, path))
 
     def copy_record(self, path: Path, memory: int) -> None:
-        """Update the copy of a flight record; `memory` is its descriptor. Raises OSError if no
-        descriptor is free."""
+        """Update the copy at `path` of the flight record open as descriptor `memory`. Raises
+        OSError if no descriptor is free."""
         held = os.dup(memory)
         data = messages.record(path, f"/proc/{os.getpid()}/fd/{held}")
         self._put(RECORDS, _Message(data, path.name, path, held=held))
 
     def when_it_answers(self, call: Callable[[], None]) -> None:
-        """Call, in one of this object's threads, once the disk has completed an operation."""
+        """Run `call`, in one of this object's threads, as soon as the disk has completed an
+        operation."""
         # Even the lookup of a missing file blocks on a frozen file system.
         path = Path(self._order["state"]) / ".answers"
         self._put(FILES, _Message(messages.file(path, None, PRIVATE_FILE), "the disk", then=call))
@@ -199,7 +204,7 @@ class DiskWriter:
             self._changed.notify_all()
 
     def settle(self, within_s: float) -> list[str]:
-        """Wait up to `within_s` for all writes. Returns the files with unwritten data."""
+        """Wait up to `within_s` for all writes. Returns the names of files with unwritten data."""
         deadline = self._monotonic() + within_s
         with self._changed:
             while self._left() and (left := deadline - self._monotonic()) > 0:
@@ -207,7 +212,8 @@ class DiskWriter:
             return self._left()
 
     def close(self, within_s: float) -> list[str]:
-        """`settle`, then end the process. Returns the files that were not written."""
+        """Wait as `settle` does, then end the process. Returns the names of files with unwritten
+        data."""
         left_out = self.settle(within_s)
         with self._changed:
             self._closing = True
@@ -232,7 +238,8 @@ class DiskWriter:
                 if child is None or self._closing:
                     return
             assert child.stdin is not None
-            # EOF on its answers reveals an exited process; unconfirmed messages are sent again.
+            # If the process has exited, `_read_answers` notices it by EOF and queues unconfirmed
+            # messages again.
             with contextlib.suppress(OSError, ValueError):
                 while data:
                     data = data[os.write(child.stdin.fileno(), data) :]
@@ -340,7 +347,8 @@ class DiskWriter:
 
 
 def _end(child: subprocess.Popen[bytes], *, wait: bool) -> None:
-    """Close its standard input, which makes it exit unless the disk blocks it; then do not wait."""
+    """Close the child's standard input, which makes it exit unless the disk blocks it. `wait`: give
+    it a second for that. A child that is still running gets SIGKILL."""
     assert child.stdin is not None
     with contextlib.suppress(OSError):
         child.stdin.close()

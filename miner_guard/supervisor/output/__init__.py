@@ -1,1 +1,1 @@
-"""The miner's output: read from its pipes and passed on unchanged."""
+"""Reads the miner's output from its pipes and passes it on unchanged."""

@@ -1,4 +1,4 @@
-"""The miner's output: read from its pipes, shown to the monitors, passed on unchanged."""
+"""Reads the miner's output from its pipes, passes it on unchanged, and shows it to the monitors."""
 
 from __future__ import annotations
 
@@ -19,31 +19,33 @@ _PIPE_SIZE = 1024 * 1024
 F_SETPIPE_SZ = 1031
 
 _NAP_S = 0.002
-"""Pause before the next read of a pipe whose writer prints many small pieces: waking for each costs
-both sides more than the piece does. The pipe absorbs up to 500 MB/s meanwhile."""
+"""Pause before the next read of a pipe whose writer prints many small pieces: to wake up for each
+piece would cost both sides more than reading it. During the pause the pipe absorbs up to
+500 MB/s."""
 
 _SMALL = CHUNK // 4
 
 _UNSEEN = 64 * 1024 * 1024
-"""Limit of output not yet shown to the monitors: a burst of this size passes at the speed of
-copying, beyond it at the monitors' speed."""
+"""Limit for output that the monitors have not seen yet. The guard relays a burst up to this size as
+fast as it can copy; a larger one is slowed to the monitors' speed."""
 
 _BURST = 8 * 1024 * 1024
-"""After a backlog of this size, free memory is returned to the system."""
+"""After a backlog of more than this, the guard returns free memory to the system."""
 
 _SLICE = 128 * 1024
 _SLICE_S = 0.05
-"""Output and time per delivery to the monitors between two reads: less time than a pipe takes to
-fill."""
+"""Bytes and time per delivery to the monitors. A delivery takes less time than a pipe needs to
+fill, so that the miner does not wait for it."""
 
 LAST_WORDS = 256 * 1024
 LAST_WORDS_S = 2.0
-"""The monitors always see this much of the end of a launch's output, because it contains the
-traceback."""
+"""How much of the end of a launch's output the monitors see even if they have fallen behind
+(because it contains the traceback), and how long they get for it."""
 
 
 class Relay:
-    """Relays the output of successive launches. Only `print_line` is safe off the loop's thread."""
+    """Relays the output of successive launches. Only `print_line` may be called outside the loop's
+    thread."""
 
     def __init__(self, loop: Loop, on_chunk: Callable[[bytes], None]) -> None:
         self._loop = loop
@@ -58,10 +60,10 @@ class Relay:
         self._unseen: deque[bytes] = deque()
         self._unseen_bytes = 0
         self._burst = False
-        """The backlog exceeded `_BURST`, and its memory has not been returned yet."""
+        """Whether the backlog exceeded `_BURST` and its memory has not been returned yet."""
 
         self._fresh = False
-        """New output arrived since the last delivery to the monitors."""
+        """Whether new output has arrived since the last delivery to the monitors."""
 
         self.relayed_bytes = 0
 
@@ -106,7 +108,7 @@ class Relay:
         return ends[0], ends[-1]
 
     def print_line(self, line: str) -> None:
-        """Print whole lines from the guard. Safe from any thread."""
+        """Print whole lines from the guard. May be called from any thread."""
         self._out.print_line(line)
 
     def tick(self) -> None:
@@ -114,8 +116,8 @@ class Relay:
         for outlet in self.outlets:
             outlet.tick()
         if self._burst and not self._unseen and all(outlet.idle for outlet in self.outlets):
-            # Only when the writers are idle: memory that they still hold would not be returned, and
-            # nothing would retry.
+            # Wait until the writers are idle: memory that they still hold would not be returned,
+            # and nothing would try again.
             self._burst = False
             _give_memory_back()
         self._resume()
@@ -131,11 +133,11 @@ class Relay:
             self._rest_from(fd)
 
     def _must_wait(self, fd: int) -> bool:
-        """Whether the miner prints faster than the reader or the monitors consume."""
+        """Whether the miner prints faster than the guard's reader or the monitors consume it."""
         return self._unseen_bytes > _UNSEEN or self._sources[fd].congested
 
     def _rest_from(self, fd: int) -> None:
-        """Pause reading a pipe if small pieces follow each other closely."""
+        """Pause reading from a pipe if small pieces follow each other closely."""
         now = time.monotonic()
         follows = now - self._read_at.get(fd, 0.0) < 2 * _NAP_S
         self._read_at[fd] = now
@@ -167,7 +169,8 @@ class Relay:
             self._sources[fd].put(data)
             self._queue(data)
             if len(data) < CHUNK:
-                # The pipe is empty. Small pieces that arrive next are read together after a pause.
+                # The pipe is empty. After a pause, one read collects the small pieces that arrive
+                # next.
                 break
         self.relayed_bytes += taken
         return taken
@@ -180,8 +183,8 @@ class Relay:
         self._fresh = True
 
     def _show(self) -> None:
-        """Show the monitors some of the relayed output. Reading takes priority, unless they are too
-        far behind."""
+        """Show the monitors some of the relayed output. Reading takes priority, unless the monitors
+        are too far behind."""
         try:
             if not self._fresh or self._unseen_bytes > _UNSEEN:
                 self._show_up_to(_SLICE)
@@ -202,17 +205,19 @@ class Relay:
             self._on_chunk(data)
 
     def end_sources(self) -> None:
-        """Read what the pipes hold now and close them: a surviving process could print forever.
+        """Read what the pipes hold now, then close them, because a surviving process could print
+        forever.
 
-        The monitors still receive it in slices; `unseen` drops to 0 when they have seen everything.
+        The monitors still receive that output in slices; `unseen` is 0 when they have seen all of
+        it.
         """
         for fd in list(self._sources):
             self._take(fd)
         self.close_sources()
 
     def show_rest(self) -> int:
-        """Show the monitors the last `LAST_WORDS` bytes they have not seen; returns the number of
-        bytes skipped."""
+        """Show the monitors the last `LAST_WORDS` bytes that they have not seen yet; returns the
+        number of bytes that they never see."""
         left_out = 0
         while self._unseen and self._unseen_bytes > LAST_WORDS:
             size = len(self._unseen.popleft())
@@ -251,7 +256,7 @@ class Relay:
 
 
 def _give_memory_back() -> None:
-    """Return memory allocated for a burst to the system; glibc would keep it."""
+    """Return memory that a burst needed to the system; by itself glibc would keep it."""
     with contextlib.suppress(AttributeError):
         # Other C libraries lack this function and do not need it.
         ctypes.CDLL(None).malloc_trim(0)

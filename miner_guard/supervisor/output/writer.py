@@ -1,7 +1,7 @@
 """Writes relayed output without ever blocking the supervisor on a stalled reader.
 
-A slow reader slows the miner down (backpressure). A reader that consumes nothing must not stop it:
-up to 64 MiB are then buffered, and only bytes beyond that are dropped and counted.
+A slow reader slows the miner down (backpressure). A reader that consumes nothing must not stop the
+miner: the guard then buffers up to 64 MiB, and drops and counts only what exceeds that.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Callable
 
 HIGH_WATER = 8 * 1024 * 1024
-"""Above this backlog, stop reading from the miner while the reader makes progress. With a lower
-limit the writer thread would take the GIL so often that the miner waits for it."""
+"""Stop reading from the miner when the backlog exceeds this and the reader still makes progress.
+With a lower limit, the writer thread would take the GIL so often that the miner has to wait."""
 
 LOW_WATER = HIGH_WATER // 2
 LIMIT = 64 * 1024 * 1024
@@ -29,15 +29,16 @@ UNFINISHED_LINE_S = 1.0
 
 _BATCH = 64
 _MAY_PASS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM})
-"""Transient errors of a file on a disk that is full, over quota or temporarily unavailable."""
+"""Errors that may pass: the output goes to a file on a disk that is full, over quota or temporarily
+unavailable."""
 
 
 class OutputWriter:
-    """One output stream of the guard. Call `put` in the supervisor's thread, `print_line` in
-    any."""
+    """Writes one output stream of the guard. Call `put` from the supervisor's thread; `print_line`
+    may be called from any thread."""
 
     def __init__(self, fd: int, on_room: Callable[[], None]) -> None:
-        """The writer's thread calls `on_room` when there is room again."""
+        """The writer's thread calls `on_room` when the backlog is below `LOW_WATER`."""
         self._on_room = on_room
         self._write, self._poll_fd, self._direct = _writer(fd)
         self._mutex = threading.Condition()
@@ -51,7 +52,7 @@ class OutputWriter:
         self._closing = False
         self._busy = False
         self.dropped = 0
-        """Bytes dropped, never written."""
+        """Bytes that were dropped."""
 
         threading.Thread(target=self._run, name=f"outlet-{fd}", daemon=True).start()
 
@@ -83,7 +84,8 @@ class OutputWriter:
                 self._at_line_start = data.endswith(b"\n")
 
     def print_line(self, line: str) -> None:
-        """Queue whole lines from the guard; they wait briefly for the miner to end its line."""
+        """Queue whole lines from the guard. If the miner has printed part of a line, they wait
+        briefly until that line ends."""
         data = line.encode("utf-8", "replace")
         with self._mutex:
             if self._at_line_start and not self._held:
@@ -159,8 +161,8 @@ class OutputWriter:
 
     def _deliver(self, batch: list[bytes], poller: select.poll) -> None:
         while batch:
-            # Any descriptor: another program may have set a shared terminal to O_NONBLOCK, and
-            # repeating the refused write would take a whole core.
+            # Poll even a blocking descriptor: another program may have set a shared terminal to
+            # O_NONBLOCK, and repeating the refused write would use a whole core.
             poller.poll(1000)
             try:
                 written = self._write(batch)
@@ -183,7 +185,8 @@ class OutputWriter:
         self._on_room()
 
     def finish(self, seconds: float) -> None:
-        """Flush the remaining output, for at most `seconds`; the rest counts as dropped."""
+        """Flush the remaining output, for at most `seconds`; what is left then counts as
+        dropped."""
         with self._mutex:
             if self._held:
                 if not self._at_line_start:
@@ -203,9 +206,10 @@ _Write = Callable[[list[bytes]], int]
 
 
 def _writer(fd: int) -> tuple[_Write, int, bool]:
-    """The function that writes to `fd`, the descriptor to poll, and whether a write never blocks.
+    """Return the function that writes to `fd`, the descriptor to poll, and whether the function
+    never blocks.
 
-    It leaves the descriptor's flags unchanged, because other processes share them.
+    The flags of `fd` stay unchanged, because other processes share them.
     """
     kind = os.fstat(fd).st_mode
     if stat.S_ISSOCK(kind):
@@ -220,7 +224,7 @@ def _writer(fd: int) -> tuple[_Write, int, bool]:
 
 
 def same_target(one: int, other: int) -> bool:
-    """Whether two descriptors have the same target; the miner's two streams then share one pipe,
-    which keeps their order."""
+    """Whether two descriptors have the same target. If so, the miner's two streams share one pipe,
+    which keeps their lines in order."""
     a, b = os.fstat(one), os.fstat(other)
     return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)

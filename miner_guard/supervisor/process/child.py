@@ -1,4 +1,4 @@
-"""The miner's launcher as a child of the guard: in a new session, and signalled by the kernel when
+"""Starts the miner's launcher as a child of the guard, in a new session. The kernel signals it when
 the guard dies."""
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def become_subreaper() -> bool:
-    """Adopt the orphans of all descendants, so that a double fork does not escape. False if the
-    kernel refuses."""
+    """Make the kernel hand all orphaned descendants to this process, so that a process that forks
+    twice does not escape. Returns False if the kernel refuses."""
     return bool(_libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
 
 
 def signal_at_parents_death(number: int) -> None:
-    """In a child between fork and exec: have the kernel send it this signal when the thread that
-    forked it ends."""
+    """Make the kernel send this process signal `number` when the thread that forked it ends. Call
+    in a child between fork and exec."""
     _libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
@@ -57,22 +57,23 @@ class Child:
         stderr: int,
         join: int | None = None,
     ) -> None:
-        """Start the launcher. Main thread only: the parent-death signal is bound to the thread that
-        forks. Raises OSError.
+        """Start the launcher. Main thread only: the kernel sends the parent-death signal when the
+        thread that forked ends. Raises OSError.
 
-        `join`: descriptor of a cgroup to join (`Cgroup.open_to_join`); closed here.
+        `join`: descriptor from `Cgroup.open_to_join` of the cgroup to join; this closes it.
         """
         guard = os.getpid()
 
         def in_child() -> None:
             if join is not None:
-                # If the cgroup refuses the process, the guard finds it by parentage, as on hosts
+                # If the cgroup refuses the process, the guard finds it by its parent, as on hosts
                 # without cgroups.
                 with contextlib.suppress(OSError):
                     os.write(join, b"0")
             signal_at_parents_death(signal.SIGTERM)
             if os.getppid() != guard:
-                # The guard died between fork and prctl, so the kernel would never signal us.
+                # The guard died between fork and prctl, so the kernel would never signal this
+                # process.
                 os._exit(1)
 
         try:
@@ -93,37 +94,40 @@ class Child:
         try:
             seen = stat(self.pid)
         except OSError:
-            # Without its start time the guard could not identify the process later.
+            # The guard could not identify the process later, because it does not know when the
+            # process started.
             self._popen.kill()
             self._popen.wait()
             raise
         self.process = seen.process if seen is not None else Process(self.pid, 0)
 
     def code(self) -> int | None:
-        """The exit code, 128 + n for signal n; None while the launcher runs."""
+        """The exit code, or 128 + n if signal n killed the launcher; None while it runs."""
         if self._popen.returncode is None:
             self._popen.returncode = self._reaped()
         code = self._popen.returncode
         return code if code is None or code >= 0 else 128 - code
 
     def _reaped(self) -> int | None:
-        """Its return code once it has ended, counted as the miner's CPU time and not the guard's
-        own."""
+        """Reap the launcher if it has ended, and return its return code, otherwise None. Its CPU
+        time counts as the miner's, not as the guard's."""
         try:
             status = reap_miners(self.pid)
         except ChildProcessError:
-            # Somebody else reaped it, so its status is lost; as `Popen.poll` has it.
+            # Something else reaped it, so its status is lost; `Popen.poll` returns 0 here too.
             return 0
         return None if status is None else os.waitstatus_to_exitcode(status)
 
     @property
     def signal(self) -> int | None:
-        """The signal that killed the launcher, if any."""
+        """The number of the signal that killed the launcher; None if it still runs or exited by
+        itself."""
         code = self._popen.returncode
         return -code if code is not None and code < 0 else None
 
     def send(self, number: int) -> None:
-        """Signal only the launcher."""
-        # Not reaped, so the pid is still the launcher's. `Popen.send_signal` would reap it.
+        """Send signal `number` to the launcher alone."""
+        # While the launcher is not reaped, the pid is still its own. `Popen.send_signal` would reap
+        # it.
         if self.code() is None:
             os.kill(self.pid, number)

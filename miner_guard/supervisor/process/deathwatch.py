@@ -1,8 +1,8 @@
-"""A small process that finishes the stop if the guard is killed.
+"""Runs a small process (`last_resort`) that ends the miner if the guard is killed.
 
-It waits for EOF on a pipe that only the guard holds open, and reads the run's process list from
-memory that the guard keeps current, so that neither a dead disk nor a cleared environment hides a
-process (`last_resort`).
+That process waits for EOF on a pipe that only the guard holds open. It reads the run's process list
+from memory that the guard keeps current, so that it finds every process even if the disk is dead or
+a process has cleared its environment.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ sys.path.insert(0, order.pop("packages"))
 from miner_guard.supervisor.loop import Loop
 from miner_guard.supervisor.process.last_resort import main
 main(order)"""
-"""The command line contains neither this program's name nor its folder, so `pkill -f` does not
-match."""
+"""The program reads its settings from stdin. Its command line contains neither the guard's name nor
+its folder, so that `pkill -f miner-guard` does not match it."""
 
 
 class Deathwatch:
-    """Starts that process, and restarts it when it is killed. Supervisor thread only."""
+    """Starts the `last_resort` process and restarts it when something kills it. Supervisor thread
+    only."""
 
     def __init__(
         self,
@@ -62,12 +63,12 @@ class Deathwatch:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the process. Main thread only: the kernel ties its signal to the thread that forks.
-        Raises OSError."""
+        """Start the process. Main thread only: the kernel sends the parent-death signal when the
+        thread that forked ends. Raises OSError."""
         reading, writing = os.pipe2(os.O_CLOEXEC)
         try:
-            # The real interpreter rather than a virtual environment's symlink, whose path may
-            # contain this program's name.
+            # Run the real interpreter, not a virtual environment's symlink: the path of the symlink
+            # may contain the guard's name.
             self._process = subprocess.Popen(
                 [os.path.realpath(sys.executable), "-I", "-S", "-c", _BOOT],
                 stdin=reading,
@@ -76,8 +77,8 @@ class Deathwatch:
                 start_new_session=True,
                 cwd="/",
                 pass_fds=(self._list,),
-                # Suspended, it would not see that the guard is gone. Set before exec: it may be
-                # suspended before its first line runs.
+                # A suspended process would not notice that the guard is gone. Arrange the signal
+                # before exec, because the process may be suspended before its first line runs.
                 preexec_fn=lambda: signal_at_parents_death(signal.SIGCONT),
                 env={"PATH": self._env.get("PATH", os.defpath), HELPER: "reaper"},
             )
@@ -94,9 +95,10 @@ class Deathwatch:
         self._loop.watch(self._process.stdout.fileno(), self._ended)
 
     def listed(self, run: Iterable[Process]) -> None:
-        """Update the list of the run's processes."""
+        """Update the list of the run's processes in shared memory."""
         lines = b"".join(b"%d %d\n" % (process.pid, process.start) for process in run)
-        # Overwrite, then truncate: whenever the guard is killed, the list is complete or nearly so.
+        # Overwrite, then truncate, so that the list is (nearly) complete at whatever moment the
+        # guard is killed.
         os.pwrite(self._list, lines, 0)
         os.ftruncate(self._list, len(lines))
 
@@ -109,8 +111,8 @@ class Deathwatch:
                 self._wait_again(0.0, f"can't start ({error.strerror})")
 
     def _ended(self) -> None:
-        """The process closed its end of the pipe. A second SIGKILL may be about to hit the guard,
-        so the first restart is immediate."""
+        """Restart the process after it closed its end of the pipe. The first restart is immediate,
+        because the next SIGKILL may be about to hit the guard."""
         assert self._process is not None
         assert self._process.stdout is not None
         self._loop.unwatch(self._process.stdout.fileno())
@@ -132,7 +134,8 @@ class Deathwatch:
             self._report(make_finding("guard_degraded", what=what))
 
     def dismiss(self) -> None:
-        """The guard exits in order: stop the process without action."""
+        """Stop the process without letting it end the miner, because the guard is exiting
+        cleanly."""
         if self._process is not None:
             assert self._process.stdout is not None
             self._loop.unwatch(self._process.stdout.fileno())

@@ -31,8 +31,8 @@ _OF_THE_GUARD = {
     "LISTEN_FDNAMES",
     *(PREFIX + dotted.upper().replace(".", "__") for dotted in SECRET),
 }
-"""For the guard only: a miner with these variables would notify systemd in the guard's place, or
-leak keys."""
+"""Variables that the guard withholds from the miner: with them the miner would notify systemd in
+the guard's place, or could leak keys."""
 
 _PM2_TEXT = """
 args autorestart autostart automation axm_actions axm_dynamic axm_monitor axm_options command
@@ -55,8 +55,8 @@ def under_pm2(env: Mapping[str, str]) -> bool:
 
 
 def without_pm2(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` without pm2's variables; a `NODE_CHANNEL_FD` would make a Node child write to pm2's
-    socket."""
+    """`env` without pm2's variables. With `NODE_CHANNEL_FD`, for example, a Node process in the
+    miner would write to pm2's socket."""
     if not under_pm2(env):
         return dict(env)
     return {
@@ -80,9 +80,10 @@ def of_miner(
     (counted from 0)."""
     own = {name: value for name, value in without_pm2(env).items() if name not in _OF_THE_GUARD}
     settings = {name: dataclasses.asdict(getattr(config, name)) for name in _RANK_SECTIONS}
-    # Unbuffered, so that lines reach the log immediately and a kill loses none.
+    # Do not buffer output, so that lines reach the log immediately and a kill loses none of them.
     own.setdefault("PYTHONUNBUFFERED", "1")
-    # torch's Flight Recorder names the late rank of a collective after a hang, with gloo too.
+    # After a hang, torch's Flight Recorder shows which rank was late for a collective, with gloo
+    # too.
     beside = os.path.dirname(of_command(command, own)) == os.path.dirname(sys.executable)
     for name in _flight_recorder_sizes(ours=beside):
         own.setdefault(name, "2000")
@@ -95,9 +96,12 @@ def of_miner(
 
 
 def _flight_recorder_sizes(*, ours: bool) -> tuple[str, ...]:
-    """The variables that switch torch's Flight Recorder on: torch before 2.9 reads the old name
-    alone, a later one warns about it in each rank. Both where the miner's torch is unknown: it runs
-    in another environment than the guard (`ours` is false), or the guard's holds none."""
+    """The variables that switch on torch's Flight Recorder.
+
+    torch before 2.9 reads only the old name; later versions warn about the old name in each rank.
+    Returns both names if the version of the miner's torch is unknown: the miner runs in another
+    environment than the guard (`ours` is false), or the guard's environment has no torch.
+    """
     version = _torch_version() if ours else None
     old = version is None or version < (2, 9)
     new_name = "TORCH_FR_BUFFER_SIZE"
@@ -106,7 +110,8 @@ def _flight_recorder_sizes(*, ours: bool) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=1)
 def _torch_version() -> tuple[int, int] | None:
-    """Major and minor version of this interpreter's torch; None if there is none."""
+    """Major and minor version of the torch installed for this interpreter; None if torch is not
+    installed or its version is unreadable."""
     try:
         major, minor, *_ = metadata.version("torch").split(".")
         return int(major), int(minor)

@@ -1,7 +1,7 @@
-"""Waits before a relaunch until GPU memory is back at its level from before the first launch.
+"""Delays a relaunch until GPU memory is back at its level from before the first launch.
 
-It compares memory and ignores pids: inside a container NVML shows pids of another namespace, or
-none.
+It compares memory and ignores pids, because inside a container NVML shows pids of another namespace
+or no pids at all.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class GpuMemoryWait:
         report: Callable[[Finding], None],
         soon: Callable[[Callable[[], None]], None],
     ) -> None:
-        """`read` blocks for at most a sampler's deadline and returns None without a GPU."""
+        """`read` returns the bytes in use by GPU UUID, or None without a GPU; it blocks for at most
+        the sampler's deadline. The wait ends after `settle_s` seconds in any case."""
         self._read, self._settle_s, self._clock, self._report, self._soon = (
             read,
             settle_s,
@@ -52,15 +53,15 @@ class GpuMemoryWait:
         self._closed = threading.Event()
 
     def remember(self) -> None:
-        """Record the baseline, once. Runs in a job thread at the first launch: no miner allocates
-        that early."""
+        """Record the baseline, once. Runs in a job thread during the first launch, before any miner
+        allocates GPU memory."""
         if not self._asked:
             self._asked = True
             self._before = self._read()
 
     def wait(self, proceed: Callable[[], None]) -> None:
-        """Call `proceed` in the supervisor's thread when the memory is free, or after `settle_s`
-        with a finding."""
+        """Call `proceed` in the supervisor's thread when the memory is free. After `settle_s`,
+        report a finding and call it anyway."""
         if self._before is None:
             proceed()
             return
@@ -70,7 +71,7 @@ class GpuMemoryWait:
         try:
             thread.start()
         except RuntimeError:
-            # Without a thread, start the miner without the check rather than never.
+            # If no thread can be started, start the miner without the check rather than never.
             proceed()
 
     def _wait(self, before: Levels, proceed: Callable[[], None]) -> None:

@@ -1,7 +1,7 @@
-"""The process that ends the miner after the guard was killed. Started by `deathwatch.Deathwatch`;
-standard library only.
+"""The process that ends the miner after the guard was killed. `deathwatch.Deathwatch` starts it; it
+uses only the standard library.
 
-It hides its name: a miner's updater runs `pkill -9 python`, and people run `pkill -9 -f
+It hides its name, because a miner's updater runs `pkill -9 python`, and operators run `pkill -9 -f
 miner-guard`.
 """
 
@@ -38,16 +38,18 @@ class RunToEnd:
     run_id: str
     state_dir: str
     grace_s: float
-    """Time to write checkpoints: the kernel sent the launcher SIGTERM when the guard died."""
+    """Time that the miner gets to write checkpoints: the kernel sent the launcher SIGTERM when the
+    guard died."""
 
     cgroup: str | None
     list_fd: int = -1
-    """Descriptor with `PID START` lines of the run's processes, as the guard last saw them."""
+    """Descriptor of the list of the run's processes as the guard last saw them, one `PID START`
+    line each."""
 
 
 def main(order: Mapping[str, Any]) -> None:
-    """Wait for the guard to exit; a line on stdin before EOF means a clean exit with nothing to
-    do."""
+    """Wait for the guard to exit, then end the run. If a line arrives on stdin before EOF, the
+    guard exited cleanly and there is nothing to do."""
     for number in (
         signal.SIGHUP,
         signal.SIGINT,
@@ -56,7 +58,8 @@ def main(order: Mapping[str, Any]) -> None:
         signal.SIGUSR1,
         signal.SIGUSR2,
     ):
-        # A service manager that stops the whole group must not kill this process before the guard.
+        # A service manager that signals the whole group must not kill this process before the
+        # guard.
         signal.signal(number, signal.SIG_IGN)
     hide()
     if sys.stdin.readline() == "":
@@ -77,7 +80,8 @@ def hide() -> None:
 
 
 def finish(run: RunToEnd) -> None:
-    """End all processes of the run: wait for the launcher's grace, then SIGTERM, then SIGKILL."""
+    """End all processes of the run: wait out the launcher's grace period, then send SIGTERM, then
+    SIGKILL."""
     search = Search(run)
     search.wait(run.grace_s)
     search.signal(signal.SIGTERM)
@@ -92,8 +96,8 @@ def finish(run: RunToEnd) -> None:
 
 
 class Search:
-    """The run's living processes: those listed, their descendants, members of the cgroup, and
-    marked ones."""
+    """Finds the run's living processes: those that the guard listed, the members of the cgroup, the
+    descendants of both, and those with the run's marker in their environment."""
 
     def __init__(self, run: RunToEnd) -> None:
         self._run = run
@@ -101,7 +105,7 @@ class Search:
         self._known = _listed(run.list_fd)
 
     def living(self) -> set[Process]:
-        """The living processes, including new descendants. Empty only when a search by the marker
+        """The living processes, including new descendants. Empty only if the search by the marker
         finds none either."""
         table = processes.table()
         roots = {p.pid for p in self._known if p.pid in table and table[p.pid].process == p}
@@ -117,7 +121,7 @@ class Search:
         return self._known
 
     def wait(self, seconds: float) -> None:
-        """Wait until no process is left, `seconds` at most."""
+        """Wait until no process of the run is left, for at most `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
             began = time.process_time()

@@ -1,5 +1,5 @@
-"""Kills what an earlier guard of the same state directory left behind, before anything is
-started."""
+"""Kills the processes that an earlier guard of the same state directory left behind, before this
+guard starts any."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _LIST = "an earlier guard's list"
 def end_orphans(state: StateDir, grace_s: float, report: Callable[[Finding], None]) -> None:
     """End every process of an earlier run.
 
-    They get SIGTERM and up to `grace_s` to write their checkpoints, then SIGKILL. The search covers
-    the list and the cgroup that the earlier guard kept, their descendants, and the environment
-    marker combined with this state directory; it never matches names.
+    They get SIGTERM and up to `grace_s` to write their checkpoints, then SIGKILL. The search finds
+    the processes in the earlier guard's list and cgroup, the descendants of both, and every process
+    whose environment marker names this state directory. It never goes by process names.
     """
     search = _Search(state)
     if left := search.living():
@@ -50,7 +50,8 @@ def end_orphans(state: StateDir, grace_s: float, report: Callable[[Finding], Non
 
 
 class _Search:
-    """The earlier run's living processes, including those they start meanwhile."""
+    """Finds the earlier run's living processes, including any that they start during the
+    cleanup."""
 
     def __init__(self, state: StateDir) -> None:
         self._state = state
@@ -60,7 +61,8 @@ class _Search:
         self._runs: dict[Process, str] = dict.fromkeys(left.processes, _LIST)
 
     def living(self) -> dict[Process, str]:
-        """Living processes with the id of their run, if their environment contains one."""
+        """Living processes, each with the id of its run, or `_LIST` if its environment contains no
+        run id."""
         table = processes.table()
         roots = {p.pid for p in self._runs if p.pid in table and table[p.pid].process == p}
         for group in self.cgroups:
@@ -73,7 +75,7 @@ class _Search:
         return self._runs
 
     def wait(self, seconds: float) -> dict[Process, str]:
-        """Wait until no process is left, `seconds` at most; returns those still living."""
+        """Wait until no process is left, for at most `seconds`; returns those still living."""
         deadline = time.monotonic() + seconds
         while (left := self.living()) and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY_S)

@@ -1,8 +1,8 @@
-"""run.json: the current run's processes by pid and start time, and its cgroup, for the next guard
-if this one is killed.
+"""run.json: the current run's processes (pid and start time) and its cgroup. The next guard reads
+it if this one is killed.
 
-The environment marker finds most processes as well; a process that cleared its environment appears
-only here.
+Most of these processes can also be found by their environment marker; a process that cleared its
+environment appears only here.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class LeftBehind:
 
 
 class PidRegistry:
-    """Writes the list when it changes. If the disk refuses, only this list is lost; parentage and
-    the marker still work."""
+    """Writes run.json. If the disk refuses, only this list is lost; a search by parent process or
+    by marker still works."""
 
     def __init__(self, state: StateDir) -> None:
         self._path = state.roster
@@ -36,13 +36,13 @@ class PidRegistry:
         """Store the run's living processes."""
         listed = sorted([process.pid, process.start] for process in run)
         path = None if cgroup is None else str(cgroup.path)
-        # A failed write is made up for by the next change, which writes the whole list.
+        # Ignore a failed write: the next one writes the whole list.
         with contextlib.suppress(OSError):
             write_json(self._path, {"boot": boot_id() or "", "cgroup": path, "processes": listed})
 
 
 def left_behind(state: StateDir) -> LeftBehind:
-    """The processes of the last list that still live."""
+    """The processes in the last list that are still alive, and the cgroups of earlier guards."""
     cgroups = {group.path: group for group in Cgroup.beside(str(state.root))}
     document = read_json(state.roster)
     if not isinstance(document, dict) or document.get("boot") != (boot_id() or ""):

@@ -1,5 +1,5 @@
-"""The processes of the current launch: its members, its leftovers, and zombies waiting to be
-reaped."""
+"""Finds the processes of the current launch, finds those that outlive the launcher, and reaps
+orphans."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from miner_guard.system.processes import Process, Table
 
 _LIST_EVERY_S = 1.0
 _WRITE_EVERY_S = 10.0
-"""Also the longest time without a search: a hint that something changed may get lost."""
+"""Interval at which run.json is rewritten. It also limits the time without a search, because the
+guard may miss a hint that processes have changed."""
 
 _SHARE_OF_CPU = 0.002
 """Scanning processes uses at most this share of one CPU, even on a host with thousands of them."""
@@ -26,15 +27,16 @@ _SHARE_OF_CPU = 0.002
 _MARKED_EVERY_S = 1.0
 
 _UNWANTED_S = 10.0
-"""A zombie child this old is an orphan: threads that start a helper reap it sooner."""
+"""A zombie child that is this old is reaped in any case: a thread that starts a helper reaps it
+sooner."""
 
 
 class ProcessTree:
     """Finds the launch's processes. Supervisor thread only.
 
     The guard adopts orphans (PR_SET_CHILD_SUBREAPER), so every process that the launcher started is
-    a descendant of the launcher or of the guard. A cgroup, if available, lists them without a
-    search.
+    a descendant of the launcher or of the guard. Where the launch has a cgroup, the cgroup lists
+    them without a search.
     """
 
     def __init__(self, state: StateDir, clock: Clock) -> None:
@@ -42,7 +44,7 @@ class ProcessTree:
         self._cgroup: Cgroup | None = None
         self._roster = PidRegistry(state)
         self.on_listed: Callable[[frozenset[Process]], None] = lambda _processes: None
-        """Called with the list whenever it changes."""
+        """Called with the launch's living processes whenever they change."""
 
         self._list_at = self._written_at = float("-inf")
         self._latest_pid = -1
@@ -52,17 +54,18 @@ class ProcessTree:
         self._zombies: dict[Process, float] = {}
         self._filter = HelperFilter()
         self._helper: Mapping[Process, bool | None] = {}
-        """Whether the guard started this child as a helper, by child."""
+        """For each child of the guard: whether it is one of the guard's helpers; None if that is
+        not known yet."""
 
     def use_cgroup(self, cgroup: Cgroup) -> None:
         """Put the miner into this cgroup from the next launch on."""
         self._cgroup = cgroup
-        # Record it before its first member, so that a guard killed immediately still leaves a trace
-        # of it.
+        # Record the cgroup before it has a member, so that the next guard finds it even if this one
+        # is killed right after the launch.
         self._roster.write(self._known, cgroup)
 
     def open_to_join(self) -> int | None:
-        """A descriptor for the launcher to join the run's cgroup; None without one."""
+        """A descriptor with which the launcher joins the run's cgroup; None without a cgroup."""
         if self._cgroup is None:
             return None
         with contextlib.suppress(OSError):
@@ -70,12 +73,15 @@ class ProcessTree:
         return None
 
     def child_ended(self) -> None:
-        """A child of the guard ended (SIGCHLD)."""
+        """Note that a child of the guard has ended (SIGCHLD)."""
         self._child_ended = True
 
     def refresh(self, launcher: Process | None) -> None:
-        """Reap orphans that ended, update the list of living ones; does nothing while no process
-        of the host has started and no child has ended. Raises OSError if /proc can't be read."""
+        """Reap orphans that have ended and update the list of living processes.
+
+        Skips the search if no process has started on the host and no child has ended since the last
+        one. Raises OSError if /proc can't be read.
+        """
         now = self._clock.monotonic()
         if now < self._list_at:
             return
@@ -104,14 +110,14 @@ class ProcessTree:
             self._roster.write(known, self._cgroup)
             self.on_listed(known)
         elif now - self._written_at >= _WRITE_EVERY_S:
-            # The file may have been removed.
+            # Someone may have removed the file.
             self._written_at = now
             self._roster.write(known, self._cgroup)
         self._list_at = now + max(_LIST_EVERY_S, (time.thread_time() - began) / _SHARE_OF_CPU)
 
     def leftovers(self, launcher: Process) -> set[Process]:
-        """Living processes of the launch except the launcher: members, descendants, and those
-        listed before."""
+        """Living processes of the launch except the launcher: members of its cgroup, descendants,
+        and those that an earlier search found."""
         table = self._table()
         found = self._members(launcher, table)
         found |= {
@@ -123,8 +129,8 @@ class ProcessTree:
         found = {process for process in found if process.pid not in spared and process != launcher}
         now = self._clock.monotonic()
         if not found or now - self._marked_at >= _MARKED_EVERY_S:
-            # Parentage should find all processes. The marker search confirms it, but costs more
-            # for each process than the rest.
+            # The search above should find all processes. The search by marker confirms that, but
+            # costs more per process.
             self._marked_at = now
             known = {process.pid for process in found}
             everyone = table if self._cgroup is None else processes.table()
@@ -146,11 +152,11 @@ class ProcessTree:
             self._cgroup.remove()
 
     def _table(self) -> Table:
-        """Candidates for the run: with a cgroup its members and the guard's children, else all
-        processes of the host."""
+        """The processes to search: the members of the cgroup and the guard's children, or all
+        processes of the host if there is no cgroup."""
         if self._cgroup is None:
             return processes.table()
-        # Without the helpers that other threads started, which belong to no run.
+        # Leave out the children that other threads started: they are the guard's helpers.
         pids = self._cgroup.pids() | processes.children_of_thread(os.getpid(), os.getpid())
         return {pid: seen for pid in pids if (seen := processes.stat(pid)) is not None}
 
@@ -188,7 +194,7 @@ class ProcessTree:
                 continue
             since = zombies[seen.process] = self._zombies.get(seen.process, now)
             helper = self._helper.get(seen.process)
-            # No thread of the guard waits for a known orphan.
+            # No thread of the guard waits for a process that is known to be an orphan.
             if helper is False or now - since >= _UNWANTED_S:
                 # A thread of the guard may have reaped it first.
                 with contextlib.suppress(ChildProcessError):

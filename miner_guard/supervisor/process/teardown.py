@@ -15,20 +15,21 @@ from miner_guard.system.once import OncePer
 from miner_guard.system.processes import Process
 
 TERM_TO_KILL_S = 2.0
-"""Leftovers get SIGTERM, and SIGKILL this much later."""
+"""Time between the SIGTERM and the SIGKILL that the launcher's leftovers get."""
 
 SETTLE_S = 0.25
-"""Children of a process that just ended exit a moment later; they do not count as orphans yet."""
+"""Time that the launcher's children get to exit after it; until then they do not count as
+orphans."""
 
 UNKILLABLE_S = 5.0
-"""A process that outlives SIGKILL by this long is reported with the reason, and no longer waited
-for."""
+"""If a process outlives SIGKILL by this long, the guard reports why and stops waiting for it."""
 
 _LOOK_EVERY_S = 0.02
 _MAX_LOOK_EVERY_S = 0.5
 _COST_TO_PAUSE = 4.0
-"""Pause between searches, as a multiple of the CPU time of the last one, up to half a second: 3,000
-processes must not cost a whole CPU, nor a busy machine half a minute."""
+"""Pause between searches, as a multiple of the CPU time that the last one took, up to
+`_MAX_LOOK_EVERY_S`. The multiple keeps the search through 3,000 processes from using a whole CPU;
+the limit keeps a busy machine from delaying the teardown by half a minute."""
 
 _REPORT_EVERY_S = 1.0
 _MAX_LINES = 50
@@ -45,10 +46,11 @@ class Teardown:
     launcher: Process
     grace_s: float
     kill_all: Callable[[], None] = lambda: None
-    """Sends SIGKILL to all at once, if possible; each process also gets an individual one."""
+    """Sends SIGKILL to all processes at once, if possible; each process also gets its own
+    SIGKILL."""
 
     killed: list[tuple[Process, str]] = field(default_factory=list)
-    """Processes signalled after the launcher ended, with their command lines."""
+    """Processes other than the launcher that were signalled, with their command lines."""
 
     stuck: list[Process] = field(default_factory=list)
     """Processes that survived SIGKILL."""
@@ -60,16 +62,17 @@ class Teardown:
     _signalled: set[Process] = field(default_factory=set)
 
     def ask(self) -> None:
-        """Send SIGTERM at the next step, to the launcher alone, so that its ranks stop in order."""
+        """Make the next step send SIGTERM to the launcher alone, so that the launcher can stop its
+        ranks cleanly."""
         self._stage, self._since = "launcher", self.clock.monotonic()
         self._asked = False
 
     def ended(self) -> None:
-        """The launcher is reaped; handle its leftovers."""
+        """Turn to the leftovers, because the launcher has been reaped."""
         self._stage, self._since = "settle", self.clock.monotonic()
 
     def may_report(self) -> bool:
-        """Rate limit for repeated stop requests: True at most once a second."""
+        """Whether to report a repeated stop request: True at most once per second."""
         return self._reports.ask(self.clock.monotonic())
 
     def left_s(self) -> float:
@@ -82,7 +85,7 @@ class Teardown:
         return max(0.0, waits.get(self._stage, 0.0) - (self.clock.monotonic() - self._since))
 
     def waits_for(self) -> str:
-        """What still runs and what happens next, for people."""
+        """A human-readable description of what is still running and what happens next."""
         if self._stage == "settle":
             return "the processes that the launcher left behind get SIGTERM, then SIGKILL"
         if self._stage == "kill":
@@ -139,7 +142,8 @@ class Teardown:
             if process.pid == os.getpid():
                 continue
             new = process not in known and process != self.launcher
-            # Beyond the limit, the report only counts them.
+            # Beyond the limit, the report only counts processes, so their command lines are not
+            # needed.
             named = new and len(self.killed) < _MAX_LINES
             words = processes.command(process.pid) if named else ""
             numbers = (number, signal.SIGCONT) if number == signal.SIGTERM else (number,)
@@ -149,8 +153,8 @@ class Teardown:
 
 
 def orphans_killed(killed: Iterable[tuple[Process, str, str]]) -> Iterator[Finding]:
-    """One finding per (process, command, run id), up to a limit, then one with the number of the
-    others."""
+    """Yield one finding per (process, command, run id) up to a limit, then one that counts the
+    rest."""
     each = list(killed)
     for process, command, run_id in each[:_MAX_LINES]:
         yield make_finding("orphan_killed", pid=process.pid, command=command, of_run=run_id)
@@ -162,7 +166,7 @@ def orphans_killed(killed: Iterable[tuple[Process, str, str]]) -> Iterator[Findi
 
 
 def why_stuck(process: Process) -> str:
-    """Why a process outlived its SIGKILL, as far as /proc shows, for people."""
+    """A human-readable reason why a process outlived SIGKILL, as far as /proc shows it."""
     try:
         seen = processes.stat(process.pid)
     except OSError as error:

@@ -1,4 +1,5 @@
-"""Collects the data for the startup checks: each query runs in a separate child with a deadline."""
+"""Collects the data for the startup checks. Each query runs in a separate child process with a
+deadline."""
 
 from __future__ import annotations
 
@@ -26,17 +27,18 @@ from miner_guard.system import probe
 from uploads.repos import credentials
 
 _READINGS, _BETWEEN_READINGS_S = 3, 3.0
-"""Take up to three readings of GPU memory, three seconds apart, while one looks suspicious."""
+"""Take up to three readings of GPU memory, three seconds apart, as long as the latest shows a GPU
+whose memory is in use."""
 
 _DEEP_DEADLINES = 6
 """`--deep` probes may take this many times the deadline of an ordinary probe."""
 
 
 def collect_snapshot(question: PreflightRequest, wait: Callable[[float], bool]) -> Snapshot:
-    """Run all queries in parallel; wait for each up to its deadline.
+    """Run all queries in parallel and wait for each until its deadline.
 
-    `wait(seconds)` pauses and returns True if the guard is stopping; the data collected so far then
-    suffices.
+    `wait(seconds)` pauses and returns True if the guard is stopping; no further GPU memory readings
+    are taken then.
     """
     deadline = question.config.gpu.probe_timeout_s
     sampler = NvmlSampler(deadline, question.env)
@@ -65,7 +67,7 @@ class SnapshotCollector:
         asked = {name: self._pool.submit(work) for name, work in self._questions().items()}
         nvml = self._sampler.sample()
         present = sum(1 for row in nvml["gpus"] if row["state"] != "gone")
-        # A GPU mask is deliberate: do not expect the hidden GPUs.
+        # A mask such as CUDA_VISIBLE_DEVICES is deliberate: do not expect the GPUs that it hides.
         if (shown := visible(self._q.env)) is not None:
             present = min(present, shown)
         expectation = expectation_of(self._q, present)
@@ -114,7 +116,7 @@ class SnapshotCollector:
         return questions
 
     def _inside(self, what: str, more: Mapping[str, Any], deadlines: int = 1) -> probe.Answer:
-        """Query the miner's Python interpreter."""
+        """Run a query in the miner's Python interpreter."""
         script = Path(miner_side.__file__)
         return probe.ask(
             script,
@@ -134,7 +136,8 @@ class SnapshotCollector:
         return answer.value
 
     def _each(self, devices: Sequence[int], what: str, deadlines: int) -> dict[int, dict[str, Any]]:
-        """One child per GPU, in parallel: one hung GPU does not block the others' answers."""
+        """Query each GPU in a child process of its own, in parallel, so that a hung GPU does not
+        block the others' answers. Returns the answers by device index."""
         futures = {
             i: self._pool.submit(self._inside, what, {"device": i}, deadlines) for i in devices
         }
@@ -162,7 +165,8 @@ class SnapshotCollector:
             self._unread["deep"] = "--deep needs torch in the miner's interpreter"
             return None
         gpus = int(torch["gpu_count"])
-        # Sequential runs would measure each GPU better, but training uses all of them in parallel.
+        # One GPU after the other would measure each more precisely, but training loads all of them
+        # at once.
         matmul = self._each(range(gpus), "matmul", _DEEP_DEADLINES)
         request = {
             "ranks": max(gpus, 2),

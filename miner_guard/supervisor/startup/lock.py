@@ -1,5 +1,5 @@
-"""One guard per state directory, by a lock that the kernel releases when its holder dies for any
-reason."""
+"""Ensures one guard per state directory, with a lock that the kernel releases however its holder
+dies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from miner_guard.state_dir import StateDir, is_at, make_folder, open_private
 from miner_guard.supervisor.startup.state_dir_check import set_aside_foreign, wrong_kind
 
 _JUST_ASKED_S = 1.0
-"""A holder that just received its signal has not yet recorded that it is stopping."""
+"""How long to wait for a holder that does not say that it is stopping: one that has just received
+its signal may not have recorded that yet."""
 
 
 class LockHeld(Exception):
@@ -27,7 +28,7 @@ class LockHeld(Exception):
 
 @dataclass(frozen=True)
 class Holder:
-    """The holder, as the lock file describes it."""
+    """The guard that holds the lock, as the lock file describes it."""
 
     pid: int | None
     stopping: bool
@@ -43,17 +44,17 @@ class Lock:
         self._fd: int | None = None
         self._stopping = self._lost = False
         self.findings: list[Finding] = []
-        """Findings about the lock file, logged once a log exists."""
+        """Findings about the lock file, for the caller to log as soon as it has a log."""
 
     def acquire(self) -> None:
-        """Acquire the lock; wait for a holder that is stopping, up to its stop timeout. Raises
-        LockHeld."""
+        """Acquire the lock. If its holder is stopping, wait up to the holder's stop timeout plus
+        5 s. Raises LockHeld."""
         waited = 0.0
         while True:
             try:
                 fd = self._open()
-                # Reject a lock file that was removed while its holder had it open: it protects
-                # nothing.
+                # Reject a lock file that someone removed after this process opened it: locking it
+                # protects nothing.
                 if _try(fd) and is_at(self._state.lock, fd):
                     break
             except OSError as error:
@@ -77,14 +78,15 @@ class Lock:
         self._write()
 
     def lost(self) -> bool:
-        """Whether the lock file is known to be removed."""
+        """Whether someone has removed or replaced the lock file; False if the guard cannot tell."""
         try:
             return self._fd is not None and not is_at(self._state.lock, self._fd)
         except OSError:
             return False
 
     def keep(self) -> Finding | None:
-        """Recreate a removed lock file; returns a finding, once, if that fails."""
+        """Recreate the lock file if someone removed it. Returns a finding the first time that this
+        fails."""
         try:
             if self._fd is None or is_at(self._state.lock, self._fd):
                 return None
@@ -97,7 +99,8 @@ class Lock:
         if not _try(fd):
             holder = _holder(fd)
             os.close(fd)
-            # Some network file systems change a file's inode number: this is still our lock.
+            # Some network file systems change a file's inode number; this is still the guard's own
+            # lock.
             if holder.pid == os.getpid():
                 return None
             pid = holder.pid or "unknown"
@@ -117,12 +120,13 @@ class Lock:
 
     def _open(self) -> int:
         make_folder(self._state.root)
-        # Serialize guards: a second one must not set aside the lock file that the first has just
-        # created.
+        # Let only one guard at a time do this: a second one must not set aside the lock file that
+        # the first has just created.
         folder = os.open(self._state.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)
-            # Only a wrong file type counts. A permission error may mean another user's guard.
+            # Set the file aside only if its type is wrong. A permission error may mean that it
+            # belongs to another user's guard.
             reason = wrong_kind(self._state.lock, stat.S_IFREG)
             if reason is not None:
                 self.findings.append(set_aside_foreign(self._state.lock, reason))
@@ -134,7 +138,8 @@ class Lock:
         return open_private(self._state.lock, os.O_RDWR | os.O_CREAT)
 
     def stopping(self, overwrite: Callable[[Path, bytes], None]) -> None:
-        """Tell a successor to wait for this guard; `overwrite` never waits for the disk."""
+        """Record in the lock file that this guard is stopping, so that a second guard waits for it.
+        `overwrite(path, data)` must not wait for the disk."""
         self._stopping = True
         if self._fd is not None:
             overwrite(self._state.lock, self._content())
@@ -156,7 +161,8 @@ class Lock:
     def _write(self) -> None:
         if self._fd is None:
             return
-        # On a full disk a successor does not learn to wait, but the lock holds.
+        # If the disk is full, a second guard does not learn that it should wait, but the lock still
+        # keeps it out.
         with contextlib.suppress(OSError):
             content = self._content()
             os.pwrite(self._fd, content, 0)

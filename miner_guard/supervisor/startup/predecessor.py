@@ -11,10 +11,10 @@ from miner_guard.system.boot import boot_id
 
 
 def killed_guard(state: StateDir) -> Iterator[Finding]:
-    """A finding if the last guard of this state directory did not stop in order.
+    """Yield a finding if the last guard of this state directory did not shut down cleanly.
 
-    For the holder of the lock: that guard no longer runs, so its status says `done` unless it was
-    killed, or its disk refused the last write.
+    Call this while holding the lock: the last guard is then gone, so its status is `done` unless
+    something killed it or the disk refused its last write.
     """
     status = read_json(state.status)
     if not isinstance(status, dict) or status.get("state") in (None, State.DONE.value):

@@ -1,7 +1,7 @@
 """The preflight: collects data, judges it, reports, and decides whether the miner may start.
 
-It blocks up to `[gpu] preflight_wait_s` plus the probes' deadlines: run it in a separate thread. It
-writes only host.json, which tells the next run how many GPUs this host has.
+It blocks for up to `[gpu] preflight_wait_s` plus the probes' deadlines, so run it in a separate
+thread. The only file it writes is host.json, which tells the next run how many GPUs this host has.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from miner_guard.supervisor.startup.collect import collect_snapshot
 from miner_guard.system.clock import Clock, SystemClock
 
 _AGAIN_S = 5.0
-"""Interval between checks while a problem may still resolve."""
+"""Interval between checks while a problem may still clear by itself."""
 
 _EVENT_LEVEL = {"warn": "warning", "critical": "critical", "unknown": "warning"}
 
@@ -43,10 +43,10 @@ def preflight(
     clock: Clock | None = None,
     collect: Callable[[PreflightRequest, Callable[[float], bool]], Snapshot] = collect_snapshot,
 ) -> Outcome:
-    """Check until everything passes, a critical problem is known to be permanent, or
-    `preflight_wait_s` is over.
+    """Check until no problem is critical, a critical one cannot clear by itself, or
+    `preflight_wait_s` has passed.
 
-    `wait(seconds)` pauses and returns True if the guard is stopping. `emit` may be called from this
+    `wait(seconds)` pauses and returns True if the guard is stopping. `emit` is called in this
     thread.
     """
     timer = clock or SystemClock()
@@ -59,7 +59,7 @@ def preflight(
         checks = judge(snapshot)
         critical = [c for c in checks if c.level == "critical"]
         for check in checks:
-            # Do not repeat a check whose reading merely changed (29.1 GB, 29.2 GB).
+            # Do not repeat a check only because its reading changed (29.1 GB, then 29.2 GB).
             if (
                 check.level != "ok"
                 and (key := (f"{check.check}{check.gpu}", check.level)) not in reported
@@ -82,7 +82,7 @@ def preflight(
             return Outcome(False, checks)
     go = not critical or settings.on_critical == "warn"
     if not go and any(c.check == "cuda.available" for c in critical):
-        # If the miner starts anyway, its ranks report this.
+        # Report it here because the miner does not start; otherwise its ranks would report it.
         emit(make_finding("cuda_unavailable"))
     n = counts(checks)
     emit(make_finding("preflight", level="critical" if critical else None, **n))

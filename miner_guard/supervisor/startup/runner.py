@@ -14,8 +14,8 @@ from miner_guard.system import probe
 
 
 class PreflightRunner:
-    """One preflight before the first launch. `start` returns immediately; `soon` delivers the
-    result."""
+    """Runs one preflight before the first launch. `start` returns immediately; the result reaches
+    the supervisor's thread through `soon`."""
 
     def __init__(
         self,
@@ -23,8 +23,8 @@ class PreflightRunner:
         emit: Callable[[Finding], None],
         soon: Callable[[Callable[[], None]], None],
     ) -> None:
-        """`emit` and `soon` are safe from any thread; calls passed to `soon` run in the
-        supervisor's thread."""
+        """`emit` and `soon` must be callable from any thread; `soon` runs the call that it is given
+        in the supervisor's thread."""
         self._question, self._emit, self._soon = question, emit, soon
         self._stop = threading.Event()
         self._then: tuple[Callable[[], None], Callable[[int, str], None]] | None = None
@@ -46,8 +46,8 @@ class PreflightRunner:
             launch()
 
     def cancel(self) -> None:
-        """Stop waiting and kill the probes, which could delay the guard's exit; nothing is launched
-        afterwards."""
+        """Stop waiting, and kill the probes because they could delay the guard's exit. The runner
+        launches nothing after this."""
         self._stop.set()
         probe.end_all()
 

@@ -1,7 +1,8 @@
 """Prepares the state directory: revokes other users' access and sets aside files of the wrong type.
 
-Opening a folder in place of a socket, a pipe in place of a file, or a dangling link would fail or
-hang. Readers handle damaged content of the right type (`Flights`, the ledger, `read_json`).
+If a folder stands where a socket belongs, a pipe where a file belongs, or a link dangles, opening
+it would fail or hang. A file of the right type with damaged content is left to its readers
+(`Flights`, the ledger, `read_json`).
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ _RANKS_OWN = re.compile(r"rank-\d+\.(?:bin|stacks|collectives)|early-\d+\.stacks
 def check_state_dir(state: StateDir) -> list[Finding]:
     """Make the directory private, and set aside everything whose file type does not match its name.
 
-    For the holder of the lock, before any file is opened.
+    Call this while holding the lock, before opening any file in the directory.
     """
     findings = list(make_private(state))
-    # Folders first: their contents can't be checked before.
+    # Check the folders first: the contents of a folder that is no folder can't be checked.
     for path, kind in itertools.chain(_folders(state), _within(state)):
         reason = wrong_kind(path, kind) or _not_ours(path)
         if reason is not None:
@@ -56,8 +57,8 @@ def make_private(state: StateDir) -> Iterator[Finding]:
         before = _tighten(state.root)
         if before is not None:
             yield make_finding("state_dir_tightened", path=str(state.root), mode=f"{before:04o}")
-        # The folder's mode would suffice, but a later chmod or a copy of it must not expose the
-        # contents.
+        # The directory's mode alone would suffice, but a later chmod of the directory or a copy of
+        # it must not expose the files.
         for path in _own(state):
             _tighten(path)
     except OSError as error:
@@ -68,7 +69,8 @@ def make_private(state: StateDir) -> Iterator[Finding]:
 
 
 def _tighten(path: Path) -> int | None:
-    """`state_dir.tighten` for a path; skips symlinks and sockets."""
+    """Apply `state_dir.tighten` to a path; returns what it returns. Skips symlinks, sockets and
+    files that this user may not open."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, PermissionError):
@@ -90,7 +92,8 @@ def _tighten(path: Path) -> int | None:
 
 
 def _own(state: StateDir) -> Iterator[Path]:
-    """The guard's files and folders in the root, including rotated and damaged ones."""
+    """The guard's files and folders in the state directory, including rotated files and those set
+    aside."""
     named = (*(path for path, _ in _within(state)), state.lock, state.watched, state.shapes)
     names = tuple(path.name for path in named)
     for entry in sorted(state.root.iterdir()):
@@ -103,7 +106,8 @@ def _own(state: StateDir) -> Iterator[Path]:
 
 
 def wrong_kind(path: Path, kind: int) -> str | None:
-    """Why `path` is not of type `kind` (`stat.S_IFREG` …); None if it is, or does not exist."""
+    """Why `path` is not of type `kind` (`stat.S_IFREG` …); None if it is of that type or does not
+    exist."""
     if (owner := foreign_link(path)) is not None:
         return f"a symlink of uid {owner}"
     try:
@@ -120,7 +124,7 @@ def wrong_kind(path: Path, kind: int) -> str | None:
 
 
 def set_aside_foreign(path: Path, reason: str) -> Finding:
-    """Rename `path`; returns the finding to report."""
+    """Rename `path` out of the way; returns the finding to report."""
     try:
         return make_finding(
             "file_set_aside", path=str(path), reason=reason, aside=str(set_aside(path))
@@ -131,7 +135,8 @@ def set_aside_foreign(path: Path, reason: str) -> Finding:
 
 
 def _not_ours(path: Path) -> str | None:
-    """Why the file, left by another user's guard, can't be used; None if it can."""
+    """Why this user can't use the file, which another user's guard may have left; None if the file
+    is readable and writable, or does not exist."""
     return (
         "not this user's to read and write"
         if path.exists() and not os.access(path, os.R_OK | os.W_OK)
