@@ -45,8 +45,10 @@ def _token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def server() -> Iterator[tuple[RepoSettings, hub.HubState]]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RepoSettings, hub.HubState]]:
     with hub.stub() as (endpoint, state):
+        # Before 1.0 the library reads answers by the endpoint that it found at its import.
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint, raising=False)
         yield RepoSettings(kind="hf", repo_id=REPO_ID, endpoint=endpoint, timeout_s=20.0), state
 
 
