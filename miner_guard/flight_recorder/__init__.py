@@ -1,5 +1,5 @@
-"""The flight record of a rank: one file per rank, which the rank writes without system calls and
-any process can read.
+"""The flight record: one file per rank, which the rank writes without system calls and any process
+can read.
 
-Both sides import this room: the rank its writer, the supervisor its reader. Standard library only.
+The rank imports the writer from here, the supervisor the reader. Standard library only.
 """

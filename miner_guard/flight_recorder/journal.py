@@ -1,7 +1,8 @@
-"""What a rank must not lose, as entries of its flight record's journal.
+"""The entries of a flight record's journal, which holds what a rank must not lose.
 
-In the file an entry is a JSON object with its `kind` and `t`, as docs/architecture.md lists them.
-Only `to_json` and `parse` know that form; there an upload's `kind` is called `upload_kind`.
+In the file an entry is a JSON object with the keys `kind` and `t`; docs/architecture.md lists the
+kinds. Only `to_json` and `parse` know that format, in which an upload's `kind` is called
+`upload_kind`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, kw_only=True)
 class JournalEntry:
-    """One entry; `t` is when it was written, in monotonic seconds (0: the writer fills it in)."""
+    """One entry. `t` is the monotonic time, in seconds, at which it was written; if it is 0, the
+    writer fills it in."""
 
     KIND: ClassVar[str] = ""
     JSON_NAMES: ClassVar[Mapping[str, str]] = {}
-    """Fields with a different name in the file."""
+    """Names in the file, by field, for fields whose name there differs."""
 
     t: float = 0.0
 
@@ -42,7 +44,7 @@ class JournalEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class FindingEntry(JournalEntry):
-    """A finding that the rank made."""
+    """A finding that the rank reports."""
 
     KIND = "finding"
 
@@ -59,8 +61,8 @@ class DecisionEntry(JournalEntry):
     KIND = "decision"
 
     decision: Mapping[str, Any]
-    """`GateDecision.as_dict()`; in the file its keys sit beside `t`, with `kind` as
-    `upload_kind`."""
+    """`GateDecision.as_dict()`. In the file its keys are on the same level as `t`, and `kind` is
+    called `upload_kind`."""
 
     def to_json(self) -> dict[str, Any]:
         document = {"upload_kind" if k == "kind" else k: v for k, v in self.decision.items()}
@@ -75,8 +77,8 @@ class DecisionEntry(JournalEntry):
 
 @dataclass(frozen=True, kw_only=True)
 class UploadEntry(JournalEntry):
-    """The start or end of an upload. Rank 0 writes these; another rank only reports its own
-    failure."""
+    """The start or end of an upload. Rank 0 writes these; any other rank writes one only if the
+    upload fails there."""
 
     KIND = "upload"
     JSON_NAMES: ClassVar[Mapping[str, str]] = {"kind": "upload_kind"}
@@ -85,7 +87,7 @@ class UploadEntry(JournalEntry):
     """`started`, `finished` or `failed`."""
 
     decision_id: str = ""
-    """Empty if no decision is known: the upload was seen in the miner's log."""
+    """Empty if the decision is unknown, because the guard saw the upload in the miner's log."""
 
     outer_step: int | None = None
     inner_step: int | None = None
@@ -97,14 +99,16 @@ class UploadEntry(JournalEntry):
     bytes: int | None = None
     attempts: int | None = None
     checksum: str | None = None
-    """The first 32 characters: a whole sha256 looks like a private key and would be redacted."""
+    """The first 32 characters of the sha256. The guard would redact a whole one, because it looks
+    like a private key."""
 
     error: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiagnosisEntry(JournalEntry):
-    """One chunk of what rank 0 gathered from all ranks, as diagnosis_codec packs it."""
+    """One chunk of the diagnosis that rank 0 gathered from all ranks, as `diagnosis_codec` packs
+    it."""
 
     KIND = "diagnosis"
 
@@ -113,7 +117,7 @@ class DiagnosisEntry(JournalEntry):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingEntry(JournalEntry):
-    """Settings as the hook knows them; None: not reported."""
+    """The training settings that the hook knows; None means not reported."""
 
     KIND = "training"
 
@@ -146,14 +150,14 @@ class CheckpointEntry(JournalEntry):
 
 @dataclass(frozen=True, kw_only=True)
 class CostEntry(JournalEntry):
-    """What a monitoring operation cost: sums since its last entry."""
+    """What a monitoring operation has cost since its last entry."""
 
     KIND = "cost"
 
     operation: str
     seconds: float
     blocking: bool = True
-    """Training waited for it."""
+    """Whether training waited for the operation."""
 
     count: int = 1
 

@@ -18,7 +18,7 @@ NAN = math.nan
 
 MAGIC = b"MGFLIGHT"
 VERSION = 2
-"""2: adds the evaluation loss to the step record."""
+"""Version 2 added the evaluation loss to the step record."""
 
 HEADER_SIZE = 4096
 RING_SLOTS = 4096
@@ -36,15 +36,15 @@ id, opened (wall), local world size (0: unknown)."""
 IDENTITY_OFFSET = 0
 
 ACK = struct.Struct("<Q")
-"""Number of journal entries that the supervisor has stored; written by the supervisor."""
+"""Number of journal entries that the supervisor has stored. The supervisor writes it."""
 ACK_OFFSET = 128
 
 REQUESTS = struct.Struct("<Q")
-"""How many checkpoints the supervisor has asked for; written by the supervisor."""
+"""Number of checkpoints that the supervisor has asked for. The supervisor writes it."""
 REQUESTS_OFFSET = 136
 
 ATTACHED = struct.Struct("<Q")
-"""Nonzero once a supervisor has opened the record."""
+"""Nonzero once a supervisor has opened the record. The supervisor writes its pid."""
 ATTACHED_OFFSET = 144
 
 NOW = struct.Struct("<QB7x24sddqqqddddQQQQ")
@@ -70,10 +70,11 @@ PHASES = (
     "data", "forward", "backward", "optimizer", "inference", "val_loss", "example_loss",
     "upload", "allreduce", "load_state", "pause", "monitor", "collective", "other",
 )  # fmt: skip
-"""Phases with their own column in a step record; all others are summed under `other`."""
+"""Phases with their own column in a step record; the column `other` sums all others."""
 
 SPECIAL_PHASES = ("inference", "val_loss", "upload", "allreduce", "load_state", "pause")
-"""A step with one of these phases is compared with similar steps, not with plain training steps."""
+"""Detectors compare a step that contains one of these phases with similar steps, not with plain
+training steps."""
 
 STEPPED = struct.Struct("<dqqqddd")
 """The fields of NOW that change with each step: heartbeat, outer step, inner step, total steps,
@@ -94,37 +95,38 @@ FLAG_LOSS_ON_CPU = 4
 FLAG_SYNC = 8
 """Part of the step was spent in upload, allreduce, load_state or pause."""
 FLAG_LOSS_GIVEN = 1 << 16
-"""A loss was given: NaN means that the loss is NaN. Without the flag NaN means unknown."""
+"""The training loop reported a loss, so NaN means that the loss is NaN. Without the flag, NaN means
+unknown."""
 FLAG_GRAD_NORM_GIVEN = 1 << 17
-"""A gradient norm was given; NaN as for FLAG_LOSS_GIVEN."""
+"""The training loop reported a gradient norm; NaN means the same as for FLAG_LOSS_GIVEN."""
 FLAG_EVAL_LOSS_GIVEN = 1 << 18
-"""An evaluation loss was given; NaN as for FLAG_LOSS_GIVEN."""
+"""The training loop reported an evaluation loss; NaN means the same as for FLAG_LOSS_GIVEN."""
 FLAG_LOSS_SUMMED = 1 << 19
-"""The loss is the sum of all that was passed to `backward` in the step; the program may display
-another number."""
+"""The loss is the sum of all losses passed to `backward` during the step; the miner may display a
+different number."""
 LOSS_LAG_SHIFT, MAX_LOSS_LAG = 20, 15
-"""Four bits: how many steps ago the loss arose."""
+"""Position and maximum of a four-bit field: how many steps ago the loss was computed."""
 
 SLOT = struct.Struct("<QII")
 """sequence number + 1, length of the JSON that follows, its crc32."""
 SLOT_PAYLOAD = SLOT_SIZE - SLOT.size
 
 STATES = ("starting", "running", "closed", "finished", "ended", "failed")
-"""`closed`: the hook was closed without reporting a finish; `finished`: `close(finished=True)`;
-`ended`: the process exited through the interpreter without closing the hook; `failed`: the same,
-with an uncaught exception."""
+"""`closed`: the miner closed the hook without reporting that it finished; `finished`: it called
+`close(finished=True)`; `ended`: the process exited normally without closing the hook; `failed`: it
+exited with an uncaught exception."""
 
 ENDED_STATES = frozenset(STATES[2:])
-"""The rank has stopped training."""
+"""States in which the rank has stopped training."""
 
 
 def known(number: float) -> float | None:
-    """None for an unknown number."""
+    """Convert a number from the file: None if it is unknown (NaN)."""
     return None if number != number else number
 
 
 def known_count(count: int) -> int | None:
-    """None for an unknown count."""
+    """Convert a count from the file: None if it is unknown (negative)."""
     return None if count < 0 else count
 
 
@@ -148,7 +150,7 @@ def slot_offset(number: int) -> int:
 
 
 def check_of(number: int, inner_step: int, end: float) -> int:
-    """Tail check of a step record, which detects torn writes."""
+    """The check word at the end of a step record, with which a reader detects a torn write."""
     return (number * 2654435761 ^ (inner_step & 0xFFFFFFFF) ^ int(end * 1000)) & 0xFFFFFFFF
 
 

@@ -1,9 +1,9 @@
-"""Where a flight record lives: in memory that no process can truncate, with a copy on disk.
+"""Stores a flight record in memory that no process can truncate, with a copy on disk.
 
-A rank that writes to a mapped file is killed by SIGBUS if the file is truncated, and stalls when
-its disk does. So the record is a memfd with a sealed size. `rank-NNNN.live` links to it while the
-rank lives; `rank-NNNN.bin` is a copy that the supervisor keeps up to date, or a thread of the rank
-if no supervisor reads the record.
+If the record were a mapped file, the rank would die of SIGBUS when someone truncates the file, and
+stall whenever the disk does. So the record is a memfd with a sealed size. `rank-NNNN.live` links to
+it while the rank lives. `rank-NNNN.bin` is a copy on disk; the supervisor keeps it up to date, or a
+thread of the rank if no supervisor reads the record.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ from miner_guard.flight_recorder import layout
 from miner_guard.state_dir import is_at, make_folder, open_private
 
 COPY_EVERY_S = 1.0
-"""Upper bound on what is lost if supervisor and rank are killed at the same moment."""
+"""Interval between copies: at most this much is lost if the supervisor and the rank are killed at
+the same moment."""
 
 _NAME = "miner-guard-flight"
 _F_ADD_SEALS = 1033
 _SEAL, _SHRINK, _GROW = 1, 2, 4
-"""fcntl(2); some builds of Python lack `fcntl.F_ADD_SEALS`."""
+"""Values from fcntl(2), because some builds of Python lack `fcntl.F_ADD_SEALS`."""
 
 
 def create() -> int:
     """Create a record's memory, zeroed and allocated, and return its descriptor. Raises OSError."""
     fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        # Allocated, not sparse: running out of memory must show here, not in the middle of a step.
+        # Allocate all of it now: if memory is short, the error must occur here and not in the
+        # middle of a step.
         os.posix_fallocate(fd, 0, layout.FILE_SIZE)
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL | _SHRINK | _GROW)
     except OSError:
@@ -44,7 +46,7 @@ def create() -> int:
 
 
 def publish(path: Path, fd: int) -> None:
-    """Publish this process's memory beside `path`. Raises OSError."""
+    """Link this process's memory `fd` beside `path`, where readers find it. Raises OSError."""
     make_folder(path.parent)
     draft = path.with_name(f".{path.stem}.{os.getpid()}.live")
     draft.unlink(missing_ok=True)
@@ -53,10 +55,11 @@ def publish(path: Path, fd: int) -> None:
 
 
 def open_live(path: Path, flags: int) -> int | None:
-    """A descriptor of the memory that belongs to `path`; None if its rank has exited."""
+    """Open the memory whose copy is at `path`; None if its rank has exited."""
     try:
         target = os.readlink(_live(path))
-        # The descriptor number may by now belong to a later process's file.
+        # Another process may have reused the pid, and its descriptor of that number may be any
+        # file.
         if not os.readlink(target).startswith(f"/memfd:{_NAME}"):
             return None
         return os.open(target, flags | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -71,11 +74,11 @@ class Version(NamedTuple):
     device: int
     inode: int
     modified_ns: int
-    """0 for memory."""
+    """0 if `live`."""
 
 
 def version(path: Path) -> Version | None:
-    """The version of what can be read at `path` now; None if there is nothing."""
+    """The version of the record that can be read at `path` now; None if none can be read."""
     fd = open_live(path, os.O_RDONLY)
     try:
         seen = path.stat() if fd is None else os.fstat(fd)
@@ -88,7 +91,7 @@ def version(path: Path) -> Version | None:
 
 
 def withdraw(path: Path) -> None:
-    """Stop publishing this process's memory. Raises OSError."""
+    """Remove the link that `publish` made. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         if os.readlink(_live(path)).startswith(f"/proc/{os.getpid()}/"):
             _live(path).unlink()
@@ -99,7 +102,8 @@ def _live(path: Path) -> Path:
 
 
 class Copier:
-    """Keeps the file of one record up to date. Use from one thread: the disk may hang."""
+    """Keeps the copy of one record up to date. Use it from one thread that may hang with the
+    disk."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
@@ -119,7 +123,7 @@ class Copier:
                     self._write(file, layout.step_offset(number), layout.STEP_SIZE)
                 for number in range(max(self._entries, entries - layout.JOURNAL_SLOTS), entries):
                     self._write(file, layout.slot_offset(number), layout.SLOT_SIZE)
-                # Header last: it never counts a step that is not in the copy yet.
+                # Write the header last, so that it never counts a step that the copy lacks.
                 self._write(file, 0, layout.HEADER_SIZE)
         except OSError:
             self._forget_file()
@@ -159,7 +163,7 @@ class Copier:
 
 
 def copy_now(path: Path, fd: int) -> None:
-    """Copy a record once, as far as the disk allows."""
+    """Copy a record once. Ignores errors of the disk."""
     copier = Copier(path, fd)
     with contextlib.suppress(OSError):
         copier.copy()
@@ -167,15 +171,15 @@ def copy_now(path: Path, fd: int) -> None:
 
 
 class CopyThread:
-    """Copies one record once a second. Only `close` waits for the disk."""
+    """Copies one record once per second in its own thread. Only `close` waits for the disk."""
 
     def __init__(self, path: Path, fd: int, wanted: Callable[[], bool]) -> None:
-        """`wanted` is called before each copy."""
+        """`wanted` is called before each copy; if it returns False, that copy is skipped."""
         self._copier = Copier(path, fd)
         self._wanted = wanted
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="flight-copy", daemon=True)
-        # At the thread limit the supervisor keeps the copy, if there is one.
+        # If no further thread can be started, the record has a copy only if a supervisor keeps it.
         with contextlib.suppress(RuntimeError):
             self._thread.start()
 
@@ -190,7 +194,7 @@ class CopyThread:
         while not closed:
             closed = self._closed.wait(COPY_EVERY_S)
             if self._wanted():
-                # Disk full: the next copy tries again.
+                # If the disk is full, the next copy tries again.
                 with contextlib.suppress(OSError):
                     self._copier.copy()
         self._copier.close()

@@ -1,5 +1,4 @@
-"""The reading side of the flight record: for the supervisor while the rank lives, or a person long
-after."""
+"""Reads flight records: for the supervisor while the rank lives, or for an operator long after."""
 
 from __future__ import annotations
 
@@ -17,7 +16,8 @@ from miner_guard.flight_recorder.records import Identity, Now, StepRecord
 from miner_guard.state_dir import open_private, read_regular
 
 _TRIES = 50
-"""A rank writes its header in a few microseconds; one killed during the write leaves it torn."""
+"""How often to try to read a header that a rank is writing. The write takes a few microseconds; a
+rank that is killed during it leaves the header torn."""
 
 
 class BadFlight(Exception):
@@ -28,12 +28,13 @@ class FlightReader:
     """Reads a flight record, live or as a copy on disk."""
 
     def __init__(self, path: Path, *, acknowledge: bool = False) -> None:
-        """Raises OSError or BadFlight. `acknowledge` opens the record writable, for the supervisor
-        only."""
+        """`acknowledge` opens the record for writing too; only the supervisor may. Raises OSError
+        or BadFlight."""
         self.path = path
         self._fd = memory.open_live(path, os.O_RDWR if acknowledge else os.O_RDONLY)
         self.live = self._fd is not None
-        """Reads the rank's memory as the rank writes it; otherwise reads a copy."""
+        """Whether this reads the memory that the rank writes; otherwise it reads a copy from
+        disk."""
 
         self._map: mmap.mmap | bytearray = (
             _copied(path) if self._fd is None else _mapped(self._fd, acknowledge)
@@ -52,7 +53,7 @@ class FlightReader:
         return self._fd
 
     def now(self) -> Now | None:
-        """The header, or None if the rank has not written one or is writing it continuously."""
+        """The header; None if the rank has not written one yet, or if it was torn at every try."""
         for _ in range(_TRIES):
             now = Now.unpack_from(self._map)
             if now is not None:
@@ -60,7 +61,8 @@ class FlightReader:
         return None
 
     def step(self, number: int) -> StepRecord | None:
-        """Step record `number`, or None if it is torn, overwritten or not written yet."""
+        """Step record `number` (counted from 0); None if it is torn, overwritten or not written
+        yet."""
         return StepRecord.unpack_from(self._map, number)
 
     def steps(self, since: int = 0) -> Iterator[StepRecord]:
@@ -80,8 +82,8 @@ class FlightReader:
                 yield number, document
 
     def _counts(self) -> tuple[int, ...]:
-        """The counts, read even under a lock that a killed rank left behind: each record has its
-        own check."""
+        """The counts, read without regard to the sequence lock, which a killed rank may have left
+        locked. That is safe because each record has its own check."""
         return layout.COUNTS.unpack_from(self._map, layout.COUNTS_OFFSET)
 
     def _entry(self, number: int) -> dict[str, Any] | None:
@@ -99,7 +101,7 @@ class FlightReader:
         """Tell the rank that the first `count` journal entries are stored."""
         layout.ACK.pack_into(self._map, layout.ACK_OFFSET, count)
         if not self.live:
-            # For the next supervisor; if this fails, it receives an entry twice.
+            # Tell the next supervisor. If this fails, that supervisor receives the entries twice.
             with contextlib.suppress(OSError):
                 fd = open_private(self.path, os.O_WRONLY)
                 try:
@@ -108,18 +110,17 @@ class FlightReader:
                     os.close(fd)
 
     def acknowledged(self) -> int:
-        """Entries acknowledged so far, by this or an earlier supervisor."""
+        """Number of journal entries that this or an earlier supervisor has acknowledged."""
         count: int = layout.ACK.unpack_from(self._map, layout.ACK_OFFSET)[0]
         return count
 
     def request_checkpoint(self) -> None:
-        """Ask the rank for one more checkpoint; only the supervisor's reader may
-        (`acknowledge=True`)."""
+        """Ask the rank for one more checkpoint. Needs a reader opened with `acknowledge=True`."""
         asked: int = layout.REQUESTS.unpack_from(self._map, layout.REQUESTS_OFFSET)[0]
         layout.REQUESTS.pack_into(self._map, layout.REQUESTS_OFFSET, asked + 1)
 
     def close(self) -> None:
-        """Unmap."""
+        """Unmap the record and close its descriptor."""
         if isinstance(self._map, mmap.mmap):
             self._map.close()
         if self._fd is not None:
@@ -137,7 +138,8 @@ def _mapped(fd: int, writable: bool) -> mmap.mmap:
 
 
 def _copied(path: Path) -> bytearray:
-    """Read, not mapped: truncating a mapped file would kill the reader with SIGBUS."""
+    """Read the copy at `path`. It is not mapped, because truncating a mapped file would kill the
+    reader with SIGBUS."""
     data = read_regular(path, layout.FILE_SIZE + 1)
     if len(data) != layout.FILE_SIZE:
         raise BadFlight(f"{path}: {path.stat().st_size} bytes, expected {layout.FILE_SIZE}")

@@ -1,7 +1,8 @@
-"""What a flight record holds, as both sides see it, and how each record is laid out in the file.
+"""The records of a flight record as its writer and its readers see them, and their conversion to
+and from the file.
 
-Unknown is None here and NaN, -1 or a missing flag in the file; only this module converts between
-the two.
+An unknown value is None here, and NaN, -1 or a missing flag in the file. Only this module converts
+between the two.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class Identity:
     local_rank: int
     world_size: int
     process_start: int
-    """Clock ticks since boot, field 22 of /proc/PID/stat: distinguishes a reused pid."""
+    """Clock ticks since boot (field 22 of /proc/PID/stat); tells the process from a later one with
+    the same pid."""
 
     run_id: str
     opened: float
@@ -53,7 +55,7 @@ class Identity:
     """Ranks of this host; 0 if unknown."""
 
     def pack_into(self, buffer: mmap) -> None:
-        """Write it to its place in the file."""
+        """Write the identity to its place in the file."""
         layout.IDENTITY.pack_into(
             buffer,
             layout.IDENTITY_OFFSET,
@@ -101,7 +103,7 @@ class Now:
     lr: float | None
     allocated_bytes: float | None
     allowance_s: float | None
-    """How long the phase may last; None: the settings' limit applies."""
+    """How long the phase may last; None if the limit from the settings applies."""
 
     steps_written: int
     entries_written: int
@@ -109,11 +111,11 @@ class Now:
     """Datagrams to the supervisor that did not arrive."""
 
     lost: int
-    """Journal entries dropped for lack of room."""
+    """Journal entries that were dropped for lack of room."""
 
     @classmethod
     def unpack_from(cls, buffer: mmap | bytearray) -> Now | None:
-        """The header; None if the rank has not written one, or is writing it at this moment (try
+        """The header; None if the rank has not written one yet, or is just writing it (then try
         again)."""
         values = layout.NOW.unpack_from(buffer, layout.NOW_OFFSET)
         after = layout.ACK.unpack_from(buffer, layout.NOW_OFFSET)[0]
@@ -154,8 +156,8 @@ class Now:
 class StepRecord:
     """One finished inner step of one rank.
 
-    A rank reuses a single record for all steps, for both the training loop's values and the
-    measurements; readers get a new one for each step.
+    A rank reuses one record for all steps; it holds the values that the training loop reports and
+    the hook's measurements. Readers get a new record for each step.
     """
 
     number: int = 0
@@ -164,42 +166,42 @@ class StepRecord:
     outer_step: int | None = None
     inner_step: int | None = None
     total_steps: int = 0
-    """Steps so far, counted in this process if the training loop passes no number; -1 if it passed
-    an invalid one."""
+    """Number of steps so far. If the training loop passes none, the hook counts the steps of this
+    process; -1 if the loop passed an invalid number."""
 
     start: float = 0.0
-    """Monotonic, s."""
+    """Monotonic time, in seconds."""
 
     end: float = 0.0
-    """Monotonic, s."""
+    """Monotonic time, in seconds."""
 
     wall: float = 0.0
-    """When the step ended, seconds since 1970."""
+    """Wall time at which the step ended, in seconds since 1970."""
 
     loss: float | None = None
-    """None if it was not given; NaN and infinities are kept."""
+    """None if the training loop did not report it; may be NaN or infinite."""
 
     lr: float | None = None
     grad_norm: float | None = None
-    """None if it was not given; NaN and infinities are kept."""
+    """None if the training loop did not report it; may be NaN or infinite."""
 
     eval_loss: float | None = None
-    """On held-out data, for the model before this step ended; None if it was not given; NaN and
-    infinities are kept."""
+    """Loss on held-out data of the model as it was before this step ended. None if the training
+    loop did not report it; may be NaN or infinite."""
 
     allocated_bytes: float | None = None
     reserved_bytes: float | None = None
     tokens: int | None = None
     flags: int = 0
-    """`layout.FLAG_EVAL`, `FLAG_FIRST`, `FLAG_LOSS_ON_CPU`, `FLAG_SYNC`; the flags for given values
-    are derived."""
+    """`layout.FLAG_EVAL`, `FLAG_FIRST`, `FLAG_LOSS_ON_CPU`, `FLAG_SYNC`, `FLAG_LOSS_SUMMED` and the
+    loss lag. `pack_into` adds the flags that tell which values were reported."""
 
     phases: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by phase (of `layout.PHASES`), only those that occurred; each includes its nested
-    phases."""
+    """Seconds by phase (`layout.PHASES`), for the phases that occurred; each includes the phases
+    nested in it."""
 
     nested_in_monitor_s: float = 0.0
-    """Seconds of the phases directly below `monitor`."""
+    """Seconds spent in phases nested directly in `monitor`."""
 
     @property
     def seconds(self) -> float:
@@ -208,17 +210,17 @@ class StepRecord:
 
     @property
     def loss_lag(self) -> int:
-        """How many steps ago the loss arose; 0: in this step."""
+        """How many steps ago the loss was computed; 0 means in this step."""
         return self.flags >> layout.LOSS_LAG_SHIFT & layout.MAX_LOSS_LAG
 
     @property
     def loss_summed(self) -> bool:
-        """The loss is the sum of what was passed to `backward`; the program may display another
-        number."""
+        """Whether the loss is the sum of all losses passed to `backward`; the miner may display a
+        different number."""
         return bool(self.flags & layout.FLAG_LOSS_SUMMED)
 
     def pack_into(self, buffer: mmap) -> None:
-        """Write it to its place in the ring."""
+        """Write the record to its place in the ring."""
         number, end, phases = self.number, self.end, self.phases
         loss, norm, evaluated = self.loss, self.grad_norm, self.eval_loss
         lr, allocated, reserved = self.lr, self.allocated_bytes, self.reserved_bytes
@@ -260,7 +262,7 @@ class StepRecord:
         )
 
     def show_in(self, buffer: mmap) -> None:
-        """Write the header's fields about the last step."""
+        """Write this step to the header's fields about the last step."""
         outer, inner = self.outer_step, self.inner_step
         loss, lr, allocated = self.loss, self.lr, self.allocated_bytes
         STEPPED.pack_into(
@@ -277,7 +279,8 @@ class StepRecord:
 
     @classmethod
     def unpack_from(cls, buffer: mmap | bytearray, number: int) -> StepRecord | None:
-        """Step `number` (from 0), or None if it is torn, overwritten or not written yet."""
+        """Step record `number` (counted from 0); None if it is torn, overwritten or not written
+        yet."""
         values = STEP.unpack_from(buffer, step_offset(number))
         sequence, outer, inner, total, start, end, wall, loss, lr, norm, evaluated, allocated = (
             values[:12]
@@ -298,7 +301,7 @@ class StepRecord:
             wall=wall,
             loss=loss if flags & FLAG_LOSS_GIVEN else None,
             lr=layout.known(lr),
-            # Handle a missing flag too: older guards wrote none, and NaN for an unknown norm.
+            # Older hooks wrote no such flag, and NaN for an unknown norm.
             grad_norm=norm if flags & FLAG_GRAD_NORM_GIVEN else layout.known(norm),
             eval_loss=evaluated if flags & FLAG_EVAL_LOSS_GIVEN else None,
             allocated_bytes=layout.known(allocated),
@@ -313,7 +316,7 @@ class StepRecord:
 
 
 def json_default(value: Any) -> str:
-    """Text for what JSON cannot express; a GPU tensor without its value, which would
-    synchronise."""
+    """Text for a value that JSON cannot express. For a GPU tensor only its type and device, because
+    reading its value would synchronise the GPU."""
     device = getattr(getattr(value, "device", None), "type", "cpu")
     return str(value) if device == "cpu" else f"{type(value).__name__} on {device}"

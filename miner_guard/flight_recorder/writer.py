@@ -1,5 +1,5 @@
-"""The rank's side of the flight record: no system calls after the constructor, readable even after
-kill -9 of every process."""
+"""Writes a rank's flight record without system calls after the constructor. The record stays
+readable even if every process is killed with SIGKILL."""
 
 from __future__ import annotations
 
@@ -28,23 +28,24 @@ from miner_guard.flight_recorder.layout import (
 from miner_guard.flight_recorder.records import Identity, StepRecord, json_default
 
 _LAST_COPY_S = 2.0
-"""How long an exiting process waits for the disk."""
+"""How long an exiting rank waits for the disk to complete the last copy."""
 
 _RUNNING = layout.STATES.index("running")
 
 
 def process_start(pid: int) -> int:
-    """Start of a process in clock ticks since boot. Raises OSError if it does not exist."""
+    """When a process started, in clock ticks since boot. Raises OSError if it does not exist."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         return int(file.read().rsplit(b")", 1)[1].split()[19])
 
 
 class FlightWriter:
-    """The rank's side. Thread-safe; never blocks. Only the constructor makes system calls.
+    """Writes the flight record of one rank. Thread-safe. Recording makes no system calls and never
+    blocks.
 
-    The header is guarded by a sequence lock, its first word: odd while the header is being written.
-    A reader that sees an odd or changed number retries. All counts live in the file, so that the
-    compiled hook, which writes the same header, and this class share them.
+    The header's first word is a sequence lock: it is odd while the header is being written, and a
+    reader that sees it odd or changed tries again. All counts are in the file, because this class
+    shares them with the compiled hook, which writes the same header.
     """
 
     def __init__(
@@ -58,8 +59,8 @@ class FlightWriter:
         local_world_size: int = 0,
         pid: int | None = None,
     ) -> None:
-        """`local_world_size`: 0 means unknown. `pid`: whose record it is, if not this process's.
-        Raises OSError."""
+        """`local_world_size`: 0 means unknown. `pid`: the process that the record describes;
+        default: this one. Raises OSError."""
         self.path = path
         self._fd = memory.create()
         self._owner = os.getpid()
@@ -75,20 +76,22 @@ class FlightWriter:
         ).pack_into(self.map)
         layout.STEPPED.pack_into(self.map, layout.STEPPED_OFFSET, 0.0, -1, -1, 0, NAN, NAN, NAN)
         header = memoryview(self.map)[layout.NOW_OFFSET : layout.NOW_OFFSET + layout.NOW.size]
-        # The file uses native order: Linux runs torch on little-endian machines only.
+        # Native byte order is the file's little endian: torch on Linux runs on little-endian
+        # machines only.
         self._words = header.cast("Q")
         self._reals = header.cast("d")
-        # Reentrant: a signal handler of the miner may close the guard in the middle of a step.
+        # The lock is reentrant because a signal handler of the miner may close the guard in the
+        # middle of a step.
         self._lock = threading.RLock()
         # Publish last: the record is now complete.
         self.unpublished: OSError | None = None
-        """Why other processes cannot find the record yet."""
+        """The error because of which other processes cannot find the record; None if they can."""
 
         self._publish()
 
     def _publish(self) -> None:
-        """Let other processes find the record. If the disk has no room, `keep_copy` tries again;
-        the record keeps whatever is written meanwhile."""
+        """Let other processes find the record. If the disk is full, the thread of `keep_copy` tries
+        again; nothing is lost, because the record is in memory."""
         try:
             memory.publish(self.path, self._fd)
             self.unpublished = None
@@ -96,16 +99,17 @@ class FlightWriter:
             self.unpublished = error
 
     def attached(self) -> bool:
-        """Whether a supervisor has opened the record and so keeps the copy on disk."""
+        """Whether a supervisor has opened the record; it then keeps the copy on disk up to date."""
         return bool(layout.ATTACHED.unpack_from(self.map, layout.ATTACHED_OFFSET)[0])
 
     def keep_copy(self, alone: Callable[[], bool]) -> None:
-        """Keep the copy on disk from a thread of this process while no supervisor does, and once
-        more at exit. `alone`: whether an earlier supervisor is gone."""
+        """Start a thread that keeps the copy on disk up to date while no supervisor does, and makes
+        a last copy at exit. `alone()`: whether the supervisor that had opened the record is
+        gone."""
 
         def unkept() -> bool:
             if os.getpid() != self._owner:
-                # An exiting fork of the rank.
+                # This is a fork of the rank that is exiting.
                 return False
             if self.unpublished is not None:
                 self._publish()
@@ -115,7 +119,7 @@ class FlightWriter:
         atexit.register(thread.close, _LAST_COPY_S)
 
     def show_state(self, state: str, now: float) -> None:
-        """Show one of `layout.STATES`, outside any phase."""
+        """Write `state` (one of `layout.STATES`) to the header, and no phase."""
         with self._lock:
             words = self._words
             words[LOCK] |= 1
@@ -125,8 +129,8 @@ class FlightWriter:
             words[LOCK] += 1
 
     def show_phase(self, name: bytes, since: float, heartbeat: float, allowance_s: float) -> None:
-        """Show the innermost phase, `b""` between phases. `name` has at most 24 bytes;
-        `allowance_s` NaN: the default applies."""
+        """Write the innermost phase to the header. `name` has at most 24 bytes; `b""` means that no
+        phase is open. If `allowance_s` is NaN, the default limit applies."""
         with self._lock:
             words = self._words
             words[LOCK] |= 1
@@ -135,7 +139,7 @@ class FlightWriter:
             words[LOCK] += 1
 
     def append(self, record: StepRecord) -> None:
-        """Append a step, number it, and show it in the header; leaves the open phase there
+        """Number a step, append it, and show it in the header. The phase in the header stays
         unchanged."""
         with self._lock:
             words, end = self._words, record.end
@@ -150,14 +154,14 @@ class FlightWriter:
             words[LOCK] += 1
 
     def last(self) -> StepRecord | None:
-        """The last appended step, from either hot path."""
+        """The step that this class or the compiled hook appended last; None if there is none."""
         return (
             StepRecord.unpack_from(self.map, self._words[STEPS] - 1) if self._words[STEPS] else None
         )
 
     def journal(self, document: Mapping[str, Any]) -> bool:
-        """Append an entry that must not be lost. False if 64 unstored entries are waiting, or if it
-        is too large."""
+        """Append an entry that must not be lost. Returns False and counts it as lost if it is too
+        large or if 64 entries are waiting for the supervisor to store them."""
         payload = json.dumps(document, separators=(",", ":"), default=json_default).encode()
         with self._lock:
             number = self.entries_written
@@ -171,7 +175,7 @@ class FlightWriter:
         return True
 
     def dropped(self, count: int) -> None:
-        """Show how many datagrams to the supervisor did not arrive."""
+        """Write to the header how many datagrams to the supervisor did not arrive."""
         with self._lock:
             self._count(layout.DROPPED, count)
 
@@ -182,21 +186,21 @@ class FlightWriter:
 
     @property
     def entries_written(self) -> int:
-        """Journal entries so far."""
+        """Number of journal entries written so far."""
         return self._words[layout.ENTRIES]
 
     @property
     def lost(self) -> int:
-        """Journal entries dropped for lack of room."""
+        """Number of journal entries that were dropped for lack of room."""
         return self._words[layout.LOST]
 
     def acknowledged(self) -> int:
-        """Journal entries that the supervisor has stored."""
+        """Number of journal entries that the supervisor has stored."""
         count: int = layout.ACK.unpack_from(self.map, layout.ACK_OFFSET)[0]
         return count
 
     def room(self) -> int:
-        """Journal entries that still fit before the supervisor stores some."""
+        """How many more journal entries fit before the supervisor has to store some."""
         return layout.JOURNAL_SLOTS - (self.entries_written - self.acknowledged())
 
     def checkpoint_requests(self) -> int:

@@ -1,12 +1,12 @@
-"""How long to wait before restarting a helper process that exited, and whether to report its
-exit."""
+"""Decides how long to wait before restarting a helper process that exited, and whether to report
+the exit."""
 
 from __future__ import annotations
 
 _FIRST_S = 1.0
 _MAX_S = 60.0
 _HEALTHY_S = 120.0
-"""A process that lived this long exited for a new reason."""
+"""A process that lived this long started properly, so its exit starts a new series."""
 
 
 class Backoff:
@@ -15,10 +15,11 @@ class Backoff:
     def __init__(self) -> None:
         self._wait_s = 0.0
         self.first = False
-        """The latest exit began a series: the one to report."""
+        """Whether the latest exit began a series of early exits. Only that one is reported."""
 
     def ended(self, lived_s: float) -> float:
-        """Seconds to wait after a process that lived `lived_s`."""
+        """Record the exit of a process that lived `lived_s`. Returns how many seconds to wait
+        before restarting it."""
         if lived_s >= _HEALTHY_S:
             self._wait_s = 0.0
         self.first = self._wait_s == 0.0

@@ -1,8 +1,8 @@
 """A dedicated cgroup (v2) for the miner, if the kernel and the container allow one.
 
-Processes inherit membership and cannot shed it: a double fork, a new session or a cleared
-environment does not escape. Reading the members and `cgroup.kill` (Linux 5.14) replace any process
-search. Only v2 offers this; a v1 hierarchy is left alone.
+Processes inherit membership and keep it: a process cannot escape by forking twice, starting a new
+session or clearing its environment. With the list of members and `cgroup.kill` (Linux 5.14), the
+guard needs no process search. Only v2 offers this; the guard does not touch a v1 hierarchy.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _PREFIX = "miner-guard-"
 
 
 class Cgroup:
-    """One group below the guard's. It enables no controllers: the limits of the guard's group cover
-    both."""
+    """One cgroup below the guard's own. It enables no controllers, because the limits of the
+    guard's cgroup apply to it too."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -38,29 +38,29 @@ class Cgroup:
 
     @classmethod
     def of_earlier_guard(cls, path: object) -> Cgroup | None:
-        """The group that run.json names, if it still exists; None if the path is not one of our
-        groups."""
+        """The cgroup that run.json names; None if it no longer exists or is not one of the
+        guard's."""
         if not isinstance(path, str) or not Path(path).name.startswith(_PREFIX):
             return None
         return cls(Path(path)) if (Path(path) / "cgroup.procs").is_file() else None
 
     @classmethod
     def beside(cls, state_dir: str) -> list[Cgroup]:
-        """The groups of earlier guards of this state directory, found where this guard would create
-        its own: no list is needed."""
+        """The cgroups of earlier guards of this state directory. They are where this guard would
+        create its own, so no list of them is needed."""
         try:
             return [cls(path) for path in _own_group().glob(f"{_prefix_of(state_dir)}*")]
         except OSError:
             return []
 
     def open_to_join(self) -> int:
-        """A descriptor; a process that writes `0` to it joins, and its children inherit the
-        membership. Raises OSError."""
+        """Open a descriptor for joining: a process that writes `0` to it becomes a member, and its
+        children inherit the membership. Raises OSError."""
         return os.open(self.path / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
 
     def pids(self) -> set[int]:
-        """The members, including those of groups that the miner created below it. Raises
-        OSError."""
+        """The pids of the members, including those of cgroups that the miner created below this
+        one. Raises OSError."""
         found: set[int] = set()
         for group in self._groups():
             # A group may be removed during the walk.
@@ -69,8 +69,8 @@ class Cgroup:
         return found
 
     def kill(self) -> bool:
-        """SIGKILL all members at once, including those that fork meanwhile. False before Linux
-        5.14."""
+        """Send SIGKILL to all members at once, including any that are just being forked. Returns
+        False if the kernel cannot (before Linux 5.14)."""
         try:
             (self.path / "cgroup.kill").write_text("1")
         except OSError:
@@ -78,7 +78,7 @@ class Cgroup:
         return True
 
     def remove(self) -> None:
-        """Remove the group if it is empty; otherwise the kernel refuses, and the next guard tries
+        """Remove the cgroup if it is empty. Otherwise the kernel refuses, and the next guard tries
         again."""
         for group in sorted(self._groups(), key=lambda path: len(path.parts), reverse=True):
             with contextlib.suppress(OSError):
@@ -95,7 +95,8 @@ def _prefix_of(state_dir: str) -> str:
 
 
 def _own_group() -> Path:
-    """This process's group in the v2 hierarchy. Raises OSError if there is none."""
+    """The path of this process's cgroup in the v2 hierarchy. Raises OSError if no such hierarchy is
+    mounted."""
     with open("/proc/self/cgroup", encoding="utf-8") as file:
         own = next((line[3:].rstrip("\n") for line in file if line.startswith("0::")), None)
     with open("/proc/self/mountinfo", encoding="utf-8") as file:

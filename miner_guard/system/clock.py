@@ -1,4 +1,4 @@
-"""Time as a dependency: detectors and timers take a clock and never call `time` themselves."""
+"""Clocks that callers pass in: detectors and timers take a clock and never call `time`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Two clocks. Deadlines and durations use `monotonic`; only time stamps use `wall`."""
+    """A monotonic clock and a wall clock. Deadlines and durations use `monotonic`; only time stamps
+    use `wall`."""
 
     def monotonic(self) -> float:
-        """Seconds since some fixed point; never steps, the same for every process on this host."""
+        """Seconds since a fixed point that all processes on this host share; never steps."""
         ...
 
     def wall(self) -> float:
-        """Seconds since 1970-01-01 UTC by this host's clock; may step."""
+        """Seconds since 1970-01-01 UTC according to this host's clock, which may step."""
         ...
 
 
@@ -30,7 +31,7 @@ class SystemClock:
 
 
 class FakeClock:
-    """A clock that stands still until advanced; for tests and simulations."""
+    """A clock for tests and simulations that moves only when `advance` is called."""
 
     def __init__(self, monotonic: float = 1000.0, wall: float = 1_767_323_045.0) -> None:
         self._monotonic = monotonic
@@ -56,13 +57,13 @@ _ISO_LENGTH = len("2026-01-02T03:04:05.678901Z")
 
 
 def iso_utc(wall: float) -> str:
-    """`2026-01-02T03:04:05.678901Z`."""
+    """Format a wall time as `2026-01-02T03:04:05.678901Z`."""
     return datetime.fromtimestamp(wall, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def parse_iso_utc(text: str) -> float:
-    """The inverse of `iso_utc`. Raises ValueError."""
+    """Parse a time that `iso_utc` formatted. Raises ValueError."""
     if len(text) == _ISO_LENGTH and text[10] == "T" and text[-1] == "Z":
-        # Twenty times as fast as strptime: a report reads a million of these.
+        # This is twenty times as fast as strptime, and a report parses a million times.
         return datetime.fromisoformat(text[:-1]).replace(tzinfo=timezone.utc).timestamp()
     return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=timezone.utc).timestamp()

@@ -1,8 +1,9 @@
-"""The guard's helpers: which of its children they are, their CPU time, and their end.
+"""The guard's helper processes: identifies them among its children, measures their CPU time, and
+ends them.
 
-The guard marks its own environment (`processes.HELPER`), so every process that it starts for itself
-inherits the mark, and the miner's environment lacks it. CPU time needs no list of helpers: of the
-children that the guard has reaped, all but the miner's are its own.
+The guard marks its own environment (`processes.HELPER`). Every process that it starts for itself
+inherits the mark; the miner's environment lacks it. To measure CPU time the guard needs no list of
+helpers: of the children that it has reaped, all are helpers except the miner's processes.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from miner_guard.system.processes import Process, Stat
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 _outliving: set[int] = set()
-"""Helpers that `end_helpers` lets live."""
+"""Pids of helpers that `end_helpers` does not kill."""
 
 _miners_reaped_s = 0.0
-"""CPU seconds of the miner's processes among those that the kernel counts as reaped children."""
+"""CPU seconds of the miner's processes that the guard has reaped: the kernel counts them among the
+guard's reaped children."""
 
 
 def reap_miners(pid: int) -> int | None:
-    """Reap a child that belongs to the miner, without waiting: its wait status, None while it runs.
-    Raises ChildProcessError if it was reaped already. One thread."""
+    """Reap a child that belongs to the miner, without waiting. Returns its wait status, or None
+    while it runs. Raises ChildProcessError if it was reaped already. Call from one thread only."""
     global _miners_reaped_s
     reaped, status, usage = os.wait4(pid, os.WNOHANG)
     if reaped == 0:
@@ -38,30 +40,32 @@ def reap_miners(pid: int) -> int | None:
 
 
 class HelperFilter:
-    """Tells helpers from the miner's processes among the guard's children. One thread."""
+    """Tells the guard's helpers among its children from the miner's processes. Use from one thread
+    only."""
 
     def __init__(self) -> None:
         self._own_command = processes.command(os.getpid())
         self._known: Mapping[Process, bool] = {}
 
     def judge(self, children: Iterable[Stat]) -> dict[Process, bool | None]:
-        """Whether each child is a helper; None where that cannot be known (yet). Each
-        environment is read once."""
+        """For each child, whether it is a helper; None if that is unknown, perhaps only for now.
+        Reads each child's environment only once."""
         judged = {seen.process: self._judged(seen) for seen in children}
         self._known = {process: helper for process, helper in judged.items() if helper is not None}
         return judged
 
     def _judged(self, seen: Stat) -> bool | None:
         known = self._known.get(seen.process)
-        # A zombie's environment is gone, and reading that of a process in D state can block on the
-        # kernel's lock.
+        # A zombie has no environment any more, and reading that of a process in D state can block
+        # on a lock in the kernel.
         if known is not None or seen.state in "ZXD":
             return known
         return processes.is_helper(seen.process.pid, self._own_command)
 
 
 class HelperCpu:
-    """CPU seconds of all helpers, ended and running, since this object was made. One thread."""
+    """Measures the CPU seconds of all helpers, ended and running, since this object was created.
+    Use from one thread only."""
 
     def __init__(self) -> None:
         self._filter = HelperFilter()
@@ -69,9 +73,10 @@ class HelperCpu:
         self._total_s = 0.0
 
     def read(self) -> tuple[float, dict[str, float]]:
-        """All of it, which never decreases, and that of each running helper by its name. Raises
-        OSError if /proc cannot be read."""
-        # Before the running ones: a helper reaped in between is missing once, not counted twice.
+        """Return the total, which never decreases, and the CPU seconds of running helpers by name.
+        Raises OSError if /proc cannot be read."""
+        # Read the reaped helpers first: one that is reaped in between is then missing from one
+        # reading rather than counted twice.
         ended_s = _reaped_s() - self._start_s
         seen = [stat for pid in _children() if (stat := processes.stat(pid)) is not None]
         running: dict[str, float] = {}
@@ -84,17 +89,17 @@ class HelperCpu:
 
 
 def let_outlive(pid: int) -> None:
-    """Keep `end_helpers` from killing this helper, which ends by itself soon after the guard: the
-    guard's last lines are its work."""
+    """Keep `end_helpers` from killing this helper. It writes the guard's last lines and exits by
+    itself soon after the guard."""
     _outliving.add(pid)
 
 
 def end_helpers(within_s: float) -> None:
-    """Kill the helpers that are left; returns when they are gone or after `within_s` seconds.
+    """Kill the helpers that are left. Returns when they are gone, or after `within_s` seconds.
 
-    Each monitor, probe and sender ends its own. But a thread may have been about to start one while
-    its owner stopped, and nothing else would end that one before the guard exits. Processes of the
-    miner are never touched.
+    Each monitor, probe and sender ends its own helper. But a thread may start one just after the
+    helper's owner has stopped, and nothing else would end that helper. Never touches the miner's
+    processes.
     """
     own_command = processes.command(os.getpid())
     deadline = time.monotonic() + within_s
@@ -103,15 +108,15 @@ def end_helpers(within_s: float) -> None:
 
 
 def _any_after_killing(own_command: str) -> bool:
-    """Whether a helper lived, or may become one: between fork and exec it is a copy of the
-    guard."""
+    """Kill all helpers; returns whether there was any. A child between fork and exec counts too: it
+    is still a copy of the guard and may become a helper."""
     found = False
     for pid in _children():
         seen = processes.stat(pid)
         if seen is None or not seen.lives:
             continue
         if pid in _outliving:
-            # Suspended, it would live until it is resumed.
+            # A suspended helper would not exit until someone resumes it.
             processes.send(seen.process, signal.SIGCONT)
             continue
         helper = processes.is_helper(pid, own_command)
@@ -122,7 +127,7 @@ def _any_after_killing(own_command: str) -> bool:
 
 
 def _reaped_s() -> float:
-    """CPU seconds of this process's reaped children that were not the miner's."""
+    """CPU seconds of the children that this process has reaped, without the miner's processes."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime - _miners_reaped_s
 
@@ -141,7 +146,7 @@ def _children() -> set[int]:
 
 
 def _used_s(pid: int) -> float | None:
-    """CPU seconds of a process and of the children that it has reaped; None once it is gone."""
+    """CPU seconds of a process and of the children that it has reaped; None if it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -150,7 +155,8 @@ def _used_s(pid: int) -> float | None:
 
 
 def _name(pid: int) -> str:
-    """The module that it runs, with its room (`reporting.http_server`), else its command."""
+    """A process's module with its package (`reporting.http_server`), or the name of its command if
+    it runs no module."""
     words = processes.command(pid).split()
     if "-m" in words[:-1]:
         return ".".join(words[words.index("-m") + 1].split(".")[-2:])

@@ -1,9 +1,8 @@
-"""Fixes what a process inherits from its parent and the guard cannot work with, before anything
-else runs.
+"""Resets inherited process state with which the guard cannot work, before anything else runs.
 
-That is signals that the parent blocked or ignores, and standard streams that it closed. Without
-this the guard misses stop signals or the miner's exit, or opens the lock file as descriptor 1 and
-prints into it.
+A parent may have blocked or ignored signals, or closed standard streams. If the guard left that as
+it is, it would miss stop signals or the miner's exit, or it would open the lock file as descriptor
+1 and print into it.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ def settle_signals() -> None:
     """Unblock every signal that the parent blocked, and restore the ignored ones that the guard
     needs."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    # If ignored, the kernel would reap the miner itself and its exit code would be lost.
+    # If SIGCHLD were ignored, the kernel would reap the miner, and its exit code would be lost.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # Writing to or reading from a terminal that another job owns (`stty tostop`) would stop the
-    # guard.
+    # Otherwise the kernel would stop the guard when it reads from a terminal that another job owns,
+    # or writes to one (`stty tostop`).
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     signal.signal(signal.SIGTTIN, signal.SIG_IGN)
 
 
 def continue_when_the_parent_dies() -> None:
-    """For a helper that ends with its parent: have the kernel send it SIGCONT then. Stopped, it
-    would not see the end of its input and stay for good."""
+    """Make the kernel send this process SIGCONT when its parent dies. For a helper that exits at
+    the end of its input: if it were suspended, it would not notice that end and would stay."""
     # Only helpers need ctypes.
     import ctypes
 
@@ -40,11 +39,12 @@ def continue_when_the_parent_dies() -> None:
 def open_standard_streams() -> list[str]:
     """Open /dev/null on closed standard streams; return the names of those that were closed.
 
-    Call before opening any file: the next file would get the number of a standard stream.
+    Call this before opening any file, because the next file would get the number of a closed
+    standard stream.
     """
     closed = [name for fd, name in enumerate(("stdin", "stdout", "stderr")) if not _is_open(fd)]
     for _ in closed:
-        # open returns the lowest free number, which is the closed stream's.
+        # open returns the lowest free number, which is that of a closed stream.
         os.open(os.devnull, os.O_RDWR)
     for fd, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:

@@ -1,4 +1,4 @@
-"""Reads a launcher's command line. Pure; independent of which launcher it is."""
+"""Reads arguments from a launcher's command line. Pure; works for any launcher."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 
 
 def value_of(command: Sequence[str], *names: str) -> str | None:
-    """The value of the last argument with one of these names, as `--name=value` or `--name value`;
-    None if there is none.
+    """The value of the last argument with one of these names (`--name=value` or `--name value`);
+    None if the command has no such argument.
 
-    The last one wins, as in argument parsers. `-` and `_` inside a name are equivalent, as in
-    torchrun.
+    The last one wins, as in argument parsers. `-` and `_` in a name are equivalent, as in torchrun.
     """
     wanted = {_spelled(name) for name in names}
     words = list(_words(command))
@@ -23,7 +22,8 @@ def value_of(command: Sequence[str], *names: str) -> str | None:
 
 
 def number_of(command: Sequence[str], *names: str) -> int | None:
-    """`value_of` as a whole number; None if it is not one, such as `--nproc-per-node=gpu`."""
+    """`value_of` as a whole number; None if the value is not a whole number, as in
+    `--nproc-per-node=gpu`."""
     value = value_of(command, *names)
     return int(value) if value is not None and value.isascii() and value.isdigit() else None
 
@@ -33,7 +33,7 @@ def _spelled(name: str) -> str:
 
 
 def _words(command: Sequence[str]) -> Iterator[str]:
-    """The words of the command, and the words inside each, as in `sh -c "torchrun --nnodes 2
-    train.py"`."""
+    """The command's arguments, split at white space: `sh -c "torchrun --nnodes 2 train.py"` holds
+    the launcher's command line in one argument."""
     for word in command:
         yield from word.split() or [word]

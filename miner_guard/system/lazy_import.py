@@ -14,7 +14,8 @@ from typing import Any
 
 @contextmanager
 def block_import(name: str) -> Iterator[None]:
-    """Within it, `import name` raises ImportError; a module already imported stays unaffected."""
+    """Make `import name` raise ImportError inside the `with` block. Does nothing if the module has
+    been imported already."""
     if name in sys.modules:
         yield
         return
@@ -27,10 +28,10 @@ def block_import(name: str) -> Iterator[None]:
 
 @contextmanager
 def defer_import(name: str, **given: Any) -> Iterator[None]:
-    """Within it, `import name` yields a stand-in that imports the module when one of its attributes
-    is first used.
+    """Make `import name` return a stand-in inside the `with` block. The stand-in imports the module
+    when the program first uses one of its attributes.
 
-    `given` are attributes that need no import. A module already imported stays unaffected.
+    `given` are attributes that need no import. Does nothing if the module is already imported.
     """
     if name in sys.modules:
         yield
@@ -46,8 +47,8 @@ def defer_import(name: str, **given: Any) -> Iterator[None]:
 
 @contextmanager
 def without_plugins() -> Iterator[None]:
-    """Within it, no installed distribution has entry points: a library that collects its plugins
-    when it is imported reads the metadata of every distribution for it."""
+    """Hide all entry points inside the `with` block. A library that collects its plugins when it is
+    imported would otherwise read the metadata of every installed distribution."""
     original = metadata.entry_points
     metadata.entry_points = lambda **_: ()  # type: ignore[assignment]
     try:

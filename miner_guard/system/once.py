@@ -1,6 +1,6 @@
-"""How often something is reported: once until it clears, or not again for a while.
+"""Limits how often something is reported: once until it clears, or once per interval.
 
-Pure: the caller passes the time. Standard library only, so that ranks can use it too.
+Pure: the caller passes the time. It uses only the standard library, so that ranks can use it too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ class Once:
     """Lets the first report of each subject pass, and the next one only after `clear`."""
 
     def __init__(self, max_subjects: int | None = None) -> None:
-        """With `max_subjects`, no further subject passes once that many have."""
+        """`max_subjects`: how many subjects may pass in all; None: no limit."""
         self._reported: set[Hashable] = set()
         self._max = max_subjects
 
@@ -47,7 +47,7 @@ class OncePer:
         self._every_s = every_s
         self._last: tuple[object, float] | None = None
         self.left_out = 0
-        """Refusals since `take_left_out` last returned."""
+        """Reports that `ask` has refused since the last call of `take_left_out`."""
 
     def ask(self, now: float, content: object = None) -> bool:
         """Whether to report `content` at `now` (seconds)."""
@@ -60,7 +60,7 @@ class OncePer:
         return True
 
     def take_left_out(self) -> int:
-        """Return the number of refusals and reset it."""
+        """Return the number of refused reports, and reset it to 0."""
         count, self.left_out = self.left_out, 0
         return count
 

@@ -1,9 +1,9 @@
-"""Probes: anything that may hang (a driver, a node, storage, a pickle) runs in a child process with
-a deadline.
+"""Probes: a query that may hang (on a driver, a node, storage, a pickle) runs in a child process
+with a deadline.
 
-The child runs MODULE (`own_module`); it reads one JSON document from stdin, writes one to the file
-descriptor named in `_MINER_GUARD_PROBE_FD`, and may print freely: stdout and stderr are kept for
-the failure reason.
+The child runs a module or a script. It reads one JSON document from stdin and writes one to the
+file descriptor whose number is in `_MINER_GUARD_PROBE_FD`. It may print anything: the guard uses
+its last output as the reason if it fails.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from miner_guard.system.own_module import own_module
 from miner_guard.system.readiness import ready
 
 _asked: set[subprocess.Popen[bytes]] = set()
-"""Children that have not answered yet."""
+"""Child processes whose answer the guard is waiting for."""
 
 PROBE_FD = "_MINER_GUARD_PROBE_FD"
 _LOOK_S = 2.0
-"""Interval between progress checks of a late child."""
+"""How long the guard waits for a late child before it checks again whether the child makes
+progress."""
 
 _LEAST_PROGRESS = 0.1
-"""CPU seconds or megabytes per interval: an interpreter that merely waits stays below this."""
+"""CPU seconds plus megabytes per interval that count as progress. An interpreter that only waits
+stays below this."""
 
 _TAIL = 2000
 _MAX_ANSWER = 16 * 1024 * 1024
@@ -41,7 +43,7 @@ _MAX_ANSWER = 16 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Answer:
-    """A probe's result, or why there is none."""
+    """A probe's result, or the reason why it is unknown."""
 
     value: Any | None
     reason: str | None
@@ -49,7 +51,7 @@ class Answer:
 
     seconds: float
     answered: bool = True
-    """False if the deadline passed first: the result is unknown, not negative."""
+    """False if the deadline passed before the child answered."""
 
     @property
     def known(self) -> bool:
@@ -68,11 +70,11 @@ def ask(
 ) -> Answer:
     """Run a probe and wait up to `deadline_s` for its answer. Never raises.
 
-    After the deadline it waits up to `patience_s` longer, as long as the child makes progress (see
-    `_Deadline`): `import torch` takes a minute from a cold disk.
+    After the deadline it waits up to `patience_s` longer while the child makes progress (see
+    `_Deadline`), because `import torch` can take a minute from a cold disk.
 
-    `module` is a module's name, or the path of a script for an interpreter that does not have this
-    package.
+    `module` is the name of one of the guard's modules, or the path of a script. A script can run in
+    an interpreter (`python`) that lacks this package.
     """
     command = own_module(module, python) if isinstance(module, str) else [python, str(module)]
     name = module if isinstance(module, str) else module.stem
@@ -108,19 +110,18 @@ def ask(
 
 
 def end_all() -> None:
-    """End all probes in progress; each caller gets a reason at once. For a guard that is
-    stopping."""
+    """Kill all probes in progress; each caller gets a reason immediately. Call this when the guard
+    stops."""
     for child in list(_asked):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
 
 
 class _Deadline:
-    """When to give up on a child: at its deadline, or after that as soon as it stops making
-    progress.
+    """Decides when to give up on a child: at its deadline, or later if it still makes progress.
 
-    Progress is the child's CPU time, or bytes that it read (including page faults on a mapped
-    file). A blocked driver call makes neither.
+    Progress is CPU time of the child or bytes that it reads (including page faults on a mapped
+    file). A child that is blocked in a driver call shows neither.
     """
 
     def __init__(self, pid: int, start: float, deadline_s: float, patience_s: float) -> None:
@@ -130,7 +131,7 @@ class _Deadline:
         self._progress: float | None = None
 
     def left(self) -> float:
-        """Seconds until the next decision; 0 or less once waiting is over."""
+        """Seconds to wait before the next call; 0 or less if it is time to give up."""
         now = time.monotonic()
         if self._until <= now < self._last:
             made = self._made()
@@ -145,7 +146,7 @@ class _Deadline:
         return Answer(None, reason, seconds, answered=False)
 
     def _made(self) -> float:
-        """CPU seconds plus megabytes read, for the child."""
+        """CPU seconds that the child has used plus megabytes that it has read."""
         try:
             with self._process.oneshot():
                 cpu, io = self._process.cpu_times(), self._process.io_counters()
@@ -156,7 +157,7 @@ class _Deadline:
 
 @dataclass(frozen=True)
 class _Asked:
-    """A probe in progress."""
+    """A child process that runs a probe."""
 
     child: subprocess.Popen[bytes]
     answer_end: int
@@ -187,7 +188,7 @@ def _talk(asked: _Asked, request: Mapping[str, Any], deadline: _Deadline) -> Ans
         for fd in readable:
             data = os.read(fd, 65536)
             if not data and fd == answer_end:
-                # Its last output may arrive after this round's wait and before its exit.
+                # Read again: the child may have printed its last output after `ready` returned.
                 words = (reading[stdout] + _rest(stdout))[-_TAIL:]
                 seconds = time.monotonic() - deadline.start
                 return _parsed(asked, reading[answer_end], words, seconds)
@@ -202,7 +203,7 @@ def _talk(asked: _Asked, request: Mapping[str, Any], deadline: _Deadline) -> Ans
 
 
 def _rest(fd: int) -> bytes:
-    """What a non-blocking pipe holds now."""
+    """Read what a non-blocking pipe holds now; returns the last `_TAIL` bytes of it."""
     found = b""
     with contextlib.suppress(BlockingIOError):
         while data := os.read(fd, 65536):
@@ -246,18 +247,18 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            # A child in uninterruptible sleep does not die; leave it to be reaped later rather than
-            # wait.
+            # A child in uninterruptible sleep does not die. Do not wait for it; `subprocess` reaps
+            # it later.
             child.wait(timeout=0.5)
 
 
 def request() -> Any:
-    """In the child: read the request."""
+    """Read the request. Called in the child."""
     return json.load(sys.stdin)
 
 
 def reply(value: Any = None, error: str | None = None) -> None:
-    """In the child: answer once, on the dedicated file descriptor."""
+    """Send the answer on the dedicated file descriptor. Called in the child, once."""
     document = {"error": error} if error is not None else {"value": value}
     with os.fdopen(int(os.environ[PROBE_FD]), "w") as file:
         json.dump(document, file, default=str)

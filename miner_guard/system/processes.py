@@ -1,6 +1,7 @@
-"""Processes, as /proc shows them: identity, parents and children, and how to signal exactly one.
+"""Reads processes from /proc (identity, parents, children) and sends signals to exactly one.
 
-A pid and its start time identify a process, so that a reused pid is never signalled.
+A pid and its start time together identify a process, so that the guard never signals a process that
+has reused the pid.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from pathlib import Path
 from miner_guard.state_dir import MARKER, STATE_DIR
 
 _GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
-"""Errors for a process that exited or belongs to another user. Others (out of descriptors) prove
-nothing and are raised: a process that cannot be inspected has not exited."""
+"""Errors that mean that a process has exited or belongs to another user. Functions here raise any
+other error (such as EMFILE), because failing to inspect a process does not prove that it exited."""
 
 HELPER = "_MINER_GUARD_HELPER"
-"""Environment variable of the guard's own helpers: probes, the deathwatch. They never belong to a
-run."""
+"""Environment variable that marks the guard's own helpers, such as probes and the deathwatch. A
+process with it never belongs to a run."""
 
 
 def signal_name(number: int) -> str:
-    """`SIGKILL`; for a nameless real-time signal, its number."""
+    """The name of a signal, such as `SIGKILL`; its number if it is a real-time signal without a
+    name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -44,7 +46,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Stat:
-    """The fields of /proc/PID/stat that we use."""
+    """The fields of /proc/PID/stat that the guard uses."""
 
     process: Process
     name: str
@@ -55,7 +57,7 @@ class Stat:
 
     @property
     def lives(self) -> bool:
-        """Whether it still runs: a zombie only waits for its parent."""
+        """Whether the process still runs. A zombie does not: it only waits to be reaped."""
         return self.state not in "ZX"
 
 
@@ -64,7 +66,8 @@ Table = Mapping[int, Stat]
 
 
 def stat(pid: int) -> Stat | None:
-    """None if there is no such process. Raises OSError if it cannot be read."""
+    """Read /proc/PID/stat; None if the process does not exist. Raises OSError if it cannot be
+    read."""
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
             raw = file.read(4096)
@@ -77,26 +80,26 @@ def stat(pid: int) -> Stat | None:
 
 
 def table() -> Table:
-    """One pass through /proc. Raises OSError if it cannot be read."""
+    """Read all processes in one pass through /proc. Raises OSError if /proc cannot be read."""
     return {pid: seen for pid in pids() if (seen := stat(pid)) is not None}
 
 
 def children_of_thread(pid: int, thread: int) -> set[int]:
-    """Children that this thread of the process started. Orphans that the process adopted belong to
-    its first living thread. Raises OSError."""
+    """Pids of the children that this thread of the process started. Orphans that the process
+    adopted count as children of its first living thread. Raises OSError."""
     with open(f"/proc/{pid}/task/{thread}/children", "rb", buffering=0) as file:
         return set(map(int, file.read(1 << 20).split()))
 
 
 def latest_pid() -> int:
-    """The pid that the kernel gave out last in this namespace, to a process or a thread. Unchanged:
-    nothing was started. Raises OSError."""
+    """The pid that the kernel assigned last in this namespace, to a process or a thread. If it has
+    not changed, nothing was started since the last call. Raises OSError."""
     with open("/proc/loadavg", "rb", buffering=0) as file:
         return int(file.read(128).split()[4])
 
 
 def descendants(roots: Iterable[int], among: Table) -> set[Process]:
-    """The living processes at and below `roots`, including a zombie's children."""
+    """The living processes among `roots` and their descendants, including a zombie's children."""
     below: dict[int, list[int]] = {}
     for pid, seen in among.items():
         below.setdefault(seen.parent, []).append(pid)
@@ -129,13 +132,14 @@ def cpu_s(pid: int) -> float:
 
 
 def alive(process: Process) -> bool:
-    """Whether it still runs; false for a zombie."""
+    """Whether the process still runs; False for a zombie."""
     seen = stat(process.pid)
     return seen is not None and seen.process == process and seen.lives
 
 
 def environment(pid: int) -> dict[str, str]:
-    """Its environment at exec time; empty if it cannot be read."""
+    """The environment that the process had when it started its program; empty if it cannot be
+    read."""
     try:
         raw = Path(f"/proc/{pid}/environ").read_bytes()
     except _GONE:
@@ -149,7 +153,7 @@ def _parsed(environ: bytes) -> dict[str, str]:
 
 
 def command(pid: int) -> str:
-    """Its command line, for people; empty if it cannot be read."""
+    """The process's command line, at most 200 characters of it; empty if it cannot be read."""
     try:
         raw = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -169,15 +173,15 @@ _PLACED = re.compile(rb"(?:^|\0)%b=([^\0]*)" % STATE_DIR.encode())
 
 
 def marked(state_dir: str, among: Table | None = None) -> dict[Process, str]:
-    """Living processes that a guard of this state directory started, with the run's id of each.
+    """Living processes that a guard of this state directory started, each with the id of its run.
 
-    Reads the environment of every process of this user, 0.3 ms each: only for the start and end
-    of a search.
+    It reads the environment of every process of this user, 0.3 ms each, so do not call it in a
+    loop.
     """
     found: dict[Process, str] = {}
     for pid, seen in (table() if among is None else among).items():
-        # The kernel may hold the lock on a blocked process's environment, and its reader would
-        # block.
+        # The kernel may hold the lock on a blocked process's environment; reading it would block
+        # the guard.
         if seen.state in "ZXD":
             continue
         try:
@@ -185,13 +189,14 @@ def marked(state_dir: str, among: Table | None = None) -> dict[Process, str]:
                 raw = file.readall()
         except _GONE:
             continue
-        # Parse no more than this: a search may meet thousands of marked processes.
+        # Parse only what is needed: there may be thousands of marked processes.
         marker = _MARKED.search(raw)
         if marker is None or HELPER.encode() in raw:
             continue
         place = _PLACED.search(raw)
         given = None if place is None else os.fsdecode(place[1])
-        # By its real path: an earlier guard may have got a symlink to the same directory.
+        # Compare real paths too: an earlier guard may have been given a symlink to the same
+        # directory.
         if given is not None and (given == state_dir or os.path.realpath(given) == state_dir):
             found[seen.process] = os.fsdecode(marker[1])
     return found
@@ -208,16 +213,16 @@ def ancestors(pid: int) -> set[int]:
 
 
 def is_helper(pid: int, guards_command: str) -> bool | None:
-    """Whether this child is one of the guard's helpers; None between fork and exec, while it is a
-    copy of the guard."""
+    """Whether this child is one of the guard's helpers; None between fork and exec, while the child
+    is still a copy of the guard. `guards_command` is the guard's own command line."""
     if HELPER in environment(pid):
         return True
     return None if command(pid) == guards_command else False
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether the process has a handler for the signal; False where that cannot be read. Without
-    one, most signals kill."""
+    """Whether the process has a handler for signal `number`; False if that cannot be read. A
+    process without a handler dies from most signals."""
     try:
         with open(f"/proc/{pid}/status", "rb") as status:
             masks = [int(line.split()[1], 16) for line in status if line.startswith(b"SigCgt:")]
@@ -227,8 +232,8 @@ def catches(pid: int, number: int) -> bool:
 
 
 def send(process: Process, *numbers: int) -> bool:
-    """Send exactly this process these signals. False if it is gone already or not ours. Raises
-    OSError if that cannot be determined."""
+    """Send these signals to exactly this process. Returns False if it is gone or belongs to another
+    user. Raises OSError if that cannot be determined."""
     handle = _handle(process.pid)
     try:
         seen = stat(process.pid)
@@ -236,8 +241,8 @@ def send(process: Process, *numbers: int) -> bool:
             return False
         for number in numbers:
             if handle is None:
-                # Between the check and the signal, the pid can be reused only after the pid
-                # counter wraps around.
+                # The pid would have to be reused between the check and the signal, for which the
+                # kernel's pid counter would have to wrap around.
                 os.kill(process.pid, number)
             else:
                 signal.pidfd_send_signal(handle, number)
@@ -250,8 +255,8 @@ def send(process: Process, *numbers: int) -> bool:
 
 
 def _handle(pid: int) -> int | None:
-    """A pidfd, or None if this kernel (before 5.3) or container (an old seccomp profile: EPERM)
-    lacks them."""
+    """Open a pidfd; None if the process is gone, or if this kernel (before 5.3) or container (an
+    old seccomp profile: EPERM) offers no pidfds."""
     if not pidfd_works():
         return None
     try:
@@ -262,7 +267,7 @@ def _handle(pid: int) -> int | None:
 
 @functools.cache
 def pidfd_works() -> bool:
-    """Whether we can signal processes without any risk of hitting a reused pid."""
+    """Whether this process can send signals through pidfds, which exclude hitting a reused pid."""
     try:
         handle = os.pidfd_open(os.getpid())
     except (AttributeError, PermissionError):

@@ -1,7 +1,7 @@
 """Waits until files can be read or written.
 
-`select.select` refuses descriptors from 1,024 on, which a process that inherits or opens many
-files reaches; `poll` has no such limit.
+It uses `poll`, because `select.select` refuses descriptors from 1,024 on, and a process that
+inherits or opens many files gets such numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class HasFileno(Protocol):
     """A file, socket or pipe."""
 
     def fileno(self) -> int:
-        """Its descriptor."""
+        """The file's descriptor."""
         ...
 
 
@@ -26,8 +26,8 @@ File = TypeVar("File", bound="HasFileno | int")
 def ready(
     reading: Sequence[File], seconds: float | None, writing: Sequence[File] = ()
 ) -> tuple[list[File], list[File]]:
-    """The files that can be read and those that can be written, after at most `seconds` (None:
-    without limit). A file at its end, or whose other side is gone, is ready."""
+    """Wait at most `seconds` (None: no limit); return the files that can be read and those that can
+    be written. A file at EOF, or whose other end is closed, counts as ready."""
     wanted: dict[int, int] = {}
     for files, event in ((reading, select.POLLIN), (writing, select.POLLOUT)):
         for file in files:
@@ -35,7 +35,8 @@ def ready(
     poll = select.poll()
     for number, events in wanted.items():
         poll.register(number, events)
-    # Rounded up: a wait that ends a fraction of a millisecond early would be repeated in a spin.
+    # Round up: if the wait ended a fraction of a millisecond early, the caller would spin until its
+    # deadline.
     wait_ms = None if seconds is None else math.ceil(max(seconds, 0.0) * 1000)
     found = dict(poll.poll(wait_ms))
     other = ~(select.POLLIN | select.POLLOUT)

@@ -1,4 +1,4 @@
-"""Addresses of Unix sockets in directories whose path exceeds the kernel's limit (107 bytes)."""
+"""Addresses of Unix sockets whose path exceeds the kernel's limit of 107 bytes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _MAX_LENGTH = 107
 
 @contextmanager
 def address(path: Path) -> Iterator[str]:
-    """A name to bind or connect to `path`, valid inside the `with`. Raises OSError if its folder
-    does not exist."""
+    """An address with which to bind or connect to the socket at `path`, valid inside the `with`
+    block. Raises OSError if the folder of a path that is too long does not exist."""
     if len(os.fsencode(path)) <= _MAX_LENGTH:
         yield str(path)
         return
