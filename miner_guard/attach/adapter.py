@@ -100,8 +100,12 @@ class Adapter:
         try:
             return work(*arguments)
         except Exception as error:  # noqa: BLE001 - the program must not notice; reported as guard_degraded
-            self.degraded(f"{getattr(work, '__name__', work)}: {describe(error)}")
+            self.failed(getattr(work, "__name__", str(work)), error)
             return None
+
+    def failed(self, what: str, error: Exception) -> None:
+        """Report an exception of ours inside the program."""
+        self.degraded(f"{what}: {describe(error)}")
 
 
 def in_phase(adapter: Adapter, function: Callable[..., Any], name: str) -> Callable[..., Any]:

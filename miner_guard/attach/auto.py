@@ -42,6 +42,9 @@ class Leader:
         """Every optimizer steps once per training step: the step's loss is the sum of their
         losses."""
 
+        self.only: Callable[[], Any] = lambda: None
+        """The optimizer that has taken the last two steps: `leads` is true for its next one."""
+
     def leads(self, optimizer: Any) -> bool:
         """Record a step of `optimizer`; return whether it ends a training step."""
         leader = self._leader()
@@ -49,6 +52,7 @@ class Leader:
             self._leader, leader = weakref.ref(optimizer), optimizer
             self._steps, self._others, self.cyclic = 0, 0, False
         if leader is not optimizer:
+            self.only = lambda: None
             self._others += 1
             self._last_other = weakref.ref(optimizer)
             return False
@@ -59,6 +63,8 @@ class Leader:
             self._leader, self._steps, self._others, self.cyclic = self._last_other, 2, 1, True
             return False
         self._steps += 1
+        if self._steps > 2 and not self._others:
+            self.only = self._leader
         self._others = 0
         return True
 
@@ -96,7 +102,10 @@ class Auto:
         @uncompiled
         @functools.wraps(backward)
         def followed(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            self.adapter.quiet(self._backward, tensor)
+            try:
+                self._backward(tensor)
+            except Exception as error:  # noqa: BLE001 - the program must not notice; reported as guard_degraded
+                self.adapter.failed("backward", error)
             with self._backward_phase:
                 return backward(tensor, *args, **kwargs)
 
@@ -130,7 +139,8 @@ class Auto:
 
     def _backward(self, tensor: Any) -> None:
         # Not at import: launchers and dataloaders import torch too.
-        self.begin()
+        if self.adapter.guard is None:
+            self.begin()
         if self.framework == "transformers":
             return
         if self._stepping_now:
@@ -148,7 +158,7 @@ class Auto:
             self._optimizer_phase = self.adapter.phase("optimizer")
 
     def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        while any(each() is optimizer for each in self._stepping_now):
+        while self._stepping_now and any(each() is optimizer for each in self._stepping_now):
             # Its last step raised and was retried, so the post-step hook never ran.
             self._leave()
         self._stepping_now.append(weakref.ref(optimizer))
@@ -161,12 +171,16 @@ class Auto:
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._stepping_now:
-            self._leave()
+            self._stepping_now.pop()
+            self._optimizer_phase.__exit__(None, None, None)
         if self.framework is not None:
             return
-        if self._leader.leads(optimizer):
+        if self._leader.only() is optimizer or self._leader.leads(optimizer):
             self.steps += 1
-            self.step(self.steps, optimizer)
+            try:
+                self._step(self.steps, optimizer)
+            except Exception as error:  # noqa: BLE001 - the program must not notice; reported as guard_degraded
+                self.adapter.failed("step", error)
         elif not self._leader.cyclic:
             # A different objective from the one that the leader steps on.
             self.losses.drop()
@@ -176,6 +190,14 @@ class Auto:
         self.adapter.quiet(self._step, number, optimizer)
 
     def _step(self, number: int, optimizer: Any) -> None:
+        guard = self.adapter.guard
+        if guard is not None and self._diagnosed and self._evaluated is None:
+            # Most steps, in as few functions as possible: after a long step each one is cold.
+            plain, lr = self.losses.plain(), optimizer.param_groups[0].get("lr")
+            if plain is not None:
+                if not guard.plain_step(number, plain, lr):
+                    guard.step(inner_step=number, loss=plain, lr=lr)
+                return
         self.begin()
         guard = self.adapter.guard
         assert guard is not None
