@@ -1,2 +1,2 @@
-"""The event catalogue; how a finding becomes a console line and a JSON line, and how it is read
-back."""
+"""The event catalogue, the code that writes findings as console lines and JSON lines, and the code
+that reads them back."""

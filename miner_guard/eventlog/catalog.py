@@ -1,7 +1,8 @@
 """The catalogue: every event's name, level, emoji, line and fields, in one place.
 
-Standard library only. A detector returns a `Finding`; the sinks add time, run and host and write it
-as one console line and one JSON line. The wording of a line is a contract: people grep for it.
+Standard library only. A detector returns a `Finding`; the emitter adds time, run and host, and the
+sinks write it as one console line and one JSON line. The wording of a line is a contract, because
+operators grep for it.
 """
 
 from __future__ import annotations
@@ -27,21 +28,23 @@ class Spec:
     level: str
     emoji: str
     line: str | Line
-    """A `str.format` template over the fields, or a function of them if the text is a block."""
+    """A `str.format` template for the fields, or a function that formats them if a template can't
+    express the line."""
 
     fields: tuple[str, ...]
-    """Fields that every event of this name has; null if unknown."""
+    """Fields that every event of this name has; their value is None if unknown."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """An observation, before time, run and host are added."""
+    """One event, to which the emitter still has to add time, run and host."""
 
     event: str
     fields: Mapping[str, Any] = field(default_factory=dict)
     rank: int | None = None
     level: str | None = None
-    """Overrides the catalogue's level: `monitoring_over_budget` is a warning, then critical."""
+    """Overrides the catalogue's level. `monitoring_over_budget`, for example, is a warning first
+    and critical above a second limit."""
 
     @property
     def severity(self) -> str:
@@ -56,8 +59,8 @@ class Finding:
     def from_dict(document: Mapping[str, Any], rank: int | None = None) -> Finding | None:
         """Parse the finding in a datagram or journal entry.
 
-        `rank` is the sender's, for a document that does not name one. None if the document does not
-        describe an event in the catalogue: a rank may run another version of the hook.
+        `rank` is the sender's rank, used if the document names none. Returns None if the document
+        does not describe an event in the catalogue: a rank may run another version of the hook.
         """
         event, fields, level = (document.get(key) for key in ("event", "fields", "level"))
         if not isinstance(event, str) or event not in CATALOGUE or not isinstance(fields, dict):
@@ -90,13 +93,13 @@ class _Formatter(string.Formatter):
 _formatter = _Formatter()
 
 _MAX_ODD_LENGTH = 500
-"""Characters shown of fields that do not fit the template."""
+"""How many characters to show of fields that do not fit the template."""
 
 
 def make_finding(
     event: str, /, *, rank: int | None = None, level: str | None = None, **fields: Any
 ) -> Finding:
-    """Make a finding, checked against the catalogue.
+    """Create a finding and check it against the catalogue.
 
     Raises KeyError for an unknown event and ValueError for a missing or reserved field.
     """
@@ -111,8 +114,8 @@ def make_finding(
 def message(finding: Finding) -> str:
     """The text of the console line, without emoji, time or level.
 
-    Findings also come from ranks that may run another version: fields that the template cannot
-    format are shown raw.
+    A rank may run another version of the hook, so if the template cannot format the fields, the
+    text shows them raw.
     """
     spec = CATALOGUE[finding.event]
     try:

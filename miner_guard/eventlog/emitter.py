@@ -1,9 +1,8 @@
-"""structlog: every finding becomes one console line and one JSON line, after secrets are
-removed.
+"""Turns every finding into one console line and one JSON line, without secrets.
 
-The pipeline is structlog's: a bound logger that knows run and host, context variables (`job`), a
-list of processors, a logger that receives the result. docs/architecture.md says how to add a
-processor.
+It is a structlog pipeline: a bound logger that knows the run and the host, context variables
+(`job`), a list of processors, and a logger that receives the result. docs/architecture.md explains
+how to add a processor.
 """
 
 from __future__ import annotations
@@ -21,19 +20,20 @@ from miner_guard.system.clock import Clock, iso_utc
 from miner_guard.system.lazy_import import block_import, defer_import
 
 with block_import("rich"), defer_import("asyncio", current_task=lambda: None):
-    # Three quarters of structlog's import, for a console renderer and async methods that the guard
-    # does not use. From Python 3.12 on a log record asks for the current task.
+    # Both take three quarters of structlog's import time, for a console renderer and async methods
+    # that the guard does not use. `current_task` is needed: from Python 3.12 on, `logging` calls it
+    # for each record.
     import structlog
 
 Record = MutableMapping[str, Any]
 """A finished event: ts, level, event, msg, run_id, host, rank and its fields."""
 
 Processor = Callable[[Any, str, Record], Record]
-"""Of structlog: takes the logger, the level and a record; returns the record. `structlog.DropEvent`
-drops it."""
+"""A structlog processor: takes the logger, the level and a record, and returns the record. To drop
+the record it raises `structlog.DropEvent`."""
 
 bound_contextvars = structlog.contextvars.bound_contextvars
-"""Adds fields to every event of a `with` block, such as the job that it comes from."""
+"""Adds fields, such as the job, to every event logged inside a `with` block."""
 
 _render = structlog.processors.JSONRenderer(serializer=json_line, default=str)
 
@@ -44,13 +44,14 @@ def render_json(record: Mapping[str, Any]) -> str:
 
 
 class Sink(Protocol):
-    """Takes finished records. Must not raise or block for long; may be called from any thread."""
+    """Receives finished records. `write` must not raise or block for long; any thread may call
+    it."""
 
     def write(self, record: Mapping[str, Any]) -> None: ...
 
 
 class _SinkLogger:
-    """The logger that structlog wraps: hands each finished record to the sinks."""
+    """The logger that structlog wraps. It passes each finished record to the sinks."""
 
     def __init__(self, sinks: list[Sink]) -> None:
         self._sinks = sinks
@@ -63,8 +64,7 @@ class _SinkLogger:
 
 
 class Emitter:
-    """Where findings leave the pure code: adds time, run and host, redacts, and passes records to
-    the sinks."""
+    """Adds time, run and host to findings, redacts them, and passes the records to the sinks."""
 
     def __init__(
         self,
@@ -75,7 +75,8 @@ class Emitter:
         *,
         processors: Sequence[Processor] = (),
     ) -> None:
-        """`processors` see each record complete and in order, before it is redacted."""
+        """`processors` receive each record when it has all its keys in order, before it is
+        redacted."""
         self._clock = clock
         self._redactor = redactor
         self.sinks = sinks
@@ -86,15 +87,15 @@ class Emitter:
                 structlog.contextvars.merge_contextvars,
                 self._in_order,
                 *processors,
-                # Last: nothing that a processor adds escapes it.
+                # Redact last, so that this covers whatever a processor adds.
                 self._redact,
             ],
             wrapper_class=structlog.make_filtering_bound_logger(LEVELS["debug"]),
         ).bind(run_id=run_id, host=socket.gethostname())
 
     def emit(self, finding: Finding) -> None:
-        """Log one finding. Raises KeyError for an event missing from the catalogue: a bug of
-        ours."""
+        """Log one finding. Raises KeyError if the catalogue lacks the event, which is a bug in the
+        guard."""
         severity = finding.severity
         if self._said_of_the_disk(finding):
             return
@@ -102,8 +103,8 @@ class Emitter:
         log(finding.event, msg=catalog.message(finding), rank=finding.rank, **finding.fields)
 
     def _said_of_the_disk(self, finding: Finding) -> bool:
-        """Whether the finding is redundant: a full or frozen disk stops every writer, and the first
-        report covers all."""
+        """Whether the finding only repeats that the disk is full or frozen: that stops every
+        writer, and the first report covers all of them."""
         known = self._disk_down
         if finding.event in ("disk_full", "disk_stuck"):
             self._disk_down = True
@@ -111,13 +112,13 @@ class Emitter:
         if finding.event == "disk_recovered":
             self._disk_down = False
             return not known and finding.fields.get("lost") == 0
-        # A one-time write reports it as a field, because it could never report that the disk
-        # recovered.
+        # A single write (`not_stored`) reports a full disk as a field, because it could never
+        # report that the disk has recovered.
         return known and finding.fields.get("disk_full") is True
 
     def _in_order(self, _logger: Any, level: str, record: Record) -> Record:
-        """Time and level, and first the keys that every event has: readers search the head of a
-        line."""
+        """Add time and level, and put the keys that every event has first, because readers search
+        only the head of a line."""
         known = {"ts": iso_utc(self._clock.wall()), "level": level}
         head = {key: record.pop(key) for key in ("event", "msg", "run_id", "host", "rank")}
         return {**known, **head, **record}
@@ -128,7 +129,7 @@ class Emitter:
 
 
 class ConsoleSink:
-    """Prints records of at least a given level through `write`, one whole line at a time."""
+    """Prints records of at least the configured level through `write`, one record per call."""
 
     def __init__(self, write: Callable[[str], None], settings: LogSettings) -> None:
         self._write = write

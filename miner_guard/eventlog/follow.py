@@ -1,4 +1,5 @@
-"""Following guard.jsonl while it is written and rotated: each new line exactly once."""
+"""Follows guard.jsonl while the guard writes and rotates it, and returns each new line exactly
+once."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ _POLL_EVERY_S = 0.2
 
 
 class _Bounded:
-    """A view of a file as of when it had `size` bytes."""
+    """A view of the next `size` bytes of a file."""
 
     def __init__(self, file: Readable, size: int) -> None:
         self._file, self._left = file, size
@@ -26,17 +27,17 @@ class _Bounded:
 
 
 class Position(NamedTuple):
-    """A place in a log, whatever the rotation calls its file."""
+    """A place in a log. It stays valid when the rotation renames the file."""
 
     inode: int
     offset: int
 
 
 class Follower:
-    """New lines of a log as they are written, across rotations, each exactly once."""
+    """Returns the new lines of a log as they are written, across rotations, each exactly once."""
 
     def __init__(self, log: Path, query: Query, start: Position | None = None) -> None:
-        """Starts at `start`, or at the current end of the log if `start` is None or its file is
+        """Start at `start`, or at the current end of the log if `start` is None or its file is
         gone."""
         self._log = log
         self._query = query
@@ -51,14 +52,14 @@ class Follower:
         path = next((path for path in files_of(self._log) if _inode(path) == start.inode), None)
         if path is None or not self._open(path, start.inode) or self._file is None:
             return False
-        # A shorter file is a new one with the inode of a deleted one.
+        # If the file is shorter than the offset, it is a new one that has reused the inode.
         size = os.fstat(self._file.fileno()).st_size
         self._file.seek(start.offset if start.offset <= size else 0)
         return True
 
     @property
     def position(self) -> Position | None:
-        """Where the first line begins that `poll` has not returned; None before the log exists."""
+        """Where the first line begins that `poll` has not read yet; None before the log exists."""
         if self._file is None:
             return None
         here = os.fstat(self._file.fileno()).st_ino
@@ -81,13 +82,14 @@ class Follower:
                 return
 
     def poll(self, limit: int = -1) -> list[Hit]:
-        """Hits since the last call: all of them, or those in the next `limit` bytes."""
+        """Hits since the last call: all of them, or those in the next `limit` bytes if `limit` is
+        not negative."""
         hits: list[Hit] = []
         while self._file is not None or self._open(self._log, _inode(self._log)):
             assert self._file is not None
             following = self._following()
-            # Read only after checking the names: lines written before the rotation are in the open
-            # file.
+            # Read only after looking for the next file: lines written before the rotation are in
+            # the open one.
             piece = self._file.read(limit)
             data = self._rest + piece
             end = data.rfind(b"\n") + 1
@@ -99,7 +101,8 @@ class Follower:
         return hits
 
     def _following(self) -> tuple[Path, int | None] | None:
-        """The file that follows the open one, with its inode; None if there is none yet."""
+        """The file that follows the open one, with its inode; None if no rotation has happened
+        since."""
         assert self._file is not None
         mine = os.fstat(self._file.fileno()).st_ino
         for _ in range(3):
@@ -109,13 +112,13 @@ class Follower:
             place = next((number for number, (_, inode) in enumerate(files) if inode == mine), None)
             if place is not None:
                 return files[place + 1] if place + 1 < len(files) else None
-            # A rotation may be in progress: a listed name was renamed before we could stat it.
+            # A rotation may be in progress and may have renamed a listed file before its `stat`.
             time.sleep(0.01)
         return files[0] if files else None
 
     def _open(self, path: Path, inode: int | None) -> bool:
-        """Open `path` if it still is the intended file; otherwise keep the open one and retry
-        later."""
+        """Open `path` if its inode is still `inode`. Otherwise keep the open file and return False;
+        the caller tries again later."""
         try:
             file = open(path, "rb", buffering=0)  # noqa: SIM115
         except FileNotFoundError:
@@ -134,7 +137,7 @@ class Follower:
             self._file = None
 
     def hits(self) -> Iterator[Hit]:
-        """Yields hits forever, until interrupted."""
+        """Yield hits until the process is interrupted."""
         while True:
             yield from self.poll()
             time.sleep(_POLL_EVERY_S)

@@ -1,5 +1,5 @@
-"""Lines that a template cannot express: the documents' blocks, and lines with optional
-fragments."""
+"""Formats the lines that a template cannot express: blocks of several lines, and lines with
+optional parts. Several reproduce a line from one of the source documents (docs/architecture.md)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _TINY_SHARE = 0.01
 
 
 def known(value: Any, spec: str = "") -> str:
-    """`value` formatted by `spec`, a string as it is, None as `unknown`."""
+    """Format `value` with `spec`. A string stays as it is; None becomes `unknown`."""
     if isinstance(value, str):
         return value
     return "unknown" if value is None else format(value, spec)
 
 
 def percentages(shares: Mapping[str, float]) -> dict[str, str]:
-    """The shares of a whole in per cent, the largest first. Whole numbers that sum to 100; with a
-    share below 1 %, which is `<1%`, to at most 99."""
+    """Format shares of a whole (0-1) as percentages, the largest first. They are whole numbers that
+    sum to 100, or to 99 at most if there is a share below 1 %, which is shown as `<1%`."""
     ordered = sorted((name for name in shares if shares[name] > 0), key=lambda name: -shares[name])
     exact = {name: 100 * shares[name] for name in ordered if shares[name] >= _TINY_SHARE}
     whole = {name: int(percent) for name, percent in exact.items()}
@@ -30,16 +30,17 @@ def percentages(shares: Mapping[str, float]) -> dict[str, str]:
 
 
 def gb(size_bytes: float | None) -> float | None:
-    """Bytes as GiB, which torch and the documents call GB."""
+    """Convert bytes to GiB, which torch and the source documents call GB."""
     return None if size_bytes is None else size_bytes / 1024**3
 
 
 _MAX_ROWS = 16
-"""Ranks with their own row in the diagnostics block."""
+"""Up to this many ranks, each has its own row in the diagnostics block."""
 
 
 def rank_list(ranks: Iterable[int]) -> str:
-    """`rank 2`, `ranks 0,1,3`, `ranks 0-6,9`: three in a row and more become a range."""
+    """Format ranks as `rank 2`, `ranks 0,1,3` or `ranks 0-6,9`: three or more consecutive ranks
+    become a range."""
     numbers = sorted(set(ranks))
     parts: list[str] = []
     while numbers:
@@ -52,8 +53,8 @@ def rank_list(ranks: Iterable[int]) -> str:
 
 
 def inner_step(fields: Mapping[str, Any]) -> str:
-    """Source 004's step line. Beside a miner that prints such lines itself only what they lack:
-    `grep "Outer Step:"` then shows each step once."""
+    """Source 004's step line. If the miner prints such lines itself, only what those lack, so that
+    `grep "Outer Step:"` shows each step once."""
     measured = (
         f" | Step Time: {_with_unit(fields['step_time_s'], '.1f', 's')}"
         f" | GPU Mem: {_with_unit(fields['gpu_mem_gb'], '.2f', 'GB')}"
@@ -68,20 +69,20 @@ def inner_step(fields: Mapping[str, Any]) -> str:
 
 
 def loss_nan(fields: Mapping[str, Any]) -> str:
-    """Source 003's line, with the examples of the step where the batch size is known."""
+    """Source 003's line, with the numbers of the step's examples if the batch size is known."""
     examples = fields.get("examples")
     which = f" (examples {examples[0]}-{examples[1]})" if examples else ""
     return f"Loss is NaN or Inf at step {fields['step']}{which}"
 
 
 def slow_step(fields: Mapping[str, Any]) -> str:
-    """Source 004's line; its advice only where there may be a GPU."""
+    """Source 004's line. Without a GPU it leaves out the advice."""
     advice = "" if fields.get("no_gpu") else " - Check GPU usage!"
     return f"SLOW STEP: {fields['step_time_s']:.1f}s (expected {fields['expected']}){advice}"
 
 
 def _loss_remark(fields: Mapping[str, Any]) -> str:
-    """What a reader needs to compare the loss with the trainer's line."""
+    """What the reader must know to compare this loss with the one that the trainer prints."""
     step, summed = fields.get("loss_step"), fields.get("loss_summed")
     remarks = [f"of step {step}"] if step is not None else []
     remarks += ["sum of what went into backward"] if summed else []
@@ -89,8 +90,8 @@ def _loss_remark(fields: Mapping[str, Any]) -> str:
 
 
 def upload_blocked(fields: Mapping[str, Any]) -> str:
-    """Source 004's line; the same block is reported once in five minutes, so the next line counts
-    those in between."""
+    """Source 004's line. A repeated block is reported once per five minutes, so the line also
+    counts the blocks left out since the previous one."""
     left_out = fields.get("left_out")
     return f"UPLOAD BLOCKED: {fields['reason']}" + (
         f" (asked {left_out} more time{'s'[: left_out != 1]} since the last line)"
@@ -100,7 +101,7 @@ def upload_blocked(fields: Mapping[str, Any]) -> str:
 
 
 def checkpoint_saved(fields: Mapping[str, Any]) -> str:
-    """The reporter of a checkpoint may not know how long it took."""
+    """The line for a saved checkpoint, with the time it took if that was reported."""
     seconds = fields["seconds"]
     return f"CHECKPOINT SAVED: {fields['path']}" + (
         "" if seconds is None else f" in {seconds:.2f}s"
@@ -108,7 +109,7 @@ def checkpoint_saved(fields: Mapping[str, Any]) -> str:
 
 
 def step_summary(fields: Mapping[str, Any]) -> str:
-    """Step times and, where a GPU's memory is known, that too, graded by source 004's table."""
+    """Step times, and GPU memory if it is known, both graded by source 004's table."""
     memory, grade = fields.get("gpu_mem_gb"), fields.get("memory_grade")
     return (
         f"STEP SUMMARY: p50 {known(fields['p50_s'], '.2f')}s p95 {known(fields['p95_s'], '.2f')}s "
@@ -118,14 +119,15 @@ def step_summary(fields: Mapping[str, Any]) -> str:
 
 
 def last_checkpoint(fields: Mapping[str, Any]) -> str:
-    """Source 003's words after an interruption: where the checkpoints are, and to resume."""
+    """Source 003's advice after an interruption: where the last checkpoint is, and to resume from
+    it."""
     step = "" if fields["step"] is None else f"step {fields['step']}, "
     age = f"{fields['age_s']:.0f}s before the end"
     return f"LAST CHECKPOINT: {step}saved {age} at {fields['path']}; resume training from it"
 
 
 def gpu_memory_peak(fields: Mapping[str, Any]) -> str:
-    """Source 003's `print_memory_stats`, on one line."""
+    """The output of source 003's `print_memory_stats`, on one line."""
     return (
         f"GPU MEMORY: Allocated: {known(fields['allocated_gb'], '.2f')} GB | "
         f"Reserved: {known(fields['reserved_gb'], '.2f')} GB | "
@@ -165,8 +167,8 @@ def gpu_usage(fields: Mapping[str, Any]) -> str:
 
 
 def resources(fields: Mapping[str, Any]) -> str:
-    """Source 002's line; the type of the parameters in place of its `Mixed Precision=ON`, which a
-    hook can't see."""
+    """Source 002's line, with the data type of the parameters in place of `Mixed Precision=ON`,
+    because a hook can't see whether mixed precision is on."""
     return (
         f"RESOURCES: {fields['cpu_cores']} CPU cores, batch={known(fields['batch_size'])}, "
         f"GPU={known(fields['gpu'])}, dtype={known(fields['dtype'])}"
@@ -191,8 +193,8 @@ def gpu_diagnostics(fields: Mapping[str, Any]) -> str:
 
 
 def _rank_rows(ranks: list[Mapping[str, Any]]) -> list[str]:
-    """One row per rank; with many ranks, a shared row for those that differ only in GPU number and
-    allocated memory."""
+    """One row per rank. With many ranks, those that differ only in GPU number and allocated memory
+    share a row."""
     if len(ranks) <= _MAX_ROWS:
         return [_rank_row(r) for r in ranks]
     alike: dict[str, list[Mapping[str, Any]]] = {}
@@ -238,7 +240,8 @@ def _first_rank(r: Mapping[str, Any]) -> list[str]:
 
 
 def _seen(what: str, value: Any, spec: str = "", unit: str = "") -> str:
-    """Source 004's check mark precedes an observed value, never an unknown one."""
+    """A row of source 004's block: a check mark and the value, or a question mark if the value is
+    unknown."""
     return f"? {what}: unknown" if value is None else f"✓ {what}: {known(value, spec)}{unit}"
 
 
@@ -255,7 +258,8 @@ def _rank_row(r: Mapping[str, Any]) -> str:
         f"dtype {known(r.get('dtype'))}",
         f"torch {known(r.get('torch_version'))}",
     ]
-    # A rank without CUDA has no GPU, so its name and memory are not unknown.
+    # A rank without CUDA has no GPU, so leave out the GPU's name and memory instead of calling them
+    # unknown.
     if r.get("cuda_available") is not False:
         allocated = known(gb(r.get("allocated_bytes")), ".2f")
         parts[1:1] = [known(r.get("device_name"))]

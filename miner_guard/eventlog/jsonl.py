@@ -1,4 +1,4 @@
-"""guard.jsonl: whole lines, rotated by size, on a disk that may fill up."""
+"""Writes guard.jsonl in whole lines, rotates it by size, and copes with a full disk."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from miner_guard.state_dir import has_room, is_at, make_folder, open_private
 
 
 class JsonlSink:
-    """guard.jsonl, rotated by size; a line is in exactly one file, whole.
+    """Writes guard.jsonl and rotates it by size. Each line is complete and in exactly one file.
 
-    If a write fails, the line counts as lost and the next line tries again: the miner does not
-    depend on it. `report` reports when writing stops and when it resumes.
+    If a write fails, the line counts as lost, and the next line is tried normally; the miner is not
+    affected. `report` receives a finding when writing stops and when it works again.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class JsonlSink:
 
     def _append(self, data: bytes) -> None:
         if self._fd is not None and not is_at(self._path, self._fd):
-            # Removed to free space on a full disk, or moved: further writes would go to a file that
-            # cannot be found.
+            # Someone has moved the file, or removed it to free space on a full disk. Further lines
+            # would go to a file that has no name.
             os.close(self._fd)
             self._fd = None
         if self._fd is None:
@@ -65,7 +65,8 @@ class JsonlSink:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         written = os.write(self._fd, data)
         if written != len(data):
-            # Half a line on a full disk: truncate it, so that every line of the file parses.
+            # The disk is full and took part of the line. Truncate it, so that every line of the
+            # file parses.
             os.ftruncate(self._fd, self._size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._size += written
@@ -75,7 +76,8 @@ class JsonlSink:
         self._fd = open_private(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         self._size = os.fstat(self._fd).st_size
         if self._size and os.pread(self._fd, 1, self._size - 1) != b"\n":
-            # A guard was killed mid-line: end that line, so that ours starts on a new one.
+            # A guard was killed while it wrote the last line. End that line, so that the next one
+            # starts on its own.
             self._size += os.write(self._fd, b"\n")
 
     def _rotate(self) -> None:

@@ -1,8 +1,8 @@
-"""Log templates: lines without their numbers, since a miner prints the same few over and over.
+"""Log templates: lines without their digits. A miner prints the same few templates over and over.
 
-A word missing from one line of a template is missing from all of them. So we split output into
-templates once, and search only new templates for words (the idea of Drain, He et al. 2017, reduced
-to dropping digits).
+If one line of a template lacks a word, all lines of the template lack it. So the guard splits the
+output into templates once and searches only new templates for words (the idea of Drain, He et al.
+2017, reduced to dropping digits).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NUMBERS = b"0123456789+-."
 _MAX_TEMPLATES = 4096
 _MAX_TEMPLATE_LENGTH = 1024
 _MANY = 64
-"""From this many lines with one word, it pays to search only the remaining lines for the next
+"""If more lines than this contain a word, it pays to search only the other lines for the next
 word."""
 
 
@@ -28,11 +28,11 @@ def template(text: bytes) -> bytes:
 
 
 class LineChunk(bytes):
-    """Output that ends at a line end. Computes its templates once, for all readers."""
+    """Output in whole lines. It computes its templates once, for all readers."""
 
     @cached_property
     def templates(self) -> list[bytes]:
-        """The template of each line; one more than there are newlines."""
+        """The template of each line, and of what follows the last newline."""
         return template(self).split(b"\n")
 
     @cached_property
@@ -41,7 +41,7 @@ class LineChunk(bytes):
         return frozenset(self.templates)
 
     def forget(self) -> None:
-        """Free the templates: a reader that keeps the text must not keep them alive."""
+        """Free the templates, so that a reader that keeps the text does not keep them in memory."""
         self.__dict__.clear()
 
 
@@ -55,8 +55,8 @@ def _lines_with(word: bytes, text: bytes) -> Iterator[bytes]:
 
 
 class TemplateFilter:
-    """Finds lines that contain one of the words, and remembers templates that contain none. Memory
-    is bounded."""
+    """Finds lines that contain one of the words, and remembers the templates that contain none of
+    them. Uses bounded memory."""
 
     def __init__(self, words: Iterable[bytes]) -> None:
         """`words` must be templates (see `template`), without newlines."""

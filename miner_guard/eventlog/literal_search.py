@@ -1,7 +1,7 @@
-"""Which of many literals a text contains, in time linear in the text for any input.
+"""Finds which of many literals a text contains. The time is linear in the text for any input.
 
-Hyperscan does it at gigabytes per second. If it cannot run (no wheel for this machine, a processor
-without SSSE3), an index by four letters gives the same answers, slower but also in linear time.
+Hyperscan searches gigabytes per second. If it cannot run (no wheel for this machine, a processor
+without SSSE3), an index by four letters gives the same answers; it is slower, but linear too.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _GRAM = 4
 
 
 class LiteralSearch(Protocol):
-    """Searches for a fixed set of literals. Immutable to callers; thread-safe."""
+    """Searches for a fixed set of literals. Thread-safe."""
 
     def find(self, text: bytes) -> set[bytes]:
         """The literals that occur in `text`; case-sensitive."""
 
 
 def literal_search(literals: Iterable[bytes]) -> LiteralSearch:
-    """The fastest search available here. Literals must not be empty or contain a NUL."""
+    """The fastest search that this machine can run. Literals must not be empty or contain a NUL."""
     words = sorted(set(literals))
     if hyperscan is not None and words:
         try:
@@ -38,7 +38,8 @@ def literal_search(literals: Iterable[bytes]) -> LiteralSearch:
 
 
 class HyperscanSearch:
-    """Raises `hyperscan.error` if this processor is too old for it."""
+    """Searches with Hyperscan. The constructor raises `hyperscan.error` if the processor is too
+    old."""
 
     def __init__(self, literals: Sequence[bytes]) -> None:
         self._literals = list(literals)
@@ -50,7 +51,7 @@ class HyperscanSearch:
             literal=True,
         )
         self._scratch = Lock()
-        """Hyperscan's scratch memory serves one search at a time."""
+        """Guards Hyperscan's scratch memory, which serves one search at a time."""
 
     def find(self, text: bytes) -> set[bytes]:
         """See LiteralSearch."""
@@ -67,8 +68,8 @@ class HyperscanSearch:
 class IndexSearch:
     """Indexes each literal by its rarest four letters.
 
-    The text's four-letter substrings select the few literals that it can contain; literals shorter
-    than four letters are tried directly.
+    The four-letter substrings of the text select the few literals that the text can contain. A
+    literal shorter than four letters is searched for directly.
     """
 
     def __init__(self, literals: Iterable[bytes]) -> None:

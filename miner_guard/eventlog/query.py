@@ -1,9 +1,9 @@
-"""Reading guard.jsonl and its rotated files back, as fast as a search of the raw bytes allows.
+"""Reads guard.jsonl and its rotated files about as fast as the raw bytes can be searched.
 
-We inspect a line only if it contains one of the query's needles, and then only its head: the guard
-writes `ts, level, event, msg, run_id, host, rank` first and in this order (`logs.Emitter`). A line
-with another head is parsed as JSON; one that is not JSON is counted, not shown. Standard library
-only: a query should not wait for imports.
+A query inspects a line only if the line contains one of the query's needles, and then only the head
+of the line: the guard writes `ts, level, event, msg, run_id, host, rank` first and in this order
+(`emitter.Emitter`). A line with another head is parsed as JSON; a line that is not JSON is counted
+and not returned. Standard library only, so that a query does not wait for imports.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _HEAD = re.compile(
     rb'"run_id": "?[^"\\]*"?, "host": "[^"\\]*", "rank": (null|[0-9]+)[,}]'
 )
 _Block = tuple[bytes, int, int]
-"""Bytes, and the range in them that holds whole lines."""
+"""Bytes, and the start and end of the whole lines in them."""
 
 _MIDNIGHT = "0000-00-00T00:00:00.000000"
-"""Completes a time that lacks hour, minute or second."""
+"""Fills in what a time lacks at its end: hour, minute or second."""
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 
@@ -43,7 +43,8 @@ class Query:
     events: frozenset[str] = frozenset()
     least_level: str = "debug"
     since: str = ""
-    """ISO time in UTC; lines with an earlier `ts` are skipped. The format sorts as text."""
+    """ISO time in UTC; lines with an earlier `ts` do not match. Times in this format compare as
+    text."""
 
     ranks: frozenset[int] = frozenset()
 
@@ -80,7 +81,8 @@ class Hit(NamedTuple):
 
     @property
     def headline(self) -> str:
-        """The first line of the message that contains words: a block starts with a rule."""
+        """The first line of the message that contains a letter or digit, because a block starts
+        with a rule."""
         rows = visible(self.msg).splitlines()
         return next((row for row in rows if any(map(str.isalnum, row))), rows[0] if rows else "")
 
@@ -139,7 +141,8 @@ def files_of(log: Path) -> list[Path]:
 
 
 def search(log: Path, query: Query, seen: Seen | None = None) -> Iterator[Hit]:
-    """Matching lines of all files of `log`, oldest first. Skips files that vanish meanwhile."""
+    """Matching lines of all files of `log`, oldest first. Skips files that disappear during the
+    search."""
     seen = Seen() if seen is None else seen
     for path in files_of(log):
         try:
@@ -153,8 +156,8 @@ def search(log: Path, query: Query, seen: Seen | None = None) -> Iterator[Hit]:
 
 
 def last(log: Path, query: Query, count: int, seen: Seen | None = None) -> list[Hit]:
-    """The newest `count` hits, oldest first. Reads from the end: a long log costs no more than a
-    short one."""
+    """The newest `count` hits, oldest first. It reads from the end, so that a long log takes no
+    longer than a short one."""
     seen = Seen() if seen is None else seen
     pieces: list[list[Hit]] = []
     left = count
@@ -181,7 +184,7 @@ def last(log: Path, query: Query, count: int, seen: Seen | None = None) -> list[
 
 
 def _blocks_backwards(file: BinaryIO, end: int) -> Iterator[_Block]:
-    """A file up to `end` as whole lines, last block first."""
+    """The whole lines of a file up to offset `end`, in blocks, the last block first."""
     size = _CHUNK
     while end > 0:
         start = max(0, end - size)
@@ -191,7 +194,7 @@ def _blocks_backwards(file: BinaryIO, end: int) -> Iterator[_Block]:
             piece += more
         first = piece.find(b"\n") + 1 if start else 0
         if start and first in (0, len(piece)):
-            # A single line exceeds the block.
+            # A line is longer than the block.
             size *= 2
             continue
         yield piece, first, len(piece)
@@ -205,8 +208,8 @@ class Readable(Protocol):
 
 
 def blocks(file: Readable) -> Iterator[_Block]:
-    """The rest of a file as whole lines, in blocks as read, without copying; a last line without
-    newline as it is."""
+    """The whole lines in the rest of a file, in blocks as they are read, mostly without copying. A
+    last line without a newline comes as its own block."""
     rest = b""
     while piece := file.read(_CHUNK):
         first, last = piece.find(b"\n") + 1, piece.rfind(b"\n") + 1

@@ -1,7 +1,8 @@
-"""Removes secrets from text, before the guard stores or prints anything of its own.
+"""Removes secrets from everything that the guard itself stores or prints.
 
-Standard library only. Two kinds of rule: shapes (a token is recognisable anywhere) and values (what
-the environment names as a secret is one, whatever it looks like).
+Standard library only. There are two kinds of rule. Shapes recognise a token wherever it occurs.
+Values mask whatever an environment variable with a name such as `API_KEY` holds, whatever it looks
+like.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ SECRET_NAME = re.compile(
     r"KEY|SECRET|TOKEN|PASSWORD|PASSWD|PASSPHRASE|MNEMONIC|CREDENTIAL|WEBHOOK|OTLP_(?:\w+_)?HEADERS",
     re.IGNORECASE,
 )
-"""Environment variables with these names hold secrets."""
+"""Environment variables whose names match this hold secrets."""
 
 _COUNTS = re.compile(r"TOKENS|TOKENIZ", re.IGNORECASE)
 _NO_SECRET = re.compile(r"[\d._,]+|true|false", re.IGNORECASE)
-"""`MAX_TOKENS=100000`, `TOKENIZERS_PARALLELISM=false`: settings, and words that occur
-everywhere."""
+"""Exceptions such as `MAX_TOKENS=100000` or `TOKENIZERS_PARALLELISM=false`: these are settings, and
+masking their values would mask common words everywhere."""
 
 _MIN_SECRET_LENGTH = 6
-"""Shorter values would redact ordinary words (`KEY=1`)."""
+"""Ignore shorter values: masking them would mask ordinary words (`KEY=1`)."""
 
 _MIN_WORD_LENGTH = 4
-"""For values after `--token` and the like."""
+"""Ignore shorter values after `--token` and similar flags."""
 
 _SHAPES = tuple(
     re.compile(pattern)
@@ -61,7 +62,8 @@ _SHAPES = tuple(
     )
 )
 _LONG_RUN = re.compile(r"[\w-]{14}")
-"""Each of the shapes has one; the date and hour of a line's time have 13."""
+"""A text without such a run matches none of the shapes. The limit is 14 because the date and hour
+of a line's time have 13 characters."""
 
 _WEBHOOK = re.compile(
     r"(?i)(\b(?:discord(?:app)?\.com/api/(?:v\d{1,2}/)?webhooks/|hooks\.slack\.com/(?:services|workflows|triggers)/"
@@ -85,22 +87,22 @@ _PEM_END = re.compile(rf"-----END {_PEM_TITLE}")
 _PEM_BODY = re.compile(r"(?:(?:\s|\\[nr])*[A-Za-z0-9+/=]{16,})*")
 _PEM_REST = re.compile(rf"\A[A-Za-z0-9+/=\s]{{1,20000}}-----END {_PEM_TITLE}")
 _MAX_PEM = 20_000
-# No unbounded prefix in any pattern below: in a long word (hex, base64) each letter would start a
-# search of the rest, with the GIL held. 16 KB took a minute, during which the guard stood still.
+# No pattern below has an unbounded prefix: in a long word (hex, base64) each letter would start a
+# search of the rest while holding the GIL. A word of 16 KB blocked the guard for a minute.
 _NAMES = (
     r"(?:secret(?:[_-]?(?:key|seed|phrase))?|private[_-]?key|token|password|passwd|pwd|passphrase|api[_-]?key"
     r"|access[_-]?key(?:[_-]?id)?|webhook(?:[_-]?url)?|mnemonic)"
 )
-# Quotes may be escaped: the bundle redacts JSON that holds JSON. Never cut an escape in half, or
+# Quotes may be escaped, because the bundle redacts JSON inside JSON. Never cut an escape in half:
 # the result would not parse.
 _NAMED = re.compile(
     rf"(?i)({_NAMES}(?:\\{{0,7}}[\"'])?\s*[=:]\s*(?:\\{{0,7}}[\"'])?)"
     r"(?!\[redacted\])((?:[^\s\"',;&|)}\]\\]|\\(?!\\{0,7}[\"'\s])){4,})"
 )
-# Only at the start of a word: in a ruler of dashes every dash would start a search.
+# Match only at the start of a word: in a row of dashes every dash would start a search.
 _FLAG_NAME = rf"(?<![\w.-])--[\w.-]{{0,64}}{_NAMES}"
 _SECRET_FLAG = re.compile(_FLAG_NAME, re.IGNORECASE)
-# Quoted as in a shell: the value includes what follows a space inside the quotes.
+# Handle shell quotes: inside them the value may contain spaces.
 _FLAG = re.compile(
     rf"(?i)({_FLAG_NAME}[ =])(?!\[redacted\])(?=.{{4}})((?:'[^'\n]*'|\"[^\"\n]*\"|[^\s'\"])+|\S+)"
 )
@@ -110,17 +112,17 @@ _AWS_NAMED = re.compile(
 _BEARER = re.compile(r"(?i)(\b(?:bearer|basic)\s+)([A-Za-z0-9._~+/=-]{8,})")
 _URL = re.compile(r"(\b[a-z][a-z0-9+.-]{0,31}://[^\s/:@]{0,256}:)([^\s/@]+)(@)", re.IGNORECASE)
 _ANSI = r"(?:\x1b|\\u001b|\\x1b)\[[\d;]{0,12}m"
-# Each text matches as a gap in only one way; otherwise the search below effectively hangs on a row
-# of `\\n`.
+# A text matches as a gap in only one way; otherwise the search below effectively hangs on a row of
+# `\\n`.
 _GAP = rf"(?:{_ANSI}|\\[nrt]|\\(?![nrtux])|[^\w\x1b\\])"
 _WORDS = r"[a-z]{3,8}(?:[ ]{1,4}[a-z]{3,8}){11,23}(?![A-Za-z])"
-# "The mnemonic to the new coldkey is:", a line or two, and then the words.
+# Matches "The mnemonic to the new coldkey is:", a line or two, and then the words.
 _MNEMONIC = re.compile(
     r"(?i)((?<![A-Za-z])(?:mnemonic|(?:seed|secret|recovery|backup)[ "
     rf"_-]?(?:phrase|words))\b{_GAP}{{1,16}}"
     rf"(?:\w{{1,16}}{_GAP}{{1,16}}){{0,8}}?)({_WORDS})"
 )
-# The words alone on their line, exactly as many as in a phrase.
+# Matches a phrase's words alone on their line, in exactly the numbers that phrases have.
 _PHRASE = re.compile(
     rf"(?m)^((?:{_ANSI}|[^\w\x1b\n]){{0,16}})[a-z]{{3,8}}(?: [a-z]{{3,8}}){{2}}(?:(?: "
     rf"[a-z]{{3,8}}){{3}}){{3,7}}"
@@ -129,17 +131,17 @@ _PHRASE = re.compile(
 _WORTH_A_LOOK = re.compile(
     r"(?i)secret|token|passw|passp|pwd|key|mnemonic|phrase|(?:seed|recovery|backup).words|bearer|basic|xox|wandb"
     r"|webhook|bot\d|eyJ|://|x-amz|[?&]sig|u0026sig"
-    # All other shapes have a run as long as this.
+    # All other shapes contain a run of at least this length.
     r"|[\w-]{20}"
 )
 
 
 def _without_private_keys(text: str) -> str:
-    """`text` with each PEM block masked: on several lines, with a prefix on each line, or inside a
-    JSON string.
+    """Mask each PEM block in `text`, whether it spans lines, has a prefix on each line, or is
+    inside a JSON string.
 
-    A truncated block ends where its base64 ends. Takes linear time: the next END and the next quote
-    are searched for again only after the text has passed them.
+    A truncated block ends where its base64 ends. Takes linear time, because the scan searches for
+    the next END and the next quote only after it has passed the previous ones.
     """
     kept: list[str] = []
     at = end_from = end_to = quote = 0
@@ -160,7 +162,8 @@ def _without_private_keys(text: str) -> str:
 
 
 def without_secrets(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` without the variables named like secrets: for a process that does not need them."""
+    """`env` without the variables whose names suggest secrets, for a process that does not need
+    them."""
     return {name: value for name, value in env.items() if not SECRET_NAME.search(name)}
 
 
@@ -179,14 +182,15 @@ class Redactor:
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str], more: Iterable[str] = ()) -> Redactor:
-        """Knows the values of variables named *KEY*, *SECRET*, *TOKEN*, *PASSWORD*, and `more`."""
+        """A redactor that masks `more` and the values of variables whose names match
+        `SECRET_NAME`."""
         return cls(
             [*(value for name, value in env.items() if _is_secret_variable(name, value)), *more]
         )
 
     @classmethod
     def for_guard(cls, env: Mapping[str, str], config: Config) -> Redactor:
-        """Knows the secrets in the environment and in the guard's own settings."""
+        """A redactor that masks the secrets in the environment and in the guard's settings."""
         alerts = config.alerts
         return cls.from_environment(
             env, [*alerts.urls, alerts.heartbeat_url or "", config.http.token or ""]
@@ -215,8 +219,8 @@ class Redactor:
         return _NAMED.sub(rf"\1{MASK}", text)
 
     def value(self, value: Any, name: str = "") -> Any:
-        """`value` without secrets, through mappings and sequences; a field named like a secret is
-        masked completely."""
+        """`value` without secrets, also inside mappings and sequences. A field whose name suggests
+        a secret is masked completely."""
         if value is None or isinstance(value, (bool, int, float)):
             return value
         if isinstance(value, str):
@@ -228,7 +232,7 @@ class Redactor:
         return value
 
     def _items(self, items: Sequence[Any], name: str) -> list[Any]:
-        """In a command line, given as a list of words, the word after `--token` is a secret
+        """Redact the items of a list. If it is a command line, the word after `--token` is a secret
         whatever it looks like."""
         safe, flag, masked = [], "", False
         for item in items:
@@ -243,7 +247,7 @@ class Redactor:
             masked = _SECRET_FLAG.fullmatch(word) is not None
             if masked:
                 flag = word
-            # An unquoted phrase: mask all its words.
+            # An unquoted mnemonic consists of several words; mask all of them.
             masked = masked or (hidden and phrase)
         return safe
 

@@ -1,5 +1,5 @@
-"""Renders a record as a line: for the console, and as JSON. Standard library only, so that reading
-logs starts quickly."""
+"""Renders a record as a console line or as a line of JSON, and rotates log files. Standard library
+only, so that commands that read logs start quickly."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _CONTROL = re.compile(
 
 
 def visible(text: str) -> str:
-    """`text` with control characters shown as `\\x1b` or `\\u202e`, except tab and newline; JSON
-    stays valid JSON.
+    """Replace control characters except tab and newline by escapes such as `\\x1b` or `\\u202e`.
+    JSON stays valid JSON.
 
-    A log may contain sequences that control a terminal or reorder what its reader sees, and a
-    command or a path may contain bytes that are not UTF-8, which make JSON unreadable.
+    A log may contain sequences that control a terminal or reorder the text on it. A command or a
+    path may contain bytes that are not UTF-8; with them a line would not be valid JSON.
     """
     return _CONTROL.sub(_escaped, text)
 
@@ -37,8 +37,8 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def console_line(record: Mapping[str, Any], *, emoji: bool) -> str:
-    """`2026-01-02T03:04:05.678Z | WARNING | Rank 2 | ⚠️  SLOW STEP: …`; a block keeps its own lines
-    below."""
+    """A record as `2026-01-02T03:04:05.678Z | WARNING | Rank 2 | ⚠️  SLOW STEP: …`. The other lines
+    of a block follow unchanged."""
     spec = CATALOGUE.get(str(record["event"]))
     who = "guard" if record.get("rank") is None else f"Rank {record['rank']}"
     mark = (
@@ -46,12 +46,12 @@ def console_line(record: Mapping[str, Any], *, emoji: bool) -> str:
         if emoji and spec is not None and spec.emoji and not _milder(spec, record)
         else ""
     )
-    # `grep -i "error"` finds a critical line too.
+    # Write "CRITICAL ERROR", so that `grep -i "error"` finds critical lines too.
     level = "CRITICAL ERROR" if record["level"] == "critical" else str(record["level"]).upper()
     stamp = str(record["ts"])
     head, _, rest = visible(str(record["msg"])).partition("\n")
     if head.startswith("====") and rest:
-        # The documents' block opens with a rule; the emoji goes with its title.
+        # A block from a source document opens with a rule; put the emoji in front of its title.
         title, _, body = rest.partition("\n")
         return f"{head}\n{mark}{title}\n{body}"
     text = f"{stamp[:23]}Z | {level} | {who} | {mark}{head}"
@@ -59,13 +59,14 @@ def console_line(record: Mapping[str, Any], *, emoji: bool) -> str:
 
 
 def _milder(spec: Spec, record: Mapping[str, Any]) -> bool:
-    """Do not show ❌ for a requested exit."""
+    """Whether the record is only informative although the event's usual level is higher. A
+    requested exit, for example, gets no ❌."""
     return str(record["level"]) == "info" and LEVELS[spec.level] > LEVELS["info"]
 
 
 def json_line(record: Mapping[str, Any], default: Callable[[Any], Any] = str) -> str:
-    """The record as one line of JSON; non-finite numbers become null, `default` converts what JSON
-    does not know."""
+    """The record as one line of JSON. Non-finite numbers become null; `default` converts values
+    that JSON cannot express."""
     return visible(
         json.dumps(finite(record), ensure_ascii=False, default=default, separators=(", ", ": "))
     )
@@ -77,8 +78,8 @@ def rotated(path: Path, number: int) -> Path:
 
 
 def rotate(path: Path, keep: int) -> None:
-    """Renumber every rotated file and make the current one number 1, keeping `keep` of them. Raises
-    OSError."""
+    """Increase the number of every rotated file by one and make the current file number 1. Keeps
+    `keep` rotated files. Raises OSError."""
     for number in range(keep, 0, -1):
         older = rotated(path, number)
         newer = rotated(path, number - 1) if number > 1 else path

@@ -1,7 +1,7 @@
-"""Dataclasses as sections of a JSON document that other versions may have written.
+"""Dataclasses that are sections of a JSON document, which another version may have written.
 
-A missing section, or a value of an unexpected type, reads as the field's default, so that no reader
-checks types itself.
+If a section is missing or a value has an unexpected type, the field has its default, so that no
+reader has to check types.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _Section = TypeVar("_Section", bound="Section")
 
 
 class Section:
-    """A part of the document. Subclasses are dataclasses whose fields all have defaults."""
+    """A section of the document. Subclasses are dataclasses whose fields all have defaults."""
 
     @classmethod
     def from_json(cls: type[_Section], document: Any) -> _Section:
-        """The section as read; every missing or unexpected value is the field's default."""
+        """Read the section; a field whose value is missing or unexpected has its default."""
         if not isinstance(document, Mapping):
             return cls()
         values = {}
@@ -32,12 +32,12 @@ class Section:
         return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
-        """The section as written."""
+        """The section as it is written to the document."""
         return {f.name: _plain(getattr(self, f.name)) for f in fields(typing.cast(Any, self))}
 
 
 _Reader = Callable[[Any], Any]
-"""Returns a value as the model has it, None where it does not fit."""
+"""Converts a value from JSON to the field's type; returns None if it does not fit."""
 
 
 @functools.cache

@@ -1,7 +1,7 @@
-"""The model of status.json: the guard writes it, every reader of the file parses it here.
+"""The model of status.json. The guard writes the file, and every reader parses it with this model.
 
-What a reader cannot use reads as None or an empty section (`eventlog/section.py`). Field names are
-the JSON names; units are in the names.
+A missing or unusable value becomes None or an empty section (`eventlog/section.py`). Fields have
+the same names as in JSON; units are in the names.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class LastExit(Section):
     """The end of the previous launch."""
 
     code: int | None = None
-    """As a shell reports it: 128 + n for signal n."""
+    """The exit code as a shell reports it: 128 + n if signal n ended the launcher."""
 
     signal: int | None = None
     asked: bool | None = None
-    """The guard requested the exit."""
+    """Whether the guard requested the exit."""
 
     finished: bool | None = None
     runtime_s: float | None = None
@@ -39,7 +39,7 @@ class RankProcess(Section):
 
 @dataclass(frozen=True)
 class VerdictStatus(Section):
-    """Whether the miner earns; written by the monitor `verdict`."""
+    """Whether the miner is earning. The monitor `verdict` writes it."""
 
     state: str | None = None
     """One of `detectors.verdict.STATES`."""
@@ -53,7 +53,8 @@ class VerdictStatus(Section):
     confidence: str | None = None
     key: str | None = None
     week: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Seconds by state in cells of two hours, numbered from 1970 (`detectors.verdict_history`)."""
+    """Seconds by state, in intervals of two hours numbered from 1970
+    (`detectors.verdict_history`)."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,12 @@ class RankSteps(Section):
 
     step_time_s: float | None = None
     work_s: float | None = None
-    """Seconds of the step without the rank's wait for the others: collectives give all ranks the
-    same step time."""
+    """Seconds of the step without the time that the rank waited for the others. The step time alone
+    does not tell ranks apart, because collectives make it equal on all of them."""
 
     gpu_mem_gb: float | None = None
     gpu_peak_gb: float | None = None
-    """The most that the rank's program had allocated at a time."""
+    """The most GPU memory that the rank's program has had allocated at one time."""
 
     phases_s: Mapping[str, float] = field(default_factory=dict)
     last_step_age_s: float | None = None
@@ -80,7 +81,7 @@ class RankSteps(Section):
 
 @dataclass(frozen=True)
 class StepsStatus(Section):
-    """The lead rank's training; written by the monitor `steps`."""
+    """The lead rank's training. The monitor `steps` writes it."""
 
     outer_step: int | None = None
     inner_step: int | None = None
@@ -97,37 +98,37 @@ class StepsStatus(Section):
     grad_norm: float | str | None = None
     gpu_mem_gb: float | None = None
     memory_grade: str | None = None
-    """`detectors.gpu_use.memory_grade` of the last step's allocated memory."""
+    """Grade of the memory allocated at the last step (`detectors.gpu_use.memory_grade`)."""
 
     step_time_s: float | None = None
     last_step_age_s: float | None = None
     phase: str | None = None
-    """The lead rank's phase now."""
+    """The phase that the lead rank is in now."""
 
     p50_s: float | None = None
     p95_s: float | None = None
     max_s: float | None = None
     max_at_inner_step: int | None = None
     grade: str | None = None
-    """`detectors.step_time.grade` of the median."""
+    """Grade of the median step time (`detectors.step_time.grade`)."""
 
     tokens_per_s: float | None = None
     samples_per_s: float | None = None
     eta_upload_s: float | None = None
     eta_outer_s: float | None = None
     goodput: Mapping[str, float] = field(default_factory=dict)
-    """Shares of wall time by category, 0-1; `training` is goodput."""
+    """Shares of wall time by category, 0-1; the share of `training` is the goodput."""
 
     per_rank: Mapping[str, RankSteps] = field(default_factory=dict)
 
 
 NO_REPO = "no repo is configured; set [repo] kind"
-"""`RepoStatus.reason` where there is nothing to read."""
+"""`RepoStatus.reason` if there is no repo to read."""
 
 
 @dataclass(frozen=True)
 class RepoStatus(Section):
-    """What is published."""
+    """What the miner's repo holds."""
 
     age_s: float | None = None
     reason: str | None = None
@@ -144,7 +145,7 @@ class RepoStatus(Section):
 
 @dataclass(frozen=True)
 class ForecastStatus(Section):
-    """`uploads.forecast.Forecast`."""
+    """The fields of `uploads.forecast.Forecast`."""
 
     min_inner_step: int | None = None
     eta_s: float | None = None
@@ -169,7 +170,7 @@ class LastDecision(Section):
 
 @dataclass(frozen=True)
 class LastUpload(Section):
-    """The latest upload of the ledger."""
+    """The latest upload in the ledger."""
 
     outcome: str | None = None
     tag: str | None = None
@@ -209,13 +210,13 @@ class LastRestart(Section):
 
 @dataclass(frozen=True)
 class UploadsStatus(Section):
-    """The repo and the latest rows of the ledger; written by the monitor `uploads`."""
+    """The repo and the latest rows of the ledger. The monitor `uploads` writes it."""
 
     repo_age_s: float | None = None
     repo: RepoStatus = field(default_factory=RepoStatus)
     forecast: ForecastStatus | None = None
     pending: int | None = None
-    """Reported pushes that await verification."""
+    """Number of pushes that were reported but not verified yet."""
 
     decision: LastDecision | None = None
     upload: LastUpload | None = None
@@ -226,7 +227,7 @@ class UploadsStatus(Section):
 
 @dataclass(frozen=True)
 class GpusStatus(Section):
-    """NVML's latest sample; the rows' fields are those of `health.nvml_fields`."""
+    """NVML's latest sample; `health.nvml_fields` defines the fields of each row."""
 
     state: str | None = None
     """`ok`, `absent` or `unknown`."""
@@ -240,7 +241,7 @@ class GpusStatus(Section):
 
 @dataclass(frozen=True)
 class HealthStatus(Section):
-    """Readings of the samplers; written by the monitor `health`."""
+    """Readings of the samplers. The monitor `health` writes it."""
 
     host: Mapping[str, Any] = field(default_factory=dict)
     """The figures of `health.host`."""
@@ -250,14 +251,15 @@ class HealthStatus(Section):
     """The figures of `health.own`."""
 
     unknown: Mapping[str, str] = field(default_factory=dict)
-    """Reasons by sampler."""
+    """Why a sampler's readings are unknown, by sampler."""
 
     snapshots: int | None = None
     events_dropped: int | None = None
     entries_lost: int | None = None
 
     def without_gpu(self) -> str:
-        """Why no GPU is listed, in words: there is none, or the guard cannot tell."""
+        """A human-readable reason why no GPU is listed: the machine has none, or the guard cannot
+        tell."""
         gpus = self.gpus
         if gpus.state == "absent":
             return f"no GPU: this machine has no NVIDIA driver ({gpus.reason})"
@@ -268,19 +270,19 @@ class HealthStatus(Section):
 
 @dataclass(frozen=True)
 class HangStatus(Section):
-    """The hang detector; written by the monitor `hang`."""
+    """The state of the hang detector. The monitor `hang` writes it."""
 
     watching: bool | None = None
     reason: str | None = None
     idle_s: float | None = None
     limit_s: float | None = None
     hang: str | None = None
-    """What hangs; None where nothing does."""
+    """Description of the current hang; None if nothing hangs."""
 
 
 @dataclass(frozen=True)
 class ChainStatus(Section):
-    """The chain as last polled; the file has the further fields of `health.chain.ChainLook`."""
+    """The chain at the last poll. The file also has the rest of `health.chain.ChainLook`."""
 
     block: int | None = None
     reason: str | None = None
@@ -292,7 +294,7 @@ class ChainStatus(Section):
 
 @dataclass(frozen=True)
 class CostsStatus(Section):
-    """What monitoring costs; written by the monitor `costs`."""
+    """What monitoring costs. The monitor `costs` writes it."""
 
     share_pct: float | None = None
     budget_pct: float | None = None
@@ -318,7 +320,7 @@ class FallbackStatus(Section):
 
 @dataclass(frozen=True)
 class RanksStatus(Section):
-    """Comparison of the ranks; written by the monitor `ranks`."""
+    """The comparison of the ranks. The monitor `ranks` writes it."""
 
     cpu_fallback: Mapping[str, FallbackStatus] = field(default_factory=dict)
     straggler: Mapping[str, Any] | None = None
@@ -337,10 +339,10 @@ class JobStatus(Section):
 
 @dataclass(frozen=True)
 class MetricsStatus(Section):
-    """The HTTP port; written by the monitor `metrics`."""
+    """The HTTP endpoint. The monitor `metrics` writes it."""
 
     events: Mapping[str, int] = field(default_factory=dict)
-    """Events of this run by name."""
+    """Number of events of this run, by event name."""
 
     since: str | None = None
     """When the guard started; UTC, ISO 8601."""
@@ -351,7 +353,7 @@ class MetricsStatus(Section):
 
 @dataclass(frozen=True)
 class RunStatus(Section):
-    """The supervisor's fields, which are not in a section."""
+    """The supervisor's fields, which are at the top level of the document."""
 
     state: str | None = None
     """A value of `supervisor.states.State`."""
@@ -359,18 +361,18 @@ class RunStatus(Section):
     paused: bool | None = None
     run_id: str | None = None
     pid: int | None = None
-    """The guard's; `miner_pid` is the launcher's."""
+    """The guard's pid; `miner_pid` is the launcher's."""
 
     miner_pid: int | None = None
     command: Sequence[str] = ()
     attempt: int | None = None
-    """Launches of this run after the first."""
+    """Number of launches in this run after the first."""
 
     restarts: int | None = None
-    """Failures since the miner was last healthy."""
+    """Number of failures since the miner was last healthy."""
 
     started: str | None = None
-    """UTC, ISO 8601; None without a running launch."""
+    """When the launch began, UTC in ISO 8601; None if no launch is running."""
 
     last_exit: LastExit | None = None
     rank_processes: Mapping[str, RankProcess] = field(default_factory=dict)
@@ -379,10 +381,10 @@ class RunStatus(Section):
 
 @dataclass(frozen=True)
 class StatusDocument(RunStatus):
-    """status.json: the run's fields, then one section per monitor.
+    """status.json: the supervisor's fields, then one section per monitor.
 
-    Sections that no program of this package reads (alerts, curves, gpu, incidents, nodes, …) are
-    not modelled: the monitor's `snapshot` defines them.
+    The model leaves out sections that no code of this package reads (alerts, curves, gpu,
+    incidents, nodes, …); the monitor's `snapshot` defines those.
     """
 
     updated: str | None = None
@@ -401,6 +403,7 @@ class StatusDocument(RunStatus):
 
 
 def read_status(state: StateDir) -> StatusDocument | None:
-    """The document of a state directory; None where no guard has written one, or a torn one."""
+    """Read the document of a state directory; None if no guard has written one, or if it is
+    unreadable."""
     document = read_json(state.status)
     return StatusDocument.from_json(document) if isinstance(document, dict) else None

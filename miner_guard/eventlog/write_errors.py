@@ -1,4 +1,5 @@
-"""What the guard reports when it cannot write: a full disk and its end, each once."""
+"""Findings for failed writes. The guard reports an outage once when it begins and once when it
+ends."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from miner_guard.state_dir import is_full
 
 
 def write_failed(what: str, error: OSError, then: str = "") -> Finding:
-    """`what` cannot be written, for lack of space, which may resolve by itself, or for another
-    reason; `then`: the consequence."""
+    """The finding that `what` cannot be written: `disk_full` if there is no space left, otherwise
+    `guard_degraded`, followed by the consequence `then`."""
     reason = error.strerror or str(error)
     if is_full(error):
         return make_finding("disk_full", what=what, reason=reason)
@@ -16,13 +17,14 @@ def write_failed(what: str, error: OSError, then: str = "") -> Finding:
 
 
 def not_stored(what: str, error: OSError) -> Finding:
-    """A single write of `what` failed; nothing tries again, so no recovery will follow."""
+    """The finding that a single write of `what` failed. The guard does not try that write again, so
+    it cannot report a recovery either."""
     text = f"{what} could not be stored: {error.strerror or error}"
     return make_finding("guard_degraded", what=text, disk_full=is_full(error))
 
 
 class WriteOutage:
-    """Reports the first failed write of one file and the first that succeeds after it."""
+    """Reports the first failed write of a file, and the first successful write after it."""
 
     def __init__(self, what: str, then: str = "") -> None:
         """`what` names the file; `then` is the consequence while it cannot be written."""
@@ -33,13 +35,14 @@ class WriteOutage:
         """Writes lost since the outage began."""
 
     def failed(self, error: OSError, lost: int = 1) -> Finding | None:
-        """A write failed, and `lost` records with it."""
+        """Record a failed write that lost `lost` records; returns a finding if it began an
+        outage."""
         first, self.ongoing = not self.ongoing, True
         self.lost += lost
         return write_failed(self._what, error, self._then) if first else None
 
     def succeeded(self) -> Finding | None:
-        """A write succeeded."""
+        """Record a successful write; returns a finding if it ended an outage."""
         if not self.ongoing:
             return None
         lost, self.lost, self.ongoing = self.lost, 0, False
