@@ -1,2 +1,2 @@
-"""Runs INSIDE each rank: standard library and torch only; never blocks, raises, syncs the GPU or
-uses the network."""
+"""The hook, which runs INSIDE each rank. It uses only the standard library and torch; it never
+blocks, raises, synchronises the GPU or uses the network."""

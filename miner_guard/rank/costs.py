@@ -1,4 +1,4 @@
-"""What monitoring costs in this rank, summed before it is journaled."""
+"""Sums up what monitoring costs in this rank, and journals the sums from time to time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_OPERATIONS = 64
 
 
 class RankCosts:
-    """Sums by operation. Entries have `operation`, `seconds`, `blocking`, `count`."""
+    """The costs of this rank, summed by operation and by whether training waited."""
 
     def __init__(self, recorder: Recorder, monotonic: Callable[[], float]) -> None:
         self._recorder = recorder
@@ -31,8 +31,7 @@ class RankCosts:
         self._flushed = -math.inf
 
     def add(self, operation: str, seconds: float, blocking: bool) -> None:
-        """Account for one run of an operation. Raises ValueError for a negative or non-finite
-        duration."""
+        """Add one run of an operation. Raises ValueError if `seconds` is negative or not finite."""
         if not 0.0 <= seconds < math.inf:
             raise ValueError(f"{operation} took {seconds} s: not a duration; ignored")
         key = (operation, blocking)
@@ -43,7 +42,7 @@ class RankCosts:
         self._perhaps_flush()
 
     def own(self, seconds: float, steps: int = 1) -> None:
-        """Account for the time that the hook itself took over `steps` steps."""
+        """Add the time that the hook itself took during `steps` steps."""
         self._own_seconds += seconds
         self._own_count += steps
         if steps > 1 or not self._own_count & 63:
@@ -54,7 +53,7 @@ class RankCosts:
             self.flush()
 
     def flush(self) -> None:
-        """Journal the sums, as far as there is room."""
+        """Journal the sums. Those for which the journal has no room stay for the next time."""
         self._flushed = self._monotonic()
         if self._own_count:
             self._sums[(OWN, True)] = (self._own_seconds, self._own_count)
@@ -74,7 +73,7 @@ class RankCosts:
 
     @contextlib.contextmanager
     def track(self, operation: str) -> Iterator[None]:
-        """Time the body as one run of an operation that training waits for."""
+        """Time the `with` block as one run of an operation that training waits for."""
         started = self._monotonic()
         try:
             yield

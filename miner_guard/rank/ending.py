@@ -1,4 +1,5 @@
-"""How a rank's process ends, seen from inside: the launcher does not pass exit codes on."""
+"""Detects inside a rank how its process ends, because the launcher does not pass on the ranks' exit
+codes."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from collections.abc import Callable
 
 
 def follow(forked: Callable[[], None], exited: Callable[[bool], None]) -> None:
-    """Call the method `forked` in a child of this process, and `exited(failed)` as `at_exit` does,
-    while their object exists."""
+    """Call the method `forked` in each forked child of this process, and the method
+    `exited(failed)` as `at_exit` does, as long as their object exists."""
     weak_forked, weak_exited = weakref.WeakMethod(forked), weakref.WeakMethod(exited)
 
     def after_in_child() -> None:
@@ -27,18 +28,18 @@ def follow(forked: Callable[[], None], exited: Callable[[bool], None]) -> None:
 
 
 def at_exit(ended: Callable[[bool], None]) -> None:
-    """Call `ended(failed)` when this process exits through the interpreter: not after `os._exit` or
-    a signal.
+    """Call `ended(failed)` when this process exits through the interpreter, so not after `os._exit`
+    or a signal.
 
-    `failed`: an exception ended it. A code given to `sys.exit` is known only in a multiprocessing
-    child.
+    `failed`: whether an exception ended the process. The code of a `sys.exit` counts only in a
+    multiprocessing child; elsewhere it is unknown here.
     """
     processes = sys.modules.get("multiprocessing.process")
     if processes is not None and processes.parent_process() is not None:
         from multiprocessing import util
 
-        # A multiprocessing child ends with os._exit; its own finalizers run with the exception in
-        # flight.
+        # A multiprocessing child ends with os._exit, but runs its own finalizers first, while
+        # `sys.exc_info` still holds the exception.
         util.Finalize(None, lambda: ended(_failing(sys.exc_info()[1])), exitpriority=0)
     else:
         atexit.register(lambda: ended(_uncaught()))

@@ -1,4 +1,4 @@
-"""Which rank this is and what the supervisor passed to it: read once, from the environment."""
+"""Reads from the environment, once, which rank this is and what the supervisor passed to it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RankSettings:
     hang: HangSettings = field(default_factory=HangSettings)
     costs: CostSettings = field(default_factory=CostSettings)
     launch: int = 0
-    """How many times this run of the guard has started the miner before, from 0."""
+    """How many times this run of the guard started the miner before this launch."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,19 @@ class RankContext:
     world_size: int
     run_id: str
     state: StateDir | None
-    """None: no state directory is configured, so nothing is written to disk."""
+    """None if no state directory is configured; the rank then writes nothing to disk."""
 
     settings: RankSettings
     remarks: tuple[str, ...] = ()
-    """Inputs that could not be used, as text for people."""
+    """Human-readable remarks about inputs that could not be used."""
 
     local_world_size: int = 0
     """Ranks on this host; 0 if unknown."""
 
 
 def find(env: Mapping[str, str] = os.environ, state_dir: str | Path | None = None) -> RankContext:
-    """The rank's place from torch.distributed if initialised, else from torchrun's variables, else
-    rank 0 of 1."""
+    """Find this rank's place: from torch.distributed if it is initialised, otherwise from
+    torchrun's variables, otherwise rank 0 of 1."""
     remarks: list[str] = []
     rank, world_size = _number(env, "RANK", 0, remarks), _number(env, "WORLD_SIZE", 1, remarks)
     dist = initialised_distributed()
@@ -79,14 +79,14 @@ def _folder(env: Mapping[str, str], given: str | Path | None, remarks: list[str]
     try:
         return Path(named).expanduser().absolute() if named else None
     except (OSError, RuntimeError, TypeError) as error:
-        # The home or working directory is gone: that must not change which rank this is.
+        # The home or working directory is gone. That must not change which rank this is.
         remarks.append(f"the state directory {named} can't be found ({error}); nothing is recorded")
         return None
 
 
 def mark(place: RankContext) -> None:
-    """Mark child processes as belonging to this rank: a spawned dataloader worker reruns the
-    script's top level."""
+    """Mark child processes as belonging to this rank, because a spawned dataloader worker runs the
+    top level of the script again and would take itself for the rank."""
     if place.state is not None:
         os.environ[RANK_ABOVE] = (
             f"{os.getpid()} {process_start(os.getpid())} {place.rank} {place.world_size}"
@@ -94,13 +94,13 @@ def mark(place: RankContext) -> None:
 
 
 def unmark() -> None:
-    """This process is no longer a rank."""
+    """Undo `mark`, because this process is no longer a rank."""
     os.environ.pop(RANK_ABOVE, None)
 
 
 def _is_of_a_rank(env: Mapping[str, str], rank: int, world_size: int) -> bool:
-    """Whether an ancestor process already is the rank that this one claims to be: the record
-    belongs to the ancestor."""
+    """Whether an ancestor of this process already is the rank that this process claims to be. The
+    flight record then belongs to the ancestor."""
     try:
         pid, start, its_rank, its_world = map(int, env.get(RANK_ABOVE, "").split())
         return (
@@ -165,6 +165,6 @@ def _settings(text: str | None, remarks: list[str]) -> RankSettings:
 
 
 def _section(cls: type[T], values: Any) -> T:
-    # Drop unknown keys: the supervisor may run another version than the one in the miner's Python.
+    # Drop unknown keys: the supervisor's version may differ from the one in the miner's Python.
     known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     return cls(**{key: value for key, value in (values or {}).items() if key in known})

@@ -80,12 +80,12 @@ class Guard:
 
     @property
     def supervised(self) -> bool:
-        """A supervisor reads the journal."""
+        """Whether a supervisor reads the journal."""
         return self._recorder.supervised
 
     @property
     def troubles(self) -> int:
-        """Failures inside the hook so far, reported or not."""
+        """Number of failures inside the hook so far, including those not reported."""
         return self._recorder.error_count
 
     # steps
@@ -95,9 +95,9 @@ class Guard:
         checkpoint, … or any name.
 
         `monitor` encloses a monitoring callback and the phases in it. `allowance_s`: how long this
-        phase may last before it counts as a hang, if the settings do not define it. In code that
-        torch.compile captures it does nothing: a clock there would break the graph, or fail under
-        fullgraph.
+        phase may last before it counts as a hang; overrides `[hang]` for this phase. In code that
+        torch.compile captures, the phase does nothing: reading a clock there would break the graph,
+        or fail under fullgraph.
         """
         if compiling():
             return nullcontext()
@@ -122,10 +122,11 @@ class Guard:
         total_steps: int | None = None,
         eval_loss: Any = None,
     ) -> None:
-        """Mark the end of an inner step. Numbers are floats or CPU tensors; a GPU tensor is not
-        read, and is reported.
+        """Mark the end of an inner step. Pass numbers as floats or CPU tensors: the guard does not
+        read a GPU tensor, and reports it.
 
-        `eval_loss`: on held-out data, at the steps that evaluated; it reveals overfitting.
+        `eval_loss`: the loss on held-out data, at steps that evaluate; the guard detects
+        overfitting with it.
         """
         if self._closed:
             return
@@ -180,11 +181,12 @@ class Guard:
         revision: str | None = None,
         question: str | None = None,
     ) -> GateDecision:
-        """May this upload go out? Collective, with the same answer on every rank; truthy if it may.
+        """Decide whether this upload may go out. Collective; every rank gets the same decision,
+        which is truthy if the upload is allowed.
 
         `kind="archive"`: the upload after an AllReduce, which is always allowed. If a rank does not
-        ask within `[gate] broadcast_timeout_s`, each rank blocks by itself. `question`: what all
-        ranks must ask identically; by default the kind and the steps.
+        ask within `[gate] broadcast_timeout_s`, each rank blocks the upload independently.
+        `question`: identifies the call; it must be the same on every rank. Default: kind and steps.
         """
         given = Candidate(
             kind=kind,
@@ -200,35 +202,38 @@ class Guard:
         return self._uploads.may_upload(given, question)
 
     def may_publish(self, decision: GateDecision, gradient: Any) -> GateDecision:
-        """May this compressed gradient be written and sent, after `may_upload` has allowed it?
+        """Decide whether this compressed gradient may be written and sent, after `may_upload` has
+        allowed the upload.
 
-        For rank 0 only, not collective, callable from any thread. Compares names, types, shapes and
-        the values of CPU tensors with what validators accept: call it beside training, since
-        reading 100 MB takes about a second. If allowed, returns `decision` itself.
+        Call it on rank 0 only; it is not collective, and any thread may call it. It compares names,
+        types, shapes and the values of CPU tensors with what validators accept. Call it outside the
+        training thread, because reading 100 MB takes about a second. Returns `decision` itself if
+        the gradient is allowed.
         """
         return self._uploads.may_publish(decision, gradient)
 
     def upload(self, decision: GateDecision, *, tag: str | None = None) -> UploadRecorder:
-        """A context manager around the upload: records and times it; the supervisor verifies it.
+        """A context manager around the upload. It records and times the upload; the supervisor
+        verifies it.
 
-        Set `tag` (if not given) and `size_bytes` on the object it yields. Exceptions from the body
-        are recorded and propagate.
+        Set `size_bytes`, and `tag` if not passed here, on the object it yields. It records an
+        exception from the body and lets it propagate.
         """
         return self._uploads.recorder(decision, self._hot.names.named("upload"), tag)
 
     @harmless_or(lambda: False)
     def upload_due(self) -> bool:
-        """Whether the published upload is past its target age. Collective, the same answer on every
-        rank.
+        """Whether the published upload is older than its target age. Collective; every rank gets
+        the same answer.
 
-        An upload that just succeeded counts even before the guard's next poll of the repo.
+        An upload that has just succeeded counts even before the guard polls the repo again.
         """
         return self._questions.upload_due()
 
     @harmless_or(lambda: False)
     def checkpoint_requested(self) -> bool:
-        """Whether `miner-guard ctl checkpoint` was run since the last True. Collective, the same on
-        every rank."""
+        """Whether someone has run `miner-guard ctl checkpoint` since this last returned True.
+        Collective; every rank gets the same answer."""
         return self._questions.checkpoint_requested()
 
     # the rest
@@ -246,8 +251,8 @@ class Guard:
         inner_steps_per_outer: int | None = None,
         tokens_per_step: int | None = None,
     ) -> Sequence[Any]:
-        """Every rank's hardware and the placement of its share of the model, on rank 0; elsewhere
-        this rank's only. Collective."""
+        """Diagnose the hardware and the placement of each rank's share of the model. Returns all
+        ranks' reports on rank 0, and only its own report on any other rank. Collective."""
         from miner_guard.rank.introspection import diagnose
 
         given = TrainingEntry(
@@ -289,7 +294,7 @@ class Guard:
 
     @harmless_or(nothing)
     def add_cost(self, operation: str, seconds: float, *, blocking: bool = True) -> None:
-        """Account for a monitoring operation. `blocking`: training waited for it."""
+        """Add what a monitoring operation cost. `blocking`: whether training waited for it."""
         self._costs.add(str(operation), float(seconds), blocking)
 
     @harmless_or(lambda: False)
@@ -301,24 +306,26 @@ class Guard:
         every_steps: int | None = None,
         step: int | None = None,
     ) -> bool:
-        """Whether a monitoring operation should run now: rank 0's `MonitoringCostTracker.due`, for
-        all ranks.
+        """Whether a monitoring operation should run now, as `MonitoringCostTracker.due` decides on
+        rank 0 for all ranks.
 
-        Collective: for an operation that itself contains a collective and so must run on all ranks
-        or on none. Give `every_s` or `every_steps`; `step` defaults to the count kept by
-        `guard.step`.
+        Collective. Use it for an operation that itself contains a collective, and so must run on
+        all ranks or on none. Pass `every_s` or `every_steps`; `step` defaults to the number of
+        steps that `guard.step` has counted.
         """
         if every_s is None and every_steps is None:
             raise ValueError(f"due({operation!r}) needs every_s or every_steps")
         return self._questions.due(operation, every_s, every_steps, step)
 
     def track(self, operation: str) -> Any:
-        """`with guard.track("eval"): …` times a monitoring operation that training waits for."""
+        """A context manager that times a monitoring operation for which training waits:
+        `with guard.track("eval"): …`."""
         return self._costs.track(operation)
 
     @harmless_or(lambda: False)
     def journal(self, document: Any, /) -> bool:
-        """Append an entry that must not be lost; False if there is no room or no flight record."""
+        """Append an entry that must not be lost. Returns False if the journal has no room or this
+        rank has no flight record."""
         return self._recorder.journal(document)
 
     @harmless_or(nothing)
@@ -328,8 +335,8 @@ class Guard:
 
     @harmless_or(nothing)
     def close(self, finished: bool = False) -> None:
-        """Close the guard. Pass `finished=True` only after the configured end; with an exception in
-        flight it does not count as a finish."""
+        """Close the guard. Pass `finished=True` only if training has reached its configured end.
+        While an exception propagates, the run is not marked as finished."""
         if self._closed:
             return
         error = sys.exc_info()[1]
@@ -352,7 +359,7 @@ class Guard:
             self._recorder.report_error(
                 where, f"guard.{where}: {describe(error)}; training continues"
             )
-        except Exception:  # noqa: BLE001 - there is no one left to tell but the counter, which status shows
+        except Exception:  # noqa: BLE001 - reporting itself failed; only the counter, which status shows, is left
             self._recorder.error_count += 1
 
     def _forked(self) -> None:
@@ -361,18 +368,20 @@ class Guard:
         self._recorder.detach_after_fork()
 
     def _exited(self, failed: bool) -> None:
-        """The process exits; `failed`: by an exception."""
+        """Record that the process exits; `failed`: whether because of an exception."""
         if not self._closed:
             self._attempt("exit", self._end, FAILED if failed else ENDED)
 
     def _begin(self, agree: bool) -> None:
-        """Steps that need the other ranks or may fail harmlessly, each isolated from the rest."""
+        """Start what needs the other ranks or is optional; a failure of one step does not affect
+        the others. `agree`: set up the agreement now."""
         ending.follow(self._forked, self._exited)
         if self.world_size > 1 and agree:
             self._attempt("agreement", self._questions.agreement)
         if self.place.state is not None:
             self._attempt("stacks", self._stacks.begin, self.place.state.stacks_of(self.rank))
-            # One rank too: behind a kernel that never ends its collectives wait like any other's.
+            # A single rank needs this too: if a CUDA kernel never ends, the rank's collectives
+            # queue up behind it.
             if self.world_size > 1 or environment.initialised_distributed() is not None:
                 self._attempt(
                     "collectives", collectives.serve, self.place.state.collectives_of(self.rank)
@@ -389,17 +398,17 @@ _current: Guard | None = None
 
 
 def current() -> Guard | None:
-    """This process's guard, if `init` was called and the guard is still open."""
+    """This process's guard; None if `init` was not called or the guard is closed."""
     return None if _current is None or _current._closed else _current
 
 
 def init(state_dir: str | Path | None = None, *, agree: bool = True) -> Guard:
-    """Create the guard of this rank. Call once on every rank, after init_process_group (the ranks
-    register). Never raises.
+    """Create the guard of this rank. Call it once on every rank, after init_process_group, because
+    the ranks register with each other here. Never raises.
 
-    `state_dir` is for a miner that runs without a supervisor; `miner-guard run` passes it itself.
-    `agree=False` defers setting up the agreement to the first question that needs it. A second call
-    returns the same guard.
+    `state_dir` is for a miner that runs without a supervisor; under `miner-guard run` the ranks get
+    it from the environment. With `agree=False`, the ranks set up their agreement only when the
+    first collective question needs it. A second call returns the same guard.
     """
     global _current
     if _current is not None and not _current._closed:

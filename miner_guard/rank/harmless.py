@@ -1,5 +1,5 @@
-"""Keeps a failure of the hook inside the hook: it becomes one `guard_degraded`, and training
-continues."""
+"""Keeps failures of the hook away from training: each kind is reported once as `guard_degraded`,
+and training continues."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ R = TypeVar("R")
 
 
 def harmless_or(fallback: Callable[[], R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Wrap a method of `Guard`: any exception becomes one `guard_degraded` and the fallback's
-    value.
+    """Wrap a method of `Guard` so that it never raises: it reports an exception as `guard_degraded`
+    and returns `fallback()`.
 
-    When a torch-compiled function calls it, the graph breaks around the call. Otherwise torch would
-    compile the hook too, and recompile it at each step, because its clocks and counters always
-    differ. Same effect as `torch.compiler.disable`, which imports dynamo and so takes seconds. A
-    single frame does both: this path is hot.
+    If a torch-compiled function calls the method, the graph breaks around the call. Otherwise torch
+    would compile the hook too, and recompile it at each step, because its clocks and counters
+    always differ. `torch.compiler.disable` has the same effect, but imports dynamo, which takes
+    seconds. One wrapper does both jobs, because this path is hot.
     """
 
     def wrap(method: Callable[P, R]) -> Callable[P, R]:
@@ -47,10 +47,10 @@ def harmless_or(fallback: Callable[[], R]) -> Callable[[Callable[P, R]], Callabl
 
 
 def nothing() -> None:
-    """The fallback of a method without a result."""
+    """The fallback for a method without a result."""
     return None
 
 
 def no_reports() -> Sequence[Any]:
-    """The fallback of a method that returns reports."""
+    """The fallback for a method that returns reports."""
     return ()

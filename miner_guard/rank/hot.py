@@ -1,4 +1,5 @@
-"""Selects the hook's hot path: the compiled one if built for this layout, else the Python one."""
+"""Selects the hook's hot path: the compiled one if it was built for this layout, otherwise the
+Python one."""
 
 from __future__ import annotations
 
@@ -18,13 +19,14 @@ if TYPE_CHECKING:
     from miner_guard.flight_recorder import _hot
 
 PYTHON_HOOK = "_MINER_GUARD_PYTHON_HOOK"
-"""Environment variable: use the Python path even if the compiled one is available."""
+"""Environment variable that makes ranks use the Python path even if the compiled one is
+available."""
 
 PHASE_FLAGS = {
     **dict.fromkeys(("inference", "val_loss", "example_loss", "monitor"), layout.FLAG_EVAL),
     **dict.fromkeys(("upload", "allreduce", "load_state", "pause"), layout.FLAG_SYNC),
 }
-"""The flags of a step that spent time in these phases."""
+"""By phase: the flag of a step that spent time in it."""
 
 _LAYOUT = {
     "header_offset": layout.NOW_OFFSET,
@@ -42,7 +44,7 @@ Memory = Callable[[], tuple[float | None, float | None]]
 
 
 def compiled() -> tuple[Any | None, str]:
-    """The compiled module or None; and why it is not used, or its path."""
+    """Return the compiled module and its path, or None and the reason why it is not used."""
     if os.environ.get(PYTHON_HOOK):
         return None, f"{PYTHON_HOOK} is set"
     try:
@@ -61,8 +63,8 @@ class HotPath:
     phases: Phases | _hot.HotPhases
     names: PhaseNames
     step: Callable[..., int] | None
-    """Handles a whole step if all given values are plain numbers (`HotPhases.step`); None: use the
-    Python path."""
+    """Handles a whole step if all reported values are plain numbers (`HotPhases.step`); None if the
+    Python path must handle it."""
 
     take_own: Callable[[], tuple[float, int]]
     """Seconds spent in `step` since the last call, and the number of those steps."""
@@ -71,10 +73,10 @@ class HotPath:
 def hot_path(
     recorder: Recorder, allowances: Mapping[str, float], remember: Remember, memory: Memory
 ) -> HotPath:
-    """The hot path of a rank. Calls `remember` with each loss and `memory` for allocated and
-    reserved bytes.
+    """Create the hot path of a rank. It calls `remember` with each loss, and `memory` to read the
+    allocated and reserved bytes.
 
-    `allowances`: how long each phase may last by the settings, in seconds, by name.
+    `allowances`: how long each phase may last according to the settings, in seconds by name.
     """
     module, _ = compiled()
     if module is None:

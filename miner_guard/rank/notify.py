@@ -1,5 +1,5 @@
-"""Datagrams that wake the supervisor; the flight record holds the data. Non-blocking: dropped
-rather than waited for."""
+"""Sends datagrams that wake the supervisor; the data itself is in the flight record. A datagram
+that cannot be sent immediately is dropped."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ class Notifier:
 
     def __init__(self, path: Path | None) -> None:
         self.alone = path is None
-        """There is no socket, or the last datagram found no listener."""
+        """Whether no supervisor listens: there is no socket, or the last datagram found no
+        listener."""
 
         self.dropped = 0
-        """Datagrams that did not arrive: no listener, or the reader was too slow."""
+        """Number of datagrams that did not arrive, because no one listens or the supervisor is too
+        slow."""
 
         self._socket: socket.socket | None = None
         self._held = contextlib.ExitStack()
@@ -55,7 +57,7 @@ class Notifier:
         try:
             self._socket.sendto(payload, self._address)
         except OSError as error:
-            # A stuck reader (EAGAIN) is still a reader: it has the flight record.
+            # A supervisor that is stuck (EAGAIN) is still there, and will read the flight record.
             self.alone = error.errno in _NOBODY
             self.dropped += 1
             return False

@@ -1,5 +1,5 @@
-"""Converts what the training loop holds to numbers, without waiting for the GPU. Never imports
-torch."""
+"""Converts the values that the training loop reports to numbers, without waiting for the GPU. Never
+imports torch."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ MAX_INT = 1 << 63
 
 
 class Loss(NamedTuple):
-    """A loss and its provenance, for `step(loss=…)`."""
+    """A loss and how it came about, for `step(loss=…)`."""
 
     value: float
     steps_ago: int = 0
-    """How many steps ago the loss arose: read from a GPU without waiting, it arrives late."""
+    """How many steps ago the loss was computed: it arrives late if it is read from a GPU without
+    waiting."""
 
     summed: bool = False
-    """It is the sum of all that was passed to `backward` in the step; the program may display
-    another number."""
+    """Whether it is the sum of all losses passed to `backward` during the step; the program may
+    display a different number."""
 
 
 class NotRead(Exception):
-    """Reading this value would cost a synchronisation or a collective; the message says what to
+    """Reading this value would force a synchronisation or a collective. The message says what to
     pass instead."""
 
 
 def number(name: str, value: Any) -> tuple[float, str | None]:
-    """`value` as a float and, for a tensor, its device type.
+    """Return `value` as a float and, if it is a tensor, its device type.
 
-    Raises NotRead if reading would synchronise, ValueError and TypeError if `value` is not a
-    number.
+    Raises NotRead if reading would need a synchronisation or a collective, and ValueError or
+    TypeError if `value` is not a number.
     """
     device = getattr(getattr(value, "device", None), "type", None)
     if device is None:
@@ -49,10 +50,10 @@ def number(name: str, value: Any) -> tuple[float, str | None]:
 
 
 def whole(value: Any) -> int:
-    """A step number as an int.
+    """Return a step number as an int.
 
-    Raises NotRead for a tensor on the GPU; ValueError, TypeError and OverflowError for anything but
-    a whole number, ValueError also for one that does not fit a record.
+    Raises NotRead for a tensor on the GPU, ValueError if the number does not fit a record, and
+    ValueError, TypeError or OverflowError if `value` is no whole number.
     """
     if getattr(getattr(value, "device", None), "type", "cpu") != "cpu":
         raise NotRead("a step number is a tensor on the GPU; pass an int")
@@ -65,16 +66,16 @@ def whole(value: Any) -> int:
 
 
 class GpuMemory(NamedTuple):
-    """Bytes of the caching allocator of one GPU."""
+    """The figures of one GPU's caching allocator, in bytes."""
 
     allocated: float
     reserved: float
     peak: float | None
-    """The most that was allocated at a time, since the program started or reset the counter."""
+    """The most that was allocated at one time since the program started or reset the counter."""
 
 
 _GROWTH = 1.05
-"""A peak is worth a report once it exceeds the last reported one by this factor."""
+"""Report a peak only if it exceeds the last reported one by this factor."""
 
 
 class CudaMemory:
@@ -82,16 +83,16 @@ class CudaMemory:
 
     def __init__(self) -> None:
         self._device: int | None = None
-        """None: the current one."""
+        """Index of the GPU; None means the current device."""
 
         self._last: GpuMemory | None = None
         self._reported = 0.0
 
     def read(self) -> tuple[float | None, float | None]:
-        """Allocated and reserved bytes; None if CUDA is not in use.
+        """Return allocated and reserved bytes; (None, None) if CUDA is not in use.
 
-        A program that names its device (`cuda:3`) need not make it current: if nothing is allocated
-        on the current device, read the one with the most.
+        A program may name its device (`cuda:3`) without making it current. If nothing is allocated
+        on the current device, this reads the one with the most allocated memory.
         """
         cuda = sys.modules.get("torch.cuda")
         if cuda is None or not cuda.is_initialized():
@@ -111,7 +112,8 @@ class CudaMemory:
         return (None, None) if memory is None else (memory.allocated, memory.reserved)
 
     def new_peak(self) -> GpuMemory | None:
-        """The last reading, if its peak is well above the one returned before."""
+        """The last reading, if its peak is well above the last one that this returned; otherwise
+        None."""
         last = self._last
         if last is None or not last.peak or last.peak < _GROWTH * self._reported:
             return None
@@ -120,10 +122,10 @@ class CudaMemory:
 
 
 def _memory_of(cuda: Any, device: int | None) -> GpuMemory | None:
-    # The nested form skips the flattening and sorting that make `memory_allocated` take 80-100 us.
+    # Read the nested statistics: `memory_allocated` flattens and sorts them, which takes 80-100 us.
     stats = cuda.memory_stats_as_nested_dict(device)
     if not stats:
-        # The caching allocator is off (PYTORCH_NO_CUDA_MEMORY_CACHING) and counts nothing.
+        # The caching allocator is switched off (PYTORCH_NO_CUDA_MEMORY_CACHING) and counts nothing.
         return None
     allocated = stats["allocated_bytes"]["all"]
     return GpuMemory(

@@ -1,4 +1,4 @@
-"""Named phases of a step: how long each took, and which one the rank is in now."""
+"""Measures how long each named phase of a step took, and shows which phase the rank is in now."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from typing import Any, Protocol
 from miner_guard.flight_recorder.layout import NAN, PHASES
 
 COLUMNS = {**{name: name for name in PHASES}, "checkpoint": "pause"}
-"""The column of `layout.PHASES` that a phase counts towards; any other counts as `other`."""
+"""By phase: the column of `layout.PHASES` to which its time counts. All other phases count as
+`other`."""
 
 _MAX_NAMES = 256
-"""Names cached; a program that makes up more gets an uncached phase each time."""
+"""How many phase names to cache. For further names, the hook creates a new phase object at each
+use."""
 
 _MAX_OPEN = 64
-"""Limit on open phases: beyond it the program entered them by hand and forgot them, and each step
-would take longer."""
+"""Limit on open phases. A program exceeds it only if it enters phases by hand and forgets to leave
+them; without the limit each step would then take longer."""
 
 
 class Header(Protocol):
-    """Where the current phase is published."""
+    """The place where the current phase is published."""
 
     def show_phase(
         self, name: bytes, since: float, heartbeat: float, allowance_s: float
@@ -32,30 +34,31 @@ class Header(Protocol):
 class Phases:
     """The open phases of the training thread and the seconds of the current step.
 
-    Seconds are inclusive: a phase includes what is nested in it, once. Phases on other threads (a
-    background upload) neither count towards the step nor show in the header.
+    A phase's seconds include those of the phases nested in it. Phases on other threads, such as a
+    background upload, neither count towards the step nor show in the header.
     """
 
     def __init__(self, header: Header | None, monotonic: Callable[[], float]) -> None:
         self.header = header
         self.monotonic = monotonic
         self.started = monotonic()
-        """When the current step began."""
+        """Monotonic time at which the current step began."""
 
         self.count = 0
-        """Steps of this process."""
+        """Number of steps of this process."""
 
         self.seconds: dict[str, float] = {}
-        """By name in `layout.PHASES`, since the last `take`."""
+        """Seconds by name in `layout.PHASES`, since the last `take`."""
 
         self.nested_in_monitor = 0.0
-        """Seconds of the phases directly below `monitor`."""
+        """Seconds spent in phases nested directly in `monitor`."""
 
         self.stack: list[Open] = []
         self.owner = get_ident()
         self.live = True
         self.failed: Exception | None = None
-        """The first error inside a phase since the last step; phases keep working."""
+        """The hook's first error while entering or leaving a phase since the last step. Phases keep
+        working."""
 
     @property
     def open(self) -> int:
@@ -63,13 +66,13 @@ class Phases:
         return len(self.stack)
 
     def adopt_thread(self) -> None:
-        """Make the calling thread the training thread, wherever the guard was created."""
+        """Make the calling thread the training thread, even if another thread created the guard."""
         if not self.stack:
             self.owner = get_ident()
 
     def take(self, now: float) -> tuple[dict[str, float], float]:
-        """The seconds since the last call, and those nested in monitor; open phases count up to
-        now."""
+        """Return the seconds by phase since the last call, and the seconds nested in `monitor`.
+        Open phases count up to `now`."""
         for depth, frame in enumerate(self.stack):
             self.account(frame, depth, now)
             frame.counted_to = now
@@ -79,7 +82,7 @@ class Phases:
         return seconds, nested
 
     def account(self, frame: Open, depth: int, now: float) -> None:
-        """Account for the open phase at `depth`, up to now."""
+        """Add the time of the open phase at `depth`, up to `now`."""
         elapsed = now - frame.counted_to
         column = frame.phase.column
         if depth and any(outer.phase.column == column for outer in self.stack[:depth]):
@@ -89,7 +92,8 @@ class Phases:
             self.nested_in_monitor += elapsed
 
     def leave_to(self, phase: Phase, now: float) -> None:
-        """Leave `phase` and everything still open inside it; do nothing if it is not open."""
+        """Leave `phase` and all phases that are still open inside it. Does nothing if `phase` is
+        not open."""
         if not any(frame.phase is phase for frame in self.stack):
             return
         while True:
@@ -99,7 +103,7 @@ class Phases:
 
 
 class AnyPhase(Protocol):
-    """A phase on either hot path. Entering and leaving never raise."""
+    """A phase of the Python or the compiled hot path. Entering and leaving it never raises."""
 
     def __enter__(self) -> Any: ...
 
@@ -118,16 +122,16 @@ class PhaseNames:
     def __init__(
         self, make: Callable[[str, float, float], AnyPhase], allowances: Mapping[str, float]
     ) -> None:
-        """`make(name, allowance_s, longest_s)`; `allowances`: how long a phase may last by the
-        settings, in seconds, by name."""
+        """`make(name, allowance_s, longest_s)` creates a phase. `allowances`: how long a phase may
+        last according to the settings, in seconds by name."""
         self.known: dict[tuple[str, float | None], AnyPhase] = {}
-        """By name and declared allowance."""
+        """The cached phases by name and declared allowance."""
 
         self._make = make
         self._allowances = allowances
 
     def named(self, name: str, allowance_s: float | None = None) -> AnyPhase:
-        """The context manager of a phase; the same, reusable object each time."""
+        """The context manager for a phase. It is reusable, and the same object at each call."""
         key = (name, allowance_s)
         phase = self.known.get(key)
         if phase is None:
@@ -142,7 +146,7 @@ class PhaseNames:
 
 
 def packed(name: str) -> bytes:
-    """The name truncated to the header's field."""
+    """The name, encoded and truncated to the size of the header's field."""
     return name.encode("utf-8", "replace")[:24]
 
 
@@ -160,17 +164,17 @@ class Open:
 
 
 class Phase:
-    """`with guard.phase("data"): …`. Entering and leaving never raise.
+    """The context manager of `with guard.phase("data"): …`. Entering and leaving it never raises.
 
-    Both run several times per step with cold caches, so they are inlined: a call costs more than
-    its body.
+    Both run several times per step with cold caches, where a function call costs more than its
+    body, so their code is inlined.
     """
 
     __slots__ = ("_packed", "_phases", "allowance_s", "column", "longest_s", "name")
 
     def __init__(self, phases: Phases, name: str, allowance_s: float, longest_s: float) -> None:
-        """`allowance_s`: as declared, else NaN; `longest_s`: the same, else the settings' value for
-        this name, else -inf."""
+        """`allowance_s`: the declared allowance, or NaN. `longest_s`: the declared allowance,
+        otherwise the settings' value for this name, otherwise -inf."""
         self._phases = phases
         self._packed = packed(name)
         self.name = name
@@ -190,8 +194,8 @@ class Phase:
                             f"{_MAX_OPEN} phases are open (the limit); {self.name} is not counted"
                         )
                     if stack[-1].until > until:
-                        # A nested phase inherits the longer deadline: a validation runs its own
-                        # data and forward phases.
+                        # A nested phase inherits a longer deadline from the outer one: a
+                        # validation, for example, has its own data and forward phases.
                         until = stack[-1].until
                         allowance_s = until - now
                 stack.append(Open(self, now, until, allowance_s))

@@ -1,5 +1,5 @@
-"""Where a rank's record goes: the flight record, the notifier and, without a listener, the
-standalone log."""
+"""Records what happens in a rank: in the flight record, through the notifier and, if no supervisor
+listens, in the standalone log."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ NOTIFY_EVERY_S = 0.05
 """Minimum time between two notifications of the supervisor about steps."""
 
 _MAX_TROUBLES = 20
-"""Distinct failures that are reported; the rest are only counted."""
+"""How many distinct failures the hook reports; it only counts the rest."""
 
 
 class Recorder:
-    """Records and announces what happens in this rank. Thread-safe; never raises or waits."""
+    """Records what happens in this rank and announces it to the supervisor. Thread-safe; never
+    raises or waits."""
 
     def __init__(self, place: RankContext, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.place = place
@@ -36,7 +37,7 @@ class Recorder:
         self.notifier = Notifier(place.state.socket if place.state is not None else None)
         self.own_log = StandaloneLog(place.rank, place.run_id, place.state)
         self.error_count = 0
-        """Failures inside the hook, reported or not."""
+        """Number of failures inside the hook, including those not reported."""
 
         self._reported = Once(_MAX_TROUBLES)
         self._rung = -math.inf
@@ -73,11 +74,11 @@ class Recorder:
 
     @property
     def supervised(self) -> bool:
-        """A supervisor reads the journal."""
+        """Whether a supervisor reads the journal."""
         return self.flight is not None and not self.notifier.alone
 
     def show(self, state: str) -> None:
-        """Write the state to the header, outside any phase."""
+        """Write the state to the header, and no phase."""
         if self.flight is not None:
             self.flight.dropped(self.notifier.dropped)
             self.flight.show_state(state, self.monotonic())
@@ -96,7 +97,8 @@ class Recorder:
             self.flight.dropped(self.notifier.dropped)
 
     def journal(self, entry: JournalEntry | Mapping[str, Any], /) -> bool:
-        """Append an entry that must not be lost. False if there is no room or no flight record."""
+        """Append an entry that must not be lost. Returns False if the journal has no room or this
+        rank has no flight record."""
         stored = False
         if self.flight is not None:
             document = entry.to_json() if isinstance(entry, JournalEntry) else entry
@@ -105,7 +107,7 @@ class Recorder:
         return stored
 
     def room(self) -> int:
-        """Journal entries that still fit; 0 without a flight record."""
+        """How many more journal entries fit; 0 without a flight record."""
         return 0 if self.flight is None else self.flight.room()
 
     def emit(self, finding: Finding, /) -> None:
@@ -122,7 +124,8 @@ class Recorder:
             self.own_log.say(finding)
 
     def report_error(self, where: str, what: str) -> None:
-        """Report once that a part of the guard fails; the number of distinct reports is bounded."""
+        """Report a failure inside the hook, once per `where`. The number of different reports is
+        bounded."""
         self.error_count += 1
         if self._reported.first(where):
             self.emit(make_finding("guard_degraded", rank=self.place.rank, what=what, where=where))
@@ -136,13 +139,13 @@ class Recorder:
             self.own_log.flush()
 
     def detach_after_fork(self) -> None:
-        """In a forked child: the record belongs to the parent, so write nothing more."""
+        """Stop recording in a forked child, because the record belongs to the parent."""
         self.flight = None
         self.notifier.close()
         self.own_log.detach_after_fork()
 
 
 def describe(error: BaseException) -> str:
-    """One line about an exception."""
+    """Describe an exception on one line of limited length."""
     text = " ".join(str(error).split())[:200]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

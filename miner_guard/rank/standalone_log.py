@@ -1,7 +1,8 @@
-"""Logging without a supervisor: console lines and, with a state directory, JSON lines.
+"""Logs a rank's findings when no supervisor does: console lines and, if there is a state directory,
+JSON lines.
 
-A thread writes, so that a full pipe or a slow disk never stalls a step; findings that overflow its
-queue are counted and reported.
+A separate thread writes them, so that a full pipe or a slow disk never stalls a step. Findings that
+overflow its queue are counted, and the count is reported.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ _KEPT_LOGS = LogSettings.keep
 _STEP_LINES_PER_S = LogSettings.step_lines_per_s
 _LEFT_OUT_EVERY_S = 60.0
 _LAST_WORDS_S = 1.0
-"""How long process exit waits for the last lines."""
+"""How long an exiting process waits until the last lines are written."""
 
 
 class StandaloneLog:
-    """Takes a rank's findings while no supervisor does."""
+    """Logs a rank's findings while no supervisor listens."""
 
     def __init__(self, rank: int, run_id: str, state: StateDir | None) -> None:
         self._rank = rank
@@ -52,15 +53,15 @@ class StandaloneLog:
         self._idle = threading.Event()
         self._thread: threading.Thread | None = None
         self.left_out = 0
-        """Findings that overflowed the queue or could not be written."""
+        """Number of findings that overflowed the queue or could not be written."""
 
         self._why = "too many at once"
         self._left_out_reported = 0
         self._report_again = -math.inf
 
-        # A duplicate descriptor: bittensor and others strip handlers from loggers and replace
-        # sys.stdout. Without a standard output, descriptor 1 is whatever file the program opened
-        # first.
+        # Write to a duplicate of descriptor 1, because bittensor and others strip handlers from
+        # loggers and replace sys.stdout. If the process has no standard output, descriptor 1 may be
+        # any file that the program has opened.
         self._console: int | None = None if sys.__stdout__ is None else _own_descriptor(1)
 
     def say(self, finding: Finding) -> None:
@@ -79,8 +80,8 @@ class StandaloneLog:
         try:
             thread.start()
         except RuntimeError:
-            # This host allows no more threads, or the interpreter is exiting. The next finding
-            # tries again; this one stays queued.
+            # This host allows no more threads, or the interpreter is exiting. This finding stays
+            # queued, and the next one tries again to start the thread.
             return
         self._thread = thread
         atexit.register(self.flush)
@@ -91,8 +92,8 @@ class StandaloneLog:
             self._idle.wait(timeout_s)
 
     def detach_after_fork(self) -> None:
-        """In a forked child: the writer thread does not exist, so accept nothing more and wait for
-        nothing."""
+        """Discard all findings in a forked child from now on, and wait for none: the child lacks
+        the writer thread."""
         self._console, self._state, self._thread = None, None, None
         self._queue.clear()
         atexit.unregister(self.flush)
@@ -134,7 +135,7 @@ class StandaloneLog:
                     (console_line(record, emoji=True) + "\n").encode("utf-8", "replace"),
                 )
             except BlockingIOError:
-                # A full pipe that the program made non-blocking: later lines may fit.
+                # The program has made the pipe non-blocking, and it is full. Later lines may fit.
                 self.left_out += 1
                 self._why = "the console is full"
             except OSError:
@@ -163,7 +164,7 @@ class StandaloneLog:
             return
         try:
             os.write(fd, line.encode("utf-8", "replace"))
-            # Every rank opens the file for each line, so that one of them may rotate it.
+            # Every rank opens the file anew for each line, so rank 0 can rotate it safely.
             if self._rank == 0 and os.fstat(fd).st_size > _MAX_LOG:
                 rotate(state.log, _KEPT_LOGS)
         except OSError as error:
@@ -177,8 +178,8 @@ class StandaloneLog:
 
 
 class StepLines:
-    """What rank 0 logs about its steps standalone: the step line, the absolute slow rule, a NaN or
-    infinite loss."""
+    """The findings that rank 0 logs about its steps without a supervisor: the step line, a slow
+    step by the absolute rule, and a NaN or infinite loss."""
 
     def __init__(self, settings: StepSettings) -> None:
         self._settings = settings
@@ -220,8 +221,8 @@ class StepLines:
 
 
 def _training_seconds(step: StepRecord) -> float:
-    """The seconds that the slow rule judges, as in the supervisor: without compilation and
-    non-training work."""
+    """The seconds to which the absolute slow rule applies, as in the supervisor: those of the step
+    without work other than training; 0 for the first step, which compiles."""
     if step.flags & FLAG_FIRST:
         return 0.0
     return step.seconds - sum(step.phases.get(name, 0.0) for name in SPECIAL_PHASES)

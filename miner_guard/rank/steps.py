@@ -1,4 +1,5 @@
-"""The end of an inner step: one record of what the training loop passed and what was measured."""
+"""Ends an inner step: builds one record from what the training loop reports and what the hook
+measures."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ T = TypeVar("T")
 
 _RECENT_LOSSES = 64
 _PEAK_FROM_STEP = 3
-"""The optimizer allocates its state in the first step: peaks before this step say little."""
+"""Ignore peaks before this step: the optimizer allocates its state in the first one."""
 
 _PEAK_EVERY_S = 60.0
 
@@ -31,12 +32,13 @@ Report = Callable[[str, BaseException], None]
 
 
 class Stepper:
-    """Records each step. `report` is called for values that could not be read; the rest is
-    recorded."""
+    """Records each step. It calls `report` for each value that it cannot read, and records the
+    others."""
 
     def __init__(self, place: RankContext, recorder: Recorder, report: Report) -> None:
         self.record = StepRecord()
-        """Reused for each step: the hook fills in what it was given, `end` what it measured."""
+        """The record, reused for each step: the hook fills in the values that it was given, and
+        `end` the measurements."""
 
         self.losses: deque[float] = deque(maxlen=_RECENT_LOSSES)
         self._recorder = recorder
@@ -45,7 +47,7 @@ class Stepper:
         self._memory = numbers.CudaMemory()
         self._rank = place.rank
         self._peak_at = 0.0
-        """When the next peak may be reported."""
+        """Monotonic time from which the next peak may be reported."""
 
         expect = place.settings.gpu.expect
         self._cuda_expected = isinstance(expect, int) and expect > 0
@@ -56,12 +58,12 @@ class Stepper:
 
     @property
     def count(self) -> int:
-        """Steps of this process."""
+        """Number of steps of this process."""
         return self._phases.count
 
     def end(self) -> None:
-        """Record the step whose given values are in `record`, ending now. The values may be
-        anything."""
+        """End the step now and record it. `record` holds the reported values, which may be of any
+        type."""
         record, phases = self.record, self._phases
         now = self._recorder.monotonic()
         record.flags = 0 if phases.count else layout.FLAG_FIRST
@@ -99,7 +101,7 @@ class Stepper:
             self._log_if_alone(last)
 
     def _report_peak(self) -> None:
-        """Log the GPU's memory when its peak has grown (source 003's `print_memory_stats`)."""
+        """Log the GPU's memory if its peak has grown (source 003's `print_memory_stats`)."""
         phases = self._phases
         if phases.count < _PEAK_FROM_STEP or phases.started < self._peak_at:
             return
@@ -123,7 +125,8 @@ class Stepper:
                 self._recorder.own_log.say(finding)
 
     def _read(self, record: StepRecord) -> None:
-        """Convert the given values to numbers; a plain number, the usual case, costs no call."""
+        """Convert the reported values to numbers. A plain number, the usual case, costs no function
+        call."""
         if (lr := record.lr) is not None and type(lr) is not float:
             record.lr = self.known("lr", lr)
         if (norm := record.grad_norm) is not None and type(norm) is not float:
@@ -164,20 +167,23 @@ class Stepper:
             return
         norm = record.grad_norm
         if loss == 0.0 and norm is not None and not math.isfinite(norm):
-            # HF Trainer shows a NaN loss as 0.0: the gate must not treat it as a number.
+            # Hugging Face's Trainer reports a NaN loss as 0.0; the gate must not take that for a
+            # loss.
             loss = NAN
         self.losses.append(loss)
         if device == "cpu" and (self._cuda_expected or numbers.cuda_in_use()):
             record.flags |= layout.FLAG_LOSS_ON_CPU
 
     def known(self, name: str, given: Any) -> float | None:
-        """`given` as a float, possibly NaN; None if it is unknown or must not be read here."""
+        """Return `given` as a float, possibly NaN; None if it is None or cannot be read, which is
+        reported."""
         if given is None or type(given) is float:
             return given
         return self._attempt(name, lambda: numbers.number(name, given)[0], None)
 
     def whole(self, name: str, given: Any) -> int | None:
-        """`given` as an int that fits a record; None if it is unknown or not a number."""
+        """Return `given` as an int that fits a record; None if it is None or cannot be read, which
+        is reported."""
         if given is None:
             return None
         return self._attempt(name, lambda: numbers.whole(given), None)

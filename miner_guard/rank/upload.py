@@ -1,4 +1,4 @@
-"""`with guard.upload(decision): …`: journals an upload from start to end."""
+"""Journals the start and the end of an upload: `with guard.upload(decision): …`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from uploads.decision import GateDecision
 
 
 class UploadRecorder:
-    """One upload. Rank 0 reports it; another rank reports only its own failure."""
+    """Records one upload. Rank 0 always reports it; any other rank reports it only if it fails
+    there."""
 
     def __init__(
         self,
@@ -93,5 +94,6 @@ class UploadRecorder:
 
 
 def _shown(checksum: str | None) -> str | None:
-    """The prefix only: a whole sha256 looks like a private key and would be redacted."""
+    """The first 32 characters. The guard would redact a whole sha256, because it looks like a
+    private key."""
     return None if checksum is None else checksum[:32]

@@ -1,1 +1,1 @@
-"""Questions that every rank must answer identically."""
+"""Gives all ranks the same answer to a question."""

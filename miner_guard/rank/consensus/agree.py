@@ -1,10 +1,10 @@
-"""One answer for all ranks: rank 0 provides it, and no rank gets it before all have asked.
+"""Gives all ranks the same answer: rank 0 provides it, and no rank gets it before all have asked.
 
 The ranks of a node ask their leader by datagram; the leaders meet in the launcher's store, to which
-every rank is already connected. So the guard uses one descriptor per rank at any world size (a gloo
-group used one per peer) and never waits behind the GPU or the miner's collectives. The first leader
-to write to the store decides whether a question is answered or failed on a late rank: all ranks see
-the same outcome.
+every rank is already connected. So the guard needs one descriptor per rank at any world size (a
+gloo group would need one per peer), and it never waits behind the GPU or the miner's collectives.
+The first leader to write to the store decides whether a question is answered or has failed because
+of a late rank, so that all ranks see the same outcome.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ LATE = "late rank"
 
 _EARLY_S = 0.5
 _GRACE_S = 2.0
-"""How long past its timeout a rank waits for its leader's reply."""
+"""How much longer than the timeout a rank waits for its leader's reply."""
 
 _FIRST_POLL_S, _MAX_POLL_S = 0.001, 0.1
 _COUNT_SHIFT = 40
-"""The store packs two sums into one number: ranks above this bit, 24-bit marks below."""
+"""The store adds up one number per question. From this bit on it counts ranks; below, it holds the
+sum of their 24-bit marks."""
 
 _MARK = (1 << 24) - 1
 
@@ -45,18 +46,18 @@ _ADVICE = (
 
 _NODE = "node "
 _NAMED = 4
-"""Name so many late nodes; count the others."""
+"""How many late nodes to name; the others are only counted."""
 
 _GO, _DIFFER, _NO_ANSWER, _LATE = "go", "differ", "no answer", "late"
 
 
 class NoConsensus(Exception):
-    """The ranks have no common answer: one of them did not ask, asked something else, or was
-    late."""
+    """The ranks have no common answer: a rank did not ask, asked something else, or was late, or
+    rank 0 had no answer."""
 
 
 class AgreementStore(Protocol):
-    """The methods of torch's Store that we use."""
+    """The methods of torch's Store that the agreement uses."""
 
     def add(self, key: str, amount: int, /) -> int: ...
     def set(self, key: str, value: bytes, /) -> None: ...
@@ -72,17 +73,17 @@ class Member:
     rank: int
     world_size: int
     node: str
-    """Equal for ranks that reach each other at `socket`."""
+    """Name of the node; the same for all ranks that can reach each other at `socket`."""
 
     socket: Path | None
-    """Where the node's leader listens; None: the rank is alone on its node."""
+    """Where the node's leader listens; None if the rank is alone on its node."""
 
     host: str = ""
-    """The node's name for people."""
+    """The node's name in messages."""
 
 
 class SingleRank:
-    """A world of one rank: its answer is the common answer."""
+    """The agreement in a world of one rank: its answer is the common answer."""
 
     def share(self, question: str, answer: bytes | None) -> bytes:
         """Return the answer. Raises NoConsensus if there is none."""
@@ -104,8 +105,9 @@ class Group:
         self._agreed = False
         self.broken: str | None = None
         self.late = False
-        """The group broke because a rank that had asked before was late. (If the ranks have never
-        agreed, the program may ask on some ranks only, and a restart would not help.)"""
+        """Whether the group broke because a rank was late although the ranks had agreed before. (If
+        they have never agreed, the program may be asking on some ranks only, and a restart would
+        not help.)"""
 
         first = store.add(f"members/{member.node}", 1) == 1
         self._channel: Channel = NodeLeader(member.socket) if first else NodeFollower(member.socket)
@@ -114,15 +116,15 @@ class Group:
 
         self._node_size: int | None = None
         self._leader = 0
-        """Number of this rank among the leaders, from 1."""
+        """This rank's number among the leaders, counted from 1; 0 if unknown."""
 
         store.add("registered", 1)
 
     def share(self, question: str, answer: bytes | None) -> bytes:
-        """Rank 0's `answer`, on every rank. Collective.
+        """Return rank 0's `answer` on every rank. Collective.
 
-        If a rank is later than the timeout, every rank that asked raises NoConsensus, and the group
-        agrees on nothing from then on. Rank 0 asks even without an answer: the others wait for it.
+        If a rank asks later than the timeout, every rank raises NoConsensus, and so does every
+        later call. Rank 0 must call this even if it has no answer, because the others wait for it.
         """
         if self.broken is not None:
             raise NoConsensus(self.broken)
@@ -173,7 +175,7 @@ class Group:
         outcome, payload = self._lead(self._channel, own)
         self._channel.answer(outcome, payload)
         if outcome == _LATE:
-            # For followers on this node that arrive after the socket is closed.
+            # Tell followers on this node that ask after the socket is closed.
             self._store.set("broken", b"1")
         return outcome, payload
 
@@ -185,13 +187,13 @@ class Group:
             return self._too_late(own.number)
         asks = channel.collect(own, size, self._timeout_s)
         end = min(ask.asked for ask in asks) + self._timeout_s
-        # A question that has waited too long is dead even if we, its leader, are the late rank: the
-        # rank that asked it has given up, and an answer now would reach some ranks only.
+        # A question that has waited too long has failed, even if the late rank is this leader: the
+        # rank that asked it has given up, and an answer now would reach only some of the ranks.
         if len(asks) < size or time.monotonic() > end:
             return self._too_late(own.number)
         root = next((ask for ask in asks if ask.is_root), None)
         if size == self._member.world_size:
-            # One node: its leader decides.
+            # All ranks are on this node, so its leader decides.
             return _judged(sum(ask.mark for ask in asks) == size * own.mark, root)
         self._store.set(f"leader/{self._leader}/at", str(own.number).encode())
         if root is not None:
@@ -213,8 +215,8 @@ class Group:
         return (_GO, payload[1:]) if payload else (_NO_ANSWER, b"")
 
     def _size_of_node(self, end: float) -> int | None:
-        """The number of ranks on this node, once all have registered; None if they have not by
-        `end`."""
+        """The number of ranks on this node. Waits until all ranks have registered; None if they
+        have not by `end`."""
         if self._node_size is None:
             world_size = self._member.world_size
             if not _poll(lambda: self._store.add("registered", 0) >= world_size, end):
@@ -230,7 +232,7 @@ class Group:
         return outcome, self._absent(number) if outcome == _LATE else b""
 
     def _absent(self, number: int) -> bytes:
-        """The nodes of which not every rank has asked question `number`; empty if unknown."""
+        """The nodes on which not every rank has asked question `number`; empty if unknown."""
         late = []
         try:
             for leader in range(1, self._store.add("leaders", 0) + 1):
@@ -246,13 +248,14 @@ class Group:
         return self._store.check([key]) and int(self._store.get(key)) >= number
 
     def _outcome(self, number: int, end: float) -> str:
-        """What some leader has decided; late if none has by `end`."""
+        """Wait for the outcome that a leader decides on; it is `late` if none has decided by
+        `end`."""
         if not _poll(lambda: self._store.check([f"{number}/outcome"]), end):
             return self._decide(number, _LATE)
         return bytes(self._store.get(f"{number}/outcome")).decode()
 
     def _decide(self, number: int, outcome: str) -> str:
-        """Write the outcome unless one exists; the first write wins."""
+        """Write the outcome unless another leader has; returns the outcome that counts."""
         if self._store.add(f"{number}/decided", 1) == 1:
             self._store.set(f"{number}/outcome", outcome.encode())
             return outcome
@@ -261,8 +264,8 @@ class Group:
         return bytes(self._store.get(f"{number}/outcome")).decode()
 
     def _forget(self, number: int) -> None:
-        """Delete the previous question: every rank has its outcome, since all have asked this
-        one."""
+        """Delete a question from the store. Every rank has its outcome, because all of them have
+        asked the next one."""
         for name in ("answer", "in", "decided", "outcome"):
             self._store.delete_key(f"{number}/{name}")
 
@@ -274,8 +277,8 @@ def _judged(same: bool, root: Ask | None) -> tuple[str, bytes]:
 
 
 def _poll(done: Callable[[], bool], end: float) -> bool:
-    """Whether `done` becomes true before `end`. Polls, because a timed-out `store.wait` leaves some
-    stores of some torch versions unusable."""
+    """Wait until `done()` is true; returns False if it is not by `end`. It polls, because after a
+    timed-out `store.wait` some stores of some torch versions are unusable."""
     pause = _FIRST_POLL_S
     while not done():
         left = end - time.monotonic()
@@ -287,11 +290,12 @@ def _poll(done: Callable[[], bool], end: float) -> bool:
 
 
 _calls = itertools.count(1)
-"""Every rank makes the same number of groups; the number keeps their keys apart."""
+"""Numbers the groups, to keep their keys apart. All ranks create the same number of groups."""
 
 
 def group_of(dist: Any, place: RankContext) -> Group:
-    """The group of the ranks of `torch.distributed`. Raises OSError, and what the store raises."""
+    """Create the group of all ranks of `torch.distributed`. Raises OSError, and whatever the store
+    raises."""
     call = next(_calls)
     c10d = dist.distributed_c10d
     store = c10d.PrefixStore(f"miner_guard/agree/{call}", c10d._get_default_store())
@@ -299,7 +303,8 @@ def group_of(dist: Any, place: RankContext) -> Group:
     if place.state is not None and (boot := boot_id()) is not None:
         make_folder(place.state.flight)
         folder = os.stat(place.state.flight)
-        # Ranks that share the folder and the kernel; nodes may share a network folder too.
+        # Ranks are on the same node if they share both the folder and the kernel: nodes may share a
+        # network folder.
         node = f"{boot}/{folder.st_dev}/{folder.st_ino}"
         path = place.state.agreement_of(f"{zlib.crc32(node.encode()):08x}-{call}")
     host = socket.gethostname()

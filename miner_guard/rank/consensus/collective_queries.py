@@ -1,5 +1,5 @@
-"""The questions that all ranks answer identically: rank 0 knows the answer, and every rank waits
-for it."""
+"""Questions to which all ranks get the same answer: rank 0 knows it, and every rank waits for
+it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from validators.facts import Candidate
 
 
 class CollectiveQueries:
-    """All methods but `agreement` are collective: they wait for the other ranks, in phase
-    `collective`."""
+    """Asks the collective questions of one rank. All methods but `agreement` wait for the other
+    ranks, in the phase `collective`."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class CollectiveQueries:
         *,
         report: Report,
     ) -> None:
-        """`report` is called with the reason when rank 0 has no answer."""
+        """`report` receives the error if rank 0 fails to find its answer."""
         self._place = place
         self._gate = gate
         self._recorder = recorder
@@ -40,8 +40,8 @@ class CollectiveQueries:
         self._notices: tuple[int, bool, int] = (-1, False, 0)
 
     def agreement(self) -> gating.Agreement:
-        """The agreement between the ranks, created at a point that all of them reach. Raises if
-        there is no way to agree."""
+        """The agreement between the ranks. The first call creates it, at a point that all ranks
+        reach. Raises NoConsensus if the ranks can't agree."""
         if self._agreement is None:
             dist = environment.initialised_distributed()
             if dist is not None and dist.get_world_size() > 1:
@@ -62,12 +62,12 @@ class CollectiveQueries:
                 return agree.group_of(dist, self._place)
             except Exception as error:  # noqa: BLE001 - torch's versions raise different types; reported
                 self._no_group = f"the ranks can't reach each other: {describe(error)}"
-        # For the whole launch: all ranks number their questions identically.
+        # Do not try again in this launch: all ranks must number their questions identically.
         raise agree.NoConsensus(self._no_group)
 
     def _check_place(self, rank: int, world_size: int) -> None:
-        # Slurm and MPI pass the rank in variables that the guard does not know: every rank took
-        # itself for rank 0.
+        # Slurm and MPI pass the rank in variables that the guard does not know, so before
+        # init_process_group every rank takes itself for rank 0.
         if (rank, world_size) != (self._place.rank, self._place.world_size):
             self._recorder.report_error(
                 "place",
@@ -79,16 +79,17 @@ class CollectiveQueries:
     def may_upload(
         self, candidate: Candidate, question: str | None
     ) -> tuple[GateDecision, str | None]:
-        """The decision, and what went wrong if the ranks have no common one (`gating.Gate.ask`)."""
+        """Return the decision, and what went wrong if the ranks have no common one
+        (`gating.Gate.ask`)."""
         with self._waiting():
             return self._gate.ask(self.agreement, candidate, question)
 
     def upload_due(self) -> bool:
-        """Whether the published upload is past its target age. Raises Disagreed."""
+        """Whether the published upload is older than its target age. Raises NoConsensus."""
         return self._notice()[1]
 
     def checkpoint_requested(self) -> bool:
-        """Whether a checkpoint was requested since the last True. Raises Disagreed."""
+        """Whether a checkpoint was requested since this last returned True. Raises NoConsensus."""
         asked = self._notice()[2]
         if asked <= self._checkpoints:
             return False
@@ -96,7 +97,8 @@ class CollectiveQueries:
         return True
 
     def _notice(self) -> tuple[int, bool, int]:
-        """(step, upload due, checkpoint requests) as rank 0 sees them, shared once per step."""
+        """Return (step, upload due, checkpoint requests) as rank 0 knows them. The ranks share them
+        once per step."""
         step = self._stepper.count
         if self._notices[0] != step:
             due, requests = self._shared(f"notice {step}", self._notice_here).split()
@@ -115,8 +117,8 @@ class CollectiveQueries:
     def due(
         self, operation: str, every_s: float | None, every_steps: int | None, step: int | None
     ) -> bool:
-        """Rank 0's `MonitoringCostTracker.due`; `step` None: this process's step. Raises
-        Disagreed."""
+        """Whether an operation is due, as `MonitoringCostTracker.due` decides on rank 0. `step`
+        defaults to this process's step. Raises NoConsensus."""
         count = self._stepper.count
 
         def here() -> bytes:
@@ -140,7 +142,7 @@ class CollectiveQueries:
             return False
 
     def _shared(self, question: str, here: Callable[[], bytes]) -> bytes:
-        """Rank 0's result of `here`, on every rank."""
+        """Call `here` on rank 0 and return its result on every rank."""
         own = here() if self._place.rank == 0 else None
         with self._waiting():
             return self.agreement().share(question, own)

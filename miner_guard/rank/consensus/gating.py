@@ -1,4 +1,4 @@
-"""The gate inside the ranks: rank 0 decides, all ranks get the same answer."""
+"""The gate inside the ranks: rank 0 decides, and all ranks get its decision."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Agreement(Protocol):
     """How the ranks reach one answer."""
 
     def share(self, question: str, answer: bytes | None) -> bytes:
-        """Rank 0's answer on every rank. Raises Disagreed."""
+        """Return rank 0's answer on every rank. Raises NoConsensus."""
         ...
 
 
@@ -46,27 +46,27 @@ class Gate:
     def ask(
         self, agreement: Callable[[], Agreement], candidate: Candidate, question: str | None = None
     ) -> tuple[GateDecision, str | None]:
-        """The decision, and what went wrong if the ranks have no common one: the upload is then
-        blocked here. Collective."""
+        """Return the decision, and what went wrong if the ranks have no common one; this rank then
+        blocks the upload. Collective."""
         question = question or f"{candidate.kind} {candidate.outer_step} {candidate.inner_step}"
         own = self._judged(candidate) if self._place.rank == 0 else None
         try:
             answer = agreement().share(question, None if own is None else pack(own))
         except NoConsensus as error:
             return self.blocked(candidate, str(error)), str(error)
-        # Rank 0 also takes the shared answer, so that all ranks hold the same one; only the replay
-        # record is local.
+        # Rank 0 uses the shared answer too, so that all ranks have the same decision. Only the
+        # replay record and the verdicts are its own.
         decision = GateDecision.from_dict(json.loads(answer))
         return (
             decision if own is None else replace(decision, record=own.record, verdicts=own.verdicts)
         ), None
 
     def ready(self, decision: GateDecision, gradient: Any) -> GateDecision:
-        """Decide on the gradient about to be written: by names, types and shapes, then by its
-        values. Rank 0 only.
+        """Judge the gradient that is about to be written: first its names, types and shapes, then
+        its values. Rank 0 only.
 
-        Returns `decision` itself if there is no objection, or if no profile defines what validators
-        accept. Never raises.
+        Returns `decision` itself if the gradient passes, or if the profile does not define what
+        validators accept. Never raises.
         """
         candidate = Candidate(decision.kind, decision.outer_step, decision.inner_step)
         try:
@@ -85,15 +85,15 @@ class Gate:
         return judged if refused else decision
 
     def due(self) -> bool:
-        """Whether the published upload is past its target age, as far as this rank knows."""
+        """Whether the published upload is older than its target age, as far as this rank knows."""
         inputs, now = self._inputs(), self._monotonic()
         if self._just_uploaded(inputs.published.seen_at, now):
             return False
         return gate.due(inputs, self._settings, now)
 
     def uploaded(self) -> None:
-        """Record that an upload of this rank just succeeded: it counts until the guard checks the
-        repo again."""
+        """Record that an upload of this rank has just succeeded. It counts as published until the
+        guard checks the repo again."""
         self._uploaded_at = self._monotonic()
 
     def _just_uploaded(self, seen_at: float | None, now: float) -> bool:
@@ -120,9 +120,10 @@ class Gate:
         return read(self._place.state.gate_inputs)
 
     def blocked(self, candidate: Candidate, why: str) -> GateDecision:
-        """A block that this rank decided by itself; in shadow mode it is reported and allowed.
+        """A decision of this rank alone to block the upload. In shadow mode it allows the upload
+        and only reports the block.
 
-        Its id differs in each launch, because the ledger takes each id once.
+        Its id differs in each launch, because the ledger accepts each id only once.
         """
         self._local += 1
         shadow = self._settings.mode == "shadow"
@@ -148,13 +149,13 @@ def _contents(gradient: Any, limits: Limits, known: shapes.Shapes | None) -> dic
 
 
 def pack(decision: GateDecision) -> bytes:
-    """The decision as sent between ranks, shortened to fit."""
+    """Encode the decision for the other ranks, shortened if it does not fit."""
     document: dict[str, Any] = {**decision.as_dict(), "record": {}}
     payload = _encoded(document)
     if len(payload) > PAYLOAD_BYTES:
         payload = _encoded({**document, "verdicts": [], "reason": decision.reason[:1000]})
     if len(payload) > PAYLOAD_BYTES:
-        # Non-ASCII text: up to twelve bytes per character.
+        # The text is not ASCII: JSON takes up to twelve bytes per character.
         short = {"reason": decision.reason[:_SHORT], "kind": str(decision.kind)[:_SHORT]}
         payload = _encoded({**document, "verdicts": [], **short})
     return payload
@@ -165,7 +166,7 @@ def _encoded(document: Mapping[str, Any]) -> bytes:
 
 
 def finding_of(decision: GateDecision) -> Finding:
-    """The decision as an event, for a rank that logs standalone."""
+    """Convert the decision to a finding, for a rank that logs without a supervisor."""
     return make_finding(
         "upload_allowed" if decision.allowed else "upload_blocked",
         rank=0,

@@ -1,4 +1,4 @@
-"""How the ranks of one node reach their leader: one datagram each way."""
+"""Connects the ranks of one node with their leader: one datagram in each direction per question."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from miner_guard.system.sockets import address
 _MAX_DATAGRAM = 16384
 _RETRY_S = 0.01
 _LOOK_S = 0.5
-"""How often a waiting follower checks the store for whether its leader has given up."""
+"""Interval at which a waiting follower checks in the store whether its leader has given up."""
 
 _NOT_THERE = frozenset({errno.ENOENT, errno.ECONNREFUSED, errno.ENOTDIR})
 
@@ -30,41 +30,42 @@ class Ask:
     FORM: ClassVar[struct.Struct] = struct.Struct("<QIdBB")
 
     number: int
-    """Sequence number of the question, from 1."""
+    """Sequence number of the question, counted from 1."""
 
     mark: int
-    """Hash of the question's text: ranks that ask different questions have different marks."""
+    """Hash of the question's text, which shows whether all ranks ask the same question."""
 
     asked: float
-    """Monotonic seconds, shared by the ranks of a node."""
+    """When the rank asked, in monotonic seconds, which all ranks of a node share."""
 
     is_root: bool
-    """Sent by rank 0, which provides the answer."""
+    """Whether rank 0 sent it; rank 0 provides the answer."""
 
     answer: bytes | None
 
     def pack(self) -> bytes:
-        """The datagram."""
+        """Encode the question as a datagram."""
         form = (self.number, self.mark, self.asked, self.is_root, self.answer is not None)
         return self.FORM.pack(*form) + (self.answer or b"")
 
     @classmethod
     def unpack(cls, datagram: bytes) -> Ask:
-        """Parse the question in a datagram. Raises struct.error if there is none."""
+        """Parse the question in a datagram. Raises struct.error if the datagram is too short."""
         number, mark, asked, is_root, answered = cls.FORM.unpack_from(datagram)
         rest = datagram[cls.FORM.size :]
         return cls(number, mark, asked, bool(is_root), rest if answered else None)
 
 
 class NodeLeader:
-    """Collects the questions of its node's ranks. Without a path it is alone on the node."""
+    """Collects the questions of its node's ranks. Without a path, this rank is alone on its
+    node."""
 
     def __init__(self, path: Path | None) -> None:
         """Raises OSError."""
         self._path = path
         self._socket: socket.socket | None = None
         self._early: dict[int, list[tuple[Ask, str | bytes]]] = {}
-        """By number: questions that arrived before this rank asked them."""
+        """By number: questions that other ranks sent before this rank asked them."""
 
         self._asked: list[tuple[int, str | bytes]] = []
         if path is None:
@@ -76,8 +77,8 @@ class NodeLeader:
         os.chmod(path, 0o600)
 
     def collect(self, own: Ask, size: int, timeout_s: float) -> list[Ask]:
-        """The questions of the node's `size` ranks, including its own; fewer once the first of them
-        has waited `timeout_s`."""
+        """Wait for the questions of the node's `size` ranks, and return them with this rank's own.
+        Returns fewer if the first of them has waited `timeout_s`."""
         heard = self._early.pop(own.number, [])
         asks = [own, *(ask for ask, _ in heard)]
         self._asked = [(ask.number, name) for ask, name in heard]
@@ -108,7 +109,7 @@ class NodeLeader:
         self._asked = []
 
     def close(self) -> None:
-        """Close the socket; ranks that ask later are refused."""
+        """Close the socket. The kernel refuses datagrams from ranks that ask later."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -127,8 +128,8 @@ class NodeFollower:
         self._socket.bind("")
 
     def ask(self, own: Ask, deadline: float, gave_up: Callable[[], bool]) -> tuple[str, bytes]:
-        """The outcome and the payload; `late` if there is no reply by `deadline`, or if the leader
-        `gave_up` earlier. Raises OSError."""
+        """Ask the leader; return the outcome and the payload. The outcome is `late` if no reply
+        comes by `deadline`, or if the leader `gave_up` earlier. Raises OSError."""
         if self._socket is None or self._path is None:
             return "late", b"this rank has given up"
         sent = self._send(self._socket, own.pack(), deadline, gave_up)

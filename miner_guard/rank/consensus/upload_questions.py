@@ -1,4 +1,4 @@
-"""The hook's questions about an upload: asked, decided alike on every rank, and journalled."""
+"""Asks the gate about uploads on behalf of the hook, and journals the decisions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _UNREAD = Candidate("gradient", -1, -1)
 
 
 class UploadQuestions:
-    """Asks on behalf of one rank. Never raises: an upload that nobody judged is blocked."""
+    """Asks about the uploads of one rank. Never raises; it blocks an upload that no rule has
+    judged."""
 
     def __init__(
         self,
@@ -37,7 +38,8 @@ class UploadQuestions:
         self._report = report
 
     def may_upload(self, given: Candidate, question: str | None) -> GateDecision:
-        """Whether the candidate may go out; `given` as the miner gave it, unchecked. Collective."""
+        """Decide whether an upload may go out. `given` holds the miner's values, unchecked.
+        Collective."""
         candidate, agreed = _UNREAD, None
         try:
             candidate = self._checked(given)
@@ -47,8 +49,8 @@ class UploadQuestions:
             self._report("may_upload", error)
             if agreed is None:
                 return self._gate.blocked(candidate, f"the hook failed: {describe(error)}")
-        # The agreed decision stands, whatever fails afterwards in this rank: the other ranks act on
-        # it.
+        # The agreed decision holds even if something fails in this rank afterwards, because the
+        # other ranks act on it.
         return agreed
 
     def _checked(self, given: Candidate) -> Candidate:
@@ -70,7 +72,8 @@ class UploadQuestions:
         return -1 if number is None else number
 
     def may_publish(self, decision: GateDecision, gradient: Any) -> GateDecision:
-        """Whether the compressed gradient may go out; `decision` itself if so. Rank 0 only."""
+        """Decide whether the compressed gradient may go out; returns `decision` itself if it may.
+        Rank 0 only."""
         try:
             judged = self._gate.ready(decision, gradient)
             if judged is not decision:
@@ -81,7 +84,8 @@ class UploadQuestions:
         return judged
 
     def _decided(self, decision: GateDecision, wrong: str | None) -> None:
-        """Journal a decision, on rank 0; `wrong`: why it holds on this rank alone."""
+        """Journal a decision on rank 0. `wrong`: why the decision applies to this rank alone; None
+        if all ranks share it."""
         if wrong is not None:
             self._recorder.report_error(
                 f"agreement {decision.outer_step}",
@@ -97,7 +101,8 @@ class UploadQuestions:
             self._recorder.own_log.say(gating.finding_of(decision))
 
     def recorder(self, decision: Any, phase: Any, tag: str | None) -> UploadRecorder:
-        """The context manager around an upload in `phase`; `decision` as the miner gave it."""
+        """The context manager around an upload, in `phase`. `decision` is unchecked, as the miner
+        passed it."""
         if not isinstance(decision, GateDecision):
             wrong = TypeError(f"{type(decision).__name__} is no decision of may_upload")
             self._report("upload", wrong)

@@ -1,1 +1,1 @@
-"""What a rank can report about itself: stacks, collectives, placement, diagnosis."""
+"""Lets a rank report about itself: stacks, collectives, placement of the model, diagnosis."""

@@ -1,8 +1,9 @@
-"""Dumps torch's Flight Recorder to a file when the supervisor asks: its last collectives identify
-the late rank.
+"""Dumps torch's Flight Recorder to a file when the supervisor asks. The last collectives in it
+identify the late rank.
 
-The dump needs a caller inside the process: a thread blocked in a read of a named pipe. It costs
-training nothing and answers whenever the GIL is free, as it is while a rank waits.
+Only code inside the rank's process can make the dump: a thread that blocks in a read of a named
+pipe. The thread costs training nothing, and it can answer whenever the GIL is free, as it is while
+a rank waits.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from pathlib import Path
 from miner_guard.state_dir import write_atomic
 
 _LAST = 64
-"""Collectives kept from each dump."""
+"""How many of the latest collectives to keep from each dump."""
 
 _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-"""NCCL's collectives are in a separate recorder, present only in torch's CUDA builds; gloo's are in
-the other."""
+"""The first holds NCCL's collectives and exists only in torch's CUDA builds; the second holds
+gloo's."""
 
 
 def serve(path: Path) -> None:
@@ -39,7 +40,7 @@ def serve(path: Path) -> None:
 
 
 def asking(path: Path) -> Path:
-    """The pipe that belongs to `path`."""
+    """The pipe through which to ask for a dump to `path`."""
     return path.with_name(path.name + ".ask")
 
 

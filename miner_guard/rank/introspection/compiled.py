@@ -12,18 +12,19 @@ R = TypeVar("R")
 
 
 def compiling() -> bool:
-    """Whether torch.compile or export is capturing the current code; the capture treats this as a
-    constant."""
+    """Whether torch.compile or torch.export is capturing the current code. The capture treats the
+    result as a constant."""
     compiler = sys.modules.get("torch.compiler")
     return compiler is not None and compiler.is_compiling()
 
 
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, excluded from compilation: in a compiled caller the graph breaks around the call.
+    """Exclude `function` from compilation: if a compiled function calls it, the graph breaks around
+    the call.
 
-    Otherwise torch compiles the hook too, and recompiles it at each step, because its clocks and
-    counters always differ. Same effect as `torch.compiler.disable`, which imports dynamo and so
-    takes seconds.
+    Otherwise torch would compile the hook too, and recompile it at each step, because its clocks
+    and counters always differ. `torch.compiler.disable` has the same effect, but imports dynamo,
+    which takes seconds.
     """
 
     @functools.wraps(function)

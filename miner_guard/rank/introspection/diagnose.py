@@ -1,8 +1,9 @@
-"""`guard.diagnose`: every rank's hardware and the placement of its share of the model, checked
-before hours are lost.
+"""`guard.diagnose`: checks every rank's hardware and the placement of its share of the model,
+before a mistake costs hours.
 
-The reports travel through the process group's store, one key per rank, each read with a deadline. A
-collective would be shorter, but a timeout breaks the group and does not name the rank.
+Each rank writes its report under its own key of the process group's store, and rank 0 reads each
+with a deadline. A collective would take less code, but one that times out breaks the group and does
+not say which rank was silent.
 """
 
 from __future__ import annotations
@@ -42,11 +43,12 @@ class DiagnosisGuard(Protocol):
     def world_size(self) -> int: ...
     @property
     def supervised(self) -> bool:
-        """A supervisor reads the journal."""
+        """Whether a supervisor reads the journal."""
         ...
 
     def journal(self, entry: JournalEntry | Mapping[str, Any], /) -> bool:
-        """Append an entry that must not be lost; False if there is no room or no flight record."""
+        """Append an entry that must not be lost. Returns False if the journal has no room or this
+        rank has no flight record."""
         ...
 
     def emit(self, finding: catalog.Finding, /) -> None:
@@ -55,7 +57,7 @@ class DiagnosisGuard(Protocol):
 
 
 class Store(Protocol):
-    """The methods of torch's Store that we use."""
+    """The methods of torch's Store that `diagnose` uses."""
 
     def set(self, key: str, value: str, /) -> None: ...
     def check(self, keys: list[str], /) -> bool: ...
@@ -70,18 +72,18 @@ def report(
     effective_batch_size: int | None = None,
     accumulation_steps: int | None = None,
 ) -> Report:
-    """This rank's report. Never raises: `unread` names what could not be read.
+    """This rank's report. Never raises: the key `unread` names what could not be read.
 
     The keys are those of `placement.placement` and `placement.cuda_facts`, versions, and the batch
-    settings; bytes and counts throughout. Accumulation steps are effective batch / batch, as in
+    settings; sizes are in bytes. Accumulation steps are effective batch size / batch size, as in
     source 004.
     """
     if accumulation_steps is None and batch_size and effective_batch_size:
         accumulation_steps = effective_batch_size // batch_size
     facts: Report = {
         "rank": host.rank,
-        # Slurm and MPI use other variables: without LOCAL_RANK we cannot tell which GPU belongs to
-        # this rank.
+        # Slurm and MPI use other variables. Without LOCAL_RANK the guard cannot tell which GPU
+        # belongs to this rank.
         "local_rank": host.local_rank if "LOCAL_RANK" in os.environ else None,
         "world_size": host.world_size,
         "host": socket.gethostname(),
@@ -109,8 +111,8 @@ def _read(facts: Report, what: str, read: Callable[[], Mapping[str, Any]]) -> No
 
 
 def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """The kernel module's version; None without an NVIDIA driver. Loads no library and creates no
-    CUDA context."""
+    """The version of NVIDIA's kernel module; None without an NVIDIA driver. Loads no library and
+    creates no CUDA context."""
     try:
         text = path.read_text()
     except OSError:
@@ -120,11 +122,12 @@ def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | No
 
 
 def gather(store: Store, own: Report, world_size: int, deadline_s: float) -> list[Report]:
-    """All ranks' reports, in rank order. Rank 0 waits; the others store theirs and return [].
+    """Gather all ranks' reports on rank 0, in rank order. Any other rank stores its report and
+    returns [].
 
-    A rank that has not reported within `deadline_s` gets a row with `rank` and `error`. All ranks
-    share one deadline, since they write concurrently: a second silent rank adds no wait. Never
-    raises.
+    For a rank that has not reported within `deadline_s`, the report holds only `rank` and `error`.
+    All ranks share one deadline, because they write concurrently, so a second silent rank adds no
+    wait. Never raises.
     """
     rank = int(own["rank"])
     try:
@@ -148,7 +151,8 @@ def _key(rank: int) -> str:
 def _wait_for(store: Store, rank: int, end: float, deadline_s: float) -> Report:
     pause = _FIRST_POLL_S
     try:
-        # Poll: a timed-out `store.wait` leaves some stores of some torch versions unusable.
+        # Poll, because after a timed-out `store.wait` some stores of some torch versions are
+        # unusable.
         while not store.check([_key(rank)]):
             if time.monotonic() >= end:
                 return {
@@ -171,16 +175,16 @@ def _wait_for(store: Store, rank: int, end: float, deadline_s: float) -> Report:
 
 
 _calls = itertools.count(1)
-"""Every rank calls `diagnose` equally often; the number keeps the reports of successive calls
-apart."""
+"""Numbers the calls of `diagnose`, to keep their reports apart. All ranks call it equally often."""
 
 
 def collect(
     host: DiagnosisGuard, model: torch.nn.Module | None, given: TrainingEntry, *, deadline_s: float
 ) -> list[Report]:
-    """All ranks' reports on rank 0; only this rank's elsewhere or without a process group.
+    """All ranks' reports on rank 0; only this rank's own on any other rank, or without a process
+    group.
 
-    Takes up to `deadline_s`, and only on rank 0 when a rank is silent.
+    Takes up to `deadline_s`, but only on rank 0 and only if a rank is silent.
     """
     own = report(
         host,
@@ -207,13 +211,13 @@ def diagnose(
     expect: int | None = None,
     shapes_file: Path | None = None,
 ) -> list[Report]:
-    """Gather, then pass the reports to the supervisor through the journal, or print them here
-    without one.
+    """Gather all ranks' reports. Rank 0 then passes them to the supervisor through the journal, or
+    prints them if there is no supervisor.
 
-    `given`: what the training loop reports about itself. `expect`: the number of GPUs that must be
-    present, None if unknown; used only when rank 0 prints the report itself. `shapes_file`: where
-    rank 0 writes the model's shapes, for checking its gradients. Returns what `collect` gathered.
-    Never raises.
+    `given`: the settings that the training loop reports. `expect`: the number of GPUs that must be
+    present, None if unknown; used only if rank 0 prints the reports. `shapes_file`: where rank 0
+    writes the model's shapes, with which the guard checks its gradients. Returns what `collect`
+    gathered. Never raises.
     """
     try:
         reports = collect(guard, model, given, deadline_s=deadline_s)
@@ -232,13 +236,13 @@ def diagnose(
 
 
 def _write_shapes(file: Path, model: torch.nn.Module, reports: list[Report]) -> None:
-    # If ranks hold different models, such as pipeline stages, rank 0's is not the whole model.
+    # If the ranks hold different models, such as pipeline stages, rank 0's is not the whole model.
     same = len({r.get("params") for r in reports}) == 1
     shapes.write(file, placement.shapes(model) if same else None)
 
 
 def training(own: Report, model: torch.nn.Module | None, given: TrainingEntry) -> TrainingEntry:
-    """The journal's `training` entry: what the caller gave, plus what `diagnose` knows."""
+    """The journal's `training` entry: the caller's values, completed by what `diagnose` found."""
     named = getattr(getattr(model, "config", None), "_name_or_path", None) or (
         type(model).__name__ if model else None
     )

@@ -1,5 +1,5 @@
-"""The reports of `guard.diagnose` as journal entries. Standard library only: the supervisor reads
-them back."""
+"""Packs the reports of `guard.diagnose` into journal entries and unpacks them. Standard library
+only, because the supervisor uses it too."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Any
 Report = dict[str, Any]
 
 _MAX_ENTRY = 3800
-"""Bytes of JSON per journal entry; an entry holds 4080 with its envelope."""
+"""Bytes of JSON per journal entry. An entry holds 4080 bytes, including its envelope."""
 
 
 def pack(reports: Sequence[Report]) -> list[dict[str, Any]]:
-    """The reports as journal entries' `report` values, each small enough for a single entry.
+    """Split the reports into values for the `report` of journal entries, each small enough for one
+    entry.
 
-    A part holds `common` (what all ranks share), `keys` and `rows` (what differs: one list of
-    values per rank, then a mapping of the keys that only this rank has), `silent` ([rank, error]),
-    `part` and `parts`.
+    Each value holds `common` (what all ranks share), `keys` and `rows` (what differs: per rank, a
+    list of the values of `keys`, followed by a mapping with the rank's other keys), `silent`
+    ([rank, error] of ranks without a report), and `part` and `parts` (its number and their count).
     """
     answered = [r for r in reports if not r.get("error")]
     shared = [k for k in (answered[0] if answered else ()) if all(k in r for r in answered)]
@@ -50,7 +51,7 @@ def _grouped(lines: Sequence[tuple[str, list[Any]]], room: int) -> list[dict[str
 
 
 def unpack(parts: Iterable[Mapping[str, Any]]) -> list[Report]:
-    """The inverse of `pack`, in rank order."""
+    """Restore the reports from the values that `pack` returned, in rank order."""
     reports: list[Report] = []
     for part in parts:
         for *values, own in part["rows"]:

@@ -1,5 +1,5 @@
-"""Where a rank's model really is: counts and bytes of the local shards by device, without reading
-tensor data."""
+"""Finds out where a rank's model really is: parameter counts and bytes of the local shards by
+device, without reading tensor data."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from validators.shapes import Shapes, plain_name
 
 
 def placement(model: torch.nn.Module) -> dict[str, Any]:
-    """Local shards of `model` by device.
+    """The local shards of `model` by device.
 
-    Reads metadata only: no collective, no copy, no allocation, no CUDA context. `.numel()` of a
-    DTensor is the global count, so this counts the local shard. Call it between steps: during a
-    step FSDP2 swaps gathered parameters in.
+    Reads metadata only: no collective, no copy, no allocation, no CUDA context. It counts the local
+    shard, because `.numel()` of a DTensor is the global count. Call it between steps: during a step
+    FSDP2 replaces the shards by gathered parameters.
 
     Keys: `params` (global count), `shard_params`, `shard_bytes`, `shards` ({device: [count,
     bytes]}), `shard_devices`, `model_device` (where most bytes are), `dtype`, `mesh_device` (None
-    without a mesh), `meta_params` (left on the meta device), `offload` (True under an offload
-    policy).
+    without a mesh), `meta_params` (parameters still on the meta device), `offload` (whether FSDP
+    has an offload policy).
     """
     by_device: dict[str, list[int]] = {}
     dtypes: Counter[str] = Counter()
@@ -59,7 +59,7 @@ def shapes(model: torch.nn.Module) -> Shapes | None:
     """Full parameter shapes by plain name; None if this rank cannot know them.
 
     A DTensor reports its full shape. FSDP1's flat parameters, Megatron's shards and ZeRO-3's empty
-    ones do not.
+    parameters do not.
     """
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, list[int]] = {}
@@ -104,8 +104,8 @@ def _fsdp1_offloads(module: torch.nn.Module) -> bool:
 def cuda_facts(device: str | None) -> Mapping[str, Any]:
     """What torch reports about CUDA and the rank's GPU.
 
-    `device` is where the model is, such as `cuda:1`. In a process without a CUDA context the device
-    fields stay null: reading them would create one.
+    `device` is where the model is, such as `cuda:1`. If the process has no CUDA context, the fields
+    of the device are missing, because reading them would create a context.
     """
     available = torch.cuda.is_available()
     context = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

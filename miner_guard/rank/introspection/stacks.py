@@ -1,4 +1,4 @@
-"""Dumps all threads' stacks on a signal, even while a rank hangs inside C code."""
+"""Dumps the stacks of all threads on a signal, even while a rank hangs inside C code."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from typing import IO
 from miner_guard.state_dir import StateDir, make_folder, open_private
 
 STACKS_SIGNAL = signal.SIGUSR2
-"""A rank that receives this appends all its threads' stacks to `flight/rank-NNNN.stacks`.
+"""A rank that receives this signal appends the stacks of all its threads to
+`flight/rank-NNNN.stacks`.
 
-Send it only if that file exists and its first line names the rank's pid: without the handler the
-signal kills.
+Send it only if that file exists and its first line names the rank's pid: the signal kills a process
+that has no handler for it.
 """
 
 WITHOUT = "no stacks at a hang, except by py-spy"
-"""What is lost if the program has taken the signal."""
+"""What the operator loses if the program uses the signal itself."""
 
 _NUMBER = int(STACKS_SIGNAL)
 _registered = False
-"""Our handler is in place, registered by an earlier guard of this process or by `begin_early`."""
+"""Whether this process has registered the guard's handler."""
 
 _early: tuple[Path, IO[bytes]] | None = None
-"""Where this process dumps its stacks before it has a rank, once `begin_early` has run."""
+"""The file to which this process dumps its stacks until it has a rank; None unless `begin_early`
+opened one."""
 
 
 class SignalTaken(Exception):
@@ -36,8 +38,8 @@ class SignalTaken(Exception):
 
 
 def register(path: Path) -> IO[bytes]:
-    """Dump stacks to `path` on STACKS_SIGNAL while the file stays open. Raises SignalTaken,
-    OSError."""
+    """Make STACKS_SIGNAL dump stacks to `path`. Returns the file, which must stay open. Raises
+    SignalTaken, OSError."""
     global _registered
     if taken() or (_caught() and not _registered):
         raise SignalTaken(f"{STACKS_SIGNAL.name} is used by the program: {WITHOUT}")
@@ -51,27 +53,29 @@ def register(path: Path) -> IO[bytes]:
 
 
 def begin_early(state_dir: str | None) -> None:
-    """Dump this process's stacks to a file named after its pid until it has a rank: it may hang
-    before `init()`. Does nothing without a state directory or where the signal is taken."""
+    """Until this process has a rank, dump its stacks to a file named after its pid, because it may
+    hang before `init()`. Does nothing without a state directory or a guard, or if the program uses
+    the signal itself."""
     global _early
     if not state_dir or _early is not None:
         return
     state = StateDir(Path(state_dir))
     path = state.early_stacks_of(os.getpid())
     if not state.socket.exists():
-        # No guard runs that could ask for them.
+        # No guard is running that could ask for the stacks.
         return
     try:
         make_folder(path.parent)
         _early = path, register(path)
     except (SignalTaken, OSError):
-        # Only evidence of a hang that may never come is lost; the rank's guard reports it then.
+        # This loses only evidence of a hang before `init()`. If the cause persists, the rank's
+        # guard reports it.
         return
     atexit.register(path.unlink, missing_ok=True)
 
 
 def _end_early(registered: Path) -> None:
-    """The rank's own file has replaced the early one."""
+    """Remove the early file after the rank's own file has replaced it."""
     global _early
     if _early is not None and _early[0] != registered:
         (path, file), _early = _early, None
@@ -80,24 +84,24 @@ def _end_early(registered: Path) -> None:
 
 
 def taken() -> bool:
-    """Whether the program handles or ignores the signal through Python's `signal`, which does not
-    show faulthandler's handlers."""
-    # Called at every step: `signal.getsignal` wraps the result in an enum, which takes 35 times as
-    # long.
+    """Whether the program handles or ignores the signal through Python's `signal` module, which
+    does not show faulthandler's handlers."""
+    # This runs at every step; `signal.getsignal` would take 35 times as long, because it wraps the
+    # result in an enum.
     return bool(_getsignal(_NUMBER) != 0)
 
 
 def release(file: IO[bytes]) -> None:
-    """Clear the file, so that it names no process and the signal is no longer sent. Raises
-    OSError."""
+    """Clear the file. It then names no process, so the supervisor no longer sends the signal.
+    Raises OSError."""
     file.truncate(0)
 
 
 class StackDumps:
-    """This rank's readiness to dump its stacks, until the program takes the signal."""
+    """Keeps this rank ready to dump its stacks until the program uses the signal itself."""
 
     def __init__(self, report: Callable[[str, str], None]) -> None:
-        """`report(subject, what)` takes what went wrong."""
+        """`report(subject, what)` reports what went wrong."""
         self._report = report
         self._file: IO[bytes] | None = None
 
@@ -106,8 +110,8 @@ class StackDumps:
         self._file = register(path)
 
     def check(self) -> None:
-        """At each step: if the program now handles the signal itself, the supervisor must stop
-        sending it. Raises OSError."""
+        """If the program now handles the signal itself, make the supervisor stop sending it. Call
+        this at each step. Raises OSError."""
         if self._file is not None and taken():
             file, self._file = self._file, None
             release(file)
@@ -115,7 +119,8 @@ class StackDumps:
 
 
 def _caught() -> bool:
-    """Whether a handler exists that `signal` does not know: the program's own faulthandler."""
+    """Whether the process has a handler for the signal. If Python's `signal` module shows none, the
+    program has registered it with faulthandler."""
     with open("/proc/self/status", "rb") as status:
         mask = next((int(line.split()[1], 16) for line in status if line.startswith(b"SigCgt:")), 0)
     return bool(mask >> (STACKS_SIGNAL - 1) & 1)
