@@ -1,7 +1,7 @@
-"""Hooks a miner that does not call the hook: its source stays untouched.
+"""Hooks a miner that does not call the hook itself, without changing its source.
 
-`environment` is the supervisor's side. Everything else here runs INSIDE the miner's processes:
-standard library and torch only; a failure never affects training.
+The supervisor calls `environment`. Everything else here runs INSIDE the miner's processes: it uses
+only the standard library and torch, and a failure never affects training.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ATTACH = "_MINER_GUARD_ATTACH"
-"""Which attach module the miner's processes use."""
+"""Environment variable: the attach mode, which is the module that the miner's processes use."""
 
 MODULES = "_MINER_GUARD_ATTACH_MODULES"
-"""Names of the modules whose import activates attaching, comma-separated."""
+"""Environment variable: the modules whose import activates attaching, comma-separated."""
 
 HOME = "_MINER_GUARD_HOME"
-"""Folder of the package, for a miner whose Python does not have it installed."""
+"""Environment variable: the folder that holds this package, for a miner whose Python lacks it."""
 
 ATTACHED = "_MINER_GUARD_ATTACHED"
-"""Set in a process that has attached: its child processes are not ranks."""
+"""Environment variable: the pid of the process that has attached. Its child processes are not
+ranks."""
 
 WATCHED: Mapping[str, tuple[str, ...]] = {
     "sn38": (
@@ -36,7 +37,7 @@ WATCHED: Mapping[str, tuple[str, ...]] = {
         "pytorch_lightning.trainer.trainer",
     ),
 }
-"""By attach mode: the modules whose import we watch for."""
+"""By attach mode: the modules for whose import the miner's processes watch."""
 
 MODES = (*WATCHED, "log")
 
@@ -46,11 +47,11 @@ class UnknownAttach(ValueError):
 
 
 def environment(mode: str | None, env: Mapping[str, str]) -> dict[str, str]:
-    """The miner's environment plus the variables that attaching needs. `mode` is one of MODES, or
-    None.
+    """The miner's environment `env` plus the variables that attaching needs. `mode` is one of
+    MODES, or None.
 
-    With `log` the guard only reads the miner's lines. Otherwise it puts a `sitecustomize` first on
-    PYTHONPATH; it chains to an existing one. Raises UnknownAttach.
+    In mode `log` the guard only reads the miner's output. In any other mode it puts its own
+    `sitecustomize` first on PYTHONPATH, which also runs an existing one. Raises UnknownAttach.
     """
     result = {name: value for name, value in env.items() if name != ATTACHED}
     if mode in (None, "log"):

@@ -1,5 +1,5 @@
-"""What all attach modes share: one guard per process, phases around calls, and reports of what did
-not fit."""
+"""Shared by all attach modes: one guard per process, phases around calls, and reports of code that
+could not be hooked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_PHASE: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 class StepListener(Protocol):
-    """What a framework's callbacks report; `auto.Auto` implements it."""
+    """Receives what a framework's callbacks report. `auto.Auto` implements it."""
 
     def trains(self, framework: str) -> None:
         """The framework starts training."""
@@ -32,7 +32,8 @@ class StepListener(Protocol):
         ...
 
     def share(self, loss: Any) -> None:
-        """What one micro-batch adds to the loss that the framework logs: a 0-dimensional tensor."""
+        """One micro-batch adds `loss`, a 0-dimensional tensor, to the loss that the framework
+        logs."""
         ...
 
     def step(self, number: int, optimizer: Any) -> None:
@@ -53,7 +54,7 @@ class StepListener(Protocol):
 
 
 class Adapter:
-    """Sits between an unmodified program and the hook. Never raises into the program."""
+    """Connects an unmodified program with the hook. Never raises into the program."""
 
     def __init__(self, way: str) -> None:
         self.way = way
@@ -61,8 +62,8 @@ class Adapter:
         self._pending: list[Finding] = []
 
     def begin(self, *, agree: bool) -> None:
-        """Make this process's guard. `agree`: set up the group that the gate needs, a collective
-        call."""
+        """Create this process's guard. `agree`: also set up the agreement that the gate needs,
+        which is collective."""
         if self.guard is not None:
             return
         # From here on, child processes (upload workers, dataloaders) are not ranks.
@@ -73,7 +74,7 @@ class Adapter:
         self._pending.clear()
 
     def emit(self, finding: Finding) -> None:
-        """Log a finding, as soon as there is a guard."""
+        """Log a finding, or keep it until the guard exists."""
         if self.guard is not None:
             self.guard.emit(finding)
             return
@@ -82,21 +83,21 @@ class Adapter:
         self._pending.append(finding)
 
     def _say_at_last(self) -> None:
-        """The process exits before a guard has begun: report the findings collected so far."""
+        """Print the findings kept so far, because the process exits before it has a guard."""
         for finding in self._pending:
             with contextlib.suppress(OSError):
                 os.write(2, f"{message(finding)}\n".encode("utf-8", "replace"))
 
     def degraded(self, what: str) -> None:
-        """Report an incompatibility; that part of the program stays unhooked."""
+        """Report that a part of the program can't be hooked and stays as it is."""
         self.emit(make_finding("guard_degraded", what=f"attach {self.way}: {what}"))
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
-        """The guard's phase, or a null context while there is no guard."""
+        """The guard's phase; a null context as long as there is no guard."""
         return NO_PHASE if self.guard is None else self.guard.phase(name)
 
     def quiet(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """`work(*arguments)`; if it raises, log a line and return None."""
+        """Return `work(*arguments)`; if it raises, report that and return None."""
         try:
             return work(*arguments)
         except Exception as error:  # noqa: BLE001 - the program must not notice; reported as guard_degraded
@@ -109,7 +110,7 @@ class Adapter:
 
 
 def in_phase(adapter: Adapter, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """`function` with a phase around each call; a coroutine function stays one."""
+    """Wrap each call of `function` in the phase `name`. A coroutine function stays one."""
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
@@ -130,8 +131,8 @@ def in_phase(adapter: Adapter, function: Callable[..., Any], name: str) -> Calla
 def followed(
     function: Callable[..., Any], after: Callable[[Any, BaseException | None], None]
 ) -> Callable[..., Any]:
-    """`function`, with `after(self, error)` called when a call ends; the error propagates
-    unchanged."""
+    """Wrap `function` so that `after(self, error)` is called when a call ends. The error, if any,
+    propagates unchanged."""
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)

@@ -1,8 +1,7 @@
-"""Hooks any unmodified training script: steps from its optimizer, the loss from `backward`, devices
-from the optimized parameters.
+"""Hooks any unmodified training script. It takes steps from the optimizer, the loss from `backward`
+and devices from the optimized parameters.
 
-Hugging Face's Trainer and Lightning report through their callbacks; the optimizer is then not
-hooked.
+For Hugging Face's Trainer and for Lightning, steps come from callbacks instead of the optimizer.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from miner_guard.attach.losses import Losses
 from miner_guard.rank.introspection.compiled import uncompiled
 
 _OTHERS_IN_A_ROW = 64
-"""Without a step of the leader for this many steps of others, another optimizer takes the lead."""
+"""If the other optimizers have taken this many steps since the leader's last one, another optimizer
+becomes the leader."""
 
 
 class Leader:
-    """Picks which of several optimizers counts the steps; a step ends with the last optimizer of
-    its cycle.
+    """Decides which of several optimizers counts the training steps.
 
-    A GAN's generator steps after the discriminator, once for each of its steps: the generator's
-    step then ends the training step, so that it includes both losses. DiLoCo's outer optimizer
-    steps once per many inner steps, and a critic steps several times per generator step: there the
-    more frequent one counts.
+    If the optimizers take turns, as in a GAN, the last one of each cycle ends the training step, so
+    that the step includes the losses of all of them. If one steps more often than the others, it
+    counts: DiLoCo's inner optimizer steps many times per outer step, and a critic several times per
+    generator step.
     """
 
     def __init__(self) -> None:
@@ -39,8 +38,8 @@ class Leader:
         self._others = 0
         self._last_other: Callable[[], Any] = lambda: None
         self.cyclic = False
-        """Every optimizer steps once per training step: the step's loss is the sum of their
-        losses."""
+        """Whether every optimizer steps once per training step; the step's loss is then the sum of
+        their losses."""
 
         self.only: Callable[[], Any] = lambda: None
         """The optimizer that has taken the last two steps: `leads` is true for its next one."""
@@ -58,8 +57,8 @@ class Leader:
             return False
         last = self._last_other()
         if self._steps == 1 and self._others and last is not None:
-            # The leader's second step, with others in between: the last of them ends the step from
-            # now on.
+            # This is the leader's second step, and others stepped in between: the last of those
+            # ends the training step from now on.
             self._leader, self._steps, self._others, self.cyclic = self._last_other, 2, 1, True
             return False
         self._steps += 1
@@ -70,18 +69,18 @@ class Leader:
 
 
 class Auto:
-    """Follows one training process."""
+    """Hooks one training process."""
 
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
         self.losses = Losses()
         self.framework: str | None = None
-        """The framework whose callbacks report the steps; None: the optimizer does."""
+        """The framework whose callbacks report the steps; None if steps come from the optimizer."""
 
         self.steps = 0
         self._leader = Leader()
         self._stepping_now: list[weakref.ref[Any]] = []
-        """Optimizers inside their `step`, innermost last."""
+        """The optimizers whose `step` is running, innermost last."""
 
         self._closure_seen = False
         self._diagnosed = False
@@ -92,7 +91,7 @@ class Auto:
     # a plain loop
 
     def follow_torch(self, module: Any) -> None:
-        """`torch.optim.optimizer` was imported."""
+        """Hook `backward` and all optimizers; `torch.optim.optimizer` was just imported."""
         from torch import Tensor
 
         module.register_optimizer_step_pre_hook(uncompiled(self._stepping))
@@ -112,8 +111,8 @@ class Auto:
         setattr(Tensor, "backward", followed)  # noqa: B010 - mypy takes no assigned method
 
     def follow_scaler(self, module: Any) -> None:
-        """`torch.amp.grad_scaler` was imported: the program calls backward on the loss times a
-        varying scale."""
+        """Hook the GradScaler, with which the program calls `backward` on the loss times a varying
+        scale; `torch.amp.grad_scaler` was just imported."""
         scaler = module.GradScaler
         scale, update = scaler.scale, scaler.update
 
@@ -125,20 +124,20 @@ class Auto:
 
         @functools.wraps(update)
         def updated(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            # The scaler found infinite gradients and no optimizer stepped: the next step gathers
-            # new losses.
+            # If losses are left, the scaler found infinite gradients and no optimizer stepped. The
+            # next step gathers new losses.
             self.losses.drop()
             return update(scaler, *args, **kwargs)
 
         scaler.scale, scaler.update = uncompiled(scaled), uncompiled(updated)
 
     def follow_data(self, module: Any) -> None:
-        """`torch.utils.data.dataloader` was imported."""
+        """Hook data loaders; `torch.utils.data.dataloader` was just imported."""
         loader = module._BaseDataLoaderIter
         loader.__next__ = in_phase(self.adapter, loader.__next__, "data")
 
     def _backward(self, tensor: Any) -> None:
-        # Not at import: launchers and dataloaders import torch too.
+        # Begin here and not at the import, because launchers and dataloaders import torch too.
         if self.adapter.guard is None:
             self.begin()
         if self.framework == "transformers":
@@ -151,7 +150,7 @@ class Auto:
         self.losses.note(tensor)
 
     def begin(self) -> None:
-        """This process trains: set up its guard."""
+        """Create the guard, because this process trains."""
         if self.adapter.guard is None:
             self.adapter.begin(agree=False)
             self._backward_phase = self.adapter.phase("backward")
@@ -159,7 +158,7 @@ class Auto:
 
     def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         while self._stepping_now and any(each() is optimizer for each in self._stepping_now):
-            # Its last step raised and was retried, so the post-step hook never ran.
+            # This optimizer's last step raised, so its post-step hook never ran.
             self._leave()
         self._stepping_now.append(weakref.ref(optimizer))
         self._closure_seen = False
@@ -182,7 +181,7 @@ class Auto:
             except Exception as error:  # noqa: BLE001 - the program must not notice; reported as guard_degraded
                 self.adapter.failed("step", error)
         elif not self._leader.cyclic:
-            # A different objective from the one that the leader steps on.
+            # This optimizer's losses belong to another objective than the leader's.
             self.losses.drop()
 
     def step(self, number: int, optimizer: Any) -> None:
@@ -202,7 +201,7 @@ class Auto:
         guard = self.adapter.guard
         assert guard is not None
         loss = self.losses.take(number)
-        # Fast path for most steps: a plain number.
+        # Most steps report a plain number, which takes the fast path.
         remarks = loss is not None and (loss.steps_ago or loss.summed)
         given = loss.value if loss is not None and not remarks else loss
         evaluated, self._evaluated = self._evaluated, None
@@ -223,30 +222,30 @@ class Auto:
     # reported by a framework (adapter.StepListener)
 
     def trains(self, framework: str) -> None:
-        """A framework starts training: its callbacks report the steps from now on."""
+        """Take steps from this framework's callbacks from now on, because it starts training."""
         self.framework = framework
         self.adapter.quiet(self.begin)
 
     def share(self, loss: Any) -> None:
-        """Take what a micro-batch adds to the loss that the framework logs."""
+        """Add a micro-batch's share of the loss that the framework logs."""
         self.adapter.quiet(functools.partial(self.losses.note, whole=True), loss)
 
     def accumulates(self, micro_batches: int) -> None:
-        """A framework reports the number of micro-batches per step."""
+        """Record how many micro-batches a framework says that a step has."""
         self.losses.micro_batches = micro_batches
 
     def evaluated(self, loss: float | None) -> None:
-        """A framework has evaluated; the loss is recorded with the next step."""
+        """Keep the loss of a framework's evaluation, to record it with the next step."""
         self._evaluated = loss
 
     def saved(self, path: str, number: int) -> None:
-        """A framework has saved a checkpoint."""
+        """Report a checkpoint that a framework has saved."""
         guard = self.adapter.guard
         if guard is not None and guard.rank == 0:
             guard.checkpoint_saved(path, step=number)
 
     def finished(self) -> None:
-        """A framework reports that it reached its configured end."""
+        """Close the guard as finished, because a framework has reached its configured end."""
         if self.adapter.guard is not None:
             self.adapter.quiet(self.adapter.guard.close, True)
             self.adapter.guard = None
@@ -254,7 +253,7 @@ class Auto:
 
 
 def optimized(optimizer: Any) -> Any:
-    """The parameters that the optimizer trains, as one module, wherever FSDP or DDP put them."""
+    """A module with the parameters that the optimizer trains, wherever FSDP or DDP put them."""
     import torch
 
     module = torch.nn.Module()
@@ -269,7 +268,7 @@ _auto = Auto(Adapter("auto"))
 
 
 def imported(name: str, module: Any) -> None:
-    """Called by the sitecustomize after it sees one of the watched modules imported."""
+    """Hook a watched module. The sitecustomize calls this after the module is imported."""
     if name == "torch.optim.optimizer":
         _auto.follow_torch(module)
     elif name == "torch.amp.grad_scaler":

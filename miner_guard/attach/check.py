@@ -1,4 +1,5 @@
-"""What `attach = "log"` would read from a log: steps, pushes, and the lines that came near."""
+"""Shows what `attach = "log"` would read from a log: steps, pushes, and the lines that almost
+match."""
 
 from __future__ import annotations
 
@@ -13,21 +14,21 @@ _MISSES_KEPT = 5
 _QUOTED = 160
 
 FIELDS = ("loss", "seconds", "lr", "grad_norm", "gpu_gb")
-"""What a step line may have besides its number."""
+"""Values that a step line may hold besides its number."""
 
 
 def quoted(line: str) -> str:
-    """`line` for a message: without surrounding space, 160 characters at most."""
+    """Shorten `line` for a message: with single spaces and at most 160 characters."""
     text = " ".join(line.split())
     return text if len(text) <= _QUOTED else f"{text[: _QUOTED - 1]}…"
 
 
 @dataclass(frozen=True)
 class StepSeen:
-    """A step that the log shows, and the line that showed it."""
+    """A step that the log shows, and the line that shows it."""
 
     place: int
-    """Number of the line, from 1."""
+    """Number of the line, counted from 1."""
 
     step: StepLine
     text: str
@@ -42,10 +43,10 @@ class LogCheck:
     pushes: int = 0
     failed_pushes: int = 0
     phases: dict[str, int] = field(default_factory=dict)
-    """Lines by the phase that they report."""
+    """Number of lines, by the phase that they report."""
 
     misses: list[tuple[int, Miss, str]] = field(default_factory=list)
-    """The nearest first: line number, what the line lacks, the line."""
+    """Lines that almost match, the nearest first: line number, what the line lacks, the line."""
 
     def counted(self) -> Mapping[str, int]:
         """How many steps have each field."""
@@ -55,7 +56,7 @@ class LogCheck:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
+        """The result as `--json` prints it."""
         return {
             "lines": self.lines,
             "steps": [
@@ -78,8 +79,8 @@ class LogCheck:
 
 
 def check(lines: Iterable[str], patterns: Patterns) -> LogCheck:
-    """Read a log as the monitor `log_attach` would, without arrival times: a step has only the
-    duration that its line prints."""
+    """Read a log as the monitor `log_attach` would. It does not know when lines arrived, so a step
+    has only the duration that its line prints."""
     result, steps = LogCheck(), LogSteps(0.0)
     for place, raw in enumerate(lines, 1):
         result.lines = place
@@ -104,6 +105,6 @@ def _take(result: LogCheck, steps: LogSteps, numbered: tuple[int, str], patterns
         result.phases[name] = result.phases.get(name, 0) + 1
     elif isinstance(parsed, Miss):
         result.misses.append((place, parsed, quoted(text)))
-        # Stable: of lines equally near the first ones stay.
+        # The sort is stable, so of lines that are equally near the first ones stay.
         result.misses.sort(key=lambda miss: -miss[1].nearness)
         del result.misses[_MISSES_KEPT:]

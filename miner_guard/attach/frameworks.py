@@ -24,14 +24,14 @@ def _after_init(cls: type, after: Callable[[Any], None]) -> None:
 
 
 def _follow(adapter: Adapter, cls: type, method: str, phase: str) -> None:
-    """Wrap the method in a phase, if this version of the framework has it."""
+    """Wrap the method in a phase, if this version of the framework has the method."""
     original = vars(cls).get(method)
     if inspect.isfunction(original):
         setattr(cls, method, in_phase(adapter, original, phase))
 
 
 def follow_transformers(adapter: Adapter, listener: StepListener, module: Any) -> None:
-    """Add our callback to every Trainer."""
+    """Add the guard's callback to every Trainer of Hugging Face."""
     base = importlib.import_module("transformers.trainer_callback").TrainerCallback
 
     class TransformersCallback(base):  # type: ignore[misc, valid-type]
@@ -62,14 +62,14 @@ def follow_transformers(adapter: Adapter, listener: StepListener, module: Any) -
 
     _after_init(module.Trainer, lambda trainer: trainer.add_callback(TransformersCallback))
     _share_losses(listener, module.Trainer)
-    # No callback marks the start of either, and both may take longer than any step.
+    # No callback marks the start of these two, and they may take longer than any step.
     _follow(adapter, module.Trainer, "evaluate", "val_loss")
     _follow(adapter, module.Trainer, "_save_checkpoint", "checkpoint")
 
 
 def _share_losses(listener: StepListener, trainer: Any) -> None:
-    """Report what `training_step` returns: the Trainer sums and logs exactly that, after any
-    normalisation."""
+    """Report what `training_step` returns, because the Trainer sums and logs exactly that, after
+    any normalisation."""
     original = vars(trainer).get("training_step")
     if not inspect.isfunction(original):
         return
@@ -84,7 +84,7 @@ def _share_losses(listener: StepListener, trainer: Any) -> None:
 
 
 def follow_lightning(adapter: Adapter, listener: StepListener, module: Any) -> None:
-    """Add our callback to every Trainer."""
+    """Add the guard's callback to every Trainer of Lightning."""
     package = module.__name__.split(".trainer.")[0]
     base = importlib.import_module(f"{package}.callbacks").Callback
 
@@ -120,7 +120,8 @@ def follow_lightning(adapter: Adapter, listener: StepListener, module: Any) -> N
 
 
 def _report_checkpoints(adapter: Adapter, listener: StepListener, trainer: Any) -> None:
-    """Report what Lightning's `save_checkpoint` has written; its callbacks run before the write."""
+    """Report what Lightning's `save_checkpoint` has written. Lightning's own callbacks run before
+    the write."""
     original = vars(trainer).get("save_checkpoint")
     if not inspect.isfunction(original):
         return

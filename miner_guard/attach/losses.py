@@ -1,10 +1,9 @@
-"""The loss of a step: the sum of what the program passes to `backward`, read without waiting for
-the GPU.
+"""Reads the loss of a step, without waiting for the GPU: the sum of what the program passes to
+`backward`.
 
-Gradients add up over the micro-batches of a step, so the sum of the tensors that `backward` was
-called on is the loss whose gradient the optimizer applies: with `(loss / 4).backward()` four times
-it is the mean. Unless the graph shows that the program divided its micro-batches, the loss is
-marked as a sum (`Loss.summed`).
+Gradients add up over the micro-batches of a step, so this sum is the loss whose gradient the
+optimizer applies. With `(loss / 4).backward()` four times, it is the mean. Unless the graph shows
+that the program divides its micro-batches, the loss is marked as a sum (`Loss.summed`).
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from miner_guard.rank.numbers import Loss
 
 _MAX_DIVISIONS = 4
 _MAX_JUDGED_STEPS = 4
-"""The first steps show whether the program divides its micro-batches; walking the graph at each
-step would cost CPU."""
+"""In how many steps to check whether the program divides its micro-batches. Walking the graph at
+every step would cost CPU time."""
 
 _MAX_IN_FLIGHT = 12
-"""Steps whose loss is still in transit from the GPU. A record has room for
-`layout.MAX_LOSS_LAG`."""
+"""Limit on steps whose loss is still on its way from the GPU. A record can express a lag of up to
+`layout.MAX_LOSS_LAG` steps."""
 
 _SLOTS = 512
-"""Scalars of pinned memory: the micro-batches of all steps in flight."""
+"""Number of floats in pinned memory, for the micro-batches of all steps in flight."""
 
 
 class Slot(Protocol):
@@ -39,7 +38,7 @@ class Slot(Protocol):
 
 
 class CudaEvent(Protocol):
-    """A point in a stream's work."""
+    """Marks a point in a stream's work."""
 
     def record(self, stream: Any) -> None: ...
 
@@ -47,11 +46,11 @@ class CudaEvent(Protocol):
 
 
 class Device(Protocol):
-    """What we need from torch to read from a GPU; tests pass a fake."""
+    """What `Losses` needs from torch to read from a GPU. Tests pass a fake."""
 
     def capturing(self) -> bool:
-        """Whether a CUDA graph is being captured: a copy would become part of it, a query would
-        break it."""
+        """Whether a CUDA graph is being captured. A copy would become part of the graph, and a
+        query would break the capture."""
         ...
 
     def stream(self, device: Any) -> Any:
@@ -90,12 +89,13 @@ class Cuda:
 
 @dataclass
 class _Gathered:
-    """What one step has passed to `backward` so far."""
+    """What the program has passed to `backward` in the current step."""
 
     total: float = 0.0
     count: int = 0
     unread: int = 0
-    """Values that could not be read; without them the sum is not the loss."""
+    """Number of values that could not be read. If there are any, the loss of the step is
+    unknown."""
 
     slots: list[int] = field(default_factory=list)
     stream: Any = None
@@ -112,7 +112,8 @@ class _InFlight:
 
 
 class Losses:
-    """Tracks the losses of successive steps. Memory: 512 pinned floats and 12 steps in flight."""
+    """Tracks the losses of successive steps. Uses 512 pinned floats, for at most 12 steps in
+    flight."""
 
     def __init__(self, device: Device | None = None) -> None:
         self._device = Cuda() if device is None else device
@@ -124,17 +125,17 @@ class Losses:
         self._judged = 0
         self._divided = False
         self.micro_batches: int | None = None
-        """Micro-batches per step, once the program was seen to divide its loss by that number."""
+        """Micro-batches per step; None until the program divides its loss by that number."""
 
     def scaled(self, raw: Any, result: Any) -> None:
-        """A GradScaler scaled `raw` to `result`: the program calls backward on `result`, but the
-        loss is `raw`."""
+        """Remember that a GradScaler scaled `raw` to `result`: the program will call `backward` on
+        `result`, but the loss is `raw`."""
         if result is not raw and hasattr(raw, "grad_fn"):
             self._scaled = (weakref.ref(result), raw.detach(), raw.grad_fn)
 
     def note(self, tensor: Any, *, whole: bool = False) -> None:
-        """`backward` starts at `tensor`. `whole`: it is a share of the loss as the trainer sums
-        it."""
+        """Add `tensor`, on which the program calls `backward`, to the step's loss. `whole`: the
+        tensor is a share of the loss, as a trainer sums it."""
         graph = tensor.grad_fn
         if self._scaled is not None:
             result, raw, raw_graph = self._scaled
@@ -160,8 +161,8 @@ class Losses:
             gathered.unread += 1
 
     def _copy(self, value: Any, gathered: _Gathered) -> bool:
-        """Start the copy to the host immediately: the program may average its loss over the ranks
-        in place later."""
+        """Start copying the value to the host. Do it immediately, because the program may later
+        average its loss over the ranks in place. Returns False if that is not possible."""
         if self._device.capturing():
             return False
         if not self._slots:
@@ -169,7 +170,7 @@ class Losses:
             self._free = deque(range(_SLOTS))
         stream = self._device.stream(value.device)
         if not self._free or (gathered.stream is not None and stream != gathered.stream):
-            # One event covers all copies of a step, so they must share a stream.
+            # One event marks the end of all copies of a step, so they must be on one stream.
             return False
         slot = self._free.popleft()
         gathered.slots.append(slot)
@@ -178,8 +179,8 @@ class Losses:
         return True
 
     def drop(self) -> None:
-        """Discard the gathered losses: they belong to another optimizer, or to a step that the
-        GradScaler skipped."""
+        """Discard the gathered losses, because they belong to another optimizer or to a step that
+        the GradScaler skipped."""
         self._free.extend(self._gathered.slots)
         self._gathered = _Gathered()
 
@@ -201,10 +202,10 @@ class Losses:
         return total
 
     def take(self, step: int) -> Loss | None:
-        """End step `step`. Return its loss or that of an earlier step that has arrived since; None
-        if none has.
+        """End step `step`. Return its loss, or that of an earlier step if it has arrived since the
+        last call; otherwise None.
 
-        Of several arrivals the latest wins, but a non-finite loss takes precedence.
+        If several losses have arrived, return the latest, but a non-finite one takes precedence.
         """
         gathered, self._gathered = self._gathered, _Gathered()
         self._judge(gathered)
@@ -226,7 +227,8 @@ class Losses:
         self._in_flight.append(_InFlight(step, gathered.total, gathered.slots, event, summed))
 
     def _arrived(self, step: int) -> Loss | None:
-        """Query, never wait: `event.synchronize()` or `.item()` would stall the step."""
+        """The loss that has arrived, if any. It queries and never waits: `event.synchronize()` or
+        `.item()` would stall the step."""
         if not self._in_flight or self._device.capturing():
             return None
         latest: Loss | None = None
@@ -239,7 +241,8 @@ class Losses:
         return latest
 
     def _judge(self, gathered: _Gathered) -> None:
-        """Decide whether the program divided each micro-batch of a step by their number."""
+        """Decide whether the program divides each micro-batch's loss by the number of
+        micro-batches."""
         if self._judged >= _MAX_JUDGED_STEPS or not gathered.count or self._divided:
             return
         self._judged += 1
@@ -249,7 +252,7 @@ class Losses:
 
 
 def _local(tensor: Any) -> Any:
-    """The value on this rank; None for a DTensor of which this rank holds only a shard."""
+    """The tensor's value on this rank; None for a DTensor of which this rank has only a shard."""
     if not hasattr(tensor, "to_local"):
         return tensor
     if all(placement.is_replicate() for placement in tensor.placements):
@@ -260,15 +263,15 @@ def _local(tensor: Any) -> Any:
 def _divisor(graph: Any) -> float:
     """The whole number that a loss was divided by (`loss / 4`, `loss * 0.25`); 1 if it was not."""
     product = 1.0
-    # Frameworks divide more than once: after the Trainer, accelerate divides again, by one.
+    # Frameworks may divide more than once: after the Trainer, accelerate divides by one.
     for _ in range(_MAX_DIVISIONS):
         if graph is None or graph.name() not in ("DivBackward0", "MulBackward0"):
             break
         value = _constant(getattr(graph, "_saved_other", None))
         if value and graph.name() == "MulBackward0":
             value = 1 / value
-        # Accumulation divides by a whole number of micro-batches; any other divisor belongs to the
-        # loss.
+        # Accumulation divides by a whole number of micro-batches; any other divisor is part of the
+        # loss itself.
         if value is None or value < 1 or abs(value - round(value)) > 1e-6 * value:
             break
         product *= round(value)

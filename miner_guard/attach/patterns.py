@@ -1,4 +1,5 @@
-"""How training programs print their steps: the common grammar, and a profile's patterns."""
+"""Loads the patterns by which the guard recognises steps in a training program's output: the common
+grammar and a profile's patterns."""
 
 from __future__ import annotations
 
@@ -35,8 +36,7 @@ def grammar() -> Grammar:
 
 
 def patterns(profile: str | None, first: Iterable[str] = ()) -> Patterns:
-    """The patterns of `profile`, if given, then the common grammar. `first`: step patterns that
-    precede both."""
+    """The step patterns `first`, then those of `profile` (if any), then the common grammar."""
     tables: list[Mapping[str, Iterable[str]]] = [{"step": tuple(first)}]
     if profile is not None:
         tables.append(profiles.load_profile(profile).patterns)

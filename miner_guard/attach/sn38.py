@@ -1,11 +1,12 @@
-"""Hooks subnet 38's unmodified miner: we wrap its class as it is defined, in all its historical
-shapes.
+"""Hooks subnet 38's unmodified miner, in all its versions: wraps methods of its classes as soon as
+Python defines them.
 
-    base class      __init__ (the guard begins when the process group is there), run
+    base class      __init__ (afterwards the process group exists, and the guard starts), run
     miner class     inner_optimizer_step, start_background_upload, upload_model, the phases below
     state_loader    load_state_from_peer
 
-Facts and dates in ops/sn38/README.md. Unrecognised code is reported and left unhooked.
+ops/sn38/README.md has the facts and dates. Code that is not recognised is reported and stays
+unhooked.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Subnet38:
     # on import
 
     def base(self, module: Any) -> None:
-        """The module of the base class was imported."""
+        """Hook the base class; its module was just imported."""
         base = getattr(module, "BaseMinerNeuron", None)
         if not inspect.isclass(base):
             self.adapter.degraded(
@@ -72,16 +73,17 @@ class Subnet38:
             self._replace(base, "run", lambda f: followed(f, self._loop_ended))
 
     def state_loader(self, module: Any) -> None:
-        """The module that loads states was imported; other modules import the function from it by
-        name."""
+        """Hook the function that loads states; its module was just imported. Do it now, because
+        other modules import the function by name."""
         if callable(getattr(module, "load_state_from_peer", None)):
             loader = in_phase(self.adapter, module.load_state_from_peer, "load_state")
             module.load_state_from_peer = followed(loader, self._loaded)
 
     def subclass(self, cls: type) -> None:
-        """The miner's class has been defined."""
+        """Hook the miner's class; Python has just defined it."""
         if not _has_steps(cls):
-            # Without a guard in the rank, the monitor `log_attach` reads the miner's lines.
+            # This class does not train. Without a hook, the monitor `log_attach` reads the miner's
+            # output.
             return
         own = vars(cls)
         for name, phase in _PHASES.items():
@@ -159,8 +161,8 @@ class Subnet38:
 
         @functools.wraps(function)
         def step(miner: Any, *args: Any, **kwargs: Any) -> Any:
-            # Read before the call, to match the miner's own log line; the call increments the
-            # counters.
+            # Read the numbers before the call, as the miner's own log line does: the call
+            # increments the counters.
             numbers = self.adapter.quiet(self._step_numbers, miner)
             result = inner(miner, *args, **kwargs)
             self._stepped(miner, numbers)
@@ -178,7 +180,7 @@ class Subnet38:
         if numbers is not None and self.adapter.guard is not None and not paused(miner):
             self.uploads.steps += 1
             self.adapter.guard.step(**numbers)
-            # Before 2025-09 a miner in sync loads its own state through a different function.
+            # Before 2025-09, a miner that is in sync loads its own state through another function.
             self._loaded(miner, None)
 
     def _step_numbers(self, miner: Any) -> dict[str, Any]:
@@ -199,7 +201,7 @@ class Subnet38:
     def _failed(self, what: str) -> None:
         if not self._failure.first():
             return
-        # Not an incident: rank 0's output already raises one, and every rank reaches this point.
+        # This is not an incident: rank 0's output already causes one, and every rank gets here.
         text = (
             f"training loop failed, the miner swallows it and will exit with code 0: {what[:500]}"
         )
@@ -218,7 +220,8 @@ def _has_steps(cls: type) -> bool:
 
 
 class WatchedEvent(threading.Event):
-    """The miner's `training_active`: a thread that waits for it is in the phase `pause`."""
+    """Replaces the miner's `training_active`: while a thread waits for it, the rank is in the phase
+    `pause`."""
 
     def __init__(self, adapter: Adapter, replaced: threading.Event) -> None:
         super().__init__()
@@ -243,7 +246,7 @@ _subnet = Subnet38(Adapter("sn38"))
 
 
 def imported(name: str, module: Any) -> None:
-    """Called by the sitecustomize after it sees one of the watched modules imported."""
+    """Hook a watched module. The sitecustomize calls this after the module is imported."""
     if name.endswith(".state_loader"):
         _subnet.state_loader(module)
     else:

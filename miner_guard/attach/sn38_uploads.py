@@ -1,4 +1,4 @@
-"""Subnet 38's uploads: gated where they start, checked where they end."""
+"""Gates subnet 38's uploads when they start, and checks their outcome when they end."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from miner_guard.system.once import Once
 from uploads.decision import GateDecision
 
 _KNOWN = {"epoch", "archive", "inner_step", "batch_size"}
-"""Parameters of all signatures to date: (epoch, batch_size), (epoch, inner_step, batch_size),
+"""The parameters of all signatures so far: (epoch, batch_size), (epoch, inner_step, batch_size),
 (epoch, archive=False)."""
 
 _UNREAD = {"outer_step": -1, "inner_step": -1}
-"""Rank 0 blocks this candidate; on other ranks only rank 0's answer matters."""
+"""The candidate of a rank that cannot read its own. Rank 0 blocks it; on any other rank only rank
+0's answer counts."""
 
 _REVISION = re.compile(r"\w+\.\d+\.\d+")
 
@@ -35,17 +36,17 @@ class Sn38Uploads:
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
         self._deciding: ContextVar[GateDecision | None] = ContextVar("deciding", default=None)
-        """The decision on the upload that this thread is starting."""
+        """The decision about the upload that this thread is just starting."""
 
         self._asked = 0
         self.steps = 0
-        """Inner steps seen in this process."""
+        """Number of inner steps that this process has completed."""
 
         self._keys = Once()
 
     def gated(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `start_background_upload`: a blocked upload gathers nothing and spends no error
-        feedback."""
+        """Wrap `start_background_upload`. If the gate blocks the upload, the miner gathers nothing
+        and uses up no error feedback."""
         signature = inspect.signature(function)
         unknown = [
             name
@@ -80,7 +81,7 @@ class Sn38Uploads:
             self._adapter.degraded("an upload began before the guard did; it is not gated")
             return None
         self._asked += 1
-        # A rank that cannot read its candidate still asks: the others wait for it.
+        # A rank that cannot read its candidate must still ask, because the others wait for it.
         seen = self._adapter.quiet(self._candidate, signature, miner, args, kwargs) or _UNREAD
         return guard.may_upload(**seen, question=f"upload {self._asked}")
 
@@ -89,10 +90,10 @@ class Sn38Uploads:
     ) -> dict[str, Any]:
         given = signature.bind(miner, *args, **kwargs).arguments
         return self._documents(miner) | {
-            # The local counters, not `epoch`: only rank 0 keeps the global one up to date.
+            # Use the local counter, not `epoch`: only rank 0 keeps the global one up to date.
             "outer_step": miner.local_progress.epoch,
-            # The loaded state's: loading a state sets it, and an AllReduce turns it into the next
-            # one.
+            # This is the outer step of the loaded state: loading a state sets it, and an AllReduce
+            # advances it.
             "base_outer_step": miner.local_progress.epoch,
             "inner_step": given["inner_step"] if "inner_step" in given else self.inner_step(miner),
             "kind": "archive" if given.get("archive") or paused(miner) else "gradient",
@@ -100,9 +101,8 @@ class Sn38Uploads:
         }
 
     def _documents(self, miner: Any) -> dict[str, Any]:
-        """What the miner is about to publish beside the gradient, as far as it exists already.
-
-        Only for miners that write it: older ones have neither blocks nor metadata.
+        """The documents that the miner is about to publish with the gradient, as far as they exist
+        already. Older miners publish neither blocks nor metadata.
         """
         found: dict[str, Any] = {}
         config: Any = getattr(getattr(miner, "model", None), "config", None)
@@ -112,7 +112,8 @@ class Sn38Uploads:
         run, progress = getattr(package, "__run__", None), miner.local_progress
         inner = getattr(progress, "inner_step", None)
         if run is not None and inner is not None and hasattr(miner, "dht"):
-            # Reading the peer id may query another process; validators accept any.
+            # Leave out the peer id: reading it may query another process, and validators accept
+            # any.
             found["metadata"] = {
                 "run": run,
                 "outer_step": progress.epoch,
@@ -123,14 +124,14 @@ class Sn38Uploads:
         return found
 
     def inner_step(self, miner: Any) -> int:
-        """The miner's inner step; before 2025-02-08 the miner did not share one, so we count steps
-        here."""
+        """The miner's inner step. Before 2025-02-08 the miner did not publish it, so this counts
+        the steps."""
         kept = getattr(miner.local_progress, "inner_step", None)
         return self.steps if kept is None else int(kept)
 
     def recorded(self, function: Callable[..., Any]) -> UploadModel:
-        """Wrap `upload_model`, which the upload thread calls: ask again now that the gradient
-        exists, and record the real outcome."""
+        """Wrap `upload_model`, which the upload thread calls: ask the gate again, now that the
+        gradient exists, and record the real outcome."""
         return UploadModel(function, self._deciding, self._upload)
 
     def _upload(
@@ -141,11 +142,11 @@ class Sn38Uploads:
             return function(*args, **kwargs)
         decision = decision or self._ungated(miner)
         given = self._adapter.quiet(_gradient, function, args, kwargs)
-        # Only rank 0 publishes, and this is not collective: the other ranks need not know.
+        # Only rank 0 publishes. The call is not collective, because the other ranks need not know.
         if given is not None and guard.rank == 0:
             decision = guard.may_publish(decision, given)
             if not decision.allowed:
-                # The miner's own return value for a cancelled upload.
+                # The miner returns False for a cancelled upload, too.
                 return False
         before = getattr(miner, "upload_process", None)
         with guard.upload(decision) as record:
@@ -173,7 +174,7 @@ class Sn38Uploads:
     def _look(self, miner: Any, before: Any, result: Any, record: Any) -> None:
         worker = getattr(miner, "upload_process", None)
         if worker is not None and worker is not before:
-            # The arguments hold the write keys: read only the revision.
+            # The arguments contain the write keys, so read only the revision.
             words = worker.args if isinstance(worker.args, (list, tuple)) else ()
             record.tag = next((str(w) for w in words if _REVISION.fullmatch(str(w))), None)
             self._warn_of_keys(words)
@@ -187,9 +188,12 @@ class Sn38Uploads:
 
 
 class UploadModel:
-    """The miner's method `upload_model`. Each lookup belongs to one upload: a miner looks it up
-    while it starts an upload and hands what it finds to its upload thread, so the thread has that
-    upload's decision, whichever upload is decided next."""
+    """Replaces the miner's method `upload_model`.
+
+    The miner looks up the method while it starts an upload, and passes it to its upload thread. So
+    each lookup binds the decision about that upload, even if another is decided before the thread
+    runs.
+    """
 
     def __init__(
         self,
@@ -218,7 +222,7 @@ class UploadModel:
 
 
 def _gradient(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The compressed gradient passed to `upload_model`; None if it gets none."""
+    """The compressed gradient in a call of `upload_model`; None if the call has none."""
     return inspect.signature(function).bind(*args, **kwargs).arguments.get("gradient_state")
 
 

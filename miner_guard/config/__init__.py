@@ -1,8 +1,8 @@
 """Every setting of the guard, as plain dataclasses: one class per section of guard.toml.
 
-Standard library only, so that the hook inside a rank can read its share of the settings without
-importing anything that the miner does not already have. Reading files and the environment, checking
-and remembering where each value came from is the work of `miner_guard.config.loading`.
+Standard library only, so that the hook inside a rank can read its settings without importing
+anything that the miner does not have. `miner_guard.config.loading` reads files and the environment,
+checks the values, and remembers where each came from.
 
 Units are in the names: `_s` seconds, `_gb` GiB, `_pct` per cent, `_ratio` a share of one.
 """
@@ -47,7 +47,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Config:
-    """All sections. Field names are the sections of guard.toml."""
+    """All settings. The fields are named after the sections of guard.toml."""
 
     miner: MinerSettings = field(default_factory=MinerSettings)
     gate: GateSettings = field(default_factory=GateSettings)

@@ -1,5 +1,5 @@
-"""JSON Schema of guard.toml, for editors: types and limits as `loading` checks them, and the
-docstrings of the settings."""
+"""Builds the JSON Schema of guard.toml for editors: the types and limits that `loading` checks, and
+the docstrings of the settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from miner_guard.config.loading import sections
 
 
 def document() -> dict[str, Any]:
-    """The schema (draft 2020-12). An unknown section or key is an error in it, as for the guard."""
+    """The schema (draft 2020-12). Like the guard, it rejects unknown sections and keys."""
     schema = TypeAdapter(Config).json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "guard.toml"

@@ -10,7 +10,7 @@ from miner_guard.config.ranges import Count, NotNegative, Percent, Positive, Sha
 
 @dataclass(frozen=True)
 class HangSettings:
-    """When no progress is a hang."""
+    """When the guard treats missing progress as a hang."""
 
     min_s: Positive = 300.0
     """Shortest time without a step that counts as a hang."""
@@ -19,11 +19,11 @@ class HangSettings:
     """The limit is at least this many times the longest recent step (NVRx's calculated timeout)."""
 
     first_step_s: Positive = 1800.0
-    """Time allowed until the first step: download, load, compile."""
+    """Time allowed until the first step, in which the miner downloads, loads and compiles."""
 
     first_step_notice_s: Positive = 90.0
-    """The guard reports after this long that it has seen no step yet, and the miner's line that
-    came nearest to one."""
+    """After this long without a step, the guard reports that it has seen none, and quotes the line
+    that most resembles a step."""
 
     allreduce_s: Positive = 840.0
     """Time allowed for the phase `allreduce` (subnet 38)."""
@@ -44,29 +44,28 @@ class HangSettings:
     """Time allowed for the phase `checkpoint`."""
 
     exit_s: Positive = 330.0
-    """How long the miner's process may keep running after all ranks have ended their training.
+    """How long the miner's process may keep running after all ranks have finished training.
 
-    Longer than torchrun's exit barrier: a node that has finished waits that long for the others,
-    even for one that is lost.
+    Keep it longer than torchrun's exit barrier: a node that has finished waits that long for the
+    others, even for one that is lost.
     """
 
     gone_s: Positive = 45.0
-    """How long a launcher may take to end the other ranks after one has died. Longer than the 30 s
-    that torchrun grants them after SIGTERM."""
+    """How long a launcher may take to end the other ranks after one has died. Keep it longer than
+    the 30 s that torchrun gives them after SIGTERM."""
 
     phases: dict[str, float] = field(default_factory=dict)
     """Time allowed for other phases, by name, in seconds."""
 
     stack_timeout_s: Positive = 10.0
-    """Deadline for collecting the ranks' stacks."""
+    """How long the guard waits for the ranks' stacks."""
 
     action: Literal["restart", "stop", "warn"] = "restart"
-    """What the guard does once the evidence is stored."""
+    """What the guard does about a hang after it has stored the evidence."""
 
     @property
     def allowances(self) -> dict[str, float]:
-        """How long each phase may last, in seconds; phases without a limit of their own are
-        absent."""
+        """How long each phase may last, in seconds, for the phases that have their own limit."""
         return {
             "allreduce": self.allreduce_s,
             "upload": self.upload_s,
@@ -85,46 +84,49 @@ class RestartSettings:
     """Restarts after a failure."""
 
     enabled: bool = True
-    """False (`--no-restart`): `run` exits with the miner's own exit code."""
+    """Restart the miner after a failure. False (`--no-restart`): `run` exits with the miner's exit
+    code."""
 
     max_restarts: Count = 5
-    """Restarts without a healthy stretch between them that make a crash loop (exit code 75)."""
+    """After this many restarts without a healthy stretch in between, the next failure is a crash
+    loop (exit code 75)."""
 
     backoff_s: NotNegative = 2.0
-    """Wait before the first restart; it doubles with each further one."""
+    """Wait before the first restart. The wait doubles with each further restart."""
 
     outage_backoff_s: NotNegative = 20.0
     """Wait before the first restart after an outage of network, storage or chain. With the defaults
     the waits add up to ten minutes before the guard calls it a crash loop."""
 
     backoff_max_s: Positive = 300.0
-    """Longest wait."""
+    """Longest wait before a restart."""
 
     jitter_ratio: Share = 0.1
     """Random share added to each wait, so that many miners do not restart at once."""
 
     healthy_s: Positive = 600.0
-    """A launch that trains this long resets the count of restarts."""
+    """The guard resets the count of restarts when a launch has run this long and trains."""
 
 
 @dataclass(frozen=True)
 class HealthSettings:
-    """Snapshots."""
+    """Samplers of host and GPUs, HEALTH lines, other nodes and checkpoints."""
 
     snapshot_every_s: Positive = 60.0
     """Interval of the HEALTH lines."""
 
     sample_every_s: Positive = 10.0
-    """Interval of the samples."""
+    """Interval between samples."""
 
     sampler_timeout_s: Positive = 5.0
     """Deadline for one sampler."""
 
     disk_min_free_gb: NotNegative = 5.0
-    """The guard warns when less disk space than this is free."""
+    """The guard warns if less disk space than this is free."""
 
     shm_min_gb: NotNegative = 1.0
-    """The guard warns of a smaller /dev/shm: Docker's 64 MB breaks NCCL and data loaders."""
+    """The guard warns if /dev/shm is smaller than this: NCCL and data loaders fail with Docker's
+    64 MB."""
 
     node_check_every_s: Positive = 5.0
     """Interval of the reachability checks of other nodes in a multi-node run."""
@@ -133,14 +135,14 @@ class HealthSettings:
     """How long another node may take to answer."""
 
     clock_skew_max_s: Positive = 60.0
-    """The guard warns when the clock differs more than this from the storage's Date header."""
+    """The guard warns if the clock differs by more than this from the storage's Date header."""
 
     checkpoint_dir: str | None = None
-    """Checkpoint folder whose age and size the guard watches. None: the hook reports
-    checkpoints."""
+    """Folder in which the guard watches the age and size of checkpoints. None: the guard knows only
+    checkpoints that the hook reports."""
 
     checkpoint_max_age_s: Positive = 3600.0
-    """Age of the newest checkpoint from which the guard reports `CHECKPOINT STALE`."""
+    """The guard reports `CHECKPOINT STALE` if the newest checkpoint is older than this."""
 
 
 @dataclass(frozen=True)
@@ -148,16 +150,16 @@ class CostSettings:
     """What monitoring may cost (source 000)."""
 
     preset: Literal["production", "research", "final_evaluation"] | None = None
-    """One of source 000's presets; sets the budget below."""
+    """One of source 000's presets, which sets the budget below."""
 
     budget_pct: Percent = 5.0
     """Share of training time that monitoring may take."""
 
     critical_pct: Percent = 10.0
-    """Share of training time above which the finding is critical."""
+    """Share of training time above which the finding is critical rather than a warning."""
 
     operation_warn_s: Positive = 30.0
-    """The guard warns of a single operation that takes longer."""
+    """The guard warns if a single operation takes longer than this."""
 
     throttle: bool = False
-    """Allow `tracker.due(name)` to stretch intervals while over budget."""
+    """Allow `tracker.due(name)` to lengthen intervals while monitoring is over budget."""

@@ -1,6 +1,6 @@
-"""Where the settings come from: defaults, profile, guard.toml, environment, flags; later ones win.
+"""Loads the settings from defaults, profile, guard.toml, environment and flags; later ones win.
 
-`load` checks everything before anything is used. An error names the file (or variable), the key,
+`load` checks all values before the guard uses any. An error names the file (or variable), the key,
 the value seen and what is allowed.
 """
 
@@ -26,16 +26,16 @@ else:
 PREFIX = "MINER_GUARD_"
 _NOT_SETTINGS = {"MINER_GUARD_STATE_DIR"}
 SECRET = frozenset({"alerts.urls", "alerts.heartbeat_url", "http.token"})
-"""Settings that hold secrets whatever they look like."""
+"""Settings whose values are always secret."""
 
 
 class BadConfig(Exception):
-    """The configuration can't be used. The message is for people; `run` exits with 78."""
+    """The configuration can't be used; the message is human-readable. `run` exits with 78."""
 
 
 class BadFlag(BadConfig):
-    """A flag's value is not allowed: the command line is wrong, not the configuration; exit code
-    64."""
+    """A flag's value is not allowed. The exit code is 64, because the command line is wrong and not
+    the configuration."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +53,13 @@ class Settings:
 
 
 def sections() -> dict[str, type]:
-    """Section name to its dataclass, in the order of `Config`."""
+    """The dataclass of each section by name, in the order of `Config`."""
     hints = typing.get_type_hints(Config)
     return {f.name: hints[f.name] for f in dataclasses.fields(Config)}
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The document at `path`. Raises BadConfig where it can't be read or parsed."""
+    """Read the document at `path`. Raises BadConfig if it can't be read or parsed."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -79,9 +79,9 @@ def load(
 ) -> Settings:
     """Merge all layers into checked settings.
 
-    `profile` is a document shaped like guard.toml. `dotenv` is the name of the miner's `.env` and
-    what it assigns; the environment goes before it. `flags` maps `section.key` to a value. With no
-    `file`, `./guard.toml` is read if it is there. Raises BadConfig, for a flag BadFlag.
+    `profile` is a document with the structure of guard.toml. `dotenv` is the name of the miner's
+    `.env` and what it assigns; the environment overrides it. `flags` maps `section.key` to a value.
+    Without `file`, `./guard.toml` is read if it exists. Raises BadConfig, or BadFlag for a flag.
     """
     merged: dict[str, dict[str, Any]] = {name: {} for name in sections()}
     origins: dict[str, str] = {}
@@ -178,7 +178,7 @@ def _checked(section: str, key: str, value: Any, where: str, *, strict: bool) ->
 
 
 def _meant(word: str, allowed: Iterable[str]) -> str:
-    """`did you mean expect? `, or nothing where no name is near."""
+    """`did you mean expect? `, or an empty text if no allowed name is similar."""
     import difflib
 
     near = difflib.get_close_matches(word, list(allowed), n=2, cutoff=0.7)
@@ -186,8 +186,8 @@ def _meant(word: str, allowed: Iterable[str]) -> str:
 
 
 def _from_text(hint: Any, text: str) -> Any:
-    """A value as the environment or a flag spells it: empty means none, commas separate a list or
-    `name=number`."""
+    """Convert the text of an environment variable or a flag: an empty text means None, and commas
+    separate the items of a list or the `name=number` pairs of a table."""
     outer = typing.get_origin(_bare(hint))
     if text == "" and type(None) in _alternatives(hint):
         return None
@@ -195,7 +195,7 @@ def _from_text(hint: Any, text: str) -> Any:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     if outer is dict:
         parts = [part.partition("=") for part in text.split(",") if part.strip()]
-        # What is no table stays text, which is refused with the value as it was given.
+        # A text that is no table stays as it is, so that the error quotes it unchanged.
         return (
             {name.strip(): value.strip() for name, _, value in parts}
             if all(sign for _, sign, _ in parts)
@@ -209,8 +209,11 @@ _PLAIN_NUMBER = re.compile(r"[0-9]{1,15}(\.[0-9]{1,15})?")
 
 
 def plain_value(hint: Any, value: Any, *, strict: bool) -> Any:
-    """The setting's value where that is beyond doubt, else `UNSURE`: pydantic decides the rest, and
-    its import takes longer than all else that a short command does. `strict`: text stays text."""
+    """Return the setting's value if it is clearly valid, otherwise `UNSURE`.
+
+    pydantic decides the unsure cases. Most commands avoid its import, which takes longer than
+    everything else that a short command does. `strict`: do not convert text to other types.
+    """
     if value is None or isinstance(value, tuple):
         fits = type(None) in _alternatives(hint) if value is None else _is_texts(hint, value)
         return value if fits else UNSURE
@@ -225,7 +228,7 @@ def _is_texts(hint: Any, value: tuple[Any, ...]) -> bool:
 
 
 def _plain_in(hint: Any, value: Any, *, strict: bool) -> Any:
-    """`plain_value` for one alternative."""
+    """`plain_value` for one alternative of a union."""
     kind = _bare(hint)
     if typing.get_origin(kind) is typing.Literal:
         return value if type(value) is str and value in typing.get_args(kind) else UNSURE
@@ -272,7 +275,7 @@ def _takes_int(hint: Any) -> bool:
 
 
 def describe(hint: Any) -> str:
-    """What a setting takes, for people: `a number > 0`, `one of enforce, shadow`."""
+    """Describe which values a setting accepts: `a number > 0`, `one of enforce, shadow`."""
     names = {
         str: "text",
         bool: "true or false",

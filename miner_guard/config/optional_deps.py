@@ -1,5 +1,5 @@
-"""Optional packages: which setting needs which, and whether they are installed here. Imports none
-of them."""
+"""Knows which setting needs which optional package, and whether it is installed here. It imports
+none of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Extra:
     needed: Callable[[Config], bool]
     setting: str
     without: str
-    """What does not happen where it is missing."""
+    """What does not work if a package is missing."""
 
 
 EXTRAS = (
@@ -74,7 +74,7 @@ EXTRAS = (
 
 
 def missing(extra: Extra) -> tuple[str, ...]:
-    """The extra's packages that this interpreter does not find."""
+    """The extra's modules that this interpreter does not find."""
     return tuple(name for name in extra.modules if not _is_there(name))
 
 
@@ -82,49 +82,52 @@ def _is_there(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
-        # A parent of a dotted name.
+        # The parent of a dotted name is missing.
         return False
 
 
 def missing_extras(config: Config) -> Iterator[tuple[Extra, tuple[str, ...]]]:
-    """What the settings ask for and is not there, with its missing packages."""
+    """The extras that the settings need but that are not installed, each with its missing
+    modules."""
     for extra in EXTRAS:
         if extra.needed(config) and (names := missing(extra)):
             yield extra, names
 
 
 def problem(name: str) -> str | None:
-    """`apprise is not installed; pip install 'apprise>=1.7'`; None where the extra is there."""
+    """`apprise is not installed; pip install 'apprise>=1.7'`; None if the extra is installed."""
     (extra,) = (e for e in EXTRAS if e.name == name)
     names = missing(extra)
     return f"{not_installed(names)}; {install(name)}" if names else None
 
 
 def not_installed(names: tuple[str, ...]) -> str:
-    """`apprise is not installed`."""
+    """Format the names as `apprise is not installed`."""
     return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} not installed"
 
 
 def install(name: str) -> str:
-    """The command that installs an extra's packages, by their own names.
+    """The command that installs an extra's packages by name.
 
-    It must not name this package: it is on no index, and what anybody uploads under its name would
-    run beside the keys.
+    It must not name miner-guard itself: no index has miner-guard, so anyone could upload a package
+    of that name, and it would run with access to the keys.
     """
     return f"pip install {' '.join(map(shlex.quote, requirements(name)))}"
 
 
 def _package(module: str) -> str:
-    """`opentelemetry-sdk` for `opentelemetry.sdk`: the index's name, where no metadata tells it."""
+    """The PyPI name of a module's package, guessed because no metadata gives it:
+    `opentelemetry-sdk` for `opentelemetry.sdk`."""
     return module.replace(".", "-")
 
 
 def requirements(name: str) -> list[str]:
-    """`["apprise>=1.7"]`: what the extra adds, as this installation's metadata has it."""
+    """The requirements of an extra (`["apprise>=1.7"]`), from the metadata of this installation if
+    there is any."""
     try:
         declared = metadata.requires(_PACKAGE) or []
     except metadata.PackageNotFoundError:
-        # Run from a source tree that nobody installed, or by another interpreter.
+        # The guard runs from a source tree that is not installed in this interpreter.
         declared = []
     wanted: list[str] = []
     for requirement, _, marker in (entry.partition(";") for entry in declared):

@@ -1,4 +1,5 @@
-"""Settings of the outside world: gate, repo and chain; alerts, HTTP port and logs."""
+"""Settings for what connects the guard with the outside: gate, repo, chain, alerts, HTTP port and
+logs."""
 
 from __future__ import annotations
 
@@ -10,29 +11,30 @@ from miner_guard.config.ranges import AtLeastOne, Count, NotNegative, Positive, 
 
 @dataclass(frozen=True)
 class GateSettings:
-    """What may be uploaded: the operator's numbers for the gate's rules. A profile changes them."""
+    """What the gate lets through: the limits of its rules. A profile may change the defaults."""
 
     mode: Literal["enforce", "shadow"] = "enforce"
-    """`enforce` blocks; `shadow` says what it would do and blocks nothing."""
+    """`enforce` blocks uploads; `shadow` only reports what it would block."""
 
     min_inner_step: Count = 50
-    """Inner steps below this are blocked (source 004; subnet 38's validators reject 0 only)."""
+    """The gate blocks uploads at inner steps below this (source 004; subnet 38's validators reject
+    only 0)."""
 
     min_inner_step_after_allreduce: Count | None = None
-    """The minimum while what is published is the archive of an AllReduce (inner step 0), which
-    scores nothing. None: `min_inner_step`. Subnet 38's validators accept from 1 on."""
+    """The minimum while the published upload is the archive of an AllReduce (inner step 0), which
+    scores nothing. None: `min_inner_step`. Subnet 38's validators accept 1 and above."""
 
     min_upload_interval_s: NotNegative = 0.0
-    """The gate blocks an upload while the published one is younger than this. 0: never."""
+    """The gate blocks an upload while the published one is younger than this. 0: it never does."""
 
     repo_age_target_s: Positive = 1800.0
-    """Repo age from which an upload is due (source 004: keep < 1800 s)."""
+    """An upload is due when the repo is this old (source 004: keep < 1800 s)."""
 
     repo_age_limit_s: Positive = 2000.0
-    """Repo age from which the repo is stale (source 004: < 2000 s)."""
+    """The repo is stale when it is this old (source 004: < 2000 s)."""
 
     broadcast_timeout_s: Positive = 60.0
-    """How long the ranks wait for rank 0's decision before they block locally."""
+    """How long each rank waits for rank 0's decision before it blocks the upload itself."""
 
     inputs_max_age_s: Positive = 300.0
     """Repo and network facts in gate-inputs.json that are older than this count as unknown."""
@@ -61,10 +63,10 @@ class RepoSettings:
     """`hf`: owner/name."""
 
     credentials: Literal["env", "dotenv", "file"] = "env"
-    """Where the guard reads the keys; never from a command line."""
+    """Where the guard reads the keys from. It never takes them from a command line."""
 
     credentials_file: str | None = None
-    """`dotenv`: the `.env` as the miner uses it; `file`: a TOML file with the keys."""
+    """`dotenv`: the miner's `.env` file; `file`: a TOML file with the keys."""
 
     refresh_every_s: Positive = 60.0
     """Interval of the repo checks."""
@@ -76,11 +78,11 @@ class RepoSettings:
     """Verify the repo after each reported push."""
 
     audit_every_s: NotNegative | None = None
-    """Seconds between two audits; one also follows each verified push. 0 runs none by itself. None:
-    600 where a profile says what validators accept, else 0."""
+    """Seconds between two audits; the guard also audits after each verified push. 0: only on
+    demand. None: 600 if the profile defines what validators accept, otherwise 0."""
 
     audit_bytes_per_hour: Count = 2_000_000_000
-    """What these audits may fetch in an hour; gradients that have not changed are not fetched
+    """How many bytes these audits may fetch per hour. They do not fetch unchanged gradients
     again."""
 
 
@@ -101,14 +103,14 @@ class ChainSettings:
     """uid whose repo publishes the network's outer step."""
 
     blocks_per_allreduce: Annotated[int, Range(ge=1)] | None = None
-    """Blocks between two AllReduces, by which the gate and the audit judge. None: the profile's
-    (subnet 38: 400; its master has 750 from its first successful AllReduce on)."""
+    """Blocks between two AllReduces, which the gate and the audit assume. None: the profile's value
+    (subnet 38: 400; its master uses 750 after its first successful AllReduce)."""
 
     refresh_every_s: Positive = 120.0
     """Interval of the chain queries."""
 
     timeout_s: Positive = 30.0
-    """Deadline of one look."""
+    """Deadline for one query."""
 
 
 @dataclass(frozen=True)
@@ -116,25 +118,26 @@ class AlertSettings:
     """Whom the guard notifies."""
 
     urls: tuple[str, ...] = ()
-    """Apprise URLs; better given through MINER_GUARD_ALERTS__URLS, they hold secrets."""
+    """Apprise URLs. Set them through MINER_GUARD_ALERTS__URLS, because they contain secrets."""
 
     preset: Literal["overnight"] | None = None
-    """`overnight`: stalls, loss explosion, nothing saved, any problem (source 003)."""
+    """`overnight`: alert on stalls, an exploding loss, missing checkpoints and all other problems
+    (source 003)."""
 
     min_level: Literal["info", "warning", "error", "critical"] = "error"
-    """Lowest level of the events that are sent."""
+    """Lowest level of the events that the guard sends."""
 
     events: tuple[str, ...] = ()
-    """Further events, whatever their level."""
+    """Names of further events to send, whatever their level."""
 
     cooldown_s: NotNegative = 900.0
-    """Shortest time before the same alert is repeated."""
+    """Shortest time before the guard repeats an alert."""
 
     heartbeat_url: str | None = None
     """URL that the guard pings while the miner makes progress."""
 
     heartbeat_every_s: Positive = 300.0
-    """Interval of the pings."""
+    """Interval between pings."""
 
 
 @dataclass(frozen=True)
@@ -142,18 +145,18 @@ class HttpSettings:
     """The HTTP port."""
 
     port: Annotated[int, Range(ge=0, le=65535)] | None = None
-    """None: no port. 0: any free one."""
+    """The port to listen on. None: do not listen. 0: any free port."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; any but loopback needs a token."""
+    """Address to listen on. Any address but loopback needs a token."""
 
     token: str | None = None
-    """Bearer token; better given through MINER_GUARD_HTTP__TOKEN. Off loopback at least 16
-    characters."""
+    """Bearer token. Set it through MINER_GUARD_HTTP__TOKEN, because it is a secret. On any address
+    but loopback it needs at least 16 characters."""
 
     trusted_hosts: tuple[str, ...] = ()
-    """Names under which browsers may ask where no token is set, besides `localhost` and any IP
-    address."""
+    """Host names under which browsers may reach the port if no token is set, in addition to
+    `localhost` and IP addresses."""
 
 
 @dataclass(frozen=True)
@@ -166,18 +169,18 @@ class OtelSettings:
     `/v1/metrics` are appended. None: the guard exports nothing."""
 
     min_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
-    """Lowest level of the events that are exported."""
+    """Lowest level of the events that the guard exports."""
 
     metrics_every_s: Positive = 60.0
-    """Interval of the metrics (the SDK's default)."""
+    """Interval between exports of the metrics (the SDK's default)."""
 
 
 @dataclass(frozen=True)
 class LogSettings:
-    """Console line and guard.jsonl."""
+    """Console lines and guard.jsonl."""
 
     emoji: bool = True
-    """Print the documents' emoji before the words."""
+    """Print the source documents' emoji before the text of a line."""
 
     level: Literal["debug", "info", "warning", "error", "critical"] = "info"
     """Lowest level printed on the console; guard.jsonl holds every level."""
@@ -186,14 +189,15 @@ class LogSettings:
     """Size at which guard.jsonl is rotated."""
 
     keep: Count = 10
-    """Rotated files kept."""
+    """How many rotated files to keep."""
 
     keep_incidents: AtLeastOne = 50
-    """Folders of evidence kept under incidents/, the newest; each holds up to about 1 MB per
-    rank."""
+    """How many folders of evidence to keep under incidents/. The newest stay; each takes up to
+    about 1 MB per rank."""
 
     step_lines_per_s: Positive = 5.0
-    """Step lines per second on the console and in guard.jsonl; a line counts those left out."""
+    """Limit on step lines per second on the console and in guard.jsonl. The guard logs how many it
+    has left out."""
 
     classify: bool = True
-    """Look for incidents in the relayed output."""
+    """Search the miner's output for incidents."""

@@ -1,4 +1,4 @@
-"""What a setting may be: numbers with bounds, and the names of the usual ones."""
+"""Types for settings that are numbers with bounds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 @dataclass(frozen=True)
 class Range:
-    """Allowed values of a number; `None` leaves that side open, but infinity is no number."""
+    """The bounds of a number. None means no bound on that side; infinity and NaN are never
+    allowed."""
 
     ge: float | None = None
     gt: float | None = None

@@ -18,37 +18,38 @@ from miner_guard.config.ranges import (
 
 @dataclass(frozen=True)
 class MinerSettings:
-    """The miner, and those of its training settings that the guard needs."""
+    """The miner, and those of its training settings that the guard must know."""
 
     profile: str | None = None
     """Name of a profile under `validators/profiles/` (`sn38`, `sn3`, `iota`, `diloco`), or a path
     to one. None: no profile."""
 
     attach: Literal["sn38", "auto", "log"] | None = None
-    """Hook an unmodified miner: `sn38`, `auto` (any script), `log` (read its lines only). None: it
-    calls the hook."""
+    """How to hook an unmodified miner: `sn38`, `auto` (any script), `log` (only read its output).
+    None: the miner calls the hook itself."""
 
     log_patterns: tuple[str, ...] = ()
     """`attach = "log"`: regular expressions of your own step lines, with the groups of
     attach/patterns.toml."""
 
     finite: bool | None = None
-    """True: an exit code of 0 means that the work is finished, also without
-    `guard.close(finished=True)`. False: only that means it. None: with `attach = "auto"` also a
-    loop that ran to its end on every rank without an error, else as False."""
+    """True: exit code 0 means that the miner has finished its work, even without
+    `guard.close(finished=True)`. False: only that call means it. None: as False; but with
+    `attach = "auto"`, a loop that ran to its end on every rank without an error has finished
+    too."""
 
     stop_timeout_s: Positive = 45.0
-    """Time between SIGTERM and SIGKILL. Longer than torchrun's own 30 s."""
+    """Time between SIGTERM and SIGKILL. Keep it longer than torchrun's own 30 s."""
 
     cgroup: bool = True
-    """Keep the miner's processes in a cgroup (v2) of their own where this is permitted, so that
-    none of them escapes. False where something else manages the cgroups of this host."""
+    """Put the miner's processes into their own cgroup (v2) if the host permits it, so that none of
+    them escapes. Set it to False if something else manages this host's cgroups."""
 
     batch_size: AtLeastOne | None = None
-    """Samples per micro-batch and rank; used where the hook does not report it."""
+    """Samples per micro-batch and rank, in case the hook does not report it."""
 
     effective_batch_size: AtLeastOne | None = None
-    """Samples per inner step over all ranks; used where the hook does not report it."""
+    """Samples per inner step over all ranks, in case the hook does not report it."""
 
     upload_steps: AtLeastOne | None = None
     """Inner steps between two uploads, for forecasts."""
@@ -57,8 +58,8 @@ class MinerSettings:
     """Inner steps between two outer steps, for the ETA."""
 
     master_port: Annotated[int, Range(ge=1, le=65535)] | None = None
-    """Rendezvous port that must be free before a start. None: taken from the command; unchecked
-    where the command names no port."""
+    """Rendezvous port that must be free before the start. None: the port in the command; if the
+    command names none, the guard checks none."""
 
 
 @dataclass(frozen=True)
@@ -66,36 +67,39 @@ class StepSettings:
     """Inner-step timing."""
 
     good_s: Positive = 20.0
-    """A step up to this is good (source 004: 10-20 s)."""
+    """A step that takes up to this long is good (source 004: 10-20 s)."""
 
     acceptable_s: Positive = 40.0
-    """A step up to this is acceptable (source 004: 20-40 s)."""
+    """A step that takes up to this long is acceptable (source 004: 20-40 s)."""
 
     slow_s: Positive = 60.0
-    """Absolute rule: a step beyond this is slow (source 004)."""
+    """Absolute rule: a step that takes longer than this is slow (source 004)."""
 
     expected: str = "10-30s"
     """The expected range that the slow-step line prints (source 004)."""
 
     window: AtLeastOne = 128
-    """Number of recent steps of the same kind in the median and the MAD."""
+    """Number of recent steps of the same kind from which the guard computes the median and the
+    MAD."""
 
     warmup: Count = 10
-    """Steps at the start of a run that are not judged: compilation, cold caches."""
+    """Number of steps at the start of a run that the guard does not judge, because of compilation
+    and cold caches."""
 
     mad_factor: Positive = 5.0
-    """Relative rule: slow beyond median + max(mad_factor · 1.4826 · MAD, min_excess_ratio ·
-    median)."""
+    """Relative rule: a step is slow if it takes longer than median + max(mad_factor · 1.4826 · MAD,
+    min_excess_ratio · median)."""
 
     min_excess_ratio: Positive = 0.5
-    """Smallest excess over the median, as a share of it, that is slow."""
+    """A slow step exceeds the median by at least this share of it."""
 
     min_excess_s: NotNegative = 1.0
-    """Smallest excess over the median, in seconds, that is slow: a busy host delays short steps by
-    fractions of a second, and that is not worth an alert."""
+    """A slow step exceeds the median by at least this many seconds. A busy host delays short steps
+    by fractions of a second, which is not worth an alert."""
 
     regression_ratio: Share = 0.75
-    """Best historical median / median of the last 32 below this: a lasting slowdown."""
+    """The guard reports a lasting slowdown if best earlier median / median of the last 32 steps is
+    below this."""
 
     fast_log_every: AtLeastOne = 10
     """Inner steps between two `Fast log time` lines (source 001)."""
@@ -104,122 +108,132 @@ class StepSettings:
     """Inner steps between two `TIMING BREAKDOWN` blocks (source 001)."""
 
     fast_log_max_s: Positive = 1.0
-    """Red flag: a fast log that takes longer (source 001)."""
+    """Red flag: a fast log takes longer than this (source 001)."""
 
     fast_log_usual_s: Positive = 0.3
-    """A fast log usually takes up to this (source 001: 0.1-0.3 s); above it a remark."""
+    """A fast log usually takes up to this long (source 001: 0.1-0.3 s). Above it the guard logs a
+    remark."""
 
     evaluation_usual_s: Positive = 10.0
-    """An evaluation step usually takes up to this (source 001: 5-10 s); above it a remark."""
+    """An evaluation step usually takes up to this long (source 001: 5-10 s). Above it the guard
+    logs a remark."""
 
     inference_usual_pct: Percent = 80.0
-    """Usual inference share of an evaluation step (source 001: 60-80 %); above it a remark."""
+    """Usual share of inference in an evaluation step (source 001: 60-80 %). Above it the guard logs
+    a remark."""
 
     val_loss_usual_pct: Percent = 20.0
-    """Usual validation share of an evaluation step (source 001: 10-20 %); above it a remark."""
+    """Usual share of validation in an evaluation step (source 001: 10-20 %). Above it the guard
+    logs a remark."""
 
     overhead_good_pct: Percent = 10.0
-    """Overhead of an evaluation step above this is an issue, though no red flag (source 001)."""
+    """If the share of overhead in an evaluation step is above this, the guard logs a remark (source
+    001: an issue, but no red flag)."""
 
     overhead_max_pct: Percent = 20.0
-    """Red flag: overhead of an evaluation step above this (source 001)."""
+    """Red flag: the share of overhead in an evaluation step is above this (source 001)."""
 
     inference_max_pct: Percent = 90.0
-    """Red flag: inference share above this (source 001)."""
+    """Red flag: the share of inference in an evaluation step is above this (source 001)."""
 
     val_loss_max_pct: Percent = 50.0
-    """Red flag: validation share above this (source 001)."""
+    """Red flag: the share of validation in an evaluation step is above this (source 001)."""
 
     red_flag_min_s: NotNegative = 1.0
-    """Evaluation steps shorter than this raise no red flag: their parts are as short as a fast
-    log."""
+    """An evaluation step shorter than this raises no red flag, because its parts are as short as a
+    fast log."""
 
     straggler_window: AtLeastOne = 20
-    """Steps over which ranks are compared."""
+    """Number of steps over which the guard compares the ranks."""
 
     straggler_warn_ratio: Share = 0.10
-    """(victims' median wait − culprit's wait) / step above this names a straggler."""
+    """A rank is a straggler if (the other ranks' median wait − its own wait) / step time is above
+    this."""
 
     straggler_critical_ratio: Share = 0.20
-    """The ratio above which the straggler is critical."""
+    """The same ratio, above which a straggler is critical."""
 
     straggler_min_s: NotNegative = 0.1
-    """A smaller difference in waiting names no straggler, however large its share of a short
-    step."""
+    """A rank is a straggler only if the waits differ by at least this many seconds, however short
+    the steps are."""
 
 
 @dataclass(frozen=True)
 class GpuSettings:
-    """GPUs: how many are expected, and when they are checked."""
+    """GPUs: how many the guard expects, when it checks them, and what it expects of them."""
 
     expect: Union[Literal["auto"], Annotated[int, Range(ge=0)]] = "auto"
-    """Number of GPUs required. `auto`: as many as at the last run, else what the profile demands,
-    else as many as are present."""
+    """Number of GPUs required. `auto`: as many as in the last run, otherwise as many as the profile
+    demands, otherwise as many as are present."""
 
     on_critical: Literal["stop", "warn"] = "stop"
-    """Whether a critical preflight finding stops the start."""
+    """What the guard does about a critical preflight finding: `stop` does not start the miner,
+    `warn` starts it anyway."""
 
     preflight: bool = True
     """Run the preflight before the miner starts."""
 
     preflight_wait_s: NotNegative = 300.0
-    """How long to wait for missing GPUs: a driver may come up late after boot."""
+    """How long to wait for missing GPUs, because a driver may come up late after boot."""
 
     probe_timeout_s: Positive = 20.0
-    """Deadline for one probe; a driver that hangs is a finding and does not hang the guard."""
+    """Deadline for one probe. If a driver hangs, the guard reports that and does not hang
+    itself."""
 
     probe_patience_s: NotNegative = 160.0
-    """How much longer to wait for the miner's interpreter while it reads from disk or computes:
-    `import torch` takes a minute from a cold disk."""
+    """How much longer to wait for a probe in the miner's interpreter while it reads from disk or
+    computes: `import torch` can take a minute from a cold disk."""
 
     diagnose_timeout_s: Positive = 30.0
     """How long `guard.diagnose` waits for each rank."""
 
     low_memory_gb: NotNegative = 1.0
-    """A GPU in training with less allocated memory than this: the model may be on the CPU
+    """If less memory than this is allocated on a GPU during training, the model may be on the CPU
     (source 004)."""
 
     first_check_s: Positive = 60.0
-    """First memory-share check after launch (source 002)."""
+    """Time from the launch to the first check of the memory share (source 002)."""
 
     check_every_s: Positive = 150.0
-    """Interval of the checks after that (source 002: 120-180 s)."""
+    """Interval between checks after that (source 002: 120-180 s)."""
 
     severe_pct: Percent = 50.0
-    """Memory share below this is severe under-use (source 002)."""
+    """A memory share below this is severe under-use (source 002)."""
 
     optimal_pct: Percent = 70.0
     """The optimal range reaches from here to `near_limit_pct` (source 002)."""
 
     near_limit_pct: Percent = 90.0
-    """Memory share above this is near the limit (source 002)."""
+    """A memory share above this is near the limit (source 002)."""
 
     good_memory_gb: Positive = 15.0
-    """From this much used memory on, a low share is no warning on a GPU that computes (source 004:
-    15-35 GB is good, whatever the GPU's size)."""
+    """If at least this much memory is used on a GPU that computes, a low share is no reason to warn
+    (source 004: 15-35 GB is good, whatever the GPU's size)."""
 
     acceptable_memory_gb: Positive = 10.0
     """Used memory from here to `good_memory_gb` is acceptable (source 004: 10-15 GB)."""
 
     high_memory_gb: Positive = 35.0
-    """Used memory above this exceeds source 004's good range (15-35 GB) of an 80 GB GPU."""
+    """More used memory than this exceeds source 004's good range (15-35 GB) for an 80 GB GPU."""
 
     busy_pct: Percent = 80.0
-    """A GPU computes from this utilization on (source 002: 80-95 % is the target)."""
+    """A GPU counts as computing at this utilization or above (source 002: 80-95 % is the
+    target)."""
 
     idle_pct: Percent = 70.0
-    """Mean utilization below this while training: monitoring or data loading may be blocking
-    (source 000: above 90 % is normal)."""
+    """If the mean utilization during training is below this, monitoring or data loading may be
+    blocking (source 000: above 90 % is normal)."""
 
     drop_pct: Percent = 20.0
-    """A memory share that falls by this many points between two checks is a sudden drop (source
-    002: 76 % to 45 %)."""
+    """If the memory share falls by this many percentage points between two checks, that is a sudden
+    drop (source 002: 76 % to 45 %)."""
 
     model_name: str | None = None
-    """Architecture, where the hook does not report it; source 002's list tells small from large."""
+    """The model's architecture, in case the hook does not report it. Source 002's list tells
+    whether it is small or large."""
 
     large_model_params: AtLeastOne = 100_000_000
-    """Models of unknown name count as large from this many parameters."""
+    """A model whose name is unknown counts as large if it has at least this many parameters."""
 
     on_underuse: Literal["warn", "relaunch"] = "warn"
     """`relaunch` restarts the miner with a larger batch, at most `max_relaunches` times, and never
@@ -229,43 +243,46 @@ class GpuSettings:
     """The argument that `relaunch` rewrites, such as `--neuron.local_batch_size_train`."""
 
     max_relaunches: Count = 3
-    """How often `relaunch` may happen in one run."""
+    """How many relaunches one run may have."""
 
     memory_settle_s: NotNegative = 50.0
-    """How long to wait after a stop for GPU memory to return to its level before the launch."""
+    """How long to wait after a stop until GPU memory is back at its level from before the
+    launch."""
 
 
 @dataclass(frozen=True)
 class LossSettings:
-    """Loss and memory curves; `loss.py`, `divergence.py`, `plateau.py` and `overfit.py` in
-    `detectors/` give the source of the constants."""
+    """Loss and memory curves. `loss.py`, `divergence.py`, `plateau.py` and `overfit.py` in
+    `detectors/` name the sources of the constants."""
 
     window: AtLeastOne = 64
-    """Number of recent values that a spike is compared with."""
+    """Number of recent values with which the guard compares a value to find a spike."""
 
     warmup: Count = 32
-    """Values before the first verdict."""
+    """Number of values that the guard needs before its first verdict."""
 
     mad_factor: Positive = 6.0
-    """Spike beyond median + max(mad_factor · 1.4826 · MAD, min_excess_ratio · |median|)."""
+    """A value is a spike if it exceeds median + max(mad_factor · 1.4826 · MAD, min_excess_ratio ·
+    |median|)."""
 
     min_excess_ratio: Positive = 0.10
-    """Smallest relative excess that is a spike."""
+    """A spike exceeds the median by at least this share of it."""
 
     explosion_ratio: Positive = 2.0
-    """Five steps in a row beyond this multiple of the mean are an explosion."""
+    """Five consecutive steps above this multiple of the mean are an explosion."""
 
     divergence_points: AtLeastOne = 30
-    """Number of points over which a rising trend is judged."""
+    """Number of points in which the guard looks for a rising trend."""
 
     divergence_p: Share = 0.99
-    """P(slope > 0) above this is divergence."""
+    """The loss diverges if P(slope > 0) is above this."""
 
     plateau_steps: AtLeastOne = 1000
     """Steps without a decrease before the guard reports a plateau."""
 
     overfit_evals: AtLeastOne = 6
-    """Consecutive evaluations that must rise while the training loss falls."""
+    """The guard reports overfitting after the evaluation loss rises this many times in a row while
+    the training loss falls."""
 
     leak_floor_gb: Positive = 1.0
-    """Growth of allocated memory below this is never called a leak."""
+    """If allocated memory grows by less than this, the guard never reports a leak."""

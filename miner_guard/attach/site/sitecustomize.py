@@ -1,8 +1,8 @@
-"""Runs at the start of every Python process that the miner starts, so it does almost nothing.
+"""Runs in every Python process that the miner starts, so it does almost nothing.
 
-It watches for the import of a few modules and then calls into `miner_guard.attach`. In child
-processes of a rank (upload workers, dataloaders) it does nothing. An existing sitecustomize still
-runs.
+It watches for the import of a few modules and then calls `miner_guard.attach`. In child processes
+of a rank (upload workers, dataloaders) it does nothing. It also runs the sitecustomize that it
+shadows, if there is one.
 """
 
 import os
@@ -12,7 +12,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def _say(what):
-    """Print the single line of a guard that could not be imported; never raises."""
+    """Print the one line by which a guard that could not be imported reports that. Never raises."""
     try:
         os.write(
             2, f"GUARD DEGRADED: {what}; training continues without it\n".encode("utf-8", "replace")
@@ -22,7 +22,7 @@ def _say(what):
 
 
 class Watch:
-    """Import hook: calls `imported(name, module)` after an import of one of `names`."""
+    """Import hook that calls `imported(name, module)` after one of `names` was imported."""
 
     def __init__(self, names, imported):
         self.names = set(names)
@@ -60,7 +60,7 @@ class Watch:
 
 
 class Home:
-    """Finds the guard's packages when the miner's Python does not have them."""
+    """Import hook that finds the guard's packages if the miner's Python lacks them."""
 
     packages = ("miner_guard", "uploads", "validators")
 
@@ -80,11 +80,11 @@ def _imported(name, module):
     try:
         home = os.environ.get("_MINER_GUARD_HOME")
         if home and not any(isinstance(finder, Home) for finder in sys.meta_path):
-            # Last, so that the miner's own packages of these names take precedence.
+            # Add it last, so that packages of these names in the miner's Python take precedence.
             sys.meta_path.append(Home(home))
         import importlib
 
-        # The process may hang before it has a rank: in init_process_group, or while it loads.
+        # The process may hang before it has a rank: in init_process_group, or while it loads data.
         stacks = importlib.import_module("miner_guard.rank.introspection.stacks")
         stacks.begin_early(os.environ.get("_MINER_GUARD_STATE_DIR"))
         importlib.import_module(f"miner_guard.attach.{mode}").imported(name, module)
@@ -93,7 +93,7 @@ def _imported(name, module):
 
 
 def _chain():
-    """Run the sitecustomize that ours shadows."""
+    """Run the sitecustomize that this one shadows."""
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]
     ours = sys.modules.pop("sitecustomize", None)
     try:
@@ -106,7 +106,7 @@ def _chain():
             sys.modules.setdefault("sitecustomize", ours)
 
 
-# A rank that replaced itself (os.execv) keeps the pid that attached, and is still a rank.
+# A rank that has replaced its program (os.execv) still has the pid that attached: it is a rank.
 if os.environ.get("_MINER_GUARD_ATTACH") and os.environ.get("_MINER_GUARD_ATTACHED", "") in (
     "",
     str(os.getpid()),
