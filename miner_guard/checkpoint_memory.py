@@ -1,12 +1,13 @@
-"""The memory tier of checkpoints: each rank's share of the state in /dev/shm, for the next launch.
+"""The memory tier of checkpoints: keeps each rank's share of the state in /dev/shm for the next
+launch.
 
-Each save is copied immediately into memory of this process (on a GPU by a dedicated stream). A
-thread then writes it to the older of two slots, and completes it by a manifest that is renamed into
-place last. So one slot is complete at any moment, and a save interrupted by a crash has no
-manifest. The slots survive the processes but not the machine: that is what the disk is for.
+A save first copies the state into memory of this process (on a GPU with a dedicated stream). A
+thread then writes the copy to the older of two slots, and last renames a manifest into place. So
+one slot is complete at any moment, and a save that a crash interrupts has no manifest. The slots
+survive the processes but not a reboot; checkpoints on disk do.
 
-The slots are read and written as files, never mapped: a rank that touches a mapped file which
-something else has truncated dies of SIGBUS.
+The slots are read and written as files and never mapped, because a rank that touches a mapped file
+dies of SIGBUS if something else has truncated the file.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from torch.distributed.tensor import DTensor
 
 _ALIGNMENT = 64
 _KEPT_FREE = 0.1
-"""Share of the free memory left for others."""
+"""Share of the free memory to leave for others."""
 
 _CHUNK = 16 * 1024 * 1024
 
 
 class NoRoom(Exception):
-    """The state does not fit in the free memory; the message says how much it needs."""
+    """The state does not fit into the free memory. The message says how much memory it needs."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class MemoryTier:
     """One rank's slots. No method waits for other ranks."""
 
     def __init__(self, folder: Path, rank: int, world_size: int) -> None:
-        """`folder` is on a tmpfs of this node and private to this user. Raises OSError."""
+        """`folder` must be on a tmpfs of this node and private to this user. Raises OSError."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_uid != os.getuid() or folder.is_symlink():
             raise PermissionError(f"{folder} belongs to another user")
@@ -61,16 +62,17 @@ class MemoryTier:
         self._name = f"rank-{rank:04d}"
         self._world_size = world_size
         self._copied: mmap.mmap | None = None
-        """Anonymous memory: the state as of the last save, while a slot receives it."""
+        """Anonymous memory with the state of the last save, from which the thread writes a slot."""
 
         self._pending: Future[None] | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-memory")
         self._stream: Any = None
 
     def save(self, step: int, state: dict[str, Any]) -> float:
-        """Start saving `state`; return the seconds that training waited.
+        """Start saving `state`; returns the seconds that training waited.
 
-        Waits for the previous save if it is still running. Raises NoRoom and OSError.
+        Waits for the previous save if it is still running. Raises NoRoom, OSError, or what the
+        previous save raised.
         """
         self.wait()
         started = time.monotonic()
@@ -96,13 +98,13 @@ class MemoryTier:
         return time.monotonic() - started
 
     def wait(self) -> None:
-        """Wait until the previous save is complete. Raises what it raised."""
+        """Wait until the previous save is complete. Raises what that save raised."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def whole(self) -> set[int]:
-        """Steps whose bytes are all present in this rank's slots and match their checksums."""
+        """The steps that this rank's slots hold completely, with matching checksums."""
         return {int(m["step"]) for slot in (0, 1) if (m := self._verified(slot)) is not None}
 
     def unfit(self, step: int, state: dict[str, Any]) -> str | None:
@@ -118,7 +120,8 @@ class MemoryTier:
         return None
 
     def load(self, step: int, state: dict[str, Any]) -> None:
-        """Load a matching step into `state`, in place. Raises KeyError, OSError."""
+        """Load a step for which `unfit` returns None into `state`, in place. Raises KeyError,
+        OSError."""
         slot, manifest = self._of(step)
         tensors, _ = _parts(state)
         with open(self._data(slot), "rb") as file:
@@ -137,12 +140,12 @@ class MemoryTier:
         raise KeyError(f"step {step} is not in memory")
 
     def close(self, *, remove: bool) -> None:
-        """End the writer thread; `remove`: training has ended and no launch will resume from
-        here."""
+        """End the writer thread. `remove`: also delete the slots, because no launch will resume
+        from them."""
         with contextlib.suppress(Exception):
             self.wait()
         self._writer.shutdown()
-        # A tensor over it may still be alive; the memory is freed with the last of them.
+        # A tensor on this memory may still exist; Python frees the memory with the last of them.
         self._copied = None
         if remove:
             for slot in (0, 1):
@@ -180,8 +183,8 @@ class MemoryTier:
         return 0 if first["step"] <= second["step"] else 1
 
     def _reserve(self, slot: int, size: int) -> mmap.mmap:
-        """Memory to copy a state of `size` bytes into, with the slot's file allocated for it: a
-        full /dev/shm must show here, before the copy. Raises NoRoom, OSError."""
+        """Return memory for a copy of `size` bytes, after allocating the slot's file: if /dev/shm
+        is full, the error must occur here, before the copy. Raises NoRoom, OSError."""
         path = self._data(slot)
         if self._copied is not None and len(self._copied) != max(size, 1):
             self._copied = None
@@ -209,7 +212,8 @@ class MemoryTier:
         return self._copied
 
     def _copy(self, target: mmap.mmap, leaves: list[tuple[_Leaf, torch.Tensor]]) -> Any:
-        """Copy all tensors; returns the event that signals completion on a GPU, else None."""
+        """Start copying all tensors. Returns the CUDA event that signals completion; None without a
+        GPU, where the copy is complete."""
         on_gpu = any(tensor.is_cuda for _, tensor in leaves)
         if not on_gpu:
             for leaf, tensor in leaves:
@@ -222,13 +226,14 @@ class MemoryTier:
             for leaf, tensor in leaves:
                 _over(target, leaf).copy_(tensor, non_blocking=True)
                 tensor.record_stream(self._stream)
-        # The next step must not overwrite tensors that are still being copied; the CPU does not
-        # wait.
+        # Make the GPU wait, not the CPU: the next step must not overwrite tensors that are still
+        # being copied.
         current.wait_stream(self._stream)
         return self._stream.record_event()
 
     def _complete(self, slot: int, source: mmap.mmap, manifest: dict[str, Any], done: Any) -> None:
-        """Write the copied state to its slot, then the manifest. `done`: the GPU's event."""
+        """Write the copied state to its slot, then the manifest. `done`: the CUDA event that the
+        copy is complete, or None."""
         if done is not None:
             done.synchronize()
         crc = 0
@@ -243,13 +248,13 @@ class MemoryTier:
 
 
 def _write(file: io.FileIO, data: memoryview) -> None:
-    """All of `data`: one call may write less."""
+    """Write all of `data`. It loops, because one call may write less."""
     while data:
         data = data[file.write(data) :]
 
 
 def _read(file: IO[bytes], start: int, size: int) -> bytearray:
-    """`size` bytes from `start`. Raises OSError if the file ends before."""
+    """Read `size` bytes at offset `start`. Raises OSError if the file is too short."""
     file.seek(start)
     data = bytearray(size)
     if file.readinto(data) != size:  # type: ignore[attr-defined]
@@ -258,8 +263,8 @@ def _read(file: IO[bytes], start: int, size: int) -> bytearray:
 
 
 def free_bytes(folder: Path) -> int:
-    """The bytes that a file on `folder`'s tmpfs may take, by the tmpfs limit and this machine's
-    memory."""
+    """How many bytes a file on `folder`'s tmpfs may take, given the limit of the tmpfs and this
+    machine's available memory."""
     space = os.statvfs(folder)
     free = space.f_bavail * space.f_frsize
     with open("/proc/meminfo") as file:
@@ -270,7 +275,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:
-    """This rank's shard."""
+    """This rank's shard of a tensor, detached from its graph."""
     local = value.to_local() if isinstance(value, DTensor) else value
     return local.detach()
 
@@ -287,7 +292,7 @@ def _walk(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _parts(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """This rank's tensors and all other values, by path."""
+    """Split a state into this rank's tensors and all other values, each by path."""
     tensors: dict[str, torch.Tensor] = {}
     rest: dict[str, Any] = {}
     for path, value in _walk(state):
@@ -309,7 +314,7 @@ def _placed(tensors: dict[str, torch.Tensor], offset: int) -> list[_Leaf]:
 
 
 def _over(data: Any, leaf: _Leaf) -> torch.Tensor:
-    """A tensor over the leaf's bytes in `data`."""
+    """A tensor that shares the leaf's bytes in `data`."""
     dtype = getattr(torch, leaf.dtype.removeprefix("torch."))
     if not leaf.size:
         return torch.empty(leaf.shape, dtype=dtype)
@@ -326,7 +331,7 @@ def _leaves(manifest: dict[str, Any]) -> list[_Leaf]:
 
 
 def _fill(value: Any, rest: dict[str, Any], path: str = "") -> None:
-    """Restore the non-tensor values, in place."""
+    """Put the values in `rest`, which are not tensors, back into `value`, in place."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, each in list(items):
         where = f"{path}/{key}"
@@ -337,7 +342,7 @@ def _fill(value: Any, rest: dict[str, Any], path: str = "") -> None:
 
 
 def _crc(file: IO[bytes], size: int) -> int | None:
-    """The checksum of a file's first `size` bytes; None if it is shorter."""
+    """The checksum of the first `size` bytes of a file; None if the file is shorter."""
     value, left = 0, size
     while left:
         chunk = file.read(min(_CHUNK, left))

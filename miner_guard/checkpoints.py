@@ -1,9 +1,9 @@
-"""Checkpoints of a sharded run: complete or absent, never half-written.
+"""Checkpoints of a sharded run that are either complete or absent, never half-written.
 
-torch.distributed.checkpoint writes asynchronously into a draft folder; once every rank's share is
+torch.distributed.checkpoint writes asynchronously into a draft folder. When every rank's share is
 there, rank 0 writes a manifest (sizes and crc32 of the files) and renames the folder to
-`step-00000060`. A folder with that name is complete; leftovers of a crash have another name and are
-swept at the next start. All ranks must share one folder.
+`step-00000060`. A folder with such a name is complete. What a crash leaves behind has another name,
+and the next start removes it. All ranks must share one folder.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Saved:
     step: int
     size_bytes: int
     seconds: float
-    """From the request to the rename; training continues for nearly all of it."""
+    """Time from the request to the rename. Training continues during nearly all of it."""
 
 
 @dataclass(frozen=True)
@@ -56,17 +56,18 @@ class Skipped:
 
 
 class CheckpointError(Exception):
-    """The named checkpoint is unusable, or writing failed. The message is for people."""
+    """The named checkpoint is unusable, or writing one failed. The message is human-readable."""
 
 
 class Checkpointer:
-    """Saves every `every` steps and on request, keeps the last `keep`, resumes from the newest
-    complete one.
+    """Saves a checkpoint every `every` steps and on request, keeps the last `keep`, and resumes
+    from the newest complete one.
 
-    Every method but `request` is collective: each rank calls it at the same point. The constructor
-    creates a gloo group for the writer threads. With a default group of NCCL alone, some versions
-    of torch cannot write asynchronously, and training waits for the write: make it
-    `cpu:gloo,cuda:nccl`. `on_saved` is called on rank 0, from the writer thread.
+    Every method but `request` is collective: each rank must call it at the same point.
+    The constructor creates a gloo group for the writer threads. If the default group has only the
+    NCCL backend, some versions of torch cannot write asynchronously, and training waits for the
+    write; to avoid that, create the group with `cpu:gloo,cuda:nccl`. The writer thread calls
+    `on_saved` on rank 0.
     """
 
     def __init__(
@@ -79,8 +80,8 @@ class Checkpointer:
         memory_every: int | None = None,
         on_memory_off: Callable[[str], None] = lambda _reason: None,
     ) -> None:
-        """`memory_every`: steps between two snapshots in /dev/shm; None: take none. `on_memory_off`
-        is called on each rank with the reason when its snapshots stop."""
+        """`memory_every`: number of steps between two snapshots in /dev/shm; None: take none. When
+        a rank stops taking snapshots, it calls `on_memory_off` with the reason."""
         if every < 1 or keep < 1:
             raise ValueError(f"every = {every} and keep = {keep} must be at least 1")
         self._folder = folder
@@ -113,7 +114,7 @@ class Checkpointer:
             self._memory_off(f"{home}: {error.strerror or error}")
 
     def _memory_off(self, reason: str) -> None:
-        """Stop snapshots. Training continues; a restart resumes from disk."""
+        """Stop taking snapshots. Training continues, and a restart resumes from disk."""
         if self._memory is not None:
             self._memory.close(remove=True)
             self._memory = None
@@ -122,8 +123,8 @@ class Checkpointer:
     def snapshot(self, step: int, state: Callable[[], dict[str, Any]]) -> float:
         """Keep this rank's share of `state()` in memory, every `memory_every` steps.
 
-        Does not wait for other ranks. Returns the seconds that training waited. If there is no
-        room, snapshots stop and `on_memory_off` gets the reason.
+        Does not wait for other ranks. Returns the seconds that training waited. If the memory is
+        too small, the rank stops taking snapshots and calls `on_memory_off` with the reason.
         """
         if self._memory is None or self._memory_every is None or step % self._memory_every:
             return 0.0
@@ -134,19 +135,19 @@ class Checkpointer:
             return 0.0
 
     def request(self) -> None:
-        """Save at the next `due`, whatever the step. Safe in a signal handler."""
+        """Make the next `due` return True, whatever the step. May be called in a signal handler."""
         self._requested = True
 
     def due(self, step: int, *, asked: bool = False) -> bool:
-        """Is a checkpoint due after `step`? All ranks agree if they pass the same `asked` and
-        called `request` alike."""
+        """Whether to save a checkpoint after `step`. All ranks get the same answer if they pass the
+        same `asked` and have all called `request`, or none has."""
         return step % self._every == 0 or asked or self._requested
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Start writing `state` (tensors, DTensors, numbers). Waits for the previous checkpoint,
-        not for this one.
+        """Start writing `state` (tensors, DTensors, numbers). Waits until the previous checkpoint
+        is written, but not for this one.
 
-        Raises CheckpointError if the previous one could not be written.
+        Raises CheckpointError if the previous checkpoint could not be written.
         """
         self.wait()
         self._requested = False
@@ -160,8 +161,8 @@ class Checkpointer:
             try:
                 written = async_save(state, checkpoint_id=draft, process_group=self._group)  # type: ignore[assignment]
             except AssertionError:
-                # Some versions of torch demand a CPU backend of the default group, although they
-                # are given a gloo group. Training waits instead of ending.
+                # Some versions of torch require that the default group has a CPU backend, although
+                # they get a gloo group. Let training wait for the write instead of failing.
                 save(state, checkpoint_id=draft, process_group=self._group)
                 written.set_result(None)
         self._pending = self._writer.submit(self._finish, written, draft, step, start)
@@ -180,22 +181,23 @@ class Checkpointer:
             ) from error
 
     def close(self) -> None:
-        """`wait`, and end the writer thread. Deletes the snapshot in memory unless an exception is
-        in flight: then the next launch resumes from it."""
+        """Wait for the pending checkpoint and end the writer thread. Deletes the snapshot in
+        memory, unless an exception is propagating: the next launch then resumes from the
+        snapshot."""
         self.wait()
         self._writer.shutdown()
         if self._memory is not None:
             self._memory.close(remove=sys.exc_info()[1] is None)
 
     def _finish(self, written: Future[Any], draft: Path, step: int, start: float) -> None:
-        # A rank's future completes once every rank's share and the common index are written: torch
-        # gathers the results.
+        # A rank's future completes when every rank's share and the common index are written,
+        # because torch gathers the results.
         written.result()
         if self._rank != 0:
             return
         size = _seal(draft, step)
         path = self._folder / f"step-{step:08d}"
-        # On request, the same step is saved again: the rename needs the name to be free.
+        # A request may save the same step again, but the rename needs a free name.
         unnamed = [_unname(path)] if path.exists() else []
         os.replace(draft, path)
         _fsync(self._folder)
@@ -210,12 +212,13 @@ class Checkpointer:
         which: str = "latest",
         on_skipped: Callable[[Skipped], None] = lambda _s: None,
     ) -> Path | None:
-        """Load a checkpoint into `state`, in place: the newest complete one, or the one named
-        `step-…`. Loads from memory if all ranks hold the same step there and the disk has no newer
-        one.
+        """Load a checkpoint into `state`, in place: the newest complete one, or the one that
+        `which` names (`step-…`). Loads the newest from memory if all ranks hold the same step there
+        and the disk has no newer one.
 
-        Returns None if there is no checkpoint. Skips damaged ones and reports each through
-        `on_skipped` on rank 0. Raises CheckpointError if a named one is damaged or missing.
+        Returns the checkpoint's path, or None if there is no checkpoint. Skips damaged checkpoints
+        and reports each through `on_skipped` on rank 0. Raises CheckpointError if a named
+        checkpoint is damaged or missing.
         """
         if which == "latest":
             path = self._resume_from_memory(state, on_skipped)
@@ -258,7 +261,7 @@ class Checkpointer:
         return path
 
     def _gather(self, own: T) -> list[T]:
-        """Every rank's value, by rank."""
+        """The values of all ranks, in rank order. Collective."""
         if self._group is None:
             return [own]
         everybodys: list[Any] = [None] * dist.get_world_size(self._group)
@@ -266,7 +269,8 @@ class Checkpointer:
         return everybodys
 
     def _agree_step(self, newest: int) -> int:
-        """Rank 0's step: on a network disk another node may briefly see different folders."""
+        """Rank 0's step on every rank, because on a network disk another node may briefly see other
+        folders."""
         return self._gather(newest)[0]
 
     def _choose(
@@ -308,8 +312,8 @@ class Checkpointer:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a complete checkpoint's files, by its manifest; None if they are all as
-    written."""
+    """What is wrong with a checkpoint's files according to its manifest; None if all of them are as
+    they were written."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         files = dict(manifest["files"])
@@ -335,8 +339,8 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def _unname(checkpoint: Path) -> Path:
-    """Rename a checkpoint before deleting it: a crash during the removal leaves no partial folder
-    under a valid name."""
+    """Rename a checkpoint that is to be deleted, so that a crash during the removal leaves no
+    partial folder with a valid name. Returns the new path."""
     unnamed = checkpoint.with_name(f"{_DRAFT}old-{checkpoint.name}")
     shutil.rmtree(unnamed, ignore_errors=True)
     os.replace(checkpoint, unnamed)

@@ -1,25 +1,26 @@
-"""The exit codes of every command, and the exception that carries one with its reason."""
+"""The exit codes of all commands, and the exception that carries an exit code and its reason."""
 
 from __future__ import annotations
 
 OK = 0
 FAILED = 1
-"""Nothing matched, blocked, rejected or over budget; each command documents which."""
+"""A negative result: nothing matched, blocked, rejected or over budget. Each command documents its
+own."""
 
 NOT_RUNNING = 3
 USAGE = 64
 UNAVAILABLE = 69
-"""Preflight critical, or a check could not run."""
+"""The preflight found a critical problem, or a check could not run."""
 
 CRASH_LOOP = 75
-"""Restarting does not help, or a hang with `[hang] action = "stop"`."""
+"""Restarts do not help, or the miner hangs and `[hang] action` is "stop"."""
 
 CONFIG = 78
 
 
 class Refused(Exception):
-    """A command cannot be carried out. The message is for people: what happened, the value seen,
-    what to do."""
+    """A command cannot be carried out. The message tells the operator what happened, the value seen
+    and what to do."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)

@@ -1,7 +1,7 @@
-"""The state directory: the names of the guard's files, and how they are written.
+"""The state directory: names the guard's files, and writes and reads them.
 
-Standard library only. A file of one of these names with torn or foreign content is set aside, never
-trusted; the guard leaves other files alone.
+Standard library only. If a file of one of these names has torn or foreign content, the guard sets
+it aside and never trusts it. It does not touch other files.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "miner-guard"
-"""Below the state home; holds one state directory per name."""
+"""Folder below the state home that holds one state directory per name."""
 
 MARKER = "_MINER_GUARD_RUN"
-"""Environment variable that marks every process of a run; its value is the run's id."""
+"""Environment variable that marks every process of a run. Its value is the id of the run."""
 
 STATE_DIR = "_MINER_GUARD_STATE_DIR"
-"""Passes the state directory to the ranks."""
+"""Environment variable that passes the state directory to the ranks."""
 
 RANK_SETTINGS = "_MINER_GUARD_RANK_SETTINGS"
-"""The settings that ranks need, as JSON."""
+"""Environment variable that passes to the ranks the settings that they need, as JSON."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,19 @@ class StateDir:
         return self.flight / f"rank-{rank:04d}.bin"
 
     def stacks_of(self, rank: int) -> Path:
-        """Where a rank writes its threads' stacks on request (`rank.stacks.STACKS_SIGNAL`)."""
+        """Where a rank writes the stacks of its threads on request
+        (`rank.introspection.stacks.STACKS_SIGNAL`)."""
         return self.flight / f"rank-{rank:04d}.stacks"
 
     def early_stacks_of(self, pid: int) -> Path:
-        """The same for a process that has not called `init()` yet, and so has no rank."""
+        """Where a process that has no rank yet, because it has not called `init()`, writes the
+        stacks of its threads on request."""
         return self.flight / f"early-{pid}.stacks"
 
     @property
     def memory(self) -> Path:
-        """Checkpoints in this machine's memory, kept between launches; the guard removes it."""
+        """Folder in this machine's memory that keeps checkpoints between launches. The guard
+        removes it."""
         name = f"{zlib.crc32(os.fsencode(self.root)):08x}"
         return Path("/dev/shm") / f"miner-guard-{os.getuid()}-{name}"
 
@@ -66,7 +69,8 @@ class StateDir:
         return self.flight / f"agree-{name}.sock"
 
     def collectives_of(self, rank: int) -> Path:
-        """Where a rank writes its last collectives on request (`rank.collectives`)."""
+        """Where a rank writes its last collectives on request
+        (`rank.introspection.collectives`)."""
         return self.flight / f"rank-{rank:04d}.collectives"
 
     @property
@@ -88,7 +92,7 @@ class StateDir:
 
     @property
     def watched(self) -> Path:
-        """The repo and chain that this guard watches or last watched
+        """The settings of the repo and the chain that this guard watches or last watched
         (`uploads.remembered_settings`)."""
         return self.root / "watched.json"
 
@@ -119,26 +123,26 @@ class StateDir:
 
     @property
     def roster(self) -> Path:
-        """The processes of the current run, for the guard that takes over from a killed one."""
+        """The processes of the current run, for the next guard in case this one is killed."""
         return self.root / "run.json"
 
     @property
     def host_facts(self) -> Path:
-        """Facts about this host from the last run: GPU count, learned timeouts."""
+        """What the last run learned about this host, such as the GPU count."""
         return self.root / "host.json"
 
 
 class ForeignLink(RuntimeError):
-    """The path to the state directory crosses another user's symlink; the message names it and its
-    owner."""
+    """The path to the state directory contains another user's symlink. The message names the
+    symlink and its owner."""
 
 
 def choose(name: str, flag: str | None, env: Mapping[str, str]) -> StateDir:
-    """Choose the state directory: flag, `MINER_GUARD_STATE_DIR`, `XDG_STATE_HOME`, home, in that
-    order.
+    """Choose the state directory from the flag, `MINER_GUARD_STATE_DIR`, `XDG_STATE_HOME` or the
+    home directory, in that order.
 
-    Resolves symlinks, so that a directory has a single name. Raises ForeignLink for another user's
-    symlink, RuntimeError if no directory is given and there is no home.
+    Resolves symlinks, so that each directory has a single name. Raises ForeignLink for another
+    user's symlink, and RuntimeError if no directory is given and the user has no home directory.
     """
     if explicit := flag or env.get("MINER_GUARD_STATE_DIR"):
         return StateDir(_resolved(Path(explicit).expanduser().absolute()))
@@ -148,7 +152,8 @@ def choose(name: str, flag: str | None, env: Mapping[str, str]) -> StateDir:
 
 
 def _resolved(path: Path, links: int = 40) -> Path:
-    """`path` without symlinks, following at most `links`, like the kernel. Raises ForeignLink."""
+    """Resolve the symlinks in `path`, at most `links` of them, as the kernel does. Raises
+    ForeignLink."""
     seen = Path(path.anchor)
     for part in path.parts[1:]:
         seen = Path(os.path.normpath(seen / part)) if part == ".." else seen / part
@@ -157,14 +162,15 @@ def _resolved(path: Path, links: int = 40) -> Path:
         if (owner := foreign_link(seen)) is not None:
             raise ForeignLink(f"{seen} is a symlink of uid {owner}, who could point it elsewhere.")
         if not links:
-            # A loop: opening the original path reports it.
+            # The symlinks form a loop. Opening the original path reports that.
             return path
         seen = _resolved(seen.parent / os.readlink(seen), links - 1)
     return seen
 
 
 def foreign_link(path: Path) -> int | None:
-    """The owner of the symlink at `path` if neither this user nor root; None for anything else."""
+    """The uid that owns the symlink at `path`; None if that is this user or root, or if `path` is
+    not a symlink."""
     try:
         seen = path.lstat()
     except OSError:
@@ -176,8 +182,8 @@ def foreign_link(path: Path) -> int | None:
 
 PRIVATE_FOLDER = 0o700
 PRIVATE_FILE = 0o600
-"""The guard's files quote logs, stacks and command lines: readable only by its user, whatever the
-umask."""
+"""Only the guard's user may read its files, whatever the umask, because they quote logs, stacks and
+command lines."""
 
 
 def make_folder(path: Path) -> None:
@@ -188,7 +194,8 @@ def make_folder(path: Path) -> None:
         if path.parent == path:
             raise
         make_folder(path.parent)
-        # Once: in /proc, and where another process removes the parent, the error stays the same.
+        # Try only once more: in /proc, or if another process keeps removing the parent, the error
+        # would stay the same.
         _make_one(path)
 
 
@@ -203,11 +210,11 @@ def _make_one(path: Path) -> None:
 def open_private(path: Path, flags: int) -> int:
     """Open one of the guard's files, and make it private if other users could read it.
 
-    Raises OSError: also for another user's symlink (ELOOP), and for a pipe or device (EINVAL),
+    Raises OSError, also for another user's symlink (ELOOP) and for a pipe or a device (EINVAL),
     which could hang the writer.
     """
-    # O_NONBLOCK: the open must not wait for the other end of a pipe. It has no effect on a regular
-    # file.
+    # With O_NONBLOCK, the open does not wait for the other end of a pipe. For a regular file it has
+    # no effect.
     flags |= os.O_CLOEXEC | os.O_NONBLOCK
     try:
         fd = os.open(path, flags | os.O_NOFOLLOW, PRIVATE_FILE)
@@ -227,9 +234,10 @@ def open_private(path: Path, flags: int) -> int:
 
 
 def tighten(fd: int, mode: int) -> int | None:
-    """Remove the permissions not in `mode` from this user's open file or folder.
+    """Remove all permissions that are not in `mode` from an open file or folder.
 
-    Returns the old mode if it was wider. Raises OSError if it cannot be changed.
+    Returns the old mode if it allowed more, otherwise None. Raises OSError if the mode cannot be
+    changed.
     """
     before = stat.S_IMODE(os.fstat(fd).st_mode)
     if not before & ~mode & 0o777:
@@ -245,9 +253,10 @@ _diverted: FileWriter | None = None
 
 
 def divert_writes(write: FileWriter | None) -> None:
-    """From now on `write` writes and removes this process's files in the state directory.
+    """Make this process write and remove its files in the state directory through `write`.
 
-    For the guard, whose threads must never wait for a disk; None restores direct writes.
+    The guard needs this, because its threads must never wait for a disk. None restores direct
+    writes.
     """
     global _diverted
     _diverted = write
@@ -268,17 +277,19 @@ def remove(path: Path) -> None:
 
 
 def write_atomic(path: Path, text: str, mode: int = PRIVATE_FILE) -> None:
-    """Replace `path` with `text` atomically: a reader sees all of the old or all of the new. Raises
-    OSError.
+    """Replace the content of `path` by `text` atomically: a reader sees either all of the old
+    content or all of the new. Raises OSError.
 
-    `mode` 0o666 leaves read access to the umask: for files that a user requests by path.
+    With `mode` 0o666 the umask decides who may read the file; use that for files that a user
+    requests by path.
     """
-    # A path or argument may hold invalid UTF-8, which Python carries as lone surrogates.
+    # A path or an argument may contain bytes that are not UTF-8, which Python represents as lone
+    # surrogates.
     (_diverted or replace_file)(path, text.encode("utf-8", "replace"), mode)
 
 
 def replace_file(path: Path, data: bytes | None, mode: int) -> None:
-    """The direct `FileWriter`."""
+    """The `FileWriter` that writes directly to the disk."""
     if data is None:
         path.unlink(missing_ok=True)
         return
@@ -295,13 +306,13 @@ def replace_file(path: Path, data: bytes | None, mode: int) -> None:
 
 
 def write_json(path: Path, document: Any) -> None:
-    """`write_atomic` of a JSON document; non-finite numbers become null."""
+    """Write a JSON document with `write_atomic`. Non-finite numbers become null."""
     write_atomic(path, json_text(finite(document)))
 
 
 def read_regular(path: Path, limit: int = -1) -> bytes:
-    """The content of a file, at most `limit` bytes of it. Raises OSError, also for a pipe or device
-    (EINVAL), which could hang the reader."""
+    """Read a file, at most `limit` bytes of it if `limit` is not negative. Raises OSError, also for
+    a pipe or a device (EINVAL), which could hang the reader."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with open(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -310,8 +321,10 @@ def read_regular(path: Path, limit: int = -1) -> bytes:
 
 
 def json_text(document: Any) -> str:
-    """A document of `finite` as the guard's files hold it: one line for each field at the top."""
-    # Not with `indent`: that takes Python's encoder, which is 15 times slower than the one in C.
+    """Format a document without non-finite numbers as in the guard's files: one line per top-level
+    field."""
+    # Do not use `indent`: with it `json` uses Python's encoder, which is 15 times slower than the
+    # one in C.
     if not isinstance(document, dict) or not document:
         return json.dumps(document, ensure_ascii=False) + "\n"
     fields = (f"{json.dumps({k: v}, ensure_ascii=False)[1:-1]}" for k, v in document.items())
@@ -319,7 +332,7 @@ def json_text(document: Any) -> str:
 
 
 def read_json(path: Path) -> Any | None:
-    """The document, or None if the file is absent, unreadable or not JSON."""
+    """Read a JSON document; None if the file is absent, unreadable or not JSON."""
     try:
         return json.loads(read_regular(path).decode("utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -327,24 +340,24 @@ def read_json(path: Path) -> Any | None:
 
 
 ROOM_TO_RESUME = 64 * 1024
-"""Free bytes required before we treat a full disk as writable again: a short line may fit where a
-longer one did not."""
+"""Free bytes that a disk that was full must have before the guard writes to it again: otherwise a
+short line might fit where a longer one did not."""
 
 
 def is_full(error: OSError) -> bool:
-    """Whether a write failed for lack of space, and will work again once there is some."""
+    """Whether a write failed for lack of space, so that it may work again later."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def has_room(where: int | Path) -> bool:
-    """Whether the file system of a descriptor or path has room again. Raises OSError."""
+    """Whether the file system that holds a descriptor or a path has room again. Raises OSError."""
     disk = os.statvfs(where)
     return disk.f_bavail * disk.f_frsize >= ROOM_TO_RESUME
 
 
 def is_at(path: Path, fd: int) -> bool:
-    """Whether `path` still refers to the open file, neither removed nor replaced. Raises
-    OSError."""
+    """Whether `path` still refers to the open file, so that no one has removed or replaced it.
+    Raises OSError."""
     try:
         seen, held = os.stat(path), os.fstat(fd)
     except FileNotFoundError:
@@ -353,7 +366,7 @@ def is_at(path: Path, fd: int) -> bool:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged file of ours out of the way; return its new path. Raises OSError."""
+    """Rename one of the guard's files out of the way; returns its new path. Raises OSError."""
     aside = path.with_name(
         f"{path.name}.damaged-{time.strftime('%Y%m%dT%H%M%S')}-{time.monotonic_ns() % 10**6:06d}"
     )
@@ -362,21 +375,22 @@ def set_aside(path: Path) -> Path:
 
 
 def json_number(value: float | None) -> float | str | None:
-    """A measured number, with `NaN`, `Infinity` or `-Infinity` as text, which JSON lacks: null
-    means "not measured"."""
+    """Convert a measured number for JSON, which lacks NaN and infinities: those become the texts
+    `NaN`, `Infinity` and `-Infinity`, because null means "not measured"."""
     if value is None or value - value == 0:
         return value
     return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
 
 
 def finite(value: Any) -> Any:
-    """`value` with NaN and infinities replaced by null, recursively: JSON has no such numbers."""
+    """Replace NaN and infinities in `value` by None, recursively, because JSON has no such
+    numbers."""
     kind = type(value)
     if kind is str or kind is int or kind is bool or value is None:
         return value
     if isinstance(value, float):
         return value if value - value == 0 else None
-    # `dict` first: the check for an abstract Mapping takes ten times as long.
+    # Check for `dict` first: the check for an abstract Mapping takes ten times as long.
     if isinstance(value, (dict, Mapping)):
         return {str(k): finite(v) for k, v in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
