@@ -137,9 +137,7 @@ def _number(env: Mapping[str, str], name: str, default: int, remarks: list[str])
     except ValueError:
         number = -1
     if not 0 <= number < 1 << 31:
-        remarks.append(
-            f"{name}={text!r} in the environment is no number of ranks; {default} is used"
-        )
+        remarks.append(f"{name}={text!r} in the environment is not a valid number; using {default}")
         return default
     return number
 
@@ -159,7 +157,7 @@ def _settings(text: str | None, remarks: list[str]) -> RankSettings:
         )
     except (ValueError, TypeError, AttributeError) as error:
         remarks.append(
-            f"the settings from the supervisor can't be read ({error}); the defaults are used"
+            f"the settings from the supervisor can't be read ({error}); using the defaults"
         )
         return RankSettings()
 

@@ -342,7 +342,9 @@ class Guard:
         error = sys.exc_info()[1]
         if finished and error is not None:
             self._recorder.report_error(
-                "close", f"close(finished=True) with {describe(error)} in flight is not a finish"
+                "close",
+                f"close(finished=True) was called while {describe(error)} was propagating; "
+                "the run is not marked as finished",
             )
         self._end(FINISHED if finished and error is None else CLOSED)
         environment.unmark()

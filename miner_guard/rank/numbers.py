@@ -38,10 +38,14 @@ def number(name: str, value: Any) -> tuple[float, str | None]:
     if device is None:
         return float(value), None
     if hasattr(value, "to_local"):
-        raise NotRead(f"{name} is a DTensor, whose value needs a collective; pass a float")
+        raise NotRead(
+            f"{name} is a DTensor: reading it would need a collective, so it is not recorded; "
+            "pass a float"
+        )
     if device != "cpu":
         raise NotRead(
-            f"{name} is a tensor on {device}, whose value needs a synchronisation; pass a float"
+            f"{name} is a tensor on {device}: reading it would force a synchronisation, so it is "
+            "not recorded; pass a float"
         )
     # Detach first: torch warns at each step about a loss that still has its graph, and a program
     # may turn warnings into errors.

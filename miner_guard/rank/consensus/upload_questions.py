@@ -104,7 +104,7 @@ class UploadQuestions:
         """The context manager around an upload, in `phase`. `decision` is unchecked, as the miner
         passed it."""
         if not isinstance(decision, GateDecision):
-            wrong = TypeError(f"{type(decision).__name__} is no decision of may_upload")
+            wrong = TypeError(f"{type(decision).__name__} is not a decision from may_upload")
             self._report("upload", wrong)
             decision = self._gate.blocked(_UNREAD, "no decision was given")
         finished = self._gate.uploaded

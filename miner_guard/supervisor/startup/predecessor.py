@@ -22,6 +22,6 @@ def killed_guard(state: StateDir) -> Iterator[Finding]:
     run = read_json(state.roster)
     boot = run.get("boot") if isinstance(run, dict) else None
     restarted = bool(boot) and boot != boot_id()
-    why = "as the host restarted" if restarted else "by SIGKILL or for lack of memory"
+    why = "the host restarted" if restarted else "killed by SIGKILL or the OOM killer"
     seen = status.get("updated")
     yield make_finding("guard_killed", pid=status.get("pid"), seen=seen, why=why)

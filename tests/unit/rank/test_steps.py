@@ -48,7 +48,7 @@ def test_a_loss_on_the_gpu_is_not_read_but_reported_once(guard: Guard, state: St
         guard.step(loss=FakeTensor("cuda", None))
     assert [s.loss for s in reader_of(state).steps()] == [None] * 3
     assert len(said(state)) == 1
-    assert "synchronisation; pass a float" in said(state)[0]
+    assert "force a synchronisation, so it is not recorded; pass a float" in said(state)[0]
 
 
 def test_a_sharded_loss_is_not_read_because_that_is_a_collective(
@@ -59,7 +59,7 @@ def test_a_sharded_loss_is_not_read_because_that_is_a_collective(
     guard.step(grad_norm=tensor, loss=1.0)
     (step,) = reader_of(state).steps()
     assert (step.loss, step.grad_norm) == (1.0, None)
-    assert "needs a collective" in said(state)[0]
+    assert "would need a collective" in said(state)[0]
 
 
 @pytest.mark.parametrize(("expect", "flagged"), [(1, True), (0, False), ("auto", False)])

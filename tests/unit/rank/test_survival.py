@@ -114,7 +114,7 @@ def test_close_in_a_finally_with_an_exception_in_flight_is_no_finish(
     with pytest.raises(RuntimeError):
         train()
     assert state_of(state) == "closed"
-    assert "is not a finish" in said(state)[0]
+    assert "not marked as finished" in said(state)[0]
 
 
 def test_a_stuck_reader_is_not_waited_for_and_drops_are_counted(
@@ -312,7 +312,7 @@ def test_what_is_handed_to_the_guard_by_mistake_is_reported_and_raises_nothing(
     for part in (
         "guard.journal: ValueError",
         "guard.add_cost: ValueError: eval took nan s",
-        "no decision of may_upload",
+        "not a decision from may_upload",
     ):
         assert part in words
     assert "64 phases are open" in words
