@@ -120,7 +120,7 @@ class Deathwatch:
         os.close(self._writing)
         code = self._process.wait()
         self._process = None
-        self._wait_again(self._monotonic() - self._started_at, f"has ended itself (code {code})")
+        self._wait_again(self._monotonic() - self._started_at, f"exited (code {code})")
         self.tick()
 
     def _wait_again(self, lived_s: float, how: str) -> None:

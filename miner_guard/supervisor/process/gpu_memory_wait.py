@@ -80,7 +80,7 @@ class GpuMemoryWait:
         except Exception as error:  # noqa: BLE001 - start the miner without the check rather than never; it is reported
             what = (
                 f"GPU memory can't be read: {type(error).__name__}: {error}; starting the miner "
-                "without it"
+                "without waiting for it"
             )
             self._report(make_finding("guard_degraded", what=what))
             free = True
