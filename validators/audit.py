@@ -25,8 +25,9 @@ class Epoch:
 def epoch_scored(
     published: int | None, network: int | None, blocks_since_allreduce: int | None, limits: Limits
 ) -> Epoch | None:
-    """The previous epoch in the first half after an AllReduce (subnet 38, F:91); otherwise the
-    network's; failing that, the published one.
+    """The epoch that validators score: the one before the network's during the first half of the
+    blocks after an AllReduce (subnet 38, F:91), otherwise the network's. If the network's is
+    unknown, the published one.
 
     None if both the network's and the published outer step are unknown.
     """
@@ -81,6 +82,6 @@ def outcome_of(verdicts: Sequence[Verdict]) -> str:
     outcomes = {v.rule: v.outcome for v in verdicts}
     if "block" in outcomes.values():
         return "rejected"
-    # Without these verdicts the audit cannot conclude that a validator would accept it.
+    # Without these verdicts the audit cannot conclude that a validator would accept the files.
     needed: tuple[Any, ...] = ("gradients", "repo_age", "min_inner_step", "window")
     return "unknown" if any(outcomes.get(rule) == "unknown" for rule in needed) else "accepted"

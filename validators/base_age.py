@@ -1,4 +1,5 @@
-"""Base age: a pseudo-gradient against a global state older than the network's is worthless."""
+"""Base age: a pseudo-gradient computed against a global state older than the network's is
+worthless."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ RULE = "base_age"
 
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
-    """Block if the network is past the outer step that we loaded; warn if we are ahead of it.
+    """Block if the network is past the outer step that the miner loaded; warn if the miner is
+    ahead.
 
-    One step ahead is normal after an AllReduce, until the master publishes it and the guard probes
-    again.
+    One step ahead is normal after an AllReduce, until the master publishes the new state and the
+    guard probes again.
     """
     ours, network = facts.candidate.base_outer_step, facts.network.outer_step
     if network is None:

@@ -1,9 +1,10 @@
-"""block_list: config.json lists the blocks the miner trained in; validators reject an old newest
-one.
+"""block_list: the blocks in which the miner trained, listed in config.json. Validators reject an
+upload whose newest block is too old.
 
-Subnet 38: the reward code rejects `current_block - max(block_list) > blocks_per_allreduce / 2`; an
-empty list, or one without a maximum, raises there and resets the scores. The validator then draws
-one of the blocks, by the miner's uid, to advance a random generator, which accepts integers only.
+Subnet 38: the reward code rejects `current_block - max(block_list) > blocks_per_allreduce / 2`; it
+raises on a list that is empty or has no maximum, and the validator resets the scores. The validator
+then draws one of the blocks, seeded with the miner's uid, and advances a random generator by it;
+the generator accepts only integers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _NEVER_OLD = 10**15
 
 
 def age_limit(limits: Limits) -> float | None:
-    """Maximum age of the newest block, in blocks: half of those between two AllReduces (R:320)."""
+    """Maximum age of the newest block, in blocks: half the number between two AllReduces
+    (R:320)."""
     if limits.blocks_per_allreduce is not None and limits.block_list_max_age is not None:
         return limits.blocks_per_allreduce / 2
     return limits.block_list_max_age
@@ -38,8 +40,8 @@ def current_block(network: Network, now: float, block_s: float) -> int | None:
 
 
 def reduced(config: Mapping[str, Any] | None, uid: int | None = None) -> Mapping[str, Any] | None:
-    """Keep only what this rule reads from config.json: a list of the newest block, or the list's
-    defect."""
+    """Keep only what this rule reads from config.json: a one-element list with the newest block;
+    empty if the list is empty, None if validators cannot use it."""
     if config is None:
         return None
     blocks = config.get("block_list")
@@ -74,7 +76,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     blocks = None if known is None else known["block_list"]
     if blocks is None:
         words = (
-            "config.json has no block_list of whole numbers, and validators draw one of it; add it"
+            "config.json has no block_list of integers, and validators draw a block from it; add it"
         )
         return Verdict(RULE, "block", None, limit, words)
     if not blocks:
@@ -88,11 +90,15 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         why = facts.network.reason or "the block was not read"
         return Verdict(RULE, "unknown", max(blocks), limit, f"the current block is unknown: {why}")
     age = block - max(blocks)
-    old = f"newest block of block_list is {age} blocks old"
+    old = f"newest block in block_list is {age} blocks old"
     if limit is not None and age > limit:
         return Verdict(
-            RULE, "block", age, limit, f"{old} > {limit:.0f}: rejected. Has this node stalled?"
+            RULE,
+            "block",
+            age,
+            limit,
+            f"{old} (limit {limit:.0f}): rejected. Has this node stalled?",
         )
     if limit is not None and age > 0.75 * limit:
-        return Verdict(RULE, "warn", age, limit, f"{old}, limit {limit:.0f}")
+        return Verdict(RULE, "warn", age, limit, f"{old} (limit {limit:.0f})")
     return Verdict(RULE, "pass", age, limit, old)

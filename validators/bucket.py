@@ -1,4 +1,5 @@
-"""Bucket: validators derive its name from the model and the uid and never read another."""
+"""Bucket: validators derive the bucket's name from the model and the uid, and read no other
+bucket."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ RULE = "bucket"
 
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
-    """Block a name that does not match `bucket_pattern`, or names another model or another uid
-    (three digits) than the chain's.
+    """Block a name that does not match `bucket_pattern`, names a model other than `global_model`,
+    or does not contain the chain's uid in three digits.
 
     Subnet 38: `{global_model_name}-{uid:03d}`.
     """
@@ -24,7 +25,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         )
     if pattern is None:
         return Verdict(
-            RULE, "unknown", seen, None, "no profile defines the form of a bucket's name"
+            RULE, "unknown", seen, None, "the profile defines no format for the bucket's name"
         )
     match = re.fullmatch(pattern, seen)
     if match is None:
@@ -33,12 +34,12 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
             "block",
             seen,
             pattern,
-            f"bucket {seen!r} is not of the form {pattern}; no validator reads it",
+            f"bucket {seen!r} does not match {pattern}; no validator reads it",
         )
     named, model = match.groupdict().get("uid"), match.groupdict().get("model")
     if model is not None and limits.global_model is not None and model != limits.global_model:
         words = (
-            f"bucket {seen!r} belongs to model {model}, validators score {limits.global_model} "
+            f"bucket {seen!r} belongs to model {model}, but validators score {limits.global_model} "
             "and look for its buckets"
         )
         return Verdict(RULE, "block", model, limits.global_model, f"{words}; rename the bucket")
@@ -55,7 +56,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         )
     if int(named) == uid and named != f"{uid:03d}":
         words = (
-            f"bucket {seen!r} writes uid {uid} as {named}, validators look for {uid:03d}; "
+            f"bucket {seen!r} writes uid {uid} as {named}, but validators look for {uid:03d}; "
             "rename the bucket"
         )
         return Verdict(RULE, "block", named, f"{uid:03d}", words)

@@ -19,7 +19,7 @@ def fingerprint(commitment: str | None) -> str | None:
 
 
 def judge_tried(facts: Facts, limits: Limits) -> Verdict:
-    """`judge`, once the committed keys have opened the bucket."""
+    """Like `judge`, for when the committed keys have already opened the bucket."""
     verdict = judge(facts, limits)
     if verdict.outcome != "warn":
         return verdict
@@ -38,7 +38,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     """
     seen, chars = facts.network.commitment, limits.commitment_chars
     if seen is None:
-        why = facts.network.reason or "the chain answered without the commitment"
+        why = facts.network.reason or "the chain's reply did not include it"
         return Verdict(RULE, "unknown", None, chars, f"the commitment is unknown: {why}")
     length = int(seen.partition(":")[0])
     if length == 0:
@@ -49,7 +49,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         return Verdict(RULE, "block", 0, chars, words)
     if chars is not None and length != chars:
         words = (
-            f"the commitment has {length} characters, validators expect exactly {chars}; "
+            f"the commitment has {length} characters, but validators expect exactly {chars}; "
             "commit again"
         )
         return Verdict(RULE, "block", length, chars, words)

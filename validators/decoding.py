@@ -24,7 +24,7 @@ _BLOCK_ELEMENTS = 1 << 19
 """Values to check at a time (4 MiB of indices)."""
 
 _INTEGERS = {f"torch.{name}" for name in ("int8", "uint8", "int16", "int32", "int64")}
-"""Types of indices whose extremes torch finds without a conversion."""
+"""Index dtypes whose minimum and maximum torch finds without a conversion."""
 
 _DENSE_ELEMENTS = 1 << 22
 """Elements of a decoded gradient to hold in memory at a time (16 MiB of float32)."""
@@ -36,8 +36,8 @@ class Unusable(Exception):
 
 @dataclass(frozen=True)
 class Format:
-    """How a network encodes a parameter's compressed gradient; fields of `Limits` without
-    `gradients_`."""
+    """How a network encodes a parameter's compressed gradient. The fields are those of `Limits`
+    that begin with `gradients_`, without that prefix."""
 
     index_suffix: str = "idxs"
     value_suffix: str = "vals"
@@ -91,7 +91,7 @@ def stored(document: Mapping[str, Any], name: str, form: Format) -> Stored:
 def decode(
     torch: Any, entry: Stored, shape: Sequence[int] | None, *, form: Format, size: int
 ) -> Decoded:
-    """Decode `entry` of a file of `size` bytes for a parameter of `shape` (None: unknown). Raises
+    """Decode `entry` from a file of `size` bytes for a parameter of `shape` (None: unknown). Raises
     Unusable."""
     indices = _plain(torch, entry.indices, "indices", size)
     values = _plain(torch, entry.values, "values", size)
@@ -126,20 +126,21 @@ def decode(
 def _conversion(
     torch: Any, entry: Stored, values: Any, *, form: Format, size: int
 ) -> tuple[Any, Callable[[Any], Any]]:
-    """The values, and what turns a part of them into numbers: dequantisation, or nothing."""
+    """Return the values, and a function that turns a slice of them into numbers: it dequantises, or
+    returns the slice unchanged."""
     parameters = entry.quantisation
     if parameters is None or not (form.quant_scale is None or values.dtype == torch.uint8):
         return values, lambda part: part
     shift = parameters[0] if isinstance(parameters, (list, tuple)) and parameters else None
     if isinstance(shift, torch.Tensor) and shift.numel() != 1:
-        # Its shape decides which values it shifts, so no part can be decoded alone.
+        # The shift's shape decides which values it applies to, so no slice can be decoded alone.
         return _dequantised(torch, values, parameters, size), lambda part: part
     return values, lambda part: _dequantised(torch, part, parameters, size)
 
 
 def _blocks(indices: Any, values: Any) -> Iterator[tuple[Any, Any]]:
-    """Both, by rows of at most `_BLOCK_ELEMENTS`: an embedding has millions of values, and the
-    checks copy them to wider types."""
+    """Yield both in blocks of rows with at most `_BLOCK_ELEMENTS` elements: an embedding has
+    millions of values, and the checks copy them to wider types."""
     if indices.dim() < 2:
         yield indices, values
         return
@@ -167,8 +168,9 @@ def _plain(torch: Any, value: Any, what: str, size: int) -> Any:
 
 
 def _unpacked(torch: Any, packed: Any, values: Any, bits: int) -> Any:
-    """Unpack 12-bit indices, two per three bytes: the first's low eight bits; its high four below
-    the second's low four; the second's high eight."""
+    """Unpack 12-bit indices, two in every three bytes. Byte 0 holds the low eight bits of the first
+    index; byte 1 its high four bits, below the low four of the second; byte 2 the high eight bits
+    of the second."""
     if bits != 12:
         raise Unusable(f"this version cannot read indices of {bits} bits")
     if packed.dtype != torch.uint8:
@@ -208,7 +210,7 @@ def _check_topk(index: Sequence[int], target: tuple[int, ...], topk: int) -> Non
     expected = min(topk, target[-1])
     if not index or index[-1] != expected:
         given = index[-1] if index else 1
-        raise Unusable(f"{given} values a chunk, validators accept exactly {expected}")
+        raise Unusable(f"{given} values per chunk; validators accept exactly {expected}")
     if tuple(index[:-1]) != target[:-1]:
         raise Unusable(f"chunks of {list(index[:-1])}, the parameter has {list(target[:-1])}")
 
@@ -286,7 +288,7 @@ def _check_shapes(
 def _check_bounds(torch: Any, indices: Any, bound: int | None) -> None:
     if not indices.numel():
         return
-    # Extremes in one pass, without a copy of eight bytes an index.
+    # Find both extremes in one pass, without a copy that takes eight bytes per index.
     plain = indices if str(indices.dtype) in _INTEGERS else _whole(torch, indices)
     least, most = (int(extreme) for extreme in plain.aminmax())
     if least < 0 or (bound is not None and most >= bound):
@@ -308,7 +310,7 @@ def _peak(used: Any) -> float | None:
     if not used.numel():
         return None
     least, most = (float(extreme) for extreme in used.aminmax())
-    # Both are NaN if one value is.
+    # Both are NaN if any value is.
     if not math.isfinite(least) or not math.isfinite(most):
         raise Unusable("NaN or Inf in the values")
     return max(abs(least), abs(most))
@@ -317,7 +319,8 @@ def _peak(used: Any) -> float | None:
 def _check_sums(
     torch: Any, indices: Any, used: Any, target: tuple[int, ...] | None, *, peak: float
 ) -> None:
-    """A mean over values of the same index sums them first, which may overflow."""
+    """Raise Unusable if values of the same index overflow when a validator averages them: the mean
+    sums them first."""
     if not used.is_floating_point() or indices.dim() == 0:
         return
     if peak * indices.shape[-1] < torch.finfo(used.dtype).max:

@@ -3,7 +3,8 @@ as zero.
 
 Needs torch; opens no file. The inspecting child calls it for a file that it has loaded
 (`validators.inspect_gradients`), rank 0 for the document that it is about to write
-(`validators.in_memory`): the same code, so both report the same in the same words.
+(`validators.in_memory`): both run the same code, so both report the same problems in the same
+words.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class RejectedFile(Exception):
 
 
 def gist(text: str) -> str:
-    """The phrase of torch's long explanation that names the cause."""
+    """Extract the phrase that names the cause from torch's long explanation."""
     words = " ".join(text.split()).partition(" Check the documentation")[0]
     for mark in (
         "Unsupported global:",
@@ -47,11 +48,11 @@ def applied(
     size: int,
     each: Callable[[Iterable[str]], Iterable[str]] = iter,
 ) -> dict[str, Any]:
-    """The report's fields on a document of `size` bytes: by the model's parameter names if known,
-    else by the document's.
+    """Report on a document of `size` bytes. Checks the model's parameters if their names are known,
+    otherwise the document's.
 
-    `each` wraps the names, to release after a parameter what reading it has mapped. Raises
-    RejectedFile.
+    `each` wraps the iteration over the names, so that it can release the pages read for one
+    parameter before the next. Raises RejectedFile.
     """
     form = Format.of(limits)
     if form.inside is not None:
@@ -155,8 +156,8 @@ def _worthless(
 def _compared(
     named: Sequence[str], applied: Mapping[str, Decoded], shapes: Shapes | None
 ) -> tuple[list[str], list[str]]:
-    """Names that the model lacks, and a warning if the file lacks some of the model's
-    parameters."""
+    """Names in the file that are not in the model, and a warning if the file lacks some of the
+    model's parameters."""
     if shapes is None:
         return [name for name in named if plain_name(name) != name], []
     missing = sorted(set(shapes.of) - shapes.optional - set(named))

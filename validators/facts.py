@@ -70,8 +70,8 @@ class Network:
     outer_step: int | None = None
     blocks_since_allreduce: int | None = None
     commitment: str | None = None
-    """`validators.commitment.fingerprint` of the hotkey's commitment on chain; of `""` without
-    one."""
+    """`validators.commitment.fingerprint` of the hotkey's commitment on chain; the fingerprint of
+    `""` if it has committed nothing."""
 
     registered: bool | None = None
     uid: int | None = None
@@ -93,7 +93,7 @@ class Axon:
     """`ip:port` on chain; empty if the miner announces none, None if unknown."""
 
     seconds: float | None = None
-    """How long the answer took; None without an answer."""
+    """How long the answer took; None if there was no answer."""
 
     reason: str | None = None
     """Why `address` or `seconds` is None."""
@@ -101,7 +101,7 @@ class Axon:
 
 @dataclass(frozen=True)
 class AllReduce:
-    """How the miner's last AllReduce ended, by its log."""
+    """How the miner's last AllReduce ended, according to its log."""
 
     error: str | None
     """None if it succeeded."""
@@ -115,7 +115,7 @@ class Facts:
     published: Published = field(default_factory=Published)
     network: Network = field(default_factory=Network)
     now: float = 0.0
-    """Monotonic seconds, the clock of `seen_at`."""
+    """Monotonic seconds, on the same clock as `seen_at`."""
 
     credentials: str | None = None
     """`validators.commitment.fingerprint` of the commitment that the credentials in use would

@@ -49,7 +49,7 @@ def reduced(report: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 def judge(facts: Facts, limits: Limits) -> Verdict:
     """Block a file with problems or of an implausible size; unknown without an inspection.
 
-    An archive may be zero.
+    An archive's values may all be zero.
     """
     report = facts.candidate.files
     if report is None:

@@ -1,9 +1,10 @@
-"""Reads gradients in the miner's memory before it writes them: what only the values show.
+"""Checks gradients in the miner's memory before the miner writes them, for faults that only the
+values show.
 
 Runs in rank 0's upload thread, after `validators.outline` found no problem in names, types and
-shapes. `validators.decoding` works in blocks: about 30 MB whatever the size, no tensor is copied
-whole, and torch releases the interpreter's lock meanwhile, so training continues. It never touches
-a GPU.
+shapes. `validators.decoding` works in blocks: it uses about 30 MB whatever the size and copies no
+whole tensor, and torch releases the GIL while it works, so training continues. It never touches a
+GPU.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from validators.limits import Limits
 from validators.shapes import Shapes
 
 MAX_BYTES = 4 * 1024**3
-"""Tensors of more bytes are left to the audit: reading them takes longer than 20 s. Subnet 38's
-compressor keeps 32 of each 4,096 values: 0.2 GB of a model of 4 G parameters."""
+"""Larger gradients are left to the audit, because reading them takes longer than 20 s. Subnet 38's
+compressor keeps 32 of every 4,096 values: 0.2 GB for a model with 4 G parameters."""
 
 _READABLE = {"cpu", "meta"}
 
@@ -52,8 +53,8 @@ def contents(
 
 
 def _tensors(torch: Any, values: Iterable[Any], depth: int = 3) -> Iterator[Any]:
-    """Tensors among the values and in containers among them: a quantisation's table may be on the
-    GPU alone."""
+    """Yield the tensors among the values, including those in nested containers: a quantisation
+    table may be the only tensor on the GPU."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -68,8 +69,8 @@ def _unread(reason: str) -> dict[str, Any]:
 
 
 def _check_loads(torch: Any, document: Mapping[str, Any]) -> None:
-    """Whether `torch.load(weights_only=True)` accepts everything that is no plain tensor: write it
-    and load it, as validators do. Raises RejectedFile."""
+    """Check that `torch.load(weights_only=True)` accepts everything except the plain tensors: save
+    it, then load it as validators do. Raises RejectedFile."""
     rest = dict(_no_plain_tensors(torch, document))
     buffer = io.BytesIO()
     torch.save(rest, buffer)
@@ -77,7 +78,7 @@ def _check_loads(torch: Any, document: Mapping[str, Any]) -> None:
     try:
         torch.load(buffer, map_location="cpu", weights_only=True)
     except Exception as error:
-        # Any exception there means that validators cannot load the file either.
+        # Any exception here means that validators cannot load the file either.
         raise RejectedFile(
             f"does not load with weights_only=True: {type(error).__name__}: {gist(str(error))}"
         ) from error

@@ -1,5 +1,5 @@
-"""Layout of a repo: under which keys a miner publishes and a validator reads, as named by a
-profile's `[limits]`. Pure."""
+"""Layout of a repo: the keys under which a miner publishes and a validator reads, as a profile's
+`[limits]` names them. Pure."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Layout:
 
     @property
     def file(self) -> str:
-        """The gradients file's name, for people."""
+        """The gradients file's name, for messages."""
         return self.gradients.rpartition("/")[2]
 
     @property
     def prefix(self) -> str:
-        """What all gradients' keys begin with."""
+        """The prefix that the keys of all gradients files share."""
         return self.gradients.partition("{")[0]
 
     def outer_step_of(self, key: str) -> int | None:

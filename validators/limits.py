@@ -159,7 +159,7 @@ class Limits:
     def of(cls, settings: OwnLimits, numbers: Mapping[str, Any]) -> Limits:
         """Limits from `[gate]` and a profile's `[limits]`. Raises TypeError for an unknown name."""
         if foreign := sorted(numbers.keys() - _NAMES):
-            raise TypeError(f"no rule knows the limits {', '.join(foreign)}")
+            raise TypeError(f"no rule reads the limits {', '.join(foreign)}")
         values: dict[str, Any] = {
             name: tuple(v) if isinstance(v, list) else v for name, v in numbers.items()
         }

@@ -20,7 +20,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     """Block a non-finite loss; warn if it rises over the last 10 inner steps with P > 0.99."""
     loss, recent = facts.candidate.loss, facts.candidate.recent_losses
     if loss is None and not recent:
-        return Verdict(RULE, "unknown", None, None, "the loss was not handed in")
+        return Verdict(RULE, "unknown", None, None, "the caller did not pass the loss")
     seen = recent[-1] if loss is None else loss
     if not math.isfinite(seen):
         return Verdict(

@@ -25,7 +25,7 @@ class MappedFile:
         self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
     def released_after_each(self, names: Iterable[str]) -> Iterator[str]:
-        """The names; the pages read for one are released before the next."""
+        """Yield the names, and release the pages read for each before the next."""
         for name in names:
             yield name
             self.release()

@@ -30,8 +30,9 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class RootMetadata:
-    """What our publisher, probes and audit read of metadata.json; None where it is unknown or of
-    another type. Rules parse the document as validators do instead (`read_inner_step`)."""
+    """What our publisher, probes and audit read from metadata.json; a field is None if it is
+    missing or has another type. The rules do not use this: they parse the document as validators do
+    (`read_inner_step`)."""
 
     outer_step: int | None = None
     inner_step: int | None = None
@@ -90,7 +91,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     """Block if a field that validators read is missing, or the inner step is unreadable.
 
     Warn if the steps differ from the candidate's: validators take the outer step from the network,
-    and upstream writes the inner step of the upload's end.
+    and upstream writes the inner step at which the upload ended.
     """
     seen, needed = facts.candidate.metadata, list(limits.metadata_fields)
     if seen is None:
@@ -118,9 +119,8 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         theirs: Any = inner if name == "inner_step" else seen.get(name)
         if name in seen and theirs != ours:
             named = _short(theirs)
-            words = (
-                f"metadata.json names {name.replace('_', ' ')} {named}, the gradient is of {ours}"
-            )
+            what = name.replace("_", " ")
+            words = f"metadata.json names {what} {named}, but the gradient is of {ours}"
             return Verdict(RULE, "warn", named, ours, words)
     return Verdict(
         RULE,
@@ -153,10 +153,11 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
 def mixed(
     metadata: Mapping[str, Any] | None, size_bytes: int | None, checksum: str | None
 ) -> str | None:
-    """Why gradients of this size and checksum belong to another revision than `metadata`; None
-    without evidence.
+    """Why gradients of this size and checksum do not belong to the revision that `metadata`
+    describes; None without evidence.
 
-    Checksums of different forms (an md5, a digest of parts' digests, a sha256) are not comparable.
+    Checksums of different formats (an md5, a digest of parts' digests, a sha256) are not
+    comparable.
     """
     named = RootMetadata.of(metadata).gradients
     if None not in (size_bytes, named.size_bytes) and named.size_bytes != size_bytes:

@@ -87,7 +87,7 @@ def _misfits(
     """What validators would raise on, by parameter."""
     index, value = limits.gradients_index_suffix, limits.gradients_value_suffix
     # A large model has few distinct headers: judge each once. The key holds torch's own objects,
-    # since their conversion would cost more than the judgement.
+    # because converting them would cost more than the judgement.
     judged: dict[Any, str | None] = {}
     for name in names:
         indices, values = document[name + index], document[name + value]
@@ -117,7 +117,8 @@ def _not_tensors(indices: Any, values: Any) -> str:
 
 
 def _quantised_dtype(parameters: Any) -> str | None:
-    """The type of the dequantised values; without a named one, the lookup table's."""
+    """The dtype that the parameters name for the dequantised values, otherwise the lookup
+    table's."""
     if not isinstance(parameters, (list, tuple)) or len(parameters) != 5:
         return None
     named = getattr(parameters[3], "dtype", None) if parameters[4] is None else parameters[4]

@@ -59,10 +59,11 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
 
 
 def raises(network: Network, limits: Limits) -> int:
-    """How many AllReduces may have failed since the last success, at most.
+    """The largest number of AllReduces that can have failed since the last success.
 
-    Subnet 38 (F:87, F:424): the master tries when `blocks_per_allreduce` have passed, and after a
-    failure again a tenth of them later. 0 before that, or where the blocks are unknown.
+    Subnet 38 (F:87, F:424): the master starts an AllReduce once `blocks_per_allreduce` blocks have
+    passed and retries a failed one a tenth of them later. 0 before that, or where the blocks are
+    unknown.
     """
     since, between = network.blocks_since_allreduce, limits.blocks_per_allreduce
     if since is None or between is None or since < between:
@@ -92,7 +93,7 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
         words = (
             f"gradients are {age:.0f}s old >= {limit:.0f}s, but the AllReduce is overdue: each "
             f"failed one raises the master's limit by {limits.validator_repo_age_raise_s:.0f}s, to "
-            f"at most {raised:.0f}s by now, and nothing public tells how many failed; upload"
+            f"at most {raised:.0f}s by now, and no public data shows how many failed; upload"
         )
         return Verdict(RULE, "unknown", seen, raised, words)
     if age >= limit:

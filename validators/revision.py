@@ -21,28 +21,24 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     """
     seen, pattern = facts.candidate.revision, limits.revision_pattern
     if seen is None:
-        return Verdict(RULE, "unknown", None, pattern, "no revision was handed in")
+        return Verdict(RULE, "unknown", None, pattern, "the caller did not pass a revision")
     if pattern is None:
-        return Verdict(RULE, "unknown", seen, None, "no profile defines the form of a revision")
+        return Verdict(RULE, "unknown", seen, None, "the profile defines no revision format")
     match = re.fullmatch(pattern, seen)
     if match is None:
         return Verdict(
-            RULE,
-            "block",
-            seen,
-            pattern,
-            f"revision {seen!r} is not of the form {pattern}; rename it",
+            RULE, "block", seen, pattern, f"revision {seen!r} does not match {pattern}; rename it"
         )
     named, candidate = match.groupdict(), facts.candidate
     if "outer" in named and int(named["outer"]) != candidate.outer_step:
         words = (
-            f"revision {seen!r} names outer step {named['outer']}, the gradient is of "
+            f"revision {seen!r} names outer step {named['outer']}, but the gradient is of "
             f"{candidate.outer_step}"
         )
         return Verdict(RULE, "block", seen, candidate.outer_step, words)
     if "inner" in named and int(named["inner"]) != candidate.inner_step:
         words = (
-            f"revision {seen!r} names inner step {named['inner']}, the gradient is of "
+            f"revision {seen!r} names inner step {named['inner']}, but the gradient is of "
             f"{candidate.inner_step}"
         )
         return Verdict(RULE, "warn", seen, candidate.inner_step, words)

@@ -30,7 +30,7 @@ def judge_alive(facts: Facts, limits: Limits) -> Verdict:
     if seen.seconds is None:
         words = (
             f"the axon {seen.address} does not answer from here ({seen.reason}): validators that "
-            "get no answer either leave the miner out of AllReduces. Open the port; behind NAT try "
+            "also get no answer leave the miner out of AllReduces. Open the port; behind NAT try "
             "from another host"
         )
         return Verdict(ALIVE, "warn", None, limit, words)
@@ -47,7 +47,7 @@ def judge_alive(facts: Facts, limits: Limits) -> Verdict:
 
 
 def judge_allreduce(facts: Facts, limits: Limits) -> Verdict:
-    """How the miner's last AllReduce ended, by its own log."""
+    """How the miner's last AllReduce ended, according to its own log."""
     share, seen = limits.allreduce_share, facts.allreduce
     worth = "" if share is None else f", {share:.0%} of the score"
     if seen is None:

@@ -22,10 +22,10 @@ class Verdict:
     """The number or text that the rule judged; None if it was unreadable."""
 
     limit: Any
-    """What it was compared with."""
+    """What `seen` was compared with."""
 
     sentence: str
-    """For people: the observed value, the limit, and what to do."""
+    """Human-readable: the observed value, the limit, and what to do."""
 
     retry_after_steps: int | None = None
     """Inner steps until a retry can help."""

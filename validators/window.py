@@ -1,5 +1,5 @@
 """Window: subnets that count in windows (Templar) accept an upload only during certain seconds of
-each."""
+each window."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from validators.verdict import Verdict
 RULE = "window"
 
 _NARROW = 0.3
-"""Warn when less than this share of the upload time remains: an upload takes time too."""
+"""Warn when less than this share of the upload interval remains: the upload itself takes time."""
 
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
@@ -32,7 +32,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     seen = round(into, 1)
     if put[0] <= into <= put[1] and put[1] - into < _NARROW * (put[1] - put[0]):
         words = (
-            f"{into:.0f}s into the window, uploads count up to {put[1]:.0f}s: will it be "
+            f"{into:.0f}s into the window, uploads count up to {put[1]:.0f}s: will yours be "
             f"there in {put[1] - into:.0f}s?"
         )
         return Verdict(RULE, "warn", seen, list(put), words)
@@ -58,7 +58,7 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
     """Whether the gradient of the last complete window was uploaded in the accepted seconds.
 
     Compares the object's storage time with the time since the window's last block, which is known
-    to within one block: closer than that to a limit is unknown.
+    to within one block. If the result is closer than that to a limit, the verdict is unknown.
     """
     network, blocks, put = facts.network, limits.window_blocks, limits.window_put_s
     if blocks is None or put is None:

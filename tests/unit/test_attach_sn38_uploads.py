@@ -132,7 +132,7 @@ def test_a_good_upload_goes_out_with_all_that_was_known_of_it(tmp_path: Path) ->
     ("blocks", "words"),
     [
         ([], "block_list is empty"),
-        ([BLOCK - 201], "newest block of block_list is 201 blocks old > 200"),
+        ([BLOCK - 201], "newest block in block_list is 201 blocks old (limit 200)"),
     ],
 )
 def test_a_block_list_that_validators_reject_is_seen_before_anything_is_gathered(
