@@ -64,7 +64,7 @@ class AuditReport:
     `configured`."""
 
     read_from: str | None = None
-    """The version of the validators that it speaks for; None without a profile."""
+    """The version of the validators whose rules the audit applied; None without a profile."""
 
     not_checked: tuple[str, ...] = ()
     """What validators check and no audit can, in words."""
@@ -81,7 +81,7 @@ class AuditReport:
 
 @dataclass(frozen=True)
 class FetchChild:
-    """How the child runs that fetches and inspects the files."""
+    """How to run the child process that fetches and inspects the files."""
 
     deadline_s: float = FETCH_S
     python: str = sys.executable
@@ -266,7 +266,7 @@ class _Audit:
         lacking = [n for n in ("block", "uid") if getattr(self.network, n) is None]
         if not lacking:
             return None
-        why = self.network.reason or "the chain did not tell"
+        why = self.network.reason or "the chain's reply did not include them"
         return (
             "could not check: the key that validators read names the last window and the uid; "
             f"unknown: {', '.join(lacking)} ({why}). Set [chain]"
@@ -331,7 +331,8 @@ class _Audit:
 
     def _inspected(self, fetched: Mapping[str, Any]) -> Mapping[str, Any]:
         if fetched.get("empty"):
-            missing = f"{fetched.get('key')} does not exist; upload for the epoch that is scored"
+            key = fetched.get("key")
+            missing = f"{key} does not exist; upload gradients for this epoch: validators score it"
             return {"problems": [missing], "params": 0}
         if fetched.get("unchanged"):
             return self.memory.report()
@@ -377,7 +378,7 @@ def _facts(
     named = RootMetadata.of(metadata).outer_step
     # The root metadata names the newest step; the epoch that is scored may be the one before.
     outer = outer_step if named is None else named
-    # The root metadata's inner step does not apply to the epoch before.
+    # The root metadata's inner step does not apply to the previous epoch.
     kind = "archive" if inner == 0 and outer == outer_step else "gradient"
     candidate = Candidate(
         kind,

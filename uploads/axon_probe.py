@@ -1,7 +1,7 @@
 """Child process that asks whether the miner's axon answers: `python -m uploads.axon_probe`.
 
 Sends the request that validators send, unsigned: an axon refuses it before its handler runs, and
-the refusal is the answer. Anything that speaks HTTP in time counts.
+that refusal counts as an answer, as does any other HTTP response that arrives in time.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ PATH = "/IsAlive"
 """bittensor's axon serves each synapse under its class name."""
 
 _DEADLINE_S = 10.0
-"""Of the child, for interpreter, connection and answer."""
+"""The child's deadline: covers starting the interpreter, connecting and waiting for the answer."""
 
 
 def reach(address: str | None, timeout_s: float) -> Axon:
     """Ask the axon at `ip:port` once, for at most `_DEADLINE_S`. Never raises."""
     if address is None:
-        return Axon(None, reason="the chain did not tell it")
+        return Axon(None, reason="the chain's reply did not include it")
     if address == "":
         return Axon("")
     request = {"address": address, "timeout_s": timeout_s}
@@ -34,7 +34,7 @@ def reach(address: str | None, timeout_s: float) -> Axon:
 
 def ask(address: str, timeout_s: float) -> float:
     """Seconds until the first line of an HTTP answer. Raises OSError or HTTPException."""
-    # In the child alone: http.client imports ssl, and the supervisor imports this module.
+    # Import it only in the child: http.client imports ssl, and the supervisor imports this module.
     import http.client
 
     host, _, port = address.rpartition(":")
@@ -54,7 +54,7 @@ def main() -> None:
 
     request: dict[str, Any] = probe.request()
     try:
-        # Longer than validators wait, to tell a slow answer from none.
+        # Wait longer than validators do, to tell a slow answer from no answer.
         probe.reply(ask(request["address"], 2 * request["timeout_s"]))
     except (OSError, HTTPException, ValueError) as error:
         probe.reply(error=f"{type(error).__name__}: {error}" if str(error) else repr(error))

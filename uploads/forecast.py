@@ -19,8 +19,9 @@ class Forecast:
     """Inner step from which validators accept; None if no profile defines it."""
 
     waiting_costs_s: float | None = None
-    """Seconds without a score that the operator's minimum costs beyond the validators' own, while
-    the archive of an AllReduce is published. None if it costs nothing or is unknown."""
+    """While the archive of an AllReduce is published: how many seconds longer the miner goes
+    without a score by waiting for the operator's minimum instead of the validators'. None if no
+    time is lost or the number is unknown."""
 
     @property
     def late(self) -> bool:

@@ -189,7 +189,9 @@ class Ledger:
         """The newest `limit` rows of a table since wall time `since`, oldest first. Empty if
         unreadable."""
         if table not in TABLES:
-            raise ValueError(f"the ledger has no table {table!r}; there are {', '.join(TABLES)}")
+            raise ValueError(
+                f"the ledger has no table {table!r}; the tables are {', '.join(TABLES)}"
+            )
         query = f"SELECT * FROM {table} WHERE wall >= ? ORDER BY rowid DESC LIMIT ?"
         return self._read(query, (since, limit))[::-1]
 
@@ -292,7 +294,8 @@ class Ledger:
             self._trying(self._forget_old)
 
     def _failed(self, error: Exception) -> Finding | None:
-        """A full disk drops the queued rows; after other errors they stay queued. Reported once."""
+        """Drop the queued rows if the disk is full; keep them queued after any other error. Each
+        outage is reported once."""
         before = self._trouble
         if _no_room(error, self.path.parent):
             self._trouble = _FULL

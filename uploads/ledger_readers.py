@@ -1,4 +1,5 @@
-"""The ledger for others than its writer: commands beside a running guard, and the guard itself."""
+"""The ledger for processes other than its writer: commands beside a running guard, and the guard
+itself."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ class ReadOnlyLedger(Ledger):
             if not self.path.is_file():
                 raise FileNotFoundError(f"{self.path} does not exist")
             # A writer that was killed may have left a journal to roll back, which a read-only
-            # connection can't do. A file of an earlier version may still be in WAL mode: without
-            # its -wal a reader would leave an empty one behind.
+            # connection can't do. A file of an earlier version may still be in WAL mode: if its
+            # -wal is missing, a reader would leave an empty one behind.
             log = self.path.with_name(f"{self.path.name}-wal")
             wal = _is_wal(self.path)
             how = "mode=rw" if not wal else "mode=ro" if log.exists() else "immutable=1"

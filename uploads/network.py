@@ -1,7 +1,8 @@
 """The network's progress: the outer step that the master validator publishes.
 
-Read as miners read it: with the read keys that the master committed on chain, from the bucket named
-like ours without the uid. Uses the same child process as every other repo probe.
+The guard reads it as miners do: with the read keys that the master committed on chain, from the
+bucket that is named like ours but without the uid. It uses the same child process as every other
+repo probe.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from validators.limits import Limits
 
 @dataclass(frozen=True)
 class NetworkProgress:
-    """What the master's repo reports; `reason` if it is unreadable."""
+    """The progress that the subnet master's repo reports; `reason` says why it is unknown."""
 
     outer_step: int | None = None
     last_allreduce_block: int | None = None

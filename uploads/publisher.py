@@ -54,8 +54,8 @@ T = TypeVar("T")
 
 _PARALLEL = 4
 _STALE_LOOKS = 4
-"""Retries before a read that contradicts the write counts, after pauses of 0.5, 1, 2 and 4 s by
-default. Eventually consistent storages have lagged by two seconds."""
+"""How often to repeat a read that contradicts the write before believing it, after pauses of 0.5,
+1, 2 and 4 s by default. Eventually consistent storages have lagged by two seconds."""
 _PROGRESS_EVERY_S = 2.0
 
 
@@ -64,7 +64,7 @@ class Cancelled(Exception):
 
 
 class PublishError(Exception):
-    """The revision was not published or could not be verified. The message is for people."""
+    """The revision was not published or could not be verified. The message is human-readable."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,8 @@ class Result:
     tag: str
     label: str
     size_bytes: int
-    """Size of gradients.pt, which is what validators download and what every page shows."""
+    """Size of gradients.pt: the file that validators download, and the size that the status pages
+    show."""
 
     seconds: float
     attempts: int
@@ -159,7 +160,8 @@ class Publisher:
         self.cancelled = threading.Event()
 
     def recover(self) -> str | None:
-        """Finish or undo a dead publisher's upload; returns a line for people if it found one."""
+        """Finish or undo a dead publisher's upload; returns a human-readable line if it found
+        one."""
         left = self._journal.read()
         if left is None:
             return None

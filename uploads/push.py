@@ -1,9 +1,9 @@
 """Pushes one revision from a child process, so that a training rank neither waits for a server nor
 dies with the upload.
 
-`push` is the parent's side. The child is `python -m uploads.push`: a JSON request on stdin, lines
-for people on stdout, one JSON result as the last line. SIGTERM cancels. Neither the command line
-nor the request contains a credential.
+`push` is the parent's side. The child is `python -m uploads.push`: it takes a JSON request on stdin
+and prints human-readable lines on stdout, the last line being one JSON result. SIGTERM cancels.
+Neither the command line nor the request contains a credential.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def _result(child: subprocess.Popen[str], say: Callable[[str], None], deadline_s
         seconds = time.monotonic() - start
         late = f" after its {deadline_s:g} s" if seconds >= deadline_s else ""
         raise PublishError(
-            f"the publisher ended with {code}{late} and no result; what it had begun to show is "
-            "finished by its recovery process or the next upload: see `miner-guard audit`"
+            f"the publisher ended with {code}{late} and no result; its recovery process or the "
+            "next upload finishes what was becoming visible: check with `miner-guard audit`"
         )
     if "error" in answer:
         raise PublishError(answer["error"])

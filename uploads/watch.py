@@ -59,8 +59,8 @@ class RepoWatch:
             )
             if reason is not None and self._unknown.ask(now, reason):
                 yield make_finding("repo_unknown", reason=reason)
-            # Report the age immediately once the repo is readable again: the "unknown" line is the
-            # last one until then.
+            # Report the age immediately once the repo is readable again: until then, the last line
+            # about the repo says "unknown".
             self._age.clear()
             return
         self._unknown.clear()
@@ -82,7 +82,7 @@ class RepoWatch:
         return (
             None
             if known is None
-            else f"nothing is published any more; before it was {known.revision or 'something'}"
+            else f"nothing is published any more (last seen: {known.revision or 'a revision'})"
         )
 
     def tick(self, now: float) -> Iterator[Finding]:
@@ -120,8 +120,8 @@ class ForecastWatch:
         now: float,
         published_inner_step: int | None = None,
     ) -> Iterator[Finding]:
-        """Process the end of an inner step; `first` of its launch is no measurement, because it
-        compiles and fills caches. `published_inner_step` is the repo's."""
+        """Process the end of an inner step. The duration of a launch's `first` step does not count,
+        because that step compiles and fills caches. `published_inner_step` is the repo's."""
         if not first:
             self._recent.append(seconds)
         self.latest = None

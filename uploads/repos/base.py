@@ -4,7 +4,7 @@ What validators read, and under which keys, is the profile's `Layout`. The publi
 usual one: `metadata.json` at the root names the outer and the inner step, `epoch-N/` holds
 `gradients.pt`, `config.json` and `metadata.json`. Publishing has two phases: `stage` moves the
 bytes invisibly, `commit` makes them visible in the given order, each object atomically and the root
-metadata last. `uploads.publisher` documents what a reader can see meanwhile.
+metadata last. `uploads.publisher` documents what a reader can see in between.
 
 Any call here may hang with its server. In the supervisor, use `uploads.repos.look_at`, which probes
 in a child with a deadline.
@@ -54,13 +54,13 @@ def epoch_key(outer_step: int, name: str) -> str:
 
 
 class RepoError(Exception):
-    """The repo refused or did not answer. The message is for people: what happened and what to
+    """The repo refused or did not answer. The message is human-readable: what happened and what to
     do."""
 
     def __init__(self, message: str, *, transient: bool = False) -> None:
         super().__init__(message)
         self.transient = transient
-        """A retry may help: throttled, reset, timed out."""
+        """A retry may help: the request was throttled, reset or timed out."""
 
 
 class Missing(RepoError):
@@ -72,7 +72,8 @@ class RepoRefused(RepoError):
 
 
 class RepoUnreadable(RepoError):
-    """The storage serves this object to no reader: encrypted with a customer's key, or archived."""
+    """The storage serves this object to no reader: it is encrypted with a customer's key, or
+    archived."""
 
 
 class Differs(RepoError):

@@ -95,4 +95,4 @@ def _parse_toml(path: Path, text: str) -> dict[str, str]:
 
 def _refuse_open_file(path: Path) -> None:
     if path.stat().st_mode & stat.S_IWOTH:
-        raise RepoError(f"the keys' file {path} can be written by anybody; chmod 600 it")
+        raise RepoError(f"the keys' file {path} is world-writable; chmod 600 it")

@@ -280,7 +280,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 def open_hub(settings: RepoSettings, env: Mapping[str, str] | None = None) -> HubRepo:
-    """The repo that the settings name. Raises RepoError for what is missing."""
+    """The repo that the settings name. Raises RepoError if a setting or the library is missing."""
     keys = find(settings, env)
     endpoint = settings.endpoint or first(keys, "HF_ENDPOINT") or _DEFAULT_ENDPOINT
     if "huggingface_hub" not in sys.modules:

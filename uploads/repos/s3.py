@@ -49,8 +49,9 @@ PART_BYTES = 16 * 1024 * 1024
 """R2 and S3 accept parts from 5 MiB; R2 requires all but the last to have the same size."""
 
 _DOCUMENT_BYTES = 64 * 1024
-"""JSON up to this size waits in the ticket, and so in the publisher's journal, and is shown by one
-request; three requests for a few hundred bytes each cost more than they protect."""
+"""JSON up to this size waits in the ticket, and so in the publisher's journal, until a single
+request makes it visible: for a few hundred bytes, the three requests of a multipart upload cost
+more than they protect."""
 
 _MAX_PARTS = 10_000
 _MD5 = re.compile("[0-9a-f]{32}")
@@ -218,8 +219,8 @@ class S3Repo:
         return part.etag(answer, key)
 
     def commit(self, tickets: Sequence[StagedObject], revision: str) -> None:
-        """Show the first object alone, since a server may take long to assemble a large one, and
-        the last alone, as in every repo."""
+        """Make the first object visible by itself, since a server may take long to assemble a large
+        one, and the last by itself, as in every repo."""
         with ThreadPoolExecutor(s3_client.PARALLEL, thread_name_prefix="show") as pool:
             for together in (tickets[:1], tickets[1:-1], tickets[1:][-1:]):
                 list(pool.map(self._show, together))
@@ -236,7 +237,7 @@ class S3Repo:
                 MultipartUpload={"Parts": ticket.data["parts"]},
             )
         except Missing as error:
-            # The dead publisher completed it, or it is gone: the object itself tells.
+            # The dead publisher completed it, or it is gone: the object itself shows which.
             if not self._arrived(ticket):
                 raise RepoError(
                     f"the staged upload of {ticket.key} is gone; publish again"
@@ -286,13 +287,13 @@ class S3Repo:
         return entry
 
     def _same(self, ticket: StagedObject, etag: str | None) -> bool:
-        """For servers whose ETag is no digest that was expected."""
+        """Compare the content on a server whose ETag is not one of the expected digests."""
         if _DOCUMENT in ticket.data:
             return self.get(ticket.key) == _document(ticket)
         return self._same_parts(ticket) or self._same_content(ticket, etag)
 
     def _same_parts(self, ticket: StagedObject) -> bool:
-        """For servers that encrypt and whose ETags are therefore not content digests."""
+        """Compare on a server that encrypts, whose ETags are therefore not content digests."""
         wanted = ticket.data.get("crc32")
         if wanted is None:
             return False
@@ -300,8 +301,8 @@ class S3Repo:
         return bool(str(answer.get("ChecksumCRC32", "")).partition("-")[0] == wanted)
 
     def _same_content(self, ticket: StagedObject, etag: str | None) -> bool:
-        """For servers whose ETag is not the digest of the parts' digests: rclone returns the md5 of
-        the whole file."""
+        """Compare on a server whose ETag is not the digest of the parts' digests: rclone returns
+        the md5 of the whole file."""
         path = Path(ticket.data["path"])
         try:
             with open(path, "rb") as file:
@@ -312,9 +313,7 @@ class S3Repo:
                     lambda: _digest(body.read, "sha256")
                 )
         except FileNotFoundError as error:
-            raise RepoError(
-                f"{ticket.key} can't be read back against {path}, which is gone"
-            ) from error
+            raise RepoError(f"cannot compare {ticket.key} with {path}: the file is gone") from error
 
     def _call(self, operation: Callable[..., Any], **arguments: Any) -> Any:
         return self._guarded(lambda: operation(Bucket=self._bucket, **arguments))
@@ -331,8 +330,8 @@ class S3Repo:
 def open_s3(
     settings: RepoSettings, env: Mapping[str, str] | None = None, *, attempts: int = 1
 ) -> S3Repo:
-    """The bucket that the settings name. Raises RepoError for what is missing. `attempts` as boto3
-    counts them."""
+    """The bucket that the settings name. Raises RepoError if a setting, a key or boto3 is missing.
+    `attempts` is boto3's count, which includes the first one."""
     return S3Repo(s3_client.connect(settings, env, attempts=attempts), str(settings.bucket))
 
 
@@ -340,7 +339,7 @@ _DOCUMENT = "document"
 
 
 def _held(key: str, path: Path, progress: Progress) -> StagedObject:
-    """A document, staged in its ticket."""
+    """Stage a document inside its ticket."""
     data = path.read_bytes()
     progress(len(data))
     md5 = hashlib.md5(data, usedforsecurity=False).hexdigest()

@@ -11,7 +11,7 @@ from uploads.repos.base import RepoError
 from uploads.repos.credentials import find, first
 
 PARALLEL = 8
-"""Requests at a time of one staging or commit."""
+"""Concurrent requests in one staging or commit."""
 
 _CONNECT_S = 5.0
 

@@ -85,7 +85,7 @@ def _of_answer(response: dict[str, Any], bucket: str) -> RepoError:
         )
     if code in _UNREADABLE:
         return RepoUnreadable(
-            f"bucket {bucket} denies all readers this object ({code}: {message}); upload it plain"
+            f"bucket {bucket} denies every reader this object ({code}: {message}); upload it plain"
         )
     if code in _FULL:
         return RepoError(
