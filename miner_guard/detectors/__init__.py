@@ -1,1 +1,2 @@
-"""Pure, streaming judgements: records in, findings out; no I/O, no clock, O(1) memory."""
+"""Pure, streaming judgements: they take records and return findings, with no I/O, no clock and O(1)
+memory."""

@@ -31,7 +31,7 @@ class Anomaly:
 
 
 def example_range(facts: TrainingFacts, step: int) -> tuple[int, int] | None:
-    """First and last example of `step`, where the settings are known.
+    """First and last example of `step`; None if the settings do not determine them.
 
     Source 003: start = batch · accumulation · step, end = start + batch · accumulation. With more
     than one rank a step takes `world_size` times as many examples, and the range covers all ranks.
@@ -74,7 +74,7 @@ def for_spike(facts: TrainingFacts, step: int, lr: float | None) -> tuple[str, t
         (
             f"check the batch of step {step}{where}",
             "clip gradients to norm 1.0",
-            _lower(lr) + " if it comes again",
+            _lower(lr) + " if it happens again",
         ),
     )
 
@@ -123,16 +123,17 @@ def for_slow_fall(lr: float | None) -> tuple[str, tuple[str, ...]]:
 
 
 def for_evaluation_nan() -> tuple[str, tuple[str, ...]]:
-    """Cause and fixes of an evaluation that yields no number while training yields one."""
+    """Cause and fixes of an evaluation loss that is NaN or infinite while the training loss is
+    finite."""
     return (
-        "a batch of the evaluation, or its precision: the training loss of that step is a number",
+        "an evaluation batch or the evaluation's precision: the step's training loss is finite",
         (
             (
                 "look for evaluation examples whose labels are all masked: the mean over "
                 "no token is NaN"
             ),
             "evaluate in bfloat16 or float32: float16 overflows",
-            "divide by the number of tokens that count, at least 1",
+            "divide by the number of unmasked tokens, or by 1 if there are none",
         ),
     )
 
@@ -175,7 +176,7 @@ def for_slow(facts: TrainingFacts) -> tuple[str, ...]:
         return steps
     return (
         *steps,
-        f"{facts.accumulation_steps} accumulation steps make a step: fewer make it shorter",
+        f"{facts.accumulation_steps} accumulation steps make up a step: fewer make it shorter",
     )
 
 

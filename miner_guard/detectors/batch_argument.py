@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 
 def value_of(command: Sequence[str], argument: str) -> int | None:
-    """The argument's whole-number value; None where it is absent or not a whole number. As in
-    parsers, the last occurrence counts."""
+    """The argument's integer value; None if it is absent or not an integer. The last occurrence
+    counts, as in argument parsers."""
     place = _place(command, argument)
     if place is None:
         return None
@@ -25,7 +25,7 @@ def value_of(command: Sequence[str], argument: str) -> int | None:
 
 
 def rewritten(command: Sequence[str], argument: str, value: int) -> tuple[str, ...]:
-    """The command with the argument's last value replaced. Raises ValueError where the command
+    """The command with the argument's last value replaced. Raises ValueError if the command
     lacks the argument."""
     place = _place(command, argument)
     if place is None:
@@ -55,7 +55,7 @@ class BatchChange:
 
 
 class BatchPolicy:
-    """Decides on larger batches for one run of the guard."""
+    """Decides when to raise the batch size, for one run of the guard."""
 
     def __init__(self, most_relaunches: int) -> None:
         self._most = most_relaunches
@@ -68,7 +68,7 @@ class BatchPolicy:
         fit."""
         new = max(int(current * factor), current + 1)
         if self._too_large is not None:
-            # Once a batch has failed to fit, go half-way towards it at most.
+            # Once a batch did not fit, go at most half-way towards its size.
             new = min(new, (current + self._too_large) // 2)
         if factor <= 1 or self._done >= self._most or new <= current:
             return None
@@ -77,8 +77,8 @@ class BatchPolicy:
         return BatchChange(current, new, f"{why} (relaunch {self._done} of {self._most})")
 
     def out_of_memory(self, current: int) -> BatchChange | None:
-        """The current batch does not fit: never try one so large again. Falls back to the last
-        batch that fitted, where this guard raised it."""
+        """Record that the current batch does not fit, and never try one that large again. If this
+        guard raised the batch, return to the last one that fitted."""
         self._too_large = current if self._too_large is None else min(self._too_large, current)
         self._done = self._most
         if self._last_good is None or self._last_good >= current:

@@ -18,13 +18,14 @@ class Late:
 
 
 def late(traces: Mapping[int, Sequence[Mapping[str, Any]]]) -> Late | None:
-    """The ranks whose last collective has a lower sequence number than the others', in the group
-    with the gap; else those whose GPU has not started the collective that the others' has.
+    """The ranks that are behind: those whose last collective in a process group has a lower
+    sequence number than the others'. If all are level, the ranks whose GPU has not started the
+    collective that the other GPUs have started.
 
     `traces` maps a rank to its entries with `collective_seq_id`, `process_group`, `profiling_name`
-    and `state`, oldest first. The number counts what the CPU enqueued: behind a kernel that never
-    ends it is level, and only TORCH_NCCL_ENABLE_TIMING=1 makes torch record what a GPU started.
-    None where all ranks are level, or where fewer than two ranks have entries.
+    and `state`, oldest first. The sequence number counts what the CPU has enqueued, so it stays
+    level when a GPU is stuck in a kernel; torch records what a GPU has started only with
+    TORCH_NCCL_ENABLE_TIMING=1. None if no rank is behind, or if fewer than two ranks have entries.
     """
     last: dict[tuple[str, str], dict[int, _Last]] = {}
     for rank, entries in traces.items():
@@ -59,7 +60,7 @@ class _Last:
     number: int
     name: str
     state: str
-    """`scheduled`, `started` or `completed`, as the GPU's events tell."""
+    """`scheduled`, `started` or `completed`, according to the GPU's events."""
 
 
 def _waiting(ranks: Mapping[int, _Last], behind: tuple[int, ...], most: _Last) -> str:

@@ -1,12 +1,13 @@
-"""Is a rank computing on the CPU though it should not? A verdict per rank, with its evidence.
+"""Is a rank computing on the CPU although it should not? Gives a verdict per rank, with its
+evidence.
 
 - certain: the model's compute device is the CPU, or the loss comes from the CPU and the model was
   never seen on a GPU, while hardly any GPU memory is allocated. (A loss on the CPU alone proves
-  nothing: a miner may copy it there to report it. Nor does a model on the CPU while the GPU's
-  memory is full: it was moved since, or is offloaded.)
+  nothing: a miner may copy it there to report it. Neither does a model on the CPU while the GPU's
+  memory is full: the miner has moved it since, or offloads it.)
 - suspected: hardly any GPU memory is allocated, or NVML shows that no GPU is used, and steps are
-  slow (source 004: < 1 GB and > 60 s); or no GPU memory is known, steps have lastingly become
-  several times as long, and no phase explains it.
+  slow (source 004: < 1 GB and > 60 s); or no GPU memory is known, steps take several times as long
+  as before and stay that slow, and no phase explains it.
 - cleared: was suspected or certain before, and the evidence is gone.
 
 Reports nothing where the settings ask for the CPU (`[gpu] expect = 0`).
@@ -26,7 +27,8 @@ from miner_guard.detectors.window import SortedWindow
 CERTAIN, SUSPECTED, CLEARED = "certain", "suspected", "cleared"
 
 _LASTING = 5
-"""Consecutive steps that evidence must last before a verdict, either way."""
+"""Consecutive steps for which evidence must hold before the verdict changes, in either
+direction."""
 
 _BASELINE = 5
 """Minimum steps in the baseline; steps slower than twice their median stay out of it."""
@@ -35,17 +37,18 @@ _FACTOR = 4.0
 _EACH_FACTOR = 2.0
 """A CPU is 10-20 times slower than a GPU (source 004: 240 s against 15 s), while a busy host makes
 one step in hundreds take four times as long. So the median of the last steps must exceed `_FACTOR`
-times the baseline, but each step only `_EACH_FACTOR` times: one quicker step is not a recovery."""
+times the baseline, but each single step only `_EACH_FACTOR` times: one quicker step does not prove
+a recovery."""
 
 _MIN_EXCESS_S = 0.25
 _MIN_SLOWED_S = 5.0
-"""Short steps are easily delayed: slow steps must add up to this long."""
+"""Seconds that the slow steps must add up to, because short steps are easily delayed."""
 
 _KEPT = 64
 """Consecutive slow steps kept: 64 steps of 0.2 s add up to more than five seconds."""
 
 _EXPLAINING = 0.5
-"""A waiting phase must hold this share of the excess to explain a slow step."""
+"""A waiting phase must account for this share of the excess to explain a slow step."""
 
 _WAITING = ("data", "collective", "monitor")
 
@@ -97,7 +100,7 @@ class RankWatch:
         return self._changed()
 
     def diagnosed(self, model_device: str | None, offloaded: bool) -> None:
-        """Take the result of the rank's own diagnosis."""
+        """Record the result of the rank's own diagnosis."""
         self.model_device = model_device
         self.offloaded = offloaded
 

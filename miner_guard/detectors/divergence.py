@@ -13,16 +13,16 @@ from miner_guard.detectors.advice import Anomaly
 from miner_guard.detectors.window import MAD_TO_SIGMA, SortedWindow
 
 SEEN_BEFORE = 1.5
-"""A jump must be this multiple of an earlier one that recovered: epochs repeat their jumps."""
+"""A jump must exceed an earlier one that recovered by this factor: every epoch may jump alike."""
 
 
 class Divergence:
     """A loss that climbs away from its best level and does not come back.
 
-    Levels are medians of blocks. The last four must all lie above the best one by 10 %, by six
-    sigmas of the noise (of second differences, which a trend leaves alone), and by half as much
-    again as any rise that the run has recovered from (an epoch, a warm restart, documents in
-    order); the last one near their top.
+    Levels are medians of blocks. The last four must all lie above the best one: by 10 %, by six
+    sigmas of the noise (measured on second differences, which a trend does not affect), and by 1.5
+    times any rise from which the run has recovered (an epoch, a warm restart, documents in order).
+    The last one must be near their top.
     """
 
     _GAP = 0.10
@@ -43,11 +43,11 @@ class Divergence:
         """Since the last finding."""
 
     def reported(self) -> None:
-        """The current climb was already reported by another rule."""
+        """Note that another rule has already reported the current climb."""
         self._said = True
 
     def observe(self, step: int, loss: float, lr: float | None) -> Iterator[Anomaly]:
-        """Take one loss; reports an anomaly once per climb."""
+        """Judge one loss. Reports each climb once."""
         self._block.append(loss)
         if len(self._block) < self._size:
             return

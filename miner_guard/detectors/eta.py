@@ -23,7 +23,8 @@ _FROM_ENTRY = (
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """Training settings from the configuration or, better, from the hook; None where unknown."""
+    """Training settings from the configuration or, with precedence, from the hook; None if
+    unknown."""
 
     batch_size: int | None = None
     effective_batch_size: int | None = None
@@ -37,7 +38,7 @@ class TrainingFacts:
 
     @staticmethod
     def from_settings(miner: MinerSettings, gate: GateSettings) -> TrainingFacts:
-        """The facts in guard.toml."""
+        """The facts that guard.toml contains."""
         return TrainingFacts(
             batch_size=miner.batch_size,
             effective_batch_size=miner.effective_batch_size,
@@ -52,7 +53,7 @@ class TrainingFacts:
         return replace(self, **known)
 
     def samples_per_s(self, step_time_s: float | None) -> float | None:
-        """Samples of all ranks per second."""
+        """Samples per second, summed over all ranks."""
         if self.effective_batch_size is None or not step_time_s:
             return None
         return self.effective_batch_size / step_time_s
@@ -68,9 +69,9 @@ class TrainingFacts:
         """Seconds to the next inner step at which the miner uploads and the gate's minimum is
         reached.
 
-        Uploads come at multiples of `upload_steps`, from the gate's minimum on. Without a known
-        cadence this is the time to the minimum alone. `since_s` is the time since the last step
-        ended.
+        The miner uploads at multiples of `upload_steps` once the gate's minimum is reached. If the
+        cadence is unknown, this is the time to the minimum. `since_s` is the time since the last
+        step ended.
         """
         if inner_step is None or not step_time_s:
             return None

@@ -2,9 +2,9 @@
 
 Each second belongs to exactly one category. Inside a step, the phases decide. The time from the
 launch to the first step is `init` (`restart` from the second launch on); a stretch without steps in
-which a hang was found is `hang`. The open stretch since the last step counts as `hang`, from its
-first second, once it is longer than a step can be expected to take: goodput must not rise while a
-hang waits for its detection. If the step finishes after all, it counts as what it was.
+which a hang was found is `hang`. Once the time since the last step exceeds what a step can be
+expected to take, all of it counts as `hang`: goodput must not rise before the guard detects a hang.
+If the step finishes after all, its time is split by its phases instead.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _EVALUATION = ("inference", "val_loss", "example_loss")
 
 
 class Goodput:
-    """Streaming account of one rank's wall time, in seconds. Times are monotonic seconds."""
+    """Adds up one rank's wall time by category, in seconds. Times are monotonic seconds."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
@@ -46,7 +46,8 @@ class Goodput:
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
 
     def launched(self, now: float) -> None:
-        """The miner was started; the time since the last step was lost to the restart."""
+        """Record that the miner was started; the time since the last step was lost to the
+        restart."""
         if self._accounted is None:
             self._accounted = now
         else:
@@ -57,7 +58,7 @@ class Goodput:
     def step(
         self, start: float, end: float, phases: Mapping[str, float], nested_in_monitor_s: float
     ) -> None:
-        """One finished step."""
+        """Record one finished step."""
         if self._accounted is None:
             self._accounted = start
         if not self._stepped:
@@ -80,7 +81,8 @@ class Goodput:
         self._hung = True
 
     def exited(self, now: float, *, finished: bool) -> None:
-        """The miner exited. If it did not finish, the time since its last step is lost."""
+        """Record that the miner exited. If it had not finished, the time since its last step is
+        lost."""
         self._finished = finished
         if self._accounted is not None and not finished:
             self._spend("hang" if self._hung else "restart", now)
@@ -119,8 +121,8 @@ class Goodput:
 def split(
     length: float, phases: Mapping[str, float], nested_in_monitor_s: float
 ) -> dict[str, float]:
-    """Seconds of a step by category; time outside all phases is training. Overlapping phases are
-    scaled to fit."""
+    """Seconds of a step by category; time outside all phases counts as training. Overlapping phases
+    are scaled down to fit."""
     parts = {name: phases[name] for name in _PHASES if phases.get(name, 0.0) > 0}
     evaluation = sum(phases.get(name, 0.0) for name in _EVALUATION)
     monitoring = phases.get("monitor", 0.0) + max(0.0, evaluation - nested_in_monitor_s)

@@ -16,7 +16,7 @@ _GIB = 1024**3
 
 
 def rows(sample: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
-    """The GPUs that answered; empty without a sample or with a failed NVML."""
+    """The GPUs that answered; empty if there is no sample or NVML failed."""
     gpus = (sample or {}).get("gpus")
     if not isinstance(gpus, Sequence):
         return ()
@@ -37,7 +37,7 @@ def throttling(sample: Mapping[str, Any] | None) -> list[str]:
 
 
 def power_share(sample: Mapping[str, Any] | None) -> float | None:
-    """Mean power over limit of all GPUs; None where neither is known."""
+    """Mean ratio of power draw to power limit over the GPUs that report both; None if none does."""
     shares = [
         row["power_w"] / row["power_limit_w"]
         for row in rows(sample)
@@ -47,8 +47,8 @@ def power_share(sample: Mapping[str, Any] | None) -> float | None:
 
 
 def no_use(sample: Mapping[str, Any] | None, low_memory_gb: float) -> str | None:
-    """Describes GPUs when all are idle and hold no model; None where any GPU works or holds one, or
-    where this is unknown."""
+    """Describe the GPUs if all of them are idle and hold no model; None if any GPU is busy or holds
+    a model, or if this is unknown."""
     seen = rows(sample)
     busiest, fullest = 0.0, 0.0
     for row in seen:

@@ -47,7 +47,7 @@ _WARN_EVERY_S = 6 * 3600.0
 _GOOD_AMOUNT = Row(
     0.0, 0.0, _ANY, 1.0, "of a large GPU: {good:.0f} GB at full utilization is good. Proceeding"
 )
-"""Not a row of source 002's matrix, which knows GPUs of up to 24 GB."""
+"""Not a row of source 002's matrix, which covers GPUs of up to 24 GB."""
 
 
 def matrix(settings: GpuSettings) -> tuple[Row, ...]:
@@ -120,7 +120,7 @@ def decide(share_pct: float, size: str, settings: GpuSettings) -> Row:
 
 def memory_grade(allocated_gb: float | None, settings: GpuSettings) -> str | None:
     """Source 004's table: 15-35 GB good, 10-15 GB acceptable, below 1 GB bad; `poor` between those,
-    `high` above. None where the amount is unknown or no GPU is expected."""
+    `high` above. None if the amount is unknown or no GPU is expected."""
     if allocated_gb is None or settings.expect == 0:
         return None
     if allocated_gb < settings.low_memory_gb:
@@ -144,7 +144,7 @@ class MemoryReading:
     """Memory of one GPU at one check."""
 
     gpu: str
-    """Rank or GPU, for people."""
+    """Rank or GPU, as shown in messages."""
 
     used_gb: float
     total_gb: float
@@ -153,7 +153,7 @@ class MemoryReading:
     processes on that GPU)."""
 
     busy_pct: float | None = None
-    """The GPU's mean utilization since the last check, where NVML tells."""
+    """The GPU's mean utilization since the last check; None if NVML does not report it."""
 
     @property
     def share_pct(self) -> float:
@@ -161,7 +161,7 @@ class MemoryReading:
 
 
 class GpuUse:
-    """The history of one launch: judges each check, and tells a sudden drop from a gradual
+    """Judges each check of one launch against its history, and tells a sudden drop from a gradual
     decline."""
 
     def __init__(self, settings: GpuSettings) -> None:
@@ -178,7 +178,8 @@ class GpuUse:
         step: int | None,
         seconds: float,
     ) -> Iterator[Finding]:
-        """One check, `seconds` after the launch. A check without a reading is a finding too."""
+        """Judge one check, `seconds` after the launch. A check without any reading is a finding
+        too."""
         if not readings:
             yield make_finding(
                 "gpu_usage",
@@ -210,7 +211,8 @@ class GpuUse:
         verdict = f"GPU at {least.share_pct:.0f}% {words}."
         verdict += f" {trend}." if trend else ""
         verdict += self._utilization(least.busy_pct)
-        # The same advice every 150 s would bury the rest; the share is still in each line.
+        # Repeating the advice every 150 s would bury other lines; every line still contains the
+        # share.
         warns = row.level != "info" and self._warned.ask(seconds, row.verdict)
         yield make_finding(
             "gpu_usage",
@@ -227,7 +229,8 @@ class GpuUse:
         )
 
     def _utilization(self, busy_pct: float | None) -> str:
-        """The mean utilization, and source 000's conclusion where it is low: something blocks."""
+        """Describe the mean utilization and, if it is low, source 000's conclusion: something
+        blocks training."""
         if busy_pct is None:
             return ""
         words = f" Utilization {busy_pct:.0f}%"
@@ -239,7 +242,7 @@ class GpuUse:
         )
 
     def _good_amount(self, reading: MemoryReading) -> bool:
-        """Whether the amount in use is good though its share is low: source 004's healthy machine
+        """Whether the amount in use is good although its share is low: source 004's healthy machine
         uses 28 of 80 GB at 95 % utilization."""
         busy = reading.busy_pct is not None and reading.busy_pct >= self._settings.busy_pct
         return busy and reading.used_gb >= self._settings.good_memory_gb
@@ -260,7 +263,7 @@ class GpuUse:
         history.append(reading.share_pct)
 
     def trend(self, gpu: str) -> str:
-        """The history of one GPU in words; empty while it is too short to judge."""
+        """Describe the history of one GPU; empty while it is too short to judge."""
         history = self._history.get(gpu, deque())
         if len(history) < 3:
             return ""
@@ -288,7 +291,8 @@ _EPOCH_NUMBER = re.compile(r"\b(?:Epoch|Inner Step:|Step) ?(\d+)")
 
 @dataclass(frozen=True)
 class Printed:
-    """GPU memory figures in a line of the miner; null where the line lacks one."""
+    """GPU memory figures from a line of the miner's output; None for a figure that the line
+    lacks."""
 
     used_gb: float | None = None
     total_gb: float | None = None
@@ -297,7 +301,7 @@ class Printed:
 
 
 def parse(line: str) -> Printed | None:
-    """A line in source 002's or 004's format; None for any other."""
+    """Parse a line in source 002's or 004's format; None for any other line."""
     number = _EPOCH_NUMBER.search(line)
     step = int(number.group(1)) if number else None
     if match := _USED.search(line):

@@ -1,11 +1,11 @@
-"""Decides when missing progress is a hang, and which rank holds the others up. Pure: the caller
+"""Decides when a lack of progress is a hang, and which rank holds the others up. Pure: the caller
 passes times in monotonic seconds.
 
 Only a finished step is progress; re-entering a data phase is not. The limit is max(`min_s`,
-`factor` x the longest recent step), as NVRx calculates its timeouts. Phases that declare a longer
-allowance (AllReduce, upload, load, evaluation, checkpoint) use that instead, and while one rank is
-within such an allowance the others may wait for it. Before any rank has reported, output and CPU
-time count as progress.
+`factor` x the longest recent step), as NVRx calculates its timeouts. Phases with a longer allowance
+(AllReduce, upload, load, evaluation, checkpoint) use that instead, and while one rank is within its
+allowance the others may wait for it. Before any rank has reported, output and CPU time count as
+progress.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from miner_guard.flight_recorder.records import Now
 
 _RECENT_STEPS = 64
 _UNOBSERVED_S = 15.0
-"""A gap this long between two checks, normally about a second apart, means that this process or the
-machine was suspended."""
+"""Checks come about a second apart. A gap this long means that this process or the machine was
+suspended."""
 
 _SAME_TIME_S = 0.01
 
@@ -55,13 +55,13 @@ class Hang:
     """No progress for longer than allowed."""
 
     culprits: tuple[int, ...]
-    """Ranks that hold the others up; empty where none stands out."""
+    """Ranks that hold the others up; empty if none stands out."""
 
     detail: str
     idle_s: float
     limit_s: float
     lasting: bool = False
-    """Later steps do not end this hang."""
+    """Steps that follow do not end this hang."""
 
     finished: bool = False
     """Every rank had finished its training: only the exit hangs."""
@@ -103,13 +103,15 @@ class HangDetector:
         self._reported = False
 
     def launched(self, now: float) -> None:
-        """A new launch: nothing has progressed yet. Learned step times are kept."""
+        """Start over for a new launch, in which nothing has progressed yet. Keeps the learned step
+        times."""
         self._reset(now)
 
     def stepped(
         self, end: float, seconds: float, phases: Mapping[str, float] | None = None
     ) -> None:
-        """A rank finished a step of `seconds`; `phases` are the seconds of its phases.
+        """Record that a rank finished a step that took `seconds`; `phases` gives the seconds of
+        each phase.
 
         A phase with a separate allowance does not count towards the usual step time: with a
         ten-minute AllReduce in it, a later hang would be noticed only after fifty minutes.
@@ -122,14 +124,14 @@ class HangDetector:
         self._reported = False
 
     def printed(self, now: float) -> None:
-        """The miner printed something: progress before its first step, where no other progress is
-        known."""
+        """Record that the miner printed something, which counts as progress until the first step,
+        when no other progress is known."""
         if not self._stepped:
             self._progress = max(self._progress, now)
 
     def used_cpu(self, now: float, cpu_s: float) -> None:
-        """CPU seconds that the miner's processes have used so far: progress while no rank has
-        reported."""
+        """Record the CPU seconds that the miner's processes have used so far; an increase counts as
+        progress until a rank has reported."""
         before, self._cpu = self._cpu, (now, cpu_s)
         if before is not None and cpu_s - before[1] > _IDLE_CPU_SHARE * (now - before[0]):
             self.printed(now)
@@ -148,7 +150,8 @@ class HangDetector:
     def check(
         self, now: float, ranks: Mapping[int, Now], processes: Processes = NOTHING_KNOWN
     ) -> Hang | None:
-        """Judge the ranks as they are; reports a hang once until the next progress."""
+        """Judge the current state of the ranks. Reports a hang once, and again only after new
+        progress."""
         self._forgive_suspension(now)
         if self._reported:
             return None
@@ -173,8 +176,8 @@ class HangDetector:
     def lost(
         self, now: float, ranks: Mapping[int, Now], processes: Processes, allowed_s: float
     ) -> Hang | None:
-        """A rank died, and its launcher did not end the others within `allowed_s`: they would wait
-        in vain."""
+        """The hang if a rank died and its launcher did not end the others within `allowed_s`: they
+        would wait in vain."""
         if self._reported:
             return None
         return self._hang(now, ranks, processes, allowed_s)
@@ -187,8 +190,8 @@ class HangDetector:
         return Hang(culprits, describe(now, ranks, culprits, processes), self.idle_s(now), limit_s)
 
     def late(self, now: float, ranks: Mapping[int, Now], allowed_s: float, what: str = "") -> Hang:
-        """Ranks have waited longer than allowed for the others' answer: uploads are blocked from
-        now on. `what` is the waiting rank's report, which names the node that is late."""
+        """The finding for ranks that waited longer than allowed for the others' answer, after which
+        uploads are blocked. `what` is the waiting rank's report, which names the late node."""
         waiting = [rank.phase_since for rank in ranks.values() if rank.phase == "collective"]
         culprits = (
             tuple(n for n, rank in sorted(ranks.items()) if rank.phase != "collective")
@@ -213,7 +216,8 @@ class HangDetector:
         self._observed_at = now
 
     def _before_init(self, now: float) -> Hang | None:
-        """No rank has reported. Without a CPU reading, a silent miner may be busy."""
+        """Judge a launch in which no rank has reported. Without a CPU reading, a silent miner may
+        be busy."""
         if self._cpu is None or self.idle_s(now) <= self.limit_s:
             return None
         self._reported = True
@@ -251,8 +255,8 @@ class HangDetector:
         return self._allowances.get(rank.phase) if rank.allowance_s is None else rank.allowance_s
 
     def _end_of_long_phase(self, now: float, ranks: Mapping[int, Now]) -> None:
-        """After a long phase that ended, the usual limit counts from its end; a phase that did not
-        end within its allowance no longer extends the limit."""
+        """Once a long phase has ended, count the usual limit from its end; a phase that exceeded
+        its allowance no longer extends the limit."""
         ended = [
             n
             for n in self._busy_until_now
@@ -275,7 +279,7 @@ def name_culprits(
     """The ranks that hold the others up: missing, stopped or absent ones first, then those behind
     in steps, then those behind within the step.
 
-    Empty where all ranks are at the same place.
+    Empty if all ranks are at the same place.
     """
     for condition in (processes.gone, processes.stopped, processes.absent):
         if condition:
@@ -289,7 +293,7 @@ def name_culprits(
 
 
 def _place(rank: Now) -> int:
-    # A rank that ended its training waits for no other rank; the others wait for it.
+    # A rank that has ended its training no longer waits for the others; they wait for it.
     return -1 if rank.state in ENDED_STATES else _ORDER.get(rank.phase, _OTHER_PHASE)
 
 

@@ -2,7 +2,8 @@
 arrival times.
 
 A line reports that a step ended (or its progress: micro-batches, a progress bar). Its duration is
-the one in the line, else the time since the previous line, shared by the steps between them.
+the one that the line gives, otherwise the time since the previous line, divided among the steps in
+between.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from miner_guard.detectors.step_grammar import Grammar, Miss, StepLine
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _EVALUATION = re.compile(r"\b(?:eval\w*|val|valid\w*|test)[\s:|\])-]*$", re.IGNORECASE)
-"""Precedes a step's line whose loss is an evaluation's."""
+"""Text before a step's line whose loss is an evaluation loss."""
 
 _MAX_LINE_LENGTH = 2000
 _REMEMBERED = 16
 """Steps remembered to recognise a repeated line (another rank, a second handler)."""
 
 _MAX_LAG = 3
-"""Steps that one rank may print behind another."""
+"""How many steps one rank's output may lag behind another's."""
 
 KINDS = ("step", "push", "push_failed", "phase", "peers", "allreduce_finished", "allreduce_failed")
 
@@ -65,11 +66,11 @@ class PhaseLine:
     """The miner enters a phase, or reports how long one took."""
 
     phase: str
-    """A phase outside of plain training, until the next line of a step or phase; empty: training
-    again."""
+    """A phase outside plain training, which lasts until the next step or phase line; empty: back to
+    training."""
 
     seconds: float | None = None
-    """The phase is over and took so long."""
+    """Set if the phase is over: how long it took."""
 
     outer: int | None = None
     """The outer step of the steps that follow."""
@@ -77,7 +78,7 @@ class PhaseLine:
 
 @dataclass(frozen=True)
 class PeersLine:
-    """The program reports how many peers take part, itself included."""
+    """The program reports how many peers take part, including itself."""
 
     peers: int
 
@@ -92,17 +93,17 @@ class AllReduceEnd:
 
 @dataclass(frozen=True)
 class LoggedStep:
-    """A step as far as the log shows it. Monotonic seconds."""
+    """A step, as far as the log shows it. Times are monotonic seconds."""
 
     line: StepLine
-    """Its `seconds` are what the program printed."""
+    """`line.seconds` is the duration that the program printed."""
 
     start: float
     end: float
 
 
 def read(line: str, patterns: Patterns) -> StepLine | PushLine | PhaseLine | Miss | None:
-    """The parsed line; None for another subject."""
+    """Parse a line; None if it reports neither a step, a push nor a phase."""
     text = _plain(line)
     for pattern in patterns.step:
         if (match := pattern.search(text)) is not None:
@@ -114,7 +115,7 @@ def read(line: str, patterns: Patterns) -> StepLine | PushLine | PhaseLine | Mis
 
 
 def read_swarm(line: str, patterns: Patterns) -> PeersLine | AllReduceEnd | None:
-    """What a line reports of the other peers: their number, or the end of an AllReduce."""
+    """What a line reports about the other peers: their number, or the end of an AllReduce."""
     text = _plain(line)
     for pattern in patterns.peers:
         if (match := pattern.search(text)) is not None:
@@ -197,7 +198,8 @@ class LogSteps:
         """`started`: launch time of the miner, monotonic seconds."""
         self._since = started
         self._pending: StepLine | None = None
-        """The latest redraw of a bar, or micro-batch, of a step that has yet to end."""
+        """The latest redraw of a progress bar, or the latest micro-batch, of a step that has not
+        ended."""
 
         self._seen: deque[tuple[int | None, ...]] = deque(maxlen=_REMEMBERED)
         self._last: StepLine | None = None
@@ -207,7 +209,8 @@ class LogSteps:
         self._unnumbered = 0
         self._numbered = False
         self._bar_total: int | None = None
-        """The end of the bar that counts steps: one beside which a loss was printed."""
+        """The total of the progress bar that counts steps: the one beside which a loss was
+        printed."""
 
         self._elapsed = _ElapsedWatch()
 
@@ -224,7 +227,7 @@ class LogSteps:
             yield from self._ended(line, line.inner, now)
 
     def finish(self, now: float) -> Iterator[LoggedStep]:
-        """The step whose end no further line has shown; call it when the miner has exited."""
+        """The last step, whose end no further line has shown. Call it once the miner has exited."""
         pending, self._pending = self._pending, None
         if pending is not None and pending.inner is not None and self._counts(pending):
             yield from self._ended(pending, pending.inner, now)
@@ -235,8 +238,8 @@ class LogSteps:
         return rank is not None and rank != self._rank
 
     def _observe_unnumbered(self, line: StepLine, now: float) -> Iterator[LoggedStep]:
-        """A loss without a number belongs to the step that the bar beside it shows (HF Trainer), or
-        is the next of a program that prints no numbers."""
+        """A loss without a step number belongs to the step that the bar beside it shows (HF
+        Trainer), or is the next step of a program that prints no numbers."""
         pending = self._pending
         if pending is not None and pending.inner is not None and pending.loss is None:
             self._bar_total, self._pending, self._numbered = pending.total, None, True
@@ -283,7 +286,8 @@ class LogSteps:
 
 
 class _ElapsedWatch:
-    """Tells a step's time from the time since the start, where a trainer calls both `time`."""
+    """Tells a step's time from the time since the start, in the output of trainers that call both
+    `time`."""
 
     def __init__(self) -> None:
         self._first: float | None = None
@@ -292,7 +296,7 @@ class _ElapsedWatch:
 
     def step_time(self, line: StepLine) -> float | None:
         """The step time that the line prints; None without one. A `time` that has grown with each
-        of the last `_GROWING` lines, to `_GROWN` times the first, is no step time."""
+        of the last `_GROWING` lines, to `_GROWN` times the first, is not a step time."""
         if line.seconds is None or not line.maybe_elapsed:
             return line.seconds
         grows = self._first is not None and line.seconds > self._last

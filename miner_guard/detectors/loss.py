@@ -2,10 +2,11 @@
 
 Streaming, in bounded memory. Constants from measurements on simulated and real curves: window 64,
 warm-up 32, x − median > max(6 · 1.4826 · MAD, 0.10 · |median|). A warning also requires 1.5 times
-the level, or a second value in a row, and more than the run's earlier dips and jumps; any other
-outlier is a remark. The warning comes when the loss is back, or after five steps: a loss that stays
-at twice its level has exploded, which is one alarm, not two. Outliers stay out of the window until
-half a window of them arrives in a row. docs/diagnosis.md has the figures.
+the level, or a second outlier in a row, and a jump larger than the run's earlier dips and jumps;
+any other outlier is a remark. LossWatch issues the warning when the loss is back at its level, or
+after five steps: a loss that stays at twice its level has exploded, which is one alarm, not two.
+Outliers stay out of the window until half a window of them arrives in a row. docs/diagnosis.md has
+the figures.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ _LOCAL = 8
 _LOCAL_LEAST = 8
 _LOCAL_FACTOR = 8.0
 _LOCAL_EXCESS = 0.25
-"""The local rule, for a loss that still falls fast and whose spread over 64 values is mostly
-descent: above the median of the last 8 by 25 % and by 8 sigma of the step-to-step noise, with drift
-removed."""
+"""The local rule, for a loss that still falls fast, so that its spread over 64 values is mostly
+descent: an outlier exceeds the median of the last 8 values by 25 % and by 8 sigma of the
+step-to-step noise, with drift removed."""
 
 _STRONG_RATIO = 1.5
 """A value at this multiple of its level needs no second one to confirm it."""
@@ -62,7 +63,8 @@ class LossWatch:
         self._exploded = False
         self._warned = False
         self._held: Anomaly | None = None
-        """A warning of a spike that may still prove to be the first step of an explosion."""
+        """A spike warning held back because the spike may still prove to be the first step of an
+        explosion."""
 
         self._dip = self._jump = self._top = 0.0
         self._not_finite = False
@@ -90,7 +92,7 @@ class LossWatch:
             yield from self._plateau.observe(step, loss, lr)
 
     def _alone(self) -> bool:
-        """Whether the outliers have ended, or are no explosion."""
+        """Whether the outliers have ended, or do not amount to an explosion."""
         return self._spikes_in_row == 0 or (
             self._high_in_row == 0 and self._spikes_in_row >= _EXPLOSION_STEPS
         )
@@ -113,7 +115,7 @@ class LossWatch:
             self._high_in_row + 1 if loss > self._settings.explosion_ratio * abs(median) else 0
         )
         if self._spikes_in_row >= window.size // 2:
-            # A run of outliers half a window long is the new level.
+            # Outliers in a row for half a window are the new level.
             self._admit(loss)
         rise = _rise(loss, median)
         self._top = max(self._top, rise)
@@ -157,7 +159,7 @@ class LossWatch:
         return min(_rise(earlier, low), _rise(loss, low))
 
     def _limit(self) -> float | None:
-        """The highest acceptable next loss; None while too little is known."""
+        """The highest acceptable next loss; None while there are too few values."""
         if len(self._local) < _LOCAL_LEAST:
             return None
         level = self._local.median

@@ -25,7 +25,7 @@ for names in neither list (ResNet-50, EfficientNet-B3, Llama)."""
 
 
 def size_of(name: str | None, params: int | None, large_from: int) -> str:
-    """`small`, `large`, or `unknown` where neither name nor parameter count decides."""
+    """`small`, `large`, or `unknown` if neither the name nor the parameter count decides."""
     plain = re.sub(r"[^a-z0-9]", "", (name or "").rpartition("/")[2].lower())
     for pattern, size in _NAMES:
         if plain and re.search(pattern, plain):

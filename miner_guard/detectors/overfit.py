@@ -1,4 +1,5 @@
-"""Judges the evaluations as they arrive: not finite, or rising while the training loss falls."""
+"""Judges evaluations as they arrive: reports one that is not finite, or a rise while the training
+loss falls."""
 
 from __future__ import annotations
 
@@ -17,14 +18,15 @@ LEAST = 5
 """Evaluations before the first verdict on them."""
 
 FEW = 15
-"""Fewer evaluations than these are judged one by one, more by their moving level."""
+"""Fewer evaluations than this are judged one by one; from this many on, their moving level is
+judged."""
 
 TRAIN_FALL = 0.05
-"""The training loss has fallen by this share since the best evaluation."""
+"""The training loss must have fallen by this share since the best evaluation."""
 
 _AFTER = 4
 _AFTER_MONOTONE = 3
-"""This many evaluations after the best one suffice where each is worse than the one before."""
+"""This many evaluations after the best one suffice if each is worse than the one before."""
 
 _RISE = 1.12
 _STEADY_RISE = 1.05
@@ -59,12 +61,13 @@ class OverfitWatch:
     """Evaluation that has risen from its best level while training fell.
 
     A level is the median of three evaluations. It must lie 3 % above the best one, and six sigmas
-    of the noise (of second differences, which a trend leaves alone): the best of many noisy levels
-    is low by chance. And the evaluations since then rise with P > 0.99, six of them at least. The
-    first evaluations are judged by the rule for finished runs (`rises`): five may suffice.
+    of the noise (measured on second differences, which a trend does not affect): the best of many
+    noisy levels is low by chance. In addition, at least six evaluations since the best one must
+    rise with P > 0.99. The first evaluations are judged by the rule for finished runs (`rises`),
+    for which five may suffice.
 
-    Simulated, 100 evaluations that stay flat with 2 % noise: an alarm in 1 of 200 runs; without the
-    noise in the limit, in 140.
+    Simulation of 200 runs with 100 evaluations each, flat with 2 % noise: one run raises an alarm;
+    140 do if the limit ignores the noise.
     """
 
     _LEVEL = 3
@@ -86,7 +89,7 @@ class OverfitWatch:
         self._not_finite = False
 
     def observe(self, step: int, eval_loss: float, train_loss: float) -> Anomaly | None:
-        """Take one evaluation and the training loss at that time. A non-finite one is reported,
+        """Judge one evaluation, given the training loss at that time. A non-finite one is reported,
         then left out."""
         before, self._not_finite = self._not_finite, not math.isfinite(eval_loss)
         if self._not_finite or not math.isfinite(train_loss):
@@ -112,7 +115,7 @@ class OverfitWatch:
         return self._judge_few(step) or self._judge(step, level, train_loss, self._best)
 
     def _judge_few(self, step: int) -> Anomaly | None:
-        """The first few evaluations, each by itself: too few for levels of three."""
+        """Judge the first few evaluations one by one: they are too few for levels of three."""
         seen = self._all
         if self._said or len(seen) < LEAST or len(seen) >= FEW:
             return None

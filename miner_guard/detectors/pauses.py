@@ -1,8 +1,8 @@
 """Tells regular pauses without a named phase (evaluation, checkpoint, end of an epoch) from steps
 that become slow. Pure; counts in steps.
 
-One slow step is already over and needs no action. Three within 20 steps do, unless they are
-periodic: then the program pauses on purpose.
+A single slow step is already over and needs no action. Three within 20 steps do need action, unless
+they are periodic: then the program pauses on purpose.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _RECURRING = 3
 """Slow steps within 20 that count as a problem."""
 
 _MIN_PERIOD = 10
-"""Steps. Slowness more frequent than this is simply the program's speed."""
+"""Shortest period, in steps. If slow steps come more often, that is simply the program's speed."""
 
 _TOLERANCE = 0.02
 """Share of the period: a checkpoint every ten minutes comes after a varying number of steps."""

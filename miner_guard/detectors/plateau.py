@@ -1,4 +1,5 @@
-"""A loss that no longer falls: converged where it had learned, else a model that does not learn."""
+"""A loss that no longer falls: the model has converged if the loss fell before, otherwise it does
+not learn."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _MIN_DELTA = 0.01
 """Relative gain of the smoothed best below which the loss counts as not improved."""
 
 _GAIN_SIGMAS = 2.0
-"""And it must be this multiple of the blocks' noise: the lowest of many noisy ones is no gain."""
+"""The gain must also be this multiple of the blocks' noise: the lowest of many noisy blocks is low
+by chance."""
 
 _LEARNED = 0.10
 """A loss that has fallen by this share of its first level has learned: a later plateau is
@@ -39,8 +41,8 @@ def near_chance(begin: float, best: float) -> bool:
 
 
 class Plateau:
-    """No new low for `plateau_steps`: convergence where the loss had learned, else a model that
-    does not learn."""
+    """Reports a loss without a new low for `plateau_steps`: convergence if it fell before,
+    otherwise a model that does not learn."""
 
     def __init__(self, settings: LossSettings) -> None:
         self._steps = settings.plateau_steps
@@ -54,7 +56,7 @@ class Plateau:
         self._said = False
 
     def observe(self, step: int, loss: float, lr: float | None) -> Iterator[Anomaly]:
-        """Take one loss; reports once per plateau."""
+        """Judge one loss. Reports each plateau once."""
         self._sum += loss
         self._count += 1
         self._since_best += 1
@@ -83,7 +85,7 @@ class Plateau:
 
     @staticmethod
     def _falls(blocks: list[float]) -> bool:
-        """Whether the blocks fall, by chance or by less than matters left aside."""
+        """Whether the blocks fall, by more than chance explains and by enough to matter."""
         third = len(blocks) // 3
         fall = statistics.median(blocks[:third]) - statistics.median(blocks[-third:])
         surely = 1 - p_rising(blocks) > 0.9 or 1 - p_rising_trimmed(blocks) > 0.9
@@ -100,7 +102,7 @@ class Plateau:
         }
         if fallen >= _LEARNED:
             text = (
-                f"converged: loss {level:.4g}, {fallen:.0%} below its first, no lower for "
+                f"converged: loss {level:.4g}, {fallen:.0%} below its first level, no new low for "
                 f"{self._since_best} steps"
             )
             return Anomaly(

@@ -21,8 +21,8 @@ class Left:
 
 
 def left_behind(ranks: Mapping[int, Now], gone: Collection[int]) -> Left | None:
-    """During the launch: `gone` ranks have no process, the rest have one. None where no rank is
-    missing."""
+    """The ranks that ended while the launch still runs: `gone` ranks have no process, the rest have
+    one. None if no rank is missing."""
     staying = [rank for rank in ranks if rank not in gone]
     lost = tuple(sorted(rank for rank in gone if rank in ranks))
     if not lost or not staying:
@@ -31,7 +31,8 @@ def left_behind(ranks: Mapping[int, Now], gone: Collection[int]) -> Left | None:
 
 
 def ended_early(ranks: Mapping[int, Now]) -> Left | None:
-    """After the launch: ranks that ended well before the others failed; None where there are none.
+    """After the launch, the ranks that ended without an error before the others failed; None if
+    there is no such rank.
 
     A rank that raised first is itself the cause. A rank that the launcher killed records no end
     time.

@@ -1,8 +1,9 @@
-"""Why steps are slow though the model is on the GPU: tells the explanations of source 004, problem
-2, apart.
+"""Explains why steps are slow although the model is on the GPU: tells apart the causes that source
+004 lists under problem 2.
 
-In this order: throttled clocks, starved by data, waiting in collectives, accumulation too high for
-the step time (with the arithmetic). None where no measurement supports any of them.
+Checks, in this order: throttled clocks, starvation by data loading, waiting in collectives, too
+much accumulation for the step time (with the arithmetic). Returns None if no measurement supports
+any of them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from miner_guard.config import StepSettings
 from miner_guard.detectors.eta import TrainingFacts
 
 _DOMINATES = 0.4
-"""Share of the step from which a waiting phase counts as the cause."""
+"""A waiting phase counts as the cause from this share of the step on."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ def explain(
     throttle_reasons: Sequence[str] = (),
     gpu_power_share: float | None = None,
 ) -> Explanation | None:
-    """The likeliest cause of steps of `step_time_s`; `phases` are median seconds, `gpu_power_share`
-    of the limit."""
+    """The likeliest cause of steps that take `step_time_s`. `phases` are median seconds;
+    `gpu_power_share` is the power draw as a share of the limit."""
     if throttle_reasons:
         return Explanation(
             "GPU throttled", f"{', '.join(throttle_reasons)}; step {step_time_s:.1f}s"

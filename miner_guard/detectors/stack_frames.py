@@ -79,8 +79,8 @@ def waits_for_ranks(dump: str) -> bool:
 
 
 def outside_the_collective(waiting: Mapping[int, bool]) -> tuple[int, ...]:
-    """The ranks that the others wait for, by which of them wait in torch.distributed; empty where
-    all do or none does."""
+    """The ranks that the others wait for. `waiting` says of each rank whether it waits in
+    torch.distributed; empty if all do or none does."""
     outside = tuple(sorted(rank for rank, waits in waiting.items() if not waits))
     return outside if len(outside) < len(waiting) else ()
 

@@ -1,4 +1,4 @@
-"""What a trainer's log line says of a step: named fields, progress bars and counters. Pure.
+"""What a trainer's log line says about a step: named fields, progress bars and counters. Pure.
 
 One grammar for all trainers: a field is a name from a vocabulary, some punctuation, and a number
 with its unit (`iteration 100/ 5000`, `'loss': '2.3'`, `elapsed time per iteration (ms): 1234.5`). A
@@ -19,7 +19,7 @@ _NUMBER = (
 _UNIT = r"ms|secs?|seconds?|s|[KMGT]i?B|M|%"
 _SECONDS = {"ms": 1e-3, "s": 1.0, "sec": 1.0, "secs": 1.0, "second": 1.0, "seconds": 1.0, "": 1.0}
 _GIB = {"mb": 2**-10, "mib": 2**-10, "gb": 1.0, "gib": 1.0, "tb": 2**10, "tib": 2**10}
-"""torch's figures are powers of two, whichever unit a trainer prints."""
+"""torch counts in powers of two, whichever unit a trainer prints."""
 
 _STEP_UNIT = r"(?:it|iter|iters|iteration|step|steps|batch|batches)"
 _PER_SECOND = re.compile(rf"(?<![\w.])(\d+(?:\.\d+)?)\s?{_STEP_UNIT}/s(?:ec)?\b")
@@ -33,7 +33,7 @@ _BAR = re.compile(
     r"(?P<done>\d+)/(?P<total>\d+)(?:\s\[[\d:]+<|\s\[[=>.]{3,}\]|\s[━╸╺]{3,})"
     r"|[━╸╺]{3,}\s(?P<rich>\d+)/(?P<whole>\d+)\b"
 )
-"""A bar of tqdm or Keras, or of rich, which prints the count after the bar."""
+"""A progress bar of tqdm or Keras, or of rich, which prints the count after the bar."""
 
 _COUNTER = re.compile(r"\[\s{0,8}(\d+)/(\d+)(?:\s{0,4}\(\s{0,4}\d+(?:\.\d+)?%\s?\))?\]")
 """`[ 10/5005]`, `[640/60000 (1%)]`: batches or samples of an epoch."""
@@ -42,8 +42,8 @@ _RANK = re.compile(r"\[default(\d+)\]|\brank[ :=]{0,2}(\d+)\b", re.IGNORECASE)
 _EVALUATION = re.compile(
     r"\b(?:eval\w*|val|valid\w*|test\w*)(?: (?:set|results?))?[\s:|\])-]*$", re.IGNORECASE
 )
-"""Precedes a step's first field where the loss is an evaluation's (torchtitan's `validate step: 10
-loss: …`)."""
+"""Text before a step's first field if the loss is an evaluation loss (torchtitan's `validate step:
+10 loss: …`)."""
 
 _WHOLE = re.compile(r"\d{1,3}(?:,\d{3})+|\d+")
 _SEPARATORS = re.compile(r"[ _./-]+")
@@ -57,7 +57,7 @@ class StepLine:
     outer: int | None = None
     epoch: int | None = None
     inner: int | None = None
-    """None where the line has a loss but no step number."""
+    """None if the line has a loss but no step number."""
 
     loss: float | None = None
     lr: float | None = None
@@ -74,7 +74,8 @@ class StepLine:
     """`seconds` may be the time since the start: the line calls it only `time`."""
 
     samples: bool = False
-    """The number may count samples, so the distance of two lines is no number of steps."""
+    """The number may count samples, so the difference between two lines need not be a number of
+    steps."""
 
     total: int | None = None
     """Where a progress bar ends."""
@@ -82,25 +83,26 @@ class StepLine:
 
 @dataclass(frozen=True)
 class Miss:
-    """A line that has part of what a step line needs."""
+    """A line that has only part of what a step line needs."""
 
     why: str
     nearness: int
-    """The higher, the nearer."""
+    """A higher value is nearer to a step line."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What trainers call things: attach/patterns.toml."""
+    """The names that trainers use for quantities, from attach/patterns.toml."""
 
     names: Mapping[str, Sequence[str]]
     """By quantity, the preferred name first. A space stands for any of ` _./-`, or for nothing."""
 
     bars: Sequence[str] = ()
-    """How the description of a training loop's progress bar begins."""
+    """Beginnings of the description of a training loop's progress bar."""
 
     not_steps: Sequence[str] = ()
-    """Words of lines that report something else, unless they have both step number and loss."""
+    """Words that mark a line as reporting something else, unless it has both a step number and a
+    loss."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +137,8 @@ class Grammar:
         )
 
     def read(self, text: str) -> StepLine | Miss | None:
-        """The step that `text` reports, or what it lacks; None for another subject. `text`: one
-        line without colour codes."""
+        """The step that `text` reports, or what it lacks; None if it is not about a step. `text`:
+        one line without colour codes."""
         fields = self._fields(text)
         first = min((field.start for field in fields.values()), default=len(text))
         if _EVALUATION.search(text, 0, first):
@@ -173,7 +175,8 @@ class Grammar:
         )
 
     def _fields(self, text: str) -> dict[str, _Field]:
-        """By quantity: of several fields the one with the preferred name, then the first."""
+        """Fields by quantity. Of several fields for one quantity, the one with the preferred name
+        wins, then the first."""
         found: dict[str, _Field] = {}
         for match in self._field.finditer(text):
             quantity, place = self._names[_plain(match["name"])]
@@ -184,8 +187,8 @@ class Grammar:
         return found
 
     def _bar(self, text: str, has_loss: bool) -> tuple[int, int] | None:
-        """Where a training loop's progress bar is, and where it ends; without a loss its
-        description decides."""
+        """The current and final count of a training loop's progress bar. If the line has no loss,
+        the bar's description decides whether it is one."""
         match = _BAR.search(text)
         if match is None:
             return None

@@ -1,11 +1,11 @@
-"""Inner-step timing: which steps are slow, absolutely and against the recent past, and how a run
-grades.
+"""Inner-step timing: which steps are slow, in absolute terms and against the recent past, and which
+grade a run gets.
 
 Absolute rule and grades: source 004's tables. Relative rule: median and MAD of the last 128 steps
 of the same kind, beyond median + max(5 · 1.4826 · MAD, 0.5 · median) (simulated: no false alarm at
 3 % noise, 1.2 % of steps at 15 %, every 1.6-fold step found; median + 3 · MAD without the floor
-fires on 10 % of healthy steps). A rolling median adopts a lasting slowdown, so the best historical
-median is compared with the median of the last 32 as well.
+fires on 10 % of healthy steps). A rolling median adapts to a lasting slowdown, so `RegressionWatch`
+also compares the best past median with the median of the last 32 steps.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ _MAX_KINDS = 64
 
 _CLEAR_RATIO = 2.5
 _OFTEN, _OFTEN_WITHIN = 3, 32
-"""Steps slower by less than `_CLEAR_RATIO` count when this many come within this many steps."""
+"""(count, steps): steps slower by less than `_CLEAR_RATIO` matter only if `count` of them come
+within `steps`."""
 
 _EPISODE = 8
 """Slow steps within this many steps of each other form one episode."""
 
 _LASTING_S = 20.0
-"""Total step time over which short steps must stay slower to count as a regression."""
+"""How long, in total step time, short steps must stay slower to count as a regression."""
 
 
 def kind_of(phases: Mapping[str, float]) -> str:
@@ -61,7 +62,7 @@ class SlowStep:
     """`absolute` or `relative`."""
 
     median_s: float | None
-    """Median of the recent steps of the same kind; None where there were none."""
+    """Median of the recent steps of the same kind; None if there were none."""
 
     kind: str
     certain: bool = True
@@ -178,8 +179,8 @@ class StepTimes:
     def _beside_evaluation(
         self, seconds: float, kind: str, scheduled_s: float, own: SortedWindow
     ) -> SlowStep | None:
-        """Judges an evaluation step with too few similar ones: the rest of it is an ordinary
-        training step."""
+        """Judge an evaluation step of a kind with too few steps: apart from the evaluation, it is
+        an ordinary training step."""
         training = self.training_window()
         if len(own) >= _MIN_COUNT or training is None or not set(kind.split("+")) <= _EVALUATION:
             return None
@@ -222,7 +223,8 @@ class TokenRate:
     """Its duration at the first step's number of tokens."""
 
     explains: bool
-    """Per token the step was as fast as the recent ones."""
+    """Whether the step was as fast per token as the recent ones, so that its token count explains
+    its duration."""
 
 
 class TokenNormalizer:
@@ -235,7 +237,7 @@ class TokenNormalizer:
         self._first: int | None = None
 
     def observe(self, seconds: float, tokens: int | None) -> TokenRate | None:
-        """Take one training step; None where its token count is unknown."""
+        """Normalise one training step; None if its token count is unknown."""
         if not tokens:
             return None
         self._first = self._first or tokens
@@ -267,7 +269,7 @@ class RegressionWatch:
         self._reported = Once()
 
     def observe(self, seconds: float) -> Regression | None:
-        """Take one training step; at most one finding until the speed recovers."""
+        """Judge one training step. Reports at most once until the speed recovers."""
         self._recent.add(seconds)
         self._since += 1
         self._behind_s += seconds

@@ -1,13 +1,13 @@
-"""Finds the rank that the others wait for. Total step time cannot tell: collectives make it equal
-on every rank.
+"""Finds the rank that the others wait for. Total step time cannot show it: collectives make the
+step equally long on every rank.
 
 The culprit is the rank with the least visible waiting. Score = (the others' median wait − the
 culprit's) / step; 0.10 warns, 0.20 is critical, over a window of 20 steps, two windows in a row.
-Separately timed waiting (phase `collective`) is the better evidence. Where the miner's collectives
-hide in forward and backward (FSDP gathers there), those count as waiting too: a rank that is late
-elsewhere passes through them fastest. Then another phase of that rank must explain the lateness, or
-its time outside every phase (an unnamed data loader); otherwise a miner that waits outside any
-phase would get its fastest rank named.
+Separately timed waiting (phase `collective`) is the better evidence. If the miner's collectives run
+inside forward and backward (FSDP gathers there), those phases count as waiting too: a rank that is
+late elsewhere passes through them fastest. Then another phase of that rank must explain the
+lateness, or its time outside every phase (an unnamed data loader); otherwise, in a miner that waits
+outside all phases, the fastest rank would be named.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Straggler:
     others_wait_s: float
     step_s: float
     phase: str | None
-    """The phase in which it is slower than the others, where one stands out."""
+    """The phase in which the culprit is slower than the others; None if no phase stands out."""
 
     phase_s: float
     others_phase_s: float
@@ -76,11 +76,11 @@ both."""
 
 
 def work_seconds(steps: Mapping[int, tuple[float, Mapping[str, float]]]) -> dict[int, float]:
-    """By rank, the seconds of a step that it did not wait for the others; `steps`: duration and
-    phases of each rank's step.
+    """By rank, the seconds of a step in which the rank did not wait for the others. `steps` gives
+    the duration and phases of each rank's step.
 
-    The rank with the least time in the phases that may wait is the one that waits least; what
-    another has there beyond that is its wait.
+    The rank with the least time in the phases that may include waiting waits least; a rank's wait
+    is its time there beyond that minimum.
     """
     waits = {
         rank: sum(phases.get(name, 0.0) for name in _MAY_WAIT)
@@ -112,7 +112,7 @@ class StragglerWatch:
     def observe(
         self, rank: int, step: int, seconds: float, phases: Mapping[str, float], *, ranks: int
     ) -> Iterator[Straggler | tuple[int, int]]:
-        """Take one rank's step; `ranks` is how many there are.
+        """Record one rank's step; `ranks` is the number of ranks.
 
         Yields a Straggler once per window that names one, and (rank, steps) when a named one is
         cleared.

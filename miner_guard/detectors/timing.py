@@ -1,7 +1,7 @@
 """Source 001's timing: the fast log, the breakdown of an evaluation step, and its red flags.
 
-Phase `monitor` encloses the monitoring callback. Overhead is monitor time less the phases nested in
-it: the callback's time for display and status.
+Phase `monitor` encloses the monitoring callback. Overhead is the time in `monitor` minus the phases
+nested in it: what the callback spends on display and status.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ class Breakdown:
     val_loss_s: float
     example_loss_s: float
     overhead_s: float | None
-    """None where the miner has no `monitor` phase around the evaluation, so the overhead is
+    """None if the miner has no `monitor` phase around the evaluation, so the overhead is
     unknown."""
 
 
 @dataclass(frozen=True)
 class RedFlag:
-    """One of source 001's red flags, or what comes before one."""
+    """One of source 001's red flags, or a remark on a value that approaches one."""
 
     which: str
     seen: str
     limit: str
     meaning: str
     remark: bool = False
-    """Outside the pattern that source 001 expects, below its red flag."""
+    """The value is outside the range that source 001 expects, but below its red flag."""
 
 
 class TimingLog:
-    """Chooses the line for each step: the first step with something to report in each stretch of
-    `every` steps."""
+    """Decides which step gets a timing line: in each stretch of `every` steps, the first one with
+    something to report."""
 
     def __init__(self, settings: StepSettings) -> None:
         self._settings = settings
@@ -91,8 +91,8 @@ def breakdown(phases: Mapping[str, float], nested_in_monitor_s: float) -> Breakd
 
 
 def red_flags(seen: FastLog | Breakdown, settings: StepSettings) -> Iterator[RedFlag]:
-    """Source 001's red flags in one timing line, and remarks where it leaves the expected
-    pattern."""
+    """Source 001's red flags in one timing line, and remarks on values outside the expected
+    range."""
     if isinstance(seen, FastLog):
         yield from _beyond(
             "fast log",
@@ -145,7 +145,8 @@ class _Part:
 
 
 def _parts(seen: Breakdown, settings: StepSettings) -> Iterator[_Part]:
-    """The parts whose share means something: a part that is the whole evaluation has no share."""
+    """The parts whose share is meaningful: if one part is the whole evaluation, its share says
+    nothing."""
     if seen.overhead_s is not None:
         yield _Part(
             "overhead",

@@ -1,4 +1,4 @@
-"""How certain a series is to rise: ordinary least squares, plain and trimmed."""
+"""The probability that a series rises: ordinary least squares, plain and trimmed."""
 
 from __future__ import annotations
 

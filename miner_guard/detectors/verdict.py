@@ -30,7 +30,7 @@ class RunVerdict:
     """One sentence without a full stop: the problem, with the value seen."""
 
     next_step: str
-    """The action to take; empty where none is needed."""
+    """The action to take; empty if none is needed."""
 
     event: str | None
     """The event whose runbook row helps; None without one."""

@@ -1,4 +1,4 @@
-"""What decides the verdict: the conditions from the worst on, each with its next step. Pure.
+"""The conditions that decide the verdict, worst first, each with its next step. Pure.
 
 A condition reads the status document (what status.json holds) and `Memory`, the few findings whose
 effect lasts. Each next step names a command.
@@ -28,7 +28,7 @@ _QUIET_FACTOR = 4.0
 pauses of a healthy run are shorter."""
 
 _STEPPING = frozenset({"", "data", "forward", "backward", "optimizer", "collective"})
-"""Phases that a step passes through in about the usual time; any other may last minutes."""
+"""Phases that take about the usual time in every step; any other phase may last minutes."""
 
 EARNING, NOT_EARNING, DEGRADED, STOPPED, UNKNOWN = (
     "earning",
@@ -85,7 +85,7 @@ class Memory:
             self._toggle(self.disks, str(fields.get("what")), finding, "disk_full", "disk_stuck")
 
     def stepped(self, loss: float | None) -> None:
-        """Training has made a step: the cause that blocked stepping is over."""
+        """Record that training made a step: whatever blocked it is over."""
         self.hang = self.restart = None
         self.silent_s = 0.0
         if loss is not None and math.isfinite(loss):

@@ -1,6 +1,7 @@
 """Seven days of verdicts as a strip of cells, like a status page. Pure.
 
-The guard adds up while it runs (`VerdictWeek`), so that no reader has to search a week of log.
+The guard adds up the seconds while it runs (`VerdictWeek`), so that no reader has to search a week
+of log.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ CELLS = 84
 """A week of cells of two hours."""
 
 _BRIEF_SHARE = 0.05
-"""A state shorter than this share of a cell does not colour it: a restart of a minute must not
-turn an hour red."""
+"""A state that lasts less than this share of a cell does not colour it: a one-minute restart must
+not turn an hour red."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class VerdictWeek:
         }
 
     def add(self, state: str, start: float, end: float) -> None:
-        """`state` held from `start` to `end`, seconds since 1970."""
+        """Record that `state` held from `start` to `end`, in seconds since 1970."""
         for cell, seconds in _parts(start, end):
             states = self._cells.setdefault(cell, {})
             states[state] = states.get(state, 0.0) + seconds
@@ -65,7 +66,7 @@ class VerdictWeek:
             del self._cells[cell]
 
     def correct(self, before: str, after: str, start: float, end: float) -> None:
-        """From `start` to `end`, what was taken for `before` was `after`: a hang is found late."""
+        """Replace `before` by `after` from `start` to `end`: a hang, for example, is found late."""
         for cell, seconds in _parts(start, end):
             states = self._cells.get(cell, {})
             moved = min(seconds, states.get(before, 0.0))

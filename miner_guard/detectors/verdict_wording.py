@@ -30,8 +30,8 @@ def is_silent(status: StatusDocument, age_s: float) -> bool:
 
 
 def shown(status: StatusDocument | None, age_s: float) -> VerdictStatus:
-    """The verdict to show for a status document that the guard wrote `age_s` seconds ago: what a
-    guard that has fallen silent last knew is no verdict."""
+    """The verdict to show for a status document that the guard wrote `age_s` seconds ago: the last
+    verdict of a guard that has fallen silent no longer counts."""
     if status is None or status == StatusDocument():
         return VerdictStatus(
             state=UNKNOWN,
@@ -57,7 +57,8 @@ def shown(status: StatusDocument | None, age_s: float) -> VerdictStatus:
 
 
 def miner_state(status: StatusDocument, age_s: float) -> str:
-    """`running`; of a silent guard, what it last knew is not what is."""
+    """The miner's state, such as `running`; `unknown (…)` if the guard is silent, since its last
+    state may be outdated."""
     state = status.state or "unknown"
     if not is_silent(status, age_s):
         return state
@@ -73,13 +74,13 @@ def now_of(status: StatusDocument, age_s: float) -> float | None:
 
 
 def time_of_reading(status: StatusDocument, age_s: float) -> str:
-    """The same as UTC, ISO 8601; empty where it is unknown."""
+    """`now_of` as UTC, ISO 8601; empty if unknown."""
     now = now_of(status, age_s)
     return "" if now is None else iso_utc(now)
 
 
 def week_of(status: StatusDocument, age_s: float, cells: int) -> Strip | None:
-    """The verdicts of the last seven days up to now; None where no guard has counted any."""
+    """The verdicts of the last seven days up to now; None if no guard has recorded any."""
     now, verdict = now_of(status, age_s), status.verdict
     if now is None or verdict is None or not verdict.week:
         return None
@@ -88,7 +89,7 @@ def week_of(status: StatusDocument, age_s: float, cells: int) -> Strip | None:
 
 
 def share_words(strip: Strip) -> str:
-    """`earning 93%, not earning 7%`: the strip for those who do not see it."""
+    """`earning 93%, not earning 7%`: the strip as text, for screen readers and consoles."""
     shares = percentages(strip.shares)
     return ", ".join(f"{state} {share}" for state, share in shares.items()) or "no verdict yet"
 
@@ -98,7 +99,7 @@ def _age(seconds: float) -> str:
 
 
 def advice(verdict: VerdictStatus) -> str:
-    """The next step, and the command that explains it; empty where nothing is to be done."""
+    """The next step, and the command that explains it; empty if nothing is to be done."""
     if not verdict.next_step:
         return ""
     more = f" (more: miner-guard runbook {verdict.event})" if verdict.event else ""
@@ -108,7 +109,7 @@ def advice(verdict: VerdictStatus) -> str:
 def headline(verdict: VerdictStatus | None, now: str = "") -> str:
     """`NOT EARNING since 12:03 UTC: rank 1 hangs in allreduce; restarting, attempt 2 of 5`.
 
-    `verdict` is the status document's; None where the guard wrote none. `now`: see `state_since`.
+    `verdict` is the status document's; None if the guard wrote none. `now`: see `state_since`.
     """
     if not verdict:
         return "UNKNOWN: the guard has not judged yet"
@@ -116,8 +117,8 @@ def headline(verdict: VerdictStatus | None, now: str = "") -> str:
 
 
 def state_since(verdict: VerdictStatus, now: str = "") -> str:
-    """`NOT EARNING since 12:03 UTC`, without the cause. `now`: the ISO time of reading; where it is
-    of another day, the date is named too."""
+    """`NOT EARNING since 12:03 UTC`, without the cause. `now`: the ISO time of reading; if that is
+    another day, the date is included."""
     since = str(verdict.since or "")
     day = f"{since[:10]} " if now and now[:10] != since[:10] else ""
     when = f" since {day}{since[11:16]} UTC" if len(since) >= 16 else ""

@@ -6,7 +6,8 @@ from bisect import bisect_left, insort
 from collections import deque
 
 MAD_TO_SIGMA = 1.4826
-"""MAD times this estimates the standard deviation of normal noise (Rousseeuw and Croux, 1993)."""
+"""Factor by which a MAD estimates the standard deviation of normal noise (Rousseeuw and Croux,
+1993)."""
 
 
 class SortedWindow:
@@ -30,7 +31,7 @@ class SortedWindow:
         insort(self._sorted, value)
 
     def drop_oldest(self) -> None:
-        """Drop the oldest value. Raises IndexError where the window is empty."""
+        """Drop the oldest value. Raises IndexError if the window is empty."""
         del self._sorted[bisect_left(self._sorted, self._order.popleft())]
 
     def clear(self) -> None:
@@ -40,7 +41,7 @@ class SortedWindow:
 
     @property
     def median(self) -> float:
-        """The median. Raises IndexError where the window is empty."""
+        """The median. Raises IndexError if the window is empty."""
         return self.quantile(0.5)
 
     def quantile(self, share: float) -> float:

@@ -1,1 +1,2 @@
-"""Curves after the fact: the whole run is at hand, so a step can be judged from both sides."""
+"""Judges curves after the run: all values are available, so each step is compared with those before
+and after it."""

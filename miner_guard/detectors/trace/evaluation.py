@@ -11,7 +11,8 @@ from miner_guard.detectors.trace.series import Series, centred
 
 @dataclass(frozen=True)
 class Overfit:
-    """Evaluation was best at `step` and has risen since, while training continued falling."""
+    """Evaluation was best at `step` and has risen since, while the training loss continued to
+    fall."""
 
     step: int
     best: float
@@ -25,9 +26,9 @@ class Overfit:
 def overfit(evaluation: Series, training: Series) -> Overfit | None:
     """Overfitting of a run, or None. Both series must be finite.
 
-    The smoothed evaluation (means over a tenth of the run) ends 12 % above its minimum, or 5 %
-    where it rises nearly all the time; at least four evaluations lie after the minimum, or three
-    that rise one by one; training fell meanwhile.
+    The smoothed evaluation (means over a tenth of the run) ends 12 % above its minimum, or 5 % if
+    it rises nearly all the time; at least four evaluations follow the minimum, or three that each
+    exceed the one before; and the training loss fell in the meantime.
     """
     if len(evaluation) < LEAST or len(training) < LEAST:
         return None

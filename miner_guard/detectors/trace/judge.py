@@ -28,12 +28,12 @@ _MIN_SHARE = 0.05
 
 _MAX_NAN = 5
 _FROM_START = 3
-"""A trace whose first step is within three strides shows its run from the start; any other trace is
-a window of its run."""
+"""A trace whose first step number is at most three strides shows the run from its start; any other
+trace shows only a window of the run."""
 
 _SLOW_RATIO = 1.5
 _CLEAR_RATIO = 1.9
-"""Lower than the live threshold: a whole trace shows whether a slow step recurs."""
+"""Lower than the live threshold, because a whole trace shows whether a slow step recurs."""
 
 _BEYOND = 1.3
 """A slow step must be this multiple of the regular slow steps to stand out from them."""
@@ -149,7 +149,7 @@ def _unreturned(values: Sequence[float]) -> levels.Climb | None:
 def spikes(
     trace: Trace, loss: Series, found: Sequence[Outlier], facts: TrainingFacts | None = None
 ) -> Iterator[Anomaly]:
-    """The outliers of the loss that are spikes: one per group, without restarts and the jitter of
+    """The outliers of the loss that are spikes: one per group, excluding restarts and the jitter of
     tiny losses."""
     again = restarts(loss.values)
     least = _MIN_SHARE * levels.fall(loss.values)
@@ -204,7 +204,8 @@ def _from_the_start(loss: Series) -> bool:
 
 
 def _slow_fall(trace: Trace, loss: Series) -> Iterator[Anomaly]:
-    """A remark, never an alarm: a fine-tuned model may have little to learn."""
+    """Remark on a loss that falls slowly. Never an alarm: a fine-tuned model may have little to
+    learn."""
     seen = levels.slow_fall(loss.values)
     if seen is None:
         return
@@ -223,9 +224,8 @@ def _plateau(trace: Trace, loss: Series, seen: levels.Flat) -> Anomaly:
     step = loss.steps[seen.index]
     cause, fixes = advice.for_plateau(trace.nearest("lr", step))
     detail = (
-        f"loss {seen.first:.4g} at first and {seen.level:.4g} at the end, within {seen.band:.1%} "
-        "over "
-        f"{len(loss)} values from step {loss.steps[0]} to {loss.steps[-1]}"
+        f"loss {seen.first:.4g} at the start, {seen.level:.4g} at the end: it stayed within "
+        f"{seen.band:.1%} over {len(loss)} values from step {loss.steps[0]} to {loss.steps[-1]}"
     )
     # Late in a run a flat loss is normal; only a loss that was never higher has not learned.
     severity = "warning" if _from_the_start(loss) else "info"
@@ -264,7 +264,7 @@ def _step_time(times: Series, facts: TrainingFacts) -> Iterator[Anomaly]:
     period, episodes = _period(slow), SlowEpisodes(_CLEAR_RATIO)
     usual = median([o.ratio for o in slow]) if slow else 0.0
     for seen in slow:
-        # As live, an excess below 50 % deserves no warning.
+        # As in live monitoring, an excess below 50 % deserves no warning.
         scheduled = period is not None and seen.ratio < _BEYOND * usual
         worth_it = seen.ratio >= _SLOW_RATIO and not scheduled
         certain = worth_it and episodes.certain(seen.index, seen.ratio)

@@ -95,8 +95,7 @@ def _drift(logs: Sequence[float]) -> list[Shift]:
 
 
 def fall(values: Sequence[float]) -> float:
-    """How far the level of the first tenth lies above the lowest later level; 0 where it does
-    not."""
+    """How far the level of the first tenth lies above the lowest later level; 0 if it does not."""
     part = max(3, len(values) // 10)
     blocks = _block_medians(values, part)
     return max(0.0, blocks[0] - min(blocks)) if blocks else 0.0
@@ -116,7 +115,7 @@ _LASTING = 4
 
 
 def climb(values: Sequence[float]) -> Climb | None:
-    """A loss that ends at least 25 % above its best level, for good.
+    """Find a loss that leaves its best level for good and ends at least 25 % above it.
 
     The rise must be a tenth of the preceding descent (a loss near zero doubles by noise alone) and
     four sigmas of the noise from value to value.
@@ -162,16 +161,17 @@ _OF_MEDIAN = 1.25
 """Standard deviation of a median against that of a mean, for normal noise."""
 
 _FEW_SIGMAS = 2.0
-"""How far the highest of the first few values lies above the level by noise."""
+"""How far, in sigmas, noise alone lifts the highest of the first few values above the level."""
 
 _STILL = 0.01
 
 
 def flat(values: Sequence[float]) -> Flat | None:
-    """A loss that stays within 3 % of its first level to the end, with noise low enough to be sure.
+    """Find a loss that stays within 3 % of its first level to the end, with noise low enough to be
+    sure.
 
-    A loss that fell at its start and then stays has converged and does not count, unless it is
-    stuck near chance.
+    A loss that fell at its start and then stays level has converged and does not count, unless it
+    is stuck near chance.
     """
     count = len(values)
     if count < _FLAT_LEAST:
@@ -193,7 +193,8 @@ def flat(values: Sequence[float]) -> Flat | None:
             last,
             (max(blocks) - min(blocks)) / scale,
         )
-    # The lowest of ten blocks lies two deviations of a block's median below them by chance alone.
+    # By chance alone, the lowest of ten blocks lies two standard deviations of a block's median
+    # below the level.
     chance = 2 * _OF_MEDIAN * error * scale
     if (
         fell > _FLAT_FIRST * scale + _FEW_SIGMAS * noise
@@ -216,7 +217,7 @@ def flat(values: Sequence[float]) -> Flat | None:
 
 @dataclass(frozen=True)
 class SlowFall:
-    """A loss that falls steadily and by little."""
+    """A loss that falls steadily but little."""
 
     first: float
     level: float
@@ -228,16 +229,17 @@ _SLOW_FALL = (0.03, 0.15)
 """Falls between these shares of the first level are slow: less is flat, more is learning."""
 
 _STEADY_SIGMAS = 6.0
-"""The fall must be this multiple of the noise from value to value: a noisy loss shows no pace."""
+"""The fall must be this multiple of the noise from value to value: the pace of a noisy loss is
+unknown."""
 
 _MAX_SLOW = 200
-"""Values up to which a trace shows the begin of a run; over more, a loss has its own long
-shape."""
+"""A trace of up to this many values shows the beginning of a run; over more values, a loss takes
+its own long shape."""
 
 
 def slow_fall(values: Sequence[float]) -> SlowFall | None:
-    """A loss that falls from first to last by no more than 15 %, clear of its noise (source 003:
-    underfitting is a loss that "stays flat or decreases very slowly")."""
+    """Find a loss that falls by no more than 15 % from first to last, but by more than its noise
+    (source 003: underfitting is a loss that "stays flat or decreases very slowly")."""
     count = len(values)
     if not _FLAT_LEAST <= count <= _MAX_SLOW:
         return None
@@ -257,7 +259,7 @@ def slow_fall(values: Sequence[float]) -> SlowFall | None:
 def _stuck_near_chance(
     values: Sequence[float], first: float, blocks: Sequence[float], error: float
 ) -> bool:
-    """A loss that starts at an untrained language model's level, falls a little, then stops
+    """Whether the loss starts at an untrained language model's level, falls a little, then stops
     falling."""
     begin = max(first, values[0])
     half = blocks[len(blocks) // 2 :]

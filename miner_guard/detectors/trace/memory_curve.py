@@ -85,7 +85,7 @@ def _settled(values: Sequence[float]) -> int:
 
 
 def _until_back(values: Sequence[float], place: int, usual: float) -> int | None:
-    """Index at which the level returns, where that is soon; None for a lasting change."""
+    """Index at which the level returns, if it does so soon; None for a lasting change."""
     for index in range(place + 1, min(len(values), place + _TRANSIENT + 1)):
         if abs(values[index] - usual) <= _JUMP * usual / 2:
             return index
@@ -118,7 +118,7 @@ def _edge(values: Sequence[float], place: int, usual: float) -> list[LevelChange
 
 
 def steps_of_growth(values: Sequence[float]) -> list[LevelChange]:
-    """Stepwise growth that never returns: each rise of 3 %, where at least two came after the
+    """Find stepwise growth that never returns: every rise of 3 %, if at least two come after the
     start-up."""
     rises: list[LevelChange] = []
     highest = values[0]
@@ -142,8 +142,8 @@ def steps_of_growth(values: Sequence[float]) -> list[LevelChange]:
 
 
 def gradual_growth(values: Sequence[float]) -> list[LevelChange]:
-    """Growth without steps: the minima of 8 blocks after the start-up, 6 of 7 rising, more than 5 %
-    and 1 GiB."""
+    """Find growth without steps: of the minima of 8 blocks after the start-up, 6 of 7 changes are
+    rises, by more than 5 % and 1 GiB in all."""
     rest = values[max(4, int(_START_UP * len(values))) :]
     size = len(rest) // 8
     if size < 4:
@@ -161,8 +161,8 @@ _RISING = 7
 
 
 def late_growth(values: Sequence[float]) -> list[LevelChange]:
-    """Growth that begins mid-run and continues to the end: the minima of at least 7 blocks, each a
-    32nd of the run, rise in a row with one exception; more than 5 % and 1 GiB in all."""
+    """Find growth that begins mid-run and continues to the end: the minima of at least 7 blocks,
+    each a 32nd of the run, rise in a row with one exception; more than 5 % and 1 GiB in all."""
     size = max(4, len(values) // _BLOCKS)
     start = len(values) % size
     minima = [min(values[n : n + size]) for n in range(start, len(values), size)]

@@ -25,7 +25,7 @@ class OutlierRule:
 
     window: int
     least_before: int
-    """Values that must precede; 0 judges the first step by the values after it."""
+    """Values that must come before; with 0, the first step is judged by the values after it."""
 
     levels: tuple[tuple[float, float], ...]
     """(ratio to the level, sigmas of the noise), smaller ratios last: a smaller ratio needs more
@@ -96,7 +96,8 @@ def _needed(ratio: float, rule: OutlierRule) -> float:
 
 
 def candidates(values: Sequence[float], rule: OutlierRule) -> Iterator[Outlier]:
-    """Values above the least ratio to both sides' medians, each with its sigmas."""
+    """Values whose ratio to the medians of both sides exceeds the rule's smallest ratio, each with
+    its sigmas."""
     size, count = rule.window, len(values)
     before, after = SortedWindow(size), SortedWindow(size)
     for value in values[1 : size + 1]:

@@ -1,7 +1,7 @@
 """Reading a trace: JSON lines, guard.jsonl, CSV, or the plain lines that trainers print. One pass,
 never raises.
 
-A line may be of any of these kinds, mixed:
+The lines may mix these kinds:
 
 - `{"step": 10, "loss": 2.45, "eval_loss": null, …}`, non-finite numbers as NaN, Infinity or
   those strings;
@@ -147,7 +147,7 @@ class _Spread:
         self._parts: list[str] = []
 
     def join(self, text: str) -> str:
-        """`text`, or nothing while an object is incomplete, then the whole object."""
+        """`text`, or an empty string while an object is incomplete, then the whole object."""
         if text == "{":
             self._parts = [text]
             return ""
@@ -218,7 +218,7 @@ def _cells(text: str) -> Sequence[str]:
 
 
 def _named(document: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The quantities in a record; where it names one twice, the plainer name wins."""
+    """The quantities in a record; if it names one twice, the plainer name wins."""
     found: dict[str, tuple[int, float]] = {}
     for key, raw in document.items():
         field, value = _field(key), number(raw)

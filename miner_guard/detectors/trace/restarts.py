@@ -1,4 +1,4 @@
-"""Where a curve starts again by design: a resumed run, the next fold of a cross-validation."""
+"""Finds where a curve starts over by design: a resumed run, the next fold of a cross-validation."""
 
 from __future__ import annotations
 
