@@ -1,9 +1,9 @@
 """Findings from the reports of all ranks together. Pure; standard library only, since a rank
 without a supervisor uses it too.
 
-A report is a mapping as `miner_guard.rank.introspection.diagnose` makes it; a silent rank's has
-`rank` and `error`. Findings follow source 004: its block, its red flags, then problems that one
-rank alone cannot detect.
+A report is a mapping as returned by `miner_guard.rank.introspection.diagnose`; the report of a
+silent rank has only `rank` and `error`. Findings follow source 004: its block, its red flags, then
+problems that one rank alone cannot detect.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ LOW_MEMORY_BYTES = 1024**3
 """Source 004: with less than 1 GB allocated, the model may be on the CPU."""
 
 SHARD_RATIO = 1.5
-"""Largest local shard / median; FSDP's rounding to rows stays well below for a model of any
-size."""
+"""Largest local shard / median; FSDP's rounding to whole rows stays well below it for a model of
+any size."""
 
 SHARD_FLOOR_BYTES = 64 * 1024**2
 """Smaller differences are rounding: FSDP2 shards by whole rows."""
@@ -36,8 +36,8 @@ per rank."""
 def findings(
     reports: Sequence[Report], expect: int | None, low_memory_bytes: float = LOW_MEMORY_BYTES
 ) -> list[Finding]:
-    """All findings of a gathered diagnosis, the block first. `expect` is None where no source names
-    a count."""
+    """All findings of a gathered diagnosis, the block first. `expect` is None if no source gives a
+    count."""
     answered = [r for r in reports if not r.get("error")]
     wanted = expectation_of(answered, expect)
     findings = [
@@ -55,8 +55,8 @@ def findings(
 
 
 def expectation_of(answered: Sequence[Report], expect: int | None) -> Expectation:
-    """The expectation without an outside source: GPUs that torch sees, or a loaded driver that
-    torch can't use."""
+    """The number of GPUs to expect. If `expect` is None, it is the number of GPUs that torch sees;
+    a loaded driver that torch cannot use counts as one GPU."""
     present = max((int(r.get("gpu_count") or 0) for r in answered), default=0)
     if not present and any(r.get("driver_version") for r in answered):
         present = 1
@@ -109,14 +109,14 @@ def _mixed_devices(answered: Sequence[Report]) -> Iterator[Finding]:
     }
     if len(set(kinds.values()) - {"meta"}) > 1:
         seen = "; ".join(
-            f"{kind}: {_list(k for k, v in kinds.items() if v == kind)}"
+            f"{kind}: ranks {_list(k for k, v in kinds.items() if v == kind)}"
             for kind in sorted(set(kinds.values()))
         )
         yield _rank_finding(
             "mixed_devices",
             "critical",
-            seen=f"the model is on different kinds of device: ranks on {seen}",
-            limit="one kind on all ranks",
+            seen=f"the ranks' models are on different device types ({seen})",
+            limit="one device type on all ranks",
             next_step="the ranks on the CPU hold all others up: check CUDA there",
         )
 
@@ -165,10 +165,10 @@ def _stray_shards(answered: Sequence[Report]) -> Iterator[Finding]:
 
 
 def _gpu_of(r: Report) -> tuple[Hashable, str] | None:
-    """The rank's GPU by a name that no other has; None where the rank knows none.
+    """A unique name of the rank's GPU; None if the rank does not know one.
 
-    A slice of a divided GPU (MIG) goes by the mask that names it: CUDA gives a process the UUID of
-    the whole GPU too, and ranks on two slices share nothing.
+    A MIG slice is identified by the mask that names it: CUDA also gives a process the UUID of the
+    whole GPU, but ranks on two slices share nothing.
     """
     slice_ = str(r.get("visible_devices") or "").partition(",")[0]
     if slice_.startswith("MIG-"):
@@ -230,7 +230,8 @@ def _gpu_counts(answered: Sequence[Report]) -> Iterator[Finding]:
 
 
 def _differences(answered: Sequence[Report]) -> Iterator[Finding]:
-    # A report lists dtypes by frequency; about equally common ones may swap places between shards.
+    # A report lists dtypes by frequency; two that are about equally common may swap places between
+    # shards.
     answered = [
         {**r, "dtype": r.get("dtype") and ", ".join(sorted(str(r["dtype"]).split(", ")))}
         for r in answered
@@ -299,7 +300,7 @@ def _memory_of_others(answered: Sequence[Report]) -> Iterator[Finding]:
             yield _rank_finding(
                 "memory_of_others",
                 "warning",
-                seen=f"{others / 1024**3:.1f} GB of {key[1]} belong to none of its ranks",
+                seen=f"processes other than its ranks hold {others / 1024**3:.1f} GB of {key[1]}",
                 limit=f"{OTHERS_BYTES / 1024**3:.0f} GB",
                 next_step="an orphan of an earlier run, or another tenant? check nvidia-smi",
             )

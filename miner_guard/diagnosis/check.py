@@ -22,13 +22,13 @@ class Check:
     """Subject and name, such as `gpu.ecc`."""
 
     level: str
-    """One of LEVELS. `unknown`: it could not be read, and `seen` gives the reason; never treated as
-    ok."""
+    """One of LEVELS. `unknown` means that the value could not be read and `seen` gives the reason;
+    it never counts as ok."""
 
     seen: str
     limit: str | None = None
     next_step: str | None = None
-    """The action to take; None where all is well."""
+    """The action to take; None if all is well."""
 
     gpu: int | None = None
     """NVML index, for a check of one GPU."""
@@ -43,8 +43,8 @@ class Check:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The gathered facts. A section that is None was not read; `unread` gives the reason, unless it
-    was not requested."""
+    """The gathered facts. A section is None if it was not read; `unread` gives the reason, unless
+    the section was not requested."""
 
     config: Config
     expectation: Expectation
@@ -62,7 +62,7 @@ class Snapshot:
 
     torch: Mapping[str, Any] | None = None
     cuda: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    """By CUDA index, the result of a child that used that GPU: `seconds`, or `error`,
+    """By CUDA index, the result of a child process that used that GPU: `seconds`, or `error` and
     `answered`."""
 
     packages: Mapping[str, Any] | None = None
@@ -71,7 +71,7 @@ class Snapshot:
     repo: Mapping[str, Any] | None = None
     deep: Mapping[str, Any] | None = None
     lacking: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Extras that the settings require and the guard's interpreter lacks: name to missing
+    """Extras that the settings require and the guard's interpreter lacks: by name, the missing
     packages."""
 
     keys_file: str | None = None

@@ -15,10 +15,10 @@ from uploads.repos.credentials import find, first
 
 
 def skew_s(url: str, timeout_s: float) -> float:
-    """The server's Date minus this host's time in seconds: positive where this host is behind. One
-    second resolution.
+    """The server's Date minus this host's time in seconds: positive if this host is behind. The
+    resolution is one second.
 
-    Any answer has the header, even a refusal. Raises OSError or ValueError.
+    Every response has the header, even a refusal. Raises OSError or ValueError.
     """
     before = time.time()
     asked = urllib.request.Request(url, method="HEAD")
@@ -35,8 +35,8 @@ def skew_s(url: str, timeout_s: float) -> float:
 
 
 def url_of(settings: RepoSettings) -> str:
-    """The storage's address, resolved as the repo resolves it. Raises RepoError where the keys'
-    file can't be read."""
+    """The storage's address, resolved as the repo resolves it. Raises RepoError if the file with
+    the keys cannot be read."""
     if settings.endpoint:
         return settings.endpoint
     if settings.kind == "hf":

@@ -13,10 +13,11 @@ _INSTALL = (
 
 
 def checks(s: Snapshot) -> Iterator[Check]:
-    """torch in the miner's interpreter, then each GPU tried."""
+    """Check torch in the miner's interpreter, then each GPU that a child process tried to use."""
     if s.torch is None:
         if "torch" not in s.unread:
-            # Not probed: without a driver and an expectation the answer would change nothing.
+            # torch was not probed: without a driver and an expectation, the result would change
+            # nothing.
             return
         answered = "torch" not in s.unanswered
         level = "critical" if s.expectation.wanted and answered else "unknown"
@@ -70,7 +71,7 @@ def _devices(s: Snapshot) -> Iterator[Check]:
     wanted, count = s.expectation.count or 0, s.torch["gpu_count"]
     if count < wanted:
         step = "NVML sees more than CUDA: check CUDA_VISIBLE_DEVICES, MIG and compute mode"
-        # A process sees one MIG slice only: that is no lost GPU.
+        # A process sees only one MIG slice, so the others are not lost GPUs.
         level = "warn" if count and sliced(s) else "critical"
         yield Check(
             "cuda.count", level, f"torch sees {count} GPUs", str(wanted), step, may_clear=True

@@ -12,7 +12,7 @@ from miner_guard.config.loading import read_toml
 from miner_guard.diagnosis.check import Check, Snapshot
 
 SIBLING_SHARE = 0.9
-"""A GPU 10 % under its siblings is the straggler (superbench)."""
+"""A GPU that is 10 % slower than its siblings is the straggler (superbench)."""
 
 DATASHEET_SHARE = 0.6
 """A healthy A100 reaches 271 of 312 TFLOP/s, an H100 about 700 of 989; a lower share points to

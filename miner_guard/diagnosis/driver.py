@@ -60,7 +60,8 @@ def _nvml(s: Snapshot) -> Check:
     if state == "absent" and not s.expectation.wanted:
         return Check("driver.nvml", "ok", "no NVIDIA driver: this is a CPU machine")
     if state == "hangs":
-        # A probe without an answer says nothing of the GPUs; a miner that can't use them says so.
+        # A probe that gets no answer proves nothing about the GPUs; a miner that cannot use them
+        # reports it.
         step = "check dmesg for NVRM and Xid; if nvidia-smi hangs as well, reboot the node"
         limit = "an answer within the deadline"
         return Check("driver.nvml", "unknown", f"NVML hangs: {reason}", limit, step)

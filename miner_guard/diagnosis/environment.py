@@ -40,7 +40,8 @@ def _leftovers(env: Mapping[str, str]) -> Iterator[Check]:
 
 
 def _hook(packages: Mapping[str, Any]) -> Iterator[Check]:
-    """Both builds record the same data; the compiled one takes less of a step."""
+    """Report which build of the hook runs. Both record the same data; the compiled one takes less
+    time per step."""
     if packages.get("hook") == "compiled":
         yield Check("env.hook", "ok", "the hook is compiled: below 1 us a step")
     elif packages.get("hook") == "python":
@@ -103,8 +104,8 @@ def _packages(s: Snapshot) -> Iterator[Check]:
 
 
 def _shared_package(other: Mapping[str, Any]) -> Check:
-    """Both work until either is reinstalled; removing the other one deletes files of this
-    package."""
+    """Report a package that shares our package's name. Both work until one is reinstalled; removing
+    the other one deletes files of ours."""
     users = other["needed_by"]
     seen = (
         f"PyPI's validators {other['version']} is installed over the guard's package of that name"
@@ -170,7 +171,7 @@ def _upstream(s: Snapshot) -> Iterator[Check]:
         yield Check(
             "env.debug_log",
             "warn",
-            f"{verbose[0]}: subnet 38's debug log prints its read credentials",
+            f"with {verbose[0]}, subnet 38's miner writes its bucket's read credentials to the log",
             "off",
             "start the miner without it, and delete the log files that contain them",
         )

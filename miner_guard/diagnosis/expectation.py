@@ -14,11 +14,11 @@ class Expectation:
     error."""
 
     origin: str
-    """The source of the number, for people."""
+    """The source of the number, as shown in messages."""
 
     @property
     def wanted(self) -> bool:
-        """A CPU run would be an accident."""
+        """GPUs are expected, so a CPU run would be an accident."""
         return bool(self.count)
 
 
@@ -28,7 +28,7 @@ def expected(
     """The first known of: the setting, this host's count at the last run, the profile's minimum,
     the GPUs present.
 
-    A last run on a host without a GPU (0) sets no expectation, so adding one raises no finding.
+    A last run on a host without a GPU (0) sets no expectation, so adding a GPU raises no finding.
     """
     if setting is not None:
         return Expectation(setting, "[gpu] expect")

@@ -15,7 +15,7 @@ from miner_guard.system.once import Once
 Row = Mapping[str, Any]
 
 THROTTLED_SAMPLES, THROTTLE_WINDOW_S = 6, 600.0
-"""Degraded at six throttled samples in ten minutes (gpud)."""
+"""Six throttled samples in ten minutes count as degraded (gpud)."""
 
 _WATCHED = frozenset(
     {
@@ -29,14 +29,15 @@ _WATCHED = frozenset(
         "gpu.compute_mode",
     }
 )
-"""The preflight reported static modes and limits; throttling has a separate rule here."""
+"""The other checks are left out: the preflight reports static modes and limits, and `_throttle`
+judges throttling."""
 
 _CONFIRM = frozenset({"gpu.pcie", "gpu.temperature"})
-"""Reported after two consecutive samples: both vary with the load."""
+"""Checks reported only after two consecutive bad samples, because both vary with the load."""
 
 
 DRIVER_SILENT_S = 20.0
-"""Two missed samples: a single one may just mean a busy machine."""
+"""Two missed samples; a single missed one may only mean a busy machine."""
 
 
 class Faults:
@@ -62,8 +63,9 @@ class Faults:
                 yield from self._one(gpu, row, name, checks.get(name))
 
     def driver(self, reason: str | None, had_gpus: bool, now: float) -> Iterator[Finding]:
-        """The state of NVML as a whole: `reason` explains a missing sample, None where there is
-        one. Reports only on hosts that had GPUs, and as a warning: what is unknown may be well."""
+        """The state of NVML as a whole: `reason` explains a missing sample; None if there is a
+        sample. Reports only on hosts that had GPUs, and only a warning: GPUs in an unknown state
+        may be fine."""
         if reason is None:
             if self._silence.clear():
                 yield make_finding("gpu_recovered", gpu="all", what="NVML answers again")

@@ -1,4 +1,4 @@
-"""The GPUs present against the GPUs expected, and whether this user may open them."""
+"""Compares the GPUs present with the GPUs expected, and checks whether this user may open them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ _DEVICE = re.compile(r"\d+$|(?:GPU|MIG)-")
 """An entry of CUDA_VISIBLE_DEVICES: an index, or a UUID or the beginning of one."""
 
 _SLICE = re.compile(r"(?:^|,)\s*\d+:\d+")
-"""A MIG slice by its GPU's index and its own, as NVIDIA's container runtime takes it."""
+"""A MIG slice, given as GPU index and slice index, as NVIDIA's container runtime accepts it."""
 
 
 def checks(s: Snapshot) -> Iterator[Check]:
-    """Count against the expectation, device files, CUDA_VISIBLE_DEVICES, ranks."""
+    """Check the count against the expectation, the device files, CUDA_VISIBLE_DEVICES and the
+    ranks."""
     yield _count(s)
     yield from _ranks(s)
     yield from _device_files(s)
@@ -54,12 +55,11 @@ def _count(s: Snapshot) -> Check:
 
 
 def container_gpus(env: Mapping[str, str]) -> int | None:
-    """GPUs that NVIDIA's container runtime was told to give this container; None where the variable
+    """GPUs that NVIDIA's container runtime was told to give this container; None if the variable
     does not limit them.
 
-    `none` gives none and `all` gives all. With `void`, with an empty value and without the variable
-    the runtime does nothing, and CDI may have given GPUs. Slices of MIG (`0:1`, `MIG-…`) are not
-    counted.
+    `none` gives none and `all` gives all. If the variable is `void`, empty or unset, the runtime
+    does nothing, and CDI may have provided GPUs. Slices of MIG (`0:1`, `MIG-…`) are not counted.
     https://docs.nvidia.com/datacenter/cloud-native/container-toolkit/latest/docker-specialized.html
     """
     mask = env.get("NVIDIA_VISIBLE_DEVICES", "").strip()
@@ -76,13 +76,13 @@ def _names_slices(mask: str) -> bool:
 
 
 def ranks_of(command: Sequence[str]) -> int | None:
-    """`--nproc_per_node=N` of a torchrun command; None where it is missing or not a number."""
+    """`--nproc_per_node=N` of a torchrun command; None if it is missing or not a number."""
     return number_of(command, "--nproc-per-node")
 
 
 def _ranks(s: Snapshot) -> Iterator[Check]:
-    """Ranks that the command starts here against working GPUs; empty where the settings ask for the
-    CPU or the CPU is all there is."""
+    """Compare the ranks that the command starts here with the working GPUs. Empty if the settings
+    ask for the CPU or the host has no GPU."""
     ranks = ranks_of(s.command)
     working = usable(s)
     if ranks is None or not working or s.expectation.count == 0:
@@ -120,7 +120,7 @@ def _device_files(s: Snapshot) -> Iterator[Check]:
 
 
 def visible(env: Mapping[str, str]) -> int | None:
-    """GPUs that CUDA_VISIBLE_DEVICES exposes to a process; None where it is unset.
+    """GPUs that CUDA_VISIBLE_DEVICES exposes to a process; None if it is unset.
 
     CUDA stops at the first entry that is neither an index nor a UUID (CUDA C++ Programming Guide,
     "CUDA Environment Variables"): `-1`, `none`, Slurm's `NoDevFiles`.
@@ -142,7 +142,7 @@ def sliced(s: Snapshot) -> bool:
 def usable(s: Snapshot) -> int:
     """Working GPUs visible to the miner. NVML itself ignores CUDA_VISIBLE_DEVICES.
 
-    Of MIG slices a process sees one, however many it names (NVIDIA, MIG User Guide, "CUDA Device
+    A process sees only one MIG slice, however many it names (NVIDIA, MIG User Guide, "CUDA Device
     Enumeration").
     """
     working = sum(1 for row in s.gpu_rows if row["state"] in ("ok", "unreadable"))

@@ -20,7 +20,8 @@ _ABSENT = frozenset({"Not Supported", "Function Not Found"})
 COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
 
 UNDER_LOAD = 0.5
-"""Idle PCIe links slow down: width and generation are judged from this utilisation upwards."""
+"""Idle PCIe links slow down, so width and generation are judged only from this utilisation
+upwards."""
 
 _LINK_STEP = "check the fabric manager and nvidia-smi nvlink -s"
 
@@ -43,7 +44,7 @@ STATES = {
 
 
 def checks(s: Snapshot) -> Iterator[Check]:
-    """All GPUs; where the settings ask for the CPU, a GPU fault is only a warning."""
+    """Check all GPUs. If the settings ask for the CPU, a GPU fault is only a warning."""
     yield from _peers(s.gpu_rows)
     yield from links_down(s.gpu_rows)
     softened = s.expectation.count == 0
@@ -57,7 +58,8 @@ def checks(s: Snapshot) -> Iterator[Check]:
 
 
 def _peers(rows: list[Row]) -> Iterator[Check]:
-    """No peer-to-peer on any pair is a property of the machine; on some pairs only, a fault."""
+    """Check peer-to-peer access. If no pair has it, the machine does not support it; if only some
+    pairs lack it, that is a fault."""
     counts = {row["index"]: row["peers"] for row in rows if row.get("peers") is not None}
     if len(counts) < 2:
         return
@@ -257,7 +259,7 @@ def _nvlink(row: Row) -> Iterator[Check]:
 
 
 def links_down(rows: Sequence[Row]) -> Iterator[Check]:
-    """GPUs without an active NVLink beside others that have theirs."""
+    """Report GPUs without an active NVLink on a host where other GPUs have theirs."""
     known = [row for row in rows if row.get("nvlinks") and row.get("nvlinks_up") is not None]
     if any(row["nvlinks_up"] for row in known):
         for row in known:

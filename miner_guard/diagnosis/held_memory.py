@@ -11,12 +11,12 @@ HELD_BYTES = 1024**3
 """An idle GPU uses some megabytes; a bare CUDA context 0.3 to 0.6 GB."""
 
 HELD_SHARE = 0.5
-"""The miner hardly fits once this share of the GPU is in use."""
+"""Once this share of the GPU is in use, the miner hardly fits."""
 
 
 def checks(s: Snapshot) -> Iterator[Check]:
-    """The lowest reading of each GPU counts: a process that is exiting frees its memory between
-    them."""
+    """Judge each GPU by its lowest reading: a process that is exiting frees its memory between two
+    readings."""
     for row in s.gpu_rows:
         levels = [reading[row["uuid"]] for reading in s.held if row.get("uuid") in reading]
         if not levels:

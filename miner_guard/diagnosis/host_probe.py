@@ -61,7 +61,7 @@ def _limit(which: int) -> int:
 
 
 def _no_cgroup() -> str | None:
-    """Why the miner can't get a separate cgroup; None where it can."""
+    """Why the miner can't get a separate cgroup; None if it can."""
     try:
         Cgroup.create("probe", str(os.getpid())).remove()
     except OSError as error:
@@ -85,7 +85,8 @@ def _port(number: int, use: str) -> dict[str, Any]:
         "error": None,
     }
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as candidate:
-        # As servers do: a port whose last connection lingers in TIME_WAIT counts as free.
+        # Set the option that servers set, so that a port whose last connection is in TIME_WAIT
+        # counts as free.
         candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             candidate.bind(("", number))
@@ -110,7 +111,7 @@ def _holder(number: int) -> str | None:
 
 
 def _kernel_xids() -> list[str] | None:
-    """The last Xid lines of the kernel's ring buffer; None where this user may not read it."""
+    """The last Xid lines of the kernel's ring buffer; None if this user may not read it."""
     try:
         fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:

@@ -12,7 +12,7 @@ _SHEBANG_BYTES = 512
 
 
 def of_command(command: Sequence[str], env: Mapping[str, str]) -> str:
-    """The interpreter of `command`: named in it or in its script's shebang, else the guard's own.
+    """The interpreter that `command` or its script's shebang names, otherwise the guard's own.
 
     Follows `env NAME=VALUE`, and a path or a name on the command's PATH (`torchrun`, `accelerate`).
     """
@@ -40,8 +40,8 @@ def _of_shebang(path: str, env: Mapping[str, str]) -> str | None:
     words = head[0][2:].split()
     if words and words[0].endswith("/env"):
         words = words[2:] if len(words) > 2 and words[1] == "-S" else words[1:]
-    # pip writes this when the path is too long or has spaces: `#!/bin/sh` and then `'''exec' PYTHON
-    # "$0" "$@"`.
+    # pip writes this form if the path is too long or contains spaces: `#!/bin/sh`, then `'''exec'
+    # PYTHON "$0" "$@"`.
     if words and words[0] == "/bin/sh" and len(head) > 1 and head[1].startswith("'''exec'"):
         words = [head[1].removeprefix("'''exec'").split(' "$0"')[0].strip().strip('"')]
     if not words or not _PYTHON.match(words[0].rpartition("/")[2]):

@@ -12,9 +12,9 @@ REFUSED_SKEW_S = 900.0
 
 
 def checks(s: Snapshot) -> Iterator[Check]:
-    """The storage checks; the repo's are empty where none is configured."""
+    """The storage checks; those of the repo are empty if no repo is configured."""
     if s.config.repo.kind not in ("s3", "hf") and s.keys_file is not None:
-        # For s3 and hf, which need keys, the repo probe reports the unusable file.
+        # For s3 and hf, which need keys, the repo probe already reports the unusable file.
         step = "fix the file: alerts, tokens and keys from it are missing"
         yield Check("repo.keys_file", "warn", s.keys_file, "can be read", step)
     if s.config.repo.kind == "none":
