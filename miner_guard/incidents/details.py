@@ -95,14 +95,15 @@ _DISTRIBUTIONS = {
     "hf_xet": "hf-xet",
     "_C": "",
 }
-"""Modules whose name on the package index differs."""
+"""Modules whose PyPI package has a different name."""
 
 
 def named(detail: str, texts: Iterable[str]) -> str:
     """The first `detail` (a key of the patterns) that one of `texts` names; empty without one."""
     for text in texts:
         for pattern in _PATTERNS[detail]:
-            # re keeps what it compiled: the start of the guard pays for none of them.
+            # re compiles each pattern on first use and caches it, so the guard's start pays for
+            # none of them.
             match = re.search(pattern, text[:_MAX_LENGTH])
             if match is None:
                 continue

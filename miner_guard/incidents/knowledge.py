@@ -4,7 +4,7 @@ A file holds one table per label: `severity`, `restart`, `applies`, `role`, `cau
 `follows`, `events` and `patterns`. A pattern matches a line (lower-cased, without colour codes and
 prefixes) that contains one of `has`, none of `not`, and in which `regex` is found. `has` keeps
 matching cheap: a line without any of these words is skipped. `servers` names a list of the file's
-table `[words]`: a line that names a server must hold one of them.
+table `[words]`: a line that names a server must contain one of them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _MAX_ANSWERED_LENGTH = 400
 class Knowledge:
     """All labels and patterns. Safe from any thread.
 
-    The files are read for the first line that holds a trigger, or by `prepare`: parsing TOML in
-    Python would be a sixth of the guard's start.
+    The files are read when the first line with a trigger arrives, or by `prepare`: parsing TOML in
+    Python would take a sixth of the guard's start-up time.
     """
 
     def __init__(self, index: Index, read: Callable[[], Document]) -> None:
@@ -40,16 +40,16 @@ class Knowledge:
         self._events = index.events
         self._read = read
         self._latest: tuple[str, set[bytes]] = ("", set())
-        """The text searched last, with its words: an exception is searched twice."""
+        """The last text searched and its words, because an exception is searched twice."""
 
         self._fitting: dict[str, frozenset[int]] = {}
-        """By the files of a traceback: ranks and restarts print the same ones."""
+        """Cache by the files of a traceback: ranks and restarts print the same tracebacks."""
 
         self._answers: dict[str, list[Pattern] | Benign] = {}
-        """Results for recent lines: ranks and restarts print the same ones."""
+        """Results for recent lines: ranks and restarts print the same lines."""
 
     def prepare(self) -> None:
-        """Read the files and make the search now. Raises BadKnowledge."""
+        """Read the files and build the search now. Raises BadKnowledge."""
         assert self._search
         assert self._by_word
         assert self._framed_by_word
@@ -75,7 +75,7 @@ class Knowledge:
         return (*self.patterns, *(b.pattern for b in self._document.benign))
 
     def shown_by(self, event: str) -> Sequence[str]:
-        """Labels whose cause this event of the guard's own shows."""
+        """Labels whose cause this event of the guard shows."""
         return self._causes_by_event.get(event, ()) if event in self._events else ()
 
     @cached_property
@@ -153,7 +153,7 @@ class Knowledge:
         return sorted(found.values(), key=lambda p: ROLES.index(p.role))
 
     def _fit(self, frames: str) -> frozenset[int]:
-        """The patterns with frames that a traceback through these files fits."""
+        """The patterns with `frames` that match a traceback through these files."""
         fit = self._fitting.get(frames)
         if fit is None:
             fit = frozenset(

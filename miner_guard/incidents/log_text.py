@@ -17,7 +17,7 @@ _ANSI = re.compile(
     rb"-/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])"
 )
 _ANSI_WITHOUT_ESC = re.compile(rb"\[(?:\d{1,3}(?:;\d{1,3})*)?m(?![a-z])")
-"""Log collectors often drop the ESC."""
+"""The ESC is optional, because log collectors often drop it."""
 
 _CONTROL = bytes(set(range(32)) - set(b"\t\n") | {127})
 
@@ -54,7 +54,7 @@ _MAX_PREFIX = 400
 
 
 _BLOB = re.compile(rb"[A-Za-z0-9+/=_-]{256,}")
-"""Encoded data: no word, path or symbol is as long."""
+"""Encoded data: no word, path or symbol is this long."""
 
 _BLOB_LINE = re.compile(rb"\s*[A-Za-z0-9+/=]{48,}\s*")
 
@@ -69,14 +69,15 @@ def without_blobs(raw: bytes) -> bytes:
 
 def clean(raw: bytes) -> tuple[int | None, str]:
     """The rank named in a line's prefix, and the line's text; blanks after the prefix are kept."""
-    # Two searches that begin with a fixed byte are several times as fast as one with a choice.
+    # Two searches that each begin with a fixed byte are several times as fast as one with
+    # alternatives.
     if b"\x1b" in raw:
         raw = _ANSI.sub(b"", raw)
     if b"[" in raw:
         raw = _ANSI_WITHOUT_ESC.sub(b"", raw)
     text = raw.translate(None, _CONTROL).decode("utf-8", "replace")
     rank: int | None = None
-    # A frame has no prefix, and is the most frequent line of a log full of errors.
+    # A stack frame has no prefix, and is the most frequent line in a log full of errors.
     for _ in range(0 if text.startswith(_FRAME) else _MAX_PREFIXES):
         prefix = _PREFIX.match(text, 0, _MAX_PREFIX)
         if prefix is None:
@@ -125,8 +126,8 @@ def unwrapped(rank: int | None, text: str) -> Iterator[tuple[int | None, str]]:
     teller = record.get("rank")
     rank = teller if rank is None and isinstance(teller, int) else rank
     if record.keys() >= _OWN:
-        # The guard's own record: its message is complete, and the other fields quote what they
-        # explain.
+        # This is the guard's own record: its message is complete, and its other fields quote the
+        # lines that they explain.
         yield rank, str(record["msg"])
         return
     level = (
@@ -155,7 +156,8 @@ def _record(text: str) -> dict[str, object] | None:
 
 
 def excerpt(text: str, limit: int = 400, at: int = 0) -> str:
-    """The line for people: blanks collapsed, `limit` characters of it, from just before `at`."""
+    """The line in readable form: blanks collapsed, cut to `limit` characters that begin just before
+    `at`."""
     before = max(0, at - limit // 4)
     short = " ".join(text[before : before + 4 * limit].split())
     if before:

@@ -40,7 +40,7 @@ def read(state: state_dir.StateDir) -> Mapping[str, Sequence[Note]]:
 
 
 def add(state: state_dir.StateDir, label: str, text: str, clock: Clock) -> None:
-    """Save what helped against `label`. Raises OSError where the state directory can't be
+    """Save what helped against `label`. Raises OSError if the state directory can't be
     written."""
     path = _path(state)
     if path.exists() and not isinstance(state_dir.read_json(path), dict):

@@ -1,7 +1,7 @@
 """The numbers of an out-of-memory error, and the fix that they suggest first.
 
-The wording is PyTorch's, of every version since 0.4 (CUDACachingAllocator.cpp), ROCm's and Apple's
-included.
+It reads PyTorch's wording in every version since 0.4 (CUDACachingAllocator.cpp), including that for
+ROCm and Apple GPUs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NOTABLE_RATIO = 0.1
 """Smaller shares of the GPU's memory explain nothing."""
 
 _ROUNDED = 0.98
-"""A message rounds its numbers, and the allocator reads them one after the other."""
+"""Tolerance: the message rounds its numbers, and the allocator reads them one after another."""
 
 _ONE_TENSOR_RATIO = 0.25
 """A single request above this share of the GPU points to one tensor's shape."""
@@ -50,7 +50,7 @@ _ONE_TENSOR_RATIO = 0.25
 
 @dataclass(frozen=True)
 class Oom:
-    """Numbers of one error, in bytes; None where the message lacks one."""
+    """Numbers of one error, in bytes; None for a number that the message lacks."""
 
     gpu: int | None
     tried: int | None
@@ -83,7 +83,7 @@ class Oom:
 
 @dataclass(frozen=True)
 class Training:
-    """The run's settings that a fix can name; None where unknown."""
+    """The run's settings that a fix can name; None if unknown."""
 
     batch_size: int | None = None
     effective_batch_size: int | None = None
@@ -119,9 +119,9 @@ def parse(text: str) -> Oom:
 def _without_own(listed: list[int], own: int, used: int) -> int:
     """Bytes of `listed` processes other than the one that failed.
 
-    In a container the failed process does not know its pid on the host, and lists itself as another
-    process. That is the case where the listed ones and PyTorch's own bytes (`own`) exceed the GPU's
-    `used`: the smallest listed process that can hold `own` is then the failed one.
+    In a container, the failed process does not know its pid on the host and lists itself as another
+    process. That has happened if the listed bytes plus PyTorch's own bytes (`own`) exceed the GPU's
+    `used` bytes. The failed process is then the smallest listed one that can hold `own`.
     """
     possible = [size for size in listed if size >= own * _ROUNDED]
     among = bool(own and used and possible) and sum(listed) + own * _ROUNDED > used
@@ -152,7 +152,7 @@ _MEANING = {
     "others": "Another process holds a large part of this GPU.",
     "capped": "The GPU has room, but this process is limited to a part of it.",
     "one_tensor": "One single request is a large part of the GPU: the shape of one tensor.",
-    "full": "The GPU is truly full.",
+    "full": "The GPU is full.",
     "unknown": "",
 }
 
@@ -163,13 +163,13 @@ def meaning(oom: Oom) -> str:
 
 
 def fixes(oom: Oom, usual: list[Fix], training: Training) -> list[Fix]:
-    """The usual fixes, filled in with the run's settings, with the one that the numbers suggest
+    """The usual fixes, filled in with the run's settings; the fix that the numbers suggest comes
     first."""
     smaller = _smaller_batch(training)
     ordered = [Fix(smaller, usual[0].source) if smaller else usual[0], *usual[1:]]
     first = {
         "fragmentation": "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: "
-        f"{gib(oom.unallocated)} lie reserved but in pieces "
+        f"{gib(oom.unallocated)} are reserved, but in pieces that are too small "
         "(before torch 2.1: max_split_size_mb:128).",
         "others": f"End the other process: `nvidia-smi` shows which one holds {gib(oom.others)} of "
         f"GPU {'?' if oom.gpu is None else oom.gpu} "

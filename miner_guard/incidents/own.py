@@ -1,5 +1,5 @@
-"""The guard's own lines in a log: its findings are evidence, and a launch closes what came before
-it."""
+"""The guard's own lines in a log: its findings are evidence, and a launch line discards the
+sightings before it."""
 
 from __future__ import annotations
 

@@ -51,16 +51,16 @@ _PATTERN_KEYS = frozenset(
 
 @dataclass(frozen=True)
 class Index:
-    """What is needed before the first line that matches."""
+    """What the scanner needs before the first line matches."""
 
     triggers: tuple[bytes, ...]
     events: frozenset[str]
-    """The guard's own events that show a label's cause."""
+    """Events of the guard that show a label's cause."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """What all knowledge files say together."""
+    """The content of all knowledge files together."""
 
     labels: Mapping[str, Label]
     patterns: tuple[Pattern, ...]
@@ -99,7 +99,7 @@ def parsed(texts: Mapping[str, str]) -> Document:
 
 
 def index_of(text: str) -> Index:
-    """The index in the one TOML document that holds it. Raises BadKnowledge."""
+    """The index from the TOML document that contains it. Raises BadKnowledge."""
     document = _document("the index", text)
     return Index(_triggers(document["triggers"]), frozenset(document["events"]))
 
@@ -119,7 +119,7 @@ def _benign(where: str, entry: Mapping[str, Any]) -> Benign:
 def _with_words(
     where: str, entry: Mapping[str, Any], lists: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """`entry` with the list that its `servers` names in place of the name."""
+    """`entry`, with the name in `servers` replaced by the list of that name."""
     name = entry.get("servers")
     if not isinstance(name, str):
         return entry
@@ -217,7 +217,8 @@ def _words(
 
 
 def check_expressions(patterns: Iterable[Pattern]) -> None:
-    """Raises BadKnowledge for an expression that is none, or may take more than linear time."""
+    """Raise BadKnowledge for an invalid expression, and for one whose search may take more than
+    linear time."""
     for pattern in patterns:
         if pattern.expression is not None:
             _check_expression(pattern.label, pattern.expression)
@@ -261,7 +262,8 @@ def _triggers(words: Sequence[str]) -> tuple[bytes, ...]:
 
 
 def _shorter(word: str) -> Iterator[str]:
-    """The parts of a word, without the whole: fewer than there are other words to look for."""
+    """The substrings of a word, without the word itself: there are fewer of them than of other
+    words to compare with."""
     for length in range(2, len(word)):
         for start in range(len(word) - length + 1):
             yield word[start : start + length]

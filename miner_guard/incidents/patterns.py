@@ -10,7 +10,7 @@ from functools import cached_property
 from miner_guard.incidents import regexes
 
 ROLES = ("cause", "exception", "retry", "exit", "summary", "symptom", "warning")
-"""The role of a line in the course of events, the nearest to the cause first.
+"""The role of a line in the course of events; the role nearest to the cause comes first.
 
 `cause` names the fault. `exception` is an exception or signal that ended a rank. `retry` is an
 operation that was retried. `exit` reports how a process ended. `summary` is the program's
@@ -39,7 +39,7 @@ _NEAR = 300
 """Characters shown of a line together with the lines after it."""
 
 _LONG = 1024
-"""Longer texts are searched only around the words that the expression needs."""
+"""A longer text is searched only around the words that the expression needs."""
 
 
 class BadKnowledge(Exception):
@@ -55,32 +55,33 @@ class Pattern:
     has: tuple[str, ...]
     excludes: tuple[str, ...]
     expression: str | None
-    """The regular expression that must be found too."""
+    """A regular expression that must match as well."""
 
     servers: tuple[str, ...] = ()
-    """If set, a line that names a server must hold one of these words: those of the servers meant.
+    """If set, a line that names a server must contain one of these words, which identify the
+    servers in question.
     """
 
     alone: bool = False
-    """Counts only where the line shows no other label: a failure that any server may have."""
+    """Counts only if the line shows no other label: the failure may be any server's."""
 
     frames: tuple[str, ...] = ()
-    """If set, only the last line of a traceback through a file whose path holds one of these
-    counts.
+    """If set, the pattern counts only for the last line of a traceback that passes through a file
+    whose path contains one of these strings.
 
-    An empty string stands for any path, or none, and is tried last.
+    An empty string matches any traceback, even one without paths, and is tried last.
     """
 
     cause: str = ""
-    """Replaces the label's cause where this line proves less or more."""
+    """Replaces the label's cause if this line proves less or more."""
 
     fix: str = ""
-    """Precedes the label's fixes where this line gives a more exact one. `{path|default}` stands
-    for a detail of the line (`details.py`), or the default where the line lacks it; the label's
+    """Comes before the label's fixes if this line allows a more exact one. `{path|default}` stands
+    for a detail of the line (`details.py`), or for the default if the line lacks it; the label's
     fixes may use it too."""
 
     restart: str = ""
-    """Replaces the label's `restart` where this line's fault is transient and the label's others
+    """Replaces the label's `restart` if this line's fault is transient and the label's other faults
     are not, or the reverse."""
 
     source: str = ""
@@ -90,13 +91,13 @@ class Pattern:
     """How many such lines must appear before they count."""
 
     instead: frozenset[str] = frozenset()
-    """For a pattern with frames: labels of the line that it replaces. A pattern that names none
-    counts only where the line shows no other label."""
+    """For a pattern with frames: which of the line's other labels it replaces. A pattern that names
+    no labels here counts only if the line shows no other label."""
 
     @cached_property
     def regex(self) -> re.Pattern[str] | None:
-        """`expression`, compiled for the first line that needs it: all of them together take half
-        of the guard's start."""
+        """`expression`, compiled for the first line that needs it: compiling all expressions would
+        take half of the guard's start-up time."""
         return None if self.expression is None else re.compile(self.expression)
 
     @cached_property
@@ -120,7 +121,7 @@ class Pattern:
 
     @property
     def literals(self) -> frozenset[bytes]:
-        """The words that decide whether the regex is searched for."""
+        """The words that decide whether to search for the regex."""
         needed = frozenset(regexes.words_of(self.needs))
         return self.any_of | self._server_words | self.none_of | needed
 
@@ -153,7 +154,7 @@ class Pattern:
         return None if self.expression is None else regexes.width(self.expression)
 
     def first_word(self, text: str) -> int:
-        """Offset of the first of `has` in a long line; 0 where it is near the beginning."""
+        """Offset of the first `has` word in a long line; 0 if it is near the beginning."""
         if len(text) <= _NEAR:
             return 0
         first = min((at for word in self.has if (at := text.find(word)) >= 0), default=0)
@@ -162,14 +163,14 @@ class Pattern:
 
 @dataclass(frozen=True, eq=False)
 class Benign:
-    """A line that looks like an error and is harmless."""
+    """A line that looks like an error but is harmless."""
 
     pattern: Pattern
     cancels: tuple[str, ...]
-    """Labels seen shortly before that this line retracts."""
+    """Labels whose sightings shortly before this line it retracts."""
 
     roles: tuple[str, ...] = ()
-    """Retracts only sightings in these roles; in any role where empty."""
+    """Retracts only sightings in these roles; in any role if empty."""
 
 
 @dataclass(frozen=True)
@@ -192,17 +193,18 @@ class Label:
     cause: str
     fixes: tuple[Fix, ...]
     follows: frozenset[str]
-    """Labels that cause this one where both are seen."""
+    """Labels that cause this one if both are seen."""
 
     events: frozenset[str]
-    """The guard's own events for the same fault; after one of them the incident is reported only
-    where the miner ends."""
+    """The guard's own events for the same fault; after one of them, the incident is reported only
+    if the miner ends."""
 
     overcome_by_steps: bool = False
-    """After a mere retry or warning, continued training shows that the fault was overcome."""
+    """If the fault shows only as a retry or warning, continued training proves that the program
+    overcame it."""
 
     undone_by_losses: bool = False
-    """For a non-finite loss: finite losses of later steps show that training recovered."""
+    """For a non-finite loss: finite losses in later steps show that training recovered."""
 
     moot_when_finished: bool = False
     """After training has finished this is not an incident: processes are just being cleaned up."""

@@ -1,5 +1,5 @@
-"""Tracks the run through its log: steps that continue after an error, and training that finished
-before it."""
+"""Tracks the run through its log: whether steps continue after an error, and whether training had
+finished before it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ _STEP = re.compile(rb"\bstep\b\W{0,3}\d.{0,60}\bloss(?!\W{0,4}(?:nan|inf))")
 _NUMBERS = re.compile(rb"\bstep\b\W{0,4}(\d+)")
 _ZERO = re.compile(rb"(?:\b|_)loss\b\W{0,4}0(?:\.0*)?(?:[^\d.]|$)")
 _STEPS = 2
-"""Steps that must follow an error: another rank may print one late."""
+"""Number of steps that must follow an error; a single one may be another rank's late output."""
 
 _SOUND_STEPS = 4
-"""Steps required after a bad loss: the other ranks may print finite ones for a while."""
+"""Number of steps required after a bad loss: the other ranks may print finite losses for a
+while."""
 
 _MANY_STEPS = 10
-"""Steps required after an exception: cooperating ranks take only a few steps without the rank that
-it ended."""
+"""Steps required after an exception: the other ranks take only a few steps without the rank that
+the exception ended."""
 
 _AWAITED = 500
 """Lines after an error within which its recovery steps must appear."""
@@ -45,8 +46,8 @@ _NAN = re.compile(
     r"^(?!.*\b(?:e?val(?:uation|idation)?|valid|test)(?:\b|_))(?!.*(?:stop|exit|abort|terminat))"
     r".*(?:\b|_)(?:nan|inf\w*)(?:\b|_)"
 )
-"""A non-finite loss that later finite ones clear. Steps reveal nothing about an evaluation, and an
-exploded loss is still a number."""
+"""A non-finite loss, which later finite losses clear. Steps reveal nothing about an evaluation
+loss, and an exploded loss is still a number."""
 
 _REMEMBERED = 100
 """Lines before an exit within which training may have reported that it finished."""
@@ -61,7 +62,8 @@ class PendingError(NamedTuple):
     continues without it."""
 
     loss: bool = False
-    """The loss itself is bad, even without a retry. A loss of 0 after it is as bad as NaN."""
+    """The loss itself is bad, so no retry is needed for it to count. A loss of 0 after it is as bad
+    as NaN."""
 
     raised: bool = False
     """An exception rather than a warning or retry: the program may catch it, or it may end a
@@ -74,7 +76,7 @@ class PendingError(NamedTuple):
 
 
 def pending(sighting: Sighting, label: Label) -> PendingError | None:
-    """What later steps may show of this sighting; None where they show nothing."""
+    """What later steps may show about this sighting; None if they show nothing."""
     text = sighting.text.lower()
     if sighting.role in ("retry", "warning"):
         needed = label.overcome_by_steps and not _UPLOADS.search(text)
@@ -95,7 +97,8 @@ class RecoveryTracker:
     def __init__(self) -> None:
         self._recent: deque[bytes] = deque(maxlen=_REMEMBERED)
         self._tried: dict[PendingError, set[object]] = {}
-        """Errors that steps would show to be over, with the steps since the latest sighting."""
+        """Errors that further steps would show to be over, each with the steps since its latest
+        sighting."""
 
         self._latest = 0
         """The line of the latest sighting."""

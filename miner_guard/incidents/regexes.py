@@ -27,7 +27,7 @@ _ONE_CHARACTER = (ops.LITERAL, ops.NOT_LITERAL, ops.IN, ops.ANY)
 
 @dataclass(frozen=True)
 class AllOf:
-    """All of these are needed. An empty one needs nothing."""
+    """All of these are needed. An empty `AllOf` requires nothing."""
 
     of: tuple[Requirement, ...]
 
@@ -50,7 +50,8 @@ def requirement(regex: str) -> Requirement:
 
 
 def met(needed: Requirement, words: Collection[bytes]) -> bool:
-    """Whether a text may match that holds `words` and no other word of a requirement."""
+    """Whether a text that contains `words`, and no other word that the requirement names, may
+    match."""
     if isinstance(needed, bytes):
         return needed in words
     every = isinstance(needed, AllOf)
@@ -70,7 +71,8 @@ def words_of(needed: Requirement) -> Iterator[bytes]:
 
 
 def marks(needed: Requirement) -> frozenset[bytes] | None:
-    """Words, as long as possible, one of which every match holds; None where there are none."""
+    """Words, as long as possible, at least one of which every match contains; None if there are
+    none."""
     if isinstance(needed, bytes):
         return frozenset({needed})
     inner = [marks(part) for part in needed.of]
@@ -103,11 +105,11 @@ def windows(text: str, words: Iterable[str], reach: int) -> Iterator[tuple[int, 
 
 
 def superlinear(regex: str) -> str | None:
-    """Why a search for `regex` may take more than linear time; None where it cannot.
+    """Why a search for `regex` may take more than linear time; None if it cannot.
 
-    A search tries every position of the text. Where each repeat has a bound, each try costs a
-    constant at most. An expression that begins with `^` is tried once and may hold one repeat
-    without a bound, of one character.
+    A search tries every position of the text. If every repeat is bounded, each try costs at most a
+    constant. An expression that begins with `^` is tried once, so it may contain one unbounded
+    repeat, of a single character.
     """
     for branch in _branches(_items(regex)):
         anchored = (

@@ -1,4 +1,4 @@
-"""Explains a whole log in one pass, with flat memory, whatever its content."""
+"""Explains a whole log in one pass and with constant memory, whatever its content."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CHUNK = 1 << 18
 
 @dataclass(frozen=True)
 class Explained:
-    """One label of a log, in words for people."""
+    """One label of a log, in human-readable form."""
 
     label: str
     severity: str
@@ -58,7 +58,7 @@ class LogExplanation:
 
     @property
     def root(self) -> Explained | None:
-        """The cause of the others; None where nothing is wrong."""
+        """The finding that caused the others; None if nothing is wrong."""
         return next((finding for finding in self.findings if finding.root), None)
 
     def as_dict(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class LogExplanation:
 def explain(
     log: BinaryIO, knowledge: Knowledge, training: oom.Training, redact: Callable[[str], str] = str
 ) -> LogExplanation:
-    """Read `log` to its end. Raises only OSError, where it can't be read."""
+    """Read `log` to its end and explain it. Raises only OSError, if the log cannot be read."""
     scanner, case, size, unfinished = Scanner(knowledge), RootCauseAnalyzer(knowledge), 0, False
     while chunk := log.read(_CHUNK):
         size += len(chunk)

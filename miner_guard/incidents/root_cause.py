@@ -15,16 +15,17 @@ _KEPT = 4
 
 _MAX_RANKS = 1024
 _SURVIVED_AFTER = 200
-"""An exception or a retry followed by this many lines without an exit: the program coped."""
+"""If this many lines follow an exception or a retry without an exit, the program recovered from
+it."""
 
 
 _STILL_COPING = 30
-"""Lines after a program's word that it coped with an error within which an unknown exception
-contradicts it."""
+"""After the program reports that it recovered from an error, an unknown exception within this many
+lines contradicts the report."""
 
 _FEW = 3
-"""Below this many failures of an optional dependency, with training continuing, treat the outage as
-transient."""
+"""If an optional dependency fails fewer times than this while training continues, treat the outage
+as transient."""
 
 
 @dataclass
@@ -33,12 +34,12 @@ class SightingHistory:
 
     kept: list[Sighting] = field(default_factory=list)
     recent: deque[int] = field(default_factory=lambda: deque(maxlen=64))
-    """Lines of the latest sightings, which a retraction may remove."""
+    """Line numbers of the latest sightings, which a retraction may remove."""
 
     count: int = 0
     ranks: set[int] = field(default_factory=set)
     passed: int = 0
-    """Line number by which training continued after it."""
+    """The line that shows that training continued after the sighting; 0 if none does."""
 
     @property
     def behind(self) -> bool:
@@ -46,7 +47,7 @@ class SightingHistory:
         return bool(self.recent) and self.recent[-1] <= self.passed
 
     def add(self, sighting: Sighting) -> None:
-        """Count a sighting; a message that continues replaces its beginning."""
+        """Count a sighting. The longer form of a message that continues replaces its beginning."""
         if self.recent and self.recent[-1] == sighting.line:
             self.kept = [
                 sighting if s.line == sighting.line and sighting.more else s for s in self.kept
@@ -62,8 +63,8 @@ class SightingHistory:
             self.ranks.add(sighting.rank)
 
     def retract(self, line: int, within: int | None) -> list[Sighting]:
-        """Remove and return the sightings of the last `within` lines before `line`; None: all
-        before it."""
+        """Remove and return the sightings in the last `within` lines before `line`, or all before
+        it if `within` is None."""
         if within is None:
             self.kept = [s for s in self.kept if s.line > line]
             self.count = len(self.kept)
@@ -101,7 +102,8 @@ class RootCauseAnalyzer:
         """Sightings of the latest launch that showed any, where the log marks launches."""
 
         self._coped: list[tuple[int, list[Sighting]]] = []
-        """Sightings that the program said it coped with, and the line where it did."""
+        """Sightings of errors from which the program reported a recovery, with the line of that
+        report."""
 
         self._last = 0
 
@@ -123,7 +125,8 @@ class RootCauseAnalyzer:
 
     def _see(self, found: Sighting) -> None:
         if found.label == "code_bug" and found.role in ("exception", "symptom"):
-            # It did not cope: it ended right after it said so, for no other reason.
+            # The program did not recover: it ended right after it claimed to, for no other known
+            # reason.
             for line, sightings in self._coped:
                 if 0 <= found.line - line <= _STILL_COPING:
                     for earlier in sightings:
@@ -147,12 +150,13 @@ class RootCauseAnalyzer:
             self._coped = [*self._coped[-_KEPT + 1 :], (item.line, gone)]
 
     def _launched(self) -> None:
-        """Sightings of the previous launch no longer count once this one shows any."""
+        """Start a new launch: once it shows sightings, those of the previous launch no longer
+        count."""
         self._before = self._trails or self._before
         self._trails = {}
 
     def incidents(self, lines: int) -> list[Incident]:
-        """One entry per label in log order, at most one of them the root; `lines` is the log's
+        """One entry per label, in log order; at most one of them is the root. `lines` is the log's
         length."""
         trails = {
             key: trail

@@ -29,7 +29,7 @@ from miner_guard.incidents.tracebacks import MAX_STREAMS, CutOff, Ended, LogLine
 
 _CHAINED = ("exception was the direct cause of", "handling of the above exception")
 _CHAIN_LINES = 6
-"""Lines between an exception and the words that chain it to the next one."""
+"""Maximum lines between an exception and the words that chain it to the next one."""
 
 _TRYING_AGAIN = (
     "retrying",
@@ -43,7 +43,7 @@ _TRIED_AGAIN = re.compile(
     r"|(?<!nccl )\bwarn(?:ing)?\b|userwarning"
 )
 _FELL_BACK = re.compile(r"\busing \w{1,20} instead\b|\bfall(?:ing|en|s)? ?back (?:to|on)\b")
-"""How a program says that it does without what failed."""
+"""How a program reports that it falls back to something else."""
 
 _WARNING = re.compile(r"\[?w(?:\d{3,4})?[ \]]")
 """How torch and glog begin a warning."""
@@ -74,7 +74,7 @@ class Scanner:
         """The latest exception of each rank."""
 
         self._chained: dict[int | None, Sighting] = {}
-        """Exceptions that are about to be followed by another in their chain."""
+        """For each rank, an exception that the next one in its chain is about to follow."""
 
         self._logged: dict[int | None, Sighting] = {}
         """For each rank, the latest error that steps would clear and that a logger printed without
@@ -89,7 +89,7 @@ class Scanner:
         """Number of the next line."""
 
     def feed(self, chunk: bytes) -> list[Seen]:
-        """The sightings in the next chunk, as far as its lines are complete."""
+        """The sightings in the complete lines of the next chunk."""
         if isinstance(chunk, LineChunk) and not self._carry:
             return self._block(chunk)
         data = self._carry + chunk if self._carry else chunk
@@ -111,7 +111,7 @@ class Scanner:
     def _cut_off(self, cut: CutOff) -> list[Sighting]:
         matches = self._knowledge.match(cut.raises.lower()) if cut.raises else []
         if isinstance(matches, Benign) or not matches:
-            told = "a traceback that the log breaks off in"
+            told = "a traceback cut off by the end of the log"
             return [Sighting("code_bug", "symptom", cut.line, told, cut.rank)]
         shown = excerpt(cut.raises, _TOLD)
         line = LogLine(cut.rank, cut.line, cut.raises, cut.raises.lower())
@@ -221,7 +221,8 @@ class Scanner:
             seen.append(Retraction(matches.cancels, line.number, roles=matches.roles, coped=True))
 
     def _matched(self, line: LogLine, matches: list[Pattern], seen: list[Seen]) -> None:
-        """The sightings of a line with these matches; an exception counts without any."""
+        """Record the sightings on a line with these matches; an exception counts even without a
+        match."""
         ended = self._tracebacks.ends(line)
         if ended is not None:
             first, told = self._chained.pop(line.rank, None), bool(matches)
@@ -258,7 +259,8 @@ class Scanner:
             self._logged[sighting.rank] = sighting
 
     def _went_past(self, line: LogLine) -> Iterator[Retraction]:
-        """A rank that fails on a missing file got past the error that it logged before."""
+        """Retract the error that a rank logged before it failed on a missing file: the rank had got
+        past that error."""
         for teller in (line.rank, None):
             if (passed := self._logged.pop(teller, None)) is not None:
                 within = line.number - passed.line
@@ -310,15 +312,16 @@ def _sighting(pattern: Pattern, line: LogLine, role: str, shown: str) -> Sightin
 
 
 def _says_little(matches: list[Pattern]) -> bool:
-    """An exception without a cause: an unknown one, or an exhausted wait."""
+    """Whether the matches name no cause: an unknown exception, or a wait that ran out."""
     return bool(matches) and all(
         pattern is _UNKNOWN_EXCEPTION or "" in pattern.frames for pattern in matches
     )
 
 
 def _role(pattern: Pattern, matches: list[Pattern], lowered: str) -> str:
-    """A cause in a warning or retry is a retry, and a warning where the program does without; a
-    summary beside a symptom is a symptom."""
+    """The role in which the line counts. A cause in a warning or retry counts as a retry, or as a
+    warning if the program falls back to something else; a summary beside a symptom counts as a
+    symptom."""
     if pattern.role in ("cause", "retry") and _FELL_BACK.search(lowered):
         return "warning"
     if pattern.role == "cause" and (

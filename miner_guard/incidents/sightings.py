@@ -18,10 +18,10 @@ class Sighting:
     text: str
     rank: int | None
     cause: str = ""
-    """The pattern's cause, where it differs from the label's."""
+    """The pattern's cause, if it differs from the label's."""
 
     more: str = ""
-    """The following lines, where the message continues there."""
+    """The following lines, if the message continues there."""
 
     fix: str = ""
     """Copied from the pattern, as are `restart`, `source` and `least`."""
@@ -33,19 +33,20 @@ class Sighting:
 
 @dataclass(frozen=True)
 class Retraction:
-    """A line that retracts recent sightings: the program coped with the error, or raised
+    """A line that retracts recent sightings: the program recovered from the error, or raised
     another."""
 
     labels: tuple[str, ...]
     line: int
     within: int | None = 30
-    """Lines that it reaches back; None: to the beginning."""
+    """How many lines it reaches back; None: to the beginning."""
 
     roles: tuple[str, ...] = ()
-    """Retracts only sightings in these roles; in any role where empty."""
+    """Retracts only sightings in these roles; in any role if empty."""
 
     coped: bool = False
-    """The program itself says that it coped; an exception right after it contradicts that."""
+    """The program itself reports that it recovered; an exception right after the line contradicts
+    that."""
 
 
 @dataclass(frozen=True)

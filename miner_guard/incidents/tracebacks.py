@@ -42,7 +42,7 @@ _RUN = re.compile(
     rb"(?:(?P=prefix)(?:" + _SOURCE + rb"|" + _AT + rb"))*",
     re.MULTILINE,
 )
-"""Consecutive frames of one rank with the source that they quote."""
+"""Consecutive frames of one rank, with the source lines that they quote."""
 
 _QUOTED = re.compile(_SOURCE)
 
@@ -54,7 +54,7 @@ _STARTS = "traceback (most recent call last)"
 _IGNORED = "exception ignored in"
 
 MAX_STREAMS = 256
-"""Ranks whose lines are told apart."""
+"""Maximum number of ranks whose lines are tracked separately."""
 
 _MAX_LINES = 2000
 """A traceback still open after this many lines was truncated."""
@@ -74,7 +74,8 @@ class LogLine(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """An exception, with the paths of the traceback that it ends; empty without one."""
+    """An exception, with the paths of the traceback that it ends; `frames` is empty if there is no
+    traceback."""
 
     name: str
     frames: str
@@ -87,7 +88,7 @@ class Frames(NamedTuple):
     """Number of the first line in the block."""
 
     end: int
-    """That of the line after the last one."""
+    """Number of the line after the last one."""
 
     rank: int | None
     starts: bool
@@ -101,7 +102,7 @@ class Frames(NamedTuple):
 
 
 class CutOff(NamedTuple):
-    """A traceback that the log breaks off in."""
+    """A traceback cut off by the end of the log."""
 
     rank: int | None
     line: int
@@ -131,15 +132,16 @@ class Tracebacks:
     def __init__(self) -> None:
         self._open: dict[int | None, _Traceback] = {}
         self._quoting: bytes | None = None
-        """Prefix of the frame that the last block ended in: the next one may begin with its source.
+        """Prefix of the frame in which the last block ended: the next block may begin with that
+        frame's source.
         """
 
     def is_open(self, rank: int | None) -> bool:
-        """Whether this rank prints a traceback."""
+        """Whether this rank is in the middle of printing a traceback."""
         return rank in self._open
 
     def follow(self, line: LogLine) -> bool:
-        """Take a line. True for one that only gives a file position or quotes source: the error
+        """Follow a line. Returns True if it only gives a file position or quotes source: the error
         itself comes at the end."""
         lowered = line.lowered
         inner = lowered.lstrip()
@@ -233,8 +235,8 @@ class Tracebacks:
 
 @lru_cache(maxsize=128)
 def _read(run: bytes, prefix: bytes) -> tuple[str, str]:
-    """The paths of a run of frames, and the last source line with a `raise`; ranks and restarts
-    print the same ones."""
+    """The paths of a run of frames, and the last source line with a `raise`. Cached, because ranks
+    and restarts print the same frames."""
     paths = b" ".join(_PATHS.findall(run)).decode("utf-8", "replace").lower()
     return paths[:_MAX_FRAMES], _last_raise(run, prefix)
 
