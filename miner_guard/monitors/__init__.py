@@ -1,2 +1,2 @@
-"""Monitors: each covers one concern and connects a pure package to the running supervisor. Never
-imports the supervisor."""
+"""Monitors: each covers one concern and connects a pure package to the running supervisor. This
+package never imports the supervisor."""

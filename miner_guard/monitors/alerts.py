@@ -25,7 +25,7 @@ _HEARTBEAT_S = 15.0
 
 
 class AlertsMonitor(Monitor):
-    """Inactive without notifier addresses."""
+    """Sends alerts if `[alerts] urls` is set, and heartbeats if `heartbeat_url` is set."""
 
     name = "alerts"
 
@@ -66,8 +66,8 @@ class AlertsMonitor(Monitor):
             self._outbox.put(replace(alert, title=redact(alert.title), body=redact(body)))
 
     def _verdict(self) -> str:
-        """The verdict of this moment: the monitor `verdict` waits until a condition has settled, an
-        alert does not."""
+        """The current verdict and its next step. The monitor `verdict` waits until a condition has
+        lasted for a while; an alert does not wait."""
         status = StatusDocument.from_json(self.context.status())
         now = judge(status, self._memory)
         known = status.verdict
@@ -77,7 +77,7 @@ class AlertsMonitor(Monitor):
         return headline(verdict) + (f"\nNext: {step}" if step else "")
 
     def _report(self, finding: Finding) -> None:
-        """Called from the outbox's threads."""
+        """Redact a finding and log it. Called from the outbox's threads."""
         self.context.emit(replace(finding, fields=self.context.redactor.value(finding.fields)))
 
     def _heartbeat(self) -> None:
@@ -113,10 +113,11 @@ class AlertsMonitor(Monitor):
 
 
 def send_test(settings: AlertSettings) -> probe.Answer:
-    """Send a test message to all configured targets; the answer's value is their number."""
+    """Send a test message to every configured target. The answer's value is the number of targets;
+    it is unknown, with the reasons, if a target did not accept the message."""
     title, body = (
         f"[{socket.gethostname()}] miner-guard test",
-        "This is a test message of miner-guard. Alerts arrive.",
+        "This is a test message from miner-guard: alerts reach you.",
     )
     messages = [
         {"id": number, "target": number, "url": url, "level": "info", "title": title, "body": body}

@@ -1,4 +1,4 @@
-"""Audits by themselves: on a schedule and after each verified push, within a byte budget."""
+"""Audits the published repo on a schedule and after each verified push, within a byte budget."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from validators.profiles import chosen, limits_of
 
 _EVERY_S = 600.0
 _REPEAT_S = 3600.0
-"""An unchanged verdict is logged at debug level until then."""
+"""For this long, an unchanged verdict is logged only at debug level."""
 
 
 class AuditMonitor(Monitor):
-    """Inactive without a repo, or where `[repo] audit_every_s` is 0."""
+    """Inactive without a repo, or if `[repo] audit_every_s` is 0."""
 
     name = "audit"
 
@@ -47,7 +47,7 @@ class AuditMonitor(Monitor):
         return ()
 
     def _audit(self) -> None:
-        # A scheduled audit is still running: that one or the next sees the push.
+        # An audit is still running: that one or the next scheduled one covers the push.
         if not self._running.acquire(blocking=False):
             return
         try:
@@ -72,7 +72,7 @@ def interval_s(config: Config) -> float:
 
 
 def allreduce_of(fields: Any) -> AllReduce:
-    """How an AllReduce ended, from the event's fields or the monitor `swarm`'s section of the
-    status."""
+    """How an AllReduce ended, from the fields of its event or from the `swarm` monitor's
+    section of the status."""
     failed = fields.get("reason") is not None
     return AllReduce(str(fields["reason"]) if failed else None)

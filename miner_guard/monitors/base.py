@@ -1,7 +1,7 @@
 """Monitors: each covers one concern; the supervisor feeds them and logs their findings.
 
 A monitor connects a pure package (detectors, incidents, uploads, health) to the running supervisor,
-which calls every monitor from its own thread. A monitor must not block: slow work goes through
+whose thread calls all monitors. A monitor must not block: slow work goes through
 `Context.jobs`. A monitor that raises is reported once (`guard_degraded`) and the others continue.
 """
 
@@ -42,11 +42,11 @@ class Exit:
 
     signal: int | None
     asked: bool
-    """The guard requested the exit: a stop, a restart by `ctl`, or the end of a hang."""
+    """Whether the guard requested the exit: to stop, to restart for `ctl`, or to end a hang."""
 
     finished: bool
-    """Every rank reported that it finished, or code 0 and `[miner] finite`, or code 0 and all the
-    evidence of `attribution.ran_to_its_end`."""
+    """Whether the miner finished its work: every rank reported that it finished, or the exit code
+    is 0 and either `[miner] finite` is set or `attribution.ran_to_its_end` has all its evidence."""
 
     runtime_s: float
 
@@ -78,8 +78,8 @@ class SupervisorControl(Protocol):
         ...
 
     def finish(self, cause: str) -> None:
-        """Stop the rest of a miner whose ranks have finished, and end the guard as after a normal
-        finish."""
+        """Stop what is left of a miner whose ranks have finished. The guard then exits as it does
+        when the miner finishes by itself."""
         ...
 
     def use_command(self, command: Sequence[str]) -> None:
@@ -126,8 +126,8 @@ class Monitor:
     name = "part"
 
     words: frozenset[bytes] | None = None
-    """The monitor receives all lines that contain one of these words, and few others. Each is a
-    `line_templates.template`. None: all output; empty: no output."""
+    """A filter: the monitor receives every line that contains one of these words, and a few others.
+    Each word has the form that `line_templates.template` returns. None: all output; empty: none."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -165,8 +165,8 @@ class Monitor:
         return ()
 
     def objection(self) -> str | None:
-        """Why a miner that exited with code 0 has not finished; None without an objection. Called
-        before `on_exit`, after the last output."""
+        """Why a miner that exited with code 0 has not finished; None if nothing speaks against it.
+        Called before `on_exit`, after the last output."""
         return None
 
     def on_exit(self, end: Exit) -> Iterable[Finding]:

@@ -42,7 +42,7 @@ class ChainMonitor(Monitor):
 
     def _refresh(self) -> None:
         reading = chain.query(self._settings)
-        # Take the time first: querying the master's repo can be slow.
+        # Read the clock first: querying the master's repo can be slow.
         now = self.context.clock.monotonic()
         ahead = NetworkProgress(reason="not asked for")
         if reading.reason is None and self._settings.master_uid is not None:
@@ -53,8 +53,8 @@ class ChainMonitor(Monitor):
     def observe(
         self, reading: ChainReading, ahead: NetworkProgress, now: float
     ) -> Iterator[Finding]:
-        """The findings for one chain poll at `now` (monotonic). Their `network` field is for the
-        gate."""
+        """The findings for one chain poll at `now` (monotonic). Their `network` field goes to
+        the gate."""
         frozen = self._frozen_s(reading, now)
         # Date a block by its first sighting: the chain advances even if this node has stalled.
         seen_at = now if self._moved is None else self._moved[1]
@@ -101,8 +101,8 @@ class ChainMonitor(Monitor):
             )
 
     def _frozen_s(self, reading: ChainReading, now: float) -> float | None:
-        """Seconds without a new block, reported after ten block times; a stalled node misleads the
-        miner."""
+        """Seconds without a new block; None until they amount to ten block times. A stalled node
+        misleads the miner."""
         if reading.block is None:
             return None
         if self._moved is None or reading.block != self._moved[0]:

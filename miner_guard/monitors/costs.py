@@ -1,4 +1,4 @@
-"""Costs: one account of the ranks' monitoring, the hook's overhead and the guard's jobs."""
+"""Costs: accounts for the ranks' monitoring, the hook's overhead and the guard's jobs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHOWN = 12
 
 
 class CostsMonitor(Monitor):
-    """Feeds the tracker. Phases and `track` calls are different operations with different names."""
+    """Feeds the cost tracker. Phases and `track` calls count as separate operations."""
 
     name = "costs"
 
@@ -61,12 +61,12 @@ class CostsMonitor(Monitor):
         return (self._step_s or self._ran_s + running) - self.tracker.blocking_s()
 
     def _training_step_s(self) -> float | None:
-        """Seconds of training per step of the lead rank; None before its first."""
+        """Seconds of training per step of the lead rank; None before its first step."""
         return max(0.0, self._training_s()) / self._steps if self._steps else None
 
     def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
-        # Ranks wait for each other, so all pay what one of them pays. Count the lead rank's costs
-        # only.
+        # Ranks wait for each other, so a cost on one delays them all: count only the lead rank's
+        # costs.
         if isinstance(entry, CostEntry) and rank == (self._lead or 0):
             self.tracker.record(
                 entry.operation, entry.seconds, blocking=entry.blocking, calls=entry.count
@@ -101,7 +101,7 @@ class CostsMonitor(Monitor):
 
     def _enter_own(self) -> None:
         """Record the supervisor's CPU time outside jobs (relay, detectors, sinks), and that of its
-        helpers: the HTTP port, the sampler of the GPUs, senders, probes."""
+        helpers: the HTTP port, the GPU sampler, senders, probes."""
         jobs = self.tracker.background_s("job.")
         loop = time.process_time() - jobs
         self.tracker.record("guard.loop", max(0.0, loop - self._loop_cpu_s), blocking=False)

@@ -29,11 +29,11 @@ _EVENTS = {
 
 
 class CurvesMonitor(Monitor):
-    """Judges the loss of the lowest rank that reports one, NaN on any rank, and memory of each
-    rank.
+    """Judges the loss of the lowest rank that reports one, NaN on any rank, and the memory of
+    each rank.
 
-    The evaluation loss comes with the steps; if no step ever carries one, from the miner's printed
-    lines.
+    The evaluation loss comes with the steps or, as long as no step carries one, from the miner's
+    printed lines.
     """
 
     name = "curves"
@@ -52,7 +52,7 @@ class CurvesMonitor(Monitor):
         self._recent = SortedWindow(16)
         self._last_step: tuple[int, StepRecord] | None = None
         self._evaluations_come = False
-        """Steps carry evaluations; the miner's lines then add nothing new."""
+        """Whether steps carry evaluations, so that the miner's lines add nothing new."""
 
         self._memory: dict[int, MemoryWatch] = {}
         self._lead: int | None = None
@@ -148,12 +148,12 @@ class CurvesMonitor(Monitor):
 
 
 def _number(step: StepRecord) -> int:
-    """The step number that people know: the inner step, else the process's step count."""
+    """The step number that users see: the inner step, else the process's step count."""
     return step.inner_step if step.inner_step is not None else step.total_steps
 
 
 def to_finding(anomaly: Anomaly, rank: int, step: StepRecord) -> Finding:
-    """The event of an anomaly, with its evidence, causes and fixes."""
+    """The finding for an anomaly, with its evidence, cause and fixes."""
     common: dict[str, Any] = {
         "detail": anomaly.detail,
         "cause": anomaly.cause,

@@ -61,7 +61,8 @@ class DiagnosisMonitor(Monitor):
 
 
 def _resources(reports: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Source 002's line: what this machine gives a rank."""
+    """Source 002's line: CPU cores, batch size, GPU and dtype of the first rank without an
+    error."""
     first = next((r for r in reports if not r.get("error")), None)
     if first is None:
         return []

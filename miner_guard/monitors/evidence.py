@@ -1,5 +1,5 @@
-"""Collects evidence of a hang before it is ended: stacks, kernel states, flight record tails, the
-last output.
+"""Collects evidence of a hang before the guard ends the miner: stacks, kernel states, flight record
+tails, the last output.
 
 Collection runs in a job thread with a deadline; the folder records what could not be collected.
 """
@@ -78,7 +78,7 @@ class Gathered:
 
 
 def identity_of(state: StateDir, rank: int) -> Identity | None:
-    """Identity in the rank's current flight record; None if it can't be read."""
+    """The identity stored in the rank's current flight record; None if it can't be read."""
     try:
         flight = FlightReader(state.flight_of(rank))
     except (OSError, BadFlight):
@@ -100,7 +100,7 @@ def header_of(state: StateDir, rank: int) -> Now | None:
 
 
 def subjects(state: StateDir, ranks: Mapping[int, Now]) -> list[Subject]:
-    """The ranks' identities, from their flight records."""
+    """One subject for each rank whose flight record is readable, ordered by rank."""
     found: list[Subject] = []
     for rank, now in sorted(ranks.items()):
         identity = identity_of(state, rank)
@@ -114,7 +114,8 @@ class Scene:
     """An ongoing hang and its evidence folder."""
 
     def __init__(self, state: StateDir, folder: Path, who: list[Subject], timeout_s: float) -> None:
-        """Raises OSError if the folder can't be created."""
+        """`timeout_s`: how long collecting the stacks may take. Raises OSError if the folder can't
+        be created."""
         # Goes through this process's file writer: an unresponsive disk raises here, so no thread
         # blocks in the direct writes that follow.
         write_json(folder / _STORY, {})
@@ -137,8 +138,8 @@ class Scene:
         return self._frames
 
     def behind(self) -> tuple[int, ...]:
-        """By the stacks that `frames` stored: the ranks outside the collective that the others wait
-        in. Empty unless every rank's stacks are known."""
+        """The ranks that are outside the collective that the others wait in, according to the
+        stacks that `frames` stored. Empty unless every rank's stacks are known."""
         known = len(self._waiting) == len(self._who)
         return outside_the_collective(self._waiting) if known else ()
 
@@ -173,12 +174,12 @@ class Scene:
 
 
 def frame_of(stacks: Path) -> str | None:
-    """The innermost frame of the miner's code in a file of stacks; None without one."""
+    """The innermost frame of the miner's code in a file of stacks; None if it has no such frame."""
     return innermost_user_frame(_read_stacks(stacks))
 
 
 def _read_stacks(stacks: Path) -> str:
-    """The file's text; empty where no stacks could be had."""
+    """The file's text; empty if it can't be read."""
     try:
         return stacks.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -214,7 +215,8 @@ def _read(path: Path) -> str:
 
 
 def _stacks(state: StateDir, folder: Path, who: list[Subject], deadline: float) -> dict[int, str]:
-    """Write one file per rank; returns which tool produced it, or why none did."""
+    """Write each rank's stacks to a file. Returns, by rank, the tool that produced them or why
+    there are none."""
     sources = {subject.rank: "gone" for subject in who}
     living = [subject for subject in who if not subject.gone]
     spies = {
@@ -231,8 +233,8 @@ def _stacks(state: StateDir, folder: Path, who: list[Subject], deadline: float) 
 
 
 def _collectives(state: StateDir, folder: Path, who: list[Subject]) -> dict[int, list[Any]]:
-    """The latest collectives of the ranks that answer in time; a rank that holds the GIL does
-    not."""
+    """The latest collectives of each rank that answers in time. A rank that holds the GIL cannot
+    answer."""
     asked = {
         s.rank: state.collectives_of(s.rank)
         for s in who
@@ -270,7 +272,8 @@ def _stack_file(folder: Path, subject: Subject) -> Path:
 
 
 def spy(path: Path, pid: int) -> subprocess.Popen[bytes] | None:
-    """Start py-spy, which writes the stacks of `pid` to `path`; None where it is not installed."""
+    """Start py-spy, which writes the stacks of `pid` to `path`; None if it is not installed or does
+    not start."""
     beside = Path(sys.executable).with_name("py-spy")
     program = str(beside) if beside.exists() else shutil.which("py-spy")
     if program is None:
@@ -289,7 +292,7 @@ def spy(path: Path, pid: int) -> subprocess.Popen[bytes] | None:
 
 
 def wait_for_spy(child: subprocess.Popen[bytes], deadline: float) -> bool:
-    """Whether py-spy succeeded before the deadline (monotonic); ends it otherwise."""
+    """Wait for py-spy until `deadline` (monotonic), then kill it. Returns whether it succeeded."""
     try:
         return child.wait(timeout=max(0.0, deadline - time.monotonic())) == 0
     except subprocess.TimeoutExpired:
@@ -300,9 +303,9 @@ def wait_for_spy(child: subprocess.Popen[bytes], deadline: float) -> bool:
 
 
 def faulthandler(source: Path, path: Path, process: processes.Process) -> str:
-    """Copy to `path` the stacks that the process appends to `source` on a signal; returns how that
-    went. The signal goes only to a process that announced its handler there: without it, it
-    kills."""
+    """Signal the process to append its stacks to `source`, and copy them to `path`. Returns
+    `faulthandler` on success, else `none:` and the reason. Signals only a process that announced
+    its handler in `source`: without a handler, the signal would kill it."""
     try:
         before = read_regular(source)
     except OSError:

@@ -18,19 +18,19 @@ _MAX_NAMED = 4
 
 @dataclass(frozen=True)
 class Place:
-    """Where one process of the miner is."""
+    """Where in its code one of the miner's processes is."""
 
     pid: int
     state: str
-    """As in /proc: `T` is stopped."""
+    """The process state as in /proc: `T` means stopped."""
 
     frame: str | None
     """The innermost frame of the miner's code; None without stacks."""
 
 
 def places(state: StateDir, folder: Path, launcher: int, timeout_s: float) -> list[Place]:
-    """Where the Python processes at and below `launcher` are, innermost first; writes their stacks
-    to `folder`. Raises OSError."""
+    """Find where `launcher` and its descendants that run Python are, those without children first,
+    and write their stacks to `folder`. Raises OSError."""
     deadline = time.monotonic() + timeout_s
     among = processes.table()
     family = processes.descendants([launcher], among)
@@ -59,7 +59,7 @@ def _of_python(family: Iterable[Process], state: StateDir) -> list[Process]:
 
 
 def _written(state: StateDir, path: Path, process: Process, deadline: float) -> bool:
-    """Whether its stacks are in `path`, by the process itself or by py-spy."""
+    """Have the process itself, else py-spy, write its stacks to `path`. Returns whether one did."""
     source = state.early_stacks_of(process.pid)
     if faulthandler(source, path, process) == "faulthandler":
         return True
@@ -68,8 +68,8 @@ def _written(state: StateDir, path: Path, process: Process, deadline: float) -> 
 
 
 def described(found: Iterable[Place]) -> str:
-    """`train.py:14 (pid 4711)`, for the event's line; a stopped process says so. Empty without any
-    place."""
+    """Describe the places for the event's line, such as `train.py:14 (pid 4711)`, and say which
+    processes are stopped. Empty if there is nothing to name."""
     rows = [place for place in found if place.frame is not None or place.state == "T"]
     words = []
     for place in rows[:_MAX_NAMED]:

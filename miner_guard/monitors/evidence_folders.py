@@ -19,7 +19,8 @@ def folder(state: StateDir, wall_s: float, label: str) -> Path:
 
 
 def prune(state: StateDir, keep: int) -> None:
-    """Remove all but the newest `keep` folders; ignore other names. Raises OSError."""
+    """Remove all but the newest `keep` evidence folders; leave other names alone. Raises
+    OSError."""
     if not state.incidents.is_dir():
         return
     ours = sorted(path for path in state.incidents.iterdir() if _OURS.fullmatch(path.name))

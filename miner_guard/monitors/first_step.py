@@ -1,4 +1,5 @@
-"""First step: reports a miner that shows no step yet, with the line that came nearest to one."""
+"""First step: reports a miner that has shown no step yet, and quotes its line that most resembles
+one."""
 
 from __future__ import annotations
 
@@ -15,29 +16,32 @@ from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
 
 _WHY_NO_STEP = {
-    None: "no rank has called miner_guard.init(). It waits before that, or it never calls the "
-    "hook: then start it with --attach sn38, auto or log",
-    "sn38": "--attach sn38 found nothing that it knows in this miner; try --attach auto or log",
+    None: "no rank has called miner_guard.init(). Either the miner has not got that far, or it "
+    "never calls the hook: then start it with --attach sn38, auto or log",
+    "sn38": "--attach sn38 found nothing to hook in this miner; try --attach auto or log",
     "auto": (
         "--attach auto found no training loop of torch in this miner; try --attach log, or "
         "call the hook"
     ),
-    "log": "none of the miner's lines was known as a step's; describe them in [miner] log_patterns",
+    "log": (
+        "none of the miner's lines was recognized as a step; describe the step lines in [miner] "
+        "log_patterns"
+    ),
 }
 """By attach mode: why a live miner shows no steps, and what to do."""
 
 _PERSISTS_S = 60.0
-"""How long lines that look like steps may come without a step: a hook reports within seconds."""
+"""How long the miner may print step-like lines before it reports a step: a hook takes seconds."""
 
 _MAX_LINES = 2_000
 """Lines read per launch; reading one by the grammar takes as long as relaying hundreds."""
 
 _IS_A_STEP = 3
-"""Nearness of a line that the grammar reads as a step; a `Miss` has less."""
+"""Nearness of a line that the grammar reads as a step; that of a `Miss` is lower."""
 
 
 class FirstStepMonitor(Monitor):
-    """Idle once a step was seen."""
+    """Watches each launch until its first step; a hang or a stop ends the watch too."""
 
     name = "first_step"
     words = frozenset({b"step", b"iter", b"loss", b"epoch", b"batch", b"it/s", b"s/it"})
@@ -49,20 +53,20 @@ class FirstStepMonitor(Monitor):
     def _begin(self, launch: Launch | None) -> None:
         """Reset the state for a new launch."""
         self._launch = launch
-        """None without a running launch, and once a step or a hang was seen."""
+        """None without a running launch, and after a step, a hang or a stop."""
 
         self._lines = 0
         self._nearest: tuple[int, str] | None = None
-        """Nearness and quotation of the line that came nearest to a step."""
+        """Nearness and quotation of the line that most resembles a step."""
 
         self._nearest_at = 0.0
-        """When the first such line came."""
+        """When the first line that resembles a step arrived."""
 
         self._noticed = self._warned = False
 
     @cached_property
     def _patterns(self) -> Patterns:
-        # Made for the first line that could be a step: most miners' steps come by the hook.
+        # Compiled only when a line could be a step: most miners report steps through the hook.
         return patterns(self.context.config.miner.profile)
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
@@ -110,7 +114,7 @@ class FirstStepMonitor(Monitor):
             return ()
         hang, waited = self.context.config.hang, now - self._launch.started
         hooked = bool(ranks) and self.context.config.miner.attach != "log"
-        # A miner that hangs is reported as that within this time.
+        # The hang monitor reports a miner that hangs within this time.
         blind = waited > hang.first_step_s + _PERSISTS_S
         if blind and not self._warned and not hooked:
             self._warned = True
@@ -135,7 +139,7 @@ class FirstStepMonitor(Monitor):
             if ranks and attach != "log":
                 phase = ranks[min(ranks)].phase
                 return f"rank {min(ranks)} is in {phase or 'no named phase'}"
-            return "no line of the miner looks like a step's either; it may still be loading"
+            return "none of the miner's lines looks like a step either; it may still be loading"
         nearness, text = self._nearest
         if attach == "log":
             return (
@@ -143,7 +147,7 @@ class FirstStepMonitor(Monitor):
                 "check with `miner-guard attach-check FILE`"
             )
         if nearness < _IS_A_STEP:
-            return f"the line nearest to a step's is {text}"
+            return f"the line that most resembles a step is {text}"
         return (
             f"the miner prints steps, such as {text}, but no rank reports one: "
             f"{_WHY_NO_STEP[attach]}"

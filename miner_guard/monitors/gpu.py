@@ -1,5 +1,5 @@
-"""GPUs while the miner runs: faults as they occur, and source 002's continuous check of the memory
-share."""
+"""GPUs: reports faults as they occur while the miner runs, and checks the share of memory in use as
+source 002 does."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _MAX_LINE_LENGTH = 4096
 _PRINTED = (b"GPU", b"Model: ")
 
 _IDLE_BYTES = 300 * 1024**2
-"""A GPU with less memory in use, over all processes, is not used for training: a bare CUDA context
-takes more."""
+"""A GPU with less memory than this in use by all processes together is not used for training: even
+a bare CUDA context takes more."""
 
 
 class GpuMonitor(Monitor):
@@ -200,8 +200,8 @@ class GpuMonitor(Monitor):
             if self._missing_argument.first():
                 argument = self._settings.batch_argument or "gpu.batch_argument (not set)"
                 what = (
-                    f"no relaunch with a larger batch: {argument} with a whole number is "
-                    "not in the miner's command"
+                    f"no relaunch with a larger batch: the miner's command does not set {argument} "
+                    "to a whole number"
                 )
                 yield make_finding("guard_degraded", what=what)
             return

@@ -27,8 +27,8 @@ from miner_guard.system.processes import cpu_s
 
 _CPU_EVERY_S = 30.0
 _CPU_LOOKS = 10
-"""Interval between CPU time readings of a miner without a reporting rank: so many within the time
-that it may take, and not more often, since each passes through all of /proc."""
+"""For a miner without a reporting rank: read its CPU time every `_CPU_EVERY_S`, or this many times
+per hang limit if that is more often. No more than that, since each reading scans all of /proc."""
 
 
 class HangMonitor(Monitor):
@@ -52,7 +52,7 @@ class HangMonitor(Monitor):
 
         self._hang: Hang | None = None
         self._launch = launch
-        """None without a running launch and once it is being stopped."""
+        """None without a running launch, and while the launch is being stopped."""
 
         self._died: float | None = None
         """When a rank's death was first noticed."""
@@ -114,8 +114,8 @@ class HangMonitor(Monitor):
             return
         self._cpu_read = now
         with contextlib.suppress(OSError):
-            # Without a free descriptor to read /proc nothing is known, and nothing is reported as a
-            # hang.
+            # Without a free descriptor /proc can't be read: the CPU time is unknown, which is not
+            # reported as a hang.
             self._detector.used_cpu(now, cpu_s(pid))
 
     def _lost(self, now: float, ranks: Mapping[int, Now], processes: Processes) -> Hang | None:
@@ -176,8 +176,8 @@ class HangMonitor(Monitor):
                 self._act(hang, str(story["detail"]))
 
     def _with_culprits(self, hang: Hang, behind: tuple[int, ...]) -> Hang:
-        """Where the ranks' headers are alike (FSDP's forward is no phase), their stacks tell which
-        rank the others wait for."""
+        """Name `behind` as the culprits if the headers name none: they look alike in FSDP's forward
+        pass, which is not a phase, but the stacks show which ranks the others wait for."""
         if hang.culprits or not behind:
             return hang
         rest = sorted(self._ranks.keys() - set(behind))
@@ -188,7 +188,8 @@ class HangMonitor(Monitor):
         return replace(hang, culprits=behind, detail=detail)
 
     def _before_init(self, folder: Path) -> list[evidence_before_init.Place]:
-        """Where the processes are while no rank is known; empty without a running launch."""
+        """Find where the miner's processes are while no rank is known; empty without a running
+        launch."""
         launch = self._launch
         if launch is None:
             return []
@@ -198,7 +199,7 @@ class HangMonitor(Monitor):
 
     def _story(self, hang: Hang, frames: Mapping[int, str], elsewhere: str) -> dict[str, Any]:
         """The fields of the hang's event and of hang.json; `frames` maps each rank to its innermost
-        frame in the miner's code. `elsewhere`: what only another node can tell."""
+        frame in the miner's code. `elsewhere`: a hint at the other nodes, or empty."""
         named = {
             rank: frames[rank] for rank in hang.culprits or sorted(frames)[:1] if rank in frames
         }
@@ -230,8 +231,8 @@ class HangMonitor(Monitor):
         if self._launch is None:
             return
         if self._hang is not hang:
-            # Gathering takes seconds: spare ranks that step again and a launch that has replaced
-            # this one.
+            # Gathering takes seconds. If the ranks step again by now, or another launch has
+            # replaced this one, leave the miner alone.
             what = "it ended by itself while its evidence was gathered; the miner is left alone"
             self.context.emit(make_finding("hang_evidence", level="info", detail=what, ranks=[]))
         elif hang.finished:
@@ -256,9 +257,10 @@ class HangMonitor(Monitor):
 
 
 def _elsewhere(hang: Hang, who: Sequence[Subject]) -> str:
-    """Where to look if no rank of this node stands out and others run elsewhere; else empty."""
+    """Point to the other nodes if they run ranks and no rank of this node stands out; else
+    empty."""
     identities = [subject.identity for subject in who if subject.identity.local_world_size]
     others = max((one.world_size - one.local_world_size for one in identities), default=0)
     if hang.culprits or hang.finished or others <= 0:
         return ""
-    return f"; {counted(others, 'rank')} on other nodes: the guard of the one that is late names it"
+    return f"; {counted(others, 'rank')} on other nodes: the late rank's guard names it"

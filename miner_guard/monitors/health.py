@@ -55,8 +55,8 @@ class HealthMonitor(Monitor):
         self.context.emit(make_finding("guard_degraded", what=what))
 
     def gpu_memory_levels(self) -> Mapping[str, int] | None:
-        """Freshly read used bytes by UUID; None without a GPU. Blocks for at most the sampler's
-        deadline."""
+        """The GPU memory in use, in bytes by UUID, read now; None without a GPU. Blocks for at most
+        the sampler's deadline."""
         return self._nvml.memory_levels()
 
     def _gpus(self) -> Mapping[str, Any]:

@@ -1,5 +1,5 @@
-"""A process that a monitor keeps beside the guard: it reads what the guard has written, so that its
-trouble reaches neither the guard nor the miner."""
+"""A helper process that a monitor keeps running beside the guard. It works from files
+that the guard has written, so its failures affect neither the guard nor the miner."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class HelperSpec:
 
     module: str
     order: Mapping[str, Any]
-    """Its settings: one line of JSON on its stdin, never a command line, for they may hold
-    secrets."""
+    """Its settings, sent as one line of JSON on its stdin; never on its command line, since they
+    may hold secrets."""
 
     env: Mapping[str, str]
     lacking: str
-    """What is missing while it does not run: `no HTTP port`."""
+    """What to report as unavailable while it does not run, such as `no HTTP port`."""
 
     refusal: str = "its process ended before it answered"
-    """Why it may have ended without an answer."""
+    """The likely reason if it ends without an answer."""
 
 
 class HelperProcess:
@@ -61,7 +61,7 @@ class HelperProcess:
 
         self.child: subprocess.Popen[bytes] | None = None
         self.running = False
-        """It runs, and has answered if it has to."""
+        """Whether it runs and, if an answer is expected, has answered."""
 
         self._again_at: float | None = None
         self._started_at = context.clock.monotonic()
@@ -74,7 +74,8 @@ class HelperProcess:
         self._context.jobs.once(self._spec.job, self._open)
 
     def tick(self, now: float) -> list[str]:
-        """Restart it if it has exited and its pause is over. Returns its further lines."""
+        """Restart it if it has exited and its backoff is over. Returns the lines that it has
+        written after its answer."""
         lines = self._lines() if self.running else []
         if self.running and self.child is not None and self.child.poll() is not None:
             self._close()
@@ -94,7 +95,7 @@ class HelperProcess:
             self.child.kill()
 
     def let_finish(self) -> None:
-        """End its stdin, after which it finishes its work and exits, if need be after the guard."""
+        """Close its stdin: it then finishes its work and exits, if necessary after the guard."""
         self._stopping = True
         if self.child is not None:
             _let_finish(self.child)

@@ -1,4 +1,4 @@
-"""Incidents: names failures in the miner's output once, by root cause."""
+"""Incidents: reports each failure in the miner's output once, under its root cause."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ CAUSELESS_S = 30.0
 how the lost rank ended only after it has stopped the others (torchrun gives them 30 s)."""
 
 EPISODE_S = 600.0
-"""Matches later than this start a new incident, except symptoms."""
+"""A match this long after the previous one starts a new incident, unless it is a symptom."""
 
 SYMPTOMS_S = 3600.0
-"""Limit for symptoms: ranks notice a lost peer only after their collective's timeout."""
+"""A symptom within this time of a reported root belongs to it: ranks notice a lost peer only after
+their collective's timeout."""
 
 COOLDOWN_S = 900.0
 """Minimum time between reports of the same label within one launch."""
@@ -83,7 +84,7 @@ class IncidentsMonitor(Monitor):
         self._reported_at: dict[str, float] = {}
         self._events: set[str] = set()
         self._shown: dict[str, Sighting] = {}
-        """Labels whose cause one of the guard's events has shown."""
+        """Labels whose cause one of the guard's events has established, with that sighting."""
 
         self._finite: dict[int, bool] = {}
         """Whether each rank's last loss was finite."""
@@ -107,7 +108,8 @@ class IncidentsMonitor(Monitor):
         if not self.context.config.logs.classify:
             return ()
         if not self._prepared:
-            # In a thread, before the first traceback: parsing in this one would delay the output.
+            # Prepare in a job, before the first traceback: doing it in this thread would delay the
+            # output.
             self._prepared = True
             self.context.jobs.once("incident knowledge", self._knowledge.prepare)
         self._tail.add(chunk)
@@ -119,7 +121,7 @@ class IncidentsMonitor(Monitor):
         return self._overcome(seen)
 
     def _overcome(self, seen: Iterable[Seen]) -> list[Finding]:
-        """Incidents that were reported and that training then overcame."""
+        """Findings for reported incidents that training has since recovered from."""
         past = {
             label
             for item in seen
@@ -132,7 +134,7 @@ class IncidentsMonitor(Monitor):
         return [make_finding("incident_overcome", label=label) for label in passed]
 
     def _take(self, seen: list[Seen], now: float) -> None:
-        """Add to the case, or to a new one after a long quiet period."""
+        """Add the matches to the case; after a long quiet period, start a new case first."""
         if self._first_s is None and now - self._last_s > EPISODE_S:
             self._case = RootCauseAnalyzer(self._knowledge)
         self._last_s = now
@@ -180,7 +182,7 @@ class IncidentsMonitor(Monitor):
         now = self.context.clock.monotonic()
         self._case.add([*self._scanner.finish(), *self._passed()])
         if end.signal == signal.SIGKILL and not end.asked and self._seen_root() is None:
-            # Nothing printed tells of it: without a launcher there is nobody to.
+            # The output does not mention the signal: without a launcher, no process reports it.
             line = "MINER EXITED: signal SIGKILL"
             self._take([Sighting("host_oom_kill", "exit", self._scanner.line, line, None)], now)
         lasting = self._lasting()
@@ -205,8 +207,8 @@ class IncidentsMonitor(Monitor):
         return [Retraction(tuple(well), self._scanner.line, None, ("cause",))] if well else []
 
     def _lasting(self) -> list[Seen]:
-        """Old causes that the guard still measures: a model with NaN weights fails in ways that no
-        pattern covers."""
+        """Earlier causes that still hold by the guard's own measurements: a model with NaN weights
+        fails in ways that no pattern covers."""
         root = self._seen_root()
         if root is not None and root.label not in ("code_bug", *self._shown):
             return []
@@ -288,7 +290,7 @@ class IncidentsMonitor(Monitor):
         )
 
     def _store(self, folder: Any, story: Mapping[str, Any], output: bytes) -> None:
-        """Runs in a job thread."""
+        """Write the evidence folder. Runs in a job thread."""
         try:
             state_dir.write_json(
                 folder / "incident.json", {**story, "status": dict(self.context.status())}

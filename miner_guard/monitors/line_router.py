@@ -76,7 +76,8 @@ class LineRouter:
         yield from self._unrouted([self._take_line()])
 
     def _redraws(self, text: bytes) -> list[bytes]:
-        """Lines that a carriage return ends; the unfinished one is kept."""
+        """The lines that end in a carriage return; the unfinished rest is kept for the next
+        call."""
         *redraws, last = (self._line + text).split(b"\r")
         self._line = last[:MAX_LINE_BYTES]
         return redraws

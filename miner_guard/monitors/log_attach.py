@@ -1,5 +1,5 @@
-"""Log-only mode: writes the miner's lines into a flight record as the hook would, so that every
-other monitor sees steps."""
+"""Log-only mode: parses steps from the miner's lines and writes them into a flight record as the
+hook would, so that every other monitor sees them."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ STARTING, RUNNING, CLOSED, *_ = layout.STATES
 _SN38_WORDS = frozenset({b"inner step", b"index:", b"reduce", b"pausing", b"push", b"upload"})
 
 _UNHOOKED_S = 3.0
-"""How long a miner may print steps before its ranks report: a hook does so within a second."""
+"""How long a miner may print steps while no rank reports: a hook reports within a second."""
 
 
 class LogAttachMonitor(Monitor):
-    """Reads the lines with `[miner] attach = "log"`, and with `sn38` those of a miner that has no
-    method which that hooks (subnet 38's before 2025-02): it prints steps and no rank reports."""
+    """Reads the miner's lines if `[miner] attach` is `log`. If it is `sn38`, does so only for a
+    miner that lacks the methods to hook (subnet 38's before 2025-02): it prints steps, but no rank
+    reports."""
 
     name = "log_only"
 
@@ -58,7 +59,7 @@ class LogAttachMonitor(Monitor):
         self._flight: FlightWriter | None = None
         self._findings: list[Finding] = []
         self._blind = ""
-        """Why there is no flight record; reported once for consecutive launches."""
+        """Why there is no flight record; reported once while consecutive launches fail alike."""
         self._patterns = self._load() if self._active or self._standby else Patterns(())
         self._begin(0.0)
 
@@ -70,13 +71,13 @@ class LogAttachMonitor(Monitor):
 
         self._line_at: float | None = None
         self._phase, self._phase_at = "", started
-        """The phase that the last line reported, and since when; empty while it trains."""
+        """The phase that the last line reported, empty during plain training, and when it began."""
 
         self._spent: dict[str, float] = {}
-        """Seconds of the phases that have ended since the last step."""
+        """Seconds spent in phases that have ended since the last step, by phase."""
 
         self._outer: int | None = None
-        """The outer step, where a line of its own reports it."""
+        """The outer step, if the miner reports it on a separate line."""
 
         self._longest_gap = 0.0
         self._last: LoggedStep | None = None
@@ -94,7 +95,7 @@ class LogAttachMonitor(Monitor):
             if wrong is None:
                 usable.append(text)
             else:
-                what = f"[miner] log_patterns: {text!r} {wrong}; it is left out"
+                what = f"[miner] log_patterns: {text!r} {wrong}; ignoring this pattern"
                 self._findings.append(make_finding("guard_degraded", what=what))
         return patterns(self.context.config.miner.profile, usable)
 
@@ -104,7 +105,7 @@ class LogAttachMonitor(Monitor):
         return self._open(launch) if self._active else ()
 
     def _open(self, launch: Launch) -> list[Finding]:
-        """Begin the flight record that the lines' steps go into."""
+        """Create the flight record for the steps that the lines report."""
         findings, self._findings = self._findings, []
         try:
             self._flight = FlightWriter(
@@ -133,7 +134,7 @@ class LogAttachMonitor(Monitor):
         return ()
 
     def _take_over(self, launch: Launch, lines: Sequence[bytes], now: float) -> list[Finding]:
-        """Begin to read the lines, if the miner prints steps and no rank reports any."""
+        """Start reading the lines if the miner has been printing steps that no rank reports."""
         prints = any(isinstance(read(_text(raw), self._patterns), StepLine) for raw in lines)
         if not prints or self._ranks:
             return []
@@ -179,7 +180,8 @@ class LogAttachMonitor(Monitor):
             self._show(flight, RUNNING, now)
 
     def _progressed(self, flight: FlightWriter, now: float, *, in_phase: bool) -> None:
-        """A line about a step arrived; `in_phase`: outside of plain training until then."""
+        """Record that a line about a step arrived. `in_phase`: until then the miner was in a phase,
+        not in plain training."""
         if self._line_at is not None and not in_phase:
             self._longest_gap = max(self._longest_gap, now - self._line_at)
         self._line_at = now
@@ -187,7 +189,7 @@ class LogAttachMonitor(Monitor):
         self._show(flight, RUNNING, now)
 
     def _enter(self, phase: str, now: float) -> None:
-        """`phase` begins, unless it has begun already; the one before it ends."""
+        """End the current phase and begin `phase`; does nothing if `phase` is the current one."""
         if phase == self._phase:
             return
         if self._phase:
@@ -199,7 +201,7 @@ class LogAttachMonitor(Monitor):
         line = step.line
         self._enter("", step.end)
         spent, self._spent = self._spent, {}
-        # A line may report a duration shorter than the phases since the step before.
+        # A line may report a step shorter than the phases since the previous step.
         phases = {name: min(s, step.end - step.start) for name, s in spent.items()}
         flags = layout.FLAG_FIRST if self._written == 0 else 0
         flags |= layout.FLAG_SYNC if phases else 0

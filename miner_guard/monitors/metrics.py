@@ -17,8 +17,8 @@ from miner_guard.monitors.helper_process import HelperProcess, HelperSpec
 from miner_guard.system.clock import iso_utc
 
 MIN_TOKEN_LENGTH = 16
-"""Required beyond loopback. 16 random hexadecimal digits are 64 bits: guessing that over the
-network is hopeless."""
+"""The shortest token accepted if the port is not on loopback. 16 random hexadecimal digits are 64
+bits: guessing that over the network is hopeless."""
 
 
 def _is_loopback(host: str) -> bool:

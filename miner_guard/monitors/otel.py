@@ -1,4 +1,4 @@
-"""OpenTelemetry: keeps the process alive that exports events and metrics over OTLP."""
+"""OpenTelemetry: runs, and restarts, the process that exports events and metrics over OTLP."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SDKS_OWN = "OTEL_"
 
 
 class OtelMonitor(Monitor):
-    """Inactive without an endpoint."""
+    """Inactive unless `[otel] endpoint` is set."""
 
     name = "otel"
 
@@ -44,7 +44,7 @@ class OtelMonitor(Monitor):
         if not endpoint.startswith(("http://", "https://")):
             return (
                 f"[otel] endpoint {endpoint} does not begin with http:// or https://; the guard "
-                "speaks OTLP/HTTP, by custom on port 4318"
+                "speaks OTLP/HTTP, usually on port 4318"
             )
         return optional_deps.problem("otel")
 

@@ -12,8 +12,8 @@ from miner_guard.monitors.base import Context, Monitor
 
 
 class PrintedUploadsMonitor(Monitor):
-    """Silent if upload verification is off, and from the first push that a hook reports, in later
-    launches too."""
+    """Reports nothing if upload verification is off. Once a hook has reported a push, stays silent
+    for the rest of the run."""
 
     name = "push_lines"
     words = frozenset({b"push", b"upload"})

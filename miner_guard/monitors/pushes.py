@@ -1,4 +1,4 @@
-"""What the monitor of uploads keeps of a push, and how it words one."""
+"""What the uploads monitor remembers about a push, and how its messages describe one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from miner_guard.flight_recorder.journal import UploadEntry
 from validators.facts import Published
 
 VERIFY_AFTER_S = (0.0, 3.0, 10.0)
-"""Waits before the checks after a push: a rejection must be seen twice, an unreadable repo three
-times."""
+"""Seconds to wait before each check of a push: a mismatch must be seen twice, an unreadable repo
+three times."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def steps_of(entry: UploadEntry) -> tuple[int | None, int | None]:
 
 
 def took(entry: UploadEntry) -> str:
-    """Describe the duration; a log reports only the end of a push."""
+    """Describe how long the push took, which a log does not show: it reports only the end."""
     seconds = entry.seconds
     return "pushed, says the miner's log" if seconds is None else f"pushed in {seconds:.1f}s"
 

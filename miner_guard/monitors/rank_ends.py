@@ -1,5 +1,5 @@
-"""Detects ranks that exit while the others still train, within seconds by their processes, and
-reports them as the cause when the rest of the launch fails as a result."""
+"""Checks the ranks' processes to detect, within seconds, ranks that exit while the others still
+train, and reports them as the cause when the rest of the launch fails as a result."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from miner_guard.monitors.evidence import header_of
 from miner_guard.monitors.rank_processes import RankProcesses
 
 _NOTICE_S = 3.0
-"""At the end of training the ranks of one launch exit up to seconds apart."""
+"""How long a rank must be gone before it is reported: at the end of training, the ranks of a launch
+exit up to a few seconds apart."""
 
 
 class RankEndsMonitor(Monitor):
-    """Runs before the incidents monitor, since the other ranks' output about the loss is a
-    consequence."""
+    """Runs before the incidents monitor, since what the other ranks print about the missing
+    rank is only a consequence."""
 
     name = "rank_ends"
 

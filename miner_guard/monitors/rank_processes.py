@@ -1,5 +1,5 @@
-"""The ranks' processes: whether they live, by pid and start time, so that a rank's death is known
-within seconds."""
+"""Whether the ranks' processes are alive, by pid and start time, so that the guard notices a rank's
+death within seconds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RankProcesses:
         self._refreshed = float("-inf")
 
     def observe(self, now: float, ranks: Mapping[int, Now]) -> Processes:
-        """The state of the ranks' processes; one that cannot be inspected counts as living."""
+        """The state of the ranks' processes; one that cannot be inspected counts as alive."""
         if ranks.keys() != self._identities.keys() or now - self._refreshed >= _REFRESH_S:
             self._refreshed = now
             self._identities = {

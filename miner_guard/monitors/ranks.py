@@ -151,7 +151,7 @@ class RanksMonitor(Monitor):
             elif rank in self._raised:
                 self._raised.discard(rank)
             else:
-                # It cleared before the line that it was suspected.
+                # The suspicion cleared before it was reported.
                 del changed[rank]
         for verdict in sorted({verdict for verdict, _ in changed.values()}):
             ranks = sorted(rank for rank, (v, _) in changed.items() if v == verdict)

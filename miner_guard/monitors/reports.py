@@ -1,4 +1,4 @@
-"""Reports: the ranks' findings and the checkpoints they report."""
+"""Reports: logs the findings and checkpoints that the ranks report."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ every two hours is not late after one."""
 
 
 class ReportsMonitor(Monitor):
-    """Logs the journal's findings and checkpoints; reports once when the newest checkpoint is too
-    old, and at each end of the miner which one to resume from."""
+    """Logs the findings and checkpoints in the ranks' journals. Reports once when the newest
+    checkpoint is too old and, whenever the miner exits, which checkpoint to resume from."""
 
     name = "reports"
 
@@ -44,8 +44,8 @@ class ReportsMonitor(Monitor):
             finding = Finding.from_dict(entry.to_json(), rank)
             if finding is None:
                 what = (
-                    f"rank {rank} reported {entry.event!r}, which is not an event of the "
-                    "catalogue with its fields"
+                    f"rank {rank} reported {entry.event!r}, which is not in the event "
+                    "catalogue or has the wrong fields"
                 )
                 return (make_finding("guard_degraded", what=what),)
             return (finding,)

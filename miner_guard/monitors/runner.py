@@ -18,7 +18,7 @@ _MAX_DEPTH = 4
 
 
 class MonitorRunner:
-    """All monitors of the running supervisor. Supervisor thread only."""
+    """All monitors of the running supervisor. For use in the supervisor's thread only."""
 
     def __init__(self, log: Callable[[Finding], None]) -> None:
         self._log = log
@@ -27,8 +27,8 @@ class MonitorRunner:
         """Called for every finding; drives the restart policy."""
 
         self.deliveries = 0
-        """Steps, entries, output, launches, exits and findings delivered so far: unchanged, the
-        monitors know nothing new."""
+        """Steps, entries, output, launches, exits and findings delivered so far: while the count
+        stays the same, the monitors know nothing new."""
 
         self._output: LineRouter | None = None
         self._failed: set[tuple[str, str]] = set()

@@ -1,5 +1,5 @@
-"""Secrets that the miner prints: reported once, then suppressed, and never repeated. The output is
-relayed unchanged."""
+"""Reports each secret that the miner prints, once and without its value. The guard relays the
+output unchanged."""
 
 from __future__ import annotations
 

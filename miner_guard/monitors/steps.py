@@ -26,7 +26,7 @@ _SLOW_REPEAT_S = 60.0
 
 
 class StepsMonitor(Monitor):
-    """Represents the run by rank 0 (or the lowest rank that reports): collectives give all ranks
+    """Rank 0, or the lowest rank that reports, stands for the whole run: collectives give all ranks
     the same step time."""
 
     name = "steps"
@@ -43,8 +43,8 @@ class StepsMonitor(Monitor):
         self._max: tuple[float, int | None] | None = None
         self._limiter = LineLimiter(context.config.logs.step_lines_per_s)
         self._evaluated = LineLimiter(context.config.logs.step_lines_per_s)
-        """Separate limit for steps with an evaluation: they are rare, and the only points of that
-        curve."""
+        """Separate limit for steps with an evaluation: they are rare, and they are the only
+        points of the evaluation curve."""
 
         self._reset()
 
@@ -64,7 +64,8 @@ class StepsMonitor(Monitor):
         self._low_memory_reports = Once()
         self._peaks_gb: dict[int, float] = {}
         self._timing_remarks = Once()
-        """A pattern of the program, which each later line would repeat: one remark a launch."""
+        """One remark of a kind per launch: it describes the program, so each later line would
+        repeat it."""
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
         self._reset()
@@ -183,7 +184,8 @@ class StepsMonitor(Monitor):
     def _low_memory(
         self, rank: int, step: StepRecord, slow: step_time.SlowStep
     ) -> Iterator[Finding]:
-        """Source 004's second line for a slow step; once a launch, `cpu_fallback` says the rest."""
+        """Source 004's second line for a slow step, once per launch; `cpu_fallback` reports the
+        rest."""
         memory, gpu = gb(step.allocated_bytes), self.context.config.gpu
         low = memory is not None and memory < gpu.low_memory_gb and gpu.expect != 0
         if slow.rule == "absolute" and low and self._low_memory_reports.first():
@@ -196,8 +198,8 @@ class StepsMonitor(Monitor):
         return isinstance(gpus, Mapping) and gpus.get("state") == "absent"
 
     def _pause(self, step: StepRecord, slow: step_time.SlowStep) -> str | None:
-        """The kind of pause; None for a step that is slow in a named phase, or by the absolute
-        rule."""
+        """The kind of pause; None if named phases account for most of the excess time, or if the
+        step broke the absolute limit."""
         if slow.rule != "relative" or slow.median_s is None:
             return None
         outside = step.seconds - sum(step.phases.values())

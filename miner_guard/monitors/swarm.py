@@ -36,7 +36,7 @@ class SwarmMonitor(Monitor):
         self._last: dict[str, Any] | None = None
 
     def on_launch(self, launch: Launch) -> Iterator[Finding]:
-        # The peers of a new process are not fewer than before: it has not joined them yet.
+        # A new process has not joined its peers yet: do not report them as lost.
         self._peers = None
         return iter(())
 

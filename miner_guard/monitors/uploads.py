@@ -1,4 +1,4 @@
-"""Uploads: what is published, what the gate may use of it, and whether reported pushes arrived."""
+"""Uploads: reads what is published, passes it on to the gate, and verifies reported pushes."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ _SETTLED_S = 5.0
 other events."""
 
 _UNWATCHED_S = 600.0
-"""After a longer pause between two ticks (the host slept) nobody knows what held meanwhile."""
+"""If two ticks are further apart than this (the host was suspended), the verdict in between is
+unknown."""
 
 _REPORTED = ("state", "since", "cause", "next_step", "confidence")
 
@@ -37,7 +38,8 @@ class VerdictMonitor(Monitor):
         self._current: RunVerdict | None = None
         self._since = context.clock.wall()
         self._candidate: tuple[str, float] | None = None
-        """A condition that may become the verdict, and the monotonic time since when it holds."""
+        """A condition that may become the verdict, and the monotonic time since which it has
+        held."""
 
         before = read_status(context.state)
         self._week = VerdictWeek(before.verdict.week if before and before.verdict else {})
