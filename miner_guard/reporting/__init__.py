@@ -1,2 +1,2 @@
-"""Output for people: report, bundle and export, metrics, alerts. Reads stored data only and sends
-no request to the guard."""
+"""What leaves the guard: report, bundle, export, metrics, alerts. This package reads only stored
+data and sends no request to the guard."""

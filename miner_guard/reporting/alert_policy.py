@@ -1,4 +1,4 @@
-"""Which findings are alerts, when one repeats, and what resolves it. Pure."""
+"""Decides which findings raise an alert, when an alert repeats, and what resolves it. Pure."""
 
 from __future__ import annotations
 
@@ -43,10 +43,11 @@ OVERNIGHT = frozenset(
         "output_dropped",
     }
 )
-"""Source 003, prompt 3: stalls, loss explosion, nothing saved, any problem, overnight."""
+"""Events of the preset `overnight` (source 003, prompt 3: stalls, loss explosion, nothing saved,
+any problem)."""
 
 _NEVER = frozenset({"alert_sent", "alert_failed"})
-"""An alert about alerts would be a loop."""
+"""Events that never raise an alert: an alert about an alert would cause a loop."""
 
 _ENDS = {
     "upload_succeeded": frozenset({"upload_failed", "repo_stale", "upload_forecast"}),
@@ -60,10 +61,10 @@ _ENDS = {
     "ledger_recovered": frozenset({"ledger_stuck"}),
     "checkpoint_saved": frozenset({"checkpoint_stale"}),
 }
-"""The events that resolve a problem."""
+"""By event: the problems that it resolves."""
 
 BY_PROGRESS = frozenset({"hang_detected", "miner_exited", "miner_restarting"})
-"""Resolved when steps finish again."""
+"""Problems that are resolved once the miner completes steps again."""
 
 _SAME = ("label", "sampler", "job", "check", "gpu", "node", "what")
 """Fields that distinguish two findings of one event."""
@@ -100,7 +101,7 @@ class AlertPolicy:
             yield alert
 
     def progressed(self) -> Iterator[Alert]:
-        """Steps finished: resolves the problems that blocked them."""
+        """Resolve the problems that had stopped training: the miner has completed steps."""
         for event in BY_PROGRESS:
             yield from self._ended(event, "steps are finished again", "")
 

@@ -1,7 +1,7 @@
-"""Delivers alerts from separate threads, through a child with a deadline.
+"""Delivers alerts from separate threads, through a child process with a deadline.
 
-A message that a target did not accept is retried later, behind newer ones: a dead webhook delays no
-other target, and the next alert by at most one deadline.
+A message that a target did not accept is retried later, after newer ones: a dead webhook does not
+delay other targets, and delays the next alert by at most one deadline.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ WITHIN_S = 10.0
 """Time for the targets to accept one batch."""
 
 LAST_WITHIN_S = 7.0
-"""The same for the last attempt: with the child's start it fits into the 10 s that the guard's exit
-waits."""
+"""The same for the last attempt: together with the child's start, it fits into the 10 s for which
+the guard delays its exit."""
 
 START_S = 10.0
 """Time for the child to start on a busy machine."""
 
 RETRIES_S = (5.0, 30.0, 120.0)
 MAX_COUNT = 64
-"""Maximum number of queued alerts; further ones are counted, not kept."""
+"""Maximum number of queued alerts; further ones are dropped and counted."""
 
 _AT_ONCE = 16
 
@@ -55,7 +55,8 @@ class AlertQueue:
     """A bounded queue; `put` never waits. Without targets it drops every alert."""
 
     def __init__(self, targets: Sequence[str], report: Callable[[Finding], None]) -> None:
-        """`report` gets a finding for each alert that was sent or given up; from any thread."""
+        """`report` is called, from any thread, with a finding for each alert that was sent or given
+        up."""
         self._targets = tuple(targets)
         self._report = report
         self._changed = threading.Condition()
@@ -85,7 +86,8 @@ class AlertQueue:
             self._changed.notify()
 
     def close(self) -> None:
-        """Make one last attempt for all queued alerts at once, beside an attempt in progress."""
+        """Make one last attempt to send all queued alerts, without waiting for an attempt in
+        progress."""
         with self._changed:
             self._closing = True
             last = [*self._fresh, *self._later]
@@ -93,7 +95,7 @@ class AlertQueue:
             self._later.clear()
             self._changed.notify()
         if last:
-            # The newest first: it explains why the guard ends.
+            # Send the newest first: it explains why the guard exits.
             last.sort(key=lambda parcel: -parcel.order)
             threading.Thread(
                 target=self._try, args=(last, LAST_WITHIN_S), name="last alerts", daemon=True
@@ -104,7 +106,7 @@ class AlertQueue:
             self._try(parcels, WITHIN_S)
 
     def _next(self) -> list[QueuedAlert]:
-        """Wait for alerts to send; empty at the end."""
+        """Wait for alerts to send; empty once the queue is closing."""
         with self._changed:
             while not self._closing:
                 now = time.monotonic()
@@ -170,5 +172,5 @@ class AlertQueue:
                 make_finding("alert_sent", alert=parcel.alert.title, targets=len(self._targets))
             )
         with self._changed:
-            # Report before it counts as done: the guard's exit waits for the line too.
+            # Count it as done only after the report: the guard's exit waits for that line too.
             self._waiting -= 1

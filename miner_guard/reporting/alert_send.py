@@ -22,12 +22,13 @@ _TYPES = {"critical": "failure", "error": "failure", "warning": "warning"}
 
 
 def main() -> None:
-    """Report the messages that did not arrive, with the reason for each; or 1 for a heartbeat."""
+    """Reply with the messages that were not delivered and the reason for each, or with 1 for a
+    heartbeat that was delivered."""
     request: Mapping[str, Any] = probe.request()
     try:
         done = _ping(request["heartbeat_url"]) if "heartbeat_url" in request else _send(request)
     except ImportError as error:
-        # Or Apprise is installed and lacks a dependency.
+        # Apprise is missing, or is installed without one of its dependencies.
         probe.reply(error=optional_deps.problem("alerts") or f"apprise can't be imported: {error}")
         return
     except (OSError, ValueError) as error:
@@ -44,8 +45,8 @@ def _ping(url: str) -> int:
 
 
 def _send(request: Mapping[str, Any]) -> dict[str, str]:
-    """Sends messages to one target one after another, and to the targets in parallel: a dead one
-    delays no other."""
+    """Send to all targets in parallel, and to each target one message after another: a dead target
+    does not delay the others. Returns the reason for each message that was not delivered."""
     import apprise
 
     within_s = float(request["within_s"])
@@ -56,8 +57,8 @@ def _send(request: Mapping[str, Any]) -> dict[str, str]:
         str(message["id"]): f"{_name(message)} did not answer within {within_s:g} s"
         for message in request["messages"]
     }
-    # Here, not in the threads: the first address makes Apprise import its plugins, and a thread
-    # that arrives meanwhile finds an incomplete list.
+    # Create the services here, not in the threads: the first address makes Apprise import its
+    # plugins, and a thread that asks during the import finds an incomplete list.
     services = {
         target: _service(apprise, messages[0]["url"]) for target, messages in by_target.items()
     }

@@ -1,7 +1,7 @@
-"""The data that a supporter asks for (source 004, "Getting Help"), gathered, redacted, packed with
-a manifest.
+"""Collects the data that support asks for (source 004, "Getting Help"), redacts it, and packs it
+with a manifest.
 
-Redaction is the last step, without exceptions: every file passes through it as text.
+Redaction is the last step and has no exceptions: every file passes through it as text.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Item:
 
 
 def collect(state: state_dir.StateDir, since: str, settings: Settings) -> Iterator[Item]:
-    """All items. An unavailable one holds the reason instead."""
+    """All items. An item whose data is unavailable contains the reason instead."""
     for name, what, events, level, count in _QUESTIONS:
         hits = query.last(state.log, Query(frozenset(events), level), count)
         yield Item(name, what, _lines(hits) or "none in the log\n")
@@ -100,7 +100,7 @@ def _file(path: Path) -> str:
 
 
 def run(command: list[str]) -> str:
-    """Output of a command, or why there is no output."""
+    """Run a command and return its output, or why it has none."""
     if shutil.which(command[0]) is None:
         return f"{command[0]} is not installed\n"
     try:
@@ -170,8 +170,8 @@ def _incidents(state: state_dir.StateDir) -> Iterator[Item]:
 
 
 def pack(output: Path, items: Iterable[Item], redactor: Redactor) -> dict[str, Any]:
-    """Write the archive, redacted, with manifest.json first; replaces `output` only when whole.
-    Raises OSError."""
+    """Write the archive, redacted, with manifest.json first, and return the manifest. Replaces
+    `output` only once the archive is complete. Raises OSError."""
     contents = [(item.name, item.what, redactor.text(item.text).encode()) for item in items]
     manifest = {
         "made": iso_utc(time.time()),

@@ -1,5 +1,5 @@
-"""A run's numbers for TensorBoard and Weights & Biases, read from guard.jsonl in a separate
-process."""
+"""Exports a run's numbers to TensorBoard or Weights & Biases. A separate process reads them from
+guard.jsonl."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Point:
 
 
 def points(hits: Iterable[Hit]) -> Iterator[Point]:
-    """One point per event with numbers. Steps continue across restarts of the miner and never
-    decrease."""
+    """One point per event that has numbers. Step numbers keep increasing across restarts of the
+    miner."""
     step = 0
     for hit in hits:
         try:
@@ -82,8 +82,8 @@ Write = Callable[[Point], None]
 
 
 def tensorboard_writer(folder: Path) -> tuple[Write, Callable[[], None]]:
-    """Writes event files below `folder`. Raises ImportError without the extra `tensorboard`,
-    OSError."""
+    """Functions that write a point to event files below `folder`, and close them. Raises
+    ImportError without the extra `tensorboard`, and OSError if `folder` can't be written."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -103,8 +103,8 @@ def tensorboard_writer(folder: Path) -> tuple[Write, Callable[[], None]]:
 
 
 def wandb_writer(folder: Path, project: str, *, online: bool) -> tuple[Write, Callable[[], None]]:
-    """Logs to Weights & Biases, or without `online` only below `folder`. Raises ImportError without
-    the extra `wandb`."""
+    """Functions that log a point to Weights & Biases (unless `online`, only to files below
+    `folder`), and finish the run. Raises ImportError without the extra `wandb`."""
     import wandb
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ def wandb_writer(folder: Path, project: str, *, online: bool) -> tuple[Write, Ca
 
     def close() -> None:
         run.finish()
-        # wandb's own process still writes after that; only its exit shows that all data is stored.
+        # wandb's own process still writes after that: only its exit proves that all data is stored.
         wandb.teardown()
 
     return write, close

@@ -2,8 +2,8 @@
 supervisor.
 
 It reads status.json and guard.jsonl like any other reader, so abuse of the port never reaches the
-miner or the guard. Its settings are one line of JSON on stdin (never on the command line: they hold
-the token); it answers with one line, the port, and ends when stdin does.
+miner or the guard. It receives its settings as one line of JSON on stdin (never on the command
+line, since they include the token), answers with one line, the port, and exits at EOF on stdin.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from miner_guard.system import inherited
 from uploads import ledger_readers
 
 PATIENCE_S = 10.0
-"""Connections with no complete request after this are closed."""
+"""Connections without a complete request after this many seconds are closed."""
 
 _MAX_CONNECTIONS = 512
 _OPEN = frozenset({"/", "/healthz", "/live.js", "/chart.js"})
-"""Paths open without a token: the miner's progress, and a page and scripts without data."""
+"""Paths that need no token: the miner's progress, and a page and scripts that contain no data."""
 
 _RANGES_S = {"1h": 3600.0, "6h": 21600.0, "24h": 86400.0, "7d": 604800.0}
 """Time ranges of the report, by their name in the URL; any other name means the whole run."""
@@ -87,8 +87,8 @@ def host_is_trusted(header: str, names: Collection[str]) -> bool:
     without a port.
 
     A web page can point its domain at this port (DNS rebinding) and read the answers, since the
-    browser takes the port for the page's own site. It cannot make the browser send another name, or
-    an address, in `Host`.
+    browser regards the port as part of the page's own site. It cannot make the browser send another
+    name, or an address, in `Host`.
     """
     host = header.strip().lower()
     if host.startswith("["):
@@ -167,7 +167,7 @@ class Site:
             return math.inf
 
     async def metrics(self, request: Request) -> Response:
-        """For Prometheus."""
+        """The metrics, for Prometheus to scrape."""
         status = read_status(self._state)
         if status is None:
             return PlainTextResponse("no status yet\n", 503)
@@ -175,8 +175,8 @@ class Site:
         return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def healthz(self, request: Request) -> Response:
-        """200 while the miner progresses, 503 with the reason otherwise. The verdict comes first;
-        its cause only for a client that may read the status."""
+        """200 while the miner is making progress, else 503 with the reason. The first line is the
+        verdict; it includes the cause only for a client that may read the status."""
         status, age = read_status(self._state), self._age_s()
         problem = progress.problem(status, age, time.time(), self._hang)
         first = progress.verdict_line(status, age, in_full=self._admitted(request))
@@ -184,7 +184,7 @@ class Site:
         return PlainTextResponse(f"{first}\n{problem or 'progressing'}\n", code)
 
     async def status(self, request: Request) -> Response:
-        """status.json with the verdict that all surfaces show: of a silent guard, unknown."""
+        """status.json, with the verdict as every view shows it: unknown if the guard is silent."""
         document = state_dir.read_json(self._state.status)
         if not isinstance(document, dict):
             return JSONResponse({"error": "no status yet"}, 503)
@@ -212,11 +212,12 @@ class TimeRange:
     name: str = "all"
     start: float | None = None
     end: float | None = None
-    """Seconds since 1970 of a range chosen in a curve; both or neither."""
+    """Bounds of a range that was selected in a curve, in seconds since 1970; both or neither are
+    set."""
 
     @classmethod
     def of(cls, query: Mapping[str, str]) -> TimeRange:
-        """From `?range=24h` or `?from=SECONDS&to=SECONDS`; anything else is the whole run."""
+        """Parse `?range=24h` or `?from=SECONDS&to=SECONDS`; anything else means the whole run."""
         try:
             start, end = float(query["from"]), float(query["to"])
         except (KeyError, ValueError):
@@ -241,8 +242,8 @@ class LiveReport:
         self._reader: LogReader | None = None
         self._mutex = threading.Lock()
         self._plots: dict[str, tuple[float, str]] = {}
-        """The drawn curves by range, with their drawing time: a week's curve changes by one column
-        in twenty minutes."""
+        """By range: when its curves were drawn, and the drawing. A week's curves change by only one
+        column in twenty minutes."""
 
     def read(self) -> None:
         """Read the log written so far, so that the first visitor does not wait for it."""
@@ -255,7 +256,7 @@ class LiveReport:
         return self._reader.refresh()
 
     def render(self, range_: TimeRange) -> str:
-        """A whole document whose body is the report over a range."""
+        """A complete HTML document whose body is the report over a range."""
         with self._mutex:
             whole = self._refreshed()
             data = range_.of_run(whole)
@@ -280,8 +281,8 @@ class LiveReport:
 
 
 class Impatient(H11Protocol):
-    """Closes connections whose request does not arrive: slow clients must not use up the
-    descriptors."""
+    """Closes connections whose request does not arrive in time: slow clients must not exhaust the
+    file descriptors."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -317,7 +318,7 @@ def main() -> None:
     limit = _MAX_CONNECTIONS if most == resource.RLIM_INFINITY else min(_MAX_CONNECTIONS, most)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
     threading.Thread(target=_end_with_stdin, daemon=True).start()
-    # An attack may slow this process only: the miner's cores come first.
+    # A flood of requests may slow only this process: the miner has priority on the CPU.
     os.nice(10)
     config = uvicorn.Config(
         Site(order).app(),

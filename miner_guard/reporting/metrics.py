@@ -1,5 +1,5 @@
-"""status.json as Prometheus metrics. Base units, ratios 0-1, `_total` on counters only; unknown
-values are absent."""
+"""Renders status.json as Prometheus metrics: base units, ratios 0-1, `_total` on counters only.
+Unknown values are absent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from miner_guard.system.clock import parse_iso_utc
 
 PREFIX = "minerguard_"
 VERDICT_LEVELS = {state: level for level, state in enumerate(reversed(STATES))}
-"""0 for the best state, so that a fleet sorts by its worst miner."""
+"""The number of each state: 0 for the best, so that the maximum over a fleet is its worst miner."""
 
 Row = tuple[Sequence[str], Any]
 
@@ -61,8 +61,8 @@ _STEPS = {
 
 
 def text(status: StatusDocument, *, version: str, age_s: float) -> bytes:
-    """The exposition. `age_s` is the age of status.json: a scrape must show that the guard stopped
-    writing."""
+    """The metrics in Prometheus' text format. `age_s`: the age of status.json, exported so that a
+    scrape shows when the guard has stopped writing."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(status, version, age_s))
     return generate_latest(registry)
@@ -131,8 +131,8 @@ def _verdict(verdict: VerdictStatus) -> Iterator[Metric]:
 
 
 def _without_progress(status: StatusDocument) -> Iterator[Metric]:
-    """Ages that exist before the first step and the first push too: an alert on an age that does
-    not exist yet could never fire."""
+    """Ages that are defined even before the first step and the first push: an alert on a metric
+    that does not exist yet could never fire."""
     updated = _seconds(status.updated)
     began = _seconds(status.metrics.since)
     run_s = None if updated is None or began is None else updated - began
@@ -295,13 +295,13 @@ def _costs(costs: CostsStatus) -> Iterator[Metric]:
 
 
 def _events(events: Mapping[str, Any]) -> Iterator[Metric]:
-    # From zero: a counter that appears with its first event hides that event from `increase()`.
+    # Export zeros too: a counter that first appears at 1 hides that event from `increase()`.
     rows = [((name,), events.get(name, 0)) for name in sorted(CATALOGUE)]
     yield from _counter("events", "Events logged in this run.", rows, labels=["event"])
 
 
 def _seconds(iso: Any) -> float | None:
-    """Seconds since 1970 of an ISO time; None for anything else."""
+    """Convert an ISO time to seconds since 1970; None for anything else."""
     try:
         return parse_iso_utc(str(iso)) if iso else None
     except ValueError:

@@ -1,6 +1,6 @@
-"""What the guard's metrics and events are called in OpenTelemetry. Imports none of its packages.
+"""Names of the guard's metrics and events in OpenTelemetry. Imports no OpenTelemetry package.
 
-Names, units and attributes follow the semantic conventions (1.37) where they define one:
+Names, units and attributes follow the semantic conventions (1.37) where those define them:
 https://opentelemetry.io/docs/specs/semconv/system/ (system, process, hardware) and
 https://opentelemetry.io/docs/specs/semconv/general/events/. Everything else is `miner_guard.*`.
 """
@@ -20,7 +20,7 @@ SEVERITIES = {"debug": 5, "info": 9, "warning": 13, "error": 17, "critical": 21}
 """The level as an OpenTelemetry severity number: DEBUG, INFO, WARN, ERROR, FATAL."""
 
 _HEAD = frozenset({"ts", "level", "event", "msg", "run_id", "host", "rank"})
-"""Keys of a record that have another place in OpenTelemetry."""
+"""Keys of a record that OpenTelemetry stores outside the attributes."""
 
 _UNITS = {"seconds": "s", "bytes": "By", "ratio": "1", "celsius": "Cel", "watts": "W"}
 _GPU = {"hw.type": "gpu"}
@@ -104,8 +104,8 @@ def points(status: StatusDocument, *, version: str, age_s: float) -> Iterator[Me
 
 
 def _own(name: str) -> Convention:
-    """`step_p50_seconds` is `miner_guard.step_p50` in seconds: OpenTelemetry keeps units out of
-    names."""
+    """Name a metric that the conventions don't cover: `step_p50_seconds` becomes
+    `miner_guard.step_p50` in seconds, since OpenTelemetry keeps units out of names."""
     stem, _, last = name.rpartition("_")
     unit = _UNITS.get(last)
     return Convention(NAMESPACE + (stem if unit else name), unit or "1", {})
@@ -116,9 +116,9 @@ def _label(key: str) -> str:
 
 
 def attributes(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of an event as attributes; null, which is unknown, is left out.
+    """The fields of an event as attributes, without unknown values (null).
 
-    `error.type` of an incident is its label.
+    An incident also gets `error.type`: its label.
     """
     found = {
         NAMESPACE + key: _known(value)
@@ -136,6 +136,6 @@ def _known(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _known(each) for key, each in value.items() if each is not None}
     if isinstance(value, list):
-        # A place in a list has a meaning: an unknown value keeps it.
+        # Positions in a list matter, so an unknown value keeps its position.
         return ["" if each is None else _known(each) for each in value]
     return value

@@ -1,14 +1,15 @@
 """Exports events and metrics over OTLP/HTTP: `python -m miner_guard.reporting.otlp_sender`, a
 separate process beside the supervisor.
 
-It reads guard.jsonl and status.json like any other reader, so a receiver that is slow, gone or
-hostile never reaches the guard, and events wait on the disk, not in memory. The place up to which
-the receiver has accepted events is stored; a later guard continues there (at least once, not
-exactly once).
+It reads guard.jsonl and status.json like any other reader, so a receiver that is slow, down or
+hostile does not affect the guard, and events wait on disk, not in memory. The sender stores the
+position up to which the receiver has accepted events, and a later guard's sender continues from
+there (at-least-once delivery, not exactly-once).
 
-Its settings are one line of JSON on stdin. On stdout it writes a line of JSON per change:
+It receives its settings as one line of JSON on stdin. On stdout it writes one line of JSON per
+change:
 `{"sent": N, "metrics": N}`, `{"failing": SIGNAL, "reason": …}`, `{"recovered": SIGNAL, "seconds":
-…}`, `{"refused": N, "reason": …}`. When stdin ends it exports what is there and exits.
+…}`, `{"refused": N, "reason": …}`. At EOF on stdin it exports what is left and exits.
 """
 
 from __future__ import annotations
@@ -51,22 +52,22 @@ LOGS, METRICS = "logs", "metrics"
 _LOGS_OK = LogRecordExportResult.SUCCESS
 
 _LOOK_EVERY_S = 1.0
-"""How long an event waits for the batch that it goes with (the SDK's default)."""
+"""How long an event may wait for its batch (the SDK's default)."""
 
 _BATCH_BYTES = 256 * 1024
-"""Of guard.jsonl, about 500 events: one request."""
+"""Bytes of guard.jsonl per request: about 500 events."""
 
 _TIMEOUT_S = 10.0
-"""For one request with its retries, as the SDK's default; `OTEL_EXPORTER_OTLP_TIMEOUT` goes before
-it."""
+"""Limit for one request including its retries, the SDK's default; `OTEL_EXPORTER_OTLP_TIMEOUT`
+overrides it."""
 
 _STORE_EVERY_S = 5.0
 _LAST_WORDS_S = 5.0
-"""After the guard's process has ended: the time to export its last lines and the last metrics."""
+"""Time to export the last lines and metrics after the guard's process has exited."""
 
 _WRONG_REQUEST = frozenset(range(400, 500)) - {401, 403, 404, 408, 429}
-"""Answers after which the same request would be refused again; with the others left out of the
-400s, an operator can correct the setting, or the receiver asks for patience."""
+"""Status codes that mean the receiver would refuse the same request again. The excluded 4xx codes
+are retried: an operator can correct the setting, or the receiver asks the sender to wait."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +87,13 @@ class LatestAnswer:
 
     def __init__(self) -> None:
         self.status: int | None = None
-        """None where the receiver did not answer."""
+        """None if the receiver did not answer."""
 
         self.session = requests.Session()
         self.session.hooks["response"].append(self._remember)
 
     def forget(self) -> None:
-        """Before a request: it may get no answer."""
+        """Call this before a request, which may get no answer."""
         self.status = None
 
     def _remember(self, answer: requests.Response, **_options: Any) -> None:
@@ -100,7 +101,7 @@ class LatestAnswer:
 
 
 class _LastWords(logging.Handler):
-    """Keeps the SDK's latest complaint: the reason of a failure."""
+    """Keeps the SDK's latest log message, which gives the reason for a failure."""
 
     text = ""
 
@@ -108,8 +109,8 @@ class _LastWords(logging.Handler):
         self.text = record.getMessage()
 
     def of_failure(self, export: Callable[[], object]) -> object:
-        """The result of an export; None where it raises, as older versions of the SDK do
-        when nobody listens."""
+        """Run an export and return its result; None if it raises, as older versions of the SDK do
+        when nothing listens at the endpoint."""
         try:
             return export()
         except requests.RequestException as error:
@@ -118,7 +119,7 @@ class _LastWords(logging.Handler):
 
 
 class Channel:
-    """One signal's luck with the receiver: when to try again, and what to report."""
+    """Tracks how the receiver responds to one signal: when to retry, and what to report."""
 
     def __init__(self, signal: str, report: Callable[[Mapping[str, Any]], None]) -> None:
         self._signal, self._report = signal, report
@@ -169,7 +170,7 @@ class EventExporter:
         self._stored_at = 0.0
         self.sent = 0
         self.saw_the_end = False
-        """The receiver has the guard's last event."""
+        """Whether the receiver has accepted the guard's last event."""
 
     def _start(self) -> Position | None:
         stored: Any = state_dir.read_json(self._state.otlp_position)
@@ -207,7 +208,7 @@ class EventExporter:
         return hit.event == "guard_stopped" and self._order.run_id.encode() in hit.raw
 
     def store(self, now: float, *, last: bool = False) -> None:
-        """Store the accepted position, at most every few seconds or for the last time."""
+        """Store the accepted position, at most once every few seconds; with `last`, immediately."""
         if self._accepted == self._stored or not (last or now - self._stored_at >= _STORE_EVERY_S):
             return
         self._stored, self._stored_at = self._accepted, now
@@ -215,7 +216,7 @@ class EventExporter:
             try:
                 state_dir.write_json(self._state.otlp_position, self._accepted._asdict())
             except OSError as error:
-                # The next guard would send these events twice, which is allowed.
+                # The next guard's sender may send these events again, which is allowed.
                 logging.getLogger(__name__).warning("%s", error)
 
     def _record(self, hit: Hit) -> ReadableLogRecord:
@@ -235,7 +236,8 @@ class EventExporter:
         )
 
     def _resource_of(self, run_id: str) -> Resource:
-        """An earlier run's events, if its guard could not export them, keep their run."""
+        """The resource of a run: events that an earlier guard could not export keep their run's
+        id."""
         if run_id not in self._resources:
             self._resources = {run_id: self._resource.merge(_instance(run_id))}
         return self._resources[run_id]
@@ -263,7 +265,7 @@ class MetricExporter:
         self.sent = 0
 
     def pump(self, words: _LastWords, now: float, *, last: bool = False) -> None:
-        """Export the metrics if they are due, or for the last time."""
+        """Export the metrics if they are due; with `last`, in any case."""
         if not (last or (now >= self._due and self.channel.ready(now))):
             return
         status = read_status(self._state)
@@ -309,7 +311,7 @@ class MetricExporter:
 
 
 def _timeout_s() -> float | None:
-    """None leaves it to the SDK, which reads the variable."""
+    """The request timeout; None if a variable sets it, which the SDK reads itself."""
     names = [name for name in os.environ if name.startswith("OTEL_EXPORTER_OTLP")]
     return None if any(name.endswith("TIMEOUT") for name in names) else _TIMEOUT_S
 
@@ -319,7 +321,8 @@ def _instance(run_id: str) -> Resource:
 
 
 def _resource(state: state_dir.StateDir) -> Resource:
-    """Who reports; `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` go before it."""
+    """The resource that identifies this guard; `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES`
+    override it."""
     own = {
         "service.name": "miner-guard",
         "service.version": __version__,
@@ -330,7 +333,7 @@ def _resource(state: state_dir.StateDir) -> Resource:
 
 
 def _first_line_of(log: Path, run_id: str) -> Position | None:
-    """Where a run begins in the current file; None if nothing of it is there yet."""
+    """Where a run begins in the current log file; None if the file has no line of it yet."""
     try:
         with open(log, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             place = data.find(run_id.encode())
@@ -342,7 +345,7 @@ def _first_line_of(log: Path, run_id: str) -> Position | None:
 
 
 class Sender:
-    """The process's loop."""
+    """The main loop of the sender process."""
 
     def __init__(self, order: SenderSettings, report: Callable[[Mapping[str, Any]], None]) -> None:
         self._order, self._report = order, report
@@ -368,7 +371,7 @@ class Sender:
         return more
 
     def finish(self) -> None:
-        """The guard is stopping: export the rest, up to its last line."""
+        """Export the rest, up to the last line of the guard, which is stopping."""
         threading.Thread(target=_exit_after, args=(self._order.guard_pid,), daemon=True).start()
         while not self.events.saw_the_end:
             if not self.turn():
@@ -378,7 +381,7 @@ class Sender:
 
 
 def _exit_after(guard_pid: int) -> None:
-    """End this process soon after the guard's, whatever the receiver does."""
+    """Exit this process soon after the guard's process, whatever the receiver does."""
     while os.getppid() == guard_pid:
         time.sleep(0.1)
     time.sleep(_LAST_WORDS_S)
@@ -390,7 +393,7 @@ def _report(document: Mapping[str, Any]) -> None:
         sys.stdout.write(json.dumps(document) + "\n")
         sys.stdout.flush()
     except BrokenPipeError:
-        # The guard has ended; its last line is still to be exported.
+        # The guard has exited, but its last line is not exported yet.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 

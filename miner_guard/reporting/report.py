@@ -41,7 +41,7 @@ _COLOURS = {
 }
 _VERDICTS = {"earning": "good", "degraded": "warn", "not earning": "bad", "stopped": "bad"}
 _AS_ASKED = ("finished", "done", "paused")
-"""Verdicts by their key that an operator or the miner's own end brought about."""
+"""Keys of verdicts that are no fault: an operator asked for the state, or the miner finished."""
 
 
 def render(
@@ -51,9 +51,9 @@ def render(
     since: str = "",
     pushes: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """The page as a standalone file. `since` leaves out earlier events.
+    """The page as a standalone file. `since`: omit events before this ISO time.
 
-    `pushes`: the ledger's uploads, oldest first.
+    `pushes`: the uploads in the ledger, oldest first.
     """
     data, gate = gather(state, since), gate or GateSettings()
     title = title_of(data, state)
@@ -92,8 +92,9 @@ def body(
     pushes: Sequence[Mapping[str, Any]],
     plots: str,
 ) -> str:
-    """The page's sections, most urgent for a person on call first. `data`: the window to show;
-    `whole`: the run, for the strip of the week and the milestones; `plots`: the drawn curves."""
+    """The page's sections, those that on-call needs most urgently first. `data`: the window to
+    show; `whole`: the whole run, for the verdict, the week and the milestones; `plots`: the drawn
+    curves."""
     return "\n".join(
         [
             _about(data, title),
@@ -116,14 +117,14 @@ def body(
 
 
 def _verdict(data: Data) -> str:
-    """The four answers: does it earn, since when, what is wrong, what to do."""
+    """Four answers: whether the miner is earning, since when, what is wrong, what to do."""
     verdict = shown(data.status, data.status_age_s)
     state = str(verdict.state or "unknown")
     step = str(verdict.next_step or "nothing")
     event, confidence = verdict.event, verdict.confidence
     row = f" <small>(runbook: {tables.runbook_link(event)})</small>" if event else ""
     sure = f" <small>({escape(str(confidence))})</small>" if confidence else ""
-    # A run that ended as asked is stopped, and nothing about it is wrong.
+    # A run that ended on request is stopped, but nothing is wrong with it.
     asked = verdict.key in _AS_ASKED
     name = "What happened" if asked else "What it does" if state == "earning" else "What is wrong"
     kind = "" if asked else _VERDICTS.get(state, "")
@@ -155,7 +156,7 @@ def _strip(data: Data) -> str:
 
 
 def _about(data: Data, title: str) -> str:
-    """What the page is of, and of when."""
+    """Which run and state the page shows, and as of when."""
     now = now_of(data.status, data.status_age_s)
     words = [title, f"run {data.status.run_id or 'unknown'}"]
     words.append(f"miner {miner_state(data.status, data.status_age_s)}")
@@ -206,7 +207,8 @@ def _loss(data: Data, word: str | None) -> str | None:
 
 
 def _score(data: Data) -> str | None:
-    """The validators' score, as far as the chain shows it."""
+    """The incentive on the chain: the only part of the validators' score that the guard can
+    read."""
     return number(data.status.chain.incentive, ".4f", " incentive")
 
 

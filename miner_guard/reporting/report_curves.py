@@ -1,4 +1,4 @@
-"""The curves of the report: which lines, marks and bands belong in which plot."""
+"""Builds the report's curves: chooses the lines, marks and bands of each plot."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _first_steps(data: Data) -> list[float]:
 
 
 def _nothing_over(data: Data, fates: Sequence[EventLines]) -> TimeSeries:
-    """A flat line that carries the upload marks, where uploads exist and the repo's age was never
+    """A flat line to carry the upload marks if there are uploads but the repo's age was never
     read."""
     flat = TimeSeries()
     if data.first is not None and data.last is not None and any(lines.times for lines in fates):

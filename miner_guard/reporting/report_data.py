@@ -1,5 +1,5 @@
-"""The report's data, read from guard.jsonl and status.json: a week in seconds, afterwards only new
-lines."""
+"""Reads the report's data from guard.jsonl and status.json: a week of log within seconds, and after
+that only new lines."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ _MARKS = frozenset(
     }
 )
 _KEPT = 5_000
-"""For each kind of event, the first and at least this many of the newest are kept for plots and
-tables."""
+"""How many of the newest marks of each event to keep, at least, for plots and tables; the first is
+always kept."""
 
 _SMOOTH_HALF_STEPS = 10.0
-"""Steps after which a value weighs half in the smoothed loss."""
+"""Half-life of a value in the smoothed loss, in steps."""
 
 _DECAY = 0.5 ** (1 / _SMOOTH_HALF_STEPS)
 
@@ -78,8 +78,8 @@ class Mark:
 
 
 class Smoother:
-    """An exponential mean without the bias of its beginning, as TensorBoard computes it: the first
-    value, which is the highest loss of a run, weighs no more than any other of its age."""
+    """An exponential moving average, debiased as in TensorBoard: the first value, usually the
+    highest loss of a run, gets no extra weight."""
 
     def __init__(self) -> None:
         self._sum = self._weight = 0.0
@@ -126,16 +126,16 @@ class Data:
         return lists[0] if len(lists) == 1 else list(heapq.merge(*lists, key=_time_of))
 
     def add_mark(self, mark: Mark) -> None:
-        """Add a mark; beyond twice `_KEPT` of a kind drop old ones, but not the first, which dates
-        a milestone."""
+        """Add a mark. Once an event has more than twice `_KEPT` marks, drop the older ones, except
+        the first, which dates a milestone."""
         kept = self.marks.setdefault(mark.event, [])
         kept.append(mark)
         if len(kept) > 2 * _KEPT:
             del kept[1:-_KEPT]
 
     def window(self, start: float, end: float) -> Data:
-        """The same run from `start` to `end`, seconds since 1970. Marks and counts are those of the
-        window; the series are shared, and read by time."""
+        """The same run from `start` to `end`, in seconds since 1970. Has only the marks and counts
+        of the window; shares the whole series, which are read by time."""
         marks = {
             event: found
             for event, kept in self.marks.items()
@@ -163,7 +163,8 @@ class LogReader:
         self._data: Data | None = None
 
     def refresh(self) -> Data:
-        """The current data, without missing or torn input. For one thread at a time."""
+        """Read what is new and return the current data, skipping missing or torn input. Call it
+        from one thread at a time."""
         seen = Seen()
         if self._data is None:
             self._data = Data()
@@ -185,7 +186,7 @@ class LogReader:
 
 
 def gather(state: state_dir.StateDir, since: str = "") -> Data:
-    """Read the state directory once, leaving out missing or torn input."""
+    """Read the state directory once, skipping missing or torn input."""
     reader = LogReader(state, since)
     try:
         return reader.refresh()

@@ -1,4 +1,4 @@
-"""The milestones of source 004's timeline: those reached, their times, and those that only
+"""The milestones of source 004's timeline: which ones the run has reached and when, and which only
 validators know."""
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ _STILL_S = 3600.0
 
 @dataclass(frozen=True)
 class Milestone:
-    """One line of the timeline. `reached` is a time; where it is None, `reason` explains why."""
+    """One line of the timeline. `reached`: when, in seconds since 1970; if None, `reason` says
+    why."""
 
     stage: str
     title: str
@@ -120,7 +121,7 @@ def _regular(data: Data, gate: GateSettings) -> list[Milestone]:
 
 
 def _quiet(data: Data, stage: str, title: str, marks: list[Mark]) -> Milestone:
-    """Reached an hour after the last of the marks, or after the beginning."""
+    """A milestone reached after an hour without any of `marks`."""
     if data.first is None or data.last is None:
         return _at(stage, title, None, "no data")
     since = (marks[-1].time if marks else data.first) + _STILL_S

@@ -1,7 +1,8 @@
-"""Plots as inline SVG that scale to any width: the drawing stretches, strokes and letters do not.
+"""Draws plots as inline SVG that scale to any width: the drawing stretches, strokes and text do
+not.
 
 Axis labels are HTML beside the drawing, so that they keep their size on a phone. The script that
-shows values and zooms reads them back from the paths: a page holds each point once.
+shows values and zooms reads the points from the paths, so a page contains each point only once.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ _TICK = 16
 """Height of an upload's mark, in the drawing's units."""
 
 _COLUMNS = 500
-"""Columns of a drawing with one line: each shows at most its minimum and its maximum."""
+"""Columns of a drawing with one line; each column shows at most its minimum and maximum."""
 
 _FEWEST_COLUMNS = 60
 _GAP_FACTOR = 20
-"""A pause this many times longer than usual breaks the line: no values were measured there."""
+"""A gap this many times the usual interval between points breaks the line: nothing was measured."""
 
 _OFF_AXIS_FACTOR = 2.0
-"""A first step is drawn beyond the axis if it is this many times longer than any other: it compiles
-and loads, and would flatten everything after it."""
+"""The axis omits a first step that is this many times longer than any other step: it includes
+compiling and loading, and would flatten the rest of the curve."""
 
 Scale = Callable[[float], float]
 Point = tuple[float, float]
@@ -63,7 +64,7 @@ class Bands:
 
 @dataclass(frozen=True)
 class EventLines:
-    """Times to mark with a tick at the foot of the drawing."""
+    """Times to mark with a tick at the bottom of the drawing."""
 
     kind: str
     words: str
@@ -95,8 +96,8 @@ class Plot:
 
 
 def draw(plot: Plot, first: float, last: float) -> str:
-    """The plot as a `<figure>` over the time from `first` to `last`, seconds since 1970; shows a
-    note where there are no values."""
+    """The plot as a `<figure>` from `first` to `last`, in seconds since 1970; shows a note if it
+    has no values."""
     columns = max(_FEWEST_COLUMNS, _COLUMNS // max(len(plot.lines), 1))
     drawn = [
         (line, thinned(line.series.window(first, last), (first, last), plot.breaks, columns))
@@ -157,7 +158,7 @@ def draw(plot: Plot, first: float, last: float) -> str:
 def _on_axis(
     plot: Plot, drawn: Sequence[tuple[Line, Sequence[Point | None]]]
 ) -> tuple[list[float], float | None]:
-    """The values that the axis must hold, and the largest that it need not."""
+    """The values that must fit on the axis, and the largest value that it may omit."""
     values = [point[1] for _, points in drawn for point in points if point is not None]
     values += [value for dots in plot.dots for _, value in dots.points]
     apart = set(plot.off_axis)
@@ -211,7 +212,7 @@ def _ticks(lines: EventLines, x: Scale) -> str:
 
 
 def _bands(bands: Bands, x: Scale) -> str:
-    """All spans as one path; spans that touch in the drawing are one."""
+    """All spans as one path; merges spans that touch in the drawing."""
     merged: list[list[float]] = []
     for start, end in sorted((x(start), x(end)) for start, end in bands.spans):
         right = max(end, start + 1.5)
@@ -224,7 +225,7 @@ def _bands(bands: Bands, x: Scale) -> str:
 
 
 def _described(plot: Plot, points: Sequence[Point | None]) -> str:
-    """A description of the drawing for people who cannot see it."""
+    """A description of the drawing for screen readers."""
     values = [point[1] for point in points if point is not None]
     words = f"{plot.title}: from {short(values[0])} to {short(values[-1])} {plot.unit}".rstrip()
     words += f", lowest {short(min(values))}, highest {short(max(values))}"
@@ -270,7 +271,7 @@ def thinned(
 
 
 def _extremes(pairs: Sequence[Point], column_of: Callable[[float], int]) -> list[Point]:
-    """The first smallest and the first largest of the pairs of each column, in order of time."""
+    """The first minimum and the first maximum of each column, in order of time."""
     chosen: list[Point] = []
     column, low, high = None, pairs[0], pairs[0]
     for pair in pairs:

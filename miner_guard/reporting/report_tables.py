@@ -19,16 +19,16 @@ from miner_guard.reporting.runbook import rows as runbook_rows
 
 _WORST = ("critical", "error")
 _FIRST_ROWS = 8
-"""Rows shown at once; the rest of a table is folded."""
+"""Rows that a table shows; the rest are folded."""
 
 _TABLE_ROWS = 40
 _BEHIND_S = 30.0
-"""A rank whose last step is this much older than another's hangs or is gone: it is shown first."""
+"""A rank whose last step is this much older than another rank's hangs or is gone: list it first."""
 
 _GIB = 1024**3
 _SIGNS = {"yes": ("good", "reached"), "no": ("warn", "not yet"), "unknown": ("", "unknown")}
 _MAX_ALARMS = 1000
-"""Of one kind of event, the newest that are searched for repetitions."""
+"""How many of the newest marks of an event to search for repetitions."""
 
 _REPEATED_WITHIN_S = 3600.0
 _FATES = ("upload_succeeded", "upload_failed", "upload_blocked", "audit_failed", "audit_passed")
@@ -44,7 +44,7 @@ _ALARMS = (
 
 
 def when(time: float | None) -> str:
-    """A time of day in UTC, with its date."""
+    """Format a time, in seconds since 1970, as date and time in UTC; `-` for None."""
     return (
         "-"
         if time is None
@@ -53,13 +53,14 @@ def when(time: float | None) -> str:
 
 
 def number(value: Any, spec: str, unit: str = "") -> str | None:
-    """A figure with its unit; None for anything but a number."""
+    """Format a number with its unit; None for anything else."""
     return f"{value:{spec}}{unit}" if isinstance(value, (int, float)) else None
 
 
 @dataclass(frozen=True)
 class _Row:
-    """One row of events: the newest of `count` like it, the first of them at `since`."""
+    """One row of the table: the newest of `count` similar events, the first of which was at
+    `since`."""
 
     newest: Mark
     count: int
@@ -67,7 +68,8 @@ class _Row:
 
 
 def alarms(data: Data) -> str:
-    """Incidents and alarms, newest first; those of a crash loop are one row with a count."""
+    """Incidents and alarms, newest first. Repetitions, as in a crash loop, share a row with a
+    count."""
     rows = _grouped(_alarms_of(data))
     return _events("Incidents and alarms", rows[:_TABLE_ROWS])
 
@@ -83,8 +85,8 @@ def _alarms_of(data: Data) -> list[Mark]:
 
 
 def _grouped(marks: Sequence[Mark]) -> list[_Row]:
-    """Rows of marks in order of time, newest first. Marks that differ in numbers alone, each within
-    `_REPEATED_WITHIN_S` of the next, are one row."""
+    """Group marks, given in order of time, into rows, newest first. Marks that differ only in their
+    numbers share a row if each is within `_REPEATED_WITHIN_S` of the next."""
     latest: dict[tuple[str, bytes], int] = {}
     rows: list[_Row] = []
     for mark in marks:
@@ -127,14 +129,14 @@ def _count(row: _Row) -> str:
 
 
 def runbook_link(event: str) -> str:
-    """A link to the event's row of the runbook on the same page."""
+    """A link to the event's row in the runbook on the same page."""
     text = escape(event)
     return f'<a href="#runbook-{event}">{text}</a>' if event in runbook_rows() else text
 
 
 def runbook(data: Data) -> str:
-    """The runbook's rows for the events that the page shows, the verdict's first: the page works
-    where nothing else can be reached."""
+    """The runbook's rows for the events on the page, the verdict's event first, so that the page is
+    useful even if nothing else can be reached."""
     verdict = shown(data.status, data.status_age_s)
     events = [verdict.event] if verdict.event else []
     events += [mark.event for mark in reversed(_alarms_of(data))]
@@ -182,7 +184,7 @@ def _table(title: str, head: str, rows: Sequence[str], kind: str) -> str:
 
 
 def _scrolling(title: str, head: str, rows: Sequence[str], kind: str) -> str:
-    """A table in a box that scrolls sideways on a phone, by keyboard too."""
+    """A table in a box that scrolls sideways on a phone; the keyboard scrolls it too."""
     return (
         f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(title)}">'
         f'<table class="{kind}">{head}{"".join(rows)}</table></div>'
@@ -190,7 +192,7 @@ def _scrolling(title: str, head: str, rows: Sequence[str], kind: str) -> str:
 
 
 def pushes(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The outcome of each push, from the ledger: it keeps pushes longer than the log keeps
+    """The outcome of each push, from the ledger, which keeps pushes longer than the log keeps
     lines."""
     kinds = {"verified": "good", "failed": "bad", "refuted": "bad"}
     cells = [
@@ -210,7 +212,7 @@ def pushes(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def ranks(status: StatusDocument) -> str:
-    """The ranks, slowest first: of sixteen, the one that lags must be the first."""
+    """The ranks, slowest first, so that among sixteen the one that lags is easy to find."""
     rows = list(status.steps.per_rank.items())
     if not rows:
         return ""
@@ -234,7 +236,7 @@ def _known(value: Any) -> float:
 
 
 def _behind_s(row: RankSteps, youngest_s: float) -> float:
-    """Seconds by which the rank's last step lags behind the others'; 0 within the usual scatter."""
+    """Seconds by which the rank's last step lags behind the others'; 0 within the usual spread."""
     behind = _known(row.last_step_age_s) - youngest_s
     return behind if behind > _BEHIND_S else 0.0
 
@@ -248,7 +250,7 @@ def _lag(own_s: float, usual_s: float) -> str:
 
 
 def gpus(status: StatusDocument) -> str:
-    """The GPUs: those with a fault first, then the least used."""
+    """The GPUs: those with a fault first, then by use, lowest first."""
     rows = [row for row in status.health.gpus.gpus if row]
     if not rows:
         return f"<h2>GPUs</h2><p class='none'>{escape(status.health.without_gpu())}</p>"
@@ -299,7 +301,7 @@ def costs(data: Data) -> str:
 
 
 def milestone_table(data: Data, gate: GateSettings) -> str:
-    """The milestones, folded."""
+    """The table of milestones, folded."""
     rows: list[str] = []
     stage = ""
     for milestone in milestones(data, gate):

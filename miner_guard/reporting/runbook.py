@@ -1,5 +1,5 @@
-"""The runbook's rows for events: pages and `miner-guard runbook` show them, since a person on call
-may have neither the tree nor a network."""
+"""The runbook's rows for events. The report and `miner-guard runbook` show them, since a person on
+call may have neither the source tree nor a network."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from importlib import metadata
 from pathlib import Path
 
 FILE = "runbook.md"
-"""Identifies the folder of ops/ files, which contains it."""
+"""The file whose presence identifies the folder of ops/ files."""
 
 _ROW = re.compile(r"^\| `(\w+)` \| (.*?) \| (.*?) \| (.*?) \|$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class RunbookRow:
-    """What the runbook says of one event. Words between backticks are commands or lines."""
+    """What the runbook says about one event. Text between backticks is a command or a log line."""
 
     event: str
     grep: str
@@ -29,7 +29,7 @@ class RunbookRow:
 
 @functools.cache
 def rows() -> Mapping[str, RunbookRow]:
-    """By event; empty where this installation has no runbook."""
+    """The rows by event; empty if this installation has no runbook."""
     folder = installed()
     if folder is None:
         return {}

@@ -1,4 +1,5 @@
-"""Values over time at several resolutions: drawing a year costs as much as drawing an hour."""
+"""Stores values over time at several resolutions, so that drawing a year costs no more than drawing
+an hour."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _GROUP = 16
-"""Points that one pair of points (smallest and largest) of the next coarser series stands for."""
+"""How many points one pair (smallest and largest) in the next coarser series stands for."""
 
 _MAX_POINTS = 100_000
-"""Maximum points at full resolution: 17 days of a step every 15 s, 1.6 MB. Older points stay in the
-coarser series, which keep every extreme."""
+"""Maximum points at full resolution: 17 days with a step every 15 s, 1.6 MB. Older points remain in
+the coarser series, which keep every extreme."""
 
 _DRAWN_POINTS = 3000
-"""A window with more points than this is read from a coarser series: a drawing has 500 columns."""
+"""A window with more points than this comes from a coarser series: a drawing has 500 columns."""
 
 
 class TimeSeries:
@@ -33,8 +34,8 @@ class TimeSeries:
         return bool(self.times)
 
     def add(self, time: float, value: Any) -> None:
-        """Append a number; anything else is a gap. A report of a month calls this a million
-        times."""
+        """Append a number; ignore anything else, which leaves a gap. The report of a month makes a
+        million calls."""
         if type(value) is not float:
             if type(value) is not int:
                 return
@@ -50,7 +51,8 @@ class TimeSeries:
             self._first = (time, value)
 
     def _fold(self) -> None:
-        """Pass the smallest and the largest point of the last group on: no extreme is lost."""
+        """Add the smallest and the largest point of the last group to the coarser series, so that
+        no extreme is lost."""
         if self._coarser is None:
             self._coarser = TimeSeries()
         values, start = self.values[-_GROUP:], len(self.values) - _GROUP
@@ -71,7 +73,7 @@ class TimeSeries:
         return self._first
 
     def at(self, time: float) -> float | None:
-        """The last value at or before `time`; None before the first."""
+        """The last value at or before `time`; None before the first value."""
         place = bisect.bisect_right(self.times, time) - 1
         if place >= 0:
             return self.values[place]
@@ -87,8 +89,8 @@ class TimeSeries:
     def window(
         self, start: float, end: float, most: int = _DRAWN_POINTS
     ) -> list[tuple[float, float]]:
-        """The points from `start` to `end`, in order: all of them, or where they are more than
-        about `most`, the extremes of small groups."""
+        """The points from `start` to `end`, in order: all of them or, if they are more than about
+        `most`, only the extremes of small groups."""
         first, last = bisect.bisect_left(self.times, start), bisect.bisect_right(self.times, end)
         coarser = self._coarser
         dropped = first == 0 and self._first is not None and self._first[0] < self.times[0]
@@ -104,7 +106,7 @@ class TimeSeries:
         found = self._coarser.first_time(true)
         if found is None:
             return next((time for time, value in self._open_group() if true(value)), None)
-        # The extreme that was found lies in a group; an earlier value of that group may do too.
+        # `found` is the extreme of a group: an earlier value in that group may satisfy `true` too.
         place = bisect.bisect_left(self.times, found)
         begin = self.times[max(0, place - _GROUP)] if self.times else math.inf
         return next(self._times_where(true, begin, found), found)
