@@ -1,4 +1,4 @@
-"""`miner-guard alerts test`: does the message arrive?"""
+"""`miner-guard alerts test`: sends a test message to every target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`miner-guard attach-check FILE`: which steps `--attach log` would read from a log."""
+"""`miner-guard attach-check FILE`: shows which steps `--attach log` would read from a log."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _lines(source: str) -> Iterator[TextIO]:
 
 
 def report(result: LogCheck, profile: str | None) -> Iterator[str]:
-    """What was read, for people."""
+    """The lines that describe the result on a terminal."""
     steps = result.steps
     shown = steps if len(steps) <= _FIRST + _LAST else [*steps[:_FIRST], *steps[-_LAST:]]
     for at, seen in enumerate(shown):

@@ -1,4 +1,4 @@
-"""`miner-guard bundle`: everything a supporter asks for, in one archive, secrets removed."""
+"""`miner-guard bundle`: packs what support asks for into one archive, with secrets removed."""
 
 from __future__ import annotations
 

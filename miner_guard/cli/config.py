@@ -84,7 +84,7 @@ def command(
 
 
 def _validate(file: Path) -> None:
-    """Raises Refused (78) with the file, the key and what is allowed."""
+    """Check `file` alone. Raises Refused (78) with the file, the key and the allowed values."""
     from miner_guard.config import loading
 
     try:
@@ -96,7 +96,8 @@ def _validate(file: Path) -> None:
 
 
 def _diff(ours: CommandContext, theirs: CommandContext) -> None:
-    """`- ` for values in force, `+ ` for the proposed ones. Exits with 1 where they differ."""
+    """Print each setting that differs: `- ` before the value in force, `+ ` before the proposed
+    one. Exits with 1 if any differs."""
     changed = False
     for (dotted, before, _), (_, after, _) in zip(_rows(ours), _rows(theirs), strict=True):
         if before != after:
@@ -115,7 +116,7 @@ def _rows(place: CommandContext) -> Iterator[tuple[str, Any, str]]:
 
 
 def _masked(dotted: str, value: Any, redactor: Redactor) -> Any:
-    # Late, as in `open_context`: this import is most of a command's start-up time.
+    # Import late, as in `open_context`: this import is most of a command's start-up time.
     from miner_guard.config.loading import SECRET
 
     if dotted in SECRET and value:

@@ -1,5 +1,5 @@
 """`miner-guard costs`: what monitoring costs; `costs estimate`: what a new operation would cost;
-`costs known`: what source 000 advises about the usual ones."""
+`costs known`: what source 000 advises about common operations."""
 
 from __future__ import annotations
 
@@ -86,9 +86,7 @@ def _ledger(place: CommandContext, *, as_json: bool) -> None:
     report = statedir.read_json(place.state.costs)
     if not isinstance(report, dict) or "operations" not in report:
         why = (
-            "what is there can't be read"
-            if place.state.costs.exists()
-            else "no guard has run there yet"
+            "the file can't be read" if place.state.costs.exists() else "no guard has run there yet"
         )
         raise Refused(f"no ledger at {place.state.costs}: {why}", NOT_RUNNING)
     try:
@@ -138,7 +136,7 @@ def _estimate(
 
 
 def _is_tracked(place: CommandContext, operation: str) -> bool:
-    """Whether the account of this state directory has the operation."""
+    """Whether this state directory's cost ledger contains the operation."""
     report = statedir.read_json(place.state.costs)
     operations = report.get("operations") if isinstance(report, dict) else None
     return isinstance(operations, dict) and operation in operations
@@ -168,7 +166,7 @@ def _known_words() -> str:
 
 
 def _usual(row: KnownOperation) -> str:
-    """`60-300s a call, every 500 steps; `, as far as the document tells."""
+    """`60-300s a call, every 500 steps; `; leaves out what source 000 does not state."""
     parts = []
     if row.call_s is not None:
         low, high = row.call_s
@@ -216,7 +214,7 @@ def _words(answer: dict[str, Any]) -> str:
 
 
 def _checklist(answer: dict[str, Any]) -> list[str]:
-    """Source 000's checklist before any monitoring feature is enabled, filled in."""
+    """Source 000's checklist for enabling a monitoring feature, filled in for this operation."""
     fits = answer["budget_status"] == "ok"
     within = f"{answer['budget_pct']:g}% of training time"
     cheaper = (

@@ -1,4 +1,4 @@
-"""`miner-guard ctl checkpoint|restart|pause|resume`: tell the running guard."""
+"""`miner-guard ctl checkpoint|restart|pause|resume`: sends a request to the running guard."""
 
 from __future__ import annotations
 

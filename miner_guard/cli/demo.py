@@ -146,8 +146,8 @@ def _run(miner: tuple[str, ...], settings: Config, state: StateDir, finished_cod
 
 
 def start_fresh(state: StateDir) -> None:
-    """Remove an earlier demo; moves what a real miner's guard left here aside, and never deletes
-    it. Raises OSError."""
+    """Remove the files of an earlier demo. Moves a real miner's files aside and never deletes them.
+    Raises OSError."""
     work = state.root / _WORK
     own = [
         state.flight,
@@ -188,7 +188,7 @@ def _summary(state: StateDir, wall_s: float, helpers_s: float) -> None:
 
 
 def _blocked(state: StateDir) -> int:
-    """Decisions in the ledger that blocked; 0 where it can't be read."""
+    """Number of blocking decisions in the ledger; 0 if it can't be read."""
     from uploads import ledger_readers
 
     return sum(

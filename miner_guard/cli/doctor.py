@@ -52,7 +52,7 @@ def command(
     place = options.open_context(config, name, state_dir, flags)
     if miner:
         options.check_command(miner[0])
-    # Late: neither `--help` nor a bad configuration needs it.
+    # Imported late: neither `--help` nor a bad configuration needs it.
     from miner_guard.diagnosis.judge import judge
     from miner_guard.diagnosis.request import PreflightRequest
     from miner_guard.supervisor.startup.collect import collect_snapshot

@@ -41,7 +41,8 @@ from miner_guard.system.clock import SystemClock
 _GZIP = b"\x1f\x8b"
 _NOTES_SHOWN = 3
 _MAX_RATIO = 200
-"""Logs compress to a tenth, repetitive ones to a fiftieth; zeros to a thousandth."""
+"""Highest ratio of unpacked to packed size for a log: logs compress to a tenth, repetitive ones to
+a fiftieth; zeros to a thousandth."""
 
 _UNPACKED_AT_ONCE = 8 * 1024 * 1024
 """Unpacked bytes allowed before the ratio applies."""
@@ -81,7 +82,7 @@ def command(
         else open_context(config, name or DEFAULT_NAME, state_dir)
     )
     if trace:
-        # Late: explaining a log does not need it.
+        # Imported late: explaining a log does not need it.
         from miner_guard.cli.explain_trace import explain_trace
         from miner_guard.detectors.eta import TrainingFacts
 
@@ -120,7 +121,8 @@ def _read(file: str | None, place: CommandContext) -> LogExplanation:
 
 
 def _size(log: BinaryIO) -> int | None:
-    """Bytes of a plain file; None where only reading tells: a pipe, a gzip, several files."""
+    """Size of a plain file in bytes; None if unknown before reading: a pipe, a gzip, several
+    files."""
     try:
         status = os.fstat(log.fileno())
     except (OSError, ValueError, AttributeError):
@@ -199,7 +201,7 @@ class _BoundedReader:
         self._size = 0
 
     def read(self, size: int) -> bytes:
-        """Raises Refused (64) where the expansion ratio is too high for a log."""
+        """Raises Refused (64) if the expansion ratio is too high for a log."""
         data = self._unpacked.read(size)
         self._size += len(data)
         if self._size > _UNPACKED_AT_ONCE + _MAX_RATIO * self._packed.tell():
@@ -233,8 +235,9 @@ def text(
     again: str,
     of: StateDir | None = None,
 ) -> str:
-    """The report for people: observed, hypothesis, the one change to make. `again`: the command
-    that reads the same log again; `of`: the state directory, where the log was the guard's."""
+    """The report as text: observed, hypothesis, the one change to make. `again`: the argument that
+    makes the command read the same log again; `of`: the state directory if the log is the
+    guard's."""
     root = report.root
     if root is None:
         read = "" if of is None else f" of {of.log}"

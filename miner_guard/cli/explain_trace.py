@@ -26,10 +26,10 @@ _STEPS_SHOWN = 20
 
 
 def explain_trace(source: str, facts: TrainingFacts, *, as_json: bool) -> None:
-    """Explain the trace in the file `source` (`-`: standard input). Exits with 1 where it is
+    """Explain the trace in the file `source` (`-`: standard input). Exits with 1 if it is
     healthy.
 
-    `facts`: batch sizes of the run, for the example range of a NaN. Raises Refused (64) where the
+    `facts`: batch sizes of the run, for the example range of a NaN. Raises Refused (64) if the
     file can't be read or holds no trace line. A remark (severity info) alone is not an alarm: the
     run counts as healthy.
     """
@@ -82,7 +82,7 @@ def _lines(source: str) -> Iterator[TextIO]:
 
 
 def report(trace: Trace, found: Sequence[Anomaly]) -> Iterator[str]:
-    """The findings for people: each type once with its evidence and fixes, repeats as a list of
+    """The findings as text: each type once with its evidence and fixes, repeats as a list of
     steps."""
     counts = ", ".join(
         f"{len(series)} {name}" for name, series in trace.series.items() if len(series)

@@ -25,8 +25,8 @@ def find_guard(name: str | None, state_dir: str | None) -> StateDir:
     """The state directory that the flags or the environment name; else that of the only running
     guard; else the default; else that of the guard that ran last.
 
-    Reports the choice on stderr where the flags don't determine it. Raises Refused: 64 where
-    several run, 78 for an invalid name.
+    Reports the choice on stderr if the flags don't determine it. Raises Refused: 64 if several
+    guards run, 78 for an invalid name.
     """
     usual = choose_state(DEFAULT_NAME if name is None else name, state_dir)
     named = name is not None or state_dir is not None or "MINER_GUARD_STATE_DIR" in os.environ
@@ -54,8 +54,8 @@ def open_guard(config: Path | None, name: str | None, state_dir: str | None) -> 
 
 
 def check_version(answer: Mapping[str, Any]) -> None:
-    """Report on stderr that the running guard, which gave this answer, has another version: an
-    update takes effect only when the guard restarts."""
+    """Report on stderr if the running guard, which gave this answer, runs another version than this
+    command: an update takes effect only when the guard restarts."""
     theirs = answer.get("version")
     if theirs != __version__:
         version = "an older version" if theirs is None else f"version {theirs}"
@@ -125,7 +125,8 @@ def listens(state: StateDir) -> bool:
 
 
 def _last_ended(usual: StateDir) -> StateDir | None:
-    """The guard with the newest status.json, among those beside the default's and the demo's."""
+    """The guard with the newest status.json, among the demo and the guards beside the default
+    one."""
     try:
         roots = [*usual.root.parent.iterdir(), _DEMO.absolute()]
     except OSError:

@@ -109,7 +109,7 @@ def _inputs(place: options.CommandContext) -> GateInputs:
 
 
 def _settings(place: options.CommandContext) -> GateSettings:
-    """[gate] from the settings here; where it is not set, from the guard of the state directory."""
+    """[gate] from the settings here or, if they don't set it, from the state directory's guard."""
     own = place.settings
     if any(
         name.startswith("gate.") and origin != "default" for name, origin in own.origins.items()
@@ -125,7 +125,7 @@ def _settings(place: options.CommandContext) -> GateSettings:
 
 
 def _keep(state: statedir.StateDir, decision: GateDecision, known: GateInputs) -> None:
-    """Record the decision in the ledger, as a rank does; without a guard no ledger exists."""
+    """Record the decision in the ledger, as a rank does, unless no guard has created one."""
     if not state.gate_inputs.is_file():
         return
     ledger = Ledger(state.ledger, lambda finding: echo(catalog.message(finding), err=True))
@@ -154,7 +154,7 @@ def _show(decision: GateDecision, as_json: bool) -> None:
 
 
 def _replayed(state: statedir.StateDir, decision_id: str, as_json: bool) -> int:
-    """Replay a decision from the ledger alone. Returns 1 where it blocks or differs from the stored
+    """Replay a decision from the ledger alone. Returns 1 if it blocks or differs from the stored
     one."""
     ledger = ReadOnlyLedger(state.ledger)
     stored = ledger.find_decision(decision_id)

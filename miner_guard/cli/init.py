@@ -108,7 +108,7 @@ def _flags(config: Path | None, state_dir: str | None) -> list[str]:
 
 
 def _place(name: str, state_dir: str | None) -> str:
-    """The flag that points the other commands at this guard; empty where they find it by
+    """The flag that points the other commands at this guard; empty if they find it by
     themselves."""
     if state_dir is not None:
         return f"--state-dir {shlex.quote(str(Path(state_dir).absolute()))}"

@@ -73,7 +73,7 @@ def command(
         if event or rank or follow or level != "debug":
             raise Refused(
                 (
-                    "--ledger takes --since, --lines and --json; the others choose among "
+                    "--ledger takes only --since, --lines and --json; the other options filter "
                     "the log's lines"
                 ),
                 USAGE,
@@ -94,7 +94,7 @@ def command(
     else:
         _write(f"{hit.console(emoji=emoji)}\n".encode("utf-8", "replace") for hit in hits)
     if seen.unreadable:
-        echo(f"miner-guard: {counted(seen.unreadable, 'line')} passed over: no events", err=True)
+        echo(f"miner-guard: skipped {counted(seen.unreadable, 'unreadable line')}", err=True)
     if seen.hits == 0:
         raise typer.Exit(FAILED)
 
@@ -102,8 +102,8 @@ def command(
 def _ledger(
     state: StateDir, table: str, since: str, lines: int | None, *, as_json: bool
 ) -> Iterator[bytes]:
-    """The ledger's rows, oldest first. Raises Refused: 64 for an unknown table, 1 where the table
-    is empty."""
+    """The ledger's rows, oldest first. Raises Refused: 64 for an unknown table, 1 if the table is
+    empty."""
     from uploads.ledger_readers import ReadOnlyLedger
 
     ledger = ReadOnlyLedger(state.ledger)

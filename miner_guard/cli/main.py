@@ -1,8 +1,8 @@
 """`miner-guard`: finds the command's module, imports only that one, and maps errors to exit codes.
 
-A command is one file: a function `command` with typer's annotations, its docstring the help, and if
-needed `CONTEXT`, click's context settings. It is added by its name in `COMMANDS`.
-"""
+Each command is one file with a function `command`, whose annotations typer reads and whose
+docstring is the help, and optionally `CONTEXT`, click's context settings. To add it, name it in
+`COMMANDS`."""
 
 from __future__ import annotations
 
@@ -125,9 +125,9 @@ def run(arguments: Sequence[str]) -> int:
         error.show()
         return exits.USAGE
     except typer.Abort:
-        return _refused("ended by the keyboard", exits.FAILED)
+        return _refused("interrupted from the keyboard", exits.FAILED)
     except (BrokenPipeError, SystemExit):
-        # `miner-guard logs | head`: a closed pipe is not an error of ours; typer turns it into
+        # `miner-guard logs | head`: a closed pipe is not an error here; typer turns it into
         # SystemExit.
         sys.stdout = None
         return exits.OK
@@ -144,7 +144,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _refused(why: str, code: int) -> int:
-    # Late: a command that succeeds may not need its imports.
+    # Imported late: a command that succeeds may not need it.
     from miner_guard.cli.echo import echo
 
     echo(f"miner-guard: {why}", err=True)

@@ -32,10 +32,10 @@ _OTHERS = 5
 
 
 def a_number(value: Optional[float]) -> Optional[float]:
-    """For `callback=` of a number: refuses NaN, which typer before 0.29 accepts despite any limit,
-    and what no miner has. A `max=` would print its fifteen zeros into the help."""
+    """The `callback=` of a numeric option: refuses NaN, which typer before 0.29 accepts despite any
+    limit, and numbers above `MAX_COUNT`. A `max=` would print fifteen zeros in the help."""
     if value is not None and value != value:
-        raise typer.BadParameter("nan is no number")
+        raise typer.BadParameter("nan is not a number")
     if value is not None and value > MAX_COUNT:
         # A whole number may have more digits than a float can hold.
         shown = f"{value:g}" if abs(value) < 1e300 else "a number of 300 digits or more"
@@ -80,8 +80,8 @@ def open_context(
 ) -> CommandContext:
     """Load the settings and choose the state directory. Raises Refused: 64 for a bad flag, 78 for
     bad settings."""
-    # Here, not above: it is most of the start-up time, and commands such as `logs` read no
-    # settings.
+    # Import here, not above: this is most of the start-up time, and commands such as `logs` read
+    # no settings.
     from miner_guard.config import loading
     from validators.profiles import chosen
 
@@ -105,8 +105,8 @@ def open_context(
 
 
 def _dotenv(repo: RepoSettings) -> tuple[str, Mapping[str, str]] | None:
-    """The miner's `.env`, where it holds the guard's keys: pm2's filter_env lets no secret through
-    the environment."""
+    """The miner's `.env`, if it holds the guard's keys: pm2's filter_env removes secrets from the
+    environment."""
     if repo.credentials != "dotenv":
         return None
     from uploads.repos.base import RepoError
@@ -150,7 +150,7 @@ def choose_state(name: str, state_dir: str | None) -> statedir.StateDir:
 
 
 def start_or_name(state: statedir.StateDir) -> str:
-    """The next step where no guard runs: start one, or name one of those that ran beside this state
+    """What to do if no guard is running: start one, or name one that ran beside this state
     directory."""
     start = "start it with `miner-guard run`"
     folder = state.root.parent
@@ -171,7 +171,7 @@ def start_or_name(state: statedir.StateDir) -> str:
 
 
 def check_there(state: statedir.StateDir) -> None:
-    """Raises Refused (1) where no guard has ever run in this state directory."""
+    """Raises Refused (1) if the state directory does not exist, so no guard has run in it."""
     if not state.root.is_dir():
         raise Refused(
             f"state directory {state.root} does not exist; "
@@ -192,7 +192,7 @@ def earliest(since: str) -> str:
 
 def check_command(program: str) -> None:
     """Raises Refused (64) for a program that can't be started."""
-    # Late: it is slow to import, and commands such as `logs` start no program.
+    # Imported late: it is slow, and commands such as `logs` start no program.
     import shutil
 
     if shutil.which(program) is None:
@@ -208,7 +208,7 @@ def check_command(program: str) -> None:
 
 
 def unknown_event(name: str) -> str:
-    """The refusal of an event's name that is not in the catalogue, with the nearest ones."""
+    """The message for an event name that is not in the catalogue, with the closest names."""
     import difflib
 
     from miner_guard.eventlog.catalog import CATALOGUE

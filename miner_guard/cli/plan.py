@@ -145,13 +145,13 @@ def _way(way: plan_model.PlanEstimate) -> dict[str, Any]:
 
 
 def fits(plan: plan_model.Plan) -> bool | None:
-    """Whether the miner's memory need fits the GPU; None where the GPU's memory was not given."""
+    """Whether what the miner needs fits into the GPU's memory; None if its size was not given."""
     memory = plan.settings.gpu_memory_gb
     return None if memory is None else plan.actual.memory.total <= memory
 
 
 def text(plan: plan_model.Plan, steps: Any) -> Iterator[str]:
-    """The plan for people."""
+    """The plan as text."""
     s, doc, actual = plan.settings, plan.document, plan.actual
     batches = f"batch {s.batch}, effective batch {s.effective}"
     yield f"{s.gpus} GPUs, {batches}, {s.params / 1e9:.3g}B parameters, sequence {s.seq}"

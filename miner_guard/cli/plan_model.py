@@ -150,7 +150,7 @@ def plan(settings: PlanSettings) -> Plan:
 def _check(settings: PlanSettings) -> None:
     for name in ("gpus", "batch", "effective", "params", "seq", "upload_steps"):
         if getattr(settings, name) < 1:
-            raise BadPlan(f"{name} is {getattr(settings, name):g}: at least 1")
+            raise BadPlan(f"{name} is {getattr(settings, name):g}; it must be at least 1")
     if settings.effective < settings.batch:
         raise BadPlan(
             f"effective batch {settings.effective} is below the batch {settings.batch}; "
@@ -270,7 +270,7 @@ def _simplifications(
             f"divides the effective batch by the world size: {s.effective} / {s.gpus} GPUs / "
             f"{s.batch} = "
             f"{actual.accumulation_steps} micro-batches on each, {actual.micro_batches} in all, "
-            f"{actual.samples} samples and not {document.samples}."
+            f"{actual.samples} samples instead of {document.samples}."
         )
         if (
             s.step_s is None
@@ -293,7 +293,7 @@ def _simplifications(
             "mean (AdamW's steps hardly depend on that, clipping by norm does)."
         )
         yield (
-            "The usual estimate counts weights and optimizer whole on each GPU; FSDP2 shards "
+            "The usual estimate puts all weights and optimizer state on each GPU; FSDP2 shards "
             "them: "
             f"{actual.memory.total:.1f} GB instead of {document.memory.total:.1f} GB."
         )
@@ -306,12 +306,12 @@ def _simplifications(
     )
     if s.effective % s.batch:
         yield (
-            f"{s.effective} is no multiple of {s.batch}: {s.effective % s.batch} samples of "
+            f"{s.effective} is not a multiple of {s.batch}: {s.effective % s.batch} samples of "
             "each step are dropped."
         )
     if s.effective % (s.gpus * s.batch):
         yield (
-            f"{s.effective} is no multiple of {s.gpus} GPUs x {s.batch}: the miner takes "
+            f"{s.effective} is not a multiple of {s.gpus} GPUs x {s.batch}: the miner takes "
             f"{actual.samples} samples."
         )
 

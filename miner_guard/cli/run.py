@@ -75,7 +75,7 @@ def command(
 
 
 def _supervise(miner: list[str], place: options.CommandContext, finished_code: int) -> int:
-    # Late: neither `--help` nor a refused command line needs it.
+    # Imported late: neither `--help` nor a refused command line needs it.
     from miner_guard.supervisor.app import GuardApp, Request
     from miner_guard.supervisor.process.child import keep_files_private
     from miner_guard.supervisor.startup.lock import Lock, LockHeld
@@ -92,6 +92,6 @@ def _supervise(miner: list[str], place: options.CommandContext, finished_code: i
     ).run()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Everything is written. The interpreter's end would wait for hung jobs, after it has ended the
-    # watchdog's thread.
+    # Everything is written: exit now. The interpreter would end the watchdog's thread and then wait
+    # for hung jobs.
     os._exit(code)

@@ -38,12 +38,13 @@ _CELLS_OF_A_WEEK = 28
 """Six hours each."""
 
 WEEK_MARKS = {EARNING: "█#", DEGRADED: "▅+", UNKNOWN: "??", NOT_EARNING: "▁!", STOPPED: "xx"}
-"""A cell of the week by its verdict, in Unicode and in ASCII, distinct without colour."""
+"""By verdict: the mark for a cell of the week, in Unicode and in ASCII. The marks differ even
+without colour."""
 
 _NO_MARK = "·."
 _GIB = 1024**3
 _OLD_S = 7.0
-"""A guard that hears nothing new writes every five seconds."""
+"""A status older than this is shown as old: even an idle guard writes one every five seconds."""
 
 _KEPT = 512
 _CELLS = 9
@@ -88,7 +89,7 @@ def progress_bar(done: float, whole: float, width: int, *, ascii_only: bool = Fa
 
 
 def duration(seconds: Any) -> str:
-    """`45s`, `12m`, `3.1h`, `2.0d`; `?` where unknown."""
+    """Format seconds as `45s`, `12m`, `3.1h` or `2.0d`; `?` if unknown."""
     if not isinstance(seconds, (int, float)):
         return "?"
     if seconds < 100:
@@ -100,7 +101,7 @@ def duration(seconds: Any) -> str:
 
 @dataclass(frozen=True)
 class ShownPart:
-    """What a person chose to see with keys."""
+    """What the user has chosen to see by pressing keys."""
 
     help: bool = False
     paused: bool = False
@@ -108,7 +109,7 @@ class ShownPart:
     """Ranks by their number; otherwise the slowest first."""
 
     scrolled: int = 0
-    """Events between the newest and the last one shown."""
+    """How many of the newest events are below the last one shown."""
 
     def after(self, key: str, page: int = 10) -> ShownPart:
         """The choice after a key; `page` is the number of lines of `page up`."""
@@ -192,7 +193,7 @@ def lines(
 
 
 def _events(events: Sequence[str], room: int, shown: ShownPart) -> list[str]:
-    """A title and the newest events that fit, or earlier ones where scrolled."""
+    """A title and the newest events that fit, or earlier ones if the user has scrolled."""
     if shown.help:
         return []
     count = max(0, room)
@@ -315,8 +316,8 @@ def _uploads(status: StatusDocument, least: int, ascii_only: bool) -> list[str]:
 
 
 def _when_valid(status: StatusDocument, least: int) -> str:
-    """Whether validators would take an upload now, else when; no promise where the verdict says
-    that nothing trains."""
+    """Whether validators would accept an upload now, else when they would. Gives no time if the
+    verdict says that the miner is not earning or has stopped."""
     steps, decision = status.steps, status.uploads.decision
     stalled = status.verdict is not None and status.verdict.state in (NOT_EARNING, STOPPED)
     outer = "" if stalled else f"; outer step in {duration(steps.eta_outer_s)}"
@@ -329,7 +330,7 @@ def _when_valid(status: StatusDocument, least: int) -> str:
 
 
 def _ago(status: StatusDocument, wall: float | None) -> str:
-    """` 3m ago`, relative to the status; empty where a time is unknown."""
+    """` 3m ago`, relative to the status; empty if a time is unknown."""
     updated = status.updated
     if wall is None or updated is None:
         return ""
@@ -337,7 +338,8 @@ def _ago(status: StatusDocument, wall: float | None) -> str:
 
 
 def _ranks(steps: StepsStatus, *, by_number: bool) -> list[str]:
-    """The ranks, the one that works longest first: a straggler must not be among those left out."""
+    """The ranks, those with the longest own work first, so that the screen never omits a
+    straggler."""
     ranks = list(steps.per_rank.items())
     if not by_number:
         ranks.sort(key=lambda item: -(item[1].work_s or 0.0))
@@ -353,7 +355,7 @@ def _ranks(steps: StepsStatus, *, by_number: bool) -> list[str]:
 
 
 def _in_threes(cells: list[str]) -> list[str]:
-    """At most three lines of three, with the number of cells left out."""
+    """Arrange cells in at most three lines of three; the last cell counts those that don't fit."""
     if len(cells) > _CELLS:
         cells = [*cells[: _CELLS - 1], f"and {len(cells) - _CELLS + 1} more"]
     return [" | ".join(cells[place : place + 3]) for place in range(0, len(cells), 3)]

@@ -25,7 +25,7 @@ from miner_guard.system.clock import iso_utc
 
 _WIDTH = 120
 _EVENTS = 8
-"""Warnings and worse shown at the bottom."""
+"""How many events of level warning and above to show at the bottom."""
 
 
 def command(
@@ -85,8 +85,8 @@ def _check(status: StatusDocument, hang: HangSettings) -> None:
 
 
 def _last_end(log: Path) -> str:
-    """`the last one: 2026-01-02T03:04:05Z GUARD STOPPED: exit code 75, …; `, empty where no guard
-    has run."""
+    """`the last one: 2026-01-02T03:04:05Z GUARD STOPPED: exit code 75, …; `; empty if no guard has
+    run."""
     for hit in query.last(log, Query(events=frozenset({"guard_started", "guard_stopped"})), 1):
         if hit.event == "guard_stopped":
             return f"the last one: {hit.ts[:19]}Z {hit.headline}; "
@@ -118,7 +118,7 @@ def _lines(
 
 
 def _last(uploads: UploadsStatus) -> Iterator[str]:
-    """The ledger's latest upload and the audit's verdict; the gate's decision is shown above."""
+    """The latest upload, audit, incident and restart; the gate's decision is shown above them."""
     upload, audit, incident, restart = (
         uploads.upload,
         uploads.audit,

@@ -1,4 +1,4 @@
-"""The terminal as `top` uses it: full screen, keys, resize, colour; always given back as it was."""
+"""The terminal as `top` uses it: full screen, keys, resize, colour. Always restored on exit."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def has_unicode() -> bool:
 
 
 def has_colour() -> bool:
-    """Colour where it helps: never into a pipe, on a dumb terminal or with NO_COLOR
+    """Whether to use colour: not in a pipe, on a dumb terminal, or if NO_COLOR is set
     (no-color.org)."""
     return not is_dumb() and not os.environ.get("NO_COLOR")
 
@@ -121,8 +121,8 @@ class Terminal:
         return size()
 
     def keys_within(self, seconds: float) -> Iterator[str]:
-        """The names of the keys pressed; `resize` where the window changed, nothing after
-        `seconds`. Standard input that has ended is `quit`."""
+        """The names of the keys pressed within `seconds`; `resize` if the window has changed,
+        `quit` at the end of standard input."""
         watched: list[int | TextIO] = [self._woken]
         if sys.stdin.isatty():
             watched.append(sys.stdin)
@@ -152,7 +152,8 @@ class Terminal:
 
 
 def size() -> tuple[int, int]:
-    """Columns and lines of standard output, at least 40 and 10; 80 and 24 where it has none."""
+    """Columns and lines of standard output, at least 40 and 10; 80 and 24 if it is not a
+    terminal."""
     try:
         given = os.get_terminal_size(sys.stdout.fileno())
         return max(40, given.columns or 80), max(10, given.lines or 24)

@@ -105,7 +105,7 @@ class View:
         self._events = [*self._events, *rows][-_LAST_EVENTS:]
 
     def lines(self, width: int, height: int, shown: ShownPart | None = None) -> list[str]:
-        """The current screen; while it is paused, the last one that was not."""
+        """The current screen; while paused, the screen as it was before the pause."""
         shown = shown or ShownPart()
         if not shown.paused or self._document is None:
             self._refresh()

@@ -42,7 +42,8 @@ def uninstall(files: Sequence[Path], state: StateDir, name: str) -> None:
 
 
 def _remove_empty(folder: Path) -> None:
-    """Remove the folders of `_OURS` from `folder` up, as long as nothing else is in them."""
+    """Remove `folder` and then its parents, as long as each is empty and has the next name in
+    `_OURS`."""
     for name in _OURS:
         if folder.name != name or not folder.is_dir() or any(folder.iterdir()):
             return

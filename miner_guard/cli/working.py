@@ -1,4 +1,4 @@
-"""What a command that takes over a second is doing, on the terminal's last line."""
+"""Shows on the terminal's last line what a command that takes over a second is doing."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import time
 from types import TracebackType
 
 _AFTER_S = 1.0
-"""Nothing is shown before: most commands end within a second."""
+"""Delay before the line appears: most commands end within a second."""
 
 _EVERY_S = 0.25
 _CLEAR = "\r\x1b[K"
 
 
 class Working:
-    """A line on standard error with what is done, how far, and for how long; removed at the end.
-    Into a pipe or on a dumb terminal it writes nothing. Use as a context manager."""
+    """A line on standard error that shows the task, its progress and the seconds so far, and is
+    removed at the end. Writes nothing to a pipe or a dumb terminal. Use as a context manager."""
 
     def __init__(self, what: str, total: int | None = None) -> None:
         """`total`: the amount of work, in the unit that `advance` counts."""
