@@ -9,7 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Estimate:
-    """The cost of one operation over a stretch of training."""
+    """The cost of one operation over a number of training steps. `overhead_pct` is the share of
+    training time, in per cent."""
 
     calls: float
     cost_s: float

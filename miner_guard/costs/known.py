@@ -21,7 +21,7 @@ class KnownOperation:
 
     why: str
     call_s: tuple[float, float] | None = None
-    """Usual seconds of one call, from and to; None: the document gives no time."""
+    """Usual range of seconds per call; None if source 000 gives none."""
 
     every_steps: int | None = None
     every_s: float | None = None
@@ -84,8 +84,8 @@ KNOWN = (
 
 
 def known(operation: str) -> KnownOperation | None:
-    """The known operation of that name, however it is spelled: `evolution_snapshot`,
-    `EvolutionSnapshot`. None for any other."""
+    """Find a known operation by name or alias in any spelling, such as `evolution_snapshot` or
+    `EvolutionSnapshot`; None if there is no match."""
     spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", operation)
     plain = re.sub(r"[^a-z0-9]+", " ", spaced.lower()).strip()
     return next((row for row in KNOWN if plain == row.name or plain in row.aliases), None)

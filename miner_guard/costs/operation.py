@@ -1,4 +1,5 @@
-"""One operation's account, and the cap on the shares of the most expensive ones."""
+"""Cost accounting for one operation, and the cap that brings the most expensive operations back
+within the budget."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 _FADING = 0.9
 _IMPACTS = ((10.0, "critical"), (5.0, "high"), (2.5, "moderate"), (0.25, "acceptable"))
-"""Per cent of training time and the label for it, from the cost table of source 000."""
+"""Lower bounds in per cent of training time, with their labels, from source 000's cost table."""
 
 
 @dataclass
@@ -25,8 +26,8 @@ class Operation:
     longest_s: float = 0.0
     last_s: float = 0.0
     recent_s: float = 0.0
-    """Expected duration of the next call: the longest recent blocking call; the weight of older
-    ones decays."""
+    """Expected duration of the next call: that of the longest recent blocking call, where older
+    calls count for less and less."""
 
     asked_s: float | None = None
     """The requested interval, in seconds."""
@@ -78,7 +79,8 @@ def percent(seconds: float, training_s: float) -> float:
 
 
 def impact(share_pct: float) -> str:
-    """`negligible`, `acceptable`, `moderate`, `high` or `critical`."""
+    """Label a share of training time: `negligible`, `acceptable`, `moderate`, `high` or
+    `critical`."""
     return next((word for limit, word in _IMPACTS if share_pct >= limit), "negligible")
 
 

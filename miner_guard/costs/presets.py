@@ -33,10 +33,10 @@ PRESETS: Mapping[str, Mapping[str, float | bool]] = {
         "monitoring_budget": 2.0,
     },
 }
-"""The document's three tables, verbatim."""
+"""The three tables of source 000, verbatim."""
 
 _CRITICAL_FACTOR = 2.0
-"""The document's 10 % is twice its 5 %; a preset's critical limit keeps that ratio."""
+"""Source 000's critical limit (10 %) is twice its budget (5 %); each preset keeps that ratio."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Budget:
         return cls(budget, budget * _CRITICAL_FACTOR, settings.operation_warn_s, settings.throttle)
 
     def status(self, share_pct: float) -> str:
-        """`ok`, `warning` or `critical`."""
+        """Judge a share of training time: `ok`, `warning` or `critical`."""
         if share_pct > self.critical_pct:
             return "critical"
         return "warning" if share_pct > self.budget_pct else "ok"

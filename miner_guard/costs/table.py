@@ -18,13 +18,13 @@ _TITLES = (
     "Status",
 )
 _WORDS_AFTER = 8
-"""Columns from here on are words, aligned to the left like the first one."""
+"""The columns from this one on contain words and, like the first, are left-aligned."""
 
 _WORDS = {"ok": "within budget", "warning": "OVER BUDGET", "critical": "FAR OVER BUDGET"}
 
 
 def text(report: Mapping[str, Any]) -> str:
-    """The verdict, then one row per operation, most expensive first."""
+    """Render the report: the verdict, then one row per operation, most expensive first."""
     operations: Mapping[str, Mapping[str, Any]] = report["operations"]
     ordered = sorted(
         operations.items(),
@@ -80,14 +80,14 @@ def _frequency(calls: int, training_s: float, step_s: float | None) -> str:
 
 
 def _per_thousand_steps(total_s: float, training_s: float, step_s: float | None) -> str:
-    """What 1000 steps pay for the operation; `-` while no step time is known."""
+    """The operation's cost per 1000 steps; `-` while no step time is known."""
     if not step_s or training_s <= 0:
         return "-"
     return seconds(1000 * total_s * step_s / training_s)
 
 
 def seconds(value: float) -> str:
-    """A duration with only its significant digits."""
+    """Format a duration in ms (three significant digits) or in seconds."""
     if value == 0:
         return "0s"
     return f"{value * 1000:.3g}ms" if value < 1 else f"{value:.1f}s"

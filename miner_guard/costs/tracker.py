@@ -27,8 +27,8 @@ FILE = "monitoring_costs.json"
 _MAX_OPERATIONS = 256
 _WRITE_EVERY_S = 5.0
 _EVIDENCE_S = 3.0
-"""Below this blocking time, monitoring never counts as over budget: it is 5 % of one minute, and
-over shorter times a share means little."""
+"""Monitoring never counts as over budget before it has blocked training for this long, 5 % of a
+minute: over shorter times, a share means little."""
 
 _RELAX_RATIO = 0.8
 """Throttling ends when the requested intervals would take less than this share of the budget."""
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 def say_on_stderr(finding: Finding) -> None:
-    """Destination of warnings without a guard."""
+    """Print a warning on stderr: the default `report` of a tracker outside a guard."""
     sys.stderr.write(f"{finding.severity.upper()} | {catalog.message(finding)}\n")
 
 
@@ -60,9 +60,10 @@ class MonitoringCostTracker:
         on_record: Callable[[str, float, bool], None] | None = None,
         ledger: Path | None = None,
     ) -> None:
-        """Writes monitoring_costs.json to `output_dir`. Calls `on_record(operation, seconds,
-        blocking)` for each call. `get_report` returns `ledger`, another process's account, until
-        this tracker records an operation."""
+        """`output_dir`: where to write monitoring_costs.json; None: nowhere. `report` receives the
+        warnings; `on_record(operation, seconds, blocking)` is called for each recorded call.
+        `ledger`: another process's monitoring_costs.json, which `get_report` returns until this
+        tracker records an operation."""
         self.budget = budget or Budget()
         self._file = None if output_dir is None else Path(output_dir) / FILE
         self._clock = clock or SystemClock()
@@ -80,7 +81,7 @@ class MonitoringCostTracker:
         self._written = float("-inf")
         self._outage = WriteOutage(FILE)
         if self._file is not None:
-            # The file is at most 5 s old; a process that ends writes the rest.
+            # `record` writes the file at most every 5 s; the process writes the rest when it exits.
             atexit.register(_write_at_exit, weakref.ref(self))
 
     # tracking
@@ -126,7 +127,7 @@ class MonitoringCostTracker:
         return self._operations.setdefault(operation, Operation())
 
     def _judged(self) -> list[Finding]:
-        """A finding if the budget's status got worse; an improvement is recorded without one."""
+        """A finding if the budget's status has become worse; an improvement is only recorded."""
         share = self.share_pct()
         level = self.budget.status(share) if self.blocking_s() >= _EVIDENCE_S else "ok"
         worse = _LEVELS[level] > _LEVELS[self._level]
@@ -150,8 +151,8 @@ class MonitoringCostTracker:
     def training_time(
         self, source: Callable[[], float], step_time: Callable[[], float | None] = lambda: None
     ) -> None:
-        """Use another source of training time, in seconds: the supervisor knows when the miner was
-        down. `step_time`: seconds of training per step, or None while unknown."""
+        """Take the training time, in seconds, from `source`: the supervisor knows when the miner
+        was down. `step_time`: seconds of training per step, or None while unknown."""
         self._training_s, self._measured_step_s = source, step_time
 
     def blocking_s(self) -> float:
@@ -160,7 +161,7 @@ class MonitoringCostTracker:
             return sum(account.blocking_s for account in self._operations.values())
 
     def background_s(self, prefix: str = "") -> float:
-        """CPU seconds alongside training, of the operations whose names start with `prefix`."""
+        """CPU seconds that operations whose names start with `prefix` used alongside training."""
         with self._mutex:
             return sum(
                 a.background_s for name, a in self._operations.items() if name.startswith(prefix)
@@ -173,7 +174,7 @@ class MonitoringCostTracker:
         return max(0.0, self._clock.monotonic() - self._start - self.blocking_s())
 
     def share_pct(self) -> float:
-        """Blocking monitoring time in per cent of training time."""
+        """The time that monitoring blocked training, in per cent of training time."""
         with self._mutex:
             return percent(self.blocking_s(), self.training_s())
 
@@ -228,7 +229,7 @@ class MonitoringCostTracker:
         return ready
 
     def _learn_step_time(self, step: int | None, now: float) -> None:
-        """Training seconds per step, from the steps passed to `due`."""
+        """Update the training seconds per step from the steps passed to `due`."""
         if step is None:
             return
         training = self.training_s()
@@ -275,10 +276,11 @@ class MonitoringCostTracker:
     def portion(
         self, operation: str, items: Iterable[T], *, limit_s: float | None = None
     ) -> Iterator[T]:
-        """Yield `items` until the call's time limit: a long validation runs in part instead of not
+        """Yield `items` until the time limit, so that a long validation runs partly instead of not
         at all.
 
-        The limit is `limit_s`, by default the budget's `operation_warn_s`. Tracks its own time.
+        The limit is `limit_s`, by default the budget's `operation_warn_s`. Records the time as one
+        call of `operation`.
         """
         limit = self.budget.operation_warn_s if limit_s is None else limit_s
         with self.track(operation):
@@ -291,8 +293,8 @@ class MonitoringCostTracker:
     # reporting
 
     def get_report(self) -> dict[str, Any]:
-        """The account in the format of monitoring_costs.json; `budget_status` is `unknown` without
-        an account."""
+        """The costs so far, in the format of monitoring_costs.json. `budget_status` is `unknown` if
+        nothing was recorded here and the ledger can't be read."""
         with self._mutex:
             if not self._operations and self._ledger is not None:
                 stored = state_dir.read_json(self._ledger)
@@ -319,7 +321,7 @@ class MonitoringCostTracker:
             }
 
     def print_summary(self, file: IO[str] | None = None) -> None:
-        """Print the cost table or, without an account, where the tracker searched for one."""
+        """Print the cost table or, if there are no costs to show, which ledger was missing."""
         report = self.get_report()
         if report["budget_status"] == "unknown":
             words = (
@@ -382,20 +384,20 @@ def _ledger_of(env: Mapping[str, str]) -> Path | None:
     try:
         return state_dir.choose("miner", env.get(state_dir.STATE_DIR), env).costs
     except RuntimeError:
-        # Without a named state directory or a home, the account is local to this process.
+        # With neither a state directory nor a home directory, costs stay local to this process.
         return None
 
 
 def _of_this_rank(ledger: Path | None) -> MonitoringCostTracker | None:
-    # Do not import it here: asking for costs must not create a hook in a process without one.
+    # Do not import the hook here: reading costs must not create one in a process without it.
     hook = sys.modules.get("miner_guard.rank.guard")
     guard = None if hook is None else hook.current()
     if guard is None:
         return None
 
     def report(finding: Finding) -> None:
-        # The supervisor judges the budget from the records; reporting it here too would duplicate
-        # it.
+        # The supervisor judges the budget from the recorded costs: reporting it here too would
+        # duplicate the finding.
         if finding.event in ("monitoring_throttled", "monitoring_relaxed"):
             guard.emit(finding)
 
