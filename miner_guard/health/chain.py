@@ -15,12 +15,12 @@ from miner_guard.system import probe
 
 @dataclass(frozen=True)
 class ChainReading:
-    """The result of one query. All fields are None where `reason` explains a failure."""
+    """The result of one query. If it failed, `reason` says why and all other fields are None."""
 
     reason: str | None = None
     block: int | None = None
     registered: bool | None = None
-    """None where no hotkey is configured or the query failed."""
+    """None if no hotkey is configured or the query failed."""
 
     uid: int | None = None
     incentive: float | None = None
@@ -35,7 +35,7 @@ class ChainReading:
     """`ip:port` where validators reach the miner; empty if it announces none, None if unknown."""
 
     commitment: str | None = None
-    """As committed. It is public but holds the read keys: never log or store it."""
+    """The committed text. It is public, but it contains the read keys: never log or store it."""
 
     master_commitment: str | None = None
     neurons: int | None = None

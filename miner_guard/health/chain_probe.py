@@ -1,9 +1,9 @@
 """The child that reads the chain through bittensor 9.10 to 11: `python -m
 miner_guard.health.chain_probe`.
 
-In a child, because bittensor may hang for minutes on a silent node, parses the command line,
-prints, takes over its process's logging, and uses up to 160 MB. Reads only public data and opens no
-wallet.
+It runs in a child, because bittensor may hang for minutes on a silent node, parses the command
+line, prints, takes over its process's logging, and uses up to 160 MB. Reads only public data and
+opens no wallet.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from miner_guard.system import probe
 
 
 class ChainClient(Protocol):
-    """One interface to every generation of bittensor. Each method may raise anything."""
+    """One interface to every generation of bittensor. Each method may raise any exception."""
 
     def block(self) -> int: ...
     def uid(self, netuid: int, hotkey: str) -> int | None: ...
@@ -115,8 +115,8 @@ class Eleven:
 
 
 def connect(network: str) -> tuple[ChainClient, str]:
-    """A connection and bittensor's version. Raises whatever bittensor raises; ImportError where it
-    is not installed."""
+    """Connect; returns the client and bittensor's version. Raises whatever bittensor raises, and
+    ImportError if it is not installed."""
     # 9.x parses the command line on import and again in Subtensor(): `--help` there would exit.
     sys.argv = sys.argv[:1]
     import bittensor
@@ -198,16 +198,17 @@ def _own(
 
 
 def committed_text(stored: Any) -> str | None:
-    """The text of a `CommitmentOf` entry: `{"info": {"fields": [[{"Raw5": …}]]}}`; None where
+    """The text of a `CommitmentOf` entry: `{"info": {"fields": [[{"Raw5": …}]]}}`; None if
     nothing is committed.
 
-    Raises TypeError for another shape.
+    Raises TypeError for a commitment of another shape.
     """
     return None if stored is None else _data_of(stored["info"]["fields"]).decode("utf-8", "replace")
 
 
 def _data_of(value: Any) -> bytes:
-    """The bytes are hexadecimal or numbers, nested in lists as the decoder's version chooses."""
+    """Find the bytes: they are hexadecimal or numbers, nested in lists in a way that depends on the
+    decoder's version."""
     if isinstance(value, Mapping) and value:
         return _data_of(next(iter(value.values())))
     if isinstance(value, str):
@@ -220,9 +221,9 @@ def _data_of(value: Any) -> bytes:
 
 
 def _axon(neuron: Any) -> str | None:
-    """`ip:port` where the neuron serves; empty if it announces no place, None if unknown."""
+    """`ip:port` where the neuron serves; empty if it announces no address, None if unknown."""
     if hasattr(neuron, "axon"):
-        # bittensor 11: the text itself, None where nothing is served.
+        # bittensor 11 gives the text itself, or None if the neuron serves nothing.
         return str(neuron.axon or "")
     info = getattr(neuron, "axon_info", None)
     ip, port = getattr(info, "ip", None), getattr(info, "port", None)
@@ -237,7 +238,7 @@ def _number(value: Any) -> float | None:
 
 
 def _share(value: Any) -> float | None:
-    """A u16 that encodes 0 to 1."""
+    """Decode a u16 that stands for a number from 0 to 1."""
     return None if value is None else int(value) / 65535
 
 
@@ -250,9 +251,9 @@ def _amount(balance: Any) -> float | None:
 
 
 def main() -> None:
-    """Print the result of `query`."""
+    """Answer the request on stdin with the result of `query`, or with the reason for a failure."""
     request = probe.request()
-    # Without this 9.x creates ~/.bittensor.
+    # Without this, bittensor 9 creates ~/.bittensor.
     os.environ["READ_ONLY"] = "1"
     try:
         chain, version = connect(request["network"])

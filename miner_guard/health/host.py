@@ -1,4 +1,5 @@
-"""The host as this process may use it: a container's limits override the machine's."""
+"""Samples the resources of the host that this process may use: a container's limits override the
+machine's."""
 
 from __future__ import annotations
 
@@ -19,15 +20,15 @@ _UNLIMITED = 1 << 60
 
 
 class HostSampler:
-    """Reads CPU, memory, disk, /dev/shm and network separately: a folder that hangs must not hide
-    the memory.
+    """Reads CPU, memory, disk, /dev/shm and network separately: a disk that hangs must not hide the
+    memory figures.
 
     Rates cover the time since the last reading. An unreadable source raises OSError, ValueError or
     psutil.Error.
     """
 
     def __init__(self, folders: Mapping[str, Path]) -> None:
-        """`folders`: names, and the paths whose free space to read."""
+        """`folders`: the paths whose free space to read, by name."""
         self._folders = dict(folders)
         self._network: tuple[float, int, int] | None = None
         self._cpu: tuple[float, float] | None = None
@@ -38,7 +39,7 @@ class HostSampler:
             "shm": self._read_shm,
             "network": self._read_network,
         }
-        """The samplers, by name."""
+        """The functions that read one source each, by name."""
 
     def _read_cpu(self) -> Mapping[str, Any]:
         times = psutil.cpu_times()
@@ -112,12 +113,12 @@ NAMES = (
     "network_sent_bytes_per_s",
     "network_received_bytes_per_s",
 )
-"""All figures of the host."""
+"""The names of all host figures."""
 
 
 def figures(readings: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
-    """The host's figures from its samplers' answers; null where one did not answer. None where no
-    sampler did."""
+    """Combine the samplers' answers into the host's figures. A figure without an answer is None;
+    the result is None if no sampler answered."""
     known = [reading for reading in readings if reading is not None]
     return (
         {**dict.fromkeys(NAMES), **{k: v for reading in known for k, v in reading.items()}}
@@ -134,8 +135,8 @@ def existing(path: Path) -> Path:
 def read_cgroup_memory(
     proc: Path = Path("/proc"), cgroup: Path = CGROUP
 ) -> tuple[int | None, int | None, int | None]:
-    """Limit, use without reclaimable cache, and out-of-memory kills of this process's cgroup; None
-    where unknown."""
+    """Limit, use without reclaimable cache, and out-of-memory kills of this process's cgroup; each
+    None if unknown."""
     folder = _cgroup_folder(proc, cgroup)
     if folder is None:
         return None, None, None
@@ -151,13 +152,13 @@ def read_cgroup_memory(
         cache = _entry(folder / "memory.stat", "total_inactive_file")
         limit = _least_limit(folder, cgroup, "memory.limit_in_bytes")
         kills = _entry(folder / "memory.oom_control", "oom_kill")
-    # With the cache included a healthy cgroup may sit at its limit.
+    # Exclude the cache: with it, a healthy cgroup may be at its limit.
     return limit, None if used is None or cache is None else used - cache, kills
 
 
 def oom_kills(proc: Path = Path("/proc"), cgroup: Path = CGROUP) -> int | None:
-    """Out-of-memory kills so far, by the cgroup's counter and the kernel's (which covers the whole
-    machine); None where neither can be read."""
+    """Out-of-memory kills so far: the sum of the cgroup's counter and the kernel's (which covers
+    the whole machine). None if neither can be read. Only an increase of the sum has a meaning."""
     counters = []
     with contextlib.suppress(OSError, ValueError):
         counters.append(read_cgroup_memory(proc, cgroup)[2])
@@ -168,12 +169,14 @@ def oom_kills(proc: Path = Path("/proc"), cgroup: Path = CGROUP) -> int | None:
 
 
 def _cgroup_folder(proc: Path, cgroup: Path) -> Path | None:
-    """This process's folder: version 2 has one line `0::/path`, version 1 one with `memory`."""
+    """The cgroup folder of this process, from the line `0::/path` (version 2) or the line of the
+    controller `memory` (version 1); None if not found."""
     for line in (proc / "self" / "cgroup").read_text().splitlines():
         number, controllers, path = line.split(":", 2)
         root = cgroup if number == "0" and not controllers else cgroup / "memory"
         if (number == "0" and not controllers) or "memory" in controllers.split(","):
-            # Inside a container the path is the host's; the mount is the container's own top.
+            # Inside a container the path may be the host's, while the mount shows the container's
+            # cgroup as its root: try both.
             for folder in (root / path.lstrip("/"), root):
                 if (folder / "memory.max").exists() or (folder / "memory.limit_in_bytes").exists():
                     return folder

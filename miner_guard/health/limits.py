@@ -1,5 +1,5 @@
-"""Turns host samples into warnings: once when a limit is crossed, again only after it has
-cleared."""
+"""Turns host samples into warnings: one when a limit is crossed, and another only after the problem
+has cleared."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HostLimits:
         self._kills: int | None = None
 
     def observe(self, host: Mapping[str, Any]) -> Iterator[Finding]:
-        """Findings of a new sample."""
+        """The findings for a new sample."""
         yield from self._disk(host)
         yield from self._shm(host)
         yield from self._memory(host)

@@ -1,5 +1,5 @@
-"""The supervisor's side of GPU sampling: a child that reads NVML, with a deadline, started again
-when it misses it.
+"""The supervisor's side of GPU sampling: runs a child that reads NVML, and restarts it when it
+misses its deadline.
 
 A sample is plain data:
 
@@ -10,7 +10,7 @@ A sample is plain data:
 - `gpus`: one row per GPU: `index`, `uuid`, `pci_bus`, `name`, memory in bytes,
   `utilization_ratio` (some kernel ran), `temperature_c`, `power_w`, clocks in MHz,
   `throttle_bits` and `throttle`, ECC, remapped rows, PCIe, NVLink, modes; `xids` since the last
-  sample. What could not be read is null, its reason stands under `unread`.
+  sample. A value that could not be read is null, with the reason under `unread`.
 - a row's `state`: `ok` · `lost` · `reset_required` · `unknown` · `hangs` · `gone` (it was there
   before) · `unreadable`
 """
@@ -35,16 +35,16 @@ Sample = Mapping[str, Any]
 _BAD_ROWS = frozenset({"lost", "reset_required", "unknown", "hangs", "gone", "unreadable"})
 
 _CHILD_SHARE = 0.8
-"""Share of the deadline after which the child answers with its results so far; the rest is for the
-answer to arrive."""
+"""Share of the deadline after which the child answers with its results so far; the rest is for
+delivering the answer."""
 
 _LAST_WORDS_S = 1.0
-"""Time to wait for a retired child, which only has its events left to report."""
+"""Time to wait for a retired child, which has only its Xid events left to report."""
 
 
 class NvmlSampler:
-    """One child, one sample at a time. `sample` blocks up to the deadline: call it in a job, never
-    in the main thread.
+    """Takes one sample at a time from one child. `sample` blocks until the deadline at most: call
+    it in a job, never in the main thread.
 
     Safe from any thread; a second `sample` waits for the first one.
     """
@@ -62,15 +62,16 @@ class NvmlSampler:
         self._backoff = Backoff()
         self._pause_s = 0.0
         self.on_end: Callable[[str], None] = lambda _how: None
-        """Called when a child exits by itself, once per series of such exits."""
+        """Called when a child exits by itself, but only once for a series of such exits."""
 
         self._retired: subprocess.Popen[bytes] | None = None
-        """The previous child: it alone receives Xid events until the next one has subscribed."""
+        """The previous child, kept because it alone receives Xid events until its successor
+        subscribes."""
         self._known: dict[str, dict[str, Any]] = {}
         self._pending_xids: dict[str, list[int]] = {}
 
     def sample(self, timeout_s: float | None = None) -> Sample:
-        """A fresh sample, `timeout_s` at most (by default the sampler's own). Never raises."""
+        """Take a sample within `timeout_s` (default: the sampler's own timeout). Never raises."""
         limit = self._timeout_s if timeout_s is None else timeout_s
         with self._one_at_a_time:
             document = self._ask(limit)
@@ -98,10 +99,11 @@ class NvmlSampler:
         return sample
 
     def _renew(self, bad: bool) -> None:
-        """Only a new process recovers after a driver reload, and a hung thread never returns.
+        """Replace the child after a bad sample: only a new process recovers from a driver reload,
+        and a hung thread never returns.
 
-        Not after every bad sample: a GPU that stays lost would cost a process each time, and the
-        other GPUs' Xid events.
+        Do not replace it after every bad sample: a GPU that stays lost would cost a process each
+        time, and the other GPUs' Xid events.
         """
         now = time.monotonic()
         if bad and now - self._renewed >= self._renew_s:
@@ -112,8 +114,8 @@ class NvmlSampler:
                 self._end_child()
 
     def _last_words(self, until: float) -> Mapping[str, list[int]]:
-        """The events that only the retired child received. Both children report one that arrives
-        now."""
+        """Collect the Xid events that only the retired child received, and end it. Both children
+        report an event that arrives now."""
         child = self._retired
         if child is None or time.monotonic() >= until:
             return {}
@@ -122,7 +124,7 @@ class NvmlSampler:
             line = _ask(child, {"only": "xids"}, min(until, time.monotonic() + _LAST_WORDS_S))
             heard = json.loads(line or b"{}").get("xids", {})
         except (OSError, ValueError):
-            # The child broke: its events are lost with it.
+            # The child has failed, and its events are lost.
             heard = {}
         _end(child)
         return dict(heard)
@@ -145,7 +147,7 @@ class NvmlSampler:
         return [uuid for uuid, known in self._known.items() if known["index"] == index]
 
     def memory_levels(self) -> dict[str, int] | None:
-        """Used bytes by UUID, freshly read; None where NVML gives none. Blocks as `sample` does."""
+        """Used bytes by UUID, read now; None if NVML reports none. Blocks as `sample` does."""
         rows = self.sample()["gpus"]
         with self._one_at_a_time:
             # Each event is reported once: keep those that came with this answer for the next
@@ -238,8 +240,8 @@ class NvmlSampler:
 
 
 def _ask(child: subprocess.Popen[bytes], request: Mapping[str, Any], until: float) -> bytes | None:
-    """The child's answer by `until` (monotonic), as `_line`. Raises OSError where the child no
-    longer listens."""
+    """Send a request; the child's answer by `until` (monotonic), as `_line` returns it. Raises
+    OSError if the child no longer listens."""
     assert child.stdin is not None
     assert child.stdout is not None
     now = time.monotonic()
@@ -261,7 +263,8 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _line(fd: int, until: float) -> bytes | None:
-    """One line of `fd`, b"" at EOF without a line, None once `until` (monotonic) has passed."""
+    """Read one line from `fd`; b"" at EOF without a full line, None once `until` (monotonic) has
+    passed."""
     data = b""
     while not data.endswith(b"\n"):
         readable, _ = ready([fd], max(until - time.monotonic(), 0))

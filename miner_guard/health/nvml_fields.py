@@ -1,4 +1,5 @@
-"""The NVML fields of a GPU in one table, so that an unreadable field costs no other.
+"""The NVML fields of a GPU in one table, read one by one so that an unreadable field does not
+affect the others.
 
 Only the child `nvml_probe` uses this; the supervisor does not import pynvml.
 """
@@ -41,10 +42,11 @@ class Field:
     names: tuple[str, ...]
     read: Callable[[Handle], tuple[Any, ...]]
     constant: bool = False
-    """Read until known, then kept: it does not change while the driver is loaded."""
+    """Read only until it is known: it does not change while the driver is loaded."""
 
     vital: bool = False
-    """A working GPU answers it in every container, so an unknown error here is the GPU's fault."""
+    """Readable from a working GPU in every container, so an unknown error here is the GPU's
+    fault."""
 
 
 def _one(
@@ -65,7 +67,7 @@ def _uuid(handle: Handle) -> tuple[Any, ...]:
 
 
 def _memory(handle: Handle) -> tuple[Any, ...]:
-    # Version 2: version 1 counts the driver's reserved memory; an idle A100 shows 912 MB against 8.
+    # Use version 2: version 1 includes the driver's reserved memory (idle A100: 912 MB, not 8).
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
         return memory.used, memory.reserved, memory.total
@@ -157,7 +159,7 @@ def _fabric(handle: Handle) -> tuple[Any, ...]:
 
 
 def _processes(handle: Handle) -> tuple[Any, ...]:
-    # A number only: in a container the pids are the host's and alias unrelated local processes.
+    # Count only: in a container the pids are the host's and may match unrelated local processes.
     return (len(nvml.nvmlDeviceGetComputeRunningProcesses(handle)),)
 
 

@@ -1,11 +1,11 @@
 """A long-lived child that samples all GPUs on request: `python -m miner_guard.health.nvml_probe`.
 
-A driver call can block forever, in a state that no signal ends. So every GPU has a separate thread
-here, initialisation has one too, and the main thread never calls NVML: it answers by the deadline
-with the results so far, and names the hung GPU and the NVML call. Requests and answers are lines of
-JSON: `{"until": MONOTONIC}` on stdin, a sample as `miner_guard.health.nvml` describes it on stdout,
-with the Xid events since the last answer under `xids`, by UUID; with `"only": "xids"` those alone.
-EOF ends it.
+A driver call can block forever, in a state that no signal interrupts. So each GPU and the
+initialisation have their own threads, and the main thread never calls NVML: it answers by the
+deadline with the results so far, and names the hung GPU and the NVML call. Requests and answers are
+lines of JSON: `{"until": MONOTONIC}` on stdin, a sample as `miner_guard.health.nvml` describes it
+on stdout, with the Xid events since the last answer under `xids`, by UUID. A
+request with `"only": "xids"` gets only those events. The probe exits at EOF.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ STATES = {
     nvml.NVML_ERROR_RESET_REQUIRED: "reset_required",
     nvml.NVML_ERROR_UNKNOWN: "unknown",
 }
-"""Errors that concern the GPU itself; every other one only means that a field is unreadable. An
-unknown error concerns the GPU in a vital field only: drivers return it for a healthy GPU too, for
-example when asked for the fabric."""
+"""Errors that concern the GPU itself; any other error only means that a field is unreadable. An
+unknown error concerns the GPU only if the field is vital: drivers also return it for a healthy GPU,
+for example when asked for the fabric."""
 
 
 class Worker:
-    """A thread that does one job at a time and exposes its current call."""
+    """A thread that does one job at a time and exposes the NVML call in progress."""
 
     def __init__(self, name: str) -> None:
         self.at: str | None = None
@@ -48,7 +48,7 @@ class Worker:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def do(self, work: Callable[[], None]) -> bool:
-        """Start `work`; False where the previous job has not returned."""
+        """Start `work`; does nothing and returns False if the previous job has not returned."""
         if not self._idle.is_set():
             return False
         self._idle.clear()
@@ -95,8 +95,8 @@ class GpuHandle:
             for field in FIELDS:
                 self._read(field, row, unread)
         except nvml.NVMLError as error:
-            # The handle failed, or the error condemns the GPU: its row ends here, the others
-            # continue.
+            # The handle failed, or the error concerns the GPU itself: stop reading this GPU. The
+            # others are not affected.
             row["state"] = STATES.get(error.value, "unreadable")
             row["error"] = f"{error} in {self.worker.at}"
             row.update(self._constants)
@@ -130,7 +130,7 @@ class GpuHandle:
             self._constants.update(values)
 
     def hanging(self) -> dict[str, Any]:
-        """The row of a GPU that has not answered."""
+        """The row of this GPU if it has not answered in time."""
         seconds = time.monotonic() - self.worker.since
         error = f"no answer for {seconds:.1f} s in {self.worker.at}"
         return {
@@ -143,7 +143,8 @@ class GpuHandle:
         }
 
     def watch(self, events: Any) -> tuple[int | None, str]:
-        """Subscribe to its Xid events; returns its handle's address and its UUID."""
+        """Subscribe `events` to the GPU's Xid events. Returns the address of its handle and its
+        UUID."""
         handle = nvml.nvmlDeviceGetHandleByIndex(self._index)
         uuid = _text(nvml.nvmlDeviceGetUUID(handle))
         nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
@@ -164,7 +165,8 @@ class System:
         self._events: Any = None
         self._watched: set[int] = set()
         self._uuids: dict[int | None, str] = {}
-        """By handle: a GPU that fell off the bus can no longer report its name."""
+        """UUIDs by the handle's address: a GPU that fell off the bus can no longer report its
+        UUID."""
         self.xids: dict[str, list[int]] = {}
         self.xid_reason: str | None = None
         """Why some Xid events are unavailable."""
@@ -197,7 +199,7 @@ class System:
         self.facts = facts
 
     def watch(self, gpus: Mapping[int, GpuHandle]) -> None:
-        """Subscribe to the Xid events of new GPUs; retries one that refuses next time."""
+        """Subscribe to the Xid events of new GPUs; the next call retries a GPU that refuses."""
         if not gpus:
             return
         self.worker.at = "nvmlEventSetCreate"
@@ -242,7 +244,7 @@ def _text(value: str | bytes) -> str:
 
 
 class Probe:
-    """Answers samples."""
+    """Takes the samples and collects the Xid events."""
 
     def __init__(self) -> None:
         self._system = System()
@@ -285,7 +287,8 @@ class Probe:
         return [dict(gpu.row) if gpu.worker.done_by(until) else gpu.hanging() for gpu in gpus]
 
     def _xids(self, watch: Mapping[int, GpuHandle], until: float) -> dict[str, list[int]]:
-        """Received events, by UUID; subscribes to those of `watch` too."""
+        """Take the received Xid events, by UUID; first subscribes to those of the GPUs in
+        `watch`."""
         system = self._system
 
         def work() -> None:

@@ -1,4 +1,5 @@
-"""Samplers: each reads in its own thread up to a deadline, so that a hung one delays no other."""
+"""Samplers: each reads in its own thread with a deadline, so that a hung one does not delay the
+others."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True)
 class Reading:
-    """A sampler's last answer. `value` is null, with the reason, where the last attempt failed."""
+    """A sampler's last answer. If the last attempt failed, `value` is None and `reason` says
+    why."""
 
     value: Mapping[str, Any] | None
     reason: str | None
@@ -64,8 +66,8 @@ class Samplers:
         """Start all samplers and wait for their answers or the deadline; returns new failures and
         recoveries.
 
-        Skips a sampler that has not returned from an earlier call: at most one thread of each
-        hangs.
+        Does not start a sampler again that has not returned from an earlier call, so at most one
+        thread of each hangs.
         """
         for name in self._reads:
             if name not in self._running:

@@ -10,11 +10,11 @@ from miner_guard.eventlog.status_document import StatusDocument, StepsStatus, Up
 
 WIDTH = 200
 PREFIX = len("2026-01-02T03:04:05.678Z | INFO | guard | HEALTH ")
-"""The console's text before the words: time, level, source and `HEALTH `."""
+"""Length of the console's text before the summary: time, level, source and `HEALTH `."""
 
 _GIB = 1024**3
 _ALARMING = ("not earning", "degraded")
-"""Verdicts that the line names; the others say no more than the miner's state."""
+"""Verdicts that the line shows; the others add nothing to the miner's state."""
 
 Part = Mapping[str, Any]
 
@@ -27,7 +27,8 @@ def assemble(
     guard: Part,
     unknown: Mapping[str, str],
 ) -> dict[str, Any]:
-    """The document. Unknown values are null, with their reason under `unknown` by name."""
+    """Assemble the snapshot. Unknown values are null, with the reason for each under `unknown`, by
+    name."""
     status = StatusDocument.from_json(document)
     steps, costs = status.steps, status.costs
     return {
@@ -71,7 +72,7 @@ def goodput(steps: StepsStatus) -> float | None:
 def summary(snapshot: Mapping[str, Any]) -> str:
     """The text after `HEALTH `; with the console's prefix at most 200 columns.
 
-    Drops the least important values first where one is unexpectedly long.
+    If that is too long, drops the least important values first.
     """
     words = [
         _miner(snapshot["miner"]),
@@ -86,7 +87,7 @@ def summary(snapshot: Mapping[str, Any]) -> str:
 
 
 def number(value: Any, spec: str = "", unit: str = "") -> str:
-    """A figure with its unit, `?` where unknown; a word (`NaN`) unchanged."""
+    """Format a figure with its unit; `?` if unknown. A word (`NaN`) stays unchanged."""
     if isinstance(value, str):
         return value
     return "?" if value is None else f"{value:{spec}}{unit}"
@@ -95,7 +96,7 @@ def number(value: Any, spec: str = "", unit: str = "") -> str:
 def _miner(miner: Part) -> str:
     words = [f"{miner['state'] or 'unknown'}"]
     if miner.get("verdict") in _ALARMING:
-        # A miner that hangs is "running" to the operating system, and to no one else.
+        # To the operating system, a miner that hangs is still "running".
         words.append(str(miner["verdict"]).upper())
     if miner["inner_step"] is not None:
         words.append(f"step {number(miner['outer_step'])}.{miner['inner_step']}")

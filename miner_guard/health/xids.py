@@ -24,7 +24,7 @@ class Xid:
     """The component at fault."""
 
     level: str
-    """Level of the startup check; `ok` where no action is needed."""
+    """Level of the startup check; `ok` if no action is needed."""
 
     restart: str
     """The restart policy's action; one of `miner_guard.incidents.patterns.RESTARTS`."""
@@ -44,12 +44,12 @@ def catalogue() -> tuple[Xid, ...]:
 
 
 def of_number(number: int) -> Xid | None:
-    """The row of an Xid event, which has a number and no text; None without one."""
+    """The row for an Xid event, which has a number but no text; None if the catalogue lacks it."""
     return next((x for x in catalogue() if x.number == number and x.line is None), None)
 
 
 def of_line(line: str) -> tuple[int | None, Xid | None]:
-    """Number and row of a line of the kernel's log; None for whichever is missing."""
+    """The Xid number in a line of the kernel's log, and its row; each is None if missing."""
     match = _LINE.search(line)
     if match is None:
         return None, None
