@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _LIMIT = 8 * 1024 * 1024
-"""Bytes of source to use: as much as the demo can train on, read in a tenth of a second."""
+"""Bytes of source code to use: enough for the demo to train on, and read in a tenth of a second."""
 
 
 class Corpus:
@@ -50,6 +50,6 @@ def standard_library() -> bytes:
         size += len(parts[-1])
     if not parts:
         raise FileNotFoundError(
-            f"no .py files in {root}: this Python has no source files of its standard library"
+            f"no .py files in {root}: this Python lacks the source files of its standard library"
         )
     return b"\n".join(parts)[:_LIMIT]

@@ -1,5 +1,5 @@
-"""Source 001's monitoring callback: a fast log every few steps, a full evaluation every few
-dozen."""
+"""Source 001's monitoring callback: a fast log every few steps, a full evaluation every few dozen
+steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _VALIDATION_BATCHES = 2
 
 
 class Evaluation:
-    """Evaluates the model between two inner steps. Every rank takes part: an FSDP forward pass is
+    """Evaluates the model between two inner steps. Call it on every rank: an FSDP forward pass is
     collective."""
 
     def __init__(
@@ -31,13 +31,13 @@ class Evaluation:
         self._device = device
 
     def fast_log(self, tokens: Tensor, targets: Tensor) -> None:
-        """The loss of one training example, tokens and targets (1, context)."""
+        """Compute the loss of one training example. `tokens` and `targets` are (1, context)."""
         with torch.no_grad(), self._guard.phase("monitor"), self._guard.phase("example_loss"):
             self._model(tokens, targets)
 
     def full(self, step: int, tokens: Tensor, targets: Tensor) -> float:
-        """Inference, plus the loss on held-out data and on one training example; tokens and targets
-        are (1, context).
+        """Run inference and compute the loss on held-out data and on one training example, of which
+        `tokens` and `targets` are (1, context).
 
         Returns the loss on held-out data.
         """
@@ -62,7 +62,7 @@ class Evaluation:
         return total / _VALIDATION_BATCHES
 
     def _continuation(self, context: int) -> str:
-        """Greedy continuation of the prompt, in bytes."""
+        """Generate a greedy continuation of the prompt, byte by byte."""
         written = bytearray(_PROMPT)
         for _ in range(_GENERATED):
             tokens = torch.tensor(

@@ -1,4 +1,4 @@
-"""Fault injection: failures that real miners have, at a chosen step and rank."""
+"""Fault injection: reproduces failures of real miners at a chosen step and rank."""
 
 from __future__ import annotations
 
@@ -72,14 +72,15 @@ class FaultPlan:
         self._folder = folder
         self._repeat = repeat
         self.swallow = any(f.kind == "exit0" for f in faults)
-        """The training loop swallows exceptions on every rank: a failing rank makes its peers'
-        collectives fail too."""
+        """Whether the training loop swallows exceptions. All ranks do so, since a failing rank
+        makes its peers' collectives fail too."""
 
         self.on_cpu = any(f.kind == "cpu-fallback" for f in faults)
         self.slowed_from = min((f.step for f in mine if f.kind == "cpu-fallback"), default=None)
 
     def at(self, step: int) -> str | None:
-        """The kind of fault due at `step`; the call marks it as fired."""
+        """The kind of fault due at `step`, which the call marks as fired; None if no fault is
+        due."""
         fault = self._mine.get(step)
         if fault is None:
             return None
@@ -107,5 +108,5 @@ def strike(kind: str | None) -> None:
         import torch
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        # Ask for 2^50 bytes: no host or GPU has them, so the error text is the allocator's.
+        # Request 2^50 bytes, more than any host or GPU has, to get the allocator's own error text.
         torch.empty(1 << 50, dtype=torch.uint8, device=device)

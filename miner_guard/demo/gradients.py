@@ -1,4 +1,4 @@
-"""The upload's files: what subnet 38's validators read, built from the demo's pseudo-gradient."""
+"""Builds the files that subnet 38's validators read from the demo's pseudo-gradient."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from miner_guard.demo.outer import OuterOptimizer
 
 KEPT_RATIO = 0.02
-"""Share of a tensor's entries to send: the largest by magnitude."""
+"""Share of each tensor's entries to upload: those with the largest magnitude."""
 
 BLOCK_S = 12
 """Seconds per block of the chain. The demo has no chain: it counts blocks of this length since
@@ -29,8 +29,8 @@ def block_now() -> int:
 
 
 def sparse_gradients(model: nn.Module, outer: OuterOptimizer, rank: int) -> dict[str, Tensor]:
-    """`<param>idxs` (int64, flat) and `<param>vals` (float32) by name, on rank 0; empty on other
-    ranks.
+    """The pseudo-gradient in sparse form: `<param>idxs` (int64, indices into the flattened tensor)
+    and `<param>vals` (float32) on rank 0; empty on other ranks.
 
     Collective: gathers one parameter at a time, so that no rank holds a second copy of the model.
     """

@@ -1,4 +1,4 @@
-"""The demo miner: FSDP2 over gloo or NCCL, inner steps of AdamW, outer steps of DiLoCo, gated
+"""The demo miner: FSDP2 over gloo or NCCL, inner steps with AdamW, outer steps as in DiLoCo, gated
 uploads."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from miner_guard.eventlog.catalog import make_finding
 
 
 class Miner:
-    """One rank of the miner. Every rank creates and drives it identically."""
+    """One rank of the miner. All ranks must create it and call its methods identically."""
 
     def __init__(self, options: Options, plan: FaultPlan, guard: Any, device: torch.device) -> None:
         self.options = options
@@ -126,7 +126,7 @@ class Miner:
         }
 
     def run(self) -> bool:
-        """Train to the configured end. True on reaching it, False if a signal requested a stop."""
+        """Train to the configured number of steps. Returns False if a signal stopped it earlier."""
         signal.signal(signal.SIGTERM, self._ask_to_stop)
         signal.signal(signal.SIGINT, self._ask_to_stop)
         self.guard.diagnose(
@@ -156,7 +156,7 @@ class Miner:
 
     def _step(self) -> tuple[bool, bool]:
         """Run one inner step and its follow-ups. Returns whether any rank was asked to stop, and
-        whether any was asked for a checkpoint."""
+        whether any rank was asked for a checkpoint."""
         total = self.total_steps + 1
         fault = self.plan.at(total)
         start = time.monotonic()
@@ -191,7 +191,8 @@ class Miner:
         return stop, checkpoint
 
     def _look(self, step: int, batch: tuple[torch.Tensor, torch.Tensor]) -> float | None:
-        """The loss on held-out data, on steps that evaluate."""
+        """Log or evaluate if due at this step. Returns the loss on held-out data after an
+        evaluation."""
         tokens, targets = (part[:1] for part in batch)
         if step % self.options.eval_steps == 0:
             return self.evaluation.full(step, tokens, targets)
@@ -224,7 +225,8 @@ class Miner:
         return tokens.to(self.device), targets.to(self.device)
 
     def _forward_backward(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        """Mean loss of this rank's micro-batches, detached, on the device."""
+        """Run forward and backward passes. Returns the mean loss of this rank's micro-batches, a
+        detached scalar on the device."""
         total = torch.zeros((), device=self.device)
         for number, (tokens, targets) in enumerate(batches, 1):
             # Reduce gradients once per inner step, with the last micro-batch.
@@ -249,8 +251,8 @@ class Miner:
         return lr
 
     def _agree(self, own: torch.Tensor) -> tuple[float, bool, bool]:
-        """Mean loss over the ranks; whether any rank was asked to stop; whether any was asked for a
-        checkpoint."""
+        """Share the results with all ranks. Returns the mean loss over the ranks, whether any rank
+        was asked to stop, and whether any rank was asked for a checkpoint."""
         asked = (float(self._stop_asked), float(self.guard.checkpoint_requested()))
         shared = torch.tensor([0.0, *asked], device=self.device)
         shared[0] = own / dist.get_world_size()
@@ -259,8 +261,8 @@ class Miner:
         return loss, stop > 0, checkpoint > 0
 
     def _checkpoint(self) -> None:
-        # The loss predates the step: only the gradient tells whether the weights are still finite
-        # after it.
+        # The loss is from before the optimizer step: only the gradient tells whether the weights
+        # are still finite after it.
         if not (math.isfinite(self.loss) and math.isfinite(self.grad_norm)):
             self.lines.info("Loss or gradient is not finite: this state is not worth a checkpoint")
             return

@@ -7,19 +7,19 @@ from datetime import datetime
 
 
 class MinerLog:
-    """Prints `time | level | Rank n | message`. As upstream, ranks other than 0 print only
-    errors."""
+    """Prints `time | level | Rank n | message`. As in subnet 38's miner, ranks other than 0 print
+    only errors."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
     def info(self, message: str) -> None:
-        """Print a line on rank 0."""
+        """Print an info line, on rank 0 only."""
         if self._rank == 0:
             self._print("INFO", message)
 
     def error(self, message: str) -> None:
-        """Print a line on any rank."""
+        """Print an error line, on any rank."""
         self._print("ERROR", message)
 
     def _print(self, level: str, message: str) -> None:

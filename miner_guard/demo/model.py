@@ -24,7 +24,7 @@ class Shape:
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward network, each with a residual."""
+    """Causal self-attention and a feed-forward network, each with a residual connection."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class ByteGPT(nn.Module):
-    """Next-byte prediction."""
+    """Predicts the next byte."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -68,8 +68,8 @@ class ByteGPT(nn.Module):
         return loss
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Scores of each next byte, (batch, length, 256), for `tokens` (batch, length <= context),
-        int64."""
+        """Logits of the next byte, (batch, length, 256), for int64 `tokens` of shape (batch,
+        length), where length <= context."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.token(tokens) + self.position(positions)
         for block in self.blocks:

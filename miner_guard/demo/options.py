@@ -1,4 +1,4 @@
-"""The demo miner's own options."""
+"""The demo miner's command-line options."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from miner_guard.state_dir import STATE_DIR
 
 @dataclass(frozen=True)
 class Options:
-    """What `python -m miner_guard.demo.train` takes."""
+    """The options of `python -m miner_guard.demo.train`."""
 
     work: Path
     """Folder for checkpoints, staged uploads and the published repo."""
@@ -25,13 +25,15 @@ class Options:
     """Inner steps of the whole run."""
 
     inner_steps_per_outer: int = 75
-    """H of DiLoCo. Must exceed the gate's minimum, or the gate would block every upload."""
+    """DiLoCo's H. Must exceed the gate's minimum inner step, or the gate would block every
+    upload."""
 
     upload_steps: int = 15
-    """Inner steps between two uploads; source 004 shows the blocked upload at 15."""
+    """Inner steps between two uploads; in source 004, the gate blocks the upload at 15."""
 
     log_steps: int = 10
-    """Inner steps between two losses of a training example (source 001's fast log)."""
+    """Inner steps between two fast logs (source 001): each computes the loss of a training
+    example."""
 
     eval_steps: int = 30
     """Inner steps between two full evaluations."""

@@ -1,5 +1,5 @@
-"""Outer steps as in DiLoCo (Douillard et al. 2023): the sum of the inner steps is the gradient for
-a slower optimizer."""
+"""Outer steps as in DiLoCo (Douillard et al. 2023): a slower optimizer uses the sum of the inner
+steps as its gradient."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 
 class OuterOptimizer:
-    """SGD with Nesterov momentum over pseudo-gradients. Works on shards: steps need no
-    collective."""
+    """SGD with Nesterov momentum over pseudo-gradients. Works on the local shards, so a step needs
+    no collective."""
 
     def __init__(self, model: nn.Module, lr: float = 0.5, momentum: float = 0.9) -> None:
-        # DiLoCo's 0.7 suits many miners, whose average path is shorter than each miner's. It would
-        # make a lone miner overshoot: the first Nesterov step is (1 + momentum) * lr times the
+        # DiLoCo's 0.7 suits many miners, whose averaged update is shorter than each miner's own. A
+        # single miner would overshoot: the first Nesterov step is (1 + momentum) * lr times the
         # distance trained.
         self._lr = lr
         self._momentum = momentum

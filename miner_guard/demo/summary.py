@@ -1,4 +1,4 @@
-"""The demo run's results, from the guard's records."""
+"""Summarises the demo run from the guard's records."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 from miner_guard.eventlog.formatters import known
 
 _AVERAGED = 5
-"""Steps at either end over which to average the loss: the demo's batches are small, and their loss
-noisy."""
+"""Number of steps at the start and at the end to average the loss over: the demo's batches are
+small and their loss is noisy."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Usage:
     """The guard's resource usage, as the kernel accounts it."""
 
     cpu_s: float
-    """Of the supervisor and of the processes that it started for itself."""
+    """CPU seconds of the supervisor and of its helper processes."""
 
     wall_s: float
     resident_mb: float
@@ -31,7 +31,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures; None for those that the log lacks."""
+    """The figures; None for those that the log does not contain."""
 
     steps: int
     loss_from: float | None
@@ -39,7 +39,8 @@ class Summary:
     p50_s: float | None
     p95_s: float | None
     blocked: int
-    """Count of `UPLOAD BLOCKED` lines; the guard logs the same block once in five minutes."""
+    """Count of `UPLOAD BLOCKED` lines; the guard logs the same block at most once in five
+    minutes."""
 
     asked: int
     """Blocking decisions in the ledger; 0 if it was unreadable."""
@@ -93,7 +94,7 @@ def summarise(
             alarms[event] += 1
         if event == "inner_step" and record.get("rank") == 0:
             steps += 1
-            # A loss that is not finite is a word there: NaN.
+            # The log stores a non-finite loss as a word, such as NaN.
             losses += [float(v)] if (v := record.get("loss")) is not None else []
             times += [v] if (v := record.get("step_time_s")) is not None else []
     hook = ((costs or {}).get("operations") or {}).get("guard.hook") or {}

@@ -42,15 +42,15 @@ def _train(options: Options, plan: FaultPlan, guard: Any, device: torch.device) 
     except Exception as error:
         MinerLog(dist.get_rank()).error(f"Training Loop Failed with error: {error}")
         if plan.swallow:
-            # The effect of upstream's `except … break`: the launcher sees success on every rank.
+            # Subnet 38's miner does `except … break`, so the launcher sees success on every rank.
             guard.close()
             sys.exit(0)
         raise
 
 
 def _join(*, on_cpu: bool) -> torch.device:
-    """Join the process group, with NCCL if there are GPUs. Its CPU backend serves checkpoints and
-    the gate."""
+    """Join the process group, with NCCL if there are GPUs. Checkpoints and the gate use its CPU
+    backend."""
     if "RANK" not in os.environ:
         os.environ.update(
             RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"

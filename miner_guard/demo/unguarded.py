@@ -1,4 +1,4 @@
-"""No-op version of the hook: the demo trains with it to measure the guard's cost."""
+"""A no-op version of the hook: training with it shows what the real hook costs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from uploads.decision import GateDecision
 
 
 class NoGuard:
-    """Accepts every call of the hook, does nothing, allows every upload."""
+    """Accepts every call to the hook, does nothing, and allows every upload."""
 
     def phase(self, name: str, **_: Any) -> AbstractContextManager[None]:
         return nullcontext()

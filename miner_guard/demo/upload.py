@@ -1,5 +1,5 @@
-"""How the demo publishes: every rank asks the gate, rank 0 writes the files, a child process pushes
-them."""
+"""Publishes the demo's uploads: every rank asks the gate, rank 0 writes the files, a child process
+pushes them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DEADLINE_S = 120.0
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """The state of training, and the model that an upload describes."""
+    """The training state that an upload is made from."""
 
     model: nn.Module
     outer: OuterOptimizer
@@ -52,8 +52,7 @@ class Uploader:
         decision = self._guard.may_upload(
             outer_step=progress.outer_step, inner_step=progress.inner_step, kind=kind
         )
-        # After a block, wait until the gate can allow a due upload before asking again off the
-        # cadence.
+        # After a block, do not ask again between regular uploads until the gate could allow one.
         self.not_before = 0 if decision else progress.inner_step + (decision.retry_after_steps or 0)
         if not decision:
             return
