@@ -73,7 +73,7 @@ def command(
         if event or rank or follow or level != "debug":
             raise Refused(
                 (
-                    "--ledger takes only --since, --lines and --json; the other options filter "
+                    "--ledger takes --since, --lines and --json; the other options filter "
                     "the log's lines"
                 ),
                 USAGE,
