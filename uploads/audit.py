@@ -52,7 +52,7 @@ class AuditReport:
     """What an audit found."""
 
     outcome: str
-    """`accepted`, `rejected`, or `unknown` where the repo could not be read."""
+    """`accepted`, `rejected`, or `unknown` if the repo could not be read."""
 
     detail: str
     verdicts: tuple[Verdict, ...] = ()

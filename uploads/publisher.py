@@ -229,8 +229,8 @@ class Publisher:
             return list(pool.map(partial(self._read_back, effort=effort), tickets))
 
     def _read_back(self, ticket: StagedObject, effort: _Effort) -> ObjectInfo:
-        """The committed object, as it was staged. Retries a stale read after each of `_STALE_LOOKS`
-        growing pauses before accepting it."""
+        """Read back the committed object and compare it with what was staged. Repeats a stale read
+        after each of `_STALE_LOOKS` growing pauses before accepting it."""
         pause = effort.retry.backoff_s
         for _ in range(_STALE_LOOKS):
             try:

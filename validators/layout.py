@@ -59,7 +59,7 @@ class Layout:
 
 
 USUAL = Layout("epoch-{outer_step}/gradients.pt", "epoch-{outer_step}/config.json", "metadata.json")
-"""What `uploads.publisher` writes, and what probes expect where no profile says otherwise."""
+"""What `uploads.publisher` writes, and what probes expect if no profile says otherwise."""
 
 
 def filled(key: str | None, names: Mapping[str, Any]) -> str | None:

@@ -58,7 +58,7 @@ def test_the_readers_know_every_list_that_a_profile_may_have() -> None:
         ("[limits]\nmetadata_fields = [1]\n", "is [1]; the rules need [str, …]"),
         ("[patterns]\nallreduce = ['x']\n", "[patterns] allreduce: unknown; allowed: step, push"),
         ("[patterns]\nstep = 'x'\n", "[patterns] step is 'x'; write a list"),
-        ("[patterns]\nstep = ['(']\n", "'(' is no regular expression"),
+        ("[patterns]\nstep = ['(']\n", "'(' is not a valid regular expression"),
         ("[patterns]\nstep = ['x']\n", "'x' names no group step or inner"),
         ("[patterns]\npeers = ['x']\n", "'x' names no group peers"),
         (

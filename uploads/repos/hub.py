@@ -121,7 +121,7 @@ class HubRepo:
         with self._open(key, "GET") as answer:
             data: bytes = self._guarded(lambda: answer.read(limit + 1))
             if len(data) > limit:
-                raise RepoError(f"{key} has more than the {limit} bytes that are read")
+                raise RepoError(f"{key} is larger than the limit of {limit} bytes")
             _check_whole(key, answer)
         return data
 
@@ -131,7 +131,7 @@ class HubRepo:
             while block := self._guarded(lambda: answer.read(BLOCK_BYTES)):
                 size += file.write(block)
                 if size > limit:
-                    raise RepoError(f"{key} has more than the {limit} bytes that are read")
+                    raise RepoError(f"{key} is larger than the limit of {limit} bytes")
             _check_whole(key, answer)
 
     def put(self, key: str, data: bytes) -> None:

@@ -76,7 +76,7 @@ class LocalRepo:
         try:
             size = path.stat().st_size
             if size > limit:
-                raise RepoError(f"{key} has {size} bytes, more than the {limit} that are read")
+                raise RepoError(f"{key} has {size} bytes, above the limit of {limit}")
             return path.read_bytes()
         except FileNotFoundError as error:
             raise Missing(f"{path} does not exist") from error
@@ -90,7 +90,7 @@ class LocalRepo:
         try:
             size = source.stat().st_size
             if size > limit:
-                raise RepoError(f"{key} has {size} bytes, more than the {limit} that are read")
+                raise RepoError(f"{key} has {size} bytes, above the limit of {limit}")
             shutil.copyfile(source, path)
         except FileNotFoundError as error:
             raise Missing(f"{source} does not exist") from error

@@ -105,7 +105,7 @@ class S3Repo:
         if answer["ContentLength"] > limit:
             answer["Body"].close()
             raise RepoError(
-                f"{key} has {answer['ContentLength']} bytes, more than the {limit} that are read"
+                f"{key} has {answer['ContentLength']} bytes, above the limit of {limit}"
             )
         data: bytes = self._guarded(answer["Body"].read)
         return data
@@ -115,7 +115,7 @@ class S3Repo:
         body, size = answer["Body"], answer["ContentLength"]
         if size > limit:
             body.close()
-            raise RepoError(f"{key} has {size} bytes, more than the {limit} that are read")
+            raise RepoError(f"{key} has {size} bytes, above the limit of {limit}")
         with path.open("wb") as file:
             while block := self._guarded(lambda: body.read(BLOCK_BYTES)):
                 file.write(block)

@@ -1,4 +1,4 @@
-"""What is wrong with a profile's limits and patterns, in words that name the key and what is
+"""Finds what is wrong with a profile's limits and patterns; each message names the key and what is
 allowed."""
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _GROUPS = {"step": ({"step", "inner"}, "step or inner"), "peers": ({"peers"}, "p
 """Lists whose expressions need one of these named groups."""
 
 _MAX_PHASE_BYTES = 24
-"""Of a phase's name in a flight record."""
+"""Maximum length of a phase's name in a flight record."""
 
 
 def wrong_limits(limits: Mapping[str, Any]) -> Iterator[str]:
-    """Limits that no rule compares with, and values of another type than the rules read."""
+    """Report limits that no rule reads, and values whose type the rules do not accept."""
     kinds = typing.get_type_hints(Limits)
     for name, value in limits.items():
         if name not in kinds:
@@ -74,7 +74,7 @@ def _spelled(kind: Any) -> str:
 
 
 def wrong_patterns(patterns: Mapping[str, Any]) -> Iterator[str]:
-    """Unknown lists, and expressions that do not compile or lack a group."""
+    """Report unknown lists, and expressions that do not compile or lack a group."""
     for kind, texts in patterns.items():
         if kind not in PATTERNS:
             yield f"[patterns] {kind}: unknown; allowed: {', '.join(PATTERNS)}"
@@ -89,7 +89,7 @@ def _defects(kind: str, texts: Sequence[str]) -> Iterator[tuple[str, str]]:
         try:
             groups = set(re.compile(text).groupindex)
         except re.error as error:
-            yield text, f"is no regular expression: {error}"
+            yield text, f"is not a valid regular expression: {error}"
             continue
         needed, words = _GROUPS.get(kind, (groups, ""))
         if not needed & groups and words:
