@@ -181,7 +181,7 @@ class LossWatch:
 
 
 def _rise(loss: float, level: float) -> float:
-    """How far `loss` lies above `level`: the logarithm of their ratio where both are positive."""
+    """How far `loss` lies above `level`: the logarithm of their ratio if both are positive."""
     return math.log(loss) - math.log(level) if loss > 0 < level else loss - level
 
 

@@ -61,7 +61,7 @@ class MemoryWatch:
             "warning",
             f"allocated memory grew from {minima[0]:.2f} to {minima[-1]:.2f} GB over "
             f"{_BLOCKS * _BLOCK_STEPS} steps, "
-            f"{1024 * per_step:.1f} MB a step, {rising} of {_BLOCKS - 1} blocks rising",
+            f"{1024 * per_step:.1f} MB per step, {rising} of {_BLOCKS - 1} blocks rising",
             fixes,
             cause,
             {"from_gb": minima[0], "to_gb": minima[-1], "gb_per_step": per_step},

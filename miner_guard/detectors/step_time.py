@@ -160,7 +160,7 @@ class StepTimes:
         return replace(relative, certain=certain)
 
     def training_window(self) -> SortedWindow | None:
-        """Durations of the recent training steps after the warm-up; those of the warm-up where no
+        """Durations of the recent training steps after the warm-up; those of the warm-up if no
         others exist."""
         if self._seen <= self._settings.warmup:
             return None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def p_rising(values: Sequence[float]) -> float:
-    """P(slope > 0) of the least-squares line through `values` at 0, 1, 2, …; 0.5 where
+    """P(slope > 0) of the least-squares line through `values` at 0, 1, 2, …; 0.5 if
     undetermined.
 
     Normal approximation of the t statistic: for 30 points and more its error is below 0.005.

@@ -47,7 +47,7 @@ class RunVerdict:
 
 
 def judge(status: StatusDocument, memory: Memory) -> RunVerdict:
-    """The verdict on this status document; unknown where nothing shows whether the miner earns."""
+    """The verdict on this status document; unknown if nothing shows whether the miner earns."""
     for condition in CONDITIONS:
         cause = condition.cause(status, memory) or memory.reported.get(condition.event or "")
         if cause:

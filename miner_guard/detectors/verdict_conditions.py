@@ -106,7 +106,7 @@ class Condition:
     key: str
     state: str
     cause: Callable[[StatusDocument, Memory], str | None]
-    """Returns the cause where the condition holds, else None."""
+    """Returns the cause if the condition holds, else None."""
 
     next_step: str
     event: str | None

@@ -118,7 +118,7 @@ def _badness(state: str) -> int:
 
 
 def _worst(states: Mapping[str, float], width_s: float) -> str:
-    """The worst state of a cell, ignoring brief ones where something else fills it."""
+    """The worst state of a cell, ignoring brief ones if something else fills it."""
     held = {state for state, seconds in states.items() if seconds > 0}
     lasting = {state for state in held if states[state] >= _BRIEF_SHARE * width_s}
     return min(lasting or held, key=_badness, default=NO_DATA)

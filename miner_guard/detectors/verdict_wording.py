@@ -21,7 +21,7 @@ FIND_THE_GUARD = (
     "on the miner's machine, look for the guard: pm2 status, or systemctl status miner-guard; "
     "then miner-guard status"
 )
-"""The next step where the guard itself is silent."""
+"""The next step if the guard itself is silent."""
 
 
 def is_silent(status: StatusDocument, age_s: float) -> bool:

@@ -24,7 +24,7 @@ class SortedWindow:
         return len(self._sorted)
 
     def add(self, value: float) -> None:
-        """Add `value`, and drop the oldest where the window is full."""
+        """Add `value`, and drop the oldest if the window is full."""
         if len(self._order) == self.size:
             self.drop_oldest()
         self._order.append(value)
@@ -46,7 +46,7 @@ class SortedWindow:
 
     def quantile(self, share: float) -> float:
         """Interpolates linearly between the two nearest values (numpy's default). Raises IndexError
-        where empty."""
+        if empty."""
         place = share * (len(self._sorted) - 1)
         low = int(place)
         value = self._sorted[low]
@@ -55,7 +55,7 @@ class SortedWindow:
         return value
 
     def mad(self) -> float:
-        """Median absolute deviation from the median, without the factor. Raises IndexError where
+        """Median absolute deviation from the median, without the factor. Raises IndexError if
         empty."""
         values = self._sorted
         middle = self.median
@@ -75,7 +75,7 @@ class SortedWindow:
         return distance if count % 2 else (earlier + distance) / 2
 
     def robust_limit(self, factor: float, min_excess_ratio: float) -> float:
-        """median + max(factor · 1.4826 · MAD, min_excess_ratio · |median|). Raises IndexError where
+        """median + max(factor · 1.4826 · MAD, min_excess_ratio · |median|). Raises IndexError if
         empty."""
         middle = self.median
         return middle + max(factor * MAD_TO_SIGMA * self.mad(), min_excess_ratio * abs(middle))

@@ -43,7 +43,7 @@ class SightingHistory:
 
     @property
     def behind(self) -> bool:
-        """Training continued after the latest sighting."""
+        """Whether training continued after the latest sighting."""
         return bool(self.recent) and self.recent[-1] <= self.passed
 
     def add(self, sighting: Sighting) -> None:
@@ -99,7 +99,7 @@ class RootCauseAnalyzer:
         self._knowledge = knowledge
         self._trails: dict[tuple[str, str], SightingHistory] = {}
         self._before: dict[tuple[str, str], SightingHistory] = {}
-        """Sightings of the latest launch that showed any, where the log marks launches."""
+        """Sightings of the latest launch that showed any, if the log marks launches."""
 
         self._coped: list[tuple[int, list[Sighting]]] = []
         """Sightings of errors from which the program reported a recovery, with the line of that

@@ -66,7 +66,7 @@ def outliers(values: Sequence[float], rule: OutlierRule) -> list[Outlier]:
 @lru_cache(maxsize=2)
 def deepest_dip(values: tuple[float, ...]) -> float:
     """Sigmas of the deepest downward outlier, judged by the rule for upward spikes; 0 without one,
-    or where some values are not positive."""
+    or if some values are not positive."""
     if not values or min(values) <= 0:
         return 0.0
     upside_down = outliers([1 / value for value in values], SPIKE)

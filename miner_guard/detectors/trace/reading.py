@@ -193,7 +193,7 @@ def _take_record(trace: Trace, counter: _Counter, document: Mapping[str, Any]) -
 
 
 def _columns(text: str) -> Sequence[str]:
-    """The column names, where `text` is the header of a table of values."""
+    """The column names, if `text` is the header of a table of values."""
     if text.startswith("{") or "," not in text:
         return ()
     names = [name.strip().lower() for name in _cells(text)]

@@ -10,7 +10,7 @@ from statistics import median
 _ALIKE = 0.10
 _COMPARED = 5
 _FOLLOWED = 20
-"""A restart descends as the run did over this many values, where available; an exploded loss stays
+"""A restart descends as the run did over this many values, if available; an exploded loss stays
 up."""
 
 _MIN_FALL = 1.02
@@ -56,7 +56,7 @@ def restarts(values: Sequence[float]) -> list[int]:
 
 
 def _follows(values: Sequence[float], place: int) -> bool:
-    """Whether the values descend as far as the run did at its start; True where too few follow to
+    """Whether the values descend as far as the run did at its start; True if too few follow to
     tell."""
     then, now = values[_COMPARED:_FOLLOWED], values[place + _COMPARED : place + _FOLLOWED]
     if len(now) < len(then):
