@@ -282,7 +282,7 @@ def _sizes_apart(sizes: Mapping[int, int]) -> Iterator[Finding]:
                     f"{middle / 1024**3:.2f} GB"
                 ),
                 limit=f"within a factor {SHARD_RATIO}",
-                next_step="is the model sharded on this rank as on the others?",
+                next_step="check that this rank shards the model as the others do",
                 rank=rank,
             )
 

@@ -62,7 +62,7 @@ def _available(s: Snapshot) -> Check:
     return Check(
         "cuda.available",
         "ok",
-        f"{seen}; the CPU is asked for" if s.expectation.count == 0 else seen,
+        f"{seen}; the settings ask for the CPU" if s.expectation.count == 0 else seen,
     )
 
 

@@ -13,7 +13,7 @@ _REVOKED = (
 _NO_GPUS = ("", "void", "none")
 """Values with which NVIDIA's container runtime adds no GPU (NVIDIA Container Toolkit, "Specialized
 configurations with Docker"). A container that got GPUs by CDI has `void` as well, so it counts only
-where NVML found no driver."""
+if NVML found no driver."""
 
 _NO_DRIVER_HERE = (9, 12)
 

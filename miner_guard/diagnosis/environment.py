@@ -43,13 +43,13 @@ def _hook(packages: Mapping[str, Any]) -> Iterator[Check]:
     """Report which build of the hook runs. Both record the same data; the compiled one takes less
     time per step."""
     if packages.get("hook") == "compiled":
-        yield Check("env.hook", "ok", "the hook is compiled: below 1 us a step")
+        yield Check("env.hook", "ok", "the hook is compiled: less than 1 us per step")
     elif packages.get("hook") == "python":
         yield Check(
             "env.hook",
             "ok",
-            "the hook runs in Python: about 5 us a step (compiled where a C compiler was there "
-            "when miner-guard was installed)",
+            "the hook runs in Python: about 5 us per step (it is compiled if a C compiler is "
+            "present when miner-guard is installed)",
         )
 
 
@@ -87,7 +87,7 @@ def _packages(s: Snapshot) -> Iterator[Check]:
         yield Check(
             "env.validators",
             "critical",
-            "miner_guard is there but its package `validators` is not",
+            "miner_guard is installed, but its package `validators` is missing",
             "the guard's own",
             "reinstall miner-guard in the miner's environment",
         )

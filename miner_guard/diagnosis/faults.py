@@ -106,7 +106,7 @@ class Faults:
                 "gpu_recovered",
                 gpu=row["index"],
                 uuid=row.get("uuid"),
-                what=f"{name.partition('.')[2]} is well again",
+                what=f"{name.partition('.')[2]} is back to normal",
             )
 
     def _throttle(self, gpu: str, row: Row, now: float) -> Iterator[Finding]:
@@ -135,10 +135,7 @@ class Faults:
             )
         elif not times and self._standing.pop(key, None) is not None:
             yield make_finding(
-                "gpu_recovered",
-                gpu=row["index"],
-                uuid=row.get("uuid"),
-                what="throttle is well again",
+                "gpu_recovered", gpu=row["index"], uuid=row.get("uuid"), what="throttling has ended"
             )
 
 

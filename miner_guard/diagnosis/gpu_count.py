@@ -28,7 +28,7 @@ def checks(s: Snapshot) -> Iterator[Check]:
 def _count(s: Snapshot) -> Check:
     wanted = s.expectation.count
     if not s.gpu_rows and (s.nvml is None or s.nvml["state"] in ("hangs", "unreadable")):
-        step = "see driver.nvml: nothing is known of the GPUs"
+        step = "see driver.nvml: the state of the GPUs is unknown"
         return Check("gpu.count", "unknown", "NVML gave no answer", None, step)
     there = sum(1 for row in s.gpu_rows if row["state"] != "gone")
     working = sum(1 for row in s.gpu_rows if row["state"] in ("ok", "unreadable"))
@@ -37,7 +37,7 @@ def _count(s: Snapshot) -> Check:
         return Check(
             "gpu.count",
             "ok",
-            seen + (", none is asked for" if wanted == 0 else ", none is expected"),
+            seen + (", the settings ask for none" if wanted == 0 else ", none is expected"),
         )
     limit = f"{wanted} (by {s.expectation.origin})"
     if working >= wanted:

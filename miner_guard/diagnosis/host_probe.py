@@ -25,7 +25,7 @@ _LAST_XIDS = 5
 
 
 def facts(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes in bytes, limits as the kernel reports them (-1: unlimited); null where unreadable."""
+    """Sizes in bytes, limits as the kernel reports them (-1: unlimited); null if unreadable."""
     return {
         "shm_bytes": _disk("/dev/shm", "total"),
         "limits": {

@@ -29,7 +29,7 @@ class PreflightRequest:
 
     deep: bool = False
     torch: bool = True
-    """False: ask torch only where there is a driver or a GPU is expected; its import takes
+    """False: ask torch only if there is a driver or a GPU is expected; its import takes
     seconds."""
 
 

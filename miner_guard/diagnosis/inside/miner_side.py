@@ -43,7 +43,7 @@ def packages(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hook() -> str | None:
-    """Whether this interpreter would import the `compiled` or the `python` hook."""
+    """Which hook this interpreter would import: `compiled` or `python`."""
     spec = importlib.util.find_spec("miner_guard")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -82,7 +82,7 @@ def _version(distribution: str) -> str | None:
 
 
 def torch_facts(request: Mapping[str, Any]) -> dict[str, Any]:
-    """torch's build and whether it can use CUDA; where it can't, `reason` quotes torch."""
+    """torch's build and whether it can use CUDA; if it cannot, `reason` quotes torch."""
     import torch
 
     available, reason = torch.cuda.is_available(), None
@@ -117,7 +117,8 @@ def use(request: Mapping[str, Any]) -> dict[str, Any]:
     total = float((ones @ ones).sum().item())
     if total != 256.0**3:
         raise RuntimeError(
-            f"256 x 256 ones multiplied sum to {total}, not {256.0**3}: this GPU computes wrongly"
+            f"256 x 256 ones multiplied sum to {total}, not {256.0**3}: "
+            "this GPU computes wrong results"
         )
     return {"seconds": time.monotonic() - start}
 
