@@ -22,7 +22,7 @@ def command(
     name: Name = DEFAULT_NAME,
     state_dir: State = None,
 ) -> None:
-    """Send a test message. Exit 1: not every target took it."""
+    """Send a test message. Exit 1: a target did not accept it."""
     from miner_guard.monitors.alerts import send_test
     from uploads.repos import credentials
 

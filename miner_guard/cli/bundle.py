@@ -21,7 +21,7 @@ def command(
     name: options.AnyName = None,
     state_dir: options.State = None,
 ) -> None:
-    """Collect what a helper asks for, from diagnostics to settings, in one redacted archive with a
+    """Collect what support asks for, from diagnostics to settings, in one redacted archive with a
     manifest."""
     from miner_guard.cli.working import Working
     from miner_guard.eventlog.redact import Redactor

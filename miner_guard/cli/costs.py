@@ -29,7 +29,7 @@ from miner_guard.exits import FAILED, NOT_RUNNING, USAGE, Refused
 
 def command(
     what: Annotated[
-        str, typer.Argument(metavar="estimate|known|presets", help="Without any: the costs so far.")
+        str, typer.Argument(metavar="estimate|known|presets", help="Without one: the costs so far.")
     ] = "",
     operation: Annotated[
         str, typer.Argument(help="estimate: a name for the operation.")
@@ -53,7 +53,7 @@ def command(
             "--step-time",
             min=0.001,
             callback=a_number,
-            help="estimate: seconds a step; else the running miner's.",
+            help="estimate: seconds per step; else the running miner's.",
         ),
     ] = None,
     config: Config = None,

@@ -46,7 +46,7 @@ def command(
         bool, typer.Option("--deep", help="Also a matmul per GPU and an all_reduce.")
     ] = False,
 ) -> None:
-    """Check GPUs, driver, torch, node, environment and repo. Exit 0, or 69 where something is
+    """Check GPUs, driver, torch, node, environment and repo. Exit 0, or 69 if something is
     critical."""
     flags: dict[str, Any] = {} if expect_gpus is None else {"gpu.expect": expect_gpus}
     place = options.open_context(config, name, state_dir, flags)

@@ -53,8 +53,8 @@ def command(
         Optional[str],
         typer.Argument(
             metavar="FILE|-",
-            help="The log; - is stdin. Without it, what is piped in; with --state-dir or --name, "
-            "and where nothing is piped in, the guard's own log.",
+            help="The log; - is stdin. By default, what is piped in; with --state-dir or --name, "
+            "or if nothing is piped in, the guard's own log.",
         ),
     ] = None,
     trace: Annotated[

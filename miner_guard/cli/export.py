@@ -22,20 +22,20 @@ _KINDS = ("tensorboard", "wandb")
 
 
 def command(
-    kind: Annotated[str, typer.Argument(metavar="tensorboard|wandb", help="Whose format.")],
+    kind: Annotated[str, typer.Argument(metavar="tensorboard|wandb", help="The format to write.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write into.")],
     project: Annotated[str, typer.Option("--project", help="wandb: the project.")] = "miner-guard",
     online: Annotated[
-        bool, typer.Option("--online", help="wandb: send it; without, offline files only.")
+        bool, typer.Option("--online", help="wandb: upload the run; else write only offline files.")
     ] = False,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on as lines are written.")
+        bool, typer.Option("--follow", "-f", help="Keep exporting as lines are written.")
     ] = False,
     config: Config = None,
     name: AnyName = None,
     state_dir: State = None,
 ) -> None:
-    """Write the run's numbers for TensorBoard or Weights & Biases, out of the guard's way. Exit 1:
+    """Write the run's numbers for TensorBoard or Weights & Biases, apart from the guard. Exit 1:
     no numbers."""
     from miner_guard.reporting import export
 

@@ -40,7 +40,7 @@ def command(
     directory: Annotated[Path, typer.Option("--dir", help="Where to write.")] = Path(),
     remove: Annotated[
         bool,
-        typer.Option("--remove", help="Delete what init wrote, and the state directory instead."),
+        typer.Option("--remove", help="Instead, delete what init wrote and the state directory."),
     ] = False,
     config: Config = None,
     state_dir: State = None,

@@ -49,7 +49,10 @@ def command(
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow new lines.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="The events as a JSON array; with --follow, one a line.")
+        bool,
+        typer.Option(
+            "--json", help="Print a JSON array of events; with --follow, one event per line."
+        ),
     ] = False,
     ledger: Annotated[
         Optional[str],

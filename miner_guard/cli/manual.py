@@ -12,9 +12,9 @@ from miner_guard.cli import main
 from miner_guard.cli.echo import echo
 
 _CODES = {
-    exits.OK: "Stopped as asked, finished, allowed, accepted, found.",
+    exits.OK: "Stopped on request, finished, allowed, accepted, found.",
     exits.FAILED: "Nothing matched, blocked, rejected, over budget, or any other failure.",
-    exits.NOT_RUNNING: "No guard runs.",
+    exits.NOT_RUNNING: "No guard is running.",
     exits.USAGE: "The command line is wrong.",
     exits.UNAVAILABLE: "The preflight found something critical, or a check could not run.",
     exits.CRASH_LOOP: "A crash loop: restarting does not help.",

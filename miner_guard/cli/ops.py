@@ -14,7 +14,7 @@ from miner_guard.reporting.runbook import FILE, installed
 
 
 def command(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder for them.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty folder.")],
 ) -> None:
     """Write ops/: runbook, systemd unit, Dockerfile, dashboards, alert rules."""
     source = installed()

@@ -48,7 +48,7 @@ def command(
     ] = None,
     expect_gpus: Annotated[Optional[int], typer.Option(help="GPUs that must be there.")] = None,
     no_preflight: Annotated[
-        bool, typer.Option("--no-preflight", help="Start without looking first.")
+        bool, typer.Option("--no-preflight", help="Start without the startup checks.")
     ] = False,
     finished_code: Annotated[
         int, typer.Option(min=0, max=255, help="Exit code when the miner has finished its work.")

@@ -15,7 +15,8 @@ from miner_guard.reporting.runbook import RunbookRow, rows
 
 def command(
     event: Annotated[
-        str | None, typer.Argument(metavar="EVENT", help="An event's name; none lists them all.")
+        str | None,
+        typer.Argument(metavar="EVENT", help="An event's name; omit it to list all events."),
     ] = None,
 ) -> None:
     """Show the runbook's row for an event: what it means, what to do."""
