@@ -53,8 +53,9 @@ _MAX_PREFIX = 400
 """Characters of a line within which a prefix ends."""
 
 
-_BLOB = re.compile(rb"[A-Za-z0-9+/=_-]{256,}")
-"""Encoded data: no word, path or symbol is this long."""
+_BLOB = re.compile(rb"(?<![A-Za-z0-9+/=_-])[A-Za-z0-9+/=_-]{256,}")
+"""Encoded data: no word, path or symbol is that long. The lookbehind keeps the search from trying
+every position of each shorter word."""
 
 _BLOB_LINE = re.compile(rb"\s*[A-Za-z0-9+/=]{48,}\s*")
 

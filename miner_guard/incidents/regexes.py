@@ -20,6 +20,10 @@ _MIN_WORD_LENGTH = 3
 _SEEN_BESIDE = 100
 """Upper bound on the characters that an assertion without a repeat reads beside a match."""
 
+_MAX_PLACES = 16
+"""Places of a word in one line that are searched, from each end. A megabyte of one word would
+otherwise cost a search at each of them."""
+
 _REPEATS = (ops.MAX_REPEAT, ops.MIN_REPEAT)
 _ASSERTIONS = (ops.ASSERT, ops.ASSERT_NOT)
 _ONE_CHARACTER = (ops.LITERAL, ops.NOT_LITERAL, ops.IN, ops.ANY)
@@ -134,10 +138,16 @@ def superlinear(regex: str) -> str | None:
 
 
 def _places(text: str, word: str) -> Iterator[int]:
-    at = text.find(word)
-    while at >= 0:
+    """Offsets of `word`: the first and the last `_MAX_PLACES`, which suffice in a line that repeats
+    itself."""
+    at, found = text.find(word), 0
+    while at >= 0 and found < _MAX_PLACES:
         yield at
-        at = text.find(word, at + 1)
+        at, found = text.find(word, at + 1), found + 1
+    last, end, found = at, len(text), 0
+    while last >= 0 and found < _MAX_PLACES and (at := text.rfind(word, last, end)) >= 0:
+        yield at
+        end, found = at + len(word) - 1, found + 1
 
 
 def _items(regex: str) -> list[Any]:
