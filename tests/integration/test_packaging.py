@@ -13,6 +13,7 @@ import sysconfig
 import tarfile
 import time
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,12 +45,21 @@ def tracked(*folders: str) -> set[str]:
     return set(answer.stdout.split())
 
 
+@pytest.fixture
+def in_tokyo() -> Iterator[None]:
+    """The time zone holds for the whole process, also for the tests that follow in it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TZ", "Asia/Tokyo")
+        time.tzset()
+        yield
+    time.tzset()
+
+
+@pytest.mark.usefixtures("in_tokyo")
 def test_a_second_build_elsewhere_has_the_same_bytes(
     built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1767323045")
-    monkeypatch.setenv("TZ", "Asia/Tokyo")
-    time.tzset()
     again = Built(*distribution.build(requires.REPO, tmp_path))
     assert again.wheel.read_bytes() == built.wheel.read_bytes()
     assert again.sdist.read_bytes() == built.sdist.read_bytes()
