@@ -348,7 +348,7 @@ class _Audit:
         if size > MAX_BYTES:
             why = f"{size} bytes, more than the {MAX_BYTES} that an audit fetches"
         else:
-            why = f"{size} bytes, more than [repo] audit_bytes_per_hour leaves of this hour"
+            why = f"{size} bytes, more than [repo] audit_bytes_per_hour leaves for this hour"
         return {"size_bytes": size, "reason": why}
 
 

@@ -62,7 +62,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         return Verdict(RULE, "block", named, f"{uid:03d}", words)
     if int(named) != uid:
         words = (
-            f"bucket {seen!r} belongs to uid {int(named)}, the hotkey's uid is {uid}; "
+            f"bucket {seen!r} belongs to uid {int(named)}, but the hotkey's uid is {uid}; "
             "rename the bucket"
         )
         return Verdict(RULE, "block", int(named), uid, words)

@@ -24,7 +24,7 @@ def judge_tried(facts: Facts, limits: Limits) -> Verdict:
     if verdict.outcome != "warn":
         return verdict
     words = (
-        "the commitment on chain holds other read keys than those in use; they do give "
+        "the commitment on chain holds read keys other than those in use, but they do give "
         "access to the bucket"
     )
     return Verdict(RULE, "warn", verdict.seen, verdict.limit, words)
@@ -63,7 +63,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         )
     if facts.credentials != seen:
         words = (
-            "the commitment on chain holds other read keys than those in use; `miner-guard "
+            "the commitment on chain holds read keys other than those in use; `miner-guard "
             "audit` tests them"
         )
         return Verdict(RULE, "warn", "other keys", "the keys in use", words)

@@ -20,7 +20,7 @@ global ones."""
 
 _PROBLEMS_KEPT = 3
 _SHAPES: Mapping[Any, str] = {
-    True: ", of the model's shapes",
+    True: ", with the model's shapes",
     False: "; shapes unknown: no `guard.diagnose` has written the model's",
 }
 

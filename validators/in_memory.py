@@ -39,7 +39,9 @@ def contents(
         return _unread(f"the values are on {', '.join(sorted(elsewhere))}")
     claimed = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     if claimed > MAX_BYTES:
-        return _unread(f"{claimed} bytes are more than are read before an upload ({MAX_BYTES})")
+        return _unread(
+            f"{claimed} bytes exceed the limit for checks before an upload ({MAX_BYTES})"
+        )
     numbers = {
         name: value
         for name, value in dataclasses.asdict(limits).items()

@@ -162,13 +162,13 @@ def mixed(
     named = RootMetadata.of(metadata).gradients
     if None not in (size_bytes, named.size_bytes) and named.size_bytes != size_bytes:
         return (
-            f"gradients.pt has {size_bytes} bytes, metadata.json describes one of "
+            f"gradients.pt has {size_bytes} bytes, but metadata.json describes a file of "
             f"{named.size_bytes}"
         )
     other = named.checksum
     if checksum is None or other is None or _form(checksum) != _form(other) or checksum == other:
         return None
-    return f"gradients.pt has checksum {checksum[:12]}, metadata.json describes {other[:12]}"
+    return f"gradients.pt has checksum {checksum[:12]}, but metadata.json describes {other[:12]}"
 
 
 def _short(value: Any) -> str:

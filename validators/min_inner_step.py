@@ -48,7 +48,10 @@ def _both_minima(least: int, published_inner_step: int | None, limits: Limits) -
     accepted = limits.validator_min_inner_step
     if accepted is None or accepted >= least:
         return None
-    words = f"this version of the validators accepts from {accepted}; your minimum is {least}"
+    words = (
+        f"this version of the validators accepts inner step {accepted} and above; "
+        f"your minimum is {least}"
+    )
     if published_inner_step == 0:
         words += (
             "; the published archive scores nothing in the meantime "

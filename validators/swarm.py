@@ -25,7 +25,9 @@ def judge_alive(facts: Facts, limits: Limits) -> Verdict:
         why = "the chain was not read" if seen is None else seen.reason
         return Verdict(ALIVE, "unknown", None, limit, f"the miner's axon is unknown: {why}")
     if seen.address == "":
-        words = "the chain names no axon for this uid, so validators can't invite it; start it"
+        words = (
+            "the chain names no axon for this uid, so validators can't invite the miner; start it"
+        )
         return Verdict(ALIVE, "warn", "", limit, words)
     if seen.seconds is None:
         words = (

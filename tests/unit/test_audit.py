@@ -225,7 +225,7 @@ def test_audits_that_repeat_themselves_keep_within_their_bytes_per_hour(tmp_path
     publish(tmp_path, wvals=torch.tensor([0.25, 0.5]))
     late = audit.run(repo, FLAT, chain(), known=audit.Known(memory=memory))
     assert late.outcome == "unknown"
-    assert "more than [repo] audit_bytes_per_hour leaves of this hour" in late.detail
+    assert "more than [repo] audit_bytes_per_hour leaves for this hour" in late.detail
 
 
 def test_what_was_fetched_an_hour_ago_counts_no_longer() -> None:
@@ -311,7 +311,7 @@ def test_a_commitment_of_other_keys_is_warned_of_where_it_was_not_tried(
     report = look(tmp_path, other)
     assert report.outcome == "accepted"
     assert (
-        "warning: the commitment on chain holds other read keys than those in use" in report.detail
+        "warning: the commitment on chain holds read keys other than those in use" in report.detail
     )
 
 
@@ -389,7 +389,7 @@ def test_gradients_of_other_shapes_than_the_models_are_rejected(tmp_path: Path) 
     assert "shapes unknown" in str(audit.run(repo, FLAT, chain()).verdicts)
     fitting = audit.run(repo, FLAT, chain(), known=audit.Known(Shapes({"w": [3]})))
     assert fitting.outcome == "accepted"
-    assert "of the model's shapes" in str(fitting.verdicts)
+    assert "with the model's shapes" in str(fitting.verdicts)
     other = audit.run(repo, FLAT, chain(), known=audit.Known(Shapes({"w": [2]})))
     assert other.outcome == "rejected"
     assert "w: index 2 is out of bounds (0 to 1)" in other.detail
@@ -430,7 +430,7 @@ def test_gradients_of_another_revision_than_the_metadata_are_warned_of(tmp_path:
     report = look(tmp_path)
     assert report.outcome == "accepted"
     assert (
-        "metadata.json describes one of 9: an upload is in progress or was interrupted"
+        "but metadata.json describes a file of 9: an upload is in progress or was interrupted"
         in report.detail
     )
     # The epoch before is scored: the root metadata does not speak of it.

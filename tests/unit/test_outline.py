@@ -116,4 +116,4 @@ def test_more_bytes_than_are_worth_reading_are_left_to_the_audit() -> None:
     endless = torch.ones(1).expand(1 << 40)
     report = contents(torch, {**good(), "wvals": endless}, SN38, SHAPES)
     assert report["problems"] == []
-    assert "are more than are read before an upload" in report["reason"]
+    assert "exceed the limit for checks before an upload" in report["reason"]

@@ -415,7 +415,7 @@ def test_whether_shapes_were_compared_is_reported() -> None:
         known: gradients.judge(facts(files={"params": 3, "shapes_known": known}), SN38).sentence
         for known in (True, False, None)
     }
-    assert said[True].endswith("of the model's shapes")
+    assert said[True].endswith("with the model's shapes")
     assert "shapes unknown" in said[False]
     assert said[None].endswith("all finite")
 
@@ -467,7 +467,10 @@ def test_a_block_says_when_asking_again_can_help() -> None:
 def test_the_operators_minimum_stands_beside_what_validators_accept() -> None:
     """Guards against 50 steps without a score after each AllReduce, and no word of why."""
     blocked = min_inner_step.judge(facts(inner_step=15), SN38)
-    assert blocked.note == "this version of the validators accepts from 1; your minimum is 50"
+    assert (
+        blocked.note
+        == "this version of the validators accepts inner step 1 and above; your minimum is 50"
+    )
     archive = aged(60, inner_step=0)
     waiting = min_inner_step.judge(facts(inner_step=15, published=archive), SN38)
     assert waiting.sentence == blocked.sentence
