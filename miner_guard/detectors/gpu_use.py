@@ -275,7 +275,7 @@ class GpuUse:
             # normal.
             return (
                 f"Gradual decline from {first:.0f}% to {last:.0f}% over {len(history)} "
-                "checks, no concern by itself"
+                "checks, not a concern by itself"
             )
         if last > first + STABLE_POINTS:
             return f"Rising from {first:.0f}% to {last:.0f}% over {len(history)} checks"

@@ -244,8 +244,8 @@ class HangDetector:
         return self._in_granted_phase(number, rank) and now <= self._granted[number]
 
     def _in_granted_phase(self, number: int, rank: Now) -> bool:
-        """Whether the rank is in its last long phase or in one nested there; such a phase shows its
-        remaining time."""
+        """Whether the rank is still in its last long phase or in a phase nested in it. A nested
+        phase reports the remaining time as its allowance, so both end at the same time."""
         allowance, until = self._allowance_s(rank), self._granted.get(number)
         if allowance is None or until is None:
             return False

@@ -135,7 +135,7 @@ class Faults:
             )
         elif not times and self._standing.pop(key, None) is not None:
             yield make_finding(
-                "gpu_recovered", gpu=row["index"], uuid=row.get("uuid"), what="throttling has ended"
+                "gpu_recovered", gpu=row["index"], uuid=row.get("uuid"), what="no longer throttles"
             )
 
 

@@ -151,7 +151,7 @@ _MEANING = {
     ),
     "others": "Another process holds a large part of this GPU.",
     "capped": "The GPU has room, but this process is limited to a part of it.",
-    "one_tensor": "One single request is a large part of the GPU: the shape of one tensor.",
+    "one_tensor": "A single request takes a large part of the GPU: check the shape of that tensor.",
     "full": "The GPU is full.",
     "unknown": "",
 }
@@ -181,7 +181,7 @@ def fixes(oom: Oom, usual: list[Fix], training: Training) -> list[Fix]:
         "one_tensor": f"Find the tensor of {gib(oom.tried)}: "
         "shorten the sequence, compute the loss over "
         "logits in "
-        "chunks, or use flash attention, so that no such tensor is made.",
+        "chunks, or use flash attention, so that no such tensor is created.",
     }.get(oom.kind)
     if first is None:
         return ordered
