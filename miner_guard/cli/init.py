@@ -127,13 +127,16 @@ def _miner(cmd: Sequence[str]) -> list[str]:
     else:
         rows += [
             '# profile = "sn38"',
-            "# A miner that does not call the hook: hook it unmodified.",
+            "# If the miner does not call the hook, attach to it without changing its code:",
             '# attach = "auto"',
         ]
     for argument, key in _NUMBERS.items():
         value = value_of(cmd, argument) or ""
         rows.append(f"{key} = {value}" if _is_number(value) else f"# {key} = 1")
-    rows += ["# The miner ends by itself, and exit code 0 means finished:", "# finite = true"]
+    rows += [
+        "# If the miner ends by itself, so that exit code 0 means that it has finished:",
+        "# finite = true",
+    ]
     return rows
 
 

@@ -1,5 +1,5 @@
-// The curves: values under the pointer or moved to by arrow keys, one cursor in all of them, and zoom by dragging.
-// A page holds each point once, in the paths: what is shown is read back from there.
+// The curves: show the values at the pointer or the arrow keys' position, with one cursor in all curves; drag to zoom.
+// The page contains each point only once, in the paths: this script reads the values from there.
 "use strict";
 
 const WIDTH = 1000;
@@ -22,7 +22,7 @@ function linesOf(area) {
   return area.lines;
 }
 
-// What is visible: the drawing's x from start to start + width.
+// The visible part: the drawing's x from start to start + width.
 function viewOf(area) {
   const [start, , width] = area.querySelector("svg").getAttribute("viewBox").split(" ").map(Number);
   return { start, width };

@@ -1,4 +1,4 @@
-// The live page: fetches the report again and again, keeps what was shown last, and says how old it is.
+// The live page: fetches the report periodically, keeps showing the last one if that fails, and says how old it is.
 "use strict";
 
 const KEPT = "miner-guard token";
@@ -80,7 +80,7 @@ async function show() {
     }
     if (!answer.ok) throw new Error(`status ${answer.status}`);
     const text = await answer.text();
-    // Text that a person is marking, and a curve that they are dragging in, stay until they are done.
+    // Do not replace text that the user is selecting or a curve that the user is dragging in until they are done.
     if (!selecting() && !drag) replace(text);
     updated = Date.now();
     trouble = "";
