@@ -125,9 +125,15 @@ def _verdict(verdict: VerdictStatus) -> Iterator[Metric]:
     words = "0 earning, 1 unknown, 2 degraded, 3 not earning, 4 stopped."
     yield from _gauge("verdict_level", words, [((), level)])
     since = _seconds(verdict.since)
-    yield from _gauge("verdict_since_timestamp_seconds", "Start of this state.", [((), since)])
+    yield from _gauge(
+        "verdict_since_timestamp_seconds",
+        "When the current verdict began, Unix time.",
+        [((), since)],
+    )
     cause = [((verdict.key,), 1)] if verdict.key else []
-    yield from _gauge("verdict_cause", "1 for the condition that decides.", cause, labels=["key"])
+    yield from _gauge(
+        "verdict_cause", "1 for the condition that determines the verdict.", cause, labels=["key"]
+    )
 
 
 def _without_progress(status: StatusDocument) -> Iterator[Metric]:
@@ -141,7 +147,7 @@ def _without_progress(status: StatusDocument) -> Iterator[Metric]:
     published = run_s if repo.empty else repo.age_s
     yield from _gauge(
         "no_step_seconds",
-        "Age of the last step; without one, of this guard.",
+        "Age of the last step; before the first step, of this guard.",
         [((), run_s if step_age is None else step_age)],
     )
     yield from _gauge(
@@ -156,23 +162,28 @@ def _chain(chain: ChainStatus) -> Iterator[Metric]:
     yield from _gauge("chain_block", "Newest block seen.", [((), chain.block)])
     yield from _gauge(
         "chain_registered",
-        "1 for a hotkey on the subnet.",
+        "1 if the hotkey is registered on the subnet, else 0.",
         [((), None if registered is None else int(registered))],
     )
     yield from _gauge("chain_incentive", "As validators set it.", [((), chain.incentive)])
-    yield from _gauge("chain_rank", "The chain's rank.", [((), chain.chain_rank)])
+    yield from _gauge("chain_rank", "The miner's rank on the chain.", [((), chain.chain_rank)])
 
 
 def _run(status: StatusDocument) -> Iterator[Metric]:
     state = status.state
     yield from _gauge("miner_running", "1 while the miner runs.", [((), int(state == "running"))])
     yield from _gauge(
-        "miner_state", "1 for the state in force.", [((str(state),), 1)], labels=["state"]
+        "miner_state",
+        "1 for the current state of the miner.",
+        [((str(state),), 1)],
+        labels=["state"],
     )
     on_cpu = status.ranks.cpu_fallback.values()
     certain = sum(1 for seen in on_cpu if seen.verdict == "certain")
     yield from _gauge("cpu_fallback_ranks", "Ranks that compute on the CPU.", [((), certain)])
-    yield from _gauge("ranks", "Ranks that report.", [((), len(status.rank_processes))])
+    yield from _gauge(
+        "ranks", "Ranks that report to the guard.", [((), len(status.rank_processes))]
+    )
     yield from _counter(
         "miner_launches", "Launches of the miner in this run.", [((), (status.attempt or 0) + 1)]
     )
@@ -213,21 +224,29 @@ def _steps(steps: StepsStatus) -> Iterator[Metric]:
 def _uploads(uploads: UploadsStatus) -> Iterator[Metric]:
     repo = uploads.repo
     yield from _gauge("repo_age_seconds", "Age of what is published.", [((), repo.age_s)])
-    yield from _gauge("repo_age_limit_seconds", "From here on it is stale.", [((), repo.limit_s)])
+    yield from _gauge(
+        "repo_age_limit_seconds", "Age from which the repo is stale.", [((), repo.limit_s)]
+    )
     stale = repo.stale
     yield from _gauge(
-        "repo_stale", "1 past the limit.", [((), None if stale is None else int(stale))]
+        "repo_stale",
+        "1 if the repo is older than its limit.",
+        [((), None if stale is None else int(stale))],
     )
     audit = uploads.audit and uploads.audit.outcome
     rejected = None if audit not in ("accepted", "rejected") else int(audit == "rejected")
-    yield from _gauge("audit_rejected", "1 if validators would reject it.", [((), rejected)])
+    yield from _gauge(
+        "audit_rejected",
+        "1 if validators would reject what is published, else 0.",
+        [((), rejected)],
+    )
 
 
 def _gpus(gpus: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
     labels = ["gpu", "uuid"]
     keys = [(str(row.get("index")), str(row.get("uuid") or "")) for row in gpus]
     ok = [(key, int(row.get("state") == "ok")) for key, row in zip(keys, gpus, strict=True)]
-    yield from _gauge("gpu_up", "1 for a GPU that answers.", ok, labels=labels)
+    yield from _gauge("gpu_up", "1 if the GPU answers, else 0.", ok, labels=labels)
     for field, (name, factor) in _GPU.items():
         rows = [(key, _scaled(row.get(field), factor)) for key, row in zip(keys, gpus, strict=True)]
         yield from _gauge(name, f"{field} as NVML reports it.", rows, labels=labels)
@@ -245,7 +264,12 @@ def _host(host: Mapping[str, Any]) -> Iterator[Metric]:
         (("sent",), host.get("network_sent_bytes")),
         (("received",), host.get("network_received_bytes")),
     ]
-    yield from _counter("host_network_bytes", "All cards but lo.", both, labels=["direction"])
+    yield from _counter(
+        "host_network_bytes",
+        "Bytes over all network interfaces except lo.",
+        both,
+        labels=["direction"],
+    )
 
 
 def _guard(health: HealthStatus) -> Iterator[Metric]:
@@ -263,7 +287,7 @@ def _guard(health: HealthStatus) -> Iterator[Metric]:
     )
     failing = [((name,), 1) for name in health.unknown]
     yield from _gauge(
-        "sampler_failing", "1 for a sampler without an answer.", failing, labels=["sampler"]
+        "sampler_failing", "1 for a sampler that does not answer.", failing, labels=["sampler"]
     )
 
 
@@ -281,16 +305,24 @@ def _costs(costs: CostsStatus) -> Iterator[Metric]:
         "monitoring_ratio", "Monitoring / training time.", [((), _scaled(costs.share_pct, 0.01))]
     )
     budget = _scaled(costs.budget_pct, 0.01)
-    yield from _gauge("monitoring_budget_ratio", "What it may be.", [((), budget)])
+    yield from _gauge(
+        "monitoring_budget_ratio", "Budget for monitoring / training time.", [((), budget)]
+    )
     operations = costs.operations.items()
     blocking = [((name,), row.get("total_time")) for name, row in operations]
     background = [((name,), row.get("background_time")) for name, row in operations]
     label = ["operation"]
     yield from _counter(
-        "monitoring_blocking_seconds", "Time that training waited.", blocking, labels=label
+        "monitoring_blocking_seconds",
+        "Time that the operation blocked training.",
+        blocking,
+        labels=label,
     )
     yield from _counter(
-        "monitoring_background_seconds", "CPU time beside training.", background, labels=label
+        "monitoring_background_seconds",
+        "CPU time that the operation used alongside training.",
+        background,
+        labels=label,
     )
 
 

@@ -247,7 +247,7 @@ def _of(name: str, share: str) -> str:
 
 def _foot(data: Data) -> str:
     total = sum(data.counts.values())
-    torn = f", {counted(data.unreadable, 'unreadable line')} passed over" if data.unreadable else ""
+    torn = f", {counted(data.unreadable, 'unreadable line')} skipped" if data.unreadable else ""
     words = (
         f"{counted(total, 'event')} read{torn}. Scores come from validators; "
         "miner-guard does not estimate them."

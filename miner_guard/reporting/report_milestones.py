@@ -46,7 +46,11 @@ def _diagnosis(data: Data) -> list[Milestone]:
     when = reports[-1].time if reports else None
     cuda = bool(ranks) and all(rank.get("cuda_available") for rank in ranks)
     on_gpu = bool(ranks) and all(str(rank.get("model_device")).startswith("cuda") for rank in ranks)
-    no_report = "no GPU diagnostics in the log" if not reports else "the diagnostics say otherwise"
+    no_report = (
+        "no GPU diagnostics in the log"
+        if not reports
+        else "the GPU diagnostics show that it is not the case"
+    )
     memory = data.step_memory or data.gpu_memory
     return [
         _at(stage, "GPU diagnostics show CUDA available", when if cuda else None, no_report),
@@ -73,9 +77,14 @@ def _first_upload(data: Data, gate: GateSettings) -> list[Milestone]:
             data.inner_step.first_time(lambda v: v >= least),
             "not yet",
         ),
-        _at(stage, "Upload validation passes", _time(allowed or done), "none was allowed yet"),
-        _at(stage, "First gradient uploaded and verified", _time(done), "none was verified yet"),
-        _at(stage, f"Repo age < {gate.repo_age_limit_s:.0f} seconds", fresh, "never seen below"),
+        _at(stage, "Upload validation passes", _time(allowed or done), "no upload allowed yet"),
+        _at(stage, "First gradient uploaded and verified", _time(done), "no upload verified yet"),
+        _at(
+            stage,
+            f"Repo age < {gate.repo_age_limit_s:.0f} seconds",
+            fresh,
+            "never below the limit so far",
+        ),
     ]
 
 
@@ -108,14 +117,14 @@ def _regular(data: Data, gate: GateSettings) -> list[Milestone]:
             stage,
             "Loss decreasing over time",
             end if falls else None,
-            "not, or too few steps to say",
+            "the loss is not decreasing, or there are too few steps",
         ),
         _quiet(data, stage, 'No "SLOW STEP" warnings for an hour', slow),
         _at(
             stage,
             f'No "UPLOAD BLOCKED" from inner step {gate.min_inner_step} on',
             end if got_there and not blocked else None,
-            f"{len(blocked)} blocked" if blocked else "not that far yet",
+            f"{len(blocked)} blocked" if blocked else "inner step not reached yet",
         ),
     ]
 
@@ -129,7 +138,7 @@ def _quiet(data: Data, stage: str, title: str, marks: list[Mark]) -> Milestone:
         stage,
         title,
         since if since <= data.last else None,
-        f"{len(marks)} so far, or not an hour yet",
+        f"{len(marks)} so far; no quiet hour yet",
     )
 
 
