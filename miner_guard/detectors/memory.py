@@ -86,8 +86,7 @@ class MemoryWatch:
             step,
             "warning",
             f"allocated memory fell from {usual:.2f} to {value:.2f} GB ({value / usual:.0%}) and "
-            "stayed for "
-            f"{_DROP_STEPS} steps",
+            f"stayed there for {_DROP_STEPS} steps",
             fixes,
             cause,
             {"from_gb": usual, "to_gb": value},

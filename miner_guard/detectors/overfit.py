@@ -36,9 +36,9 @@ _RISING = 0.2
 
 
 def rises(best: float, last: float, rising: float, after: int) -> bool:
-    """Whether evaluations have left their best level for good: `after` of them since then, with
-    Kendall's tau `rising`, the level now `last`. Shared by both judges of a run, while it trains
-    and afterwards."""
+    """Whether the evaluation loss has risen for good from its `best` value. `after` is the number
+    of evaluations since then, `rising` their Kendall's tau, and `last` the current level. Used
+    while a run trains and in the analysis afterwards."""
     if best <= 0 or after < (_AFTER_MONOTONE if rising == 1 else _AFTER):
         return False
     steady = last >= _STEADY_RISE * best and rising >= _STEADY and after >= _STEADY_AFTER

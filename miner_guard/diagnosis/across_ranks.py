@@ -302,7 +302,7 @@ def _memory_of_others(answered: Sequence[Report]) -> Iterator[Finding]:
                 "warning",
                 seen=f"processes other than its ranks hold {others / 1024**3:.1f} GB of {key[1]}",
                 limit=f"{OTHERS_BYTES / 1024**3:.0f} GB",
-                next_step="an orphan of an earlier run, or another tenant? check nvidia-smi",
+                next_step="an orphan from an earlier run, or another tenant? check nvidia-smi",
             )
 
 

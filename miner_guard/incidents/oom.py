@@ -173,7 +173,7 @@ def fixes(oom: Oom, usual: list[Fix], training: Training) -> list[Fix]:
         "(before torch 2.1: max_split_size_mb:128).",
         "others": f"End the other process: `nvidia-smi` shows which one holds {gib(oom.others)} of "
         f"GPU {'?' if oom.gpu is None else oom.gpu} "
-        "(an orphan of an earlier run, or a second miner).",
+        "(an orphan from an earlier run, or a second miner).",
         "capped": (
             "Raise or remove the limit (torch.cuda.set_per_process_memory_fraction, "
             "--gpu-memory-utilization)."

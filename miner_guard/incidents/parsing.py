@@ -209,7 +209,7 @@ def _words(
     words = tuple(entry.get(key, ()))
     if required and (not words or any(len(word) < 2 for word in words)):
         raise BadKnowledge(
-            f"{where}: a pattern needs `{key}`, words of two letters at least; it has {words}"
+            f"{where}: a pattern needs `{key}`, words of at least two letters; it has {words}"
         )
     if loud := [word for word in words if word != word.lower()]:
         raise BadKnowledge(f"{where}: {loud[0]!r} has capitals; lines are compared in lower case")

@@ -165,8 +165,8 @@ class Monitor:
         return ()
 
     def objection(self) -> str | None:
-        """Why a miner that exited with code 0 has not finished; None if nothing speaks against it.
-        Called before `on_exit`, after the last output."""
+        """Why a miner that exited with code 0 does not count as finished; None if this monitor does
+        not object. Called after the last output and before `on_exit`."""
         return None
 
     def on_exit(self, end: Exit) -> Iterable[Finding]:

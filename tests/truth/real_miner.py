@@ -392,6 +392,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             good = sum(row.agrees for row in rows)
             print(f"  {good} of {len(rows)}", flush=True)
             wrong += len(rows) - good
+    if wrong:
+        print(
+            "\nDid the miner start? --keep FOLDER keeps its logs. Without a package that it needs "
+            "it\nends at once: pip install tqdm einops safetensors"
+        )
     print("\nRejects that nothing beside the miner can stop before the upload")
     for why, count in Counter(one.why for one in beyond).items():
         print(f"  {count:>3}  {why}")

@@ -293,7 +293,7 @@ class S3Repo:
         return self._same_parts(ticket) or self._same_content(ticket, etag)
 
     def _same_parts(self, ticket: StagedObject) -> bool:
-        """Compare on a server that encrypts, whose ETags are therefore not content digests."""
+        """Compare checksums on a server that encrypts: its ETags are not digests of the content."""
         wanted = ticket.data.get("crc32")
         if wanted is None:
             return False
