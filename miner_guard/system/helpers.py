@@ -78,9 +78,8 @@ class HelperCpu:
         # Read the reaped helpers first: one that is reaped in between is then missing from one
         # reading rather than counted twice.
         ended_s = _reaped_s() - self._start_s
-        seen = [stat for pid in _children() if (stat := processes.stat(pid)) is not None]
         running: dict[str, float] = {}
-        for process, helper in self._filter.judge(seen).items():
+        for process, helper in self._filter.judge(_children()).items():
             if helper and (used_s := _used_s(process.pid)) is not None:
                 name = _name(process.pid)
                 running[name] = running.get(name, 0.0) + used_s
@@ -101,29 +100,25 @@ def end_helpers(within_s: float) -> None:
     helper's owner has stopped, and nothing else would end that helper. Never touches the miner's
     processes.
     """
-    own_command = processes.command(os.getpid())
+    helpers = HelperFilter()
     deadline = time.monotonic() + within_s
-    while _any_after_killing(own_command) and time.monotonic() < deadline:
+    while _any_after_killing(helpers) and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
-def _any_after_killing(own_command: str) -> bool:
+def _any_after_killing(helpers: HelperFilter) -> bool:
     """Kill all helpers; returns whether there was any. A child between fork and exec counts too: it
     is still a copy of the guard and may become a helper."""
-    found = False
-    for pid in _children():
-        seen = processes.stat(pid)
-        if seen is None or not seen.lives:
-            continue
-        if pid in _outliving:
+    living = [seen for seen in _children() if seen.lives]
+    for seen in living:
+        if seen.process.pid in _outliving:
             # A suspended helper would not exit until someone resumes it.
             processes.send(seen.process, signal.SIGCONT)
-            continue
-        helper = processes.is_helper(pid, own_command)
+    judged = helpers.judge([seen for seen in living if seen.process.pid not in _outliving])
+    for process, helper in judged.items():
         if helper:
-            processes.send(seen.process, signal.SIGKILL)
-        found |= helper is not False
-    return found
+            processes.send(process, signal.SIGKILL)
+    return any(helper is not False for helper in judged.values())
 
 
 def _reaped_s() -> float:
@@ -132,8 +127,8 @@ def _reaped_s() -> float:
     return usage.ru_utime + usage.ru_stime - _miners_reaped_s
 
 
-def _children() -> set[int]:
-    """The children that any thread of this process started."""
+def _children() -> list[Stat]:
+    """The children that any thread of this process started, as far as they can still be read."""
     own = os.getpid()
     found: set[int] = set()
     try:
@@ -141,8 +136,8 @@ def _children() -> set[int]:
             found |= processes.children_of_thread(own, int(thread))
     except FileNotFoundError:
         # A thread ended, or this kernel was built without CONFIG_PROC_CHILDREN.
-        found |= {pid for pid, seen in processes.table().items() if seen.parent == own}
-    return found
+        return [seen for seen in processes.table().values() if seen.parent == own]
+    return [seen for pid in found if (seen := processes.stat(pid)) is not None]
 
 
 def _used_s(pid: int) -> float | None:
