@@ -12,8 +12,6 @@ import os
 import signal
 import sys
 
-_PR_SET_PDEATHSIG = 1
-
 
 def settle_signals() -> None:
     """Unblock every signal that the parent blocked, and restore the ignored ones that the guard
@@ -31,9 +29,9 @@ def continue_when_the_parent_dies() -> None:
     """Make the kernel send this process SIGCONT when its parent dies. For a helper that exits at
     the end of its input: if it were suspended, it would not notice that end and would stay."""
     # Only helpers need ctypes.
-    import ctypes
+    from miner_guard.system.parent_death import signal_at_parents_death
 
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
+    signal_at_parents_death(signal.SIGCONT)
 
 
 def open_standard_streams() -> list[str]:

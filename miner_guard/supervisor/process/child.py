@@ -11,9 +11,9 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from miner_guard.system.helpers import reap_miners
+from miner_guard.system.parent_death import signal_at_parents_death
 from miner_guard.system.processes import Process, stat
 
-PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -23,12 +23,6 @@ def become_subreaper() -> bool:
     """Make the kernel hand all orphaned descendants to this process, so that a process that forks
     twice does not escape. Returns False if the kernel refuses."""
     return bool(_libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
-
-
-def signal_at_parents_death(number: int) -> None:
-    """Make the kernel send this process signal `number` when the thread that forked it ends. Call
-    in a child between fork and exec."""
-    _libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 _PRIVATE = 0o077

@@ -21,9 +21,9 @@ from pathlib import Path
 import miner_guard
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.supervisor.loop import Loop
-from miner_guard.supervisor.process.child import signal_at_parents_death
 from miner_guard.supervisor.process.last_resort import RunToEnd
 from miner_guard.system.backoff import Backoff
+from miner_guard.system.parent_death import signal_at_parents_death
 from miner_guard.system.processes import HELPER, Process
 
 _PACKAGES = Path(miner_guard.__file__).resolve().parents[1]

@@ -1,0 +1,18 @@
+"""The signal that the kernel sends a process when its parent dies.
+
+A module of its own: ctypes costs memory, and only some processes need it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+_PR_SET_PDEATHSIG = 1
+
+_libc = ctypes.CDLL(None)
+
+
+def signal_at_parents_death(number: int) -> None:
+    """Make the kernel send this process the signal `number` when the thread that forked it ends.
+    Safe between fork and exec; survives exec."""
+    _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
