@@ -8,16 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.guarded import Guarded
+from tests.faults.guarded import Guarded, guarding
 
 
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[Guarded]:
     """A guard that is not started yet."""
-    guard = Guarded(tmp_path)
-    try:
+    with guarding(tmp_path) as guard:
         yield guard
-        if all(process.poll() is not None for process in guard.processes):
-            guard.assert_nothing_left()
-    finally:
-        guard.clean()

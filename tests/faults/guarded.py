@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -168,3 +169,15 @@ class Guarded:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
+
+
+@contextlib.contextmanager
+def guarding(folder: Path) -> Iterator[Guarded]:
+    """A guard that is not started yet; nothing of it outlives the block."""
+    guard = Guarded(folder)
+    try:
+        yield guard
+        if all(process.poll() is not None for process in guard.processes):
+            guard.assert_nothing_left()
+    finally:
+        guard.clean()

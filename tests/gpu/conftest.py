@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.guarded import Guarded
+from tests.faults.guarded import Guarded, guarding
 from tests.gpu.machine import FAKE_GPU, Machine
 from tests.support import requires
 from tests.support.fake_nvml import FakeNvml, build
@@ -96,10 +96,5 @@ def machine(cuda: bool, fake_library: Path | None, tmp_path: Path) -> Machine:
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[Guarded]:
     """A guard that is not started yet; nothing of it outlives the test."""
-    guard = Guarded(tmp_path)
-    try:
+    with guarding(tmp_path) as guard:
         yield guard
-        if all(process.poll() is not None for process in guard.processes):
-            guard.assert_nothing_left()
-    finally:
-        guard.clean()
