@@ -164,7 +164,7 @@ class StandaloneLog:
             return
         try:
             os.write(fd, line.encode("utf-8", "replace"))
-            # Every rank opens the file anew for each line, so rank 0 can rotate it safely.
+            # Every rank reopens the file for each line, so rank 0 can rotate it safely.
             if self._rank == 0 and os.fstat(fd).st_size > _MAX_LOG:
                 rotate(state.log, _KEPT_LOGS)
         except OSError as error:

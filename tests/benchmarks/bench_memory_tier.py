@@ -245,7 +245,7 @@ def _recover(folder: Path, *, memory: bool) -> tuple[float, int]:
         demo.start()
         at = demo.past_a_checkpoint()
         if not memory:
-            # The next snapshot finds no folder, and there are none from then on.
+            # The next snapshot finds no folder, and the tier stays off from then on.
             gone = guarded.state.memory.with_suffix(".gone")
             guarded.state.memory.rename(gone)
             at = demo.reach(2)

@@ -156,9 +156,14 @@ class Miner:
             }
         with _supervising(state, decisions) if guarded == "hook" else _nothing():
             done = subprocess.run(
-                command, cwd=folder / "work", env=env, capture_output=True, text=True,
-                timeout=LIMIT_S, check=False,
-            )  # fmt: skip
+                command,
+                cwd=folder / "work",
+                env=env,
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
+                check=False,
+            )
         storage.close()
         printed = done.stdout + done.stderr
         (folder / "printed.txt").write_text(printed, encoding="utf-8")

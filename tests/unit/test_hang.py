@@ -362,12 +362,12 @@ def test_a_late_node_is_named_where_no_rank_here_stands_out(detector: HangDetect
 def test_where_no_rank_here_stands_out_the_other_nodes_are_pointed_to(
     world_size: int, said: str
 ) -> None:
-    """Guards against a hang of another node that looks like one of nobody."""
+    """Guards against a hang of another node in which no rank seems to be at fault."""
     who = [
         Subject(n, Identity(1, n, n, world_size, 1, "run", 0.0, 2), rank("backward"), False)
         for n in range(2)
     ]
-    nobody = Hang((), "no rank stands out, ranks 0,1 in backward", 400.0, 300.0)
-    words = _elsewhere(nobody, who)
+    unattributed = Hang((), "no rank stands out, ranks 0,1 in backward", 400.0, 300.0)
+    words = _elsewhere(unattributed, who)
     assert words.startswith(f"; {said}") if said else not words
     assert not _elsewhere(Hang((0,), "rank 0 in data", 400.0, 300.0), who)

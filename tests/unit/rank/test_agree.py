@@ -174,7 +174,7 @@ def test_a_rank_that_comes_after_the_others_gave_up_is_blocked_like_them(
 
 
 def test_the_node_whose_rank_is_late_is_named_on_the_others(tmp_path: Path) -> None:
-    """Guards against a hang caused by another node that every guard blames on nobody."""
+    """Guards against a hang caused by another node that no guard blames on it."""
 
     def ask(group: Group, rank: int) -> object:
         shared(group, "both", b"go")
