@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from miner_guard.flight_recorder import layout
-from miner_guard.state_dir import is_at, make_folder, open_private
+from miner_guard.state_dir import make_folder, open_private
 
 COPY_EVERY_S = 1.0
 """Interval between copies: at most this much is lost if the supervisor and the rank are killed at
@@ -31,18 +31,35 @@ _SEAL, _SHRINK, _GROW = 1, 2, 4
 """Values from fcntl(2), because some builds of Python lack `fcntl.F_ADD_SEALS`."""
 
 
-def create() -> int:
-    """Create a record's memory, zeroed and allocated, and return its descriptor. Raises OSError."""
+def create() -> tuple[mmap.mmap, int]:
+    """Create a record's memory, zeroed, allocated and mapped. Returns the mapping and the only
+    descriptor of it, which closes with the mapping. Raises OSError."""
     fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         # Allocate all of it now: if memory is short, the error must occur here and not in the
         # middle of a step.
         os.posix_fallocate(fd, 0, layout.FILE_SIZE)
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL | _SHRINK | _GROW)
-    except OSError:
+        mapping = mmap.mmap(fd, layout.FILE_SIZE)
+        return mapping, _duplicate_of(fd)
+    finally:
         os.close(fd)
-        raise
-    return fd
+
+
+def _duplicate_of(fd: int) -> int:
+    """The other descriptor of the same file: a mapping keeps one of its own, so a rank needs no
+    second one. Raises OSError."""
+    wanted = _file_of(os.fstat(fd))
+    for name in os.listdir("/proc/self/fd"):
+        # Another thread may close a descriptor meanwhile.
+        with contextlib.suppress(OSError):
+            if int(name) != fd and _file_of(os.fstat(int(name))) == wanted:
+                return int(name)
+    raise FileNotFoundError(errno.ENOENT, "/proc/self/fd does not show the flight record's memory")
+
+
+def _file_of(seen: os.stat_result) -> tuple[int, int]:
+    return seen.st_dev, seen.st_ino
 
 
 def publish(path: Path, fd: int) -> None:
@@ -102,80 +119,91 @@ def _live(path: Path) -> Path:
 
 
 class Copier:
-    """Keeps the copy of one record up to date. Use it from one thread that may hang with the
-    disk."""
+    """Keeps the copy of one record up to date, and holds no descriptor between two copies. Use it
+    from one thread that may hang with the disk."""
 
-    def __init__(self, path: Path, fd: int) -> None:
+    def __init__(self, path: Path, record: mmap.mmap) -> None:
         self.path = path
-        self._map = mmap.mmap(fd, layout.FILE_SIZE, access=mmap.ACCESS_READ)
-        self._file: int | None = None
+        self._record = record
+        self._left: tuple[int, int, int, int] | None = None
+        """The copy as the last `copy` left it; None if it must be written whole."""
+
         self._steps = self._entries = 0
 
     def copy(self) -> None:
-        """Write what is new since the last copy. Raises OSError."""
-        steps, entries, *_ = layout.COUNTS.unpack_from(self._map, layout.COUNTS_OFFSET)
+        """Write what is new since the last copy. Raises OSError; ValueError if the record is
+        unmapped."""
+        steps, entries, *_ = layout.COUNTS.unpack_from(self._record, layout.COUNTS_OFFSET)
+        before, self._left = self._left, None
+        file = self._open(before)
         try:
-            if self._file is None or not self._is_whole(self._file):
-                self._write_whole()
+            if file is None:
+                file = self._write_whole()
             else:
-                file = self._file
                 for number in range(max(self._steps, steps - layout.RING_SLOTS), steps):
                     self._write(file, layout.step_offset(number), layout.STEP_SIZE)
                 for number in range(max(self._entries, entries - layout.JOURNAL_SLOTS), entries):
                     self._write(file, layout.slot_offset(number), layout.SLOT_SIZE)
                 # Write the header last, so that it never counts a step that the copy lacks.
                 self._write(file, 0, layout.HEADER_SIZE)
-        except OSError:
-            self._forget_file()
-            raise
+            self._left = _content_of(file)
+        finally:
+            if file is not None:
+                os.close(file)
         self._steps, self._entries = steps, entries
 
-    def _is_whole(self, file: int) -> bool:
-        return is_at(self.path, file) and os.fstat(file).st_size == layout.FILE_SIZE
+    def _open(self, before: tuple[int, int, int, int] | None) -> int | None:
+        """The copy, if it is unchanged since `before`."""
+        if before is None:
+            return None
+        try:
+            file = open_private(self.path, os.O_RDWR)
+        except OSError:
+            return None
+        if _content_of(file) == before:
+            return file
+        os.close(file)
+        return None
 
-    def _write_whole(self) -> None:
-        self._forget_file()
+    def _write_whole(self) -> int:
         make_folder(self.path.parent)
         draft = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         file = open_private(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         try:
             self._write(file, 0, layout.FILE_SIZE)
             os.replace(draft, self.path)
-        except OSError:
+        except BaseException:
             os.close(file)
             draft.unlink(missing_ok=True)
             raise
-        self._file = file
+        return file
 
     def _write(self, file: int, offset: int, size: int) -> None:
-        if os.pwrite(file, self._map[offset : offset + size], offset) != size:
+        if os.pwrite(file, self._record[offset : offset + size], offset) != size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def _forget_file(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
 
-    def close(self) -> None:
-        """Unmap the memory; the copy stays."""
-        self._forget_file()
-        self._map.close()
+def _content_of(file: int) -> tuple[int, int, int, int]:
+    """Changes whenever someone replaces, truncates or writes the file."""
+    seen = os.fstat(file)
+    return *_file_of(seen), seen.st_size, seen.st_mtime_ns
 
 
 def copy_now(path: Path, fd: int) -> None:
-    """Copy a record once. Ignores errors of the disk."""
-    copier = Copier(path, fd)
-    with contextlib.suppress(OSError):
-        copier.copy()
-    copier.close()
+    """Copy the record open as `fd` once. Ignores errors of the disk."""
+    with (
+        contextlib.suppress(OSError),
+        mmap.mmap(fd, layout.FILE_SIZE, access=mmap.ACCESS_READ) as record,
+    ):
+        Copier(path, record).copy()
 
 
 class CopyThread:
     """Copies one record once per second in its own thread. Only `close` waits for the disk."""
 
-    def __init__(self, path: Path, fd: int, wanted: Callable[[], bool]) -> None:
+    def __init__(self, copier: Copier, wanted: Callable[[], bool]) -> None:
         """`wanted` is called before each copy; if it returns False, that copy is skipped."""
-        self._copier = Copier(path, fd)
+        self._copier = copier
         self._wanted = wanted
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="flight-copy", daemon=True)
@@ -191,10 +219,11 @@ class CopyThread:
 
     def _run(self) -> None:
         closed = False
-        while not closed:
-            closed = self._closed.wait(COPY_EVERY_S)
-            if self._wanted():
-                # If the disk is full, the next copy tries again.
-                with contextlib.suppress(OSError):
-                    self._copier.copy()
-        self._copier.close()
+        # ValueError: the record is closed, after its last copy.
+        with contextlib.suppress(ValueError):
+            while not closed:
+                closed = self._closed.wait(COPY_EVERY_S)
+                if self._wanted():
+                    # If the disk is full, the next copy tries again.
+                    with contextlib.suppress(OSError):
+                        self._copier.copy()

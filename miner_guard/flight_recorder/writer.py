@@ -6,7 +6,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
-import mmap
 import os
 import threading
 import time
@@ -62,13 +61,8 @@ class FlightWriter:
         """`local_world_size`: 0 means unknown. `pid`: the process that the record describes;
         default: this one. Raises OSError."""
         self.path = path
-        self._fd = memory.create()
+        self.map, self._fd = memory.create()
         self._owner = os.getpid()
-        try:
-            self.map = mmap.mmap(self._fd, layout.FILE_SIZE)
-        except OSError:
-            os.close(self._fd)
-            raise
         pid = os.getpid() if pid is None else pid
         start = process_start(pid)
         Identity(
@@ -115,7 +109,7 @@ class FlightWriter:
                 self._publish()
             return alone() or not self.attached()
 
-        thread = memory.CopyThread(self.path, self._fd, unkept)
+        thread = memory.CopyThread(memory.Copier(self.path, self.map), unkept)
         atexit.register(thread.close, _LAST_COPY_S)
 
     def show_state(self, state: str, now: float) -> None:
@@ -209,12 +203,11 @@ class FlightWriter:
         return count
 
     def close(self) -> None:
-        """Unmap the memory; the copy on disk stays."""
+        """Unmap the memory, which closes its descriptor; the copy on disk stays."""
         if not self.attached():
             memory.copy_now(self.path, self._fd)
+        with contextlib.suppress(OSError):
+            memory.withdraw(self.path)
         self._words.release()
         self._reals.release()
         self.map.close()
-        with contextlib.suppress(OSError):
-            memory.withdraw(self.path)
-        os.close(self._fd)

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -39,6 +40,7 @@ from miner_guard.state_dir import (
     write_private,
 )
 from miner_guard.system import processes
+from miner_guard.system.sockets import address
 
 _STORY = "hang.json"
 _COLLECTIVES_S = 2.0
@@ -253,18 +255,14 @@ def _collectives(state: StateDir, folder: Path, who: list[Subject]) -> dict[int,
 
 
 def _ask(path: Path) -> bool:
+    """Ask a rank for its collectives; False if it does not listen (no torch.distributed, or gone)
+    or is too busy."""
     path.unlink(missing_ok=True)
     try:
-        pipe = os.open(asking(path), os.O_WRONLY | os.O_NONBLOCK)
-    except OSError:
-        # The pipe does not exist (no torch.distributed) or has no reader.
-        return False
-    try:
-        return os.write(pipe, b"?") == 1
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own, address(asking(path)) as name:
+            return own.sendto(b"?", socket.MSG_DONTWAIT, name) == 1
     except OSError:
         return False
-    finally:
-        os.close(pipe)
 
 
 def _stack_file(folder: Path, subject: Subject) -> Path:

@@ -385,9 +385,8 @@ class Guard:
             # A single rank needs this too: if a CUDA kernel never ends, the rank's collectives
             # queue up behind it.
             if self.world_size > 1 or environment.initialised_distributed() is not None:
-                self._attempt(
-                    "collectives", collectives.serve, self.place.state.collectives_of(self.rank)
-                )
+                dump = self.place.state.collectives_of(self.rank)
+                self._attempt("collectives", collectives.serve, self._recorder.notifier, dump)
 
     def _attempt(self, what: str, work: Callable[..., Any], *arguments: Any) -> None:
         try:

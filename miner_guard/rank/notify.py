@@ -6,8 +6,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import socket
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +31,12 @@ class Notifier:
         """Number of datagrams that did not arrive, because no one listens or the supervisor is too
         slow."""
 
+        self._path = path
         self._socket: socket.socket | None = None
-        self._held = contextlib.ExitStack()
         if path is None:
             return
-        try:
-            self._address = self._held.enter_context(address(path))
+        with contextlib.suppress(OSError):
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            self._socket.setblocking(False)
-        except OSError:
-            self.close()
 
     def notify(self, rank: int) -> bool:
         """Tell the supervisor to read the rank's flight record."""
@@ -50,12 +48,13 @@ class Notifier:
 
     def send(self, payload: bytes) -> bool:
         """Send one datagram. False if it was dropped."""
-        if self._socket is None:
+        if self._socket is None or self._path is None:
             self.alone = True
             self.dropped += 1
             return False
         try:
-            self._socket.sendto(payload, self._address)
+            with address(self._path) as name:
+                self._socket.sendto(payload, socket.MSG_DONTWAIT, name)
         except OSError as error:
             # A supervisor that is stuck (EAGAIN) is still there, and will read the flight record.
             self.alone = error.errno in _NOBODY
@@ -64,10 +63,26 @@ class Notifier:
         self.alone = False
         return True
 
+    def answer(self, path: Path, work: Callable[[], None]) -> None:
+        """Receive at `path` with the same socket: a sleeping thread runs `work` for each datagram.
+        Does nothing without a socket. Raises OSError."""
+        receiver = self._socket
+        if receiver is None:
+            return
+        path.unlink(missing_ok=True)
+        with address(path) as name:
+            receiver.bind(name)
+        os.chmod(path, 0o600)
+
+        def receive() -> None:
+            while receiver.recv(16):
+                work()
+
+        threading.Thread(target=receive, name="miner-guard-requests", daemon=True).start()
+
     def close(self) -> None:
         """Close the socket; later datagrams are dropped."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        self._held.close()
         self.alone = True

@@ -43,6 +43,8 @@ class Recorder:
         self._rung = -math.inf
         self.flight: FlightWriter | None = None
         self._open()
+        if self.notifier.alone:
+            self.own_log.keep_console()
 
     def _open(self) -> None:
         place = self.place

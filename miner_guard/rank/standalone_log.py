@@ -59,10 +59,21 @@ class StandaloneLog:
         self._left_out_reported = 0
         self._report_again = -math.inf
 
+        self._console: int | None = None
+        # If the process has no standard output, descriptor 1 may be any file that the program has
+        # opened.
+        self._stdout = None if sys.__stdout__ is None else _target(1)
+        """What descriptor 1 referred to at the start; None without a console, or once
+        `keep_console` has run."""
+
+    def keep_console(self) -> None:
+        """Hold the console open, for lines to come. A rank with a supervisor prints none until it
+        loses the supervisor, and needs no descriptor before."""
         # Write to a duplicate of descriptor 1, because bittensor and others strip handlers from
-        # loggers and replace sys.stdout. If the process has no standard output, descriptor 1 may be
-        # any file that the program has opened.
-        self._console: int | None = None if sys.__stdout__ is None else _own_descriptor(1)
+        # loggers and replace sys.stdout.
+        stdout, self._stdout = self._stdout, None
+        if stdout is not None and _target(1) == stdout:
+            self._console = _own_descriptor(1)
 
     def say(self, finding: Finding) -> None:
         """Queue one finding. Never waits, never raises."""
@@ -76,6 +87,7 @@ class StandaloneLog:
         self._wake.set()
 
     def _begin(self) -> None:
+        self.keep_console()
         thread = threading.Thread(target=self._write_on, name="miner-guard-log", daemon=True)
         try:
             thread.start()
@@ -94,7 +106,7 @@ class StandaloneLog:
     def detach_after_fork(self) -> None:
         """Discard all findings in a forked child from now on, and wait for none: the child lacks
         the writer thread."""
-        self._console, self._state, self._thread = None, None, None
+        self._console = self._stdout = self._state = self._thread = None
         self._queue.clear()
         atexit.unregister(self.flush)
 
@@ -226,6 +238,15 @@ def _training_seconds(step: StepRecord) -> float:
     if step.flags & FLAG_FIRST:
         return 0.0
     return step.seconds - sum(step.phases.get(name, 0.0) for name in SPECIAL_PHASES)
+
+
+def _target(fd: int) -> tuple[int, int] | None:
+    """The file, pipe or terminal that a descriptor refers to."""
+    try:
+        seen = os.fstat(fd)
+    except OSError:
+        return None
+    return seen.st_dev, seen.st_ino
 
 
 def _own_descriptor(fd: int) -> int | None:

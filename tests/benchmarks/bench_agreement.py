@@ -1,4 +1,4 @@
-"""The ranks' agreement as processes: descriptors that the hook opens, and the time of a question,
+"""The ranks' agreement as processes: descriptors that the hook holds, and the time of a question,
 as the ranks grow."""
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def run() -> list[Row]:
             except (subprocess.SubprocessError, OSError) as error:
                 rows.append(Row(name, None, "", "<= 4", str(error)[:80]))
                 continue
-        opened = max(len(answer.opened) for answer in answers)
+        opened = max(answer.descriptors for answer in answers)
         connections = max(answer.connections for answer in answers)
         # The first question waits for all ranks to start.
         asked = [statistics.median(answer.seconds[1:]) for answer in answers]
-        whole = f"{opened} descriptors of the hook in all"
-        rows.append(Row(f"{name}: connections of a rank, at most", connections, "", "<= 4", whole))
+        note = f"{connections} of them connections"
+        rows.append(Row(f"{name}: descriptors of the hook in a rank", opened, "", "<= 4", note))
         rows.append(
             Row(f"{name}: a question, median over ranks", 1e3 * statistics.median(asked), "ms")
         )

@@ -1,6 +1,6 @@
 """Many real ranks on one machine: processes forked from one that has imported torch, in nodes of
 PER_NODE with a state directory each. Each asks the gate and counts the descriptors that the hook
-opened.
+holds after each stage.
 
 `python -m tests.support.many_ranks FOLDER RANKS PER_NODE BACKEND`; answers in rank-NNNN.json.
 `gloo` is the miner's own full mesh; `fake` connects to the launcher's store alone, for more ranks
@@ -30,8 +30,8 @@ QUESTIONS = 20
 class Answers:
     """What one rank found."""
 
-    opened: list[str]
-    """Targets of the descriptors that the hook opened."""
+    opened: dict[str, list[str]]
+    """Targets of the descriptors that the hook holds, by the stage after which they were listed."""
 
     decisions: list[str]
     seconds: list[float]
@@ -39,8 +39,15 @@ class Answers:
 
     @property
     def connections(self) -> int:
-        """Sockets that the hook opened: what could grow with the number of ranks."""
-        return sum(target.startswith("socket:") for target in self.opened)
+        """Sockets that the hook holds: what could grow with the number of ranks."""
+        return max(
+            sum(target.startswith("socket:") for target in held) for held in self.opened.values()
+        )
+
+    @property
+    def descriptors(self) -> int:
+        """All descriptors that the hook holds, after the stage with the most."""
+        return max(map(len, self.opened.values()))
 
 
 def run(folder: Path, ranks: int, per_node: int, backend: str, seconds: float) -> list[Answers]:
@@ -58,7 +65,15 @@ def run(folder: Path, ranks: int, per_node: int, backend: str, seconds: float) -
 
 
 def _descriptors() -> dict[str, str]:
-    """This process's open descriptors and their targets."""
+    """This process's open descriptors and their targets, without those that a thread of the guard
+    opens for a moment: once a second it copies the flight record."""
+    first = _listed()
+    time.sleep(0.1)
+    second = _listed()
+    return {name: target for name, target in second.items() if first.get(name) == target}
+
+
+def _listed() -> dict[str, str]:
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -84,16 +99,29 @@ def _rank(folder: Path, rank: int, ranks: int, per_node: int, backend: str, port
     store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, wait_for_workers=False)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
     _meet(store, "joined", ranks)
-    before = _descriptors()
+    before, opened = _descriptors(), {}
+
+    def note(stage: str) -> None:
+        held = [target for name, target in _descriptors().items() if before.get(name) != target]
+        opened[stage] = sorted(held)
+
     guard = miner_guard.init(folder / f"node-{rank // per_node}")
+    note("init")
     decisions, seconds = [], []
     for number in range(QUESTIONS):
         started = time.monotonic()
         decision = guard.may_upload(outer_step=1, inner_step=50 + number)
         seconds.append(time.monotonic() - started)
         decisions.append(f"{decision.decision_id}: {decision.reason}")
-    opened = [target for name, target in _descriptors().items() if name not in before]
-    answers = {"opened": sorted(opened), "decisions": decisions, "seconds": seconds}
+    note("the agreement")
+    guard.diagnose()
+    note("the diagnosis")
+    for name in ("data", "forward", "backward", "optimizer", "of the miner's own"):
+        with guard.phase(name):
+            note(f"the phase {name}")
+    guard.step(outer_step=1, inner_step=50, loss=1.0)
+    note("a step")
+    answers = {"opened": opened, "decisions": decisions, "seconds": seconds}
     (folder / f"rank-{rank:04d}.json").write_text(json.dumps(answers))
     guard.close(finished=True)
     store.add("done", 1)

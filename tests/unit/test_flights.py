@@ -261,11 +261,12 @@ def test_a_rank_that_died_stays_known_while_others_of_its_local_rank_live(tmp_pa
     """Without LOCAL_RANK all have 0: the dead one must still be named as the culprit."""
     state, heard = StateDir(tmp_path), _Heard()
     flights = Flights(state, RUN, lambda finding: pytest.fail(str(finding)))
-    for rank in (0, 1):
-        _worker(state, rank, 0, process=os.getpid())
+    writers = [_worker(state, rank, 0, process=os.getpid()) for rank in (0, 1)]
     flights.poll(heard)
     assert sorted(flights.now()) == [0, 1]
     flights.close()
+    for writer in writers:
+        writer.close()
 
 
 def test_the_copy_of_an_earlier_run_is_left_alone_until_this_run_has_a_record(
@@ -279,10 +280,12 @@ def test_the_copy_of_an_earlier_run_is_left_alone_until_this_run_has_a_record(
     for _ in range(2):
         flights.poll(heard)
     assert flights.now() == {}
-    _worker(state, 0, 0, process=os.getpid()).append(_record(1))
+    writer = _worker(state, 0, 0, process=os.getpid())
+    writer.append(_record(1))
     flights.poll(heard)
     assert flights.now()[0].total_steps == 1
     flights.close()
+    writer.close()
 
 
 def test_what_a_rank_wrote_before_it_was_killed_in_the_middle_of_its_header_is_read(

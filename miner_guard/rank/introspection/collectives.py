@@ -1,9 +1,9 @@
 """Dumps torch's Flight Recorder to a file when the supervisor asks. The last collectives in it
 identify the late rank.
 
-Only code inside the rank's process can make the dump: a thread that blocks in a read of a named
-pipe. The thread costs training nothing, and it can answer whenever the GIL is free, as it is while
-a rank waits.
+Only code inside the rank's process can make the dump: a thread that sleeps until a datagram
+arrives. The thread costs training nothing, and it can answer whenever the GIL is free, as it is
+while a rank waits.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import os
-import threading
 from pathlib import Path
 
+from miner_guard.rank.notify import Notifier
 from miner_guard.state_dir import write_atomic
 
 _LAST = 64
@@ -25,33 +24,23 @@ _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 gloo's."""
 
 
-def serve(path: Path) -> None:
-    """Answer requests on the pipe `PATH.ask` by replacing `path`. Raises OSError if the pipe cannot
-    be created."""
-    pipe = asking(path)
-    with contextlib.suppress(FileNotFoundError):
-        pipe.unlink()
-    os.mkfifo(pipe, 0o600)
-    # Open for reading and writing, so that the read never sees EOF.
-    fd = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)
-    threading.Thread(
-        target=_serve, args=(fd, path), name="miner-guard-collectives", daemon=True
-    ).start()
+def serve(notifier: Notifier, path: Path) -> None:
+    """Answer each datagram to `PATH.ask` by replacing `path`. Raises OSError."""
+    notifier.answer(asking(path), lambda: _answer(path))
 
 
 def asking(path: Path) -> Path:
-    """The pipe through which to ask for a dump to `path`."""
+    """The socket through which to ask for a dump to `path`."""
     return path.with_name(path.name + ".ask")
 
 
-def _serve(fd: int, path: Path) -> None:
-    while os.read(fd, 4096):
-        try:
-            document = _last_collectives()
-        except Exception as error:  # noqa: BLE001 - a torch without it must not end this thread; the file says why
-            document = {"error": f"{type(error).__name__}: {error}"}
-        with contextlib.suppress(OSError):
-            write_atomic(path, json.dumps(document, default=str))
+def _answer(path: Path) -> None:
+    try:
+        document = _last_collectives()
+    except Exception as error:  # noqa: BLE001 - a torch without it must not end this thread; the file says why
+        document = {"error": f"{type(error).__name__}: {error}"}
+    with contextlib.suppress(OSError):
+        write_atomic(path, json.dumps(document, default=str))
 
 
 def _last_collectives() -> dict[str, object]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import mmap
 import os
 import queue
 import signal
@@ -23,6 +24,7 @@ from miner_guard.config import LogSettings
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.jsonl import JsonlSink
 from miner_guard.eventlog.write_errors import write_failed
+from miner_guard.flight_recorder import layout
 from miner_guard.flight_recorder.memory import Copier
 from miner_guard.state_dir import StateDir, replace_file
 from miner_guard.supervisor.disk.messages import FILES, LOG, RECORDS, ROWS, line_of
@@ -131,9 +133,8 @@ class Records:
         known = self._copiers.get(path)
         if known is not None and known[0] == inode:
             return known[1]
-        if known is not None:
-            known[1].close()
-        copier = Copier(path, fd)
+        record = mmap.mmap(fd, layout.FILE_SIZE, access=mmap.ACCESS_READ)
+        copier = Copier(path, record)
         self._copiers[path] = (inode, copier)
         return copier
 

@@ -1,0 +1,135 @@
+"""What a rank holds open for the guard, and that nothing is lost where it holds nothing open."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from miner_guard.flight_recorder import layout
+from miner_guard.flight_recorder.memory import Copier
+from miner_guard.flight_recorder.reader import FlightReader
+from miner_guard.flight_recorder.writer import FlightWriter
+from miner_guard.monitors.evidence import _ask
+from miner_guard.rank.guard import Guard
+from miner_guard.rank.introspection import collectives
+from miner_guard.rank.notify import Notifier
+from miner_guard.state_dir import StateDir
+from miner_guard.system.sockets import address
+from tests.support.waiting import until
+from tests.unit.rank.helpers import place
+
+
+def held() -> dict[str, str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[name] = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:
+            # The one that lists them.
+            continue
+    return found
+
+
+def test_a_supervised_rank_holds_its_record_and_one_socket(
+    state: StateDir, listener: socket.socket
+) -> None:
+    """Guards against 1,024 ranks of a machine at `ulimit -n`: a mapping keeps a descriptor of its
+    own, and each of its users kept one more."""
+    before = held()
+    guard = Guard(place(state))
+    guard.step(loss=1.0)
+    opened = sorted(target for name, target in held().items() if before.get(name) != target)
+    assert [target.partition(":")[0] for target in opened] == ["/memfd", "socket"], opened
+    guard.close(finished=True)
+
+
+def record(tmp_path: Path) -> FlightWriter:
+    return FlightWriter(tmp_path / "rank-0000.bin", rank=0, local_rank=0, world_size=1, run_id="r")
+
+
+def test_a_closed_record_leaves_no_descriptor(tmp_path: Path) -> None:
+    before = held()
+    writer = record(tmp_path)
+    Copier(writer.path, writer.map).copy()
+    writer.close()
+    assert held() == before
+
+
+@pytest.mark.parametrize("damage", ["truncated", "replaced", "written", "removed"])
+def test_a_copy_that_others_have_changed_is_written_whole_again(
+    tmp_path: Path, damage: str
+) -> None:
+    writer = record(tmp_path)
+    copier, path = Copier(writer.path, writer.map), writer.path
+    copier.copy()
+    before = held()
+    if damage == "truncated":
+        os.truncate(path, 100)
+    elif damage == "replaced":
+        (tmp_path / "other").write_bytes(b"\0" * layout.FILE_SIZE)
+        os.replace(tmp_path / "other", path)
+    elif damage == "written":
+        path.write_bytes(b"\0" * layout.FILE_SIZE)
+    else:
+        path.unlink()
+    writer.journal({"kind": "finding", "n": damage})
+    copier.copy()
+    writer.close()
+    assert path.read_bytes()[: layout.HEADER_SIZE].startswith(layout.MAGIC)
+    assert [entry["n"] for _, entry in FlightReader(path).entries()] == [damage]
+    assert len(held()) < len(before), "only the record was open, and it is closed"
+
+
+CONSOLE = """
+import os, sys
+from miner_guard.eventlog.catalog import make_finding
+from miner_guard.rank.standalone_log import StandaloneLog
+log = StandaloneLog(0, "r1", None)
+if sys.argv[1:]:
+    os.dup2(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), 1)
+log.say(make_finding("rank_message", text="the supervisor is gone"))
+log.flush(30.0)
+"""
+
+
+def test_a_rank_prints_on_the_console_that_it_started_with_and_into_no_other_file(
+    tmp_path: Path,
+) -> None:
+    """A supervised rank opens the console when it loses the supervisor: by then descriptor 1 may be
+    a file of the program."""
+    weights = tmp_path / "weights"
+    command = [sys.executable, "-c", CONSOLE]
+    same = subprocess.run(command, check=True, timeout=60, stdout=subprocess.PIPE)
+    assert b"the supervisor is gone" in same.stdout
+    other = subprocess.run([*command, str(weights)], check=True, timeout=60, stdout=subprocess.PIPE)
+    assert (other.stdout, weights.read_bytes()) == (b"", b"")
+
+
+@pytest.mark.parametrize("depth", [1, 12])
+def test_a_rank_answers_for_its_collectives_with_the_socket_it_has(
+    tmp_path: Path, depth: int
+) -> None:
+    """Also below a path that is longer than a socket's address."""
+    state = StateDir(tmp_path.joinpath(*["a-long-name"] * depth))
+    state.flight.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
+        with address(state.socket) as name:
+            supervisor.bind(name)
+        notifier = Notifier(state.socket)
+        before = held()
+        dump = state.collectives_of(0)
+        assert not _ask(dump), "nobody listens yet"
+        collectives.serve(notifier, dump)
+        assert notifier.notify(0)
+        assert json.loads(supervisor.recv(100)) == {"bell": 0}
+        assert _ask(dump)
+        until(dump.exists, 30, "the dump")
+        assert json.loads(dump.read_text()).keys() <= {"entries", "error"}
+        assert held() == before
+        notifier.close()
