@@ -122,7 +122,7 @@ class StateDir:
         return self.root / "lock"
 
     @property
-    def roster(self) -> Path:
+    def pid_registry(self) -> Path:
         """The processes of the current run, for the next guard in case this one is killed."""
         return self.root / "run.json"
 

@@ -263,13 +263,13 @@ class _Audit:
         """Why the key that validators read is unknown, on a network that counts in windows."""
         if self.limits.window_blocks is None:
             return None
-        lacking = [n for n in ("block", "uid") if getattr(self.network, n) is None]
-        if not lacking:
+        unread = [n for n in ("block", "uid") if getattr(self.network, n) is None]
+        if not unread:
             return None
         why = self.network.reason or "the chain's reply did not include them"
         return (
             "could not check: the key that validators read names the last window and the uid; "
-            f"unknown: {', '.join(lacking)} ({why}). Set [chain]"
+            f"unknown: {', '.join(unread)} ({why}). Set [chain]"
         )
 
     def _ended(self, outcome: str, rule: str, words: str) -> AuditReport:

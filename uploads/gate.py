@@ -36,13 +36,13 @@ def decide(
         record = recorded(candidate, inputs, settings, now)
         facts, limits = _facts(candidate, inputs, settings, now)
         verdicts = tuple(
-            _said(v, candidate.kind)
+            _worded(v, candidate.kind)
             for v in rules.evaluate_all(rules.gate_rules(facts, limits), facts, limits)
         )
     except Exception as error:  # noqa: BLE001 -- an error in the gate must block on every rank alike, not raise in rank 0
         facts = Facts(candidate, now=now)
         limits = Limits()
-        verdicts = (_said(rules.rule_error("gate", error), candidate.kind),)
+        verdicts = (_worded(rules.rule_error("gate", error), candidate.kind),)
     return _concluded(facts, limits, verdicts, settings=settings, record=record, wall=wall)
 
 
@@ -55,7 +55,7 @@ def recorded(
     }
     for name in ("loss", "recent_losses"):
         if name in stated:
-            stated[name] = _spelled(stated[name])
+            stated[name] = _as_json(stated[name])
     record = {
         "candidate": stated,
         "settings": dict(vars(settings)),
@@ -69,10 +69,10 @@ def recorded(
     )
 
 
-def _spelled(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     """Replace NaN and infinities by text: JSON cannot represent them, and a replay needs them."""
     if isinstance(value, (list, tuple)):
-        return [_spelled(v) for v in value]
+        return [_as_json(v) for v in value]
     return value if math.isfinite(value) else str(float(value))
 
 
@@ -84,7 +84,7 @@ def _facts(
     return facts, in_force(Limits.of(settings, known.limits), known.network)
 
 
-def _said(verdict: Verdict, kind: str) -> Verdict:
+def _worded(verdict: Verdict, kind: str) -> Verdict:
     """The verdict as the decision stores it: truncated, and for an archive never a block.
 
     The upload after an AllReduce starts at inner step 0, and the miner's own reload needs it.

@@ -88,7 +88,7 @@ class Ledger:
         self._connection: sqlite3.Connection | None = None
         self._waiting: deque[_Row] = deque()
         self._retry_at = float("-inf")
-        self._trouble: str | None = None
+        self._fault: str | None = None
         self._lost = 0
         self._written = 0
         """Rows written by this object."""
@@ -269,14 +269,14 @@ class Ledger:
                 # The file may have been removed to free space. An open descriptor would keep that
                 # space, and rows written to it would be lost.
                 self._leave()
-            if self._trouble == _FULL and not has_room(self.path.parent):
+            if self._fault == _FULL and not has_room(self.path.parent):
                 # A small row may still fit after a larger one failed; that does not end the outage.
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             while self._waiting and self._monotonic() <= until:
                 self._write_one(self._waiting.popleft())
         except _TROUBLES as error:
             return self._failed(error)
-        return self._recovered() if self._trouble is not None and not self._waiting else None
+        return self._recovered() if self._fault is not None and not self._waiting else None
 
     def _write_one(self, row: _Row) -> None:
         try:
@@ -296,9 +296,9 @@ class Ledger:
     def _failed(self, error: Exception) -> Finding | None:
         """Drop the queued rows if the disk is full; keep them queued after any other error. Each
         outage is reported once."""
-        before = self._trouble
+        before = self._fault
         if _no_room(error, self.path.parent):
-            self._trouble = _FULL
+            self._fault = _FULL
             self._lost += len(self._waiting)
             self._waiting.clear()
             return (
@@ -306,14 +306,14 @@ class Ledger:
                 if before == _FULL
                 else make_finding("disk_full", what="ledger.sqlite3", reason=str(error))
             )
-        self._trouble = before or _STUCK
+        self._fault = before or _STUCK
         self._retry_at = self._monotonic() + _RETRY_S
         return make_finding("ledger_stuck", reason=str(error)) if before is None else None
 
     def _recovered(self) -> Finding:
-        trouble, lost = self._trouble, self._lost
-        self._trouble, self._lost = None, 0
-        if trouble == _FULL:
+        fault, lost = self._fault, self._lost
+        self._fault, self._lost = None, 0
+        if fault == _FULL:
             return make_finding("disk_recovered", what="ledger.sqlite3", lost=lost)
         return make_finding("ledger_recovered", lost=lost)
 

@@ -117,7 +117,7 @@ def _publish(request: dict[str, Any], say: Callable[[str], None]) -> Result:
     repo = open_repo(RepoSettings(**request["repo"]))
     path = journal_path(Path(request["journal_folder"]), repo.label)
     with exclusively(path) as lock:
-        companion = start_companion(request["repo"], path, lock)
+        recovery = start_companion(request["repo"], path, lock)
         try:
             publisher = Publisher(repo, Journal(path), say, Retry(deadline_s=request["deadline_s"]))
             signal.signal(signal.SIGTERM, lambda *_: publisher.cancelled.set())
@@ -125,11 +125,11 @@ def _publish(request: dict[str, Any], say: Callable[[str], None]) -> Result:
             result = publisher.publish(revision)
         except BaseException:
             # The companion finishes a partly visible revision; do not wait for it.
-            assert companion.stdin is not None
-            companion.stdin.close()
+            assert recovery.stdin is not None
+            recovery.stdin.close()
             raise
-        companion.kill()
-        companion.wait()
+        recovery.kill()
+        recovery.wait()
     say(
         f"Successfully pushed new model state with tag {result.tag} to {result.label} "
         f"({result.size_bytes / 1e6:.1f} MB in {result.seconds:.1f}s, read back)"

@@ -117,8 +117,8 @@ def _decoded(
             continue
         if entry.indices is None or entry.values is None:
             if entry.indices is not None or entry.values is not None:
-                lacking = "indices" if entry.indices is None else "values"
-                warned.append(f"{name}: {lacking} are missing, validators skip the parameter")
+                absent = "indices" if entry.indices is None else "values"
+                warned.append(f"{name}: {absent} are missing, validators skip the parameter")
             continue
         try:
             applied[name] = decode(

@@ -240,5 +240,5 @@ def _checklist(answer: dict[str, Any]) -> list[str]:
     )
     return [
         "checklist",
-        *(f"[{'x' if done else ' '}] {question}: {told}" for done, question, told in rows),
+        *(f"[{'x' if done else ' '}] {question}: {note}" for done, question, note in rows),
     ]

@@ -64,8 +64,8 @@ def build(arguments: Sequence[str]) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_options)
-    wanted = next((a for a in arguments if not a.startswith("-")), "")
-    for name in [wanted] if wanted in COMMANDS else COMMANDS:
+    requested = next((a for a in arguments if not a.startswith("-")), "")
+    for name in [requested] if requested in COMMANDS else COMMANDS:
         module = importlib.import_module(f"miner_guard.cli.{name.replace('-', '_')}")
         short = _first_sentence(module.command.__doc__ or "")
         app.command(

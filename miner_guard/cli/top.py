@@ -100,8 +100,8 @@ class View:
             self._curves.take(self._document.steps)
 
     def _take(self, hits: list[Hit]) -> None:
-        wanted = [hit for hit in hits if hit.event in _SHOWN]
-        rows = [f"{hit.ts[11:19]} {hit.level:<8} {hit.headline}" for hit in wanted]
+        shown_hits = [hit for hit in hits if hit.event in _SHOWN]
+        rows = [f"{hit.ts[11:19]} {hit.level:<8} {hit.headline}" for hit in shown_hits]
         self._events = [*self._events, *rows][-_LAST_EVENTS:]
 
     def lines(self, width: int, height: int, shown: ShownPart | None = None) -> list[str]:

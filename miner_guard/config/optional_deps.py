@@ -129,18 +129,18 @@ def requirements(name: str) -> list[str]:
     except metadata.PackageNotFoundError:
         # The guard runs from a source tree that is not installed in this interpreter.
         declared = []
-    wanted: list[str] = []
+    names: list[str] = []
     for requirement, _, marker in (entry.partition(";") for entry in declared):
         if not re.search(rf"extra == ['\"]{re.escape(name)}['\"]", marker):
             continue
         of_our_own = re.fullmatch(rf"{_PACKAGE}\[(.+)\]", requirement.strip())
-        wanted += (
+        names += (
             [r for e in of_our_own[1].split(",") for r in requirements(e)]
             if of_our_own
             else [requirement.strip()]
         )
     return (
-        wanted
+        names
         or [_package(module) for extra in EXTRAS if extra.name == name for module in extra.modules]
         or [name]
     )

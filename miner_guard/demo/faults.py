@@ -66,8 +66,8 @@ class FaultPlan:
     def __init__(
         self, faults: list[Fault], *, rank: int, world_size: int, folder: Path, repeat: bool
     ) -> None:
-        mine = [f for f in faults if (world_size - 1 if f.rank is None else f.rank) == rank]
-        self._mine = {f.step: f for f in mine}
+        assigned = [f for f in faults if (world_size - 1 if f.rank is None else f.rank) == rank]
+        self._by_step = {f.step: f for f in assigned}
         self._rank = rank
         self._folder = folder
         self._repeat = repeat
@@ -76,12 +76,12 @@ class FaultPlan:
         makes its peers' collectives fail too."""
 
         self.on_cpu = any(f.kind == "cpu-fallback" for f in faults)
-        self.slowed_from = min((f.step for f in mine if f.kind == "cpu-fallback"), default=None)
+        self.slowed_from = min((f.step for f in assigned if f.kind == "cpu-fallback"), default=None)
 
     def at(self, step: int) -> str | None:
         """The kind of fault due at `step`, which the call marks as fired; None if no fault is
         due."""
-        fault = self._mine.get(step)
+        fault = self._by_step.get(step)
         if fault is None:
             return None
         fired = self._folder / f"fired-{fault}-rank{self._rank}".replace(":", "-")

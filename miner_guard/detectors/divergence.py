@@ -38,13 +38,13 @@ class Divergence:
         self._bends = SortedWindow(self._KEPT)
         self._best: tuple[float, int] | None = None
         self._rise = self._recovered = 0.0
-        self._said = False
+        self._reported = False
         self.came_back = False
         """Since the last finding."""
 
     def reported(self) -> None:
         """Note that another rule has already reported the current climb."""
-        self._said = True
+        self._reported = True
 
     def observe(self, step: int, loss: float, lr: float | None) -> Iterator[Anomaly]:
         """Judge one loss. Reports each climb once."""
@@ -65,9 +65,9 @@ class Divergence:
         if level - best < self._rise / 2:
             self._came_back(level - best)
         self._rise = max(self._rise, level - best)
-        if self._said or not self._climbs(best):
+        if self._reported or not self._climbs(best):
             return
-        self._said, self.came_back = True, False
+        self._reported, self.came_back = True, False
         cause, fixes = advice.for_divergence(lr, best_step)
         window = self._size * self._LASTING
         yield Anomaly(
@@ -83,7 +83,7 @@ class Divergence:
 
     def _came_back(self, rise: float) -> None:
         self._recovered = max(self._recovered, self._rise)
-        self._rise, self._said, self.came_back = rise, False, True
+        self._rise, self._reported, self.came_back = rise, False, True
 
     def _climbs(self, best: float) -> bool:
         if len(self._levels) < self._LASTING:

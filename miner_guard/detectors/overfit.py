@@ -85,7 +85,7 @@ class OverfitWatch:
         self._all: list[tuple[int, float, float]] = []
         """The first evaluations: step, loss and training loss."""
 
-        self._said = False
+        self._reported = False
         self._not_finite = False
 
     def observe(self, step: int, eval_loss: float, train_loss: float) -> Anomaly | None:
@@ -108,7 +108,7 @@ class OverfitWatch:
         level = sorted((first, middle, last))[1]
         if self._best is None or level < self._best[0]:
             lowest = min(self._recent, key=lambda seen: seen[1])[0]
-            self._best, self._said = (level, lowest, train_loss), False
+            self._best, self._reported = (level, lowest, train_loss), False
             self._since.clear()
             self._since.extend((first, middle))
         self._since.append(eval_loss)
@@ -117,7 +117,7 @@ class OverfitWatch:
     def _judge_few(self, step: int) -> Anomaly | None:
         """Judge the first few evaluations one by one: they are too few for levels of three."""
         seen = self._all
-        if self._said or len(seen) < LEAST or len(seen) >= FEW:
+        if self._reported or len(seen) < LEAST or len(seen) >= FEW:
             return None
         at = min(range(len(seen)), key=lambda n: seen[n][1])
         best_step, best, best_train = seen[at]
@@ -137,7 +137,7 @@ class OverfitWatch:
         best, _, best_train = lowest
         gap = max(self._GAP * abs(best), self._GAP_SIGMAS * _sigma(self._bends))
         if (
-            self._said
+            self._reported
             or len(self._since) < self._least
             or level - best <= gap
             or train_loss >= best_train
@@ -151,7 +151,7 @@ class OverfitWatch:
         self, step: int, level: float, train_loss: float, lowest: tuple[float, int, float]
     ) -> Anomaly:
         best, best_step, best_train = lowest
-        self._said = True
+        self._reported = True
         cause, fixes = advice.for_overfit(best_step)
         return Anomaly(
             "overfit",

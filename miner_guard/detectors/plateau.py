@@ -53,7 +53,7 @@ class Plateau:
         self._first: float | None = None
         self._best = math.inf
         self._since_best = 0
-        self._said = False
+        self._reported = False
 
     def observe(self, step: int, loss: float, lr: float | None) -> Iterator[Anomaly]:
         """Judge one loss. Reports each plateau once."""
@@ -68,13 +68,13 @@ class Plateau:
         self._first = level if self._first is None else self._first
         least = max(_MIN_DELTA * abs(self._best), _GAIN_SIGMAS * self._noise())
         if self._best == math.inf or level < self._best - least:
-            self._best, self._since_best, self._said = level, 0, False
+            self._best, self._since_best, self._reported = level, 0, False
             return
-        if self._said or self._since_best < self._steps or len(self._blocks) < _BLOCKS:
+        if self._reported or self._since_best < self._steps or len(self._blocks) < _BLOCKS:
             return
         if self._falls(list(self._blocks)):
             return
-        self._said = True
+        self._reported = True
         yield self._anomaly(step, level, lr)
 
     def _noise(self) -> float:

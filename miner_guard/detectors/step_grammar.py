@@ -122,8 +122,8 @@ class Grammar:
             for quantity, names in vocabulary.names.items()
             for place, name in enumerate(names)
         }
-        spelled = sorted((n for names in vocabulary.names.values() for n in names), key=len)
-        either = "|".join(_spelling(name) for name in reversed(spelled))
+        by_length = sorted((n for names in vocabulary.names.values() for n in names), key=len)
+        either = "|".join(_spelling(name) for name in reversed(by_length))
         self._field = re.compile(
             rf"(?<![\w./-])(?P<name>{either})(?:\s?\((?P<of>{_UNIT})\))?[\s:=#'\"\[(]{{1,24}}"
             rf"(?P<value>{_NUMBER})(?:\s?(?P<unit>{_UNIT})(?![\w/])|\s?/\s{{0,8}}\d"

@@ -39,16 +39,16 @@ def findings(
     """All findings of a gathered diagnosis, the block first. `expect` is None if no source gives a
     count."""
     answered = [r for r in reports if not r.get("error")]
-    wanted = expectation_of(answered, expect)
+    expectation = expectation_of(answered, expect)
     findings = [
         make_finding(
             "gpu_diagnostics",
             ranks=[dict(r) for r in reports],
-            expected=wanted.count,
-            by=wanted.origin,
+            expected=expectation.count,
+            by=expectation.origin,
         )
     ]
-    if wanted.wanted:
+    if expectation.expects_gpus:
         findings += _red_flags(answered, low_memory_bytes)
     findings += (f for check in _CHECKS for f in check(reports if check is _silent else answered))
     return findings

@@ -70,7 +70,7 @@ class Snapshot:
     clock: Mapping[str, Any] | None = None
     repo: Mapping[str, Any] | None = None
     deep: Mapping[str, Any] | None = None
-    lacking: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    missing_extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Extras that the settings require and the guard's interpreter lacks: by name, the missing
     packages."""
 

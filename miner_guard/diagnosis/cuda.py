@@ -20,7 +20,7 @@ def checks(s: Snapshot) -> Iterator[Check]:
             # nothing.
             return
         answered = "torch" not in s.unanswered
-        level = "critical" if s.expectation.wanted and answered else "unknown"
+        level = "critical" if s.expectation.expects_gpus and answered else "unknown"
         seen = f"torch in the miner's interpreter: {s.unread['torch']}"
         yield Check(
             "cuda.torch",
@@ -50,7 +50,7 @@ def _available(s: Snapshot) -> Check:
         why = s.torch.get("reason") or "torch sees no device"
         seen = f"CUDA is not available: torch {version} for CUDA {build}: {why}"
         step = "fix the driver rows above; else compare the driver's CUDA version with torch's"
-    if s.expectation.wanted:
+    if s.expectation.expects_gpus:
         return Check(
             "cuda.available",
             "critical",
@@ -68,13 +68,13 @@ def _available(s: Snapshot) -> Check:
 
 def _devices(s: Snapshot) -> Iterator[Check]:
     assert s.torch is not None
-    wanted, count = s.expectation.count or 0, s.torch["gpu_count"]
-    if count < wanted:
+    expected, count = s.expectation.count or 0, s.torch["gpu_count"]
+    if count < expected:
         step = "NVML sees more than CUDA: check CUDA_VISIBLE_DEVICES, MIG and compute mode"
         # A process sees only one MIG slice, so the others are not lost GPUs.
         level = "warn" if count and sliced(s) else "critical"
         yield Check(
-            "cuda.count", level, f"torch sees {count} GPUs", str(wanted), step, may_clear=True
+            "cuda.count", level, f"torch sees {count} GPUs", str(expected), step, may_clear=True
         )
     for index, result in sorted(s.cuda.items()):
         error = result.get("error")

@@ -57,7 +57,7 @@ def _nvml(s: Snapshot) -> Check:
     if state == "ok":
         seen = f"driver {s.nvml['driver']}, CUDA {s.nvml['cuda_driver']}, {s.nvml['count']} GPUs"
         return Check("driver.nvml", "ok", seen)
-    if state == "absent" and not s.expectation.wanted:
+    if state == "absent" and not s.expectation.expects_gpus:
         return Check("driver.nvml", "ok", "no NVIDIA driver: this is a CPU machine")
     if state == "hangs":
         # A probe that gets no answer proves nothing about the GPUs; a miner that cannot use them

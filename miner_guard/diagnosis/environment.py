@@ -122,7 +122,7 @@ def _shared_package(other: Mapping[str, Any]) -> Check:
 def _extras(s: Snapshot) -> Iterator[Check]:
     """Extras that the settings require and the guard's interpreter lacks."""
     for extra in EXTRAS:
-        if names := s.lacking.get(extra.name):
+        if names := s.missing_extras.get(extra.name):
             seen = f"{extra.setting} is set and {not_installed(names)}: {extra.without}"
             step = f"{install(extra.name)} in the guard's environment"
             yield Check(f"env.extra.{extra.name}", "warn", seen, "installed", step)

@@ -17,7 +17,7 @@ class Expectation:
     """The source of the number, as shown in messages."""
 
     @property
-    def wanted(self) -> bool:
+    def expects_gpus(self) -> bool:
         """GPUs are expected, so a CPU run would be an accident."""
         return bool(self.count)
 

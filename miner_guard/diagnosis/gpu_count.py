@@ -26,24 +26,24 @@ def checks(s: Snapshot) -> Iterator[Check]:
 
 
 def _count(s: Snapshot) -> Check:
-    wanted = s.expectation.count
+    expected = s.expectation.count
     if not s.gpu_rows and (s.nvml is None or s.nvml["state"] in ("hangs", "unreadable")):
         step = "see driver.nvml: the state of the GPUs is unknown"
         return Check("gpu.count", "unknown", "NVML gave no answer", None, step)
     there = sum(1 for row in s.gpu_rows if row["state"] != "gone")
     working = sum(1 for row in s.gpu_rows if row["state"] in ("ok", "unreadable"))
     seen = f"{there} GPUs" if working == there else f"{there} GPUs, {working} of them working"
-    if wanted is None or wanted == 0:
+    if expected is None or expected == 0:
         return Check(
             "gpu.count",
             "ok",
-            seen + (", the settings ask for none" if wanted == 0 else ", none is expected"),
+            seen + (", the settings ask for none" if expected == 0 else ", none is expected"),
         )
-    limit = f"{wanted} (by {s.expectation.origin})"
-    if working >= wanted:
+    limit = f"{expected} (by {s.expectation.origin})"
+    if working >= expected:
         return Check("gpu.count", "ok", seen, limit)
     given = container_gpus(s.env)
-    if given is not None and given < wanted and working >= given:
+    if given is not None and given < expected and working >= given:
         mask = s.env["NVIDIA_VISIBLE_DEVICES"]
         seen += f"; this container was started with NVIDIA_VISIBLE_DEVICES={mask!r}"
         return Check("gpu.count", "critical", seen, limit, "start the container with --gpus all")
@@ -112,7 +112,7 @@ def _device_files(s: Snapshot) -> Iterator[Check]:
     if closed:
         yield Check(
             "gpu.device_files",
-            "critical" if s.expectation.wanted else "warn",
+            "critical" if s.expectation.expects_gpus else "warn",
             f"not readable: {', '.join(closed)}",
             "readable and writable",
             "add this user to the group that owns them (video or render)",
@@ -156,12 +156,12 @@ def _visible(s: Snapshot) -> Iterator[Check]:
     shown = visible(s.env)
     if shown is None:
         return
-    short = s.expectation.wanted and shown < (s.expectation.count or 0) and not sliced(s)
+    short = s.expectation.expects_gpus and shown < (s.expectation.count or 0) and not sliced(s)
     mask = s.env["CUDA_VISIBLE_DEVICES"]
     yield Check(
         "gpu.visible",
         "critical" if short else "ok",
         f"CUDA_VISIBLE_DEVICES={mask!r} shows {shown} GPUs",
-        str(s.expectation.count) if s.expectation.wanted else None,
+        str(s.expectation.count) if s.expectation.expects_gpus else None,
         "unset CUDA_VISIBLE_DEVICES or name all GPUs" if short else None,
     )

@@ -77,7 +77,7 @@ def _limits(s: Snapshot) -> Iterator[Check]:
             continue
         low = 0 <= value < least
         # A CPU run pins no memory.
-        warn = low and (name != "memlock" or s.expectation.wanted)
+        warn = low and (name != "memlock" or s.expectation.expects_gpus)
         step = (
             f"raise it: ulimit -{'n' if name == 'nofile' else 'l'}, limits.conf or docker "
             f"--ulimit {name}=-1"

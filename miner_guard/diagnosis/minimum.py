@@ -24,7 +24,7 @@ def checks(s: Snapshot) -> Iterator[Check]:
         ("min_disk_gb", "disk", gb(host.get("disk_bytes")), " GB"),
     ):
         least = s.compute.get(key)
-        if least is None or (key == "min_gpu_memory_gb" and not s.expectation.wanted):
+        if least is None or (key == "min_gpu_memory_gb" and not s.expectation.expects_gpus):
             continue
         name = f"minimum.{key.removeprefix('min_').removesuffix('_gb')}"
         limit = f"{least:g}{unit}"

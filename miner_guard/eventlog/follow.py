@@ -69,11 +69,11 @@ class Follower:
         """Hits from before this follower started, oldest first. Call it before `poll`."""
         if self._file is None:
             return
-        mine, end = os.fstat(self._file.fileno()).st_ino, self._file.tell()
+        our_inode, end = os.fstat(self._file.fileno()).st_ino, self._file.tell()
         for path in files_of(self._log):
             try:
                 with open(path, "rb", buffering=0) as file:
-                    here = os.fstat(file.fileno()).st_ino == mine
+                    here = os.fstat(file.fileno()).st_ino == our_inode
                     part = _Bounded(file, end) if here else file
                     yield from matching(blocks(part), self._query, seen)
             except FileNotFoundError:
@@ -104,12 +104,14 @@ class Follower:
         """The file that follows the open one, with its inode; None if no rotation has happened
         since."""
         assert self._file is not None
-        mine = os.fstat(self._file.fileno()).st_ino
+        our_inode = os.fstat(self._file.fileno()).st_ino
         for _ in range(3):
             files = [
                 (path, inode) for path in files_of(self._log) if (inode := _inode(path)) is not None
             ]
-            place = next((number for number, (_, inode) in enumerate(files) if inode == mine), None)
+            place = next(
+                (number for number, (_, inode) in enumerate(files) if inode == our_inode), None
+            )
             if place is not None:
                 return files[place + 1] if place + 1 < len(files) else None
             # A rotation may be in progress and may have renamed a listed file before its `stat`.

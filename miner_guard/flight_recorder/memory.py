@@ -49,11 +49,11 @@ def create() -> tuple[mmap.mmap, int]:
 def _duplicate_of(fd: int) -> int:
     """The other descriptor of the same file: a mapping keeps one of its own, so a rank needs no
     second one. Raises OSError."""
-    wanted = _file_of(os.fstat(fd))
+    is_due = _file_of(os.fstat(fd))
     for name in os.listdir("/proc/self/fd"):
         # Another thread may close a descriptor meanwhile.
         with contextlib.suppress(OSError):
-            if int(name) != fd and _file_of(os.fstat(int(name))) == wanted:
+            if int(name) != fd and _file_of(os.fstat(int(name))) == is_due:
                 return int(name)
     raise FileNotFoundError(errno.ENOENT, "/proc/self/fd does not show the flight record's memory")
 
@@ -201,10 +201,10 @@ def copy_now(path: Path, fd: int) -> None:
 class CopyThread:
     """Copies one record once per second in its own thread. Only `close` waits for the disk."""
 
-    def __init__(self, copier: Copier, wanted: Callable[[], bool]) -> None:
-        """`wanted` is called before each copy; if it returns False, that copy is skipped."""
+    def __init__(self, copier: Copier, is_due: Callable[[], bool]) -> None:
+        """`is_due` is called before each copy; if it returns False, that copy is skipped."""
         self._copier = copier
-        self._wanted = wanted
+        self._is_due = is_due
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="flight-copy", daemon=True)
         # If no further thread can be started, the record has a copy only if a supervisor keeps it.
@@ -223,7 +223,7 @@ class CopyThread:
         with contextlib.suppress(ValueError):
             while not closed:
                 closed = self._closed.wait(COPY_EVERY_S)
-                if self._wanted():
+                if self._is_due():
                     # If the disk is full, the next copy tries again.
                     with contextlib.suppress(OSError):
                         self._copier.copy()

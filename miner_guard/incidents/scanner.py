@@ -111,8 +111,8 @@ class Scanner:
     def _cut_off(self, cut: CutOff) -> list[Sighting]:
         matches = self._knowledge.match(cut.raises.lower()) if cut.raises else []
         if isinstance(matches, Benign) or not matches:
-            told = "a traceback cut off by the end of the log"
-            return [Sighting("code_bug", "symptom", cut.line, told, cut.rank)]
+            text_shown = "a traceback cut off by the end of the log"
+            return [Sighting("code_bug", "symptom", cut.line, text_shown, cut.rank)]
         shown = excerpt(cut.raises, _TOLD)
         line = LogLine(cut.rank, cut.line, cut.raises, cut.raises.lower())
         return [_sighting(p, line, p.role, shown) for p in matches]
@@ -122,14 +122,14 @@ class Scanner:
         same."""
         seen: list[Seen] = []
         known = block if isinstance(block, LineChunk) else LineChunk(block)
-        shapes, loud = known.templates, self._sieve.matching(known)
-        hits = {index for index, text in enumerate(shapes) if text in loud} if loud else set()
+        shapes, hot = known.templates, self._sieve.matching(known)
+        hits = {index for index, text in enumerate(shapes) if text in hot} if hot else set()
         frames = {run.first: run for run in self._tracebacks.runs(block)}
         for run in frames.values():
             hits.difference_update(range(run.first, run.end))
-        wanted = hits | self._tails(shapes, hits) | frames.keys()
-        lines = block.split(b"\n") if wanted or self._course.waits else []
-        for index in sorted(wanted):
+        indices = hits | self._tails(shapes, hits) | frames.keys()
+        lines = block.split(b"\n") if indices or self._course.waits else []
+        for index in sorted(indices):
             self._go_on(lines[index], self.line + index, seen)
             if index in frames:
                 self._tracebacks.take(frames[index], self.line + index)
@@ -197,8 +197,8 @@ class Scanner:
     def _piece(self, raw: bytes, number: int, seen: list[Seen]) -> None:
         rank, text = clean(raw)
         inner = unwrapped(rank, text) if text.startswith("{") else [(rank, text)]
-        for teller, told in inner:
-            self._text(LogLine(teller, number, told, told.lower()), seen)
+        for teller, message in inner:
+            self._text(LogLine(teller, number, message, message.lower()), seen)
 
     def _text(self, line: LogLine, seen: list[Seen]) -> None:
         if self._tracebacks.follow(line):
@@ -225,10 +225,10 @@ class Scanner:
         match."""
         ended = self._tracebacks.ends(line)
         if ended is not None:
-            first, told = self._chained.pop(line.rank, None), bool(matches)
+            first, known = self._chained.pop(line.rank, None), bool(matches)
             matches = self._knowledge.match_in(ended.frames, line.lowered, matches)
             matches = matches or _unknown(ended.name)
-            if not told and first is not None and _says_little(matches):
+            if not known and first is not None and _says_little(matches):
                 self._raised[line.rank] = first
                 seen.append(first)
                 return

@@ -120,7 +120,7 @@ class CostsMonitor(Monitor):
         report = self.tracker.get_report()
         operations: dict[str, dict[str, Any]] = report["operations"]
         own = [row for name, row in operations.items() if name.startswith(GUARD)]
-        dearest = sorted(
+        by_cost = sorted(
             operations.items(), key=lambda row: (-row[1]["total_time"], -row[1]["background_time"])
         )
         return CostsStatus(
@@ -132,5 +132,5 @@ class CostsMonitor(Monitor):
             guard_blocking_s=sum(row["total_time"] for row in own),
             guard_blocking_pct=sum(row["percentage"] for row in own),
             guard_cpu_s=sum(row["background_time"] for row in own),
-            operations=dict(dearest[:_SHOWN]),
+            operations=dict(by_cost[:_SHOWN]),
         ).to_json()

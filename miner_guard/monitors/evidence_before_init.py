@@ -33,10 +33,10 @@ def places(state: StateDir, folder: Path, launcher: int, timeout_s: float) -> li
     and write their stacks to `folder`. Raises OSError."""
     deadline = time.monotonic() + timeout_s
     among = processes.table()
-    family = processes.descendants([launcher], among)
-    parents = {among[process.pid].parent for process in family}
+    tree = processes.descendants([launcher], among)
+    parents = {among[process.pid].parent for process in tree}
     # A launcher waits for its ranks: the processes without children come first.
-    ordered = sorted(family, key=lambda process: (process.pid in parents, process.pid))
+    ordered = sorted(tree, key=lambda process: (process.pid in parents, process.pid))
     found = []
     for process in _of_python(ordered, state)[:_MAX_PROCESSES]:
         path = folder / f"stacks-pid-{process.pid}.txt"
@@ -50,10 +50,10 @@ def places(state: StateDir, folder: Path, launcher: int, timeout_s: float) -> li
     return found
 
 
-def _of_python(family: Iterable[Process], state: StateDir) -> list[Process]:
+def _of_python(tree: Iterable[Process], state: StateDir) -> list[Process]:
     return [
         process
-        for process in family
+        for process in tree
         if state.early_stacks_of(process.pid).exists() or "python" in processes.command(process.pid)
     ]
 

@@ -114,7 +114,7 @@ class GpuMonitor(Monitor):
         first, self._first = self._first, False
         readings = self._readings(ranks)
         self._busy_pct.clear()
-        if not readings and not (first and self._wanted()):
+        if not readings and not (first and self._is_due()):
             return
         step = max((r.inner_step for r in ranks.values() if r.inner_step is not None), default=None)
         if step is None and self._printed is not None:
@@ -143,7 +143,7 @@ class GpuMonitor(Monitor):
             yield from self._faults.observe([dict(row) for row in health.gpus.gpus], now)
         yield from self._faults.driver(health.unknown.get("gpus"), bool(self._rows()), now)
 
-    def _wanted(self) -> bool:
+    def _is_due(self) -> bool:
         """Whether the run should use a GPU: by setting, or because the host has one."""
         if self._settings.expect != "auto":
             return self._settings.expect > 0
@@ -151,7 +151,7 @@ class GpuMonitor(Monitor):
 
     def _readings(self, ranks: Mapping[int, Now]) -> list[MemoryReading]:
         """Readings from the best available source: the hook, the miner's lines, then NVML."""
-        if not self._wanted():
+        if not self._is_due():
             return []
         smallest = min(
             (r["memory_total_bytes"] for r in self._rows() if r.get("memory_total_bytes")),

@@ -38,7 +38,7 @@ class HelperSpec:
     may hold secrets."""
 
     env: Mapping[str, str]
-    lacking: str
+    failure: str
     """What to report as unavailable while it does not run, such as `no HTTP port`."""
 
     refusal: str = "its process ended before it answered"
@@ -154,7 +154,7 @@ class HelperProcess:
         lived_s = now - self._started_at if self.running else 0.0
         self._again_at = now + self._backoff.ended(lived_s)
         if self._backoff.first:
-            what = f"{self._spec.lacking}: {reason}; retrying with backoff"
+            what = f"{self._spec.failure}: {reason}; retrying with backoff"
             self._context.emit(make_finding("guard_degraded", what=what))
         self.running, self.reason = False, reason
 

@@ -105,11 +105,11 @@ class LineRouter:
                 yield Delivery(monitor, "on_lines", lines)
 
     def _block(self, block: LineChunk) -> Iterator[Delivery]:
-        wanted = self._sieve.matching(block)
+        matching = self._sieve.matching(block)
         found: list[bytes] = []
-        if wanted:
+        if matching:
             texts = block.split(b"\n")
-            found = [texts[at] for at, shape in enumerate(block.templates) if shape in wanted]
+            found = [texts[at] for at, shape in enumerate(block.templates) if shape in matching]
         for monitor in self._raw:
             if monitor.words is None:
                 yield Delivery(monitor, "on_output", block)

@@ -29,7 +29,7 @@ class SwarmMonitor(Monitor):
         if not (of.peers or of.allreduce_finished or of.allreduce_failed):
             self.words = frozenset()
         self._peers: int | None = None
-        self._said: dict[str, tuple[int, float]] = {}
+        self._reported: dict[str, tuple[int, float]] = {}
         """By event: the number last reported, and when."""
 
         self._allreduces = {"finished": 0, "failed": 0}
@@ -58,10 +58,10 @@ class SwarmMonitor(Monitor):
 
     def _is_news(self, event: str, peers: int) -> bool:
         now = self.context.clock.monotonic()
-        number, at = self._said.get(event, (peers, float("-inf")))
+        number, at = self._reported.get(event, (peers, float("-inf")))
         if now - at < _REPEAT_S and not (event == "peers_lost" and peers < number):
             return False
-        self._said[event] = (peers, now)
+        self._reported[event] = (peers, now)
         return True
 
     def _ended(self, end: AllReduceEnd) -> Finding:

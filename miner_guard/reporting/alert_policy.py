@@ -97,7 +97,7 @@ class AlertPolicy:
         """The alerts that a finding triggers: itself, or the resolution of earlier ones."""
         for event in _ENDS.get(finding.event, ()):
             yield from self._ended(event, visible(catalog.message(finding)), _key(finding)[1])
-        if self._wanted(finding) and (alert := self._problem(finding)) is not None:
+        if self._selected(finding) and (alert := self._problem(finding)) is not None:
             yield alert
 
     def progressed(self) -> Iterator[Alert]:
@@ -105,7 +105,7 @@ class AlertPolicy:
         for event in BY_PROGRESS:
             yield from self._ended(event, "steps are finished again", "")
 
-    def _wanted(self, finding: Finding) -> bool:
+    def _selected(self, finding: Finding) -> bool:
         if finding.event in _NEVER:
             return False
         severity = LEVELS[finding.severity]

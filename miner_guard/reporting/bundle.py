@@ -131,7 +131,7 @@ def _settings(settings: Settings) -> str:
 def _system() -> Mapping[str, Any]:
     from importlib import metadata
 
-    wanted = (
+    included = (
         "torch",
         "bittensor",
         "transformers",
@@ -141,7 +141,7 @@ def _system() -> Mapping[str, Any]:
         "miner-guard",
     )
     versions: dict[str, str | None] = {}
-    for name in wanted:
+    for name in included:
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -356,7 +356,7 @@ class Sender:
         resource = _resource(state_dir.StateDir(Path(order.state)))
         self.events = EventExporter(order, resource, report)
         self.metrics = MetricExporter(order, resource, report)
-        self._told = (0, 0)
+        self._reported = (0, 0)
 
     def turn(self) -> bool:
         """Export what is due; True if more events wait."""
@@ -365,8 +365,8 @@ class Sender:
         self.events.store(now)
         self.metrics.pump(self._words, now)
         counts = (self.events.sent, self.metrics.sent)
-        if counts != self._told:
-            self._told = counts
+        if counts != self._reported:
+            self._reported = counts
             self._report({"sent": counts[0], "metrics": counts[1]})
         return more
 

@@ -121,7 +121,7 @@ class GuardApp:
         self.supervisor = Supervisor(
             spec, self.clock, self.loop, runner=self.runner, relay=self.relay, flights=self.flights
         )
-        self.steering = CommandHandler(
+        self.command_handler = CommandHandler(
             self.supervisor, self.flights, self.loop.soon, self._document
         )
         self.startup = PreflightRunner(self._question(), self.report, self.loop.soon)
@@ -295,7 +295,7 @@ class GuardApp:
             self.run_id,
             self.report,
             self.jobs,
-            self.steering,
+            self.command_handler,
             lambda: self.status.latest,
             self.redactor,
             self.disk.row,
@@ -339,7 +339,7 @@ class GuardApp:
         return close
 
     def _open_control(self) -> Callable[[], None]:
-        return ControlSocket(self.request.state, self.loop, self.steering.answer).close
+        return ControlSocket(self.request.state, self.loop, self.command_handler.answer).close
 
     def _forward(self, number: int) -> None:
         if self.supervisor.child is not None:

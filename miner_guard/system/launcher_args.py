@@ -11,12 +11,12 @@ def value_of(command: Sequence[str], *names: str) -> str | None:
 
     The last one wins, as in argument parsers. `-` and `_` in a name are equivalent, as in torchrun.
     """
-    wanted = {_spelled(name) for name in names}
+    flags = {_normalised(name) for name in names}
     words = list(_words(command))
     value = None
     for place, word in enumerate(words):
         name, equals, after = word.partition("=")
-        if name.startswith("--") and _spelled(name) in wanted:
+        if name.startswith("--") and _normalised(name) in flags:
             value = after if equals else (words[place + 1] if place + 1 < len(words) else None)
     return value
 
@@ -28,7 +28,7 @@ def number_of(command: Sequence[str], *names: str) -> int | None:
     return int(value) if value is not None and value.isascii() and value.isdigit() else None
 
 
-def _spelled(name: str) -> str:
+def _normalised(name: str) -> str:
     return name.replace("_", "-")
 
 

@@ -28,12 +28,12 @@ def ready(
 ) -> tuple[list[File], list[File]]:
     """Wait at most `seconds` (None: no limit); return the files that can be read and those that can
     be written. A file at EOF, or whose other end is closed, counts as ready."""
-    wanted: dict[int, int] = {}
+    interests: dict[int, int] = {}
     for files, event in ((reading, select.POLLIN), (writing, select.POLLOUT)):
         for file in files:
-            wanted[_number(file)] = wanted.get(_number(file), 0) | event
+            interests[_number(file)] = interests.get(_number(file), 0) | event
     poll = select.poll()
-    for number, events in wanted.items():
+    for number, events in interests.items():
         poll.register(number, events)
     # Round up: if the wait ended a fraction of a millisecond early, the caller would spin until its
     # deadline.

@@ -14,17 +14,17 @@ from pathlib import Path
 from tests.benchmarks.frame import table
 
 
-def main(wanted: list[str]) -> int:
+def main(requested: list[str]) -> int:
     here = Path(__file__).parent
     names = sorted(p.stem.removeprefix("bench_") for p in here.glob("bench_*.py"))
-    if unknown := set(wanted) - set(names):
+    if unknown := set(requested) - set(names):
         print(
             f"no benchmark named {', '.join(sorted(unknown))}; there are: {', '.join(names)}",
             file=sys.stderr,
         )
         return 64
     failed = 0
-    for name in wanted or names:
+    for name in requested or names:
         try:
             module = importlib.import_module(f"tests.benchmarks.bench_{name}")
             print(table(module.TITLE, module.run()), flush=True)

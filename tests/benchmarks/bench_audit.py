@@ -43,8 +43,8 @@ def _rows(torch: Any, size_mb: int) -> list[Row]:
         alone = time.perf_counter() - start
         # In a process of its own: a child counts what its parent held when it was forked.
         command = [sys.executable, "-m", __name__, folder]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        seen, size = json.loads(told), path.stat().st_size
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        seen, size = json.loads(printed), path.stat().st_size
     fetched = seen["fetched_bytes"]
     return [
         Row(

@@ -104,7 +104,7 @@ def _sweep() -> None:
         _SWEPT[place] ^= 1
 
 
-def _parts(clock: FakeClock) -> list[Monitor]:
+def _monitors(clock: FakeClock) -> list[Monitor]:
     around = context(Path("/nonexistent"), clock=clock)
     return [StepsMonitor(around), CurvesMonitor(around), RanksMonitor(around)]
 
@@ -127,7 +127,7 @@ def _step(number: int, start: float, seconds: float, loss: float) -> StepRecord:
 
 def _whole_step() -> Iterator[Row]:
     clock = FakeClock()
-    parts = _parts(clock)
+    monitors = _monitors(clock)
     losses = _losses()
     number = 0
 
@@ -136,9 +136,9 @@ def _whole_step() -> Iterator[Row]:
         number += 1
         record = [_step(number, clock.monotonic(), 15.0, next(losses))]
         clock.advance(15.0)
-        for part in parts:
+        for monitor in monitors:
             for rank in range(4):
-                list(part.on_steps(rank, record))
+                list(monitor.on_steps(rank, record))
 
     for row in _hot_and_cold("all parts of the supervisor, 4 ranks", step):
         share = (row.value or 0) / 1e6 / 10
@@ -193,15 +193,15 @@ def _delay(
     seed: int, event: str, change: Callable[[int, float, float], tuple[float, float]]
 ) -> int | None:
     clock = FakeClock()
-    parts = _parts(clock)
+    monitors = _monitors(clock)
     source = random.Random(seed)
     losses = _losses(seed)
     for number in range(600):
         seconds, loss = change(number, 15 * source.gauss(1, 0.03), next(losses))
         record = [_step(number, clock.monotonic(), seconds, loss)]
         clock.advance(seconds)
-        for part in parts:
-            for finding in part.on_steps(0, record):
+        for monitor in monitors:
+            for finding in monitor.on_steps(0, record):
                 if finding.event == event and number >= 200:
                     return number - 200
     return None

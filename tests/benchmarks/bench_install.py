@@ -35,10 +35,10 @@ print(resident() - before, time.process_time() - start)
 """
 
 
-def _closure(wanted: list[str]) -> set[str]:
+def _closure(specifiers: list[str]) -> set[str]:
     """The distributions behind these requirements, as far as they are installed here."""
     found: set[str] = set()
-    waiting = [Requirement(text) for text in wanted]
+    waiting = [Requirement(text) for text in specifiers]
     while waiting:
         requirement = waiting.pop()
         name = re.sub(r"[-_.]+", "-", requirement.name).lower()

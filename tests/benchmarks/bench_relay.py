@@ -150,7 +150,7 @@ def _cpu_words(figure: Figure) -> str:
     )
 
 
-def _said(path: Path) -> dict[str, float]:
+def _figures(path: Path) -> dict[str, float]:
     document: dict[str, float] = json.loads(path.read_text())
     return document
 
@@ -160,7 +160,7 @@ def _direct(load: Load) -> Figure:
     with (load.folder / "direct.log").open("wb") as out:
         subprocess.run(load.command(done), stdout=out, check=True)
     (load.folder / "direct.log").unlink()
-    return Figure(_said(done)["wall"], None)
+    return Figure(_figures(done)["wall"], None)
 
 
 def _cat(load: Load) -> Figure:
@@ -170,7 +170,7 @@ def _cat(load: Load) -> Figure:
         subprocess.run(load.command(done, 0.1), stdout=cat.stdin, check=True)
         cat.communicate()
     (load.folder / "cat.log").unlink()
-    return Figure(_said(done)["wall"], None)
+    return Figure(_figures(done)["wall"], None)
 
 
 def _guard(load: Load, idle_s: float) -> Figure:
@@ -192,8 +192,8 @@ def _guard(load: Load, idle_s: float) -> Figure:
         _, _, usage = os.wait4(guard.pid, 0)
         guard.returncode = 0
     (load.folder / "guard.log").unlink()
-    own = usage.ru_utime + usage.ru_stime - _said(done)["cpu"] - idle_s
-    return Figure(_said(done)["wall"], max(own, 0.0))
+    own = usage.ru_utime + usage.ru_stime - _figures(done)["cpu"] - idle_s
+    return Figure(_figures(done)["wall"], max(own, 0.0))
 
 
 def _start_cost(folder: Path) -> float:
@@ -251,7 +251,7 @@ def _pm2(load: Load) -> Figure | None:
         if not _until(lambda: done.exists() and done.read_text().endswith("}")):
             return None
         time.sleep(1.0)
-        return Figure(_said(done)["wall"], _cpu_s(god) - before)
+        return Figure(_figures(done)["wall"], _cpu_s(god) - before)
     finally:
         subprocess.run([program, "kill"], env=env, capture_output=True, timeout=60)
 
@@ -284,7 +284,7 @@ def _supervisord(load: Load) -> Figure | None:
         if not _until(lambda: done.exists() and done.read_text().endswith("}")):
             return None
         time.sleep(1.0)
-        return Figure(_said(done)["wall"], _cpu_s(program.pid) - before)
+        return Figure(_figures(done)["wall"], _cpu_s(program.pid) - before)
     finally:
         program.terminate()
         program.wait(30)

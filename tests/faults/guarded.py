@@ -128,7 +128,7 @@ class Guarded:
         try:
             return [
                 (pid, start)
-                for pid, start in json.loads(self.state.roster.read_text())["processes"]
+                for pid, start in json.loads(self.state.pid_registry.read_text())["processes"]
             ]
         except OSError:
             return []

@@ -298,12 +298,14 @@ def main(words: list[str]) -> int:
             folder.mkdir()
             began = time.monotonic()
             try:
-                told = f"ok: {Sequence(seed, folder, library).run()}"
+                verdict = f"ok: {Sequence(seed, folder, library).run()}"
             except AssertionError as error:
                 failed += 1
-                told = f"FAILED: {error}"
+                verdict = f"FAILED: {error}"
             load = os.getloadavg()[0]
-            print(f"{seed}: {time.monotonic() - began:.0f} s, load {load:.0f}: {told}", flush=True)
+            print(
+                f"{seed}: {time.monotonic() - began:.0f} s, load {load:.0f}: {verdict}", flush=True
+            )
             shutil.rmtree(folder)
     return min(failed, 1)
 

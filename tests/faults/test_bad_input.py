@@ -44,17 +44,17 @@ def test_bad_settings_name_file_key_and_what_is_allowed(
     file = tmp_path / "guard.toml"
     file.write_text(toml)
     state = tmp_path / "state"
-    code, said = run("run", "-c", str(file), "--state-dir", str(state), "--", "true")
+    code, printed = run("run", "-c", str(file), "--state-dir", str(state), "--", "true")
     assert code == 78
-    assert all(word in said for word in (str(file), *words)), said
+    assert all(word in printed for word in (str(file), *words)), printed
     assert not state.exists()
 
 
 def test_nothing_to_run_and_unknown_commands_are_usage_errors(tmp_path: Path) -> None:
     state = ("--state-dir", str(tmp_path / "state"))
     assert run("run", *state)[0] == 64
-    code, said = run("run", *state, "--", "no-such-program-here")
-    assert (code, "no-such-program-here" in said) == (64, True)
+    code, printed = run("run", *state, "--", "no-such-program-here")
+    assert (code, "no-such-program-here" in printed) == (64, True)
     assert run("run", *state, "--no-such-flag", "--", "true")[0] == 64
     assert run("no-such-command")[0] == 64
     assert not (tmp_path / "state").exists()
@@ -62,17 +62,17 @@ def test_nothing_to_run_and_unknown_commands_are_usage_errors(tmp_path: Path) ->
 
 def test_a_state_directory_that_cant_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    code, said = run("run", "--state-dir", str(tmp_path / "file" / "state"), "--", "true")
+    code, printed = run("run", "--state-dir", str(tmp_path / "file" / "state"), "--", "true")
     assert code == 78
-    assert str(tmp_path / "file" / "state") in said
+    assert str(tmp_path / "file" / "state") in printed
 
 
 def test_a_second_guard_is_refused_and_names_the_first(guarded: Guarded) -> None:
     first = guarded.start(["sleep", "600"])
     guarded.wait_for("miner_started")
-    code, said = run("run", "--state-dir", str(guarded.state.root), "--", "true")
+    code, printed = run("run", "--state-dir", str(guarded.state.root), "--", "true")
     assert code == 78
-    assert str(first.pid) in said
+    assert str(first.pid) in printed
     assert guarded.stop() == 0
     guarded.assert_nothing_left()
 
@@ -133,9 +133,9 @@ def test_foreign_files_of_our_names_are_set_aside_and_others_left_alone(guarded:
 
 def test_status_and_ctl_without_a_guard_exit_with_3(tmp_path: Path) -> None:
     for words in (("status",), ("ctl", "pause")):
-        code, said = run(*words, "--state-dir", str(tmp_path / "none"))
+        code, printed = run(*words, "--state-dir", str(tmp_path / "none"))
         assert code == 3
-        assert "miner-guard run" in said
+        assert "miner-guard run" in printed
 
 
 def test_a_long_state_path_still_has_its_sockets(guarded: Guarded) -> None:

@@ -220,7 +220,7 @@ def test_a_removed_list_hides_nothing_from_the_next_guard_where_there_are_cgroup
     except OSError as error:
         pytest.skip(f"no cgroup can be made here: {error}")
     started(guarded, "shedding", b"all hidden", FAST)
-    guarded.state.roster.unlink()
+    guarded.state.pid_registry.unlink()
     (last,) = _last_resorts(guarded)
     os.kill(last, signal.SIGKILL)
     _kill_guard(guarded)

@@ -71,10 +71,12 @@ def test_a_full_disk_is_reported_once_and_writing_resumes(
         60,
         "the miner keeps running",
     )
-    said = guarded.output.read_bytes()
-    assert said.count(b"DISK FULL: ") == 1, "one cause, one line, from the first writer that failed"
-    assert b"SAMPLER FAILED" not in said
-    assert b"No space left" not in said.partition(b"DISK FULL: ")[2].partition(b"\n")[2]
+    printed = guarded.output.read_bytes()
+    assert printed.count(b"DISK FULL: ") == 1, (
+        "one cause, one line, from the first writer that failed"
+    )
+    assert b"SAMPLER FAILED" not in printed
+    assert b"No space left" not in printed.partition(b"DISK FULL: ")[2].partition(b"\n")[2]
     ballast.unlink()
     until(lambda: any(event["lost"] for event in guarded.named("disk_recovered")), 60, guarded.tail)
     until(

@@ -83,8 +83,8 @@ def test_a_program_that_asks_on_one_rank_alone_gets_a_report_and_no_restart(
 ) -> None:
     settings = {**FAST, "hang.min_s": 120, "gate.broadcast_timeout_s": 2}
     guarded.start(late(guarded, 0, "alone"), settings=settings)
-    said = guarded.wait_for("guard_degraded", seconds=90)
-    assert "every rank must ask, at the same step" in said["msg"]
+    degraded = guarded.wait_for("guard_degraded", seconds=90)
+    assert "every rank must ask, at the same step" in degraded["msg"]
     time.sleep(3)
     assert not guarded.named("hang_detected")
     assert guarded.stop() == 0
@@ -206,8 +206,8 @@ def two_ranks(guarded: Guarded, first: str, second: str) -> list[str]:
     """Two ranks under a shell that waits for both, whatever becomes of one."""
 
     def rank(number: int, then: str) -> str:
-        told = f"RANK={number} LOCAL_RANK={number} WORLD_SIZE=2 LOCAL_WORLD_SIZE=2"
-        return f"{told} {shlex.join(guarded.miner('steps', 15, 0.05, then))} &"
+        variables = f"RANK={number} LOCAL_RANK={number} WORLD_SIZE=2 LOCAL_WORLD_SIZE=2"
+        return f"{variables} {shlex.join(guarded.miner('steps', 15, 0.05, then))} &"
 
     return ["sh", "-c", f"{rank(0, first)} {rank(1, second)} wait", guarded.token]
 

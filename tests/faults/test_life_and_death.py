@@ -218,7 +218,7 @@ def test_no_other_user_can_read_what_a_run_leaves_in_a_directory_that_was_open_t
     # What a rank showed in memory is gone with it; only the link stays.
     shown = [p for p in files if p.name != "repo" and not p.is_symlink()]
     assert [str(p) for p in shown if p.stat().st_mode & 0o077] == []
-    assert guarded.state.roster in files
+    assert guarded.state.pid_registry in files
     assert guarded.state.flight_of(0) in files
     assert [e["mode"] for e in guarded.named("state_dir_tightened")] == ["0755"]
 

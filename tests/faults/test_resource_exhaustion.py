@@ -127,7 +127,7 @@ def test_what_is_no_file_at_all_is_set_aside_with_one_line(guarded: Guarded, kin
         state.lock,
         state.gate_inputs,
         state.host_facts,
-        state.roster,
+        state.pid_registry,
         state.costs,
     ]
     state.flight.mkdir(parents=True)

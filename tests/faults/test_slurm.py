@@ -76,16 +76,16 @@ def test_a_job_outlives_a_rank_a_preemption_and_a_node_and_leaves_nothing(
     job = slurm.run("sbatch", "--parsable", f"--chdir={tmp_path}", script)
     log = tmp_path / f"miner-{job}.log"
 
-    def said(pattern: str) -> list[str]:
+    def found_lines(pattern: str) -> list[str]:
         return re.findall(pattern, log.read_text(errors="replace")) if log.exists() else []
 
     def wait_for(pattern: str, count: int, seconds: float = 120) -> list[str]:
         until(
-            lambda: len(said(pattern)) >= count,
+            lambda: len(found_lines(pattern)) >= count,
             seconds,
             lambda: f"{count} x {pattern}: {log.read_text()[-3000:] if log.exists() else 'no log'}",
         )
-        return said(pattern)
+        return found_lines(pattern)
 
     # A rank is killed: both guards restart in place, and the job keeps its nodes.
     first = wait_for(r"rank \d pid (\d+) begins after step 0\b", 2)
@@ -106,14 +106,14 @@ def test_a_job_outlives_a_rank_a_preemption_and_a_node_and_leaves_nothing(
     lost = slurm.run("scontrol", "show", "hostnames", slurm.nodes_of(job)).split()[-1]
     slurm.run("scontrol", "update", f"NodeName={lost}", "State=DOWN", "Reason=test")
     until(lambda: slurm.state_of(job) == "PENDING", 60, lambda: slurm.state_of(job))
-    begun = len(said(r"begins after"))
+    begun = len(found_lines(r"begins after"))
     slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
     wait_for(r"begins after", begun + 2, 200)
     assert lost not in slurm.nodes_of(job)
-    assert said(rf"begins after step {step}\b")[-2:]
+    assert found_lines(rf"begins after step {step}\b")[-2:]
 
     # A cancelled job leaves no process.
     slurm.run("scancel", job)
     until(lambda: slurm.state_of(job) in ("", "CANCELLED"), 60, lambda: slurm.state_of(job))
     until(lambda: not [words for _, words in living(mark) if "slurm" not in words], 30, "the end")
-    assert len(said(r"GUARD STOPPED")) >= 2
+    assert len(found_lines(r"GUARD STOPPED")) >= 2

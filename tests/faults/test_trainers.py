@@ -100,8 +100,8 @@ def test_a_fault_in_a_foreign_trainer_is_named_live_and_afterwards(
     assert words in named[0]["msg"]
     assert named[0]["rank"] == (1 if ranks else None if event == "incident" else 0)
     explain = [sys.executable, "-m", "miner_guard", "explain", "--state-dir"]
-    told = subprocess.run(
+    answer = subprocess.run(
         [*explain, str(guarded.state.root)], capture_output=True, text=True, env=dict(os.environ)
     )
-    assert told.stdout.startswith(f"ROOT CAUSE {label} "), told.stdout
+    assert answer.stdout.startswith(f"ROOT CAUSE {label} "), answer.stdout
     guarded.assert_nothing_left()

@@ -70,8 +70,8 @@ def test_the_decisions_of_then_are_judged_alike(
         decisions = [name for (name,) in ledger.execute("SELECT id FROM decisions")]
     for decision in decisions:
         run(["gate", "--state-dir", str(state.root), "--replay", decision, "--json"])
-        told = json.loads(capsys.readouterr().out)
-        assert told["decision"]["allowed"] == told["stored"]["allowed"]
+        answer = json.loads(capsys.readouterr().out)
+        assert answer["decision"]["allowed"] == answer["stored"]["allowed"]
 
 
 def test_no_event_of_then_is_unknown_today(state: StateDir) -> None:

@@ -28,14 +28,14 @@ class Host:
         self.world_size = int(os.environ["WORLD_SIZE"])
         self.supervised = supervised
         self.journaled: list[dict[str, Any]] = []
-        self.said: list[catalog.Finding] = []
+        self.messages: list[catalog.Finding] = []
 
     def journal(self, entry: JournalEntry) -> bool:
         self.journaled.append(json.loads(json.dumps(entry.to_json())))
         return self.supervised
 
     def emit(self, finding: catalog.Finding) -> None:
-        self.said.append(finding)
+        self.messages.append(finding)
 
 
 class OnFakeDevices(torch.nn.Module):
@@ -112,8 +112,9 @@ def one(case: str, deadline_s: float, supervised: bool, expect: int | None) -> d
         )
     seconds = time.monotonic() - started
     placement.placement, placement.cuda_facts = real, real_facts
-    said = [
-        {"event": f.event, "line": catalog.message(f), "fields": dict(f.fields)} for f in host.said
+    messages = [
+        {"event": f.event, "line": catalog.message(f), "fields": dict(f.fields)}
+        for f in host.messages
     ]
     # The group still works: what diagnose did must not break the next collective, after a silent
     # rank neither.
@@ -123,7 +124,7 @@ def one(case: str, deadline_s: float, supervised: bool, expect: int | None) -> d
         "reports": reports,
         "seconds": seconds,
         "journal": host.journaled,
-        "said": said,
+        "said": messages,
         "sum": total.item(),
     }
 

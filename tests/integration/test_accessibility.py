@@ -43,9 +43,9 @@ def axe() -> str:
 def states(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder of two miners: one that hangs, one with sixteen ranks."""
     folder = tmp_path_factory.mktemp("states")
-    for name, tell in (("hang", hang), ("ranks", sixteen_ranks)):
+    for name, write_state in (("hang", hang), ("ranks", sixteen_ranks)):
         (folder / name).mkdir()
-        state = tell(folder / name).write()
+        state = write_state(folder / name).write()
         pushes = ledger_readers.read(state.ledger, "uploads")
         (folder / f"{name}.html").write_text(render(state, pushes=pushes), encoding="utf-8")
     yield folder

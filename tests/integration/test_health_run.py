@@ -164,13 +164,13 @@ def test_each_sampler_is_null_with_its_reason_and_recovers_while_the_others_go_o
         started = run.until("a second snapshot", 30, "health_snapshot")["ts"]
         for broken in ({"cpu", "disk", "guard"}, {"memory", "shm", "network"}):
             faulty_files.set(**{mood: [FAULTS[name] for name in broken]})
-            said = [
+            messages = [
                 run.until(f"{name} to {mood}", 30, "sampler_failed", started, sampler=name)
                 for name in broken
             ]
-            assert all(reason in record["reason"] for record in said), said
-            assert {record["msg"].partition(": ")[0] for record in said} == {"SAMPLER FAILED"}
-            now = max(record["ts"] for record in said)
+            assert all(reason in record["reason"] for record in messages), messages
+            assert {record["msg"].partition(": ")[0] for record in messages} == {"SAMPLER FAILED"}
+            now = max(record["ts"] for record in messages)
             snapshot = run.until("the snapshot after it", 30, "health_snapshot", now)["snapshot"]
             assert _unknown_figures(snapshot) == broken == set(snapshot["unknown"])
             assert all(reason in why for why in snapshot["unknown"].values())

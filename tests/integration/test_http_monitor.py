@@ -20,45 +20,49 @@ from tests.support.http_port import ask
 TOKEN = "token-of-the-test"
 
 
-def _part(folder: Path, settings: HttpSettings) -> tuple[MetricsMonitor, list[Finding], FakeClock]:
-    said: list[Finding] = []
+def _monitor(
+    folder: Path, settings: HttpSettings
+) -> tuple[MetricsMonitor, list[Finding], FakeClock]:
+    findings: list[Finding] = []
     clock = FakeClock()
     around = context(
-        folder, config=Config(http=settings), clock=clock, emit=said.append, jobs=JobsAtOnce()
+        folder, config=Config(http=settings), clock=clock, emit=findings.append, jobs=JobsAtOnce()
     )
-    return MetricsMonitor(around), said, clock
+    return MetricsMonitor(around), findings, clock
 
 
 def test_no_port_is_opened_to_the_world_without_a_token(tmp_path: Path) -> None:
-    part, said, _ = _part(tmp_path, HttpSettings(port=0, host="0.0.0.0"))
-    assert part.snapshot()["url"] is None
-    assert [finding.event for finding in said] == ["guard_degraded"]
-    assert "not loopback and no token" in said[0].fields["what"]
+    monitor, findings, _ = _monitor(tmp_path, HttpSettings(port=0, host="0.0.0.0"))
+    assert monitor.snapshot()["url"] is None
+    assert [finding.event for finding in findings] == ["guard_degraded"]
+    assert "not loopback and no token" in findings[0].fields["what"]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::"])
 def test_no_port_is_opened_to_the_world_with_a_token_that_can_be_guessed(
     tmp_path: Path, host: str
 ) -> None:
-    part, said, _ = _part(tmp_path, HttpSettings(port=0, host=host, token="s3cret-of-mine!"))
-    assert part.snapshot()["url"] is None
-    assert "the token has 15 characters; give one of at least 16" in said[0].fields["what"]
-    assert "s3cret" not in said[0].fields["what"]
+    monitor, findings, _ = _monitor(
+        tmp_path, HttpSettings(port=0, host=host, token="s3cret-of-mine!")
+    )
+    assert monitor.snapshot()["url"] is None
+    assert "the token has 15 characters; give one of at least 16" in findings[0].fields["what"]
+    assert "s3cret" not in findings[0].fields["what"]
 
 
 def test_a_port_in_use_is_reported_once_and_tried_again(tmp_path: Path) -> None:
     requires.module("uvicorn")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
-        part, said, clock = _part(tmp_path, HttpSettings(port=number))
+        monitor, findings, clock = _monitor(tmp_path, HttpSettings(port=number))
         clock.advance(31)
-        list(part.on_tick(clock.monotonic(), {}))
-        assert [finding.event for finding in said] == ["guard_degraded"]
-        assert "is it in use?" in said[0].fields["what"]
+        list(monitor.on_tick(clock.monotonic(), {}))
+        assert [finding.event for finding in findings] == ["guard_degraded"]
+        assert "is it in use?" in findings[0].fields["what"]
     clock.advance(31)
-    list(part.on_tick(clock.monotonic(), {}))
-    assert part.snapshot()["url"] == f"http://127.0.0.1:{number}/"
-    list(part.on_stop())
+    list(monitor.on_tick(clock.monotonic(), {}))
+    assert monitor.snapshot()["url"] == f"http://127.0.0.1:{number}/"
+    list(monitor.on_stop())
 
 
 def test_a_guard_that_ends_while_its_port_opens_says_nothing_of_it(
@@ -66,25 +70,27 @@ def test_a_guard_that_ends_while_its_port_opens_says_nothing_of_it(
 ) -> None:
     """A miner that ended at once was followed by SAMPLER FAILED: readline of closed file."""
     requires.module("uvicorn")
-    part: list[MetricsMonitor] = []
+    monitor: list[MetricsMonitor] = []
 
     def stopped_meanwhile(*arguments: Any) -> Any:
-        list(part[0].on_stop())
+        list(monitor[0].on_stop())
         return ready(*arguments)
 
     monkeypatch.setattr("miner_guard.monitors.helper_process.ready", stopped_meanwhile)
     jobs = _Later()
-    said: list[Finding] = []
-    part.append(
+    findings: list[Finding] = []
+    monitor.append(
         MetricsMonitor(
-            context(tmp_path, config=Config(http=HttpSettings(port=0)), emit=said.append, jobs=jobs)
+            context(
+                tmp_path, config=Config(http=HttpSettings(port=0)), emit=findings.append, jobs=jobs
+            )
         )
     )
     (opening,) = jobs.work
     opening()
-    server = part[0]._server
+    server = monitor[0]._server
     assert server is not None
-    assert (said, server.child) == ([], None)
+    assert (findings, server.child) == ([], None)
 
 
 class _Later:
@@ -97,21 +103,21 @@ class _Later:
 
 def test_a_killed_port_process_comes_back(tmp_path: Path) -> None:
     requires.module("uvicorn")
-    part, said, clock = _part(tmp_path, HttpSettings(port=0))
-    first = part.snapshot()["url"]
-    assert part._server is not None
-    assert part._server.child is not None
-    part._server.child.kill()
-    part._server.child.wait()
+    monitor, findings, clock = _monitor(tmp_path, HttpSettings(port=0))
+    first = monitor.snapshot()["url"]
+    assert monitor._server is not None
+    assert monitor._server.child is not None
+    monitor._server.child.kill()
+    monitor._server.child.wait()
     for _ in range(2):
         clock.advance(31)
-        list(part.on_tick(clock.monotonic(), {}))
-    second = part.snapshot()["url"]
-    assert [finding.event for finding in said] == [
+        list(monitor.on_tick(clock.monotonic(), {}))
+    second = monitor.snapshot()["url"]
+    assert [finding.event for finding in findings] == [
         "http_listening",
         "guard_degraded",
         "http_listening",
     ]
     assert first
     assert ask(f"{second}healthz")[0] == 503
-    list(part.on_stop())
+    list(monitor.on_stop())

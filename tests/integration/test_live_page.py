@@ -37,12 +37,14 @@ def tab(browser: Any) -> Iterator[Any]:
     context = browser.new_context()
     page = context.new_page()
     page.clock.install()
-    page.asked, page.trouble = [], []
+    page.asked, page.errors = [], []
     page.on("request", lambda request: page.asked.append(request.url))
-    page.on("pageerror", lambda error: page.trouble.append(str(error)))
+    page.on("pageerror", lambda error: page.errors.append(str(error)))
     page.on(
         "console",
-        lambda said: page.trouble.append(said.text) if "Security Policy" in said.text else None,
+        lambda message: (
+            page.errors.append(message.text) if "Security Policy" in message.text else None
+        ),
     )
     yield page
     context.close()
@@ -71,7 +73,7 @@ def test_the_token_is_asked_for_once_and_stands_in_no_address(port: Port, tab: A
     assert tab.context.cookies() == []
     assert tab.evaluate("localStorage.length") == 0
     assert TOKEN not in tab.content()
-    assert tab.trouble == []
+    assert tab.errors == []
 
 
 def test_another_tab_has_to_ask_again(port: Port, tab: Any) -> None:
@@ -138,7 +140,7 @@ def test_a_selection_survives_an_update(tmp_path: Path, tab: Any) -> None:
         tab.evaluate("getSelection().removeAllRanges()")
         tab.clock.run_for(11_000)
         tab.get_by_text("the-next-run").wait_for()
-        assert tab.trouble == []
+        assert tab.errors == []
     finally:
         port.close()
 
@@ -173,7 +175,7 @@ def test_a_zoom_asks_for_that_time_and_zooms_out_again(tmp_path: Path, tab: Any)
         until(lambda: _span_s(tab) < 1500, what="the finer curves")
         tab.get_by_role("button", name="Zoom out").click()
         until(lambda: _span_s(tab) > 2900, what="the whole range")
-        assert tab.trouble == []
+        assert tab.errors == []
     finally:
         port.close()
 
@@ -193,10 +195,10 @@ def test_the_verdict_stands_first(tmp_path: Path, tab: Any) -> None:
         tab.goto(port.url)
         banner = tab.get_by_label("Verdict")
         banner.wait_for()
-        told = banner.inner_text()
-        assert told.startswith("NOT EARNING since 12:03 UTC")
+        shown = banner.inner_text()
+        assert shown.startswith("NOT EARNING since 12:03 UTC")
         for answer in ("rank 1 in data for 912s", "read the stacks", "hang_detected"):
-            assert answer in told
+            assert answer in shown
         top = tab.evaluate("document.querySelector('.verdict').getBoundingClientRect().top")
         tiles = tab.evaluate("document.querySelector('.tiles').getBoundingClientRect().top")
         assert top < tiles
@@ -237,7 +239,7 @@ def test_without_a_token_the_page_is_there_at_once_and_its_policy_hinders_nothin
         tab.get_by_text(RUN).wait_for()
         bar = "getComputedStyle(document.querySelector('.bar i'))"
         assert tab.evaluate(f"{bar}.backgroundColor") == "rgb(46, 139, 87)"
-        assert tab.trouble == []
+        assert tab.errors == []
     finally:
         port.close()
 
@@ -272,6 +274,6 @@ def test_an_update_keeps_scroll_and_open_parts_and_each_range_is_asked_for(
             until(lambda name=name: tab.asked[-1].endswith(f"range={name}"), what=name)
         reloads = [url for url in tab.asked if url.rstrip("/") == port.url]
         assert len(reloads) == 1, "it fetches and never reloads"
-        assert tab.trouble == []
+        assert tab.errors == []
     finally:
         port.close()

@@ -69,5 +69,5 @@ def test_the_workflows_are_whole_and_every_action_is_pinned(linters: Path) -> No
 
 def test_skypilot_takes_its_task(tmp_path: Path) -> None:
     programs = installed(tmp_path / "sky", "skypilot")
-    told = run(programs / "python", "-c", SKYPILOT, OPS / "skypilot.yaml")
-    assert told.split()[-3:] == ["2", "True", "3"]
+    answer = run(programs / "python", "-c", SKYPILOT, OPS / "skypilot.yaml")
+    assert answer.split()[-3:] == ["2", "True", "3"]

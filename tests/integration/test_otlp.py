@@ -219,5 +219,5 @@ def test_an_endpoint_that_is_no_url_is_refused_with_the_right_form(tmp_path: Pat
     run = guard(tmp_path, "127.0.0.1:4317", "true")
     run.wait(60)
     lines = (tmp_path / "state" / "guard.jsonl").read_text().splitlines()
-    (said,) = [json.loads(line) for line in lines if "no OTLP export" in line]
-    assert "does not begin with http:// or https://" in said["msg"]
+    (reported,) = [json.loads(line) for line in lines if "no OTLP export" in line]
+    assert "does not begin with http:// or https://" in reported["msg"]

@@ -68,8 +68,8 @@ def test_a_second_build_elsewhere_has_the_same_bytes(
 def test_the_sdist_is_the_whole_source(built: Built) -> None:
     with tarfile.open(built.sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = {name for name in tracked() if not name.startswith(".")}
-    assert wanted - names == set()
+    expected = {name for name in tracked() if not name.startswith(".")}
+    assert expected - names == set()
 
 
 def test_the_wheel_holds_the_packages_and_ops_and_nothing_else(built: Built) -> None:

@@ -216,7 +216,7 @@ def test_alert_addresses_of_the_miners_env_file_reach_their_targets_and_nothing_
     assert set(webhook.beats) == {f"/{secrets['beat']}"}
     assert "ALERT FAILED" in pm2.logs(), "the dead target is named by its kind alone"
     pm2("save", "--force")
-    said = [pm2("describe", "miner"), pm2("jlist"), pm2("prettylist"), pm2("env", "0"), *ps]
+    listings = [pm2("describe", "miner"), pm2("jlist"), pm2("prettylist"), pm2("env", "0"), *ps]
     subprocess.run(
         [guard, "bundle", "-o", "help.tar.gz", "--state-dir", pm2.state],
         cwd=tmp_path,
@@ -233,4 +233,4 @@ def test_alert_addresses_of_the_miners_env_file_reach_their_targets_and_nothing_
         "miner.log"
     ], "relayed as it is"
     assert "SECRET EXPOSED" in pm2.logs()
-    assert [text for text in said if PLANTED in text] == []
+    assert [text for text in listings if PLANTED in text] == []

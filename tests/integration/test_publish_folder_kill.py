@@ -186,10 +186,10 @@ def test_who_waits_for_a_killed_publisher_does_not_wait_for_its_companion(tmp_pa
     command = [sys.executable, "-c", _DIES, str(tmp_path / "journal")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as publisher:
         assert publisher.stdout is not None
-        companion = int(publisher.stdout.readline())
+        recovery = int(publisher.stdout.readline())
         try:
             ready, _, _ = select.select([publisher.stdout], [], [], 30)
             assert ready, "the pipe has not come to its end"
             assert publisher.stdout.read() == ""
         finally:
-            os.kill(companion, signal.SIGKILL)
+            os.kill(recovery, signal.SIGKILL)

@@ -225,11 +225,11 @@ def generation(request: pytest.FixtureRequest) -> dict[str, str]:
             )
         (home / "ready").touch()
     env = {"PYTHONPATH": f"{home}{os.pathsep}{requires.REPO}"}
-    told = subprocess.run(
+    answer = subprocess.run(
         [sys.executable, "-c", "import huggingface_hub; print(huggingface_hub.__version__)"],
         env={**os.environ, **env}, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert told.stdout.strip() == OLDER.partition("==")[2]
+    assert answer.stdout.strip() == OLDER.partition("==")[2]
     return env
 
 
@@ -288,8 +288,8 @@ def test_killed_after_any_request_the_view_is_whole(
 
 def shown(state: hub.HubState, revision: str) -> set[int]:
     """The inner steps that the files of a branch or tag are of: one for a whole revision."""
-    wanted = state.tags.get(revision)
-    files = next(c for c in state.repos[REPO_ID] if wanted in (None, c.id)).files
+    expected = state.tags.get(revision)
+    files = next(c for c in state.repos[REPO_ID] if expected in (None, c.id)).files
     read = {key: state.contents[digest] for key, digest in files.items()}
     documents = [
         json.loads(read[key])

@@ -123,7 +123,7 @@ def _encrypt(client: Any) -> None:
     def note(params: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
         context["part"] = params["Key"], params["PartNumber"]
 
-    def tell(parsed: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
+    def record(parsed: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
         parsed.update(ServerSideEncryption="aws:kms", ChecksumCRC32=received[context["part"]])
 
     def disguise(parsed: dict[str, Any], **_: Any) -> None:
@@ -137,7 +137,7 @@ def _encrypt(client: Any) -> None:
     events.register("before-send.s3.UploadPart", receive)
     events.register("provide-client-params.s3.UploadPart", note)
     events.register("provide-client-params.s3.CompleteMultipartUpload", undisguise)
-    events.register("after-call.s3.UploadPart", tell)
+    events.register("after-call.s3.UploadPart", record)
     for operation in ("UploadPart", "HeadObject"):
         events.register(f"after-call.s3.{operation}", disguise)
     events.register(

@@ -68,15 +68,15 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_page_fits_and_draws(browser: Any, page_file: Path, width: int, scheme: str) -> None:
     context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
     page = context.new_page()
-    trouble: list[str] = []
-    page.on("console", lambda message: trouble.append(message.text))
-    page.on("pageerror", lambda error: trouble.append(str(error)))
+    errors: list[str] = []
+    page.on("console", lambda message: errors.append(message.text))
+    page.on("pageerror", lambda error: errors.append(str(error)))
     page.on(
         "request",
-        lambda request: trouble.append(request.url) if request.url.startswith("http") else None,
+        lambda request: errors.append(request.url) if request.url.startswith("http") else None,
     )
     page.goto(page_file.as_uri())
-    assert trouble == []
+    assert errors == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     lines = page.evaluate(
         "[...document.querySelectorAll('path.line')].map(p => p.getTotalLength())"

@@ -98,7 +98,7 @@ def test_what_was_there_before_init_is_all_that_is_left(
     assert refused.returncode == 1, "a guard runs"
     assert steps() > 5
     account(pm2, "delete", "miner")
-    told = account(GUARD, "init", "--remove")
+    answer = account(GUARD, "init", "--remove")
     assert account.files() == before
-    assert "pm2 delete miner; pm2 save; rm ~/.pm2/logs/miner.log*" in told
+    assert "pm2 delete miner; pm2 save; rm ~/.pm2/logs/miner.log*" in answer
     assert json.loads(account(pm2, "jlist").splitlines()[-1]) == []

@@ -196,8 +196,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def paths_info(self, match: re.Match[str], body: bytes) -> None:
         head = self._at(match["repo"], match["revision"])
-        wanted = parse_qs(body.decode())["paths"]
-        found = [path for path in wanted if head is not None and path in head.files]
+        paths = parse_qs(body.decode())["paths"]
+        found = [path for path in paths if head is not None and path in head.files]
         self.answer([self._file(match["repo"], path, head) for path in found if head is not None])
 
     def _file(self, repo: str, path: str, head: Commit) -> dict[str, Any]:
@@ -207,20 +207,20 @@ class _Handler(BaseHTTPRequestHandler):
             if commit.files.get(path) != head.files[path]:
                 break
             last = commit
-        told = {"id": last.id, "title": last.title, "date": last.date}
+        described = {"id": last.id, "title": last.title, "date": last.date}
         size = len(self.state.contents[head.files[path]])
         return {
             "type": "file",
             "path": path,
             "oid": head.files[path],
             "size": size,
-            "lastCommit": told,
+            "lastCommit": described,
         }
 
     def _at(self, repo: str, revision: str) -> Commit | None:
         commits = self.state.repos.get(repo) or []
-        wanted = self.state.tags.get(revision, revision)
-        return next((c for c in commits if wanted in ("main", c.id)), None)
+        paths = self.state.tags.get(revision, revision)
+        return next((c for c in commits if paths in ("main", c.id)), None)
 
     def preupload(self, match: re.Match[str], body: bytes) -> None:
         modes = [
@@ -235,10 +235,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def lfs_batch(self, _match: re.Match[str], body: bytes) -> None:
         objects = []
-        for wanted in json.loads(body)["objects"]:
-            entry: dict[str, Any] = {"oid": wanted["oid"], "size": wanted["size"]}
-            if wanted["oid"] not in self.state.contents:
-                href = f"{self.base}/_lfs/{wanted['oid']}"
+        for paths in json.loads(body)["objects"]:
+            entry: dict[str, Any] = {"oid": paths["oid"], "size": paths["size"]}
+            if paths["oid"] not in self.state.contents:
+                href = f"{self.base}/_lfs/{paths['oid']}"
                 entry["actions"] = {"upload": {"href": href, "header": {}}}
             objects.append(entry)
         self.answer({"transfer": "basic", "objects": objects})

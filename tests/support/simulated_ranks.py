@@ -36,7 +36,7 @@ class Run:
         around = context(
             folder, config=config or Config(), clock=self.clock, status=lambda: self.status
         )
-        self.parts: list[Monitor] = [
+        self.monitors: list[Monitor] = [
             StepsMonitor(around),
             CurvesMonitor(around),
             RanksMonitor(around),
@@ -47,21 +47,21 @@ class Run:
         self.launch()
 
     def launch(self) -> None:
-        self.router = LineRouter(self.parts)
-        for part in self.parts:
-            self._take(part.on_launch(Launch((), 1, 0, self.clock.monotonic())))
+        self.router = LineRouter(self.monitors)
+        for each in self.monitors:
+            self._take(each.on_launch(Launch((), 1, 0, self.clock.monotonic())))
 
     def _take(self, found: Iterable[Finding]) -> None:
         for finding in found:
             self.seen.append(finding)
-            for part in self.parts:
-                self._take(part.on_finding(finding))
+            for each in self.monitors:
+                self._take(each.on_finding(finding))
 
     def entry(self, **entry: Any) -> None:
         parsed = parse(entry)
         assert parsed is not None
-        for part in self.parts:
-            self._take(part.on_entry(0, parsed))
+        for each in self.monitors:
+            self._take(each.on_entry(0, parsed))
 
     def output(self, chunk: bytes) -> None:
         for monitor, method, argument in self.router.pieces(chunk):
@@ -70,8 +70,8 @@ class Run:
     def renumber(self, *ranks: int) -> None:
         """The nodes meet again, and this one's workers get other ranks."""
         self.ranks = ranks
-        for part in self.parts:
-            self._take(part.on_tick(self.clock.monotonic(), headers(*ranks)))
+        for each in self.monitors:
+            self._take(each.on_tick(self.clock.monotonic(), headers(*ranks)))
 
     def step(
         self,
@@ -103,11 +103,11 @@ class Run:
                 **(by_rank or {}).get(rank, {}),
             }
             step = StepRecord(number=self.number - 1, start=start, end=start + seconds, **values)
-            for part in self.parts:
-                self._take(part.on_steps(rank, [step]))
+            for each in self.monitors:
+                self._take(each.on_steps(rank, [step]))
         for later in (0.0, 4.0):
-            for part in self.parts:
-                self._take(part.on_tick(self.clock.monotonic() + later, {}))
+            for each in self.monitors:
+                self._take(each.on_tick(self.clock.monotonic() + later, {}))
 
     def alarms(self) -> list[str]:
         """Events that a person would see, apart from the ordinary lines."""

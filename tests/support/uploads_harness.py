@@ -63,7 +63,7 @@ class Bench:
             repo=RepoSettings(kind=repo, path=str(tmp_path), audit_every_s=audit_every_s),  # type: ignore[arg-type]
         )
         self.state = StateDir(tmp_path / "state")
-        self.part = module.UploadsMonitor(
+        self.monitor = module.UploadsMonitor(
             context(
                 self.state.root,
                 config=config,
@@ -79,7 +79,7 @@ class Bench:
 
     def tick(self, seconds: float = 1.0) -> list[Finding]:
         self.clock.advance(seconds)
-        findings = list(self.part.on_tick(self.clock.monotonic(), {}))
+        findings = list(self.monitor.on_tick(self.clock.monotonic(), {}))
         self.jobs.run()
         return findings
 
@@ -96,17 +96,17 @@ class Bench:
             loss=3.0,
             flags=flags,
         )
-        return list(self.part.on_steps(0, [step]))
+        return list(self.monitor.on_steps(0, [step]))
 
     def entry(self, **entry: Any) -> list[Finding]:
         parsed = parse({"t": self.clock.monotonic(), **entry})
         assert parsed is not None
-        return list(self.part.on_entry(0, parsed))
+        return list(self.monitor.on_entry(0, parsed))
 
     def decide(self, inner: int, kind: str = "gradient") -> Mapping[str, Any]:
         known = gate_inputs.read(self.state.gate_inputs)
         decided = decide(
-            Candidate(kind, 56, inner, loss=3.4), known, self.part.context.config.gate,
+            Candidate(kind, 56, inner, loss=3.4), known, self.monitor.context.config.gate,
             now=self.clock.monotonic(), wall=self.clock.wall(),
         )  # fmt: skip
         return DecisionEntry(decision=decided.as_dict()).to_json()
@@ -126,5 +126,5 @@ class Bench:
             **more,
         )
 
-    def said(self, event: str) -> list[str]:
+    def messages(self, event: str) -> list[str]:
         return [message(f) for f in self.emitted if f.event == event]

@@ -99,8 +99,8 @@ class Trial:
             timeout=_LIMIT_S,
             check=False,
         )
-        said = (ended.stdout + b"\n" + ended.stderr).decode("utf-8", "replace")
-        (self._folder / f"{name}.log").write_text(said, encoding="utf-8")
+        output = (ended.stdout + b"\n" + ended.stderr).decode("utf-8", "replace")
+        (self._folder / f"{name}.log").write_text(output, encoding="utf-8")
         log = state / "guard.jsonl"
         events = [json.loads(line) for line in log.open()] if log.exists() else []
         printed = _of_the_trainer(ended.stdout.decode("utf-8", "replace"), events).replace(
@@ -117,12 +117,14 @@ class Trial:
         seen = self.run("attached", guarded=True)
         steps = [e for e in seen.named("inner_step") if e["rank"] == 0]
         printed = recipe.losses(alone.printed)
-        told, told_alone = (recipe.without_times(ended.printed).rstrip() for ended in (seen, alone))
+        explained, told_alone = (
+            recipe.without_times(ended.printed).rstrip() for ended in (seen, alone)
+        )
         return {
             "attached": "yes" if steps else "no",
             "steps": f"{len(steps)} of {recipe.steps}",
             "loss": _losses(recipe, printed, [e["loss"] for e in steps]),
-            "output": _output(recipe, told == told_alone),
+            "output": _output(recipe, explained == told_alone),
             "end": _end(seen),
         }
 
@@ -138,8 +140,12 @@ class Trial:
         if right[0]["rank"] != expected:
             return f"rank {right[0]['rank']}, not {expected}"
         explain = [sys.executable, "-m", "miner_guard", "explain", "--state-dir", str(seen.state)]
-        told = subprocess.run(explain, capture_output=True, text=True, check=False).stdout
-        return "named" if told.startswith(f"ROOT CAUSE {label} ") else f"explain: {told[:60]!r}"
+        explained = subprocess.run(explain, capture_output=True, text=True, check=False).stdout
+        return (
+            "named"
+            if explained.startswith(f"ROOT CAUSE {label} ")
+            else f"explain: {explained[:60]!r}"
+        )
 
     def overhead(self) -> str:
         """What attaching adds to a step, in CPU time, in alternation within one process."""

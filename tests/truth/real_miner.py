@@ -285,7 +285,7 @@ def same(alone: Ran, guarded: Ran) -> Iterator[Row]:
     pushed = [line["result"] for line in alone.rounds]
     whole = bool(pushed) and set(pushed) == {"True"} and bool(alone.objects)
     yield Row("complete uploads without the guard", whole, f"{len(pushed)}: {Counter(pushed)}")
-    for what, mine, theirs in (
+    for what, ours, theirs in (
         ("exit code", alone.code, guarded.code),
         ("objects published, byte for byte", alone.objects, guarded.objects),
         ("calls that leave the machine", by_caller(alone.calls), by_caller(guarded.calls)),
@@ -297,24 +297,24 @@ def same(alone: Ran, guarded: Ran) -> Iterator[Row]:
         ),
         ("log lines of training and upload threads", alone.lines, guarded.lines),
     ):
-        yield Row(what, mine == theirs, _compared(mine, theirs))
+        yield Row(what, ours == theirs, _compared(ours, theirs))
     allowed = guarded.printed.count("UPLOAD ALLOWED")
     yield Row("allowed by the gate", allowed > 0, f"{allowed} lines UPLOAD ALLOWED")
     degraded = re.findall(r"GUARD DEGRADED.*", guarded.printed)
     yield Row("hooked completely", not degraded, "; ".join(degraded) or "no GUARD DEGRADED")
 
 
-def _compared(mine: Any, theirs: Any) -> str:
-    if mine == theirs:
-        if isinstance(mine, Mapping):
-            count = sum(len(v) if isinstance(v, list) else 1 for v in mine.values())
+def _compared(ours: Any, theirs: Any) -> str:
+    if ours == theirs:
+        if isinstance(ours, Mapping):
+            count = sum(len(v) if isinstance(v, list) else 1 for v in ours.values())
         else:
-            count = len(mine) if isinstance(mine, list) else 1
+            count = len(ours) if isinstance(ours, list) else 1
         return f"{count} compared"
-    pairs = zip(str(mine), str(theirs), strict=False)
+    pairs = zip(str(ours), str(theirs), strict=False)
     at = next((n for n, (a, b) in enumerate(pairs) if a != b), 0)
     near = slice(max(at - 40, 0), at + 80)
-    return f"alone …{str(mine)[near]}…, guarded …{str(theirs)[near]}…"
+    return f"alone …{str(ours)[near]}…, guarded …{str(theirs)[near]}…"
 
 
 def blocked(ran: Ran, rounds: Sequence[Round]) -> Iterator[Row]:

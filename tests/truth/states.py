@@ -218,7 +218,7 @@ def _change(objects: dict[str, bytes], key: str, change: Mapping[str, Any] | Non
     elif "json" in change:
         fields = json.loads(objects[key]) | change["json"]
         objects[key] = json.dumps(
-            {k: spelled(v) for k, v in fields.items() if v != "<absent>"}
+            {k: as_json(v) for k, v in fields.items() if v != "<absent>"}
         ).encode()
     elif "text" in change:
         objects[key] = change["text"].encode()
@@ -230,7 +230,7 @@ def _change(objects: dict[str, bytes], key: str, change: Mapping[str, Any] | Non
         objects[key] = objects.pop(change["from"])
 
 
-def spelled(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """`=` begins an expression of BLOCK: `=[BLOCK - 50]`."""
     if isinstance(value, str) and value.startswith("="):
         return eval(value[1:], {"BLOCK": BLOCK, "nan": math.nan, "inf": math.inf})

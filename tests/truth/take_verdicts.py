@@ -316,13 +316,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             continue
         verdict = validator.ask(states.build(line))
         taken.append({**line, "real": {**line.get("real", {}), validator.version: verdict}})
-        print(_told(line, verdict), flush=True)
+        print(_outcome(line, verdict), flush=True)
     if given.out is not None:
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in taken)
         given.out.write_text(text, encoding="utf-8")
 
 
-def _told(line: Mapping[str, Any], verdict: Mapping[str, Any]) -> str:
+def _outcome(line: Mapping[str, Any], verdict: Mapping[str, Any]) -> str:
     word = "accepts" if verdict["accepts"] else "rejects"
     return f"{word} {verdict['worth']:<9} {line['group']}: {line['case']}"
 

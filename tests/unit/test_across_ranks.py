@@ -60,13 +60,13 @@ def ranks(change: dict[str, Any] | None = None, of: int = 2) -> list[dict[str, A
     return [report(r, **(change or {} if r == of else {})) for r in range(4)]
 
 
-def said(reports: list[dict[str, Any]], expect: int | None = None) -> list[str]:
+def messages(reports: list[dict[str, Any]], expect: int | None = None) -> list[str]:
     found = across_ranks.findings(reports, expect)
     return [str(f.fields["check"]) if f.event == "rank_finding" else f.event for f in found]
 
 
 def test_four_healthy_ranks_give_the_block_and_nothing_else() -> None:
-    assert said(ranks(), 4) == ["gpu_diagnostics"]
+    assert messages(ranks(), 4) == ["gpu_diagnostics"]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_four_healthy_ranks_give_the_block_and_nothing_else() -> None:
     ],
 )
 def test_each_oddity_is_named(change: dict[str, Any], finding: str) -> None:
-    assert finding in said(ranks(change), 4)
+    assert finding in messages(ranks(change), 4)
 
 
 def test_what_is_as_it_should_be_is_not_named() -> None:
@@ -101,13 +101,13 @@ def test_what_is_as_it_should_be_is_not_named() -> None:
         report(r, params=(3 + 5 * (r < 2)) * 10**9, shard_bytes=(3 + 5 * (r < 2)) * GIB)
         for r in range(4)
     ]
-    assert said(stages, 4) == ["gpu_diagnostics"]
+    assert messages(stages, 4) == ["gpu_diagnostics"]
     by_slurm = [report(r, local_rank=None) for r in range(4)]
-    assert said(by_slurm, 4) == ["gpu_diagnostics"]
+    assert messages(by_slurm, 4) == ["gpu_diagnostics"]
     even = [
         report(r, dtype="bfloat16, float32" if r % 2 else "float32, bfloat16") for r in range(4)
     ]
-    assert said(even, 4) == ["gpu_diagnostics"]
+    assert messages(even, 4) == ["gpu_diagnostics"]
 
 
 def test_parameters_kept_on_the_cpu_of_a_model_without_a_mesh_are_a_remark() -> None:
@@ -121,26 +121,26 @@ def test_a_rank_with_hardly_any_memory_on_no_gpu_is_named() -> None:
     nothing = {"allocated_bytes": GIB // 2, "model_device": None}
     low = [f for f in across_ranks.findings(ranks(nothing), 4) if f.event == "low_gpu_memory"]
     assert [(f.rank, f.fields["gpu_mem_gb"]) for f in low] == [(2, 0.5)]
-    assert "low_gpu_memory" not in said(ranks({"allocated_bytes": GIB // 2}), 4), (
+    assert "low_gpu_memory" not in messages(ranks({"allocated_bytes": GIB // 2}), 4), (
         "a small model on its GPU is well"
     )
 
 
 def test_gpus_are_counted_against_ranks_on_each_host() -> None:
-    assert "fewer_gpus_than_ranks" in said([report(r, gpu_count=2) for r in range(4)])
-    assert "more_gpus_than_ranks" in said([report(r, gpu_count=8) for r in range(4)])
+    assert "fewer_gpus_than_ranks" in messages([report(r, gpu_count=2) for r in range(4)])
+    assert "more_gpus_than_ranks" in messages([report(r, gpu_count=8) for r in range(4)])
     alone = [
         report(r, gpu_count=1, visible_devices=str(r), model_device="cuda:0", cuda_device=0)
         for r in range(4)
     ]
-    assert said(alone) == ["gpu_diagnostics"]
+    assert messages(alone) == ["gpu_diagnostics"]
 
 
 def test_nodes_of_one_name_are_counted_each_for_itself() -> None:
     nodes = [report(r, boot=f"boot-{r // 2}", gpu_count=2, local_rank=r % 2) for r in range(4)]
     same_places = [{**r, "model_device": f"cuda:{r['local_rank']}", "uuid": None} for r in nodes]
-    assert said(same_places) == ["gpu_diagnostics"]
-    assert "fewer_gpus_than_ranks" in said([{**r, "boot": "boot-0"} for r in same_places])
+    assert messages(same_places) == ["gpu_diagnostics"]
+    assert "fewer_gpus_than_ranks" in messages([{**r, "boot": "boot-0"} for r in same_places])
 
 
 def test_offload_under_a_cuda_mesh_is_no_fallback_but_a_cpu_mesh_is() -> None:
@@ -152,8 +152,8 @@ def test_offload_under_a_cuda_mesh_is_no_fallback_but_a_cpu_mesh_is() -> None:
         "shard_bytes": GIB,
     }
     legitimate = [report(r, **change) for r in range(4)]
-    assert said(legitimate, 4) == ["gpu_diagnostics"]
-    assert "model_on_cpu" in said([{**r, "mesh_device": "cpu"} for r in legitimate], 4)
+    assert messages(legitimate, 4) == ["gpu_diagnostics"]
+    assert "model_on_cpu" in messages([{**r, "mesh_device": "cpu"} for r in legitimate], 4)
 
 
 def test_a_driver_that_torch_cannot_use_is_an_accident_without_any_setting() -> None:
@@ -161,9 +161,9 @@ def test_a_driver_that_torch_cannot_use_is_an_accident_without_any_setting() -> 
         report(r, cuda_available=False, gpu_count=0, model_device="cpu", shards={}, uuid=None)
         for r in range(2)
     ]
-    assert {"cuda_unavailable", "model_on_cpu"} <= set(said(blind))
-    assert said(blind, 0) == ["gpu_diagnostics"]
-    assert said([{**r, "driver_version": None} for r in blind]) == ["gpu_diagnostics"]
+    assert {"cuda_unavailable", "model_on_cpu"} <= set(messages(blind))
+    assert messages(blind, 0) == ["gpu_diagnostics"]
+    assert messages([{**r, "driver_version": None} for r in blind]) == ["gpu_diagnostics"]
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_a_thousand_ranks_fit_into_the_journal_and_come_back_whole() -> None:
     assert unpack(json.loads(json.dumps(parts))) == reports
 
 
-def part(tmp_path: Any, **gpu: Any) -> DiagnosisMonitor:
+def monitor(tmp_path: Any, **gpu: Any) -> DiagnosisMonitor:
     return DiagnosisMonitor(context(tmp_path, config=Config(gpu=GpuSettings(**gpu))))
 
 
@@ -205,7 +205,7 @@ def test_the_part_speaks_once_all_entries_are_there(tmp_path: Any) -> None:
     reports = [report(r, uuid=f"GPU-{r:032d}") for r in range(64)]
     entries = [DiagnosisEntry(report=p) for p in pack(reports)]
     assert len(entries) > 1
-    diagnosis = part(tmp_path)
+    diagnosis = monitor(tmp_path)
     findings = [list(diagnosis.on_entry(0, e)) for e in entries]
     assert not any(findings[:-1])
     assert findings[-1][0].event == "gpu_diagnostics"
@@ -224,10 +224,12 @@ def test_the_last_runs_gpus_make_a_cpu_run_an_accident(tmp_path: Any) -> None:
         for r in (0, 1)
     ]
     entry = DiagnosisEntry(report=pack(cpu)[0])
-    assert [f.event for f in part(tmp_path).on_entry(0, entry)][1:2] != ["cuda_unavailable"]
+    assert [f.event for f in monitor(tmp_path).on_entry(0, entry)][1:2] != ["cuda_unavailable"]
     write_json(StateDir(tmp_path).host_facts, {"gpu_count": 4})
-    assert "cuda_unavailable" in [f.event for f in part(tmp_path).on_entry(0, entry)]
-    assert "cuda_unavailable" not in [f.event for f in part(tmp_path, expect=0).on_entry(0, entry)]
+    assert "cuda_unavailable" in [f.event for f in monitor(tmp_path).on_entry(0, entry)]
+    assert "cuda_unavailable" not in [
+        f.event for f in monitor(tmp_path, expect=0).on_entry(0, entry)
+    ]
 
 
 @pytest.mark.parametrize("count", [8, 64, 256, 1024])
@@ -251,6 +253,6 @@ def test_ranks_on_two_slices_of_one_gpu_share_none() -> None:
         report(rank, uuid="GPU-0", visible_devices=f"MIG-{rank}", model_device="cuda:0")
         for rank in range(2)
     ]
-    assert "shared_gpu" not in said(slices)
+    assert "shared_gpu" not in messages(slices)
     same = [{**each, "visible_devices": "MIG-0"} for each in slices]
-    assert "shared_gpu" in said(same)
+    assert "shared_gpu" in messages(same)

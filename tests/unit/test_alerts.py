@@ -32,20 +32,20 @@ VERIFIED = make_finding("upload_succeeded", tag="5.56.51", detail="read back")
 SPIKE = make_finding("loss_spike", step=1, loss=9.0, median=3.0, limit=4.0)
 
 
-def _told(policy: AlertPolicy, *findings: Finding) -> list[Alert]:
+def _sent(policy: AlertPolicy, *findings: Finding) -> list[Alert]:
     return [alert for finding in findings for alert in policy.observe(finding)]
 
 
 def test_errors_are_reported_and_warnings_are_not() -> None:
     policy = AlertPolicy(AlertSettings(), FakeClock(), "host/miner")
-    told = _told(
+    sent = _sent(
         policy,
         HANG,
         SPIKE,
         VERIFIED,
         make_finding("alert_failed", alert="x", reason="y").at("critical"),
     )
-    assert [(alert.title, alert.body) for alert in told] == [
+    assert [(alert.title, alert.body) for alert in sent] == [
         ("[host/miner] CRITICAL: hang_detected", "HANG DETECTED: rank 2 in data for 912s")
     ]
 
@@ -55,33 +55,33 @@ def test_overnight_also_tells_the_loss_and_what_was_not_saved_but_no_stop_that_w
 ):
     policy = AlertPolicy(AlertSettings(preset="overnight"), FakeClock(), "h/m")
     asked = make_finding("miner_exited", level="info", how="as asked", code=0, runtime_s=1.0)
-    told = _told(policy, SPIKE, asked, make_finding("checkpoint_stale", detail="2 h old"))
-    assert [alert.event for alert in told] == ["loss_spike", "checkpoint_stale"]
+    sent = _sent(policy, SPIKE, asked, make_finding("checkpoint_stale", detail="2 h old"))
+    assert [alert.event for alert in sent] == ["loss_spike", "checkpoint_stale"]
 
 
 def test_the_same_alert_waits_for_its_cooldown_and_says_how_many_were_held_back() -> None:
     clock = FakeClock()
     policy = AlertPolicy(AlertSettings(cooldown_s=900), clock, "h/m")
-    assert len(_told(policy, *[HANG] * 10)) == 1
+    assert len(_sent(policy, *[HANG] * 10)) == 1
     clock.advance(901)
-    (again,) = _told(policy, HANG)
+    (again,) = _sent(policy, HANG)
     assert "(9 more of these were held back)" in again.body
     labels = [
         make_finding("incident", label=label, cause="c", fix="f", excerpt="e")
         for label in ("oom", "nccl", "oom")
     ]
-    assert len(_told(policy, *labels)) == 2
+    assert len(_sent(policy, *labels)) == 2
 
 
 def test_a_resolved_alert_is_reported_once_and_may_recur() -> None:
     policy = AlertPolicy(AlertSettings(), FakeClock(), "h/m")
-    told = _told(policy, FAILED, VERIFIED, VERIFIED)
-    assert [alert.title for alert in told] == [
+    sent = _sent(policy, FAILED, VERIFIED, VERIFIED)
+    assert [alert.title for alert in sent] == [
         "[h/m] ERROR: upload_failed",
         "[h/m] RESOLVED: upload_failed",
     ]
-    assert len(_told(policy, FAILED)) == 1, "a second failure after the end is news"
-    _told(policy, HANG)
+    assert len(_sent(policy, FAILED)) == 1, "a second failure after the end is news"
+    _sent(policy, HANG)
     assert [alert.title for alert in policy.progressed()] == ["[h/m] RESOLVED: hang_detected"]
     assert list(policy.progressed()) == []
 
@@ -89,7 +89,7 @@ def test_a_resolved_alert_is_reported_once_and_may_recur() -> None:
 def test_what_is_remembered_is_bounded() -> None:
     policy = AlertPolicy(AlertSettings(), FakeClock(), "h/m")
     for number in range(2000):
-        _told(policy, make_finding("incident", label=str(number), cause="c", fix="f", excerpt="e"))
+        _sent(policy, make_finding("incident", label=str(number), cause="c", fix="f", excerpt="e"))
     assert len(policy._sent_at) <= 256
     assert len(policy._open) <= 256
 
@@ -98,19 +98,19 @@ def _url(webhook: Webhook) -> str:
     return f"json://{webhook.address}/planted-secret-path"
 
 
-def _part(
+def _monitor(
     tmp_path: Path, settings: AlertSettings, status: dict[str, Any] | None = None
 ) -> tuple[AlertsMonitor, list[Finding]]:
-    said: list[Finding] = []
+    emitted: list[Finding] = []
     around = context(
         tmp_path,
         config=Config(alerts=settings),
         clock=SystemClock(),
-        emit=said.append,
+        emit=emitted.append,
         jobs=JobsAtOnce(),
         status=lambda: status or {},
     )
-    return AlertsMonitor(around), said
+    return AlertsMonitor(around), emitted
 
 
 def test_an_alert_arrives_after_a_refusal_and_is_reported(
@@ -118,10 +118,12 @@ def test_an_alert_arrives_after_a_refusal_and_is_reported(
 ) -> None:
     monkeypatch.setattr(alert_queue, "RETRIES_S", (0.1,))
     webhook.refuse = 1
-    part, said = _part(tmp_path, AlertSettings(urls=(_url(webhook),)))
-    part.on_finding(HANG)
-    until(lambda: said)
-    assert [(finding.event, finding.fields["targets"]) for finding in said] == [("alert_sent", 1)]
+    monitor, emitted = _monitor(tmp_path, AlertSettings(urls=(_url(webhook),)))
+    monitor.on_finding(HANG)
+    until(lambda: emitted)
+    assert [(finding.event, finding.fields["targets"]) for finding in emitted] == [
+        ("alert_sent", 1)
+    ]
     assert webhook.bodies[0]["title"].endswith("CRITICAL: hang_detected")
     verdict, advice, line = webhook.bodies[0]["message"].splitlines()
     assert re.fullmatch(r"NOT EARNING since \d\d:\d\d UTC: rank 2 in data for 912s", verdict), (
@@ -130,8 +132,8 @@ def test_an_alert_arrives_after_a_refusal_and_is_reported(
     assert advice.startswith("Next: read the stacks of the named rank: miner-guard logs --event")
     assert advice.endswith(" (more: miner-guard runbook hang_detected)")
     assert line == "HANG DETECTED: rank 2 in data for 912s"
-    part.on_stop()
-    assert not part.lingers()
+    monitor.on_stop()
+    assert not monitor.lingers()
 
 
 @pytest.fixture
@@ -148,19 +150,19 @@ def test_a_webhook_that_never_answers_costs_the_supervisor_nothing(
 ) -> None:
     monkeypatch.setattr(alert_queue, "WITHIN_S", 1.0)
     monkeypatch.setattr(alert_queue, "RETRIES_S", ())
-    part, said = _part(tmp_path, AlertSettings(urls=(silent,), cooldown_s=0))
+    monitor, emitted = _monitor(tmp_path, AlertSettings(urls=(silent,), cooldown_s=0))
     start = time.monotonic()
     for _ in range(500):
-        part.on_finding(HANG)
+        monitor.on_finding(HANG)
     assert time.monotonic() - start < 60, (
         "milliseconds are meant; a wait for the webhook each time would be 500 s"
     )
-    assert part.snapshot()["dropped"] >= 400
-    until(lambda: said)
-    assert said[0].event == "alert_failed"
-    assert said[0].fields["reason"] == "target 1 (json) did not answer within 1 s"
-    part._outbox._fresh.clear()
-    part.on_stop()
+    assert monitor.snapshot()["dropped"] >= 400
+    until(lambda: emitted)
+    assert emitted[0].event == "alert_failed"
+    assert emitted[0].fields["reason"] == "target 1 (json) did not answer within 1 s"
+    monitor._outbox._fresh.clear()
+    monitor.on_stop()
 
 
 def test_a_dead_webhook_delays_neither_the_other_target_nor_the_next_alert(
@@ -168,16 +170,16 @@ def test_a_dead_webhook_delays_neither_the_other_target_nor_the_next_alert(
 ) -> None:
     monkeypatch.setattr(alert_queue, "WITHIN_S", 3.0)
     monkeypatch.setattr(alert_queue, "RETRIES_S", (600.0,))
-    part, said = _part(tmp_path, AlertSettings(urls=(silent, _url(webhook)), cooldown_s=0))
-    part.on_finding(HANG)
+    monitor, emitted = _monitor(tmp_path, AlertSettings(urls=(silent, _url(webhook)), cooldown_s=0))
+    monitor.on_finding(HANG)
     until(lambda: len(webhook.bodies) == 1)
-    part.on_finding(FAILED)
+    monitor.on_finding(FAILED)
     until(lambda: len(webhook.bodies) == 2)
-    assert not said, "the dead target is still to be tried"
+    assert not emitted, "the dead target is still to be tried"
     monkeypatch.setattr(alert_queue, "LAST_WITHIN_S", 1.0)
-    part.on_stop()
-    until(lambda: not part.lingers())
-    assert {finding.event for finding in said} == {"alert_failed"}
+    monitor.on_stop()
+    until(lambda: not monitor.lingers())
+    assert {finding.event for finding in emitted} == {"alert_failed"}
     assert len(webhook.bodies) == 2, "a target that took it does not get it twice"
 
 
@@ -219,15 +221,15 @@ def test_what_waits_at_the_end_is_tried_once_more_and_lingering_ends_when_it_arr
 ) -> None:
     monkeypatch.setattr(alert_queue, "RETRIES_S", (600.0,))
     webhook.refuse = 1
-    part, said = _part(tmp_path, AlertSettings(urls=(_url(webhook),)))
-    part.on_finding(HANG)
-    until(lambda: part._outbox._later)
-    part.on_finding(make_finding("crash_loop", detail="x", restarts=5))
-    part.on_stop()
-    assert part.lingers()
-    until(lambda: not part.lingers())
+    monitor, emitted = _monitor(tmp_path, AlertSettings(urls=(_url(webhook),)))
+    monitor.on_finding(HANG)
+    until(lambda: monitor._outbox._later)
+    monitor.on_finding(make_finding("crash_loop", detail="x", restarts=5))
+    monitor.on_stop()
+    assert monitor.lingers()
+    until(lambda: not monitor.lingers())
     assert len(webhook.bodies) == 2
-    assert [finding.event for finding in said] == ["alert_sent"] * 2
+    assert [finding.event for finding in emitted] == ["alert_sent"] * 2
 
 
 def test_the_heartbeat_is_sent_while_the_miner_progresses_and_only_then(
@@ -235,8 +237,8 @@ def test_the_heartbeat_is_sent_while_the_miner_progresses_and_only_then(
 ) -> None:
     url = f"http://{webhook.address}/beat"
     status = {"state": "running", "steps": {"last_step_age_s": 3, "max_s": 15}}
-    part, _ = _part(tmp_path, AlertSettings(heartbeat_url=url), status)
-    jobs = part.context.jobs
+    monitor, _ = _monitor(tmp_path, AlertSettings(heartbeat_url=url), status)
+    jobs = monitor.context.jobs
     assert isinstance(jobs, JobsAtOnce)
     jobs.repeated["heartbeat"]()
     assert len(webhook.beats) == 1
@@ -278,9 +280,9 @@ def test_without_apprise_the_start_and_the_failed_alert_name_the_command(
     )
     monkeypatch.setitem(sys.modules, "apprise", None)
     settings = AlertSettings(urls=("json://127.0.0.1:1/planted-secret-path",))
-    part, said = _part(tmp_path, settings)
-    part.on_stop()
-    (degraded,) = said
+    monitor, emitted = _monitor(tmp_path, settings)
+    monitor.on_stop()
+    (degraded,) = emitted
     assert degraded.event == "guard_degraded"
     assert "apprise is not installed; pip install 'apprise>=1.7'" in degraded.fields["what"]
-    assert not _part(tmp_path, AlertSettings())[1]
+    assert not _monitor(tmp_path, AlertSettings())[1]

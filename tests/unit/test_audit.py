@@ -412,10 +412,10 @@ def test_a_state_directory_tells_what_its_guard_watches(
     )
     monkeypatch.chdir(elsewhere)
     assert run(["audit", "--state-dir", str(state.root)]) == 0
-    said = capsys.readouterr()
-    assert said.out.startswith("AUDIT PASSED: epoch 56 (as published")
-    assert "gradients are 2100s old (keep < 9s)" in ages_to_the_hundred(said.out)
-    assert f"auditing {tmp_path}/repo, as the guard of {state.root} does" in said.err
+    printed = capsys.readouterr()
+    assert printed.out.startswith("AUDIT PASSED: epoch 56 (as published")
+    assert "gradients are 2100s old (keep < 9s)" in ages_to_the_hundred(printed.out)
+    assert f"auditing {tmp_path}/repo, as the guard of {state.root} does" in printed.err
     state.watched.write_text('{"repo": 7}')
     assert run(["audit", "--state-dir", str(state.root)]) == 69
     assert "pass the same -c or --state-dir as to `run`" in capsys.readouterr().out

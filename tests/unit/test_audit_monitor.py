@@ -81,5 +81,5 @@ def test_the_audit_knows_how_the_last_allreduce_ended(
     bench.jobs.repeated["audit"]()
     bench.finds(make_finding("allreduce_ended", outcome="finished", reason=None))
     bench.jobs.repeated["audit"]()
-    told = [known.allreduce for known in bench.asked]
-    assert told == [None, AllReduce("no group"), AllReduce(None)]
+    allreduces = [known.allreduce for known in bench.asked]
+    assert allreduces == [None, AllReduce("no group"), AllReduce(None)]

@@ -207,25 +207,25 @@ def test_the_masters_bucket_is_ours_without_the_uid() -> None:
 
 
 @pytest.fixture
-def part(tmp_path: Path) -> ChainMonitor:
+def monitor(tmp_path: Path) -> ChainMonitor:
     return ChainMonitor(context(tmp_path, config=Config(chain=SETTINGS), jobs=JobsNever()))
 
 
-def said(findings: Any) -> list[Finding]:
+def shown(findings: Any) -> list[Finding]:
     return [f for f in findings if f.severity != "debug"]
 
 
 GOOD = ChainReading(block=1000, registered=True, uid=1, commitment="a" * 128, errors={})
 
 
-def test_a_lost_registration_is_critical_and_repeated(part: ChainMonitor) -> None:
+def test_a_lost_registration_is_critical_and_repeated(monitor: ChainMonitor) -> None:
     ahead = NetworkProgress(57, 900)
-    (first,) = said(part.observe(GOOD, ahead, 0.0))
+    (first,) = shown(monitor.observe(GOOD, ahead, 0.0))
     assert first.fields["network"]["outer_step"] == 57
     assert first.fields["network"]["blocks_since_allreduce"] == 100
     assert first.fields["network"]["commitment"].startswith("128:")
     lost = ChainReading(block=1010, registered=False, errors={})
-    status, critical = said(part.observe(lost, ahead, 120.0))
+    status, critical = shown(monitor.observe(lost, ahead, 120.0))
     assert status.event == "chain_status"
     assert critical.severity == "critical"
     assert message(critical).startswith(
@@ -233,35 +233,37 @@ def test_a_lost_registration_is_critical_and_repeated(part: ChainMonitor) -> Non
     )
     assert [
         f.event
-        for f in said(
-            part.observe(ChainReading(block=1020, registered=False, errors={}), ahead, 240.0)
+        for f in shown(
+            monitor.observe(ChainReading(block=1020, registered=False, errors={}), ahead, 240.0)
         )
     ] == []
-    again = said(part.observe(ChainReading(block=1100, registered=False, errors={}), ahead, 1100.0))
+    again = shown(
+        monitor.observe(ChainReading(block=1100, registered=False, errors={}), ahead, 1100.0)
+    )
     assert "chain_unregistered" in [f.event for f in again]
 
 
-def test_an_unknown_registration_is_never_called_lost(part: ChainMonitor) -> None:
+def test_an_unknown_registration_is_never_called_lost(monitor: ChainMonitor) -> None:
     silent = ChainReading(reason="no answer within 30 s")
-    (unknown,) = said(part.observe(silent, NetworkProgress(), 0.0))
+    (unknown,) = shown(monitor.observe(silent, NetworkProgress(), 0.0))
     assert message(unknown) == "CHAIN unknown: no answer within 30 s"
     assert unknown.fields["network"]["reason"] == "no answer within 30 s"
-    assert said(part.observe(silent, NetworkProgress(), 120.0)) == []
+    assert shown(monitor.observe(silent, NetworkProgress(), 120.0)) == []
 
 
-def test_a_frozen_node_is_reported(part: ChainMonitor) -> None:
-    list(part.observe(GOOD, NetworkProgress(), 0.0))
-    assert said(part.observe(GOOD, NetworkProgress(), 60.0)) == []
-    (frozen,) = said(part.observe(GOOD, NetworkProgress(), 121.0))
+def test_a_frozen_node_is_reported(monitor: ChainMonitor) -> None:
+    list(monitor.observe(GOOD, NetworkProgress(), 0.0))
+    assert shown(monitor.observe(GOOD, NetworkProgress(), 60.0)) == []
+    (frozen,) = shown(monitor.observe(GOOD, NetworkProgress(), 121.0))
     assert "no new block for 121s" in message(frozen)
     assert frozen.severity == "warning"
 
 
-def test_behind_a_frozen_node_the_chain_advances(part: ChainMonitor) -> None:
+def test_behind_a_frozen_node_the_chain_advances(monitor: ChainMonitor) -> None:
     """Guards against a block_list that looks young to a guard whose node stands as still as the
     miner's."""
-    looks = [next(iter(part.observe(GOOD, NetworkProgress(), 60.0 * n))) for n in range(61)]
+    looks = [next(iter(monitor.observe(GOOD, NetworkProgress(), 60.0 * n))) for n in range(61)]
     network = Network(**looks[-1].fields["network"])
     assert current_block(network, 3600.0, 12.0) == 1000 + 300
-    moved = next(iter(part.observe(replace(GOOD, block=1290), NetworkProgress(), 3660.0)))
+    moved = next(iter(monitor.observe(replace(GOOD, block=1290), NetworkProgress(), 3660.0)))
     assert current_block(Network(**moved.fields["network"]), 3672.0, 12.0) == 1291

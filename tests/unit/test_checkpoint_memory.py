@@ -44,8 +44,8 @@ def state(value: float, size: int = 64) -> dict[str, object]:
 
 
 def launch(folder: Path, off: list[str] | None = None) -> Checkpointer:
-    told = [] if off is None else off
-    return Checkpointer(folder, every=10, memory_every=1, on_memory_off=told.append)
+    reasons = [] if off is None else off
+    return Checkpointer(folder, every=10, memory_every=1, on_memory_off=reasons.append)
 
 
 def resumed(folder: Path) -> tuple[str | None, float, int, list[Skipped]]:

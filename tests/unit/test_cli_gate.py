@@ -184,10 +184,10 @@ def test_the_ledger_is_read_by_logs_and_the_report(
     )
     ledger.close()
     assert run(["logs", *here, "--ledger", "decisions"]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith(f"1970-01-01T00:00:05.000000Z id={decision.decision_id} ")
-    assert "allowed=0" in told
-    assert "document" not in told
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"1970-01-01T00:00:05.000000Z id={decision.decision_id} ")
+    assert "allowed=0" in printed
+    assert "document" not in printed
     assert run(["logs", *here, "--ledger", "uploads", "--json", "-n", "1"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["tag"], row["outcome"]) == ("5.56.60", "verified")

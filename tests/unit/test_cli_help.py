@@ -48,6 +48,6 @@ def test_an_unknown_event_gets_the_nearest_names_and_not_a_hundred(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["logs", "--event", "nope", "--state-dir", str(tmp_path)]) == 64
-    said = capsys.readouterr().err
-    assert "unknown event 'nope'; nearest: " in said
-    assert len(said) < 200
+    message = capsys.readouterr().err
+    assert "unknown event 'nope'; nearest: " in message
+    assert len(message) < 200

@@ -156,9 +156,9 @@ def test_a_wrong_command_line_is_refused(
 ) -> None:
     before = sorted(path.name for path in folder.iterdir())
     assert run(shlex.split(line)) == code
-    said = capsys.readouterr().err
-    assert words in said
-    assert "Traceback" not in said
+    message = capsys.readouterr().err
+    assert words in message
+    assert "Traceback" not in message
     assert sorted(path.name for path in folder.iterdir()) == before, (
         "a refused input changes nothing"
     )
@@ -193,9 +193,9 @@ def test_a_defect_is_one_line_with_its_place(
 
     monkeypatch.setattr("miner_guard.cli.plan.document", broken)
     assert run(["plan", "--json"]) == 1
-    said = capsys.readouterr().err
-    assert "internal error, please report it: ZeroDivisionError: by nobody (" in said
-    assert len(said.splitlines()) == 1
+    message = capsys.readouterr().err
+    assert "internal error, please report it: ZeroDivisionError: by nobody (" in message
+    assert len(message.splitlines()) == 1
 
 
 def test_the_miners_own_exit_code_2_is_no_wrong_usage() -> None:

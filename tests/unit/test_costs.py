@@ -24,9 +24,9 @@ class Account:
 
     def __init__(self, budget: Budget | None = None, output_dir: Path | None = None) -> None:
         self.clock = FakeClock()
-        self.said: list[Finding] = []
+        self.findings: list[Finding] = []
         self.tracker = MonitoringCostTracker(
-            output_dir, budget=budget or Budget(), clock=self.clock, report=self.said.append
+            output_dir, budget=budget or Budget(), clock=self.clock, report=self.findings.append
         )
 
     def call(self, operation: str, seconds: float) -> None:
@@ -34,7 +34,7 @@ class Account:
             self.clock.advance(seconds)
 
     def events(self) -> list[str]:
-        return [finding.event for finding in self.said]
+        return [finding.event for finding in self.findings]
 
 
 def test_the_documents_estimate_is_10_1_per_cent() -> None:
@@ -66,7 +66,7 @@ def test_an_operation_over_30_s_is_called_out_at_its_first_call() -> None:
     account = Account()
     account.clock.advance(100_000)
     account.call("evolution_snapshot", 31)
-    assert [message(finding) for finding in account.said] == [
+    assert [message(finding) for finding in account.findings] == [
         "MONITORING SLOW: evolution_snapshot took 31.0s (limit 30s)"
     ]
 
@@ -76,7 +76,7 @@ def test_over_5_per_cent_warns_once_and_over_10_is_critical_once() -> None:
     account.clock.advance(1000)
     for _ in range(12):
         account.call("validation", 10)
-    over = [finding for finding in account.said if finding.event == "monitoring_over_budget"]
+    over = [finding for finding in account.findings if finding.event == "monitoring_over_budget"]
     assert [finding.severity for finding in over] == ["warning", "critical"]
     assert message(over[0]).startswith("MONITORING OVER BUDGET: 6.0% (limit 5%)")
 
@@ -284,7 +284,7 @@ def _disaster(throttle: bool) -> tuple[Account, int]:
 def test_the_disaster_unthrottled_is_far_over_budget() -> None:
     account, calls = _disaster(throttle=False)
     assert calls == 40
-    assert account.said[0].event == "monitoring_operation_slow"
+    assert account.findings[0].event == "monitoring_operation_slow"
     assert account.tracker.share_pct() > 10
 
 
@@ -296,7 +296,7 @@ def test_the_disaster_throttled_stays_in_budget_and_spares_the_cheap_operation()
     assert report["live_inference"]["calls"] == 100
     assert report["live_inference"]["status"] == "active"
     assert report["evolution_snapshot"]["status"] == "throttled"
-    throttled = [finding for finding in account.said if finding.event == "monitoring_throttled"]
+    throttled = [finding for finding in account.findings if finding.event == "monitoring_throttled"]
     assert len(throttled) == 1
     assert throttled[0].fields["operation"] == "evolution_snapshot"
     assert throttled[0].fields["interval_s"] > throttled[0].fields["asked_s"]

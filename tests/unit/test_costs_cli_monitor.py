@@ -30,7 +30,7 @@ def emitted() -> list[Finding]:
 
 
 @pytest.fixture
-def part(tmp_path: Path, emitted: list[Finding]) -> Iterator[CostsMonitor]:
+def monitor(tmp_path: Path, emitted: list[Finding]) -> Iterator[CostsMonitor]:
     yield CostsMonitor(context(tmp_path, emit=emitted.append))
     set_global_tracker(None)
 
@@ -95,11 +95,11 @@ def test_the_documents_decision_framework(
 
 
 @pytest.mark.parametrize(
-    ("spelled", "name"),
+    ("spelling", "name"),
     [("EvolutionSnapshot", "evolution snapshot"), ("val_loss", "validation loss"), ("axe", None)],
 )
-def test_a_known_operation_is_found_however_it_is_spelled(spelled: str, name: str | None) -> None:
-    found = known(spelled)
+def test_a_known_operation_is_found_however_it_is_spelled(spelling: str, name: str | None) -> None:
+    found = known(spelling)
     assert (None if found is None else found.name) == name
 
 
@@ -124,9 +124,9 @@ def test_a_file_that_is_not_a_ledger_is_reported_without_a_traceback(
     (tmp_path / "status" / "monitoring_costs.json").write_text(content)
     (tmp_path / "status.json").write_text('{"steps": {"p50_s": NaN}}')
     assert run(["costs", *flags, "--state-dir", str(tmp_path)]) == 1
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "is not a ledger" in said.err
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "is not a ledger" in printed.err
     assert (
         run(["costs", "estimate", "--every", "5", "--seconds", "1", "--state-dir", str(tmp_path)])
         == 64
@@ -178,14 +178,14 @@ def test_a_ledger_that_is_garbage_is_not_called_missing(
     assert "can't be read" in capsys.readouterr().err
 
 
-def test_phases_are_entered_once_each(part: CostsMonitor) -> None:
+def test_phases_are_entered_once_each(monitor: CostsMonitor) -> None:
     """5 s of monitor phase of which 3 s are validation nested in it: 2 s are its own, 5 s
     together."""
-    part.on_launch(Launch(["x"], 1, 0, 1000.0))
-    part.on_steps(
+    monitor.on_launch(Launch(["x"], 1, 0, 1000.0))
+    monitor.on_steps(
         0, [_step(0, 100.0, {"monitor": 5.0, "val_loss": 3.0, "forward": 50.0}, nested=3.0)]
     )
-    report = part.tracker.get_report()
+    report = monitor.tracker.get_report()
     assert {name: row["total_time"] for name, row in report["operations"].items()} == {
         "monitor": 2.0,
         "validation": 3.0,
@@ -193,48 +193,50 @@ def test_phases_are_entered_once_each(part: CostsMonitor) -> None:
     assert report["total_percentage"] == pytest.approx(100 * 5 / 95, abs=1e-3)
 
 
-def test_the_account_knows_the_time_of_a_step(part: CostsMonitor) -> None:
+def test_the_account_knows_the_time_of_a_step(monitor: CostsMonitor) -> None:
     """The cost table needs it for the columns of source 000's table: frequency, and cost per 1000
     steps."""
-    part.on_launch(Launch(["x"], 1, 0, 1000.0))
-    assert part.tracker.get_report()["step_time"] is None
-    part.on_steps(0, [_step(n, 10.0, {"val_loss": 2.0} if n % 5 == 0 else {}) for n in range(10)])
-    assert part.tracker.get_report()["step_time"] == pytest.approx(9.6)
+    monitor.on_launch(Launch(["x"], 1, 0, 1000.0))
+    assert monitor.tracker.get_report()["step_time"] is None
+    monitor.on_steps(
+        0, [_step(n, 10.0, {"val_loss": 2.0} if n % 5 == 0 else {}) for n in range(10)]
+    )
+    assert monitor.tracker.get_report()["step_time"] == pytest.approx(9.6)
 
 
-def test_only_the_lead_rank_is_counted(part: CostsMonitor) -> None:
+def test_only_the_lead_rank_is_counted(monitor: CostsMonitor) -> None:
     for rank in (0, 1):
-        part.on_steps(rank, [_step(0, 10.0)])
-        part.on_entry(rank, CostEntry(operation="guard.hook", seconds=0.5, count=64))
-    row = part.tracker.get_report()["operations"]["guard.hook"]
+        monitor.on_steps(rank, [_step(0, 10.0)])
+        monitor.on_entry(rank, CostEntry(operation="guard.hook", seconds=0.5, count=64))
+    row = monitor.tracker.get_report()["operations"]["guard.hook"]
     assert (row["total_time"], row["calls"]) == (0.5, 64)
-    assert part.snapshot()["guard_blocking_pct"] == pytest.approx(100 * 0.5 / 9.5, abs=1e-3)
+    assert monitor.snapshot()["guard_blocking_pct"] == pytest.approx(100 * 0.5 / 9.5, abs=1e-3)
 
 
-def test_after_a_new_rendezvous_the_present_ranks_bear_the_cost(part: CostsMonitor) -> None:
+def test_after_a_new_rendezvous_the_present_ranks_bear_the_cost(monitor: CostsMonitor) -> None:
     """Guards against monitoring that costs nothing any more, because a rank that went to another
     node still leads."""
-    part.on_steps(0, [_step(0, 10.0)])
-    part.on_tick(10.0, headers(4, 5))
-    part.on_steps(4, [_step(1, 10.0, {"inference": 3.0})])
-    part.on_entry(4, CostEntry(operation="guard.hook", seconds=0.5, count=64))
-    operations = part.tracker.get_report()["operations"]
+    monitor.on_steps(0, [_step(0, 10.0)])
+    monitor.on_tick(10.0, headers(4, 5))
+    monitor.on_steps(4, [_step(1, 10.0, {"inference": 3.0})])
+    monitor.on_entry(4, CostEntry(operation="guard.hook", seconds=0.5, count=64))
+    operations = monitor.tracker.get_report()["operations"]
     assert {name: row["total_time"] for name, row in operations.items() if row["total_time"]} == {
         "inference": 3.0, "guard.hook": 0.5,
     }  # fmt: skip
-    assert part.snapshot()["training_s"] == pytest.approx(20.0 - 3.5)
+    assert monitor.snapshot()["training_s"] == pytest.approx(20.0 - 3.5)
 
 
 def test_an_expensive_call_of_a_rank_is_called_out(
-    part: CostsMonitor, emitted: list[Finding], tmp_path: Path
+    monitor: CostsMonitor, emitted: list[Finding], tmp_path: Path
 ) -> None:
-    part.on_steps(0, [_step(0, 1750.0)])
-    part.on_entry(0, CostEntry(operation="evolution_snapshot", seconds=180.0))
+    monitor.on_steps(0, [_step(0, 1750.0)])
+    monitor.on_entry(0, CostEntry(operation="evolution_snapshot", seconds=180.0))
     assert [finding.event for finding in emitted] == [
         "monitoring_operation_slow",
         "monitoring_over_budget",
     ]
-    list(part.on_stop())
+    list(monitor.on_stop())
     document: dict[str, Any] = json.loads(
         (tmp_path / "status" / "monitoring_costs.json").read_text()
     )
@@ -245,21 +247,21 @@ def test_an_expensive_call_of_a_rank_is_called_out(
 def test_the_guards_helpers_are_counted_once_and_never_backwards(tmp_path: Path) -> None:
     """Guards against an open page, rendered by the HTTP port's process, that costs nothing."""
     status: dict[str, Any] = {}
-    part = CostsMonitor(context(tmp_path, status=lambda: status))
+    monitor = CostsMonitor(context(tmp_path, status=lambda: status))
     readings: list[dict[str, Any] | None] = [{"helpers_cpu_s": 2.0}, None, {"helpers_cpu_s": 5.0}]
     for turn, reading in enumerate(readings):
         status["health"] = {"guard": reading}
-        part.on_tick(20.0 * turn, {})
-    row = part.tracker.get_report()["operations"]["guard.helpers"]
+        monitor.on_tick(20.0 * turn, {})
+    row = monitor.tracker.get_report()["operations"]["guard.helpers"]
     set_global_tracker(None)
     assert (row["background_time"], row["total_time"]) == (5.0, 0.0)
 
 
-def test_time_in_which_the_miner_does_not_run_is_no_training_time(part: CostsMonitor) -> None:
-    clock = part.context.clock
+def test_time_in_which_the_miner_does_not_run_is_no_training_time(monitor: CostsMonitor) -> None:
+    clock = monitor.context.clock
     assert isinstance(clock, FakeClock)
-    part.on_launch(Launch(["x"], 1, 0, clock.monotonic()))
+    monitor.on_launch(Launch(["x"], 1, 0, clock.monotonic()))
     clock.advance(50)
-    part.on_exit(Exit(1, None, False, False, 50.0))
+    monitor.on_exit(Exit(1, None, False, False, 50.0))
     clock.advance(1000)
-    assert part.tracker.training_s() == 50
+    assert monitor.tracker.training_s() == 50

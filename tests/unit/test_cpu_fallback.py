@@ -47,10 +47,10 @@ def test_a_model_that_was_moved_after_its_diagnosis_or_is_small_is_no_fallback(
     small = ("cuda:0", {"allocated_bytes": 0.4 * GIB, "flags": FLAG_LOSS_ON_CPU})
     for device, seen in (moved, small):
         run = Run(tmp_path, replace(Config(), gpu=GpuSettings(expect=2)))
-        for part in diagnosis_codec.pack(
+        for report in diagnosis_codec.pack(
             [{"rank": r, "model_device": device, "offload": False} for r in range(2)]
         ):
-            run.entry(kind="diagnosis", report=part)
+            run.entry(kind="diagnosis", report=report)
         for _ in range(20):
             run.step(0.3, 3.0, **seen)
         assert run.of("cpu_fallback") == [], device
@@ -69,11 +69,11 @@ def test_low_memory_and_slow_steps_are_suspected_then_cleared(tmp_path: Path) ->
 
 def test_what_cleared_before_it_was_reported_is_not_reported(tmp_path: Path) -> None:
     """Guards against a `CPU FALLBACK … cleared` without a `CPU FALLBACK` before it."""
-    part = RanksMonitor(context(tmp_path, config=replace(Config(), gpu=GpuSettings(expect=2))))
+    monitor = RanksMonitor(context(tmp_path, config=replace(Config(), gpu=GpuSettings(expect=2))))
     small = {"allocated_bytes": 0.05 * GIB, "flags": FLAG_LOSS_ON_CPU}
     steps = [StepRecord(**(small if n == 1 else {"allocated_bytes": 18 * GIB})) for n in range(9)]
-    list(part.on_steps(1, steps))
-    assert list(part.on_tick(100.0, {})) == []
+    list(monitor.on_steps(1, steps))
+    assert list(monitor.on_tick(100.0, {})) == []
 
 
 def test_gpus_that_nvml_shows_unused_are_evidence_and_throttling_explains(tmp_path: Path) -> None:
@@ -100,15 +100,15 @@ def test_gpus_that_nvml_shows_unused_are_evidence_and_throttling_explains(tmp_pa
 
 
 def test_diagnosis_makes_it_certain_unless_the_cpu_was_asked_for(tmp_path: Path) -> None:
-    for expect, said in ((2, 1), (0, 0), ("auto", 0)):
+    for expect, count in ((2, 1), (0, 0), ("auto", 0)):
         run = Run(tmp_path, replace(Config(), gpu=GpuSettings(expect=expect)))
         found_by_ranks = [{"rank": r, "model_device": "cpu", "offload": False} for r in range(2)]
-        for part in diagnosis_codec.pack(found_by_ranks):
-            run.entry(kind="diagnosis", report=part)
+        for report in diagnosis_codec.pack(found_by_ranks):
+            run.entry(kind="diagnosis", report=report)
         for _ in range(20):
             run.step(0.3, 3.0, allocated_bytes=None)
-        assert len(run.of("cpu_fallback")) == said
-        assert len(run.alarms()) == said
+        assert len(run.of("cpu_fallback")) == count
+        assert len(run.alarms()) == count
 
 
 def test_a_run_that_lastingly_takes_eight_times_as_long_without_a_gpu_is_suspected(
@@ -175,8 +175,8 @@ def test_the_entries_of_a_real_diagnosis_are_understood(tmp_path: Path) -> None:
     found_by_ranks = [
         {"rank": rank, "model_device": f"cuda:{rank}", "offload": False} for rank in range(2)
     ]
-    for part in diagnosis_codec.pack(found_by_ranks):
-        run.entry(kind="diagnosis", t=1.0, report=part)
+    for report in diagnosis_codec.pack(found_by_ranks):
+        run.entry(kind="diagnosis", t=1.0, report=report)
     for _ in range(30):
         run.step(15.0, 3.0)
     assert run.alarms() == []

@@ -32,15 +32,15 @@ class Miner:
         self.clock = FakeClock()
         self.ranks = ranks or {}
         config = replace(Config(), miner=MinerSettings(attach=attach))
-        self.part = FirstStepMonitor(context(folder, clock=self.clock, config=config))
-        self.part.on_launch(Launch(("miner",), 1, 0, self.clock.monotonic()))
+        self.monitor = FirstStepMonitor(context(folder, clock=self.clock, config=config))
+        self.monitor.on_launch(Launch(("miner",), 1, 0, self.clock.monotonic()))
 
     def waits(self, seconds: int, line: str = "") -> list[Finding]:
         found: list[Finding] = []
         for _ in range(seconds):
             self.clock.advance(1.0)
-            found += self.part.on_lines([line.encode()] if line else [])
-            found += self.part.on_tick(self.clock.monotonic(), self.ranks)
+            found += self.monitor.on_lines([line.encode()] if line else [])
+            found += self.monitor.on_tick(self.clock.monotonic(), self.ranks)
         return found
 
 
@@ -93,8 +93,8 @@ def test_a_step_or_a_hang_ends_the_watch(tmp_path: Path) -> None:
     for end in ("step", "hang"):
         miner = Miner(tmp_path, "log")
         if end == "step":
-            miner.part.on_steps(0, [StepRecord()])
+            miner.monitor.on_steps(0, [StepRecord()])
         else:
             fields = {"detail": "…", "culprits": [], "idle_s": 1.0, "limit_s": 1.0}
-            miner.part.on_finding(make_finding("hang_detected", **fields))
+            miner.monitor.on_finding(make_finding("hang_detected", **fields))
         assert miner.waits(2000, "loss of outer 1 is 2.5 at 3") == []

@@ -303,15 +303,17 @@ def test_what_a_rank_wrote_before_it_was_killed_in_the_middle_of_its_header_is_r
     ranks.flights.close()
 
 
-@pytest.mark.parametrize(("told", "finished"), [({"LOCAL_WORLD_SIZE": "3"}, False), ({}, True)])
+@pytest.mark.parametrize(
+    ("variables", "finished"), [({"LOCAL_WORLD_SIZE": "3"}, False), ({}, True)]
+)
 def test_a_finish_needs_the_report_of_the_highest_local_rank(
-    tmp_path: Path, told: dict[str, str], finished: bool
+    tmp_path: Path, variables: dict[str, str], finished: bool
 ) -> None:
     """Guards against a miner that counts as finished and stays down: its last rank died before it
     had a record."""
     state = StateDir(tmp_path)
     for rank in (0, 1):
-        Guard(place(state, rank=rank, world_size=3, LOCAL_RANK=str(rank), **told)).close(
+        Guard(place(state, rank=rank, world_size=3, LOCAL_RANK=str(rank), **variables)).close(
             finished=True
         )
     flights = Flights(state, find({}).run_id, lambda finding: pytest.fail(str(finding)))

@@ -74,20 +74,20 @@ def test_one_is_no_plural() -> None:
 
 
 def test_no_check_mark_stands_before_what_is_unknown() -> None:
-    said = catalog.message(
+    shown = catalog.message(
         catalog.make_finding(
             "gpu_diagnostics", ranks=[{"rank": 0, "cuda_available": False, "world_size": 2}]
         )
     )
-    assert "\n? Model device: unknown\n" in said
-    assert "\n✓ World size (GPUs): 2\n" in said
+    assert "\n? Model device: unknown\n" in shown
+    assert "\n✓ World size (GPUs): 2\n" in shown
 
 
 def test_a_checkpoint_without_a_reported_time_has_no_age() -> None:
-    said = catalog.make_finding(
+    shown = catalog.make_finding(
         "checkpoint_saved", path="ckpt/7", step=7, seconds=None, size_bytes=None
     )
-    assert catalog.message(said) == "CHECKPOINT SAVED: ckpt/7", "it was `in unknowns`"
+    assert catalog.message(shown) == "CHECKPOINT SAVED: ckpt/7", "it was `in unknowns`"
 
 
 def test_a_finding_without_its_fields_is_refused() -> None:
@@ -196,9 +196,9 @@ def test_a_full_disk_is_reported_by_the_first_writer_alone_and_again_the_next_ti
             )
         for what, lost in (("guard.jsonl", 3), ("gate-inputs.json", 0), ("status.json", 2)):
             emitter.emit(catalog.make_finding("disk_recovered", what=what, lost=lost))
-    said = [line.partition("DISK ")[2].split()[:2] for line in lines]
+    shown = [line.partition("DISK ")[2].split()[:2] for line in lines]
     assert (
-        said
+        shown
         == [["FULL:", "guard.jsonl"], ["RECOVERED:", "guard.jsonl"], ["RECOVERED:", "status.json"]]
         * 2
     )

@@ -288,8 +288,8 @@ def test_whatever_any_rule_blocks_is_blocked_and_nothing_else_is(
     decision = decide(candidate, known, settings, now=NOW, wall=WALL)
     exempt = candidate.kind == "archive" or settings.mode == "shadow"
     assert decision.allowed == (exempt or not blocking)
-    said = {v.rule for v in decision.verdicts if v.outcome == "block"}
-    assert said == (set() if candidate.kind == "archive" else blocking)
+    refused_by = {v.rule for v in decision.verdicts if v.outcome == "block"}
+    assert refused_by == (set() if candidate.kind == "archive" else blocking)
 
 
 @given(candidates, known_inputs, gate_settings)

@@ -71,8 +71,8 @@ def test_a_healthy_gpu_says_nothing_in_a_day_of_samples() -> None:
 
 def test_a_fault_is_reported_once_and_its_end_once() -> None:
     faults = Faults()
-    said = [f for n in range(10) for f in observed(faults, 10.0 * n, ecc_uncorrected=n // 5)]
-    assert [f.event for f in said] == ["gpu_fault"]
+    findings = [f for n in range(10) for f in observed(faults, 10.0 * n, ecc_uncorrected=n // 5)]
+    assert [f.event for f in findings] == ["gpu_fault"]
     assert [f.event for f in observed(faults, 200.0)] == ["gpu_recovered"]
 
 

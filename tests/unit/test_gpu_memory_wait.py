@@ -22,12 +22,12 @@ class Gpus:
 
 
 def settle(gpus: Gpus, seconds: float) -> tuple[GpuMemoryWait, list[Finding]]:
-    told: list[Finding] = []
+    findings: list[Finding] = []
     made = GpuMemoryWait(
-        gpus.read, seconds, SystemClock(), report=told.append, soon=lambda call: call()
+        gpus.read, seconds, SystemClock(), report=findings.append, soon=lambda call: call()
     )
     made.remember()
-    return made, told
+    return made, findings
 
 
 def test_only_growth_beyond_the_slack_is_held() -> None:
@@ -45,19 +45,19 @@ def test_without_a_gpu_nothing_is_waited_for() -> None:
 
 
 def test_the_launch_waits_until_the_memory_is_back() -> None:
-    made, told = settle(Gpus({"GPU-a": 0}, {"GPU-a": 20 * GIB}, {"GPU-a": GIB // 4}), 50.0)
+    made, findings = settle(Gpus({"GPU-a": 0}, {"GPU-a": 20 * GIB}, {"GPU-a": GIB // 4}), 50.0)
     proceeded = threading.Event()
     made.wait(proceeded.set)
     assert proceeded.wait(10)
-    assert not told
+    assert not findings
 
 
 def test_memory_that_stays_held_is_reported_and_not_waited_for_forever() -> None:
-    made, told = settle(Gpus({"GPU-a": 0}, {"GPU-a": 20 * GIB}), 0.1)
+    made, findings = settle(Gpus({"GPU-a": 0}, {"GPU-a": 20 * GIB}), 0.1)
     proceeded = threading.Event()
     made.wait(proceeded.set)
     assert proceeded.wait(10)
-    assert "GPU-a 20.0 GB" in told[0].fields["what"]
+    assert "GPU-a 20.0 GB" in findings[0].fields["what"]
 
 
 def test_after_the_end_nothing_is_launched() -> None:

@@ -184,9 +184,9 @@ def test_a_utilization_below_70_per_cent_points_at_monitoring(
     """Source 000: above 90 % is normal; below 70 %, monitoring is likely blocking."""
     reading = MemoryReading("rank 0", 19.2, 24.0, "hook", busy_pct=busy)
     (finding,) = GpuUse(SETTINGS).check([reading], size="large", name=None, step=1, seconds=60.0)
-    said = catalog.message(finding).partition("Proceeding.")[2]
-    assert said.startswith(words)
-    assert bool(said) == bool(words)
+    advice = catalog.message(finding).partition("Proceeding.")[2]
+    assert advice.startswith(words)
+    assert bool(advice) == bool(words)
     assert finding.level is None
 
 
@@ -263,13 +263,13 @@ class Bench:
     def __init__(self, tmp_path: Path, **gpu: Any) -> None:
         self.clock, self.control = FakeClock(), Control()
         self.health: dict[str, Any] = {"gpus": None}
-        self.part = GpuMonitor(context(
+        self.monitor = GpuMonitor(context(
             tmp_path, config=Config(gpu=GpuSettings(**gpu)), clock=self.clock, control=self.control,
             status=lambda: {"health": self.health},
         ))  # fmt: skip
 
     def launch(self, *command: str) -> None:
-        self.part.on_launch(Launch(command or ("m.py",), 1, 0, self.clock.monotonic()))
+        self.monitor.on_launch(Launch(command or ("m.py",), 1, 0, self.clock.monotonic()))
 
     def sample(self, used_gb: float, total_gb: float = 24.0, gpus: int = 1) -> None:
         rows = [
@@ -288,7 +288,7 @@ class Bench:
 
     def tick(self, seconds: float, ranks: Any = None) -> list[Finding]:
         self.clock.advance(seconds)
-        return list(self.part.on_tick(self.clock.monotonic(), ranks or {}))
+        return list(self.monitor.on_tick(self.clock.monotonic(), ranks or {}))
 
 
 def test_first_after_60_s_then_every_150_s(tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ def test_the_miners_lines_count_before_nvml_and_the_hook_before_both(tmp_path: P
     bench = Bench(tmp_path)
     bench.launch()
     bench.sample(23.0)
-    show(bench.part, b"Model: EfficientNet-B4\nEpoch 3: Loss=0.542, GPU=18", b".1GB (75.4%)\n")
+    show(bench.monitor, b"Model: EfficientNet-B4\nEpoch 3: Loss=0.542, GPU=18", b".1GB (75.4%)\n")
     (usage,) = bench.tick(61)
     assert usage.fields["source"] == "printed"
     assert usage.fields["share_pct"] == pytest.approx(75.4, abs=0.1)
@@ -349,7 +349,7 @@ def test_relaunch_rewrites_the_argument_and_goes_back_after_an_out_of_memory(
     assert bench.control.relaunches == ["a larger batch: 128 -> 256"]
     bench.launch("m.py", "--batch=256")
     oom = make_finding("incident", label="cuda_oom", cause="x", fix="y", excerpt="z")
-    (back,) = bench.part.on_finding(oom)
+    (back,) = bench.monitor.on_finding(oom)
     assert (back.fields["old"], back.fields["new"]) == (256, 128)
     assert bench.control.commands[-1] == ("m.py", "--batch=128")
     bench.launch("m.py", "--batch=128")

@@ -358,9 +358,9 @@ def test_a_late_node_is_named_where_no_rank_here_stands_out(detector: HangDetect
     assert what not in detector.late(160.0, one_is_late, 60.0, what).detail
 
 
-@pytest.mark.parametrize(("world_size", "said"), [(4, "2 ranks on other nodes"), (2, "")])
+@pytest.mark.parametrize(("world_size", "expected"), [(4, "2 ranks on other nodes"), (2, "")])
 def test_where_no_rank_here_stands_out_the_other_nodes_are_pointed_to(
-    world_size: int, said: str
+    world_size: int, expected: str
 ) -> None:
     """Guards against a hang of another node in which no rank seems to be at fault."""
     who = [
@@ -369,5 +369,5 @@ def test_where_no_rank_here_stands_out_the_other_nodes_are_pointed_to(
     ]
     unattributed = Hang((), "no rank stands out, ranks 0,1 in backward", 400.0, 300.0)
     words = _elsewhere(unattributed, who)
-    assert words.startswith(f"; {said}") if said else not words
+    assert words.startswith(f"; {expected}") if expected else not words
     assert not _elsewhere(Hang((0,), "rank 0 in data", 400.0, 300.0), who)

@@ -28,10 +28,12 @@ def hang_watch(folder: Path, **given: Any) -> tuple[HangMonitor, FakeClock, list
     defaults: dict[str, Any] = {
         "config": replace(Config(), hang=HANG), "jobs": JobsAtOnce(), "control": Steered(),
     }  # fmt: skip
-    part = HangMonitor(context(folder, clock=clock, emit=emitted.append, **{**defaults, **given}))
+    monitor = HangMonitor(
+        context(folder, clock=clock, emit=emitted.append, **{**defaults, **given})
+    )
     # Its pid is this process's: one that uses CPU time is no silent one.
-    part.on_launch(Launch(("miner",), os.getpid(), 0, clock.monotonic()))
-    return part, clock, emitted
+    monitor.on_launch(Launch(("miner",), os.getpid(), 0, clock.monotonic()))
+    return monitor, clock, emitted
 
 
 def watch(
@@ -43,13 +45,13 @@ def watch(
 ) -> list[Finding]:
     """What is found in five minutes of a miner that shows no step."""
     config = replace(Config(), hang=HANG, miner=MinerSettings(attach=attach))
-    part, clock, emitted = hang_watch(folder, config=config)
+    monitor, clock, emitted = hang_watch(folder, config=config)
     found: list[Finding] = []
     for _ in range(300):
         clock.advance(1.0)
         if printing:
-            part.on_output(b"outer 1 inner 3 loss 2.5\n")
-        found += part.on_tick(clock.monotonic(), ranks)
+            monitor.on_output(b"outer 1 inner 3 loss 2.5\n")
+        found += monitor.on_tick(clock.monotonic(), ranks)
     return [*found, *emitted]
 
 
@@ -91,15 +93,15 @@ def test_ranks_that_have_lost_their_common_answer_are_ended_though_they_step_on(
     tmp_path: Path,
 ) -> None:
     jobs, control = JobsLater(), Steered()
-    part, clock, emitted = hang_watch(tmp_path, jobs=jobs, control=control)
+    monitor, clock, emitted = hang_watch(tmp_path, jobs=jobs, control=control)
     waiting = replace(
         STARTING, state="running", phase="collective", phase_since=clock.monotonic() - 60.0
     )
-    part.on_tick(clock.monotonic(), {0: waiting, 1: replace(waiting, phase="data")})
+    monitor.on_tick(clock.monotonic(), {0: waiting, 1: replace(waiting, phase="data")})
     late = make_finding("guard_degraded", rank=0, what="a rank did not come in time", where=LATE)
-    part.on_finding(late)
-    part.on_finding(late)
-    part.on_steps(0, [])
+    monitor.on_finding(late)
+    monitor.on_finding(late)
+    monitor.on_steps(0, [])
     (work,) = jobs.waiting
     work()
     hang = emitted[0]
@@ -110,24 +112,24 @@ def test_ranks_that_have_lost_their_common_answer_are_ended_though_they_step_on(
 RUNNING = replace(STARTING, state="running", total_steps=15)
 
 
-def idle(part: HangMonitor, clock: FakeClock, ranks: Mapping[int, Now], seconds: int) -> None:
+def idle(monitor: HangMonitor, clock: FakeClock, ranks: Mapping[int, Now], seconds: int) -> None:
     for _ in range(seconds):
         clock.advance(1.0)
-        part.on_tick(clock.monotonic(), ranks)
+        monitor.on_tick(clock.monotonic(), ranks)
 
 
 def test_while_the_miner_is_ended_no_hang_is_reported(tmp_path: Path) -> None:
     """Guards against HANG DETECTED, and an alert at night, for ranks that wait for those that a
     stop has ended."""
     jobs, control = JobsLater(), Steered()
-    part, clock, emitted = hang_watch(tmp_path, jobs=jobs, control=control)
-    part.on_steps(0, [])
-    idle(part, clock, {0: RUNNING}, 70)
+    monitor, clock, emitted = hang_watch(tmp_path, jobs=jobs, control=control)
+    monitor.on_steps(0, [])
+    idle(monitor, clock, {0: RUNNING}, 70)
     assert jobs.waiting, "it hangs, and its stacks are being gathered when the stop comes"
-    part.on_finding(make_finding("miner_stopping", reason="SIGTERM", grace_s=45.0))
+    monitor.on_finding(make_finding("miner_stopping", reason="SIGTERM", grace_s=45.0))
     for work in jobs.waiting:
         work()
-    idle(part, clock, {0: RUNNING}, 300)
+    idle(monitor, clock, {0: RUNNING}, 300)
     assert not [f for f in emitted if f.event == "hang_detected"]
     assert len(jobs.waiting) == 1
     assert not control.asked
@@ -135,18 +137,18 @@ def test_while_the_miner_is_ended_no_hang_is_reported(tmp_path: Path) -> None:
 
 def test_after_the_end_of_a_launch_its_ranks_are_watched_no_more(tmp_path: Path) -> None:
     """Guards against a hang in a miner that is paused, by the flight records of its last launch."""
-    part, clock, emitted = hang_watch(tmp_path)
-    part.on_exit(Exit(1, None, False, False, 60.0))
-    idle(part, clock, {0: RUNNING}, 300)
+    monitor, clock, emitted = hang_watch(tmp_path)
+    monitor.on_exit(Exit(1, None, False, False, 60.0))
+    idle(monitor, clock, {0: RUNNING}, 300)
     assert not emitted
 
 
 def test_a_finished_miner_that_does_not_exit_is_ended_as_finished(tmp_path: Path) -> None:
     """Guards against a training that is done and begins from scratch, again and again."""
     control = Steered()
-    part, clock, emitted = hang_watch(tmp_path, control=control)
+    monitor, clock, emitted = hang_watch(tmp_path, control=control)
     done = replace(RUNNING, state="finished", heartbeat=clock.monotonic())
-    idle(part, clock, {0: done}, 400)
+    idle(monitor, clock, {0: done}, 400)
     assert [f.event for f in emitted].count("hang_detected") == 1
     ((verb, cause),) = control.asked
     assert verb == "finish"

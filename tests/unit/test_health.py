@@ -213,9 +213,9 @@ def test_what_is_short_is_reported_once_until_it_was_better(
 ) -> None:
     limits = HostLimits(HealthSettings())
     assert list(limits.observe(_host())) == []
-    said = [*limits.observe(_host(**figures)), *limits.observe(_host(**figures))]
-    assert len(said) == 1
-    assert catalog.message(said[0]).startswith(words)
+    reported = [*limits.observe(_host(**figures)), *limits.observe(_host(**figures))]
+    assert len(reported) == 1
+    assert catalog.message(reported[0]).startswith(words)
     list(limits.observe(_host()))
     if "oom_kills" not in figures:
         assert len(list(limits.observe(_host(**figures)))) == 1
@@ -328,27 +328,27 @@ def test_the_part_samples_and_logs_on_schedule_and_once_at_the_end(tmp_path: Pat
 
     jobs, emitted = JobsAtOnce(), list[Finding]()
     config = Config(health=HealthSettings(snapshot_every_s=10.0))
-    part = HealthMonitor(
+    monitor = HealthMonitor(
         context(tmp_path, config=config, emit=emitted.append, jobs=jobs, status=_status)
     )
-    part._nvml.close()
-    part.samplers = Samplers(
+    monitor._nvml.close()
+    monitor.samplers = Samplers(
         SystemClock(),
         5.0,
         {
-            **part._host.reads,
+            **monitor._host.reads,
             "gpus": lambda: {"state": "absent", "gpus": []},
-            "guard": part._own.sample,
+            "guard": monitor._own.sample,
         },
     )
     assert jobs.every_s == {"samplers": 10.0, "health": 10.0}
     jobs.repeated["samplers"]()
     jobs.repeated["health"]()
     snapshots = [finding for finding in emitted if finding.event == "health_snapshot"]
-    snapshots += list(part.on_stop())
+    snapshots += list(monitor.on_stop())
     assert len(snapshots) == 2
     document = snapshots[0].fields["snapshot"]
     assert document["miner"]["inner_step"] == 84
     assert document["host"]["memory_used_bytes"] > 0
     assert document["unknown"] == {}
-    assert part.snapshot()["snapshots"] == 2
+    assert monitor.snapshot()["snapshots"] == 2

@@ -34,10 +34,10 @@ class Talkative(Monitor):
         return {"fine": True}
 
 
-def host(*parts: type[Monitor]) -> tuple[MonitorRunner, list[Finding]]:
+def host(*monitors: type[Monitor]) -> tuple[MonitorRunner, list[Finding]]:
     logged: list[Finding] = []
     made = MonitorRunner(logged.append)
-    made.monitors = [part(cast(Context, None)) for part in parts]
+    made.monitors = [monitor(cast(Context, None)) for monitor in monitors]
     return made, logged
 
 

@@ -46,7 +46,7 @@ class Hour(WholeRun):
         for module in ("schedulers.base", "triggers.date"):
             monkeypatch.setattr(f"apscheduler.{module}.datetime", Simulated)
         self._reported: deque[Finding] = deque()
-        self.told: list[tuple[float, Finding]] = []
+        self.findings: list[tuple[float, Finding]] = []
         """What was found, and when by the monotonic clock."""
 
         self.jobs = Scheduler(clock, self._reported.append)
@@ -75,7 +75,7 @@ class Hour(WholeRun):
             self._run_what_is_due()
             while self._reported:
                 finding = self._reported.popleft()
-                self.told.append((self.clock.monotonic(), finding))
+                self.findings.append((self.clock.monotonic(), finding))
                 self.host.finding(finding)
             self.documents = {
                 "state": "running",
@@ -109,7 +109,7 @@ class Hour(WholeRun):
 
     def at(self, event: str) -> list[float]:
         """Seconds from the start at which an event was found."""
-        return [now - self.started for now, finding in self.told if finding.event == event]
+        return [now - self.started for now, finding in self.findings if finding.event == event]
 
     def end(self) -> None:
         self.jobs.close()
@@ -158,7 +158,9 @@ def test_snapshots_are_on_time_memory_is_flat_and_the_cost_is_small_and_stated(h
     assert 0 < share["share_pct"] < 0.5
     # This process has run other tests before.
     assert (share["guard_cpu_s"] - used_before) / 1800 < 0.005, "CPU really used, of half an hour"
-    last = hour.told[[finding.event for _, finding in hour.told].index("health_snapshot", -100)][1]
+    last = hour.findings[
+        [finding.event for _, finding in hour.findings].index("health_snapshot", -100)
+    ][1]
     assert "mon 0.0%" in catalog.message(last)
     ledger = read_json(hour.state.costs)
     assert isinstance(ledger, dict)
@@ -182,10 +184,10 @@ def test_a_delayed_job_neither_piles_up_nor_delays_others_and_is_reported(hour: 
     go_on.set()
     hour.seconds(60)
     assert runs[0] == pytest.approx(7, abs=1)
-    (late,) = [finding for _, finding in hour.told if finding.event == "job_late"]
+    (late,) = [finding for _, finding in hour.findings if finding.event == "job_late"]
     assert catalog.message(late).startswith("JOB LATE: held by ")
     assert late.fields["late_s"] == pytest.approx(290, abs=11)
-    snapshot = [f.fields["snapshot"] for _, f in hour.told if f.event == "health_snapshot"][-1]
+    snapshot = [f.fields["snapshot"] for _, f in hour.findings if f.event == "health_snapshot"][-1]
     assert snapshot["guard"]["jobs"]["held"]["missed"] == pytest.approx(29, abs=1)
     assert snapshot["guard"]["jobs"]["held"]["max_s"] == pytest.approx(290, abs=11)
     assert snapshot["guard"]["jobs"]["health"]["missed"] == 0

@@ -118,8 +118,8 @@ def test_lines_arrive_whole_and_once_however_the_output_is_cut(
     host.exit(Exit(0, None, True, False, 1.0))
     lines = [line for line in stream.replace(b"\r", b"\n").split(b"\n") if line]
     assert reader.lines == [line[:MAX_LINE_BYTES] for line in lines]
-    wanted = [line for line in lines[:] if b"VAL_LOSS" in line]
-    assert [line for line in seeker.lines if b"VAL_LOSS" in line] == wanted
+    expected = [line for line in lines[:] if b"VAL_LOSS" in line]
+    assert [line for line in seeker.lines if b"VAL_LOSS" in line] == expected
 
 
 def test_a_line_without_an_end_is_cut_and_takes_no_more_memory() -> None:

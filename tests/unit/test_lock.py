@@ -62,9 +62,9 @@ def test_a_second_guard_that_was_quicker_is_named_once(state: StateDir, held: Lo
         fcntl.flock(other, fcntl.LOCK_EX)
         other.write(json.dumps({"pid": 4711, "stopping": False, "stop_timeout_s": 5.0}))
         other.flush()
-        said = held.keep()
-        assert said is not None
-        assert "the guard with pid 4711 holds it now: two guards run here" in said.fields["what"]
+        warning = held.keep()
+        assert warning is not None
+        assert "the guard with pid 4711 holds it now: two guards run here" in warning.fields["what"]
         assert held.keep() is None
     # It has ended: the lock is this guard's again.
     assert held.keep() is None
@@ -75,9 +75,9 @@ def test_a_second_guard_that_was_quicker_is_named_once(state: StateDir, held: Lo
 def test_a_lock_that_cannot_be_made_again_is_reported_once(state: StateDir, held: Lock) -> None:
     state.lock.unlink()
     state.lock.mkdir()
-    said = held.keep()
-    assert said is not None
-    assert "Is a directory" in said.fields["what"]
+    warning = held.keep()
+    assert warning is not None
+    assert "Is a directory" in warning.fields["what"]
     assert held.keep() is None
     state.lock.rmdir()
     assert held.keep() is None

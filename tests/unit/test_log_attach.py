@@ -33,15 +33,15 @@ class Log:
         settings = MinerSettings(**{"attach": "log", **miner})  # type: ignore[arg-type]
         self.clock = FakeClock()
         self.state = StateDir(folder)
-        self.part = LogAttachMonitor(
+        self.monitor = LogAttachMonitor(
             context(folder, config=Config(miner=settings), clock=self.clock)
         )
         launch = Launch(("miner",), os.getpid(), 0, self.clock.monotonic())
-        self.said: list[Finding] = list(self.part.on_launch(launch))
+        self.findings: list[Finding] = list(self.monitor.on_launch(launch))
 
     def line(self, text: str, after_s: float = 10.0) -> None:
         self.clock.advance(after_s)
-        self.said += show(self.part, f"{text}\n".encode())
+        self.findings += show(self.monitor, f"{text}\n".encode())
 
     @property
     def reader(self) -> FlightReader:
@@ -221,7 +221,7 @@ def test_a_line_of_another_rank_or_twice_is_one_step(tmp_path: Path) -> None:
 def test_lines_cut_anywhere_are_whole_again(tmp_path: Path) -> None:
     log = Log(tmp_path)
     text = "bär\niter 1: loss 2.0, time 1.00ms\riter 2: loss 1.5, time 1.00ms\n".encode()
-    show(log.part, *(bytes([byte]) for byte in text))
+    show(log.monitor, *(bytes([byte]) for byte in text))
     assert [s.inner_step for s in log.steps] == [1, 2]
 
 
@@ -243,12 +243,12 @@ def test_patterns_of_ones_own_come_first_and_a_bad_one_is_named(tmp_path: Path) 
     log = Log(tmp_path, log_patterns=(r"batch (?P<step>\d+) cost (?P<loss>\S+)", "(unclosed"))
     log.line("batch 3 cost 0.5 iter 9: loss 1")
     assert [(s.inner_step, s.loss) for s in log.steps] == [(3, 0.5)]
-    assert "'(unclosed' is not a regular expression" in str(log.said[0].fields["what"])
+    assert "'(unclosed' is not a regular expression" in str(log.findings[0].fields["what"])
 
 
 def test_a_pattern_that_can_never_give_a_step_is_named(tmp_path: Path) -> None:
     log = Log(tmp_path, log_patterns=(r"outer_step (?P<outer_step>\d+) loss (?P<loss>\S+)",))
-    assert "names no group `step` or `inner`" in str(log.said[0].fields["what"])
+    assert "names no group `step` or `inner`" in str(log.findings[0].fields["what"])
 
 
 def test_a_number_that_is_written_with_commas_or_is_none(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_an_allreduce_is_neither_a_hang_nor_a_slow_step(tmp_path: Path) -> None:
 def test_the_record_ends_with_the_launch_and_does_nothing_unless_asked(tmp_path: Path) -> None:
     log = Log(tmp_path)
     log.line("iter 1: loss 2.0")
-    list(log.part.on_exit(Exit(0, None, False, False, 1.0)))
+    list(log.monitor.on_exit(Exit(0, None, False, False, 1.0)))
     log.line("iter 2: loss 2.0")
     now = log.reader.now()
     assert now is not None
@@ -304,7 +304,7 @@ def test_an_old_miner_under_attach_sn38_is_read_by_its_lines(tmp_path: Path) -> 
     log = Log(tmp_path, attach="sn38", profile="sn38")
     for number in range(4):
         log.line(f"INFO | Index: {number} | Loss: {4 - number}.00", 2)
-    (finding,) = log.said
+    (finding,) = log.findings
     assert finding.event == "log_attached"
     assert "its uploads are not gated" in str(finding.fields["detail"])
     assert [(s.inner_step, s.loss) for s in log.steps] == [(2, 2.0), (3, 1.0)]
@@ -313,8 +313,8 @@ def test_an_old_miner_under_attach_sn38_is_read_by_its_lines(tmp_path: Path) -> 
 def test_a_miner_that_is_hooked_is_not_read_by_its_lines(tmp_path: Path) -> None:
     log = Log(tmp_path, attach="sn38", profile="sn38")
     log.line("INFO | Index: 1 | Loss: 2.00", 2)
-    log.part.on_tick(log.clock.monotonic(), {0: NOW})
+    log.monitor.on_tick(log.clock.monotonic(), {0: NOW})
     for number in range(2, 9):
         log.line(f"INFO | Index: {number} | Loss: 2.00", 2)
-    assert log.said == []
+    assert log.findings == []
     assert not log.state.flight_of(0).exists()

@@ -15,8 +15,11 @@ OPTION = re.compile(r"(?<![\w\\-])\\-\\-(?:[a-z]+(?:\\-)?)+")
 
 def sections(page: str) -> dict[str, set[str]]:
     """The options of each command."""
-    parts = re.split(r"^\.SS miner\\-guard ", page.partition(".SH EXIT")[0], flags=re.MULTILINE)
-    return {part.split()[0].replace("\\-", "-"): set(OPTION.findall(part)) for part in parts[1:]}
+    chapters = re.split(r"^\.SS miner\\-guard ", page.partition(".SH EXIT")[0], flags=re.MULTILINE)
+    return {
+        section.split()[0].replace("\\-", "-"): set(OPTION.findall(section))
+        for section in chapters[1:]
+    }
 
 
 def test_the_committed_page_has_every_command_and_option_of_the_help() -> None:

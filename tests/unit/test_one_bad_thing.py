@@ -115,19 +115,19 @@ def test_an_entry_that_no_monitor_can_read_is_acknowledged_anyway(state: StateDi
 
 
 def test_a_log_that_fails_is_reported_once_and_the_parts_still_hear(state: StateDir) -> None:
-    said: list[Finding] = []
+    findings: list[Finding] = []
 
     def log(finding: Finding) -> None:
         if finding.event == "rank_message":
             raise RecursionError("too deep")
-        said.append(finding)
+        findings.append(finding)
 
     host, heard = MonitorRunner(log), list[Finding]()
     host.on_finding = heard.append
     for _ in range(3):
         host.finding(make_finding("rank_message", text="x"))
-    assert [finding.event for finding in said] == ["guard_degraded"]
-    assert "rank_message.log failed with RecursionError" in said[0].fields["what"]
+    assert [finding.event for finding in findings] == ["guard_degraded"]
+    assert "rank_message.log failed with RecursionError" in findings[0].fields["what"]
 
 
 @pytest.mark.parametrize("event", [name for name in catalog.CATALOGUE if name != "rank_message"])
@@ -163,10 +163,10 @@ def test_bytes_that_are_no_text_in_a_command_do_not_stop_the_status(state: State
 def test_a_status_that_cannot_be_written_is_no_full_disk_unless_it_is(
     state: StateDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[Finding] = []
+    findings: list[Finding] = []
     state.status.mkdir(parents=True)
-    Status(state, FakeClock(), said.append).update({})
-    assert [catalog.message(finding) for finding in said] == [
+    Status(state, FakeClock(), findings.append).update({})
+    assert [catalog.message(finding) for finding in findings] == [
         "GUARD DEGRADED: status.json cannot be written: Is a directory"
     ]
 
@@ -174,8 +174,8 @@ def test_a_status_that_cannot_be_written_is_no_full_disk_unless_it_is(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(module, "write_atomic", refuse)
-    Status(state, FakeClock(), said.append).update({})
-    assert said[-1].event == "disk_full"
+    Status(state, FakeClock(), findings.append).update({})
+    assert findings[-1].event == "disk_full"
 
 
 def test_a_quiet_guard_composes_its_status_seldom_and_a_change_at_once(state: StateDir) -> None:
@@ -221,14 +221,14 @@ def test_a_reader_that_fails_once_does_not_leave_the_miners_pipe_unread() -> Non
 
 def test_a_defect_is_reported_once_though_its_words_change() -> None:
     """Guards against a log and a set that grow with every tick."""
-    said: list[str] = []
-    assembly = SimpleNamespace(_defects=set(), _degraded=said.append)
+    findings: list[str] = []
+    assembly = SimpleNamespace(_defects=set(), _degraded=findings.append)
     for number in range(100):
         try:
             raise KeyError(number)
         except KeyError as error:
             GuardApp._defect(cast(GuardApp, assembly), error)
-    assert len(said) == len(assembly._defects) == 1
+    assert len(findings) == len(assembly._defects) == 1
 
 
 def test_the_word_after_a_secret_flag_is_masked_in_a_command_that_is_a_list() -> None:
@@ -285,16 +285,16 @@ def test_a_full_disk_below_the_console_costs_lines_and_not_the_console(
     """Guards against a log file that stays silent for the rest of the month, because the disk was
     full for a minute."""
     full, there = os.open("/dev/full", os.O_WRONLY), os.pipe2(os.O_NONBLOCK)
-    outlet = OutputWriter(full, lambda: None)
-    outlet.print_line("lost\n")
+    full_pipe = OutputWriter(full, lambda: None)
+    full_pipe.print_line("lost\n")
     deadline = time.monotonic() + 20
-    while not outlet.dropped:
+    while not full_pipe.dropped:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    monkeypatch.setattr(outlet, "_write", lambda batch: os.writev(there[1], batch))
-    outlet.print_line("there again\n")
-    outlet.finish(20.0)
-    assert (outlet.dropped, os.read(there[0], 100)) == (5, b"there again\n")
+    monkeypatch.setattr(full_pipe, "_write", lambda batch: os.writev(there[1], batch))
+    full_pipe.print_line("there again\n")
+    full_pipe.finish(20.0)
+    assert (full_pipe.dropped, os.read(there[0], 100)) == (5, b"there again\n")
     for fd in (full, *there):
         os.close(fd)
 

@@ -34,13 +34,13 @@ _SHORT = [name for name in STATES if name != "week"]
 
 @pytest.fixture(scope="module")
 def stories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Story]:
-    told = {name: STATES[name](tmp_path_factory.mktemp(name)) for name in _SHORT}
-    for name, story in told.items():
+    states = {name: STATES[name](tmp_path_factory.mktemp(name)) for name in _SHORT}
+    for name, story in states.items():
         state = story.write()
         if name == "guard-gone":
             old = time.time() - _GONE_S
             os.utime(state.status, (old, old))
-    return told
+    return states
 
 
 def _words(page: str) -> str:
@@ -92,8 +92,8 @@ def test_all_surfaces_agree_word_for_word(stories: dict[str, Story], name: str) 
     alerts._memory = story._monitor._memory
     assert alerts._verdict() == line + (f"\nNext: {step}" if step else "")
     usage = summary.Usage(0.0, 1.0, 1.0)
-    told = summary.summarise(summary.read_log(state.log), None, usage)
-    assert str(told.verdict).partition(": ")[0] == state_since(verdict)
+    states = summary.summarise(summary.read_log(state.log), None, usage)
+    assert str(states.verdict).partition(": ")[0] == state_since(verdict)
 
 
 def test_the_live_page_itself_has_the_words_for_a_port_that_does_not_answer(tmp_path: Path) -> None:

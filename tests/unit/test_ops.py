@@ -74,15 +74,15 @@ def test_every_fault_of_the_runbook_is_made_by_the_test_it_names() -> None:
     rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
     assert len(rows) >= 15
     for row in rows:
-        said, test = row.split("|")[2], re.search(r"`(\w+)::(\w+)` \|$", row)
+        cell, test = row.split("|")[2], re.search(r"`(\w+)::(\w+)` \|$", row)
         assert test is not None, row
         code = _with_helpers(
             (requires.REPO / "tests" / "faults" / f"{test[1]}.py").read_text(encoding="utf-8"),
             test[2],
         )
-        words = re.search("`([A-Z ]+[A-Z])", said)
+        words = re.search("`([A-Z ]+[A-Z])", cell)
         if words is None:
-            assert said.strip().startswith("none"), row
+            assert cell.strip().startswith("none"), row
             continue
         events = [spec.name for spec in CATALOGUE.values() if words[1] in str(spec.line)]
         assert any(f'"{event}"' in code for event in events) or words[1] in code, row

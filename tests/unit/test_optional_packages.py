@@ -43,10 +43,10 @@ def test_no_text_tells_anybody_to_install_a_name_that_is_not_published() -> None
         for folder in ("miner_guard", "uploads", "validators", "ops", "docs")
         for p in (requires.REPO / folder).rglob("*")
     ]
-    told = re.compile(r"(pip|uv|pipx)\s+(install|run|tool install)[^\n]*[\s'\"]miner[-_]guard\b")
+    command = re.compile(r"(pip|uv|pipx)\s+(install|run|tool install)[^\n]*[\s'\"]miner[-_]guard\b")
     for path in [requires.REPO / "README.md", *texts]:
         if (
             path.suffix in (".py", ".toml", ".md", ".sh", ".yml", ".yaml", ".html")
             or path.name == "Dockerfile"
         ):
-            assert not told.search(path.read_text(encoding="utf-8")), path
+            assert not command.search(path.read_text(encoding="utf-8")), path

@@ -39,7 +39,7 @@ def test_a_pipe_in_place_of_a_file_holds_up_no_reader(name: str, tmp_path: Path)
     dead. Found by a random sequence."""
     state = StateDir(tmp_path / "state")
     state.flight.mkdir(parents=True)
-    for path in (state.status, state.roster, state.gate_inputs, state.flight_of(0)):
+    for path in (state.status, state.pid_registry, state.gate_inputs, state.flight_of(0)):
         os.mkfifo(path)
     answers: list[object] = []
     thread = threading.Thread(target=lambda: answers.append(READS[name](state)), daemon=True)

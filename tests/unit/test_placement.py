@@ -63,13 +63,13 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_there(
     assert report["shard_params"] == 6
 
 
-@pytest.mark.parametrize(("told", "local_rank"), [("0", 0), (None, None)])
+@pytest.mark.parametrize(("variable", "local_rank"), [("0", 0), (None, None)])
 def test_a_local_rank_that_was_not_reported_is_unknown(
-    monkeypatch: pytest.MonkeyPatch, told: str | None, local_rank: int | None
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, local_rank: int | None
 ) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    if told is not None:
-        monkeypatch.setenv("LOCAL_RANK", told)
+    if variable is not None:
+        monkeypatch.setenv("LOCAL_RANK", variable)
     host: Any = SimpleNamespace(rank=0, local_rank=0, world_size=1)
     assert diagnose.report(host, None)["local_rank"] == local_rank
 

@@ -32,10 +32,10 @@ def test_a_plain_value_is_what_pydantic_makes_of_it(name: str, strict: bool) -> 
         if plain is loading.UNSURE:
             continue
         try:
-            wanted = TypeAdapter(hint).validate_python(value, strict=strict)
+            expected = TypeAdapter(hint).validate_python(value, strict=strict)
         except ValidationError as error:
             pytest.fail(f"{value!r} is refused: {error}")
-        assert (type(plain), plain) == (type(wanted), wanted), value
+        assert (type(plain), plain) == (type(expected), expected), value
 
 
 def test_the_usual_settings_are_plain() -> None:

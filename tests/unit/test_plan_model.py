@@ -40,8 +40,8 @@ def test_what_the_miner_really_does_is_reported() -> None:
     assert seen.actual.inner_step_s == pytest.approx(0.64)
     assert seen.actual.memory.total < seen.document.memory.total
     words = " ".join(seen.simplifications)
-    for said in ("world size", "at the same time", "shards", "gradients"):
-        assert said in words
+    for phrase in ("world size", "at the same time", "shards", "gradients"):
+        assert phrase in words
 
 
 def test_first_valid_upload_is_the_next_multiple_after_the_minimum() -> None:

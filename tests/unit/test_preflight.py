@@ -21,7 +21,7 @@ class Looking:
     """A preflight whose looks are given, and whose clock moves only while it waits."""
 
     def __init__(self, tmp_path: Path, looks: list[Snapshot], **gpu: Any) -> None:
-        self.clock, self.said, self.waited = FakeClock(), [], 0.0  # type: ignore[var-annotated]
+        self.clock, self.findings, self.waited = FakeClock(), [], 0.0  # type: ignore[var-annotated]
         self.looks = looks
         self.state = StateDir(tmp_path)
         self.question = PreflightRequest(Config(gpu=GpuSettings(**gpu)), self.state, (), {})
@@ -36,7 +36,7 @@ class Looking:
         return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
 
     def run(self) -> Any:
-        emit: Callable[[Finding], None] = self.said.append
+        emit: Callable[[Finding], None] = self.findings.append
         return preflight(self.question, emit, self.wait, clock=self.clock, collect=self.collect)
 
 
@@ -54,7 +54,7 @@ def test_all_is_well_starts_at_once_and_remembers_the_gpus(tmp_path: Path) -> No
     outcome = looking.run()
     assert outcome.go, [c for c in outcome.checks if c.level == "critical"]
     assert looking.waited == 0
-    assert [f.event for f in looking.said] == ["preflight"]
+    assert [f.event for f in looking.findings] == ["preflight"]
     assert '"gpu_count": 4' in looking.state.host_facts.read_text()
 
 
@@ -62,9 +62,13 @@ def test_missing_gpus_are_waited_for_and_reported_once(tmp_path: Path) -> None:
     looking = Looking(tmp_path, [healthy(3), healthy(3), healthy(4)])
     assert looking.run().go
     assert looking.waited == 10
-    assert [f.fields.get("check") for f in looking.said[:-1]] == ["gpu.count", "cuda.count", None]
-    assert looking.said[-2].event == "preflight_waiting"
-    assert looking.said[-2].fields["what"] == "cuda.count, gpu.count"
+    assert [f.fields.get("check") for f in looking.findings[:-1]] == [
+        "gpu.count",
+        "cuda.count",
+        None,
+    ]
+    assert looking.findings[-2].event == "preflight_waiting"
+    assert looking.findings[-2].fields["what"] == "cuda.count, gpu.count"
 
 
 def test_gpus_that_stay_away_stop_the_start_after_the_wait_and_are_not_remembered(
@@ -74,7 +78,7 @@ def test_gpus_that_stay_away_stop_the_start_after_the_wait_and_are_not_remembere
     outcome = looking.run()
     assert not outcome.go
     assert 295 <= looking.waited <= 305
-    assert looking.said[-1].severity == "critical"
+    assert looking.findings[-1].severity == "critical"
     assert not looking.state.host_facts.exists()
 
 

@@ -21,7 +21,7 @@ PUSHED = (
 )
 
 
-def part(
+def monitor(
     folder: Path, profile: str | None = None, attach: Any = None, repo: Any = "local"
 ) -> PrintedUploadsMonitor:
     config = Config(
@@ -31,8 +31,8 @@ def part(
     return PrintedUploadsMonitor(context(folder, config=config))
 
 
-def said(part: PrintedUploadsMonitor, *chunks: bytes) -> list[str]:
-    findings = show(part, *chunks)
+def messages(monitor: PrintedUploadsMonitor, *chunks: bytes) -> list[str]:
+    findings = show(monitor, *chunks)
     assert all(finding.fields["source"] == "log" for finding in findings)
     return [message(finding) for finding in findings]
 
@@ -42,19 +42,19 @@ def test_a_push_is_reported_by_its_line_wherever_it_is_cut(
     tmp_path: Path, profile: str | None
 ) -> None:
     reported = ["UPLOAD REPORTED: tag 5.56.51 by the miner's own line"]
-    assert said(part(tmp_path, profile), b"loss 3.4\n" + PUSHED) == reported
-    assert said(part(tmp_path, profile), PUSHED[:60], PUSHED[60:]) == reported
+    assert messages(monitor(tmp_path, profile), b"loss 3.4\n" + PUSHED) == reported
+    assert messages(monitor(tmp_path, profile), PUSHED[:60], PUSHED[60:]) == reported
 
 
 def test_a_push_that_every_rank_tells_of_is_one(tmp_path: Path) -> None:
-    one = part(tmp_path)
-    assert len(said(one, PUSHED, PUSHED)) == 1
-    assert len(said(one, PUSHED.replace(b"5.56.51", b"5.56.61"))) == 1
+    one = monitor(tmp_path)
+    assert len(messages(one, PUSHED, PUSHED)) == 1
+    assert len(messages(one, PUSHED.replace(b"5.56.51", b"5.56.61"))) == 1
 
 
 def test_the_miners_own_word_that_it_failed_is_a_failure(tmp_path: Path) -> None:
     text = b"Model state upload failed: An error occurred (SlowDown)\n"
-    assert said(part(tmp_path), text) == [
+    assert messages(monitor(tmp_path), text) == [
         "UPLOAD FAILED: the miner says: An error occurred (SlowDown)"
     ]
 
@@ -68,18 +68,18 @@ def test_the_miners_own_word_that_it_failed_is_a_failure(tmp_path: Path) -> None
     ],
 )
 def test_lines_that_push_no_model_are_ignored(tmp_path: Path, text: bytes) -> None:
-    assert said(part(tmp_path), text) == []
+    assert messages(monitor(tmp_path), text) == []
 
 
 def test_a_hook_that_tells_of_pushes_is_believed_alone(tmp_path: Path) -> None:
-    one = part(tmp_path)
+    one = monitor(tmp_path)
     assert not list(one.on_entry(0, DecisionEntry(decision={})))
     assert not list(one.on_entry(0, UploadEntry(phase="started")))
-    assert said(one, PUSHED) == []
+    assert messages(one, PUSHED) == []
 
 
 @pytest.mark.parametrize("settings", [{"attach": "log"}, {"repo": "none"}])
 def test_a_line_that_another_monitor_reads_or_no_repo_to_check_is_not_reported(
     tmp_path: Path, settings: Any
 ) -> None:
-    assert said(part(tmp_path, **settings), PUSHED) == []
+    assert messages(monitor(tmp_path, **settings), PUSHED) == []

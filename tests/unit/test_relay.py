@@ -199,7 +199,7 @@ def test_the_memory_of_a_burst_is_given_back_once_the_reader_has_it_all(
     left = at.relay.relayed_bytes
     while left:
         left -= len(os.read(reader, left))
-    until(lambda: all(outlet.idle for outlet in at.relay.outlets))
+    until(lambda: all(sink.idle for sink in at.relay.writers))
     at.relay.tick()
     at.relay.tick()
     assert len(given_back) == 1
@@ -235,11 +235,11 @@ def test_a_stopped_terminal_that_another_program_made_non_blocking_costs_no_core
             raise
 
     monkeypatch.setattr(os, "writev", counted)
-    outlet = OutputWriter(terminal, lambda: None)
-    outlet.put(b"x" * 1_000_000)
+    sink = OutputWriter(terminal, lambda: None)
+    sink.put(b"x" * 1_000_000)
     time.sleep(0.5)
-    assert not outlet.idle
+    assert not sink.idle
     assert refused < 50
     os.close(controller)
-    outlet.finish(5.0)
+    sink.finish(5.0)
     os.close(terminal)

@@ -22,7 +22,7 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def part(tmp_path: Path, clock: FakeClock) -> ReportsMonitor:
+def monitor(tmp_path: Path, clock: FakeClock) -> ReportsMonitor:
     return ReportsMonitor(context(tmp_path, clock=clock))
 
 
@@ -31,73 +31,75 @@ def checkpoint(step: int, size: int = 1000, complete: bool = True) -> Checkpoint
     return CheckpointEntry(path=path, step=step, seconds=0.5, size_bytes=size, complete=complete)
 
 
-def test_a_ranks_own_finding_is_logged_with_its_rank(part: ReportsMonitor) -> None:
+def test_a_ranks_own_finding_is_logged_with_its_rank(monitor: ReportsMonitor) -> None:
     fields = {"path": "a", "step": 20}
     entry = FindingEntry(event="checkpoint_resumed", rank=1, fields=fields)
-    (finding,) = part.on_entry(1, entry)
+    (finding,) = monitor.on_entry(1, entry)
     assert (finding.rank, message(finding)) == (1, "CHECKPOINT RESUMED: a at step 20")
 
 
-def test_a_finding_that_the_catalogue_lacks_is_reported_not_dropped(part: ReportsMonitor) -> None:
-    (finding,) = part.on_entry(0, FindingEntry(event="nonsense"))
+def test_a_finding_that_the_catalogue_lacks_is_reported_not_dropped(
+    monitor: ReportsMonitor,
+) -> None:
+    (finding,) = monitor.on_entry(0, FindingEntry(event="nonsense"))
     assert "nonsense" in message(finding)
 
 
 def test_a_checkpoint_that_grows_old_is_reported_once(
-    part: ReportsMonitor, clock: FakeClock
+    monitor: ReportsMonitor, clock: FakeClock
 ) -> None:
-    (saved,) = part.on_entry(0, checkpoint(20))
+    (saved,) = monitor.on_entry(0, checkpoint(20))
     assert message(saved) == "CHECKPOINT SAVED: ckpt/step-20 in 0.50s"
-    assert not list(part.on_tick(CLOCK_START + 3600, {}))
-    (stale,) = part.on_tick(CLOCK_START + 3601, {})
+    assert not list(monitor.on_tick(CLOCK_START + 3600, {}))
+    (stale,) = monitor.on_tick(CLOCK_START + 3601, {})
     assert "step 20) is 3601s old (limit 3600s)" in message(stale)
-    assert not list(part.on_tick(CLOCK_START + 9999, {}))
+    assert not list(monitor.on_tick(CLOCK_START + 9999, {}))
     clock.advance(9999)
-    part.on_entry(0, checkpoint(40))
-    assert not list(part.on_tick(clock.monotonic() + 10, {}))
+    monitor.on_entry(0, checkpoint(40))
+    assert not list(monitor.on_tick(clock.monotonic() + 10, {}))
 
 
 def test_a_crash_names_the_checkpoint_to_resume_from(
-    part: ReportsMonitor, clock: FakeClock
+    monitor: ReportsMonitor, clock: FakeClock
 ) -> None:
     """Source 003: after an exception the log says where the checkpoints are, and to resume."""
     crashed = Exit(1, None, asked=False, finished=False, runtime_s=60.0)
-    assert not list(part.on_exit(crashed))
-    part.on_entry(0, checkpoint(20))
+    assert not list(monitor.on_exit(crashed))
+    monitor.on_entry(0, checkpoint(20))
     clock.advance(41)
-    (kept,) = part.on_exit(crashed)
+    (kept,) = monitor.on_exit(crashed)
     assert message(kept) == (
         "LAST CHECKPOINT: step 20, saved 41s before the end at ckpt/step-20; "
         "resume training from it"
     )
-    assert not list(part.on_exit(Exit(0, None, asked=False, finished=True, runtime_s=60.0)))
+    assert not list(monitor.on_exit(Exit(0, None, asked=False, finished=True, runtime_s=60.0)))
 
 
 def test_a_miner_that_saves_every_two_hours_is_not_late_after_one(
-    part: ReportsMonitor, clock: FakeClock
+    monitor: ReportsMonitor, clock: FakeClock
 ) -> None:
-    part.on_entry(0, checkpoint(20))
+    monitor.on_entry(0, checkpoint(20))
     clock.advance(7200)
-    part.on_entry(0, checkpoint(40))
-    assert not list(part.on_tick(clock.monotonic() + 7200, {}))
-    (stale,) = part.on_tick(clock.monotonic() + 3 * 3600 + 1, {})
+    monitor.on_entry(0, checkpoint(40))
+    assert not list(monitor.on_tick(clock.monotonic() + 7200, {}))
+    (stale,) = monitor.on_tick(clock.monotonic() + 3 * 3600 + 1, {})
     assert "(limit 10800s)" in message(stale)
 
 
-def test_a_restart_is_no_stale_checkpoint(part: ReportsMonitor) -> None:
-    part.on_entry(0, checkpoint(20))
-    part.on_launch(Launch(("x",), 1, 1, CLOCK_START + 5000))
-    assert not list(part.on_tick(CLOCK_START + 5001, {}))
+def test_a_restart_is_no_stale_checkpoint(monitor: ReportsMonitor) -> None:
+    monitor.on_entry(0, checkpoint(20))
+    monitor.on_launch(Launch(("x",), 1, 1, CLOCK_START + 5000))
+    assert not list(monitor.on_tick(CLOCK_START + 5001, {}))
 
 
-def test_one_that_is_half_as_large_or_incomplete_is_reported(part: ReportsMonitor) -> None:
-    part.on_entry(0, checkpoint(20))
-    _, shrunk = part.on_entry(0, checkpoint(40, size=400))
+def test_one_that_is_half_as_large_or_incomplete_is_reported(monitor: ReportsMonitor) -> None:
+    monitor.on_entry(0, checkpoint(20))
+    _, shrunk = monitor.on_entry(0, checkpoint(40, size=400))
     assert "400 bytes, the one before had 1000" in message(shrunk)
-    (incomplete,) = part.on_entry(0, checkpoint(60, complete=False))
+    (incomplete,) = monitor.on_entry(0, checkpoint(60, complete=False))
     assert "incomplete" in message(incomplete)
 
 
-def test_a_miner_without_checkpoints_is_left_alone(part: ReportsMonitor) -> None:
-    assert not list(part.on_tick(CLOCK_START + 1e6, {}))
-    assert part.snapshot() == {"checkpoint": None, "checkpoint_age_s": None}
+def test_a_miner_without_checkpoints_is_left_alone(monitor: ReportsMonitor) -> None:
+    assert not list(monitor.on_tick(CLOCK_START + 1e6, {}))
+    assert monitor.snapshot() == {"checkpoint": None, "checkpoint_age_s": None}

@@ -33,9 +33,9 @@ def made() -> Iterator[Callable[..., tuple[Scheduler, list[Finding]]]]:
     schedulers: list[Scheduler] = []
 
     def make(clock: SystemClock | FakeClock) -> tuple[Scheduler, list[Finding]]:
-        told: list[Finding] = []
-        schedulers.append(Scheduler(clock, told.append))
-        return schedulers[-1], told
+        findings: list[Finding] = []
+        schedulers.append(Scheduler(clock, findings.append))
+        return schedulers[-1], findings
 
     yield make
     for scheduler in schedulers:
@@ -72,7 +72,7 @@ def test_a_slow_job_never_runs_twice_at_a_time(made: Make) -> None:
 
 
 def test_a_failing_job_is_reported_once_and_its_recovery_too(made: Make) -> None:
-    scheduler, told = made(SystemClock())
+    scheduler, findings = made(SystemClock())
     runs = [0]
 
     def work() -> None:
@@ -83,8 +83,8 @@ def test_a_failing_job_is_reported_once_and_its_recovery_too(made: Make) -> None
     scheduler.start()
     scheduler.every("shaky", 0.03, work)
     until(lambda: runs[0] >= 4)
-    assert [f.event for f in told] == ["job_failed", "job_recovered"]
-    assert "no answer" in told[0].fields["reason"]
+    assert [f.event for f in findings] == ["job_failed", "job_recovered"]
+    assert "no answer" in findings[0].fields["reason"]
 
 
 @pytest.mark.parametrize("step", [-3600.0, 3600.0, 26 * 365 * 86400.0])
@@ -109,7 +109,7 @@ def test_a_stepped_wall_clock_neither_delays_nor_hurries_a_job(
 
         return work
 
-    scheduler, told = made(clock)
+    scheduler, findings = made(clock)
     scheduler.start()
     scheduler.every("often", 0.05, count("often"))
     scheduler.every("hourly", 3600.0, count("hourly"))
@@ -122,7 +122,7 @@ def test_a_stepped_wall_clock_neither_delays_nor_hurries_a_job(
     assert runs["hourly"] == 0
     hourly = scheduler._scheduler.get_job("hourly").next_run_time.timestamp() - clock.wall()
     assert 3500 < hourly <= 3600
-    assert not [f for f in told if f.event == "job_late"]
+    assert not [f for f in findings if f.event == "job_late"]
 
 
 def test_asking_for_a_job_never_waits_for_the_plan(made: Make) -> None:

@@ -15,18 +15,18 @@ SECRET = "s3cr3t-of-the-bucket"
 
 
 @pytest.fixture
-def part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SecretLeaksMonitor:
+def monitor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SecretLeaksMonitor:
     monkeypatch.setenv("R2_WRITE_SECRET_ACCESS_KEY", SECRET)
     return SecretLeaksMonitor(context(tmp_path))
 
 
 def test_a_printed_secret_is_named_once_even_where_two_chunks_share_it(
-    part: SecretLeaksMonitor,
+    monitor: SecretLeaksMonitor,
 ) -> None:
     text = f"debug: {SECRET}\n".encode()
-    said = [f for _ in range(2) for byte in text for f in part.on_output(bytes([byte]))]
-    assert [f.fields["kind"] for f in said] == ["the value of R2_WRITE_SECRET_ACCESS_KEY"]
-    assert SECRET not in catalog.message(said[0])
+    findings = [f for _ in range(2) for byte in text for f in monitor.on_output(bytes([byte]))]
+    assert [f.fields["kind"] for f in findings] == ["the value of R2_WRITE_SECRET_ACCESS_KEY"]
+    assert SECRET not in catalog.message(findings[0])
 
 
 def test_a_secret_of_the_miners_env_file_is_one_too(
@@ -36,17 +36,17 @@ def test_a_secret_of_the_miners_env_file_is_one_too(
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".env").write_text("export WANDB_API_KEY='key-of-the-file' # mine\n")
     config = Config(repo=RepoSettings(credentials="dotenv"))
-    (said,) = SecretLeaksMonitor(context(tmp_path, config=config)).on_output(
+    (findings,) = SecretLeaksMonitor(context(tmp_path, config=config)).on_output(
         b"login: key-of-the-file\n"
     )
-    assert said.fields["kind"] == "the value of WANDB_API_KEY"
+    assert findings.fields["kind"] == "the value of WANDB_API_KEY"
 
 
-def test_a_commitment_in_the_debug_log_is_warned_of(part: SecretLeaksMonitor) -> None:
-    (said,) = part.on_output(b"Commitment - [" + b"0a" * 64 + b"]\n")
-    assert "commitment" in catalog.message(said)
-    assert "0a0a" not in catalog.message(said)
+def test_a_commitment_in_the_debug_log_is_warned_of(monitor: SecretLeaksMonitor) -> None:
+    (findings,) = monitor.on_output(b"Commitment - [" + b"0a" * 64 + b"]\n")
+    assert "commitment" in catalog.message(findings)
+    assert "0a0a" not in catalog.message(findings)
 
 
-def test_ordinary_output_says_nothing(part: SecretLeaksMonitor) -> None:
-    assert list(part.on_output(b"Outer Step: 1 | Inner Step: 2\n" * 1000)) == []
+def test_ordinary_output_says_nothing(monitor: SecretLeaksMonitor) -> None:
+    assert list(monitor.on_output(b"Outer Step: 1 | Inner Step: 2\n" * 1000)) == []

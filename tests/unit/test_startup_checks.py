@@ -112,9 +112,9 @@ def test_a_secret_on_the_command_line_is_named_and_not_shown(
     checks = by_name(environment.checks(snapshot(command=tuple(command))))
     assert ("env.secret_on_command_line" in checks) == exposed
     if exposed:
-        said = checks["env.secret_on_command_line"].seen
-        assert "abcdefgh12345" not in said
-        assert "aaaa" not in said
+        value_shown = checks["env.secret_on_command_line"].seen
+        assert "abcdefgh12345" not in value_shown
+        assert "aaaa" not in value_shown
 
 
 @pytest.mark.parametrize(
@@ -153,10 +153,10 @@ def test_an_extra_that_the_settings_need_is_named_with_its_command(
         "http",
     ]
     assert not list(optional_deps.missing_extras(Config()))
-    lacking = {extra.name: names for extra, names in optional_deps.missing_extras(asks)}
-    found = by_name(environment.checks(snapshot(config=asks, lacking=lacking)))
+    missing_extras = {extra.name: names for extra, names in optional_deps.missing_extras(asks)}
+    found = by_name(environment.checks(snapshot(config=asks, missing_extras=missing_extras)))
     assert {name for name in found if name.startswith("env.extra")} == {
-        f"env.extra.{name}" for name in lacking
+        f"env.extra.{name}" for name in missing_extras
     }
     alerts = found["env.extra.alerts"]
     assert alerts.level == "warn"
@@ -227,11 +227,11 @@ def test_a_distribution_of_the_same_name_is_reported_in_either_order(
         text=True,
         check=True,
     )
-    told = json.loads(answer.stdout)
-    assert told["validators_shared"] == {"version": "0.35.0", "needed_by": users}
+    printed = json.loads(answer.stdout)
+    assert printed["validators_shared"] == {"version": "0.35.0", "needed_by": users}
     found = by_name(
         environment.checks(
-            snapshot(packages={**PACKAGES, "validators_shared": told["validators_shared"]})
+            snapshot(packages={**PACKAGES, "validators_shared": printed["validators_shared"]})
         )
     )["env.validators"]
     assert found.level == "warn"

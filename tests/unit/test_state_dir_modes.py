@@ -70,7 +70,7 @@ def earlier_guard(state: StateDir) -> None:
     state.flight_of(0).write_bytes(b"")
     for path in (
         state.status,
-        state.roster,
+        state.pid_registry,
         state.log,
         state.root / "guard.jsonl.1.gz",
         state.root / "mine.txt",

@@ -61,15 +61,15 @@ def make_step(number: int, start: float, seconds: float, **extra: Any) -> StepRe
 
 
 def drive(
-    part: StepsMonitor, clock: FakeClock, durations: Iterable[float], **extra: Any
+    monitor: StepsMonitor, clock: FakeClock, durations: Iterable[float], **extra: Any
 ) -> list[Finding]:
     """Feed steps one after the other on the part's clock."""
     seen: list[Finding] = []
-    first = part.snapshot()["total_steps"] or 0
+    first = monitor.snapshot()["total_steps"] or 0
     for number, seconds in enumerate(durations, first + 1):
         step = make_step(number, clock.monotonic(), seconds, **extra)
         clock.advance(seconds)
-        seen += part.on_steps(0, [step])
+        seen += monitor.on_steps(0, [step])
     return seen
 
 
@@ -79,8 +79,8 @@ def lines(found: Iterable[Finding], event: str) -> list[str]:
 
 def test_a_cpu_like_step_is_slow_in_the_documents_words(tmp_path: Path) -> None:
     clock = FakeClock()
-    part = StepsMonitor(context(tmp_path, clock=clock))
-    seen = drive(part, clock, [15.2, 245.7])
+    monitor = StepsMonitor(context(tmp_path, clock=clock))
+    seen = drive(monitor, clock, [15.2, 245.7])
     assert lines(seen, "inner_step")[0] == (
         "Outer Step: 5 | Inner Step: 1 | LR: 0.00002100 | Loss: 3.00 | Step Time: "
         "15.2s | GPU Mem: 18.45GB"
@@ -91,10 +91,10 @@ def test_a_cpu_like_step_is_slow_in_the_documents_words(tmp_path: Path) -> None:
 def test_a_slow_step_with_little_gpu_memory_says_so_once(tmp_path: Path) -> None:
     """Source 004's second line after a slow step."""
     clock = FakeClock()
-    part = StepsMonitor(context(tmp_path, clock=clock))
-    seen = drive(part, clock, [15.2, 245.7, 245.7], allocated_bytes=0.05 * 1024**3)
+    monitor = StepsMonitor(context(tmp_path, clock=clock))
+    seen = drive(monitor, clock, [15.2, 245.7, 245.7], allocated_bytes=0.05 * 1024**3)
     assert lines(seen, "low_gpu_memory") == ["LOW GPU MEMORY: Model may be on CPU!"]
-    assert not lines(drive(part, clock, [245.7]), "low_gpu_memory")
+    assert not lines(drive(monitor, clock, [245.7]), "low_gpu_memory")
 
 
 @pytest.mark.parametrize(
@@ -106,47 +106,47 @@ def test_gpu_memory_is_graded_by_the_documents_table(
 ) -> None:
     """Source 004, benchmarks: 15-35 GB good, 10-15 GB acceptable, < 1 GB bad."""
     clock = FakeClock()
-    part = StepsMonitor(context(tmp_path, clock=clock))
-    seen = drive(part, clock, [15.0] * 201, allocated_bytes=memory_gb * 1024**3)
-    assert part.snapshot()["memory_grade"] == grade
+    monitor = StepsMonitor(context(tmp_path, clock=clock))
+    seen = drive(monitor, clock, [15.0] * 201, allocated_bytes=memory_gb * 1024**3)
+    assert monitor.snapshot()["memory_grade"] == grade
     assert lines(seen, "step_summary")[0].endswith(f"GPU memory {memory_gb:.1f}GB, grade {grade}")
 
 
 def test_each_ranks_peak_memory_is_in_the_status(tmp_path: Path) -> None:
     clock = FakeClock()
-    part = StepsMonitor(context(tmp_path, clock=clock))
-    drive(part, clock, [15.0])
+    monitor = StepsMonitor(context(tmp_path, clock=clock))
+    drive(monitor, clock, [15.0])
     peak = make_finding(
         "gpu_memory_peak", rank=0, allocated_gb=8.42, reserved_gb=9.5, peak_gb=13.21
     )
-    part.on_finding(peak)
+    monitor.on_finding(peak)
     assert catalog.message(peak) == (
         "GPU MEMORY: Allocated: 8.42 GB | Reserved: 9.50 GB | Peak: 13.21 GB"
     )
-    assert part.snapshot()["per_rank"]["0"]["gpu_peak_gb"] == 13.21
+    assert monitor.snapshot()["per_rank"]["0"]["gpu_peak_gb"] == 13.21
 
 
 def test_a_miner_with_step_lines_of_its_own_shows_each_step_once(tmp_path: Path) -> None:
     """Guards against `grep "Outer Step:" | tail -50` that shows 25 steps, each twice."""
     clock = FakeClock()
-    part = StepsMonitor(context(tmp_path, clock=clock))
-    part.on_lines([b"Outer Step: 5 | Inner Step: 1 | Learning Rate: 0.00002100 | Loss: 3.00"])
-    assert lines(drive(part, clock, [15.2]), "inner_step") == [
+    monitor = StepsMonitor(context(tmp_path, clock=clock))
+    monitor.on_lines([b"Outer Step: 5 | Inner Step: 1 | Learning Rate: 0.00002100 | Loss: 3.00"])
+    assert lines(drive(monitor, clock, [15.2]), "inner_step") == [
         "Inner Step: 1 | Step Time: 15.2s | GPU Mem: 18.45GB"
     ]
 
 
 def test_a_step_is_slow_against_its_like(tmp_path: Path) -> None:
     clock = FakeClock()
-    part = StepsMonitor(context(tmp_path, clock=clock))
+    monitor = StepsMonitor(context(tmp_path, clock=clock))
     noise = random.Random(1)
     assert not lines(
-        drive(part, clock, [2.0 * noise.gauss(1, 0.03) for _ in range(200)]), "slow_step"
+        drive(monitor, clock, [2.0 * noise.gauss(1, 0.03) for _ in range(200)]), "slow_step"
     )
-    slow = [f for f in drive(part, clock, [6.0]) if f.event == "slow_step"]
+    slow = [f for f in drive(monitor, clock, [6.0]) if f.event == "slow_step"]
     assert slow[0].fields["rule"] == "relative"
     assert slow[0].fields["median_s"] == pytest.approx(2.0, rel=0.05)
-    again = [f for f in drive(part, clock, [2.0, 7.0]) if f.event == "slow_step"]
+    again = [f for f in drive(monitor, clock, [2.0, 7.0]) if f.event == "slow_step"]
     assert [(f.severity, f.fields["step_time_s"]) for f in again] == [("debug", 7.0)], (
         "for the report, not to be read"
     )
@@ -155,40 +155,40 @@ def test_a_step_is_slow_against_its_like(tmp_path: Path) -> None:
 def test_steps_with_more_tokens_are_longer_and_not_slow(tmp_path: Path) -> None:
     """Longer sequences, or a larger batch, after a warm-up; and a step that is slow at that."""
     clock, noise = FakeClock(), random.Random(1)
-    part = StepsMonitor(context(tmp_path, clock=clock))
+    monitor = StepsMonitor(context(tmp_path, clock=clock))
     seen = []
     for tokens in (4096, 8192, 16384, 2048):
         durations = [3.0 * tokens / 4096 * noise.gauss(1, 0.03) for _ in range(200)]
-        seen += drive(part, clock, durations, tokens=tokens)
+        seen += drive(monitor, clock, durations, tokens=tokens)
     assert not [f for f in seen if f.event in ("slow_step", "steps_regressed")]
-    assert lines(drive(part, clock, [4.5], tokens=2048), "slow_step")
-    lasting = drive(part, clock, [30.0] * 100, tokens=16384)
+    assert lines(drive(monitor, clock, [4.5], tokens=2048), "slow_step")
+    lasting = drive(monitor, clock, [30.0] * 100, tokens=16384)
     assert {f.event for f in lasting} >= {"slow_step", "steps_regressed"}
 
 
 def test_an_upload_inside_a_step_does_not_make_it_slow(tmp_path: Path) -> None:
     clock = FakeClock()
-    part = StepsMonitor(context(tmp_path, clock=clock))
-    drive(part, clock, [15.0] * 30)
-    assert not lines(drive(part, clock, [615.0], phases={"upload": 600.0}), "slow_step")
-    assert lines(drive(part, clock, [700.0], phases={"upload": 600.0}), "slow_step")
+    monitor = StepsMonitor(context(tmp_path, clock=clock))
+    drive(monitor, clock, [15.0] * 30)
+    assert not lines(drive(monitor, clock, [615.0], phases={"upload": 600.0}), "slow_step")
+    assert lines(drive(monitor, clock, [700.0], phases={"upload": 600.0}), "slow_step")
 
 
 def test_the_recent_steps_are_summed_up_with_their_grade(tmp_path: Path) -> None:
     clock, config = FakeClock(), Config()
     config = replace(config, steps=replace(config.steps, breakdown_every=30))
-    part = StepsMonitor(context(tmp_path, clock=clock, config=config))
-    told = lines(drive(part, clock, [15.0] * 20 + [18.0] + [15.0] * 39), "step_summary")
-    assert [words.partition("s p95")[0] for words in told] == ["STEP SUMMARY: p50 15.00"] * 2
-    assert told[-1].endswith("s max 18.00s, grade good | GPU memory 18.4GB, grade good")
+    monitor = StepsMonitor(context(tmp_path, clock=clock, config=config))
+    summaries = lines(drive(monitor, clock, [15.0] * 20 + [18.0] + [15.0] * 39), "step_summary")
+    assert [words.partition("s p95")[0] for words in summaries] == ["STEP SUMMARY: p50 15.00"] * 2
+    assert summaries[-1].endswith("s max 18.00s, grade good | GPU memory 18.4GB, grade good")
 
 
 def test_step_lines_are_limited_and_the_number_left_out_is_reported(tmp_path: Path) -> None:
     clock = FakeClock()
     config = replace(Config(), logs=LogSettings(step_lines_per_s=5))
-    part = StepsMonitor(context(tmp_path, clock=clock, config=config))
-    seen = drive(part, clock, [0.01] * 300)
-    seen += part.on_tick(clock.monotonic(), {})
+    monitor = StepsMonitor(context(tmp_path, clock=clock, config=config))
+    seen = drive(monitor, clock, [0.01] * 300)
+    seen += monitor.on_tick(clock.monotonic(), {})
     printed = len(lines(seen, "inner_step"))
     assert 15 <= printed <= 20
     assert lines(seen, "step_lines_left_out") == [
@@ -198,27 +198,27 @@ def test_step_lines_are_limited_and_the_number_left_out_is_reported(tmp_path: Pa
 
 def test_timing_lines_go_on_where_the_miner_counts_its_steps_from_0_again() -> None:
     log = timing.TimingLog(StepSettings(fast_log_every=10))
-    said = [
+    messages = [
         n
         for n, step in enumerate([*range(40), *range(40)])
         if log.observe(step, {"monitor": 0.1}, 0.0)
     ]
-    assert said == [10, 20, 30, 40, 50, 60, 70]
+    assert messages == [10, 20, 30, 40, 50, 60, 70]
 
 
 def test_fast_log_and_breakdown_come_at_their_steps_with_source_001s_numbers(
     tmp_path: Path,
 ) -> None:
     clock = FakeClock()
-    part = StepsMonitor(context(tmp_path, clock=clock))
+    monitor = StepsMonitor(context(tmp_path, clock=clock))
     fast = {"monitor": 0.123, "example_loss": 0.045}
-    seen = drive(part, clock, [15.0] * 199, phases=fast, nested_in_monitor_s=0.045)
+    seen = drive(monitor, clock, [15.0] * 199, phases=fast, nested_in_monitor_s=0.045)
     assert (
         lines(seen, "fast_log")[0] == "Fast log time: 0.123s (loss calc: 0.045s, overhead: 0.078s)"
     )
     assert len(lines(seen, "fast_log")) == 19
     full = {"monitor": 8.234, "inference": 6.123, "val_loss": 1.456, "example_loss": 0.345}
-    seen = drive(part, clock, [23.0], phases=full, nested_in_monitor_s=7.924)
+    seen = drive(monitor, clock, [23.0], phases=full, nested_in_monitor_s=7.924)
     assert lines(seen, "timing_breakdown") == [
         "TIMING BREAKDOWN (Step 200):\n"
         "   Total:          8.234s\n"
@@ -234,10 +234,10 @@ def test_fast_log_and_breakdown_come_at_their_steps_with_source_001s_numbers(
 def test_an_overhead_of_twelve_per_cent_is_a_remark(tmp_path: Path) -> None:
     """Source 001: above 10 % there is an issue, above 20 % a red flag."""
     clock = FakeClock()
-    part = StepsMonitor(context(tmp_path, clock=clock))
-    drive(part, clock, [15.0] * 199)
+    monitor = StepsMonitor(context(tmp_path, clock=clock))
+    drive(monitor, clock, [15.0] * 199)
     full = {"monitor": 8.0, "inference": 5.6, "val_loss": 1.44}
-    seen = drive(part, clock, [23.0], phases=full, nested_in_monitor_s=7.04)
+    seen = drive(monitor, clock, [23.0], phases=full, nested_in_monitor_s=7.04)
     assert [f.event for f in seen if f.event.startswith("timing_r")] == ["timing_remark"]
     assert lines(seen, "timing_remark") == [
         "TIMING REMARK: overhead: 12.0% of 8.000s (usual below 10%): "
@@ -273,10 +273,10 @@ def test_the_expected_patterns_of_source_001(
 ) -> None:
     """Fast logs 0.1-0.3 s, evaluations 5-10 s, inference 60-80 %, validation 10-20 %."""
     clock = FakeClock()
-    part = StepsMonitor(context(tmp_path, clock=clock))
-    drive(part, clock, [15.0] * 199)
-    seen = drive(part, clock, [25.0], phases=phases, nested_in_monitor_s=nested)
-    seen += drive(part, clock, [25.0] * 400, phases=phases, nested_in_monitor_s=nested)
+    monitor = StepsMonitor(context(tmp_path, clock=clock))
+    drive(monitor, clock, [15.0] * 199)
+    seen = drive(monitor, clock, [25.0], phases=phases, nested_in_monitor_s=nested)
+    seen += drive(monitor, clock, [25.0] * 400, phases=phases, nested_in_monitor_s=nested)
     assert [line.split("): ")[0] + ")" for line in lines(seen, "timing_remark")] == [
         f"TIMING REMARK: {remark}" for remark in remarks
     ]
@@ -288,9 +288,9 @@ def test_an_evaluation_of_one_part_has_no_shares(tmp_path: Path, phase: str) -> 
     """Guards against a red flag at each evaluation of a trainer that only validates: 100 % of it is
     validation."""
     clock = FakeClock()
-    part = StepsMonitor(context(tmp_path, clock=clock))
-    drive(part, clock, [15.0] * 199)
-    seen = drive(part, clock, [25.0], phases={phase: 8.0})
+    monitor = StepsMonitor(context(tmp_path, clock=clock))
+    drive(monitor, clock, [15.0] * 199)
+    seen = drive(monitor, clock, [25.0], phases={phase: 8.0})
     assert len(lines(seen, "timing_breakdown")) == 1
     assert [f.event for f in seen if f.event.startswith("timing_r")] == []
 
@@ -308,18 +308,18 @@ def test_each_red_flag_says_which(
     tmp_path: Path, phases: Mapping[str, float], nested: float, which: str
 ) -> None:
     clock = FakeClock()
-    part = StepsMonitor(context(tmp_path, clock=clock))
-    drive(part, clock, [15.0] * 199)
-    seen = drive(part, clock, [25.0], phases=phases, nested_in_monitor_s=nested)
+    monitor = StepsMonitor(context(tmp_path, clock=clock))
+    drive(monitor, clock, [15.0] * 199)
+    seen = drive(monitor, clock, [25.0], phases=phases, nested_in_monitor_s=nested)
     assert [f.fields["which"] for f in seen if f.event == "timing_red_flag"] == [which]
 
 
 def test_a_summary_comes_once_with_each_breakdown(tmp_path: Path) -> None:
     clock = FakeClock()
-    part = StepsMonitor(context(tmp_path, clock=clock))
-    seen = drive(part, clock, [15.0] * 150 + [30.0] + [15.0] * 48)
+    monitor = StepsMonitor(context(tmp_path, clock=clock))
+    seen = drive(monitor, clock, [15.0] * 150 + [30.0] + [15.0] * 48)
     assert lines(seen, "step_summary") == []
-    seen = drive(part, clock, [15.0] * 200)
+    seen = drive(monitor, clock, [15.0] * 200)
     assert lines(seen, "step_summary") == [
         "STEP SUMMARY: p50 15.00s p95 15.00s max 30.00s, grade good | GPU memory 18.4GB, grade good"
     ]
@@ -330,12 +330,12 @@ def test_snapshot_has_percentiles_eta_and_goodput_that_adds_up(tmp_path: Path) -
     config = replace(
         Config(), miner=MinerSettings(upload_steps=3), gate=GateSettings(min_inner_step=50)
     )
-    part = StepsMonitor(context(tmp_path, clock=clock, config=config))
-    list(part.on_launch(Launch((), 1, 0, clock.monotonic())))
+    monitor = StepsMonitor(context(tmp_path, clock=clock, config=config))
+    list(monitor.on_launch(Launch((), 1, 0, clock.monotonic())))
     clock.advance(100)
-    list(part.on_entry(0, TrainingEntry(effective_batch_size=512, inner_steps_per_outer=500)))
-    drive(part, clock, [15.0] * 40, phases={"data": 3.0})
-    shot = part.snapshot()
+    list(monitor.on_entry(0, TrainingEntry(effective_batch_size=512, inner_steps_per_outer=500)))
+    drive(monitor, clock, [15.0] * 40, phases={"data": 3.0})
+    shot = monitor.snapshot()
     assert (shot["p50_s"], shot["p95_s"], shot["max_s"], shot["grade"]) == (
         15.0,
         15.0,
@@ -352,18 +352,18 @@ def test_snapshot_has_percentiles_eta_and_goodput_that_adds_up(tmp_path: Path) -
 
 def test_time_lost_to_a_hang_and_to_a_restart_is_distinguished(tmp_path: Path) -> None:
     clock = FakeClock()
-    part = StepsMonitor(context(tmp_path, clock=clock))
-    list(part.on_launch(Launch((), 1, 0, clock.monotonic())))
-    drive(part, clock, [10.0] * 20)
+    monitor = StepsMonitor(context(tmp_path, clock=clock))
+    list(monitor.on_launch(Launch((), 1, 0, clock.monotonic())))
+    drive(monitor, clock, [10.0] * 20)
     clock.advance(300)
-    part.on_finding(
+    monitor.on_finding(
         catalog.make_finding("hang_detected", detail="", culprits=[0], idle_s=300, limit_s=300)
     )
-    list(part.on_exit(Exit(137, 9, True, False, 500)))
+    list(monitor.on_exit(Exit(137, 9, True, False, 500)))
     clock.advance(50)
-    list(part.on_launch(Launch((), 2, 1, clock.monotonic())))
+    list(monitor.on_launch(Launch((), 2, 1, clock.monotonic())))
     clock.advance(50)
-    shares = part.snapshot()["goodput"]
+    shares = monitor.snapshot()["goodput"]
     assert shares["hang"] == pytest.approx(0.5)
     assert shares["restart"] == pytest.approx(100 / 600)
 
@@ -371,25 +371,25 @@ def test_time_lost_to_a_hang_and_to_a_restart_is_distinguished(tmp_path: Path) -
 def test_goodput_falls_while_a_hang_waits_for_its_detection(tmp_path: Path) -> None:
     """Guards against goodput that rises through the minutes in which no rank steps."""
     clock = FakeClock()
-    part = StepsMonitor(context(tmp_path, clock=clock))
-    list(part.on_launch(Launch((), 1, 0, clock.monotonic())))
-    drive(part, clock, [10.0] * 20)
+    monitor = StepsMonitor(context(tmp_path, clock=clock))
+    list(monitor.on_launch(Launch((), 1, 0, clock.monotonic())))
+    drive(monitor, clock, [10.0] * 20)
     clock.advance(58)
-    shares = part.snapshot()["goodput"]
+    shares = monitor.snapshot()["goodput"]
     assert shares["hang"] == pytest.approx(58 / 258)
-    drive(part, clock, [10.0])
-    assert part.snapshot()["goodput"]["hang"] == 0, "the step came after all"
+    drive(monitor, clock, [10.0])
+    assert monitor.snapshot()["goodput"]["hang"] == 0, "the step came after all"
 
 
 def test_the_time_after_a_finish_is_not_lost_to_a_restart(tmp_path: Path) -> None:
     clock = FakeClock()
-    part = StepsMonitor(context(tmp_path, clock=clock))
-    list(part.on_launch(Launch((), 1, 0, clock.monotonic())))
-    drive(part, clock, [10.0] * 20)
+    monitor = StepsMonitor(context(tmp_path, clock=clock))
+    list(monitor.on_launch(Launch((), 1, 0, clock.monotonic())))
+    drive(monitor, clock, [10.0] * 20)
     clock.advance(60)
-    list(part.on_exit(Exit(0, None, False, True, 260)))
+    list(monitor.on_exit(Exit(0, None, False, True, 260)))
     clock.advance(600)
-    shares = part.snapshot()["goodput"]
+    shares = monitor.snapshot()["goodput"]
     assert shares["restart"] == 0
     assert shares["training"] == pytest.approx(1)
 
@@ -438,9 +438,9 @@ def test_grades_are_source_004s() -> None:
 
 
 def test_now_is_not_needed_for_a_snapshot(tmp_path: Path) -> None:
-    part = StepsMonitor(context(tmp_path))
+    monitor = StepsMonitor(context(tmp_path))
     now: dict[int, Now] = {}
-    assert not list(part.on_tick(0.0, now))
+    assert not list(monitor.on_tick(0.0, now))
 
 
 def test_source_001s_lines_come_out_of_the_hooks_own_phases(tmp_path: Path) -> None:
@@ -463,8 +463,8 @@ def test_source_001s_lines_come_out_of_the_hooks_own_phases(tmp_path: Path) -> N
                 spend("inference", 6.123)
                 spend("val_loss", 1.456)
         guard.step(outer_step=56, inner_step=step, loss=3.4, lr=2.1e-5)
-    part = StepsMonitor(context(tmp_path, clock=clock))
-    seen = list(part.on_steps(0, list(FlightReader(state.flight_of(0)).steps())))
+    monitor = StepsMonitor(context(tmp_path, clock=clock))
+    seen = list(monitor.on_steps(0, list(FlightReader(state.flight_of(0)).steps())))
     assert set(lines(seen, "fast_log")) == {
         "Fast log time: 0.123s (loss calc: 0.045s, overhead: 0.078s)"
     }
@@ -474,7 +474,7 @@ def test_source_001s_lines_come_out_of_the_hooks_own_phases(tmp_path: Path) -> N
     assert block[2] == "   Inference:      6.123s (79.5%)"
     assert block[5] == "   Overhead:       0.078s (1.0%)"
     assert not lines(seen, "timing_red_flag")
-    assert part.snapshot()["goodput"]["monitoring"] == pytest.approx(
+    assert monitor.snapshot()["goodput"]["monitoring"] == pytest.approx(
         (200 * 0.123 + 7.579) / (200 * 15.123 + 7.579)
     )
 
@@ -482,11 +482,11 @@ def test_source_001s_lines_come_out_of_the_hooks_own_phases(tmp_path: Path) -> N
 def test_after_a_new_rendezvous_only_the_present_ranks_report(tmp_path: Path) -> None:
     """Guards against a node that is silent to its end, because a rank that went to another node
     still leads."""
-    part = StepsMonitor(context(tmp_path))
-    list(part.on_steps(0, [make_step(1, 0.0, 15.0)]))
-    list(part.on_tick(16.0, headers(4, 5)))
-    assert lines(part.on_steps(4, [make_step(2, 15.0, 15.0)]), "inner_step")
-    assert part.snapshot()["inner_step"] == 2
+    monitor = StepsMonitor(context(tmp_path))
+    list(monitor.on_steps(0, [make_step(1, 0.0, 15.0)]))
+    list(monitor.on_tick(16.0, headers(4, 5)))
+    assert lines(monitor.on_steps(4, [make_step(2, 15.0, 15.0)]), "inner_step")
+    assert monitor.snapshot()["inner_step"] == 2
 
 
 def test_a_loss_that_is_not_a_number_is_reported_everywhere_in_the_same_word(
@@ -495,16 +495,16 @@ def test_a_loss_that_is_not_a_number_is_reported_everywhere_in_the_same_word(
     """Guards against `loss ?` and null while the loss is NaN: they say that nothing was
     measured."""
     clock = FakeClock()
-    part = StepsMonitor(context(tmp_path, clock=clock))
+    monitor = StepsMonitor(context(tmp_path, clock=clock))
     (line,) = [
         f
-        for f in drive(part, clock, [1.0], loss=math.nan, grad_norm=math.inf)
+        for f in drive(monitor, clock, [1.0], loss=math.nan, grad_norm=math.inf)
         if f.event == "inner_step"
     ]
     assert " | Loss: NaN | " in catalog.message(line)
     record = json.loads(json_line({**line.fields}))
     assert (record["loss"], record["grad_norm"], record["eval_loss"]) == ("NaN", "Infinity", None)
-    steps = json.loads(json.dumps(finite(part.snapshot()), allow_nan=False))
+    steps = json.loads(json.dumps(finite(monitor.snapshot()), allow_nan=False))
     status = {"state": "running", "steps": steps}
     document = StatusDocument.from_json(status)
     assert "loss NaN" in summary(
@@ -537,6 +537,6 @@ def test_a_loss_that_is_not_simply_the_steps_own_says_so(
 ) -> None:
     """Guards against a loss of another step, or of several objectives, that reads like the step's
     own."""
-    part = StepsMonitor(context(tmp_path))
-    (line,) = lines(part.on_steps(0, [make_step(84, 0.0, 15.0, flags=flags)]), "inner_step")
+    monitor = StepsMonitor(context(tmp_path))
+    (line,) = lines(monitor.on_steps(0, [make_step(84, 0.0, 15.0, flags=flags)]), "inner_step")
     assert f"| Loss: 3.00{remark} |" in line

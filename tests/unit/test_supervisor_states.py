@@ -31,7 +31,7 @@ from tests.support.contexts import context
 
 
 @pytest.fixture
-def said() -> list[Finding]:
+def findings() -> list[Finding]:
     return []
 
 
@@ -107,7 +107,7 @@ def defects() -> list[Exception]:
 
 @pytest.fixture
 def supervisor(
-    tmp_path: Path, said: list[Finding], defects: list[Exception]
+    tmp_path: Path, findings: list[Finding], defects: list[Exception]
 ) -> Iterator[Supervisor]:
     """One without a miner: its pipes can't be had, so that every launch fails at once."""
     clock = FakeClock()
@@ -119,7 +119,7 @@ def supervisor(
         order,
         clock,
         loop,
-        runner=MonitorRunner(said.append),
+        runner=MonitorRunner(findings.append),
         relay=cast(Any, Pipes()),
         flights=cast(Any, Records()),
     )
@@ -138,24 +138,24 @@ def launcher(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> Launche
 
 
 def test_a_launch_without_descriptors_is_a_failure_that_is_tried_again(
-    supervisor: Supervisor, said: list[Finding]
+    supervisor: Supervisor, findings: list[Finding]
 ) -> None:
     """Guards against a guard that waits forever with nothing running and nothing planned."""
     supervisor._first_launch()
     assert supervisor.state is State.WAITING
-    assert [finding.event for finding in said] == ["miner_exited", "miner_restarting"]
-    assert "Too many open files" in said[0].fields["how"]
+    assert [finding.event for finding in findings] == ["miner_exited", "miner_restarting"]
+    assert "Too many open files" in findings[0].fields["how"]
 
 
 def test_a_restart_meant_for_a_launch_that_has_ended_does_not_cut_the_wait_short(
-    supervisor: Supervisor, said: list[Finding]
+    supervisor: Supervisor, findings: list[Finding]
 ) -> None:
     """Guards against the watchdog of a hang whose miner gave up first: its wish came while the next
     start waited."""
     supervisor._first_launch()
     supervisor.request_stop(StopRequest("hang: rank 0 in data for 912s", Then.RESTART))
     supervisor.step()
-    assert (supervisor.state, len(said)) == (State.WAITING, 2)
+    assert (supervisor.state, len(findings)) == (State.WAITING, 2)
 
 
 def test_a_launcher_that_sigkill_does_not_end_does_not_keep_the_guard(
@@ -175,7 +175,7 @@ def test_a_launcher_that_sigkill_does_not_end_does_not_keep_the_guard(
 
 
 def test_a_repeated_stop_request_reports_what_it_waits_for(
-    supervisor: Supervisor, launcher: Launcher, said: list[Finding]
+    supervisor: Supervisor, launcher: Launcher, findings: list[Finding]
 ) -> None:
     """Guards against a second Ctrl-C that is swallowed for 45 s, so that the next one is SIGKILL to
     the guard."""
@@ -183,11 +183,11 @@ def test_a_repeated_stop_request_reports_what_it_waits_for(
     supervisor.step()
     assert supervisor.state is State.STOPPING
     cast(FakeClock, supervisor.clock).advance(15.0)
-    said.clear()
+    findings.clear()
     for _ in range(3):
         supervisor.request_stop(StopRequest("SIGINT", Then.STOP))
     supervisor.step()
-    (finding,) = said
+    (finding,) = findings
     assert catalog.message(finding) == (
         f"MINER STOPPING: SIGINT, and it is already stopping: pid {launcher.pid} got SIGTERM "
         "and is still running; SIGKILL is next, 32s to stop"
@@ -195,16 +195,16 @@ def test_a_repeated_stop_request_reports_what_it_waits_for(
 
 
 def test_a_stop_during_a_restart_is_heard(
-    supervisor: Supervisor, launcher: Launcher, said: list[Finding]
+    supervisor: Supervisor, launcher: Launcher, findings: list[Finding]
 ) -> None:
     """Guards against a first Ctrl-C without a word, because the guard was already ending the launch
     for a restart."""
     supervisor.request_stop(StopRequest("hang: rank 0 in data", Then.RESTART))
     supervisor.step()
-    said.clear()
+    findings.clear()
     supervisor.request_stop(StopRequest("SIGTERM", Then.STOP))
     supervisor.step()
-    assert [finding.event for finding in said] == ["miner_stopping"]
+    assert [finding.event for finding in findings] == ["miner_stopping"]
     launcher.ended = 0
     supervisor.step()
     assert (supervisor.state, supervisor.reason) == (State.DONE, "SIGTERM")
@@ -225,7 +225,7 @@ def test_a_dead_launcher_is_noticed_without_any_signal(
 def test_the_end_of_a_launch_survives_whatever_fails_in_it(
     supervisor: Supervisor,
     launcher: Launcher,
-    said: list[Finding],
+    findings: list[Finding],
     defects: list[Exception],
     asked: bool,
 ) -> None:
@@ -238,7 +238,7 @@ def test_the_end_of_a_launch_survives_whatever_fails_in_it(
     launcher.ended = 3
     supervisor.step()
     assert supervisor.state is (State.DONE if asked else State.WAITING)
-    assert "miner_exited" in [finding.event for finding in said]
+    assert "miner_exited" in [finding.event for finding in findings]
     assert defects
 
 
@@ -312,14 +312,16 @@ class _Orders:
     ("meanwhile", "restarts"), [("nothing", 1), ("a step", 0), ("another launch", 0)]
 )
 def test_a_hang_that_is_over_when_its_evidence_is_there_is_left_alone(
-    tmp_path: Path, said: list[Finding], meanwhile: str, restarts: int
+    tmp_path: Path, findings: list[Finding], meanwhile: str, restarts: int
 ) -> None:
     """Guards against a launch that pays for the one before it: gathering stacks takes up to half a
     minute."""
     clock, jobs, orders = FakeClock(), _Later(), _Orders()
     config = replace(Config(), hang=HangSettings(min_s=5.0, first_step_s=5.0, action="restart"))
     watch = HangMonitor(
-        context(tmp_path, config=config, clock=clock, emit=said.append, jobs=jobs, control=orders)
+        context(
+            tmp_path, config=config, clock=clock, emit=findings.append, jobs=jobs, control=orders
+        )
     )
     watch.on_launch(Launch(("true",), 1, 0, clock.monotonic()))
     ranks: Mapping[int, Now] = {
@@ -337,4 +339,4 @@ def test_a_hang_that_is_over_when_its_evidence_is_there_is_left_alone(
         watch.on_launch(Launch(("true",), 2, 1, clock.monotonic()))
     gather()
     assert len(orders.restarts) == restarts
-    assert [f.event for f in said].count("hang_detected") == restarts
+    assert [f.event for f in findings].count("hang_detected") == restarts

@@ -10,7 +10,7 @@ from tests.support.curve_judges import Judge, Report
 _SEEDS = 3
 
 
-def told(title: str, seen: Report) -> None:
+def described(title: str, seen: Report) -> None:
     """The figures, for the log of the tests."""
     print(f"\n{title}: {seen.quiet_share():.1%} of the quiet curves alarmed")
     print({kind: n for kind, (n, _) in seen.quiet.items() if n})
@@ -26,7 +26,7 @@ def told(title: str, seen: Report) -> None:
 def test_both_sides(title: str, judges: dict[str, Judge], least: float) -> None:
     """Periodic steps of 1.8 times the usual raised 149 alarms, an epoch's sawtooth eight."""
     seen = curve_judges.report(judges, _SEEDS)
-    told(title, seen)
+    described(title, seen)
     assert seen.quiet_share() <= 0.03
     for anomaly in seen.found:
         assert seen.recall(anomaly) >= least, anomaly

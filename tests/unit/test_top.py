@@ -175,10 +175,12 @@ def _screen(shown: ShownPart, events: int = 100) -> str:
         str(rank): {"step_time_s": 15.0, "work_s": 14.0 if rank == 12 else 6.0}
         for rank in range(16)
     }
-    told = [f"12:00:{number:02d} info  event {number}." for number in range(events)]
+    events_shown = [f"12:00:{number:02d} info  event {number}." for number in range(events)]
     status = StatusDocument.from_json({"steps": {"per_rank": ranks}})
     canvas = Canvas(80, 24, shown)
-    return "\n".join(lines(status, CurveHistory(), told, canvas, age_s=0, min_inner_step=50))
+    return "\n".join(
+        lines(status, CurveHistory(), events_shown, canvas, age_s=0, min_inner_step=50)
+    )
 
 
 def test_of_sixteen_ranks_the_slow_one_is_first_unless_sorted_by_number() -> None:

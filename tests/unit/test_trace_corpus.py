@@ -107,15 +107,17 @@ def score(
     false: list[str] = []
     steps = unlabelled = 0
     for record, found in results:
-        wanted = list(labels(record))
+        labelled_runs = list(labels(record))
         alarms = [a for a in found if a.severity != "info"]
-        for kind, first, last in wanted:
+        for kind, first, last in labelled_runs:
             hit = any(a.type == kind and first <= a.at_step <= last for a in found)
             scores[kind].hits[repository(record)].append(hit)
         covered = [
-            a for a in alarms if any(a.type == k and f <= a.at_step <= t for k, f, t in wanted)
+            a
+            for a in alarms
+            if any(a.type == k and f <= a.at_step <= t for k, f, t in labelled_runs)
         ]
-        if wanted:
+        if labelled_runs:
             unlabelled += len(alarms) - len(covered)
         else:
             steps += len(record["values"])

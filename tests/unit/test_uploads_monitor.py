@@ -48,7 +48,7 @@ def test_the_gate_finds_the_repo_and_the_profiles_limits_in_its_inputs(bench: Be
     known = gate_inputs.read(bench.state.gate_inputs)
     assert known.published.age_s == 600.0
     assert known.limits["block_list_max_age"] == 200
-    assert bench.said("repo_age") == ["Repo Age: 600s (keep < 1800s)"]
+    assert bench.messages("repo_age") == ["Repo Age: 600s (keep < 1800s)"]
 
 
 def test_the_inputs_are_kept_fresh_while_nothing_changes(bench: Bench) -> None:
@@ -83,7 +83,7 @@ def test_stale_is_counted_from_the_last_probe_that_succeeded_even_when_the_stora
     bench.repo = Published(reason="no answer within 20 s")
     bench.clock.advance(60)
     bench.look()
-    assert bench.said("repo_unknown") == ["REPO UNKNOWN: no answer within 20 s"]
+    assert bench.messages("repo_unknown") == ["REPO UNKNOWN: no answer within 20 s"]
     assert "no answer" in str(gate_inputs.read(bench.state.gate_inputs).published.reason)
     bench.clock.step_wall(-7200)
     assert [f.event for f in bench.tick(1300)] == []
@@ -100,8 +100,10 @@ def test_stale_is_counted_from_the_last_probe_that_succeeded_even_when_the_stora
 
 def test_an_unreadable_repo_is_reported_once_and_again_when_the_reason_changes() -> None:
     watch = RepoWatch(GateSettings())
-    said = [f for n in range(100) for f in watch.observe(Published(reason="wrong keys"), 60.0 * n)]
-    assert len(said) == 4
+    findings = [
+        f for n in range(100) for f in watch.observe(Published(reason="wrong keys"), 60.0 * n)
+    ]
+    assert len(findings) == 4
     assert [f.event for f in watch.observe(Published(reason="no such bucket"), 6000.0)] == [
         "repo_unknown"
     ]
@@ -128,11 +130,11 @@ def test_what_the_ranks_read_stays_small_whatever_is_published(bench: Bench) -> 
 
 
 def test_a_block_repeated_each_step_is_reported_first_and_when_it_changes(bench: Bench) -> None:
-    said = []
+    findings = []
     for inner in range(10, 50):
         bench.clock.advance(1.0)
-        said += bench.entry(**bench.decide(inner))
-    (first,) = said
+        findings += bench.entry(**bench.decide(inner))
+    (first,) = findings
     assert message(first).startswith(
         "UPLOAD BLOCKED: inner_step (10) < minimum (50). Validators will reject this!"
     )
@@ -197,9 +199,12 @@ def test_forecast_is_reported_with_the_first_step_that_can_know(bench: Bench) ->
     bench.repo = Published(age_s=0.0, reason=None, outer_step=56)
     bench.look()
     assert bench.step(1, 62.0, FLAG_FIRST) == []
-    (said,) = bench.step(2, 62.0)
-    assert message(said) == "UPLOAD FORECAST: inner_step 50 in 50 min, repo stale in 31 min"
-    assert (said.fields["eta_min"], said.fields["stale_min"]) == (48 * 62 / 60, (2000 - 124) / 60)
+    (finding,) = bench.step(2, 62.0)
+    assert message(finding) == "UPLOAD FORECAST: inner_step 50 in 50 min, repo stale in 31 min"
+    assert (finding.fields["eta_min"], findings.fields["stale_min"]) == (
+        48 * 62 / 60,
+        (2000 - 124) / 60,
+    )
     assert bench.step(3, 62.0) == []
     later = [f for inner in range(4, 30) for f in bench.step(inner, 62.0)]
     assert len(later) == 1
@@ -221,7 +226,7 @@ def test_a_push_that_arrived_is_verified_by_a_probe_and_stored(bench: Bench) -> 
         age_s=2.0, reason=None, outer_step=56, inner_step=51, size_bytes=900, checksum="c1" * 20
     )
     bench.tick()
-    assert bench.said("upload_succeeded") == [
+    assert bench.messages("upload_succeeded") == [
         (
             "UPLOAD VERIFIED: tag 5.56.51 gradients 2s old, 900 bytes, checksum "
             "c1c1c1c1c1c1, pushed in 12.0s"
@@ -242,9 +247,9 @@ def test_a_push_that_did_not_arrive_is_checked_twice_and_refuted(bench: Bench) -
     bench.clock.advance(12)
     bench.push("finished")
     bench.tick()
-    assert bench.said("upload_failed") == []
+    assert bench.messages("upload_failed") == []
     bench.tick(4)
-    (failed,) = bench.said("upload_failed")
+    (failed,) = bench.messages("upload_failed")
     assert failed.startswith(
         "UPLOAD FAILED: reported as pushed, but LastModified did not move: the "
         "gradients are 600s old"
@@ -261,7 +266,7 @@ def test_a_push_into_a_repo_that_is_silent_is_unverified_not_failed_and_not_veri
     bench.repo = Published(reason="no answer within 20 s")
     for _ in range(5):
         bench.tick(11)
-    assert bench.said("upload_unverified") == [
+    assert bench.messages("upload_unverified") == [
         (
             "UPLOAD UNVERIFIED: tag 5.56.51: reported as pushed, but the repo could not be "
             "read: no answer within 20 s"
@@ -276,7 +281,7 @@ def test_a_push_that_the_next_one_replaced_is_neither_verified_nor_failed(bench:
     bench.push("finished")
     bench.repo = Published(age_s=1.0, reason=None, outer_step=57, inner_step=0, revision="5.57.0")
     bench.tick()
-    assert bench.said("upload_reported") == [
+    assert bench.messages("upload_reported") == [
         (
             "UPLOAD REPORTED: tag 5.56.51 pushed in 12.0s; not verified: followed by "
             "5.57.0 before it was checked"
@@ -291,9 +296,9 @@ def test_without_a_repo_a_push_is_reported_and_never_called_verified(
 ) -> None:
     bench = Bench(tmp_path, monkeypatch, repo="none")
     bench.push("started")
-    (said,) = bench.push("finished")
+    (finding,) = bench.push("finished")
     assert (
-        message(said)
+        message(finding)
         == "UPLOAD REPORTED: tag 5.56.51 pushed in 12.0s; not verified: no [repo] is configured"
     )
 
@@ -311,7 +316,7 @@ def test_a_push_that_only_the_log_reports_is_verified_too(bench: Bench) -> None:
     )
     bench.tick()
     bench.tick(4)
-    assert len(bench.said("upload_failed")) == 1
+    assert len(bench.messages("upload_failed")) == 1
 
 
 def test_a_push_that_only_the_miners_line_reports_is_checked(bench: Bench) -> None:
@@ -319,12 +324,12 @@ def test_a_push_that_only_the_miners_line_reports_is_checked(bench: Bench) -> No
     printed = make_finding(
         "upload_reported", tag="5.56.51", detail="by the miner's own line", source="log"
     )
-    assert not list(bench.part.on_finding(printed))
+    assert not list(bench.monitor.on_finding(printed))
     bench.repo = Published(
         age_s=1.0, reason=None, outer_step=56, inner_step=51, revision="5.56.51", checksum="c1"
     )
     bench.tick()
-    (verified,) = bench.said("upload_succeeded")
+    (verified,) = bench.messages("upload_succeeded")
     assert verified.startswith("UPLOAD VERIFIED: tag 5.56.51 gradients 1s old")
     assert verified.endswith("pushed, says the miner's log")
 
@@ -345,15 +350,15 @@ def test_a_push_that_failed_says_why(bench: Bench) -> None:
 
 def test_a_push_that_the_miners_end_cuts_off_is_failed(bench: Bench) -> None:
     bench.push("started")
-    (failed,) = bench.part.on_exit(Exit(137, 9, False, False, 60.0))
+    (failed,) = bench.monitor.on_exit(Exit(137, 9, False, False, 60.0))
     assert message(failed).startswith("UPLOAD FAILED: tag 5.56.51: the miner ended during the push")
-    assert list(bench.part.on_exit(Exit(0, None, True, False, 60.0))) == []
+    assert list(bench.monitor.on_exit(Exit(0, None, True, False, 60.0))) == []
 
 
 def test_a_push_that_could_not_be_checked_before_the_end_is_unverified(bench: Bench) -> None:
     bench.push("started")
     bench.push("finished")
-    (left,) = bench.part.on_stop()
+    (left,) = bench.monitor.on_stop()
     assert message(left).startswith(
         "UPLOAD UNVERIFIED: tag 5.56.51: the guard ended before it was checked"
     )
@@ -367,7 +372,7 @@ def test_numbers_that_no_ledger_accepts_still_reach_the_gate(bench: Bench) -> No
     )
     bench.look()
     assert gate_inputs.read(bench.state.gate_inputs).published.age_s == 7.0
-    assert len(bench.said("ledger_stuck")) == 1
+    assert len(bench.messages("ledger_stuck")) == 1
 
 
 def test_after_a_restart_of_the_guard_the_status_shows_the_last_of_each(bench: Bench) -> None:
@@ -375,24 +380,24 @@ def test_after_a_restart_of_the_guard_the_status_shows_the_last_of_each(bench: B
     guard began again."""
     bench.entry(**bench.decide(15))
     bench.push("started")
-    list(bench.part.on_exit(Exit(137, 9, False, False, 60.0)))
+    list(bench.monitor.on_exit(Exit(137, 9, False, False, 60.0)))
     list(
-        bench.part.on_finding(
+        bench.monitor.on_finding(
             make_finding("incident", rank=1, label="cuda_oom", cause="", fix="", excerpt="")
         )
     )
     list(
-        bench.part.on_finding(
+        bench.monitor.on_finding(
             make_finding(
                 "miner_restarting", cause="exit 137", attempt=2, wait_s=4.0, max_restarts=5
             )
         )
     )
-    list(bench.part.on_stop())
-    before = bench.part.snapshot()
-    bench.part = module.UploadsMonitor(bench.part.context)
+    list(bench.monitor.on_stop())
+    before = bench.monitor.snapshot()
+    bench.monitor = module.UploadsMonitor(bench.monitor.context)
     bench.jobs.run()
-    after = bench.part.snapshot()
+    after = bench.monitor.snapshot()
     for name in ("decision", "upload", "incident", "restart"):
         assert before[name] is not None, name
         assert json.dumps(after[name]) == json.dumps(before[name])
@@ -414,8 +419,8 @@ def test_after_a_restart_of_the_guard_the_status_shows_the_last_of_each(bench: B
 
 def test_the_status_holds_the_last_audit(bench: Bench) -> None:
     finding = audit.AuditReport("rejected", "epoch 56: too old").finding()
-    assert list(bench.part.on_finding(finding)) == []
-    last = bench.part.snapshot()["audit"]
+    assert list(bench.monitor.on_finding(finding)) == []
+    last = bench.monitor.snapshot()["audit"]
     assert (last["outcome"], last["detail"]) == ("rejected", "epoch 56: too old")
 
 
@@ -428,5 +433,5 @@ def test_gate_inputs_that_cannot_be_written_are_reported_once(
     monkeypatch.setattr(gate_inputs, "write", refuse)
     bench.tick(61)
     bench.tick(61)
-    assert len(bench.said("disk_full")) == 1
-    assert not bench.said("guard_degraded")
+    assert len(bench.messages("disk_full")) == 1
+    assert not bench.messages("guard_degraded")

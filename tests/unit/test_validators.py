@@ -411,13 +411,13 @@ def test_every_rule_was_seen_to_pass_to_warn_to_block_and_to_be_unknown() -> Non
 
 
 def test_whether_shapes_were_compared_is_reported() -> None:
-    said = {
+    notes = {
         known: gradients.judge(facts(files={"params": 3, "shapes_known": known}), SN38).sentence
         for known in (True, False, None)
     }
-    assert said[True].endswith("with the model's shapes")
-    assert "shapes unknown" in said[False]
-    assert said[None].endswith("all finite")
+    assert notes[True].endswith("with the model's shapes")
+    assert "shapes unknown" in notes[False]
+    assert notes[None].endswith("all finite")
 
 
 def test_the_inner_step_is_read_as_validators_read_it() -> None:

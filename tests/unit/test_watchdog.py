@@ -35,7 +35,7 @@ class Scene:
         self.clock = FakeClock()
         self.loop = Loop(self.clock, lambda _error: None)
         self.loop.alive()
-        self.said: list[Finding] = []
+        self.findings: list[Finding] = []
         self.signals: list[int] = []
         self.lives = True
         self.deaf = False
@@ -45,7 +45,11 @@ class Scene:
         monkeypatch.setattr(processes, "send", self._send)
         monkeypatch.setattr(watchdog, "_dump", self.dumps.append)
         hands = Hands(
-            self.said.append, self._teardown, self._leave, self.clock.monotonic, self.clock.advance
+            self.findings.append,
+            self._teardown,
+            self._leave,
+            self.clock.monotonic,
+            self.clock.advance,
         )
         self.dog = Watchdog(self.loop, GRACE_S, hands)
 
@@ -80,7 +84,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
 
 def test_a_loop_that_turns_is_left_alone(scene: Scene) -> None:
     scene.pass_time(600.0)
-    assert not scene.said
+    assert not scene.findings
     assert scene.lives
 
 
@@ -88,7 +92,7 @@ def test_a_hanging_loop_is_reported_once_with_its_stack_and_the_miner_keeps_runn
     scene: Scene,
 ) -> None:
     scene.pass_time(60.0, turning=False)
-    (finding,) = scene.said
+    (finding,) = scene.findings
     assert finding.event == "guard_wedged"
     assert any("test_watchdog" in line for line in finding.fields["stack"])
     assert scene.lives
@@ -137,7 +141,7 @@ def test_a_guard_that_was_stopped_for_a_while_is_no_hanging_one(scene: Scene) ->
     turn."""
     scene.clock.advance(3600.0)
     scene.dog.check()
-    assert not scene.said
+    assert not scene.findings
 
 
 def test_the_process_ends_with_its_own_code_though_its_last_steps_hang(scene: Scene) -> None:

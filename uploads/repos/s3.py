@@ -294,11 +294,11 @@ class S3Repo:
 
     def _same_parts(self, ticket: StagedObject) -> bool:
         """Compare checksums on a server that encrypts: its ETags are not digests of the content."""
-        wanted = ticket.data.get("crc32")
-        if wanted is None:
+        expected = ticket.data.get("crc32")
+        if expected is None:
             return False
         answer = self._call(self._client.head_object, Key=ticket.key, ChecksumMode="ENABLED")
-        return bool(str(answer.get("ChecksumCRC32", "")).partition("-")[0] == wanted)
+        return bool(str(answer.get("ChecksumCRC32", "")).partition("-")[0] == expected)
 
     def _same_content(self, ticket: StagedObject, etag: str | None) -> bool:
         """Compare on a server whose ETag is not the digest of the parts' digests: rclone returns

@@ -41,8 +41,8 @@ def wrong_limits(limits: Mapping[str, Any]) -> Iterator[str]:
             hint = f"; did you mean {near[0]}?" if near else f"; rules know {', '.join(kinds)}"
             yield f"[limits] {name}: no rule knows this limit{hint}"
         elif not _fits(value, kinds[name]):
-            wanted = _spelled(kinds[name])
-            yield f"[limits] {name} is {value!r}; the rules need {wanted}"
+            expected = _type_name(kinds[name])
+            yield f"[limits] {name} is {value!r}; the rules need {expected}"
     try:
         Limits.of(GateSettings(), limits)
     except TypeError as error:
@@ -58,19 +58,19 @@ def _fits(value: Any, kind: Any) -> bool:
         repeated = len(parts) == 2 and parts[1] is Ellipsis
         if not isinstance(value, list) or not (repeated or len(value) == len(parts)):
             return False
-        wanted = [parts[0]] * len(value) if repeated else parts
-        return all(_fits(v, p) for v, p in zip(value, wanted, strict=True))
+        expected = [parts[0]] * len(value) if repeated else parts
+        return all(_fits(v, p) for v, p in zip(value, expected, strict=True))
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, (int, float) if kind is float else kind)
 
 
-def _spelled(kind: Any) -> str:
+def _type_name(kind: Any) -> str:
     """The type as people write it: `int`, `float`, `[float, float]`, `[str, …]`."""
     parts = [part for part in typing.get_args(kind) if part is not type(None)]
     if typing.get_origin(kind) is tuple:
-        return f"[{', '.join('…' if p is Ellipsis else _spelled(p) for p in parts)}]"
-    return " or ".join(map(_spelled, parts)) if parts else kind.__name__
+        return f"[{', '.join('…' if p is Ellipsis else _type_name(p) for p in parts)}]"
+    return " or ".join(map(_type_name, parts)) if parts else kind.__name__
 
 
 def wrong_patterns(patterns: Mapping[str, Any]) -> Iterator[str]:

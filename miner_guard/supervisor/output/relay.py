@@ -68,13 +68,13 @@ class Relay:
         self.relayed_bytes = 0
 
     @property
-    def outlets(self) -> list[OutputWriter]:
+    def writers(self) -> list[OutputWriter]:
         return [self._out] if self._out is self._err else [self._out, self._err]
 
     @property
     def dropped_bytes(self) -> int:
         """Bytes dropped on all streams."""
-        return sum(outlet.dropped for outlet in self.outlets)
+        return sum(sink.dropped for sink in self.writers)
 
     @property
     def unseen(self) -> int:
@@ -83,7 +83,7 @@ class Relay:
 
     @property
     def stuck(self) -> bool:
-        return any(outlet.stuck for outlet in self.outlets)
+        return any(sink.stuck for sink in self.writers)
 
     def open(self) -> tuple[int, int]:
         """Create pipes for a new launch; returns the ends for its stdout and stderr, which the
@@ -92,19 +92,19 @@ class Relay:
         Raises OSError if no descriptor is free.
         """
         ends: list[int] = []
-        for outlet in self.outlets:
+        for sink in self.writers:
             try:
-                mine, its = os.pipe2(os.O_CLOEXEC)
+                read_end, write_end = os.pipe2(os.O_CLOEXEC)
             except OSError:
                 for end in ends:
                     os.close(end)
                 raise
             with contextlib.suppress(OSError):
-                fcntl.fcntl(mine, F_SETPIPE_SZ, _PIPE_SIZE)
-            os.set_blocking(mine, False)
-            self._sources[mine] = outlet
-            self._watch(mine)
-            ends.append(its)
+                fcntl.fcntl(read_end, F_SETPIPE_SZ, _PIPE_SIZE)
+            os.set_blocking(read_end, False)
+            self._sources[read_end] = sink
+            self._watch(read_end)
+            ends.append(write_end)
         return ends[0], ends[-1]
 
     def print_line(self, line: str) -> None:
@@ -113,9 +113,9 @@ class Relay:
 
     def tick(self) -> None:
         """Periodic work: flush waiting lines, detect stuck readers, return memory."""
-        for outlet in self.outlets:
-            outlet.tick()
-        if self._burst and not self._unseen and all(outlet.idle for outlet in self.outlets):
+        for sink in self.writers:
+            sink.tick()
+        if self._burst and not self._unseen and all(sink.idle for sink in self.writers):
             # Wait until the writers are idle: memory that they still hold would not be returned,
             # and nothing would try again.
             self._burst = False
@@ -251,8 +251,8 @@ class Relay:
     def finish(self, seconds: float) -> None:
         """Flush the remaining output, for at most `seconds`."""
         self.close_sources()
-        for outlet in self.outlets:
-            outlet.finish(seconds)
+        for sink in self.writers:
+            sink.finish(seconds)
 
 
 def _give_memory_back() -> None:

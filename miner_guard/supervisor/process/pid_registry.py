@@ -30,7 +30,7 @@ class PidRegistry:
     by marker still works."""
 
     def __init__(self, state: StateDir) -> None:
-        self._path = state.roster
+        self._path = state.pid_registry
 
     def write(self, run: frozenset[Process], cgroup: Cgroup | None = None) -> None:
         """Store the run's living processes."""
@@ -44,7 +44,7 @@ class PidRegistry:
 def left_behind(state: StateDir) -> LeftBehind:
     """The processes in the last list that are still alive, and the cgroups of earlier guards."""
     cgroups = {group.path: group for group in Cgroup.beside(str(state.root))}
-    document = read_json(state.roster)
+    document = read_json(state.pid_registry)
     if not isinstance(document, dict) or document.get("boot") != (boot_id() or ""):
         return LeftBehind(frozenset(), tuple(cgroups.values()))
     if (named := Cgroup.of_earlier_guard(document.get("cgroup"))) is not None:

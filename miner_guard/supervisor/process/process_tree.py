@@ -42,7 +42,7 @@ class ProcessTree:
     def __init__(self, state: StateDir, clock: Clock) -> None:
         self._state, self._clock = state, clock
         self._cgroup: Cgroup | None = None
-        self._roster = PidRegistry(state)
+        self._registry = PidRegistry(state)
         self.on_listed: Callable[[frozenset[Process]], None] = lambda _processes: None
         """Called with the launch's living processes whenever they change."""
 
@@ -62,7 +62,7 @@ class ProcessTree:
         self._cgroup = cgroup
         # Record the cgroup before it has a member, so that the next guard finds it even if this one
         # is killed right after the launch.
-        self._roster.write(self._known, cgroup)
+        self._registry.write(self._known, cgroup)
 
     def open_to_join(self) -> int | None:
         """A descriptor with which the launcher joins the run's cgroup; None without a cgroup."""
@@ -107,12 +107,12 @@ class ProcessTree:
         known = frozenset(self._members(launcher, table))
         if known != self._known:
             self._known, self._written_at = known, now
-            self._roster.write(known, self._cgroup)
+            self._registry.write(known, self._cgroup)
             self.on_listed(known)
         elif now - self._written_at >= _WRITE_EVERY_S:
             # Someone may have removed the file.
             self._written_at = now
-            self._roster.write(known, self._cgroup)
+            self._registry.write(known, self._cgroup)
         self._list_at = now + max(_LIST_EVERY_S, (time.thread_time() - began) / _SHARE_OF_CPU)
 
     def leftovers(self, launcher: Process) -> set[Process]:

@@ -72,7 +72,7 @@ class SnapshotCollector:
             present = min(present, shown)
         expectation = expectation_of(self._q, present)
         torch = None
-        if self._q.torch or nvml["state"] != "absent" or expectation.wanted:
+        if self._q.torch or nvml["state"] != "absent" or expectation.expects_gpus:
             torch = self._value("torch", self._pool.submit(self._inside, "torch", {}))
         cuda = self._each(range(torch["gpu_count"]), "use", 1) if torch else {}
         held = self._held(nvml)
@@ -90,7 +90,7 @@ class SnapshotCollector:
             deep=self._deep(torch) if self._q.deep else None,
             unread=self._unread,
             unanswered=frozenset(self._unanswered),
-            lacking={
+            missing_extras={
                 extra.name: names for extra, names in optional_deps.missing_extras(self._q.config)
             },
             keys_file=credentials.problem(self._q.config.repo),

@@ -19,7 +19,7 @@ def killed_guard(state: StateDir) -> Iterator[Finding]:
     status = read_json(state.status)
     if not isinstance(status, dict) or status.get("state") in (None, State.DONE.value):
         return
-    run = read_json(state.roster)
+    run = read_json(state.pid_registry)
     boot = run.get("boot") if isinstance(run, dict) else None
     restarted = bool(boot) and boot != boot_id()
     why = "the host restarted" if restarted else "killed by SIGKILL or the OOM killer"

@@ -157,7 +157,7 @@ def _within(state: StateDir) -> Iterator[tuple[Path, int]]:
         state.costs,
         state.ledger,
         state.host_facts,
-        state.roster,
+        state.pid_registry,
         state.otlp_position,
     ):
         yield path, stat.S_IFREG

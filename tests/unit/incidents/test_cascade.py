@@ -247,13 +247,13 @@ def test_a_socket_that_connects_at_last_is_nothing() -> None:
     refused = f"{waiting} (errno: 111 - Connection refused).\n"
     assert root(3 * refused) == "rendezvous_timeout"
     assert root(3 * refused + "step 1 loss 10.93\nstep 2 loss 10.81\n") is None
-    for said in (
+    for printed in (
         "Process group initialized, world size 16\n",
         "INFO rank 3 connected to the TCPStore\n",
     ):
-        assert root(3 * refused + said) is None
-    for said in ("Process group not initialized\n", "failed: never connected to the master\n"):
-        assert root(3 * refused + said) == "rendezvous_timeout"
+        assert root(3 * refused + printed) is None
+    for printed in ("Process group not initialized\n", "failed: never connected to the master\n"):
+        assert root(3 * refused + printed) == "rendezvous_timeout"
     ipv6 = (
         "[W socket.cpp:464] [c10d] The IPv6 network addresses of (n0, 29500) cannot be "
         "retrieved (gai error: -2).\n"
@@ -264,15 +264,15 @@ def test_a_socket_that_connects_at_last_is_nothing() -> None:
 
 def test_a_signal_after_the_end_of_training_is_not_an_incident() -> None:
     signal = "Received SIGTERM, shutting down workers\n"
-    for said in (
+    for printed in (
         "Training finished, saving the model\n",
         "{'train_runtime': 12.1, 'epoch': 3.0}\n",
     ):
-        log = said + "".join(f"saving shard {n}\n" for n in range(20)) + signal
+        log = printed + "".join(f"saving shard {n}\n" for n in range(20)) + signal
         assert root(log) is None
-        assert root(said + 200 * "step 7 of the next run\n" + signal) == "user_interrupt"
-    for said in ("Epoch 3: training finished\n", "training has not finished\n", "step 3\n"):
-        assert root(said + signal) == "user_interrupt"
+        assert root(printed + 200 * "step 7 of the next run\n" + signal) == "user_interrupt"
+    for printed in ("Epoch 3: training finished\n", "training has not finished\n", "step 3\n"):
+        assert root(printed + signal) == "user_interrupt"
 
 
 def test_an_exception_is_known_by_its_module_too() -> None:

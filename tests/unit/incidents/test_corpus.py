@@ -96,10 +96,10 @@ def test_what_stands_before_each_line_changes_nothing(number: int) -> None:
 
 def test_lines_of_healthy_runs_are_silent_one_by_one() -> None:
     rows = [row for row in _toml(EXCERPTS)["excerpt"] if row.get("each_line")]
-    loud = {
+    matching = {
         line: label for row in rows for line in row["text"].splitlines() if (label := root(line))
     }
-    assert not loud
+    assert not matching
 
 
 def test_root_causes_of_our_own_excerpts() -> None:

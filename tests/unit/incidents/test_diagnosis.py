@@ -26,13 +26,13 @@ def test_a_labelled_file_of_anybody_is_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [("{", "it needs entries"), ('{"label": "of_nobody", "text": ""}', "unknown label of_nobody")],
 )
 def test_a_file_that_cannot_be_used_is_refused_in_words(
-    tmp_path: Path, text: str, said: str
+    tmp_path: Path, text: str, expected: str
 ) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_text(text)
-    with pytest.raises(diagnosis.BadFile, match=said):
+    with pytest.raises(diagnosis.BadFile, match=expected):
         diagnosis.load(file)

@@ -74,13 +74,13 @@ def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int,
 
 
 @pytest.mark.parametrize(
-    ("log", "said"), [(b"", "0 lines."), (b"fine\n", "1 line."), (b"fine\nand fi", "2 lines.")]
+    ("log", "expected"), [(b"", "0 lines."), (b"fine\n", "1 line."), (b"fine\nand fi", "2 lines.")]
 )
 def test_the_lines_of_a_log_without_trouble_are_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], log: bytes, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], log: bytes, expected: str
 ) -> None:
     assert main.run(["explain", write(tmp_path, log)]) == 1
-    assert capsys.readouterr().out == f"Nothing wrong found in {said}\n"
+    assert capsys.readouterr().out == f"Nothing wrong found in {expected}\n"
 
 
 def test_the_json_is_the_contracts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

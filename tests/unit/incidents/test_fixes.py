@@ -20,7 +20,7 @@ def found(log: str) -> Explained:
 
 
 @pytest.mark.parametrize(
-    ("line", "label", "said"),
+    ("line", "label", "expected"),
     [
         (
             (
@@ -62,10 +62,10 @@ def found(log: str) -> Explained:
         ),
     ],
 )
-def test_the_first_fix_is_that_of_the_line(line: str, label: str, said: str) -> None:
+def test_the_first_fix_is_that_of_the_line(line: str, label: str, expected: str) -> None:
     root = found(line)
     assert root.label == label
-    assert said in root.fixes[0]
+    assert expected in root.fixes[0]
 
 
 def test_a_torch_for_cpus_is_not_fixed_by_compiling_another_package_again() -> None:

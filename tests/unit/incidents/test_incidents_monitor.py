@@ -64,14 +64,14 @@ class Live:
         """By the kernel, each time it is asked: it has killed one more."""
 
         self.clock = FakeClock()
-        self.said: list[Finding] = []
+        self.findings: list[Finding] = []
         self.state = StateDir(tmp_path)
-        self.part = IncidentsMonitor(
+        self.monitor = IncidentsMonitor(
             context(
                 tmp_path,
                 config=config or Config(),
                 clock=self.clock,
-                emit=self.said.append,
+                emit=self.findings.append,
                 jobs=JobsAtOnce(),
                 status=lambda: {"steps": 1},
             ),
@@ -80,14 +80,16 @@ class Live:
         self.launch()
 
     def launch(self, attempt: int = 0) -> None:
-        self.said += self.part.on_launch(Launch(["miner"], 1, attempt, self.clock.monotonic()))
+        self.findings += self.monitor.on_launch(
+            Launch(["miner"], 1, attempt, self.clock.monotonic())
+        )
 
     def prints(self, text: bytes) -> None:
-        self.said += self.part.on_output(text)
+        self.findings += self.monitor.on_output(text)
 
     def after(self, seconds: float) -> None:
         self.clock.advance(seconds)
-        self.said += self.part.on_tick(self.clock.monotonic(), {})
+        self.findings += self.monitor.on_tick(self.clock.monotonic(), {})
 
     def steps(self, rank: int, number: int, loss: float) -> None:
         step = StepRecord(
@@ -99,14 +101,14 @@ class Live:
             wall=1e9,
             loss=loss,
         )
-        self.said += self.part.on_steps(rank, [step])
+        self.findings += self.monitor.on_steps(rank, [step])
 
     def ends(self, *, code: int = 1, signal: int | None = None, asked: bool = False) -> None:
-        self.said += self.part.on_exit(Exit(code, signal, asked, False, 10.0))
+        self.findings += self.monitor.on_exit(Exit(code, signal, asked, False, 10.0))
 
     @property
     def labels(self) -> list[str]:
-        return [str(f.fields["label"]) for f in self.said if f.event == "incident"]
+        return [str(f.fields["label"]) for f in self.findings if f.event == "incident"]
 
 
 def test_one_line_names_the_root_with_its_first_fix(tmp_path: Path) -> None:
@@ -115,11 +117,11 @@ def test_one_line_names_the_root_with_its_first_fix(tmp_path: Path) -> None:
     live.prints(WATCHDOG)
     live.after(SETTLE_S)
     assert live.labels == ["cuda_oom"]
-    line = catalog.message(live.said[0])
+    line = catalog.message(live.findings[0])
     assert line.startswith("INCIDENT cuda_oom: ")
     assert "from 4 to 2" in line
-    assert live.said[0].rank == 2
-    assert live.said[0].fields["restart"] == "once"
+    assert live.findings[0].rank == 2
+    assert live.findings[0].fields["restart"] == "once"
 
 
 def test_a_consequence_that_is_printed_first_does_not_take_the_roots_place(tmp_path: Path) -> None:
@@ -159,7 +161,7 @@ def test_ranks_that_time_out_ten_minutes_later_are_the_same_incident(tmp_path: P
     live.after(SETTLE_S)
     live.ends()
     assert live.labels == ["code_bug"]
-    assert live.part.snapshot()["root_cause"] == "code_bug"
+    assert live.monitor.snapshot()["root_cause"] == "code_bug"
 
 
 def test_the_exit_does_not_wait_for_the_cascade_to_settle(tmp_path: Path) -> None:
@@ -197,12 +199,12 @@ def test_one_retry_is_no_incident_but_many_are_a_warning(tmp_path: Path) -> None
     live.prints(b"Failed to fetch data, retrying. Attempt 3/100\n")
     live.after(SETTLE_S)
     assert live.labels == ["dataset_fetch_failed"]
-    assert live.said[0].severity == "warning"
+    assert live.findings[0].severity == "warning"
 
 
 def test_what_a_stop_by_the_guard_prints_is_no_incident(tmp_path: Path) -> None:
     live = Live(tmp_path)
-    live.said += live.part.on_finding(
+    live.findings += live.monitor.on_finding(
         make_finding("miner_stopping", reason="SIGTERM", grace_s=45.0)
     )
     live.prints(
@@ -217,7 +219,7 @@ def test_what_a_stop_by_the_guard_prints_is_no_incident(tmp_path: Path) -> None:
 
 def test_a_loss_that_the_guard_has_called_nan_itself_is_not_reported_twice(tmp_path: Path) -> None:
     live = Live(tmp_path)
-    live.said += live.part.on_finding(make_finding("loss_nan", step=512, loss=float("nan")))
+    live.findings += live.monitor.on_finding(make_finding("loss_nan", step=512, loss=float("nan")))
     live.prints(b"step 512 | loss: nan\n")
     live.after(SETTLE_S)
     assert live.labels == []
@@ -230,7 +232,7 @@ def test_a_crash_after_nan_is_one_incident_and_the_root_that_the_whole_log_has(
     """The exit once had no incident where the miner printed the NaN, and the exception alone where
     it did not."""
     live, nan = Live(tmp_path), make_finding("loss_nan", step=512, loss=float("nan"))
-    live.said += live.part.on_finding(nan)
+    live.findings += live.monitor.on_finding(nan)
     live.prints(printed)
     live.after(SETTLE_S)
     live.prints(BUG)
@@ -242,7 +244,7 @@ def test_a_crash_after_nan_is_one_incident_and_the_root_that_the_whole_log_has(
         + catalog.message(nan).encode()
     )
     assert live.labels == [root(whole + b"\n" + BUG)] == ["nan_loss"]
-    assert "NaN" in live.said[0].fields["excerpt"] or printed
+    assert "NaN" in live.findings[0].fields["excerpt"] or printed
 
 
 @pytest.mark.parametrize(
@@ -253,7 +255,9 @@ def test_a_nan_that_training_got_over_is_not_why_it_crashes(
 ) -> None:
     """The second crash after such a NaN once ended the guard: a restart does not mend a NaN."""
     live = Live(tmp_path)
-    live.said += live.part.on_finding(make_finding("loss_nan", rank=1, step=3, loss=float("nan")))
+    live.findings += live.monitor.on_finding(
+        make_finding("loss_nan", rank=1, step=3, loss=float("nan"))
+    )
     for number, loss in enumerate(losses):
         live.steps(1, number, loss)
     live.prints(BUG)
@@ -263,7 +267,7 @@ def test_a_nan_that_training_got_over_is_not_why_it_crashes(
 
 def test_a_nan_of_long_ago_is_not_why_it_ends(tmp_path: Path) -> None:
     live = Live(tmp_path)
-    live.said += live.part.on_finding(make_finding("loss_nan", step=512, loss=float("nan")))
+    live.findings += live.monitor.on_finding(make_finding("loss_nan", step=512, loss=float("nan")))
     live.after(3600)
     live.ends()
     assert live.labels == []
@@ -287,7 +291,9 @@ def test_a_nan_of_long_ago_that_is_still_there_is_why_it_fails_without_a_known_c
 ) -> None:
     """It was an exception that a restart may mend, time after time from the same state."""
     live = Live(tmp_path)
-    live.said += live.part.on_finding(make_finding("loss_nan", rank=1, step=3, loss=float("nan")))
+    live.findings += live.monitor.on_finding(
+        make_finding("loss_nan", rank=1, step=3, loss=float("nan"))
+    )
     live.after(SETTLE_S)
     live.after(3600)
     live.steps(1, 4, last)
@@ -328,8 +334,8 @@ def test_ordinary_output_says_nothing_and_the_snapshot_says_so(tmp_path: Path) -
         live.prints(f"Rank 0 | Inner Step: {step} | Average Loss: 3.{step} | 0 errors\n".encode())
         live.after(0.1)
     live.ends(code=0)
-    assert live.said == []
-    assert live.part.snapshot() == {
+    assert live.findings == []
+    assert live.monitor.snapshot() == {
         "classify": True,
         "root_cause": None,
         "latest": None,
@@ -353,7 +359,7 @@ def test_an_incident_that_training_went_on_after_is_taken_back(tmp_path: Path) -
     assert live.labels == ["version_mismatch"]
     for n in range(12):
         live.prints(b"Outer Step: 3 | Inner Step: %d | Loss: 3.40\n" % n)
-    assert [f.fields["label"] for f in live.said if f.event == "incident_overcome"] == [
+    assert [f.fields["label"] for f in live.findings if f.event == "incident_overcome"] == [
         "version_mismatch"
     ]
     live.ends(code=1)
@@ -376,12 +382,12 @@ def test_a_rank_that_left_is_the_cause_of_what_the_others_report_of_the_network(
     live = Live(tmp_path)
     live.prints(b"RuntimeError: [gloo/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:1\n")
     gone = make_finding("rank_gone", rank=1, detail="rank 1 ended with code 0", ranks=[1])
-    live.said += live.part.on_finding(gone)
+    live.findings += live.monitor.on_finding(gone)
     live.ends()
     assert live.labels == ["rank_lost"]
     crashed = Live(tmp_path / "crashed")
     crashed.prints(BUG)
-    crashed.said += crashed.part.on_finding(gone)
+    crashed.findings += crashed.monitor.on_finding(gone)
     crashed.ends()
     assert crashed.labels == ["code_bug"], "its own exception says more than its end"
 

@@ -152,8 +152,8 @@ def test_no_known_error_is_lost_by_the_search_for_trigger_words() -> None:
 def test_noise_is_no_incident() -> None:
     """Short words such as `xid` and `nan` turn up in any megabytes of letters."""
     chance = random.Random(11)
-    letters = bytes(chance.choices(b"abcdefghijklmnopqrstuvwxyz 0123456789.:()[]\n", k=1 << 20))
-    assert root(letters) is None
+    noise = bytes(chance.choices(b"abcdefghijklmnopqrstuvwxyz 0123456789.:()[]\n", k=1 << 20))
+    assert root(noise) is None
     assert root(chance.randbytes(1 << 20)) is None
 
 

@@ -31,7 +31,7 @@ def entries(state: StateDir, kind: str) -> list[dict[str, Any]]:
     return [e for _, e in reader_of(state).entries() if e["kind"] == kind]
 
 
-def said(state: StateDir) -> list[str]:
+def messages(state: StateDir) -> list[str]:
     return [
         e["fields"]["what"] for e in entries(state, "finding") if e["event"] == "guard_degraded"
     ]

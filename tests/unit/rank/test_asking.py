@@ -19,7 +19,7 @@ from miner_guard.rank.environment import find
 from miner_guard.rank.guard import Guard
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
-from tests.unit.rank.helpers import Clock, entries, place, reader_of, said
+from tests.unit.rank.helpers import Clock, entries, messages, place, reader_of
 from uploads.decision import GateDecision
 from validators.verdict import Verdict
 
@@ -81,7 +81,7 @@ def test_a_loss_that_may_not_be_read_here_is_unknown_and_no_nan(
         assert "base_outer_step" not in decision.record["candidate"]
     guard.step(loss=2.5)
     assert "loss 2.5 is finite" in guard.may_upload(outer_step=1, inner_step=50, loss="n/a").reason
-    assert any("pass a float" in what for what in said(state))
+    assert any("pass a float" in what for what in messages(state))
     assert not guard.may_upload(outer_step=1, inner_step=50, loss=math.nan)
 
 
@@ -192,7 +192,7 @@ def test_due_is_what_rank_0s_tracker_says_and_never_raises(
         answers.append(guard.due("snapshot", every_steps=3))
     assert answers == [False, False, True, False, False, True]
     assert guard.due("snapshot") is False
-    assert any("needs every_s or every_steps" in what for what in said(state))
+    assert any("needs every_s or every_steps" in what for what in messages(state))
 
 
 def test_a_requested_checkpoint_is_seen_once(guard: Guard, state: StateDir) -> None:
@@ -225,7 +225,7 @@ def test_a_guard_begun_before_the_process_group_says_that_it_took_itself_for_ano
     for _ in range(2):
         guard.step()
         guard.upload_due()
-    assert said(state)[0] == (
+    assert messages(state)[0] == (
         "this is rank 0 of 2 and is recorded as rank 0 of 1: call miner_guard.init() "
         "after init_process_group"
     )
@@ -248,7 +248,7 @@ def test_an_error_in_rank_0s_own_look_does_not_keep_it_from_the_others(
     monkeypatch.setattr("uploads.gate.due", broken)
     reader_of(state).request_checkpoint()
     assert guard.checkpoint_requested()
-    assert any("guard.upload_due: TypeError: age" in words for words in said(state))
+    assert any("guard.upload_due: TypeError: age" in words for words in messages(state))
 
 
 def test_a_block_of_this_ranks_own_has_an_id_of_its_own_in_every_launch(state: StateDir) -> None:

@@ -11,7 +11,7 @@ import pytest
 from miner_guard.flight_recorder.layout import FLAG_EVAL, FLAG_FIRST, FLAG_SYNC
 from miner_guard.rank.guard import Guard
 from miner_guard.state_dir import StateDir
-from tests.unit.rank.helpers import Clock, reader_of, said
+from tests.unit.rank.helpers import Clock, messages, reader_of
 
 
 def test_phases_are_inclusive_and_a_nested_one_is_not_counted_twice(
@@ -145,7 +145,7 @@ def test_a_phase_inside_a_compiled_model_breaks_no_graph(guard: Guard, state: St
     guard.step(loss=6.0)
     (step,) = reader_of(state).steps()
     assert set(step.phases) <= {"data"}
-    assert said(state) == []
+    assert messages(state) == []
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know")
@@ -164,4 +164,4 @@ def test_a_step_inside_a_compiled_function_is_recorded_and_not_compiled(
         for _ in range(4):
             compiled(torch.ones(3))
     assert [s.loss for s in reader_of(state).steps()] == [6.0] * 4
-    assert said(state) == []
+    assert messages(state) == []

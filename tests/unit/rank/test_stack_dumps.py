@@ -14,7 +14,7 @@ from miner_guard.rank import guard as hook
 from miner_guard.rank.introspection import stacks
 from miner_guard.rank.introspection.stacks import STACKS_SIGNAL, SignalTaken
 from miner_guard.state_dir import StateDir
-from tests.unit.rank.helpers import said
+from tests.unit.rank.helpers import messages
 
 
 def test_a_rank_that_hangs_in_c_code_still_gives_its_stacks(
@@ -70,7 +70,7 @@ def test_a_signal_that_the_program_takes_later_is_not_sent_any_more(
         guard.step(inner_step=2)
         guard.step(inner_step=3)
         assert state.stacks_of(0).read_bytes() == b""
-        assert [what for what in said(state) if "SIGUSR2" in what] == [
+        assert [what for what in messages(state) if "SIGUSR2" in what] == [
             "SIGUSR2 is now used by the program: no stacks at a hang, except by py-spy"
         ]
     finally:

@@ -13,7 +13,7 @@ import pytest
 from miner_guard.flight_recorder.layout import FLAG_LOSS_ON_CPU, JOURNAL_SLOTS
 from miner_guard.rank.guard import Guard
 from miner_guard.state_dir import StateDir
-from tests.unit.rank.helpers import Clock, entries, place, reader_of, said, state_of
+from tests.unit.rank.helpers import Clock, entries, messages, place, reader_of, state_of
 
 
 @pytest.mark.parametrize("name", ["grad_norm", "eval_loss"])
@@ -47,8 +47,8 @@ def test_a_loss_on_the_gpu_is_not_read_but_reported_once(guard: Guard, state: St
     for _ in range(3):
         guard.step(loss=FakeTensor("cuda", None))
     assert [s.loss for s in reader_of(state).steps()] == [None] * 3
-    assert len(said(state)) == 1
-    assert "force a synchronisation, so it is not recorded; pass a float" in said(state)[0]
+    assert len(messages(state)) == 1
+    assert "force a synchronisation, so it is not recorded; pass a float" in messages(state)[0]
 
 
 def test_a_sharded_loss_is_not_read_because_that_is_a_collective(
@@ -59,7 +59,7 @@ def test_a_sharded_loss_is_not_read_because_that_is_a_collective(
     guard.step(grad_norm=tensor, loss=1.0)
     (step,) = reader_of(state).steps()
     assert (step.loss, step.grad_norm) == (1.0, None)
-    assert "would need a collective" in said(state)[0]
+    assert "would need a collective" in messages(state)[0]
 
 
 @pytest.mark.parametrize(("expect", "flagged"), [(1, True), (0, False), ("auto", False)])
@@ -100,7 +100,7 @@ def test_nonsense_is_reported_and_never_raised(
     guard.step(**arguments)
     guard.step(**arguments)
     guard.step(loss=1.0)
-    assert len(said(state)) == 1
+    assert len(messages(state)) == 1
     assert guard.troubles == 2
     assert [s.loss for s in reader_of(state).steps()][-1] == 1.0
 
@@ -116,7 +116,7 @@ def test_a_number_without_room_in_the_record_is_unknown_and_the_step_is_recorded
     clock.now += 3
     guard.step(loss=1.4, inner_step=2)
     assert [(s.loss, s.seconds) for s in reader_of(state).steps()] == [(1.5, 2.0), (1.4, 3.0)]
-    assert "too large" in said(state)[0]
+    assert "too large" in messages(state)[0]
     guard.close(finished=True)
     assert state_of(state) == "finished"
 
@@ -129,7 +129,7 @@ def test_a_loss_that_still_has_its_graph_is_read_without_a_word_of_torch(
     guard.step(loss=2 * torch.ones((), requires_grad=True))
     (step,) = reader_of(state).steps()
     assert step.loss == 2.0
-    assert said(state) == []
+    assert messages(state) == []
 
 
 class FakeCuda:

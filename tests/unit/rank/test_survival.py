@@ -24,7 +24,7 @@ from miner_guard.rank.environment import RankSettings, find
 from miner_guard.rank.guard import Guard
 from miner_guard.state_dir import StateDir
 from tests.support.waiting import until
-from tests.unit.rank.helpers import Clock, entries, place, reader_of, said, state_of
+from tests.unit.rank.helpers import Clock, entries, messages, place, reader_of, state_of
 
 
 def test_no_memory_for_the_record_costs_the_record_and_not_the_training(
@@ -38,8 +38,8 @@ def test_no_memory_for_the_record_costs_the_record_and_not_the_training(
     guard.step(loss=1.0)
     assert guard.may_upload(outer_step=1, inner_step=50)
     guard.close(finished=True)
-    messages = [json.loads(listener.recv(65536)) for _ in range(2)]
-    assert any("Cannot allocate memory" in m.get("fields", {}).get("what", "") for m in messages)
+    records = [json.loads(listener.recv(65536)) for _ in range(2)]
+    assert any("Cannot allocate memory" in m.get("fields", {}).get("what", "") for m in records)
     assert not state.flight.exists()
 
 
@@ -63,7 +63,7 @@ def test_a_disk_that_has_room_later_shows_the_record_from_its_first_step_on(
     until(lambda: (state.flight / "rank-0000.live").exists(), 10, "the record")
     assert len(list(reader_of(state).steps())) == 3
     assert state_of(state) == "finished"
-    assert "No space left on device" in said(state)[0]
+    assert "No space left on device" in messages(state)[0]
 
 
 def test_no_other_process_can_truncate_the_record(guard: Guard, state: StateDir) -> None:
@@ -89,7 +89,7 @@ def test_a_missing_and_an_unwritable_state_directory_are_survived(tmp_path: Path
 def test_settings_that_are_not_json_are_reported_and_the_defaults_used(state: StateDir) -> None:
     guard = Guard(place(state, _MINER_GUARD_RANK_SETTINGS="{broken"))
     assert guard.place.settings == RankSettings()
-    assert "settings from the supervisor" in said(state)[0]
+    assert "settings from the supervisor" in messages(state)[0]
 
 
 def test_close_says_how_it_ended(guard: Guard, state: StateDir) -> None:
@@ -114,7 +114,7 @@ def test_close_in_a_finally_with_an_exception_in_flight_is_no_finish(
     with pytest.raises(RuntimeError):
         train()
     assert state_of(state) == "closed"
-    assert "not marked as finished" in said(state)[0]
+    assert "not marked as finished" in messages(state)[0]
 
 
 def test_a_stuck_reader_is_not_waited_for_and_drops_are_counted(
@@ -308,7 +308,7 @@ def test_what_is_handed_to_the_guard_by_mistake_is_reported_and_raises_nothing(
     for _ in range(200):
         guard.phase("data").__enter__()
     guard.step(loss=1.0)
-    words = " ".join(said(state))
+    words = " ".join(messages(state))
     for part in (
         "guard.journal: ValueError",
         "guard.add_cost: ValueError: eval took nan s",
@@ -328,11 +328,11 @@ def test_a_finding_that_cannot_be_shown_does_not_silence_a_rank_that_logs_for_it
     guard.emit(Finding("no_such_event", {}))
     guard.emit(make_finding("rank_message", text="still here"))
     guard.close()
-    messages = [json.loads(line)["msg"] for line in state.log.read_text().splitlines()]
-    assert "still here" in messages
+    records = [json.loads(line)["msg"] for line in state.log.read_text().splitlines()]
+    assert "still here" in records
     assert any(
         "1 lines of this rank could not be logged, the last one: no_such_event" in m
-        for m in messages
+        for m in records
     )
 
 
