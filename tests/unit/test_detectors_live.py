@@ -106,7 +106,7 @@ def test_after_a_new_rendezvous_the_present_ranks_are_compared(tmp_path: Path) -
     lag(4)
     assert {f.rank for f in run.of("straggler")} == {1, 4}
     run.launch()
-    assert run.parts[2].snapshot()["straggler"] is None
+    assert run.monitors[2].snapshot()["straggler"] is None
 
 
 def test_a_slow_step_alone_names_no_straggler_and_the_fastest_rank_is_not_one() -> None:

@@ -201,7 +201,7 @@ def test_forecast_is_reported_with_the_first_step_that_can_know(bench: Bench) ->
     assert bench.step(1, 62.0, FLAG_FIRST) == []
     (finding,) = bench.step(2, 62.0)
     assert message(finding) == "UPLOAD FORECAST: inner_step 50 in 50 min, repo stale in 31 min"
-    assert (finding.fields["eta_min"], findings.fields["stale_min"]) == (
+    assert (finding.fields["eta_min"], finding.fields["stale_min"]) == (
         48 * 62 / 60,
         (2000 - 124) / 60,
     )

@@ -106,9 +106,9 @@ def test_the_json_is_the_contracts(tmp_path: Path, capsys: pytest.CaptureFixture
         (
             "huggingface_hub.errors.HfHubHTTPError: 401 Client Error: Unauthorized for url: "
             "https://huggingface.co/api/models/me/miner/preupload/main",
-            "Use a token that may write",
+            "Use a token with write access",
         ),
-        ("Invalid username or password.", "Make a new token"),
+        ("Invalid username or password.", "Create a new token"),
         ("huggingface_hub.errors.GatedRepoError: 403 Client Error.", "Accept the repo's terms"),
         (
             "huggingface_hub.errors.HfHubHTTPError: 429 Client Error: Too Many Requests for url: "
@@ -117,9 +117,12 @@ def test_the_json_is_the_contracts(tmp_path: Path, capsys: pytest.CaptureFixture
         ),
         (
             "FileNotFoundError: [Errno 2] No such file or directory: 'configs/tiny.yaml'",
-            "Give its full path",
+            "Pass its full path",
         ),
-        ("FileNotFoundError: [Errno 2] No such file or directory: 'run/lock'", "Look for it"),
+        (
+            "FileNotFoundError: [Errno 2] No such file or directory: 'run/lock'",
+            "Check whether it exists",
+        ),
     ],
 )
 def test_the_first_fix_fits_the_line(

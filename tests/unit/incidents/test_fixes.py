@@ -39,7 +39,7 @@ def found(log: str) -> Explained:
         (
             "OSError: [Errno 28] No space left on device: '/data/ckpt/model.pt'",
             "disk_full",
-            "disk of /data/ckpt/model.pt:",
+            "holds /data/ckpt/model.pt:",
         ),
         (
             "OSError: [Errno 98] error while attempting to bind on address ('0.0.0.0', 8091): "
@@ -69,9 +69,9 @@ def test_the_first_fix_is_that_of_the_line(line: str, label: str, expected: str)
 
 
 def test_a_torch_for_cpus_is_not_fixed_by_compiling_another_package_again() -> None:
-    """It said `--force-reinstall PACKAGE`, of no package at all."""
+    """It suggested `--force-reinstall PACKAGE` without naming a package."""
     root = found("OSError: libc10_cuda.so: cannot open shared object file: No such file")
-    assert "build for CPUs" in root.cause
+    assert "CPU-only build" in root.cause
     assert "PACKAGE" not in " ".join(root.fixes)
 
 
@@ -92,10 +92,10 @@ def test_a_library_that_refuses_an_argument_is_not_the_miners_fault() -> None:
 
 
 def test_a_new_miner_that_has_no_state_yet_lost_nothing() -> None:
-    """It said that local work was dropped, at the first start of every new miner."""
+    """It reported that local work was dropped, at the first start of every new miner."""
     root = found("WARNING Failed to load local state, loading global model instead\n")
     assert root.label == "state_load_failed"
-    assert "a new miner has none yet" in root.cause
+    assert "normal for a new miner" in root.cause
     steps = "".join(f"Outer Step: 3 | Inner Step: {n} | Loss: 3.40\n" for n in range(12))
     log = f"Failed to load local state, loading global model instead\n{steps}".encode()
     assert explain(io.BytesIO(log), knowledge.load(), Training()).root is None
