@@ -135,14 +135,14 @@ class MonitoringCostTracker:
         if not worse:
             return []
         limit = self.budget.critical_pct if level == "critical" else self.budget.budget_pct
-        dearest = max(self._operations, key=lambda name: self._operations[name].blocking_s)
+        most_expensive = max(self._operations, key=lambda name: self._operations[name].blocking_s)
         return [
             make_finding(
                 "monitoring_over_budget",
                 level=level,
                 share_pct=share,
                 limit_pct=limit,
-                dearest=dearest,
+                dearest=most_expensive,
             )
         ]
 

@@ -345,9 +345,17 @@ def _unread(answered: Sequence[Report]) -> Iterator[Finding]:
 
 
 _CHECKS: tuple[Callable[[Sequence[Report]], Iterator[Finding]], ...] = (
-    _silent, _mixed_devices, _stray_shards, _shared_gpus, _gpu_counts, _differences, _shard_sizes,
-    _memory_of_others, _local_ranks, _unread,
-)  # fmt: skip
+    _silent,
+    _mixed_devices,
+    _stray_shards,
+    _shared_gpus,
+    _gpu_counts,
+    _differences,
+    _shard_sizes,
+    _memory_of_others,
+    _local_ranks,
+    _unread,
+)
 
 
 def _rank_finding(

@@ -38,4 +38,4 @@ def expected(
         return Expectation(profile, "the profile")
     if present:
         return Expectation(present, "what is there")
-    return Expectation(None, "nobody")
+    return Expectation(None, "no source")

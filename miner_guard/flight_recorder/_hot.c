@@ -205,7 +205,7 @@ static PyObject *phase_enter(Phase *phase, PyObject *Py_UNUSED(unused))
     open->since = open->counted_to = now;
     open->until = now + phase->longest;
     open->allowance = phase->allowance;
-    /* A long phase stays long inside: a validation goes through data and forward phases of its own. */
+    /* A long phase stays long inside: a validation contains data and forward phases. */
     if (self->depth && open[-1].until > open->until) {
         open->until = open[-1].until;
         open->allowance = open->until - now;
@@ -588,7 +588,7 @@ static int phase_traverse(Phase *phase, visitproc visit, void *arg)
 
 static int phase_clear(Phase *phase)
 {
-    /* Its phases stay until it is freed: it may be entered by whoever holds it. */
+    /* Its phases stay until it is freed: any holder may still enter it. */
     (void)phase;
     return 0;
 }

@@ -67,9 +67,21 @@ LOCK, STATE, SINCE, ALLOWANCE, STEPS, ENTRIES, DROPPED, LOST = 0, 1, 5, 13, 14, 
 packing the rest."""
 
 PHASES = (
-    "data", "forward", "backward", "optimizer", "inference", "val_loss", "example_loss",
-    "upload", "allreduce", "load_state", "pause", "monitor", "collective", "other",
-)  # fmt: skip
+    "data",
+    "forward",
+    "backward",
+    "optimizer",
+    "inference",
+    "val_loss",
+    "example_loss",
+    "upload",
+    "allreduce",
+    "load_state",
+    "pause",
+    "monitor",
+    "collective",
+    "other",
+)
 """Phases with their own column in a step record; the column `other` sums all others."""
 
 SPECIAL_PHASES = ("inference", "val_loss", "upload", "allreduce", "load_state", "pause")

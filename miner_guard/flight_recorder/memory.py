@@ -49,11 +49,11 @@ def create() -> tuple[mmap.mmap, int]:
 def _duplicate_of(fd: int) -> int:
     """The other descriptor of the same file: a mapping keeps one of its own, so a rank needs no
     second one. Raises OSError."""
-    is_due = _file_of(os.fstat(fd))
+    target = _file_of(os.fstat(fd))
     for name in os.listdir("/proc/self/fd"):
         # Another thread may close a descriptor meanwhile.
         with contextlib.suppress(OSError):
-            if int(name) != fd and _file_of(os.fstat(int(name))) == is_due:
+            if int(name) != fd and _file_of(os.fstat(int(name))) == target:
                 return int(name)
     raise FileNotFoundError(errno.ENOENT, "/proc/self/fd does not show the flight record's memory")
 

@@ -1,6 +1,6 @@
 """The signal that the kernel sends a process when its parent dies.
 
-A module of its own: ctypes costs memory, and only some processes need it.
+A separate module: ctypes costs memory, and only some processes need it.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ look() {
     fi
     before=$(git rev-parse HEAD)
     if ! git merge --quiet --ff-only FETCH_HEAD; then
-        echo "update: $theirs is there, but the clone has changes of its own; not updated"
+        echo "update: $theirs is there, but the clone has local changes; not updated"
         return
     fi
     if ! pip install --quiet -e .; then

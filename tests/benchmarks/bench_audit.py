@@ -41,7 +41,7 @@ def _rows(torch: Any, size_mb: int) -> list[Row]:
         start = time.perf_counter()
         torch.load(path, weights_only=True)
         alone = time.perf_counter() - start
-        # In a process of its own: a child counts what its parent held when it was forked.
+        # In a separate process: a child also counts what its parent held at the fork.
         command = [sys.executable, "-m", __name__, folder]
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         seen, size = json.loads(printed), path.stat().st_size

@@ -117,10 +117,12 @@ def _sampling(fake: FakeNvml | None) -> list[Row]:
     return [
         Row("first sample of 8 fake GPUs, child started", 1e3 * first, "ms"),
         Row(
-            "a sampling round of 8 fake GPUs", 1e3 * statistics.median(rounds), "ms",
+            "a sampling round of 8 fake GPUs",
+            1e3 * statistics.median(rounds),
+            "ms",
             note="about 40 NVML calls per GPU, each of which reads the state file",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _diagnose() -> list[Row]:

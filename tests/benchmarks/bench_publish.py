@@ -33,7 +33,7 @@ ROUNDS = 3
 
 
 def run() -> list[Row]:
-    """1 GiB by default (BENCH_PUBLISH_MB), to two servers, each in a process of its own, that
+    """1 GiB by default (BENCH_PUBLISH_MB), to two servers, each in a separate process, that
     differ in what they hash.
 
     moto's ETag is the digest of the parts' digests, as R2's and S3's is: nothing is hashed to
@@ -89,7 +89,7 @@ def _copy(program: str, source: str, endpoint: str) -> None:
 def _rows(folder: Path, endpoint: str, server: str) -> list[Row]:
     settings = RepoSettings(
         kind="s3", bucket=BUCKET, endpoint=endpoint, region="us-east-1", timeout_s=300.0
-    )  # fmt: skip
+    )
     client, what = s3.client(settings), revision(folder, 50, SIZE_MB * 1024 * 1024)
     client.create_bucket(Bucket=BUCKET)
     repo = open_repo(settings)

@@ -38,7 +38,7 @@ def run() -> list[Row]:
 
 
 class Guard:
-    """One guard in a folder of its own."""
+    """One guard in a fresh directory."""
 
     def __init__(self, folder: Path, command: list[str], *flags: str, **settings: object) -> None:
         self.state = folder / "state"

@@ -28,7 +28,7 @@ if fault == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600) # " + token]
-# One as a dataloader is, in a session of its own; one as a daemon is, which shed its environment.
+# One like a dataloader, in a new session; one like a daemon, which has dropped its environment.
 subprocess.Popen(sleep, start_new_session=True)
 if os.fork() == 0:
     os.setsid()

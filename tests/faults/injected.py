@@ -180,7 +180,7 @@ def undo(world: World) -> None:
 
 def full_disk(world: World) -> str:
     if world.disk is None:
-        return "no disk of its own"
+        return "no separate disk"
     with world.disk.full():
         time.sleep(world.random.uniform(0.5, 2.0))
     return "full disk"
@@ -188,7 +188,7 @@ def full_disk(world: World) -> str:
 
 def frozen_disk(world: World) -> str:
     if world.disk is None:
-        return "no disk of its own"
+        return "no separate disk"
     world.disk.freeze()
     time.sleep(world.random.uniform(0.5, 2.5))
     world.disk.thaw()

@@ -258,7 +258,7 @@ def steps_of(world: World) -> list[Step]:
 
 @contextlib.contextmanager
 def mounted(folder: Path) -> Iterator[OwnDisk | None]:
-    """A file system of its own; None where that is not permitted."""
+    """A separate file system; None where that is not permitted."""
     try:
         disk = OwnDisk(folder)
     except OSError:

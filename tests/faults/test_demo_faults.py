@@ -72,8 +72,10 @@ def test_slow_spike_and_nan_are_each_seen_at_their_step_and_nothing_else(
     # On both ranks: noise in half of the samples is within what so small a batch does by itself.
     seen = run(guarded, tmp_path, 30, "slow@19", "spike@24:0", "spike@24:1", "nan@28")
     assert [(e["event"], e["level"]) for e in seen] == [
-        ("slow_step", "warning"), ("loss_spike", "info"), ("loss_nan", "critical")
-    ]  # fmt: skip
+        ("slow_step", "warning"),
+        ("loss_spike", "info"),
+        ("loss_nan", "critical"),
+    ]
     slow, spike, nan = seen
     assert slow["inner_step"] == 19
     assert slow["phases_s"]["data" if slow["rank"] == 1 else "forward"] > 5

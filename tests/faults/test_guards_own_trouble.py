@@ -36,7 +36,7 @@ def start(guarded: Guarded, code: str = SLEEPER, *arguments: object) -> None:
 def test_a_pipe_in_place_of_the_log_holds_up_neither_the_guard_nor_its_stop(
     guarded: Guarded,
 ) -> None:
-    """Guards against a guard.jsonl that became a FIFO nobody reads: the main thread hung in its
+    """Guards against a guard.jsonl that became a FIFO without a reader: the main thread hung in its
     open, and the stop with it."""
     start(guarded)
     guarded.wait_for("miner_started")

@@ -18,9 +18,13 @@ WRITE = "import os, sys\ndef put(fd, data):\n    while data: data = data[os.writ
 def run(guarded: Guarded, code: str, **popen: object) -> tuple[bytes, bytes, int]:
     """Both streams of a guard over a Python program, read to the end."""
     guard = guarded.start(
-        [sys.executable, "-c", WRITE + code], "--no-restart", settings=FAST, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, **popen,
-    )  # fmt: skip
+        [sys.executable, "-c", WRITE + code],
+        "--no-restart",
+        settings=FAST,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **popen,
+    )
     out, err = guard.communicate(timeout=120)
     return out, err, guard.returncode
 
@@ -89,9 +93,12 @@ def test_a_reader_that_stopped_reading_does_not_stop_the_miner(
         f"for _ in range(3000): put(1, b'y' * 32767 + b'\\n')\nopen({str(done)!r}, 'w').close()\n"
     )
     guard = guarded.start(
-        [sys.executable, "-c", WRITE + code], "--no-restart", settings=FAST, stdout=subprocess.PIPE,
+        [sys.executable, "-c", WRITE + code],
+        "--no-restart",
+        settings=FAST,
+        stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    )
     until(done.exists, 150, "the miner to write 98 MB into a pipe without a reader")
     assert guard.wait(60) == 0
     dropped = sum(e["dropped_bytes"] for e in guarded.named("output_dropped"))
@@ -105,9 +112,12 @@ def test_a_reader_that_went_away_does_not_stop_the_miner(guarded: Guarded, tmp_p
     code = "import time\nfor _ in range(20): put(1, b'z' * 100000 + b'\\n'); time.sleep(0.02)\n"
     code += f"open({str(done)!r}, 'w').close()\n"
     guard = guarded.start(
-        [sys.executable, "-c", WRITE + code], "--no-restart", settings=FAST, stdout=subprocess.PIPE,
+        [sys.executable, "-c", WRITE + code],
+        "--no-restart",
+        settings=FAST,
+        stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    )
     assert guard.stdout is not None
     guard.stdout.close()
     assert guard.wait(60) == 0

@@ -1,4 +1,4 @@
-"""Real pm2, with a home of its own: whatever it does, no orphan, never two guards, checkpoints
+"""Real pm2, with a separate home: whatever pm2 does, no orphan, never two guards, checkpoints
 where there was time."""
 
 from __future__ import annotations
@@ -29,10 +29,14 @@ class Pm2:
         self.guarded = guarded
         self.checkpoint = folder / "checkpoint"
         self.env = {
-            **os.environ, "PM2_HOME": str(folder / "pm2"),
-            "PYTHONPATH": str(REPO), MARK: guarded.token, "MINER_GUARD_GPU__PREFLIGHT": "false",
-            "MINER_GUARD_MINER__STOP_TIMEOUT_S": "10", "MINER_GUARD_RESTART__BACKOFF_S": "0.1",
-        }  # fmt: skip
+            **os.environ,
+            "PM2_HOME": str(folder / "pm2"),
+            "PYTHONPATH": str(REPO),
+            MARK: guarded.token,
+            "MINER_GUARD_GPU__PREFLIGHT": "false",
+            "MINER_GUARD_MINER__STOP_TIMEOUT_S": "10",
+            "MINER_GUARD_RESTART__BACKOFF_S": "0.1",
+        }
         self.file = folder / "ecosystem.config.json"
         app = {
             "name": "miner",

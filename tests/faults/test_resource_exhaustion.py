@@ -1,4 +1,4 @@
-"""The guard's own weather: no descriptors left, damaged files of its own at the start, or no files
+"""Exhausted resources: no descriptors left, damaged guard files at the start, or no files
 at all."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def test_with_every_descriptor_in_use_the_miner_keeps_running(guarded: Guarded) 
     guard = guarded.start([sys.executable, "-c", code], settings=settings)
     guarded.wait_for("health_snapshot", seconds=60)
     pid = guarded.named("miner_started")[0]["pid"]
-    # It watches no file by inotify, so the limits of that are none of its own.
+    # It watches no file by inotify, so inotify's limits do not concern it.
     held = subprocess.run(
         ["ls", "-l", f"/proc/{guard.pid}/fd"], capture_output=True, text=True
     ).stdout
@@ -41,7 +41,7 @@ def test_with_every_descriptor_in_use_the_miner_keeps_running(guarded: Guarded) 
     _limit(guard.pid, 3)
     size = guarded.output.stat().st_size
     guarded.wait_for("sampler_failed", seconds=60)
-    until(lambda: guarded.output.stat().st_size > size, 60, "the miner's output to go on")
+    until(lambda: guarded.output.stat().st_size > size, 60, "the miner's output to continue")
     assert guard.poll() is None
     assert os.path.exists(f"/proc/{pid}")
     _limit(guard.pid, 1000)

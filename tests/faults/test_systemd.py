@@ -165,9 +165,10 @@ class Systemd:
 
     def becomes(self, active: str, seconds: float = 60) -> None:
         until(
-            lambda: self.show("ActiveState") == active, seconds,
+            lambda: self.show("ActiveState") == active,
+            seconds,
             lambda: f"{active}: {self('status', 'miner-guard')} {self.guarded.tail()}",
-        )  # fmt: skip
+        )
 
     def end(self) -> None:
         self.outer.kill()

@@ -17,13 +17,17 @@ from tests.support import requires
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 SETTINGS = {
-    "MINER_GUARD_GPU__PREFLIGHT": "false", "MINER_GUARD_HEALTH__NODE_CHECK_EVERY_S": "0.5",
-    "MINER_GUARD_HEALTH__NODE_TIMEOUT_S": "1", "MINER_GUARD_MINER__STOP_TIMEOUT_S": "35",
-    "MINER_GUARD_RESTART__BACKOFF_S": "0.5", "MINER_GUARD_LOGS__STEP_LINES_PER_S": "100",
-    "MINER_GUARD_HANG__MIN_S": "15", "MINER_GUARD_HANG__FIRST_STEP_S": "90",
+    "MINER_GUARD_GPU__PREFLIGHT": "false",
+    "MINER_GUARD_HEALTH__NODE_CHECK_EVERY_S": "0.5",
+    "MINER_GUARD_HEALTH__NODE_TIMEOUT_S": "1",
+    "MINER_GUARD_MINER__STOP_TIMEOUT_S": "35",
+    "MINER_GUARD_RESTART__BACKOFF_S": "0.5",
+    "MINER_GUARD_LOGS__STEP_LINES_PER_S": "100",
+    "MINER_GUARD_HANG__MIN_S": "15",
+    "MINER_GUARD_HANG__FIRST_STEP_S": "90",
     # The other agent waits for the one that was killed, 300 s by default, in its exit barrier.
     "MINER_GUARD_HANG__EXIT_S": "10",
-}  # fmt: skip
+}
 PORT = 29444
 
 

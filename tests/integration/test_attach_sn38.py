@@ -167,14 +167,21 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
     miner = [sys.executable, *torchrun, str(IMITATION / "neurons" / "miner.py")]
     done = subprocess.run(
         [sys.executable, *guard, *state, "--", *miner],
-        cwd=folder, capture_output=True, text=True, timeout=150, check=False,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
         env={
-            **os.environ, "PYTHONPATH": f"{IMITATION}:{requires.REPO}", "OMP_NUM_THREADS": "1",
-            "MINER_GUARD_MINER__FINITE": "true", "MINER_GUARD_GATE__MIN_INNER_STEP": "4",
+            **os.environ,
+            "PYTHONPATH": f"{IMITATION}:{requires.REPO}",
+            "OMP_NUM_THREADS": "1",
+            "MINER_GUARD_MINER__FINITE": "true",
+            "MINER_GUARD_GATE__MIN_INNER_STEP": "4",
             # A busy machine delivers all steps at once: more than the usual five lines a second.
             "MINER_GUARD_LOGS__STEP_LINES_PER_S": "1000",
         },
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     return Run(folder, StateDir(folder / "state"), done.stdout, done.returncode)
 
@@ -205,8 +212,10 @@ def test_early_uploads_are_skipped_on_all_ranks_and_the_archive_goes_out(whole: 
         (0, "archive"): True,
     }
     assert sorted(whole.published()) == [
-        "gradients-5.1.4-False.pt", "gradients-5.1.6-False.pt", "gradients-5.2.0-True.pt",
-    ]  # fmt: skip
+        "gradients-5.1.4-False.pt",
+        "gradients-5.1.6-False.pt",
+        "gradients-5.2.0-True.pt",
+    ]
     assert [s.inner_step for s in whole.steps(1)] == list(range(7))
 
 

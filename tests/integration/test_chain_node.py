@@ -1,7 +1,7 @@
 """The chain through the real bittensor, the three generations that miners have, against a stub
 node.
 
-bittensor 9.12.2 and torch want different setuptools, so each version has an environment of its own,
+bittensor 9.12.2 and torch want different setuptools, so each version has a separate environment,
 made once under the user's cache.
 """
 
@@ -76,9 +76,12 @@ def python(request: pytest.FixtureRequest) -> str:
 def node(tmp_path: Path) -> Iterator[str]:
     """A stub node's URL."""
     state = {
-        "block": 5_000_000, "netuid": 38, "hotkeys": [key.hex() for key in KEYS],
-        "commitments": {"0": "m" * 128, "1": "a" * 128}, "salt": str(tmp_path),
-    }  # fmt: skip
+        "block": 5_000_000,
+        "netuid": 38,
+        "hotkeys": [key.hex() for key in KEYS],
+        "commitments": {"0": "m" * 128, "1": "a" * 128},
+        "salt": str(tmp_path),
+    }
     file = tmp_path / "state.json"
     file.write_text(json.dumps(state))
     process = subprocess.Popen(

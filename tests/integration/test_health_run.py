@@ -127,9 +127,13 @@ def test_snapshots_come_on_time_without_drift_and_once_more_at_the_end(run: Run)
 
 
 FAULTS = {
-    "cpu": "/proc/stat", "memory": "/proc/meminfo", "shm": "/dev/shm", "network": "/proc/net/dev",
-    "guard": "/proc/*/statm", "disk": "*/network-folder",
-}  # fmt: skip
+    "cpu": "/proc/stat",
+    "memory": "/proc/meminfo",
+    "shm": "/dev/shm",
+    "network": "/proc/net/dev",
+    "guard": "/proc/*/statm",
+    "disk": "*/network-folder",
+}
 """What each sampler reads: the path of it that shall fail or hang."""
 
 ONE_FIGURE = {
@@ -183,7 +187,7 @@ def test_each_sampler_is_null_with_its_reason_and_recovers_while_the_others_go_o
             assert (_unknown_figures(snapshot), snapshot["unknown"]) == (set(), {})
         assert not run.events("guard_degraded")
         times = [parse_iso_utc(record["ts"]) for record in run.events("health_snapshot")]
-        assert max(b - a for a, b in itertools.pairwise(times)) < 10, "snapshots went on"
+        assert max(b - a for a, b in itertools.pairwise(times)) < 10, "snapshots continued"
     finally:
         assert run.stop() == 0
 
@@ -234,7 +238,7 @@ def test_repo_and_chain_fail_hang_and_recover_each_by_itself(
             faulty_files.set(**{how: [f"{repo}/*"]})
             unknown = run.until(f"the repo to {how}", 30, "repo_unknown", now)
             run.snapshot(
-                "the reason, and the chain going on",
+                "the reason, and further chain queries",
                 unknown["ts"],
                 lambda s, why=unknown["reason"]: (  # type: ignore[misc]
                     s["uploads"]["repo"]["reason"] == why and s["chain"]["block"] is not None
@@ -245,7 +249,7 @@ def test_repo_and_chain_fail_hang_and_recover_each_by_itself(
             mood.write_text(how)
             unknown = run.until(f"the chain to {how}", 30, "chain_unknown", now, level="warning")
             run.snapshot(
-                "the reason, and the repo going on",
+                "the reason, and further repo queries",
                 unknown["ts"],
                 lambda s, why=unknown["reason"]: (  # type: ignore[misc]
                     s["chain"]["block"] is None

@@ -172,7 +172,7 @@ def test_prometheus_scrapes_the_guard_and_every_panel_of_the_dashboard_has_data(
             for group in prometheus.ask("rules")["groups"]
             for rule in group["rules"]
         ),
-        what="all rules to be looked at",
+        what="every rule to be evaluated",
     )
     assert len(rules) == (OPS / "prometheus" / "rules.yml").read_text().count("- alert:")
     firing = [alert for alert in prometheus.ask("alerts")["alerts"] if alert["state"] == "firing"]

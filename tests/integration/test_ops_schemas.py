@@ -31,7 +31,7 @@ def run(*command: str | Path) -> str:
 
 
 def installed(folder: Path, *packages: str) -> Path:
-    """The programs of these packages, in an environment of their own."""
+    """The programs of these packages, in a separate environment."""
     run(sys.executable, "-m", "venv", folder)
     run(folder / "bin" / "python", "-m", "pip", "install", "--quiet", *packages)
     return folder / "bin"

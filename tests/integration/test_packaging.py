@@ -144,7 +144,7 @@ def test_the_installed_wheel_writes_the_files_of_ops(
 
 
 def _installed(wheel: Path, folder: Path, way: str) -> tuple[str, dict[str, str]]:
-    """The wheel in a place of its own; its dependencies come from the environment of the tests."""
+    """The wheel in a separate directory; its dependencies come from the tests' environment."""
     pip = [sys.executable, "-m", "pip"]
     install = ["install", "--quiet", "--no-deps", "--no-index"]
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}

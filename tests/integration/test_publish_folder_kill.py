@@ -114,11 +114,13 @@ def test_killed_at_any_file_operation_the_folder_is_whole_or_made_whole(tmp_path
                 "the metadata came first"
             )
             assert is_mixed(folder.repo.state()), (
-                f"mixed at operation {operation}, and nobody could know"
+                f"mixed at operation {operation}, and no reader could know"
             )
         committing = left is not None and left["phase"] == COMMITTING
         if not committing:
-            assert seen in (old, new), f"mixed at operation {operation}, and nobody would finish it"
+            assert seen in (old, new), (
+                f"mixed at operation {operation}, and no process would finish it"
+            )
         folder.publisher().recover()
         assert folder.shown() == (new if committing else seen)
         undone, finished = undone + (folder.shown() == old), finished + (folder.shown() == new)

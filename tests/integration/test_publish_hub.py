@@ -227,8 +227,11 @@ def generation(request: pytest.FixtureRequest) -> dict[str, str]:
     env = {"PYTHONPATH": f"{home}{os.pathsep}{requires.REPO}"}
     answer = subprocess.run(
         [sys.executable, "-c", "import huggingface_hub; print(huggingface_hub.__version__)"],
-        env={**os.environ, **env}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert answer.stdout.strip() == OLDER.partition("==")[2]
     return env
 

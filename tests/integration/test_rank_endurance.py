@@ -64,8 +64,11 @@ def test_memory_stays_flat_and_the_supervisor_may_die_in_the_middle(tmp_path: Pa
     try:
         training = subprocess.run(
             [sys.executable, "-c", TRAINING, str(tmp_path), str(reader.pid), "100000"],
-            stdout=subprocess.PIPE, text=True, check=True, timeout=150,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            timeout=150,
+        )
     finally:
         reader.kill()
     assert reader.wait() == -signal.SIGKILL

@@ -164,9 +164,13 @@ def test_an_under_used_gpu_is_relaunched_with_a_larger_batch_on_request(
     script = tmp_path / "miner.py"
     script.write_text(GREEDY)
     settings = {
-        "GPU__ON_UNDERUSE": "relaunch", "GPU__BATCH_ARGUMENT": "--batch", "GPU__FIRST_CHECK_S": 2,
-        "GPU__MODEL_NAME": "ResNet-18", "GPU__MEMORY_SETTLE_S": 0, "GPU__PREFLIGHT": "false",
-    }  # fmt: skip
+        "GPU__ON_UNDERUSE": "relaunch",
+        "GPU__BATCH_ARGUMENT": "--batch",
+        "GPU__FIRST_CHECK_S": 2,
+        "GPU__MODEL_NAME": "ResNet-18",
+        "GPU__MEMORY_SETTLE_S": 0,
+        "GPU__PREFLIGHT": "false",
+    }
     running = Running(
         fake_nvml, tmp_path, python, miner=[str(python), str(script), "--batch=128"], **settings
     )

@@ -108,7 +108,7 @@ def test_a_clone_with_commits_of_its_own_is_not_touched(clone: Clone) -> None:
     clone.git(clone.here, "commit", "-q", "-m", "mine")
     clone.release("1.3.0")
     printed, called = clone.look()
-    assert "changes of its own" in printed
+    assert "local changes" in printed
     assert called == []
 
 

@@ -32,10 +32,24 @@ def test_every_upload_is_decided_reported_stored_and_checked(
         "1\n[gate]\nmin_inner_step = 5\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", GUARD, "run", "--state-dir", "state", "--no-preflight", "--",
-         sys.executable, SCRIPT, tmp_path / "repo"],
-        capture_output=True, text=True, timeout=90, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            GUARD,
+            "run",
+            "--state-dir",
+            "state",
+            "--no-preflight",
+            "--",
+            sys.executable,
+            SCRIPT,
+            tmp_path / "repo",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
     out = done.stdout
     assert done.returncode == 0, out + done.stderr
     # The archive at inner step 0 goes out; the first block is reported, its repetitions are not.

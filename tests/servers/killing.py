@@ -44,16 +44,24 @@ class Watched(Protocol):
 
 def push_request(settings: RepoSettings, what: Revision, folder: Path) -> str:
     """What `python -m uploads.push` reads from its stdin."""
-    return json.dumps({
-        "repo": asdict(settings), "journal_folder": str(folder), "deadline_s": 60.0,
-        "revision": {**asdict(what), "folder": str(what.folder)},
-    })  # fmt: skip
+    return json.dumps(
+        {
+            "repo": asdict(settings),
+            "journal_folder": str(folder),
+            "deadline_s": 60.0,
+            "revision": {**asdict(what), "folder": str(what.folder)},
+        }
+    )
 
 
 def push_and_kill(
-    settings: RepoSettings, server: Watched, what: Revision, folder: Path, number: int,
+    settings: RepoSettings,
+    server: Watched,
+    what: Revision,
+    folder: Path,
+    number: int,
     env: Mapping[str, str] | None = None,
-) -> bool:  # fmt: skip
+) -> bool:
     """Push, and SIGKILL the publisher at its request `number`. True where it came to its end before
     that."""
     first = len(server.requests)
@@ -82,7 +90,7 @@ def _nothing(_number: int) -> Any:
 
 
 def wait_for_the_companion(label: str, folder: Path) -> None:
-    """Until nobody holds the journal of the repo `label` any more. Raises TimeoutError."""
+    """Wait until no process holds the journal of the repo `label`. Raises TimeoutError."""
     path = journal_path(folder, label)
     for _ in range(600):
         with contextlib.suppress(PublishInProgress), exclusively(path):

@@ -13,7 +13,7 @@ OUTER_STEP = 3
 
 
 def revision(folder: Path, inner: int, size_bytes: int = 1024) -> Revision:
-    """One of run 1 and outer step 3, in a folder of its own below `folder`."""
+    """One of run 1 and outer step 3, in a subdirectory of `folder`."""
     own = folder / f"revision-{inner}"
     own.mkdir()
     with open(own / "gradients.pt", "wb") as file:

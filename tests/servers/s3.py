@@ -159,7 +159,7 @@ def moto() -> Iterator[tuple[str, Faults]]:
 
 @contextlib.contextmanager
 def moto_apart() -> Iterator[tuple[str, int]]:
-    """The same in a process of its own, without faults: yields its endpoint and its pid.
+    """The same in a separate process, without faults: yields its endpoint and its pid.
 
     For benchmarks: in this process it would share the interpreter's lock with the client that is
     measured.

@@ -21,10 +21,16 @@ def context(folder: Path, **given: Any) -> Context:
     asked for."""
     config: Config = given.get("config", Config())
     defaults: dict[str, Any] = {
-        "config": config, "state": StateDir(folder), "clock": FakeClock(), "run_id": "r1",
-        "emit": lambda _finding: None, "jobs": IdleJobs(), "control": IdleControl(), "status": dict,
+        "config": config,
+        "state": StateDir(folder),
+        "clock": FakeClock(),
+        "run_id": "r1",
+        "emit": lambda _finding: None,
+        "jobs": IdleJobs(),
+        "control": IdleControl(),
+        "status": dict,
         "redactor": Redactor.for_guard(beside(os.environ, config.repo), config),
-    }  # fmt: skip
+    }
     return Context(**{**defaults, **given})
 
 

@@ -14,10 +14,16 @@ GIB = 1024**3
 FOUR = Expectation(4, "[gpu] expect")
 
 HEALTHY_HOST: dict[str, Any] = {
-    "shm_bytes": 16 * GIB, "limits": {"nofile": 65536, "memlock": -1}, "disks": {"/": 100 * GIB},
-    "disk_bytes": 2000 * GIB, "ports": [], "nvidia_devices": {}, "kernel_xids": [], "cpus": 64,
+    "shm_bytes": 16 * GIB,
+    "limits": {"nofile": 65536, "memlock": -1},
+    "disks": {"/": 100 * GIB},
+    "disk_bytes": 2000 * GIB,
+    "ports": [],
+    "nvidia_devices": {},
+    "kernel_xids": [],
+    "cpus": 64,
     "memory_bytes": 400 * GIB,
-}  # fmt: skip
+}
 
 PACKAGES: dict[str, Any] = {
     "python": "3.11.7",

@@ -130,7 +130,7 @@ def periodic_steps(chance: random.Random) -> Curve:
 
 
 def modest_steps(chance: random.Random) -> Curve:
-    """Single steps of 1.2 to 1.45 times the usual: nobody needs to know."""
+    """Single steps of 1.2 to 1.45 times the usual: not worth an alert."""
     levels = [
         12 * (chance.uniform(1.2, 1.45) if chance.random() < 0.01 else 1) for _ in range(LENGTH)
     ]

@@ -106,9 +106,12 @@ class Bench:
     def decide(self, inner: int, kind: str = "gradient") -> Mapping[str, Any]:
         known = gate_inputs.read(self.state.gate_inputs)
         decided = decide(
-            Candidate(kind, 56, inner, loss=3.4), known, self.monitor.context.config.gate,
-            now=self.clock.monotonic(), wall=self.clock.wall(),
-        )  # fmt: skip
+            Candidate(kind, 56, inner, loss=3.4),
+            known,
+            self.monitor.context.config.gate,
+            now=self.clock.monotonic(),
+            wall=self.clock.wall(),
+        )
         return DecisionEntry(decision=decided.as_dict()).to_json()
 
     def push(self, phase: str, **more: Any) -> list[Finding]:

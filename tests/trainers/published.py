@@ -56,7 +56,7 @@ class Ended:
 
 
 class Trial:
-    """One trainer in a folder of its own."""
+    """One trainer in a separate directory."""
 
     def __init__(self, recipe: Recipe, checkout: Path, folder: Path) -> None:
         self.recipe = recipe

@@ -75,7 +75,7 @@ class Ours:
         self._server.set(state)
         limits = dataclasses.replace(self._limits, **(earlier or {}))
         if state.max_upload_interval is not None and earlier is None:
-            # No public place tells of failed AllReduces; whoever knows the limit can set it.
+            # No public source reports failed AllReduces; an operator can set the limit.
             limits = dataclasses.replace(limits, validator_repo_age_s=state.max_upload_interval)
         network = Network(
             block=state.block,

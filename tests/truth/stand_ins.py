@@ -50,7 +50,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._only = only
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        """A module of this finder, where the name is one of its own."""
+        """The module if its name is one of this finder's."""
         if not any(name == of or name.startswith(of + ".") for of in self._only):
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)

@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("checkout", type=Path)
     parser.add_argument("states", type=Path)
     parser.add_argument("-o", "--out", type=Path)
-    parser.add_argument("--make", action="store_true", help="make the genuine gradient anew")
+    parser.add_argument("--make", action="store_true", help="make the genuine gradient again")
     given = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     validator = Validator(given.checkout.resolve())

@@ -174,7 +174,7 @@ def test_a_driver_that_torch_cannot_use_is_an_accident_without_any_setting() -> 
         ((None, 0, 4, 1), 4, "the profile"),
         ((None, None, None, 1), 1, "what is there"),
         ((0, 8, 4, 1), 0, "[gpu] expect"),
-        ((None, None, None, 0), None, "nobody"),
+        ((None, None, None, 0), None, "no source"),
     ],
 )
 def test_who_expects_gpus(known: tuple[int | None, ...], count: int | None, origin: str) -> None:

@@ -56,7 +56,7 @@ def test_the_programs_own_path_stays_behind_the_guards() -> None:
     first, *others = env["PYTHONPATH"].split(":")
     assert (Path(first) / "sitecustomize.py").is_file()
     assert others == ["/mine", "/yours"]
-    assert attach.ATTACHED not in env, "a restart attaches anew"
+    assert attach.ATTACHED not in env, "a restart attaches again"
     assert attach.environment("auto", env) == env, "twice is once"
 
 

@@ -30,7 +30,7 @@ def test_every_help_ends_with_examples_that_name_options_it_has(
     assert EXAMPLES[name]
     for example in EXAMPLES[name]:
         lines = [line.strip() for line in examples.splitlines()]
-        assert example in lines, "on a line of its own, not joined"
+        assert example in lines, "on a separate line, not joined"
         ours = example.partition(f"miner-guard {name}")[2].partition(" -- ")[0].partition("|")[0]
         for option in re.findall(r"(?<= )--?[a-z][\w-]*", ours):
             assert re.search(rf"{option}\b", shown), option

@@ -39,9 +39,15 @@ def _step(
     number: int, seconds: float, phases: dict[str, float] | None = None, nested: float = 0.0
 ) -> StepRecord:
     return StepRecord(
-        number=number, outer_step=1, inner_step=number, total_steps=number, end=seconds, loss=1.0,
-        phases=phases or {}, nested_in_monitor_s=nested,
-    )  # fmt: skip
+        number=number,
+        outer_step=1,
+        inner_step=number,
+        total_steps=number,
+        end=seconds,
+        loss=1.0,
+        phases=phases or {},
+        nested_in_monitor_s=nested,
+    )
 
 
 def test_estimate_gives_the_documents_10_1_per_cent_and_exit_1(
@@ -222,8 +228,9 @@ def test_after_a_new_rendezvous_the_present_ranks_bear_the_cost(monitor: CostsMo
     monitor.on_entry(4, CostEntry(operation="guard.hook", seconds=0.5, count=64))
     operations = monitor.tracker.get_report()["operations"]
     assert {name: row["total_time"] for name, row in operations.items() if row["total_time"]} == {
-        "inference": 3.0, "guard.hook": 0.5,
-    }  # fmt: skip
+        "inference": 3.0,
+        "guard.hook": 0.5,
+    }
     assert monitor.snapshot()["training_s"] == pytest.approx(20.0 - 3.5)
 
 

@@ -292,7 +292,7 @@ def test_settings_of_the_run_are_in_the_fixes(tmp_path: Path) -> None:
 
 
 def test_after_a_new_rendezvous_the_losses_of_the_present_ranks_are_judged(tmp_path: Path) -> None:
-    """Guards against a node whose losses nobody looks at, because a rank that went to another node
+    """Guards against unwatched losses on a node, because a rank that moved to another node
     still leads."""
     run, losses = Run(tmp_path), [loss for _, (_, loss) in zip(range(60), healthy(1), strict=False)]
     for loss in losses:

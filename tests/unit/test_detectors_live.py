@@ -67,12 +67,15 @@ def test_straggler_is_named_by_waiting_though_all_steps_last_the_same_and_cleare
     for number in range(200):
         late = 3.0 if 60 <= number < 140 else 0.0
         rows = {
-            rank: {"phases": {
-                "data": 0.3 + (late if rank == 2 else 0), "forward": 5.0 * source.gauss(1, 0.02),
-                "collective": max(0.0, 1.0 * source.gauss(1, 0.1) + (0 if rank == 2 else late)),
-            }}
+            rank: {
+                "phases": {
+                    "data": 0.3 + (late if rank == 2 else 0),
+                    "forward": 5.0 * source.gauss(1, 0.02),
+                    "collective": max(0.0, 1.0 * source.gauss(1, 0.1) + (0 if rank == 2 else late)),
+                }
+            }
             for rank in range(4)
-        }  # fmt: skip
+        }
         run.step(15.0 + late, 3.0, by_rank=rows)
     named = run.of("straggler")
     assert {f.rank for f in named} == {2}

@@ -1,4 +1,4 @@
-"""The guard's files are written by a process of its own: nothing waits for the disk, and what was
+"""A separate process writes the guard's files: nothing waits for the disk, and what was
 not confirmed is written again."""
 
 from __future__ import annotations

@@ -54,10 +54,11 @@ def test_healthy_curves_are_healthy(seed: int, noise: float) -> None:
     source = random.Random(seed)
     evaluation = [(2.2 + 4 * (n + 1) ** -0.5) * source.gauss(1, 0.01) for n in range(60)]
     seen = trace_of(
-        loss=healthy(800, seed, noise), eval_loss=evaluation,
+        loss=healthy(800, seed, noise),
+        eval_loss=evaluation,
         step_time=[15 * source.gauss(1, 0.04) for _ in range(800)],
         gpu_mem_gb=[*range(3, 18, 3), *[18.4 + 0.05 * source.random() for _ in range(700)]],
-    )  # fmt: skip
+    )
     assert found(seen) == []
 
 
@@ -186,7 +187,7 @@ def test_a_loss_that_explodes_to_where_it_began_and_stays_is_no_restart() -> Non
     values = healthy(600)
     exploded = changed(values, lambda n, v: v if n < 400 else v * values[0] / values[400])
     assert found(trace_of(loss=exploded)) == [("divergence", 400)]
-    assert found(trace_of(loss=values[:400] + values[:200])) == [], "it begins anew"
+    assert found(trace_of(loss=values[:400] + values[:200])) == [], "it starts over"
 
 
 def test_a_leak_that_begins_late_is_found_where_it_begins() -> None:
@@ -252,7 +253,7 @@ def test_every_way_to_write_a_trace(line: str, name: str, step: int, value: floa
 
 
 TABLES = [
-    # Lightning's CSVLogger: training and evaluation in rows of their own.
+    # Lightning's CSVLogger: training and evaluation in separate rows.
     "epoch,lr-AdamW,step,train_loss_step,val_loss\n0,1e-4,9,2.5,\n0,,19,,2.75\n",
     # wandb's export, and a table that a trainer prints between other lines.
     (

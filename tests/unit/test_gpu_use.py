@@ -263,10 +263,15 @@ class Bench:
     def __init__(self, tmp_path: Path, **gpu: Any) -> None:
         self.clock, self.control = FakeClock(), Control()
         self.health: dict[str, Any] = {"gpus": None}
-        self.monitor = GpuMonitor(context(
-            tmp_path, config=Config(gpu=GpuSettings(**gpu)), clock=self.clock, control=self.control,
-            status=lambda: {"health": self.health},
-        ))  # fmt: skip
+        self.monitor = GpuMonitor(
+            context(
+                tmp_path,
+                config=Config(gpu=GpuSettings(**gpu)),
+                clock=self.clock,
+                control=self.control,
+                status=lambda: {"health": self.health},
+            )
+        )
 
     def launch(self, *command: str) -> None:
         self.monitor.on_launch(Launch(command or ("m.py",), 1, 0, self.clock.monotonic()))

@@ -26,8 +26,10 @@ def hang_watch(folder: Path, **given: Any) -> tuple[HangMonitor, FakeClock, list
     """The part after a launch, its clock, and what it emits from its jobs."""
     clock, emitted = FakeClock(), []  # type: ignore[var-annotated]
     defaults: dict[str, Any] = {
-        "config": replace(Config(), hang=HANG), "jobs": JobsAtOnce(), "control": Steered(),
-    }  # fmt: skip
+        "config": replace(Config(), hang=HANG),
+        "jobs": JobsAtOnce(),
+        "control": Steered(),
+    }
     monitor = HangMonitor(
         context(folder, clock=clock, emit=emitted.append, **{**defaults, **given})
     )

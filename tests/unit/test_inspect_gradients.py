@@ -29,10 +29,12 @@ SHAPES = Shapes({"w": (8, 16), "b": (10,)})
 
 def good() -> dict[str, Any]:
     return {
-        "widxs": torch.tensor([0, 5, 127]), "wvals": torch.tensor([0.5, -1.0, 2.0]),
-        "bidxs": torch.tensor([9]), "bvals": torch.tensor([0.25]),
+        "widxs": torch.tensor([0, 5, 127]),
+        "wvals": torch.tensor([0.5, -1.0, 2.0]),
+        "bidxs": torch.tensor([9]),
+        "bvals": torch.tensor([0.25]),
         "metadata": {"outer_step": 56, "inner_step": 84, "loss": 3.4},
-    }  # fmt: skip
+    }
 
 
 def saved(tmp_path: Path, document: Any) -> Path:
@@ -288,8 +290,9 @@ def rows(width: int = 192, kind: Any = torch.float32) -> dict[str, Any]:
     """128 x 192, cut into rows as subnet 38's compressor leaves it without the DCT."""
     return {
         "widxs": torch.randint(0, width, (2, 64, 32), dtype=torch.int16),
-        "wvals": torch.randn(2, 64, 32).to(kind), "metadata": {},
-    }  # fmt: skip
+        "wvals": torch.randn(2, 64, 32).to(kind),
+        "metadata": {},
+    }
 
 
 def test_subnet_38_counts_indices_within_rows(tmp_path: Path) -> None:

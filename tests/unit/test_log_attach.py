@@ -83,8 +83,10 @@ def test_five_versions_of_the_miners_step_lines(
         log.line("something else")
         log.line(form.format(n=number, loss=3.5 - number / 4))
     assert [(s.outer_step, s.inner_step, s.loss) for s in log.steps] == [
-        (outer, 0, 3.5), (outer, 1, 3.25), (outer, 2, 3.0),
-    ]  # fmt: skip
+        (outer, 0, 3.5),
+        (outer, 1, 3.25),
+        (outer, 2, 3.0),
+    ]
     assert [round(s.seconds) for s in log.steps] == [20, 20, 20]
     assert [bool(s.flags & FLAG_FIRST) for s in log.steps] == [True, False, False]
 

@@ -37,7 +37,7 @@ def fail() -> None:
 
 
 def test_a_signal_is_heard_after_its_handler_failed(loop: Loop, errors: list[Exception]) -> None:
-    """Guards against the deaf guard: one exception in any signal handler let go of the wake-up
+    """Guards against the deaf guard: one exception in any signal handler released the wake-up
     pipe."""
     heard: list[int] = []
 

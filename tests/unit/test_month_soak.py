@@ -41,7 +41,7 @@ class Jobs:
 
 
 class Month(WholeRun):
-    """A miner that crashes every twelve hours with a cause of its own."""
+    """A miner that crashes every twelve hours with a different cause."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, FakeClock(), Jobs(), None)
@@ -103,10 +103,15 @@ def test_a_month_of_events_costs_no_more_memory_than_half_of_it(tmp_path: Path) 
         for number in range(SHIFTS // 2, SHIFTS):
             month.shift(number)
         gc.collect()
-        grown = tracemalloc.get_traced_memory()[0] - held - sum(
-            s.size_diff for s in tracemalloc.take_snapshot().compare_to(after_half, "filename")
-            if s.traceback[0].filename == tracemalloc.__file__
-        )  # fmt: skip
+        grown = (
+            tracemalloc.get_traced_memory()[0]
+            - held
+            - sum(
+                s.size_diff
+                for s in tracemalloc.take_snapshot().compare_to(after_half, "filename")
+                if s.traceback[0].filename == tracemalloc.__file__
+            )
+        )
         worst = tracemalloc.take_snapshot().compare_to(after_half, "lineno")[:8]
     finally:
         tracemalloc.stop()

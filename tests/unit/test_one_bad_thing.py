@@ -146,7 +146,7 @@ def test_every_event_has_a_line_whatever_its_fields_hold(event: str) -> None:
     ],
 )
 def test_a_datagram_of_foreign_content_is_no_finding(document: dict[str, Any]) -> None:
-    """Guards against one that raises: the loop lets go of a socket whose handler fails."""
+    """Guards against one that raises: the loop drops a socket whose handler fails."""
     assert Finding.from_dict(document) is None
 
 
@@ -192,7 +192,7 @@ def test_a_quiet_guard_composes_its_status_seldom_and_a_change_at_once(state: St
 
 
 def test_a_reader_that_fails_once_does_not_leave_the_miners_pipe_unread() -> None:
-    """Guards against a miner that stands still at a full pipe, since the loop lets go of a handler
+    """Guards against a miner that stalls at a full pipe, since the loop drops a handler
     that raises."""
     errors: list[Exception] = []
     seen: list[bytes] = []
@@ -244,8 +244,14 @@ def test_the_word_after_a_secret_flag_is_masked_in_a_command_that_is_a_list() ->
         "--verbose",
     ]
     assert Redactor().value(command) == [
-        "train.py", "--hf-token", "[redacted]", "--max-tokens", "512", "--token", "--verbose",
-    ]  # fmt: skip
+        "train.py",
+        "--hf-token",
+        "[redacted]",
+        "--max-tokens",
+        "512",
+        "--token",
+        "--verbose",
+    ]
     assert (
         Redactor().text("train.py --token 'correct horse' --lr 1")
         == "train.py --token [redacted] --lr 1"

@@ -109,9 +109,10 @@ def test_every_row_of_the_runbook_is_produced_by_a_test() -> None:
         path.read_text(encoding="utf-8") for path in sorted(tests.rglob("test_*.py")) if path != own
     )
     unseen = [
-        event for event, (grep, *_) in _rows().items()
+        event
+        for event, (grep, *_) in _rows().items()
         if not re.search(rf"""["']{event}["']""", code) and grep.strip() not in code
-    ]  # fmt: skip
+    ]
     assert unseen == []
 
 

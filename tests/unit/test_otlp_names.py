@@ -72,10 +72,17 @@ def test_no_name_carries_its_unit() -> None:
 
 def test_an_events_fields_are_attributes_and_what_is_unknown_is_absent() -> None:
     record = {
-        "ts": "2026-01-02T03:04:05.678901Z", "level": "error", "event": "incident", "msg": "…",
-        "run_id": "r1", "host": "h", "rank": None, "label": "cuda_oom", "fix": None,
+        "ts": "2026-01-02T03:04:05.678901Z",
+        "level": "error",
+        "event": "incident",
+        "msg": "…",
+        "run_id": "r1",
+        "host": "h",
+        "rank": None,
+        "label": "cuda_oom",
+        "fix": None,
         "ranks": [{"rank": 0, "loss": None}, None],
-    }  # fmt: skip
+    }
     assert otlp_names.attributes(record) == {
         "miner_guard.label": "cuda_oom",
         "error.type": "cuda_oom",

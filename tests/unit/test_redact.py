@@ -1,4 +1,4 @@
-"""Secrets that a subnet miner prints, by their shapes; what looks like one and is none stays."""
+"""Secrets that a subnet miner prints, by their shapes; lookalikes stay."""
 
 from __future__ import annotations
 

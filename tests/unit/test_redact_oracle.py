@@ -18,7 +18,9 @@ A, D, H = "aB3dE5gH7jK9mN1pQ3sT5vW7yZ9bC1dF", "1234567890", "0123456789abcdef"
 SAMPLES = {
     "ArtifactoryDetector": [f"jfrog login AKCp8{A}", f" AP6{A}{A} "],
     "AWSKeyDetector": [
-        "AKIAIOSFODNN7EXAMPLE", "ABIAIOSFODNN7EXAMPLE", f"aws_key = '{(A + A)[:40]}'",
+        "AKIAIOSFODNN7EXAMPLE",
+        "ABIAIOSFODNN7EXAMPLE",
+        f"aws_key = '{(A + A)[:40]}'",
     ],
     "AzureStorageKeyDetector": [f"AccountKey={(A * 3)[:86]}=="],
     "BasicAuthDetector": ["https://miner:hunter2x@hub.example/repo"],
@@ -26,10 +28,14 @@ SAMPLES = {
     "DiscordBotTokenDetector": [f"M{A[:23]}.{A[:6]}.{A[:27]}"],
     "GitHubTokenDetector": [f"ghp_{(A + A)[:36]}", f"ghs_{(A + A)[:36]}"],
     "GitLabTokenDetector": [
-        f"glpat-{A[:20]}", f"gldt-{A[:20]}", f"GR1348941{A[:20]}", f"glcbt-{A[:20]}",
+        f"glpat-{A[:20]}",
+        f"gldt-{A[:20]}",
+        f"GR1348941{A[:20]}",
+        f"glcbt-{A[:20]}",
     ],
     "IbmCloudIamDetector": [
-        f"ibm_cloud_iam_api_key = '{(A + A)[:44]}'", f"iam_password={(A + A)[:44]}",
+        f"ibm_cloud_iam_api_key = '{(A + A)[:44]}'",
+        f"iam_password={(A + A)[:44]}",
     ],
     "IbmCosHmacDetector": [f"cos_hmac_secret_access_key: '{H * 3}'"],
     "JwtTokenDetector": [
@@ -39,19 +45,20 @@ SAMPLES = {
     "NpmDetector": [f"//npm.example/:_authToken=npm_{(A + A)[:36]}"],
     "OpenAIDetector": [f"sk-{A[:20]}T3BlbkFJ{A[:20]}"],
     "PrivateKeyDetector": [
-        f"-----BEGIN RSA PRIVATE KEY-----\n{A}{A}\n-----END RSA PRIVATE KEY-----",
+        f"-----BEGIN RSA PRIVATE KEY-----\n{A}{A}\n-----END RSA PRIVATE KEY-----"
     ],
     "PypiTokenDetector": [f"pypi-AgEIcHlwaS5vcmc{(A * 3)[:70]}"],
     "SendGridDetector": [f"SG.{A[:22]}.{(A + A)[:43]}"],
     "SlackDetector": [
-        f"xoxb-{D}-{D}-{A.lower()}", "https://hooks.slack.com/services/T00000000/B00000000/XXXXXXXX",
+        f"xoxb-{D}-{D}-{A.lower()}",
+        "https://hooks.slack.com/services/T00000000/B00000000/XXXXXXXX",
     ],
     "SoftlayerDetector": [f"softlayer_api_key = '{H * 4}'"],
     "SquareOAuthDetector": [f"sq0csp-{(A + A)[:43]}"],
     "StripeDetector": [f"sk_live_{A[:24]}", f"rk_live_{A[:24]}"],
     "TelegramBotTokenDetector": [f"{D}:AA{(A + A)[:33]}"],
     "TwilioKeyDetector": [f"AC{H}{H}", f"SK{H}{H}"],
-}  # fmt: skip
+}
 NO_SECRETS = {
     "IPPublicDetector": "an address is no secret, and the guard's messages name nodes by theirs"
 }

@@ -208,7 +208,7 @@ def test_the_memory_of_a_burst_is_given_back_once_the_reader_has_it_all(
 
 
 def test_memory_below_what_is_still_in_use_goes_back_to_the_system() -> None:
-    """In a process of its own: what other tests left free would hide it."""
+    """In a separate process: memory that other tests freed would hide it."""
     measured = subprocess.run(
         [sys.executable, "-c", GIVES_BACK], capture_output=True, text=True, timeout=60, check=True
     )

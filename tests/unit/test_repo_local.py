@@ -1,4 +1,4 @@
-"""A folder as a repo, looked at as the supervisor looks."""
+"""A local directory as a repo, probed like the supervisor probes it."""
 
 from __future__ import annotations
 

@@ -162,8 +162,9 @@ def test_another_users_link_in_place_of_a_file_is_set_aside(
     lock.acquire()
     findings: list[Finding] = [*lock.findings, *check_state_dir(state)]
     assert [(f.event, f.fields["path"]) for f in findings] == [
-        ("file_set_aside", str(state.lock)), ("file_set_aside", str(state.log))
-    ]  # fmt: skip
+        ("file_set_aside", str(state.lock)),
+        ("file_set_aside", str(state.log)),
+    ]
     assert (tmp_path / "victim").read_text() == "precious"
 
 

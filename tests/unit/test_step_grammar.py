@@ -1,4 +1,4 @@
-"""One grammar reads the step lines of trainers that print them each in a form of their own."""
+"""One grammar reads the step lines of trainers, each of which prints a different form."""
 
 from __future__ import annotations
 

@@ -262,7 +262,7 @@ def test_a_stop_is_honoured_after_a_failure_while_it_was_begun(
 def test_a_wait_for_gpu_memory_that_fails_does_not_keep_the_next_launch(
     supervisor: Supervisor, launcher: Launcher
 ) -> None:
-    """Guards against a guard that waits forever for a look that broke."""
+    """Guards against a guard that waits forever for a probe that failed."""
 
     def fail(_proceed: object) -> None:
         raise RuntimeError("a defect")

@@ -136,7 +136,7 @@ class SnapshotCollector:
         return answer.value
 
     def _each(self, devices: Sequence[int], what: str, deadlines: int) -> dict[int, dict[str, Any]]:
-        """Query each GPU in a child process of its own, in parallel, so that a hung GPU does not
+        """Query each GPU in a separate child process, in parallel, so that a hung GPU does not
         block the others' answers. Returns the answers by device index."""
         futures = {
             i: self._pool.submit(self._inside, what, {"device": i}, deadlines) for i in devices

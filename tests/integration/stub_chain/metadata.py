@@ -224,9 +224,10 @@ _CALL, _EVENT, _ERROR = (
 )
 _RUNTIME = R.composite(["stub", "Runtime"], [])
 _EXTRINSIC = R.composite(
-    ["sp_runtime", "generic", "unchecked_extrinsic", "UncheckedExtrinsic"], [(None, BYTES)],
+    ["sp_runtime", "generic", "unchecked_extrinsic", "UncheckedExtrinsic"],
+    [(None, BYTES)],
     [("Address", UNIT), ("Call", _CALL), ("Signature", UNIT), ("Extra", UNIT)],
-)  # fmt: skip
+)
 
 
 def _entry(

@@ -38,7 +38,7 @@ static enum mood mood_of(const char *path)
     return WELL;
 }
 
-/* 0 where the real call may go on. */
+/* 0 if the real call may proceed. */
 static int refused(const char *path)
 {
     int before = errno;

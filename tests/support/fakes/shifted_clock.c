@@ -1,4 +1,4 @@
-/* A wall clock that jumps: preloaded (LD_PRELOAD) into real processes. Monotonic clocks go on as they are.
+/* A wall clock that jumps: preloaded (LD_PRELOAD) into real processes. Monotonic clocks are unaffected.
  *
  * $SHIFTED_CLOCK_STATE names a file with the seconds to add; a change takes effect at the next call.
  */

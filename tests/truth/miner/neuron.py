@@ -150,7 +150,7 @@ def _without_gpu() -> None:
 
 
 def _leave() -> None:
-    """FSDP's gloo group lets go of its last tensors a little after the collective; an interpreter
+    """FSDP's gloo group releases its last tensors a little after the collective; an interpreter
     that has ended meanwhile aborts."""
     dist.destroy_process_group()
     time.sleep(0.5)

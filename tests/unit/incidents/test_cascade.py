@@ -164,7 +164,7 @@ def test_what_was_tried_again_is_nothing_once_steps_go_on() -> None:
         "WARNING huggingface 503 Server Error: Service Unavailable, upload of the state, retrying\n"
     )
     assert root(upload + "".join(steps)) == "hub_or_storage_unavailable", (
-        "an upload is not needed to go on"
+        "training continues without an upload"
     )
 
 
@@ -303,7 +303,7 @@ asyncio.exceptions.TimeoutError
     "after", [WAITED, WAITED.replace("asyncio.exceptions.TimeoutError", "UploadError: no")]
 )
 def test_what_follows_from_a_known_error_is_not_the_root(words: str, after: str) -> None:
-    """A throttled bucket once ended the miner as a defect of its code that no restart mends."""
+    """A throttled bucket once ended the miner as a code defect that no restart fixes."""
     found = {i.label: i.root for i in incidents(f"{THROTTLED}\n{words}\n\n{after}".encode())}
     assert found == {"hf_rate_limit": True, "hub_or_storage_unavailable": False}
 

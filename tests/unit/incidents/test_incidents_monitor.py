@@ -253,7 +253,7 @@ def test_a_crash_after_nan_is_one_incident_and_the_root_that_the_whole_log_has(
 def test_a_nan_that_training_got_over_is_not_why_it_crashes(
     tmp_path: Path, losses: tuple[float, ...], labels: list[str]
 ) -> None:
-    """The second crash after such a NaN once ended the guard: a restart does not mend a NaN."""
+    """The second crash after such a NaN once ended the guard: a restart does not fix a NaN."""
     live = Live(tmp_path)
     live.findings += live.monitor.on_finding(
         make_finding("loss_nan", rank=1, step=3, loss=float("nan"))
@@ -284,12 +284,12 @@ FULL = b"OSError: [Errno 28] No space left on device: '/ckpt/step_99.pt'\n"
         (2.5, BUG, ["code_bug"]),
         (float("nan"), FULL, ["disk_full"]),
     ],
-    ids=["an exception", "no word", "training got over it", "a cause of its own"],
+    ids=["an exception", "no word", "training got over it", "a separate cause"],
 )
 def test_a_nan_of_long_ago_that_is_still_there_is_why_it_fails_without_a_known_cause(
     tmp_path: Path, last: float, printed: bytes, labels: list[str]
 ) -> None:
-    """It was an exception that a restart may mend, time after time from the same state."""
+    """Guards against restarting from the same state again and again: the exception looked transient."""
     live = Live(tmp_path)
     live.findings += live.monitor.on_finding(
         make_finding("loss_nan", rank=1, step=3, loss=float("nan"))

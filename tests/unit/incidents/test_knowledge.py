@@ -14,7 +14,7 @@ severity = "error"
 restart = "once"
 applies = "rank"
 cause = "It broke."
-fixes = ["Mend it."]
+fixes = ["Fix it."]
 patterns = [{ has = ["boom"], regex = 'boom \\d' }]
 """
 
@@ -41,7 +41,7 @@ def test_a_fix_of_a_line_says_where_it_comes_from() -> None:
 
 
 def test_a_word_that_is_enough_by_itself_holds_a_trigger() -> None:
-    """Otherwise the line would never be looked at."""
+    """Otherwise the scanner would never examine the line."""
     known = knowledge.load()
     enough = [word for pattern in known.patterns if pattern.regex is None for word in pattern.has]
     assert not [
@@ -119,8 +119,8 @@ def test_corpus_and_subnet_labels_are_all_there() -> None:
         ("boom \\d", "boom .*at", "holds a repeat without a bound; give it one"),
         (
             'severity = "error"',
-            'severity = "error"\nfollows = ["nobody"]',
-            "follows nobody, which is not a label",
+            'severity = "error"\nfollows = ["unheard_of"]',
+            "follows unheard_of, which is not a label",
         ),
         ('severity = "error"', 'severity = "error"\ncolour = "red"', "unknown key colour"),
         ('triggers = ["boom"]', 'triggers = ["boom 1"]', "no digits"),

@@ -88,7 +88,7 @@ def test_byte_by_byte_is_the_same_as_whole() -> None:
 
 
 def test_a_line_longer_than_any_chunk_is_the_same_in_pieces() -> None:
-    """A line of megabytes is looked at in pieces that lie where they lie, not where chunks happen
+    """A line of megabytes is examined in pieces at fixed places, not where chunks happen
     to end."""
     chance = random.Random(7)
     filler = bytes(chance.choices(b"abcdefgh ", k=50_000))
@@ -135,7 +135,7 @@ def test_lines_are_counted_as_an_editor_counts() -> None:
 
 
 def test_no_known_error_is_lost_by_the_search_for_trigger_words() -> None:
-    """A line is only looked at where it holds a trigger word; a line that a pattern knows must
+    """The scanner examines a line only if it contains a trigger word; a line that a pattern knows must
     bring one."""
     known = knowledge.load()
     lost = []

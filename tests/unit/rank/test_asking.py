@@ -178,7 +178,7 @@ def test_an_upload_that_has_just_ended_well_is_not_due_again_before_the_next_loo
     assert not due()
     clock.now += 15
     published(1836.0)
-    assert due(), "the repo does not show it: what was looked at counts"
+    assert due(), "the repo does not show it: what the probe read counts"
 
 
 def test_due_is_what_rank_0s_tracker_says_and_never_raises(

@@ -146,8 +146,13 @@ def test_a_supervisor_that_dies_leaves_the_rank_logging_for_itself(
     guard.close()
     lines = [json.loads(line) for line in state.log.read_text().splitlines()]
     assert [line["event"] for line in lines] == [
-        "inner_step", "inner_step", "slow_step", "loss_nan", "eval_loss_nan", "upload_blocked",
-    ]  # fmt: skip
+        "inner_step",
+        "inner_step",
+        "slow_step",
+        "loss_nan",
+        "eval_loss_nan",
+        "upload_blocked",
+    ]
     console = capfd.readouterr().out
     assert "SLOW STEP: 70.0s (expected 10-30s) - Check GPU usage!" in console
     assert "CRITICAL ERROR | Rank 0 | ❌ Loss is NaN or Inf at step 2" in console

@@ -160,7 +160,7 @@ class Miner(BaseMinerNeuron):
         state = get_model_state_dict(
             self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
         )
-        # Upstream's upload thread reads both while training goes on, so what it publishes, and under which tag,
+        # Upstream's upload thread reads both while training continues, so what it publishes, and under which tag,
         # depends on the machine. The tests compare runs: fix both here.
         state = {name: tensor.clone() for name, tensor in state.items()}
         self.upload_tag = f"5.{epoch}.{self.local_progress.inner_step}"
@@ -198,6 +198,6 @@ if __name__ == "__main__":
         miner.current_upload_future.result()
     if miner.world_size > 1:
         dist.destroy_process_group()
-        # FSDP keeps its gloo group, whose threads let go of the last tensors a little after the collective. For that
+        # FSDP keeps its gloo group, whose threads release the last tensors a little after the collective. For that
         # they take the interpreter's lock; one that comes when the interpreter has ended aborts the process.
         time.sleep(0.5)
