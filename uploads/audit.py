@@ -318,13 +318,13 @@ class _Audit:
             "outer_step": window if window is not None else outer_step,
             "names": {"window": window, "uid": self.network.uid, "version": limits.version},
             "folder": str(self.folder),
-            "max_bytes": self._most(),
+            "max_bytes": self._max_bytes(),
             "known": self.memory.known(self.known.model),
             "layout": dataclasses.asdict(Layout.of(limits)),
         }
         return probe.ask("uploads.audit_probe", request, self.child.deadline_s, env=env)
 
-    def _most(self) -> int:
+    def _max_bytes(self) -> int:
         """Largest gradients file to fetch, in bytes."""
         plausible = min(self.limits.gradients_max_bytes or MAX_BYTES, MAX_BYTES)
         return min(plausible, self.memory.left(time.monotonic()))
@@ -336,15 +336,18 @@ class _Audit:
             return {"problems": [missing], "params": 0}
         if fetched.get("unchanged"):
             return self.memory.report()
-        size, most = int(fetched.get("size_bytes") or 0), self.limits.gradients_max_bytes
+        size, max_bytes = int(fetched.get("size_bytes") or 0), self.limits.gradients_max_bytes
         if fetched.get("file") is not None:
             path = Path(str(fetched["file"]))
             model = self.known.model
             found = inspect_file(path, self.limits, shapes=model, python=self.child.python)
             self.memory.judged(fetched, model, found)
             return found
-        if most is not None and size > most:
-            return {"size_bytes": size, "problems": [f"{size} bytes, more than a plausible {most}"]}
+        if max_bytes is not None and size > max_bytes:
+            return {
+                "size_bytes": size,
+                "problems": [f"{size} bytes, more than a plausible {max_bytes}"],
+            }
         if size > MAX_BYTES:
             why = f"{size} bytes, more than the {MAX_BYTES} that an audit fetches"
         else:

@@ -48,10 +48,10 @@ def fetch(repo: Repo, request: dict[str, Any]) -> dict[str, Any]:
             break
         if mixed(metadata, entry.size_bytes, entry.checksum) is None:
             break
-    most = request["max_bytes"]
+    max_bytes = request["max_bytes"]
     if entry is not None and request.get("known") == _identity(entry):
         return {**answer, "file": None, "unchanged": True}
-    if entry is None or (most is not None and entry.size_bytes > most):
+    if entry is None or (max_bytes is not None and entry.size_bytes > max_bytes):
         return {**answer, "file": None}
     path = Path(request["folder"]) / "gradients.pt"
     repo.save(entry.key, path, limit=max(entry.size_bytes, 1))

@@ -116,8 +116,8 @@ def decode(
         if peak is None:
             continue
         _check_sums(torch, index, used, target, peak=peak)
-        least = torch.finfo(used.dtype).tiny if used.is_floating_point() else 0
-        something = something or peak > least
+        minimum = torch.finfo(used.dtype).tiny if used.is_floating_point() else 0
+        something = something or peak > minimum
         if peak > ENORMOUS:
             enormous += int((used.abs() > ENORMOUS).sum())
     return Decoded(something, values.numel(), enormous, _partial(indices.shape, target))
@@ -197,9 +197,9 @@ def _check_quantisation(torch: Any, entry: Stored, scale_range: tuple[float, flo
     shift, scale, _, table, _ = parameters
     if not isinstance(shift, torch.Tensor) or not bool(torch.isfinite(shift).all()):
         raise Unusable("the quantisation's shift is not a finite tensor")
-    least, most = scale_range
-    if isinstance(scale, float) and not least <= abs(scale) <= most:
-        raise Unusable(f"the quantisation's scale {scale} is not between {least} and {most}")
+    minimum, maximum = scale_range
+    if isinstance(scale, float) and not minimum <= abs(scale) <= maximum:
+        raise Unusable(f"the quantisation's scale {scale} is not between {minimum} and {maximum}")
     if isinstance(table, torch.Tensor) and not bool(torch.isfinite(table).all()):
         raise Unusable("the quantisation's table holds NaN or Inf")
 
@@ -290,9 +290,9 @@ def _check_bounds(torch: Any, indices: Any, bound: int | None) -> None:
         return
     # Find both extremes in one pass, without a copy that takes eight bytes per index.
     plain = indices if str(indices.dtype) in _INTEGERS else _whole(torch, indices)
-    least, most = (int(extreme) for extreme in plain.aminmax())
-    if least < 0 or (bound is not None and most >= bound):
-        wrong, last = least if least < 0 else most, "?" if bound is None else bound - 1
+    minimum, maximum = (int(extreme) for extreme in plain.aminmax())
+    if minimum < 0 or (bound is not None and maximum >= bound):
+        wrong, last = minimum if minimum < 0 else maximum, "?" if bound is None else bound - 1
         raise Unusable(f"index {wrong} is out of bounds (0 to {last})")
 
 
@@ -309,11 +309,11 @@ def _peak(used: Any) -> float | None:
     """The largest magnitude, in one pass; None without values. Raises Unusable for NaN and Inf."""
     if not used.numel():
         return None
-    least, most = (float(extreme) for extreme in used.aminmax())
+    minimum, maximum = (float(extreme) for extreme in used.aminmax())
     # Both are NaN if any value is.
-    if not math.isfinite(least) or not math.isfinite(most):
+    if not math.isfinite(minimum) or not math.isfinite(maximum):
         raise Unusable("NaN or Inf in the values")
-    return max(abs(least), abs(most))
+    return max(abs(minimum), abs(maximum))
 
 
 def _check_sums(

@@ -59,14 +59,14 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         return Verdict(
             RULE, "unknown", size, None, f"gradients.pt could not be inspected: {report['reason']}"
         )
-    least, most = limits.gradients_min_bytes, limits.gradients_max_bytes
+    minimum, maximum = limits.gradients_min_bytes, limits.gradients_max_bytes
     problems = list(report.get("problems") or ())
     if problems == [ALL_ZERO] and facts.candidate.kind == "archive":
         return Verdict(
             RULE,
             "pass",
             size,
-            most,
+            maximum,
             f"gradients.pt: {ALL_ZERO}, as an archive's are after an outer step",
         )
     if problems:
@@ -77,21 +77,21 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
             None,
             f"gradients.pt: {'; '.join(map(str, problems[:_PROBLEMS_KEPT]))}",
         )
-    if least is not None and size is not None and size < least:
+    if minimum is not None and size is not None and size < minimum:
         return Verdict(
             RULE,
             "block",
             size,
-            least,
-            f"gradients.pt has {size} bytes, fewer than a plausible {least}",
+            minimum,
+            f"gradients.pt has {size} bytes, fewer than a plausible {minimum}",
         )
-    if most is not None and size is not None and size > most:
+    if maximum is not None and size is not None and size > maximum:
         return Verdict(
             RULE,
             "block",
             size,
-            most,
-            f"gradients.pt has {size} bytes, more than a plausible {most}",
+            maximum,
+            f"gradients.pt has {size} bytes, more than a plausible {maximum}",
         )
     if not report.get("params"):
         return Verdict(RULE, "block", 0, 1, "gradients.pt holds no parameter's gradient")
@@ -100,9 +100,9 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
             RULE,
             "warn",
             size,
-            most,
+            maximum,
             f"gradients.pt: {'; '.join(map(str, warnings[:_PROBLEMS_KEPT]))}",
         )
     read = "all finite" if report.get("values_read", True) else "values not read"
     words = f"gradients.pt: {report['params']} parameters, {read}"
-    return Verdict(RULE, "pass", size, most, words + _SHAPES.get(report.get("shapes_known"), ""))
+    return Verdict(RULE, "pass", size, maximum, words + _SHAPES.get(report.get("shapes_known"), ""))

@@ -99,11 +99,11 @@ def examine(
         }
 
 
-def _check_size(size: int, most: int | None) -> None:
+def _check_size(size: int, max_bytes: int | None) -> None:
     if size == 0:
         raise RejectedFile("the file is empty")
-    if most is not None and size > most:
-        raise RejectedFile(f"{size} bytes, more than a plausible {most}")
+    if max_bytes is not None and size > max_bytes:
+        raise RejectedFile(f"{size} bytes, more than a plausible {max_bytes}")
 
 
 def _check_claims(path: str, size: int) -> None:

@@ -15,24 +15,24 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     Archives are exempt: the upload after an AllReduce starts at inner step 0, and the miner's own
     reload needs it.
     """
-    seen, least = facts.candidate.inner_step, minimum(limits, facts.published.inner_step)
-    if seen < least and facts.candidate.kind == "archive":
-        sentence = f"archive at inner_step {seen}: exempt from the minimum of {least}"
-        return Verdict(RULE, "pass", seen, least, sentence)
-    if seen < least:
+    seen, required = facts.candidate.inner_step, minimum(limits, facts.published.inner_step)
+    if seen < required and facts.candidate.kind == "archive":
+        sentence = f"archive at inner_step {seen}: exempt from the minimum of {required}"
+        return Verdict(RULE, "pass", seen, required, sentence)
+    if seen < required:
         return Verdict(
             RULE,
             "block",
             seen,
-            least,
+            required,
             (
-                f"inner_step ({seen}) < minimum ({least}). Validators will reject this! "
+                f"inner_step ({seen}) < minimum ({required}). Validators will reject this! "
                 "Waiting for more training steps..."
             ),
-            retry_after_steps=least - seen,
-            note=_both_minima(least, facts.published.inner_step, limits),
+            retry_after_steps=required - seen,
+            note=_both_minima(required, facts.published.inner_step, limits),
         )
-    return Verdict(RULE, "pass", seen, least, f"inner_step {seen} >= minimum {least}")
+    return Verdict(RULE, "pass", seen, required, f"inner_step {seen} >= minimum {required}")
 
 
 def minimum(limits: Limits, published_inner_step: int | None) -> int:
@@ -42,15 +42,15 @@ def minimum(limits: Limits, published_inner_step: int | None) -> int:
     return limits.min_inner_step
 
 
-def _both_minima(least: int, published_inner_step: int | None, limits: Limits) -> str | None:
+def _both_minima(required: int, published_inner_step: int | None, limits: Limits) -> str | None:
     """Details that the sentence, whose words are a contract, cannot carry; None if there are no
     details."""
     accepted = limits.validator_min_inner_step
-    if accepted is None or accepted >= least:
+    if accepted is None or accepted >= required:
         return None
     words = (
         f"this version of the validators accepts inner step {accepted} and above; "
-        f"your minimum is {least}"
+        f"your minimum is {required}"
     )
     if published_inner_step == 0:
         words += (
@@ -62,18 +62,18 @@ def _both_minima(least: int, published_inner_step: int | None, limits: Limits) -
 
 def judge_published(facts: Facts, limits: Limits) -> Verdict:
     """The validators' verdict on the published inner step (subnet 38 rejects 0)."""
-    seen, least = facts.published.inner_step, limits.validator_min_inner_step
+    seen, required = facts.published.inner_step, limits.validator_min_inner_step
     if seen is None:
         words = "the published inner step is not known: metadata.json does not name one"
-        return Verdict(RULE, "unknown", None, least, words)
-    if least is not None and 0 <= seen < least:
+        return Verdict(RULE, "unknown", None, required, words)
+    if required is not None and 0 <= seen < required:
         return Verdict(
             RULE,
             "block",
             seen,
-            least,
+            required,
             (
-                f"published inner_step {seen} < {least}: validators reject it; publish "
+                f"published inner_step {seen} < {required}: validators reject it; publish "
                 "again after more inner steps"
             ),
         )
@@ -91,4 +91,4 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
             limits.min_inner_step,
             f"published inner_step {seen} < minimum {limits.min_inner_step}",
         )
-    return Verdict(RULE, "pass", seen, least, f"published inner_step {seen}")
+    return Verdict(RULE, "pass", seen, required, f"published inner_step {seen}")

@@ -21,7 +21,7 @@ def age_now(published: Published, now: float) -> float | None:
 def judge(facts: Facts, limits: Limits) -> Verdict:
     """Block within `min_upload_interval_s` of the last upload; never block for age, because an
     upload fixes that."""
-    published, least = facts.published, limits.min_upload_interval_s
+    published, minimum = facts.published, limits.min_upload_interval_s
     age = age_now(published, facts.now)
     if published.empty:
         return Verdict(
@@ -36,17 +36,17 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
             RULE, "unknown", None, limits.repo_age_limit_s, f"repo age unknown: {published.reason}"
         )
     seen = round(age, 1)
-    if age < least:
+    if age < minimum:
         return Verdict(
             RULE,
             "block",
             seen,
-            least,
+            minimum,
             (
-                f"repo age {age:.0f}s < minimum interval {least:.0f}s: too soon. Wait "
-                f"{least - age:.0f}s"
+                f"repo age {age:.0f}s < minimum interval {minimum:.0f}s: too soon. Wait "
+                f"{minimum - age:.0f}s"
             ),
-            retry_after_s=round(least - age, 1),
+            retry_after_s=round(minimum - age, 1),
         )
     if age > limits.repo_age_limit_s:
         words = f"repo age {age:.0f}s > limit {limits.repo_age_limit_s:.0f}s: stale, upload now"

@@ -283,13 +283,13 @@ def _steps(steps: StepsStatus, curves: CurveHistory, width: int, ascii_only: boo
     ]
 
 
-def _uploads(status: StatusDocument, least: int, ascii_only: bool) -> list[str]:
+def _uploads(status: StatusDocument, required: int, ascii_only: bool) -> list[str]:
     steps, uploads = status.steps, status.uploads
     repo, decision = uploads.repo, uploads.decision
     inner = steps.inner_step
     # Prefer the running guard's value: this terminal's settings may differ.
-    least = (uploads.forecast and uploads.forecast.min_inner_step) or least
-    bar = progress_bar(inner or 0, least, 20, ascii_only=ascii_only)
+    required = (uploads.forecast and uploads.forecast.min_inner_step) or required
+    bar = progress_bar(inner or 0, required, 20, ascii_only=ascii_only)
     age, limit = repo.age_s, repo.limit_s
     state = "STALE" if repo.stale else "due" if repo.due else "fresh"
     known = (
@@ -300,7 +300,7 @@ def _uploads(status: StatusDocument, least: int, ascii_only: bool) -> list[str]:
         "empty: nothing is published" if repo.empty else f"unknown: {repo.reason or 'not read yet'}"
     )
     rows = [
-        (f"upload {bar} {number(inner)}/{least} {_when_valid(status, least)}"),
+        (f"upload {bar} {number(inner)}/{required} {_when_valid(status, required)}"),
         f"repo   {known if age is not None else unseen}",
     ]
     if decision is not None:
@@ -310,18 +310,18 @@ def _uploads(status: StatusDocument, least: int, ascii_only: bool) -> list[str]:
             rows.append(f"       {decision.note}")
     costs = uploads.forecast and uploads.forecast.waiting_costs_s
     if costs:
-        words = f"waiting for inner step {least} costs {duration(costs)} without a score"
+        words = f"waiting for inner step {required} costs {duration(costs)} without a score"
         rows.append(f"       {words}")
     return rows
 
 
-def _when_valid(status: StatusDocument, least: int) -> str:
+def _when_valid(status: StatusDocument, required: int) -> str:
     """Whether validators would accept an upload now, else when they would. Gives no time if the
     verdict says that the miner is not earning or has stopped."""
     steps, decision = status.steps, status.uploads.decision
     stalled = status.verdict is not None and status.verdict.state in (NOT_EARNING, STOPPED)
     outer = "" if stalled else f"; outer step in {duration(steps.eta_outer_s)}"
-    if isinstance(steps.inner_step, int) and steps.inner_step >= least:
+    if isinstance(steps.inner_step, int) and steps.inner_step >= required:
         if decision is not None and decision.allowed is False:
             return f"far enough, but blocked{outer}"
         why = status.verdict.state if stalled and status.verdict is not None else None

@@ -63,7 +63,7 @@ def command(
     if as_json:
         echo(json.dumps(document, ensure_ascii=False, indent=1))
         return
-    hits = query.last(place.state.log, Query(least_level="warning"), _EVENTS)
+    hits = query.last(place.state.log, Query(min_level="warning"), _EVENTS)
     events = [screen.cut(f"{hit.ts[:19]}Z {hit.level:<8} {hit.headline}", _WIDTH) for hit in hits]
     echo(
         "\n".join(

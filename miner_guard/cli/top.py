@@ -84,13 +84,13 @@ class View:
     """Reads status.json and follows guard.jsonl; sends no request to the running guard."""
 
     def __init__(self, state: statedir.StateDir, min_inner_step: int, *, ascii_only: bool) -> None:
-        self._state, self._least, self._ascii = state, min_inner_step, ascii_only
+        self._state, self._min_inner_step, self._ascii = state, min_inner_step, ascii_only
         self._curves = curves_of(state)
-        self._follower = Follower(state.log, Query(least_level="info"))
+        self._follower = Follower(state.log, Query(min_level="info"))
         self._events: list[str] = []
         self._document: StatusDocument | None = None
         self._age_s = float("inf")
-        self._take(query.last(state.log, Query(least_level="info"), _LAST_READ))
+        self._take(query.last(state.log, Query(min_level="info"), _LAST_READ))
 
     def _refresh(self) -> None:
         self._take(self._follower.poll())
@@ -115,7 +115,7 @@ class View:
             self._events,
             Canvas(width, height, shown),
             age_s=self._age_s,
-            min_inner_step=self._least,
+            min_inner_step=self._min_inner_step,
             ascii_only=self._ascii,
         )
 

@@ -57,8 +57,8 @@ class BatchChange:
 class BatchPolicy:
     """Decides when to raise the batch size, for one run of the guard."""
 
-    def __init__(self, most_relaunches: int) -> None:
-        self._most = most_relaunches
+    def __init__(self, max_relaunches: int) -> None:
+        self._max_relaunches = max_relaunches
         self._done = 0
         self._too_large: int | None = None
         self._last_good: int | None = None
@@ -70,17 +70,17 @@ class BatchPolicy:
         if self._too_large is not None:
             # Once a batch did not fit, go at most half-way towards its size.
             new = min(new, (current + self._too_large) // 2)
-        if factor <= 1 or self._done >= self._most or new <= current:
+        if factor <= 1 or self._done >= self._max_relaunches or new <= current:
             return None
         self._done += 1
         self._last_good = current
-        return BatchChange(current, new, f"{why} (relaunch {self._done} of {self._most})")
+        return BatchChange(current, new, f"{why} (relaunch {self._done} of {self._max_relaunches})")
 
     def out_of_memory(self, current: int) -> BatchChange | None:
         """Record that the current batch does not fit, and never try one that large again. If this
         guard raised the batch, return to the last one that fitted."""
         self._too_large = current if self._too_large is None else min(self._too_large, current)
-        self._done = self._most
+        self._done = self._max_relaunches
         if self._last_good is None or self._last_good >= current:
             return None
         return BatchChange(

@@ -39,17 +39,17 @@ def late(traces: Mapping[int, Sequence[Mapping[str, Any]]]) -> Late | None:
             number = int(entry["collective_seq_id"])
             last.setdefault(group, {})[rank] = _Last(number, name, state)
     for ranks in last.values():
-        most = max(ranks.values(), key=lambda each: each.number)
-        behind = tuple(sorted(r for r, each in ranks.items() if each.number < most.number))
+        furthest = max(ranks.values(), key=lambda each: each.number)
+        behind = tuple(sorted(r for r, each in ranks.items() if each.number < furthest.number))
         if behind:
             late_ones = ", ".join(f"rank {r} is at number {ranks[r].number}" for r in behind)
-            return Late(behind, f"{late_ones}, {_waiting(ranks, behind, most)}")
+            return Late(behind, f"{late_ones}, {_waiting(ranks, behind, furthest)}")
     for ranks in last.values():
-        most = next(iter(ranks.values()))
+        furthest = next(iter(ranks.values()))
         behind = tuple(sorted(r for r, each in ranks.items() if each.state == "scheduled"))
         if behind and any(each.state == "started" for each in ranks.values()):
             whose = f"the GPU of {rank_list(behind)} has not started it"
-            return Late(behind, f"{_waiting(ranks, behind, most)}; {whose}")
+            return Late(behind, f"{_waiting(ranks, behind, furthest)}; {whose}")
     return None
 
 
@@ -63,7 +63,7 @@ class _Last:
     """`scheduled`, `started` or `completed`, according to the GPU's events."""
 
 
-def _waiting(ranks: Mapping[int, _Last], behind: tuple[int, ...], most: _Last) -> str:
+def _waiting(ranks: Mapping[int, _Last], behind: tuple[int, ...], furthest: _Last) -> str:
     waiting = [str(rank) for rank in sorted(ranks) if rank not in behind]
     wait = f"rank {waiting[0]} waits" if len(waiting) == 1 else f"ranks {','.join(waiting)} wait"
-    return f"{wait} in collective number {most.number} ({most.name})"
+    return f"{wait} in collective number {furthest.number} ({furthest.name})"

@@ -90,9 +90,9 @@ class TrainingFacts:
         return max(0.0, (self.inner_steps_per_outer - inner_step) * step_time_s - since_s)
 
 
-def next_multiple(least: int, of: int) -> int:
+def next_multiple(minimum: int, of: int) -> int:
     """The smallest positive multiple of `of` that is at least `least`."""
-    return max(-(-least // of), 1) * of
+    return max(-(-minimum // of), 1) * of
 
 
 def _is_count(value: Any) -> bool:

@@ -30,7 +30,7 @@ HISTORY = 256
 class Row:
     """One row of source 002's decision matrix."""
 
-    at_least: float
+    minimum: float
     below: float
     sizes: tuple[str, ...]
     factor: float
@@ -115,7 +115,7 @@ def matrix(settings: GpuSettings) -> tuple[Row, ...]:
 def decide(share_pct: float, size: str, settings: GpuSettings) -> Row:
     """The row of the matrix for a memory share and a model size."""
     share = max(share_pct, 0.0)
-    return next(r for r in matrix(settings) if r.at_least <= share < r.below and size in r.sizes)
+    return next(r for r in matrix(settings) if r.minimum <= share < r.below and size in r.sizes)
 
 
 def memory_grade(allocated_gb: float | None, settings: GpuSettings) -> str | None:
@@ -198,31 +198,31 @@ class GpuUse:
         for reading in readings:
             yield from self._dropped(reading, step)
         # Judge the least used GPU: under FSDP all GPUs should be alike.
-        least = min(readings, key=lambda r: r.share_pct)
-        row = decide(least.share_pct, size, self._settings)
-        if row.factor > 1 and self._good_amount(least):
-            row = replace(_GOOD_AMOUNT, verdict=_GOOD_AMOUNT.verdict.format(good=least.used_gb))
+        lowest = min(readings, key=lambda r: r.share_pct)
+        row = decide(lowest.share_pct, size, self._settings)
+        if row.factor > 1 and self._good_amount(lowest):
+            row = replace(_GOOD_AMOUNT, verdict=_GOOD_AMOUNT.verdict.format(good=lowest.used_gb))
         words = row.verdict.format(
             model=described(size, name), goal=f"{self._settings.optimal_pct:.0f}%+"
         )
         if row.factor > 1 and size == SMALL:
             words += ": 1.5x-2x; for a small model it may not help much"
-        trend = self.trend(least.gpu)
-        verdict = f"GPU at {least.share_pct:.0f}% {words}."
+        trend = self.trend(lowest.gpu)
+        verdict = f"GPU at {lowest.share_pct:.0f}% {words}."
         verdict += f" {trend}." if trend else ""
-        verdict += self._utilization(least.busy_pct)
+        verdict += self._utilization(lowest.busy_pct)
         # Repeating the advice every 150 s would bury other lines; every line still contains the
         # share.
         warns = row.level != "info" and self._warned.ask(seconds, row.verdict)
         yield make_finding(
             "gpu_usage",
             level=row.level if warns else None,
-            used_gb=least.used_gb,
-            total_gb=least.total_gb,
-            share_pct=least.share_pct,
+            used_gb=lowest.used_gb,
+            total_gb=lowest.total_gb,
+            share_pct=lowest.share_pct,
             verdict=verdict,
-            gpu=least.gpu,
-            source=least.source,
+            gpu=lowest.gpu,
+            source=lowest.source,
             factor=row.factor,
             model_size=size,
             step=step,

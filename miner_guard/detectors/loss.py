@@ -25,7 +25,7 @@ from miner_guard.detectors.plateau import Plateau
 from miner_guard.detectors.window import MAD_TO_SIGMA, SortedWindow
 
 _LOCAL = 8
-_LOCAL_LEAST = 8
+_MIN_LOCAL = 8
 _LOCAL_FACTOR = 8.0
 _LOCAL_EXCESS = 0.25
 """The local rule, for a loss that still falls fast, so that its spread over 64 values is mostly
@@ -160,7 +160,7 @@ class LossWatch:
 
     def _limit(self) -> float | None:
         """The highest acceptable next loss; None while there are too few values."""
-        if len(self._local) < _LOCAL_LEAST:
+        if len(self._local) < _MIN_LOCAL:
             return None
         level = self._local.median
         noise = MAD_TO_SIGMA * self._changes.mad() / math.sqrt(2)

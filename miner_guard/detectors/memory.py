@@ -29,7 +29,7 @@ class MemoryWatch:
     def __init__(self, settings: LossSettings) -> None:
         self._floor_gb = settings.leak_floor_gb
         self._minima: deque[float] = deque(maxlen=_BLOCKS)
-        self._least: float | None = None
+        self._lowest: float | None = None
         self._in_block = 0
         self._recent = SortedWindow(32)
         self._low_in_row = 0
@@ -39,12 +39,12 @@ class MemoryWatch:
         return self._drop(step, allocated_gb) or self._leak(step, allocated_gb)
 
     def _leak(self, step: int, value: float) -> Anomaly | None:
-        self._least = value if self._least is None else min(self._least, value)
+        self._lowest = value if self._lowest is None else min(self._lowest, value)
         self._in_block += 1
         if self._in_block < _BLOCK_STEPS:
             return None
-        self._minima.append(self._least)
-        self._least, self._in_block = None, 0
+        self._minima.append(self._lowest)
+        self._lowest, self._in_block = None, 0
         minima = list(self._minima)
         if len(minima) < _BLOCKS:
             return None

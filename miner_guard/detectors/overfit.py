@@ -14,10 +14,10 @@ from miner_guard.detectors.advice import Anomaly
 from miner_guard.detectors.trend import p_rising
 from miner_guard.detectors.window import MAD_TO_SIGMA
 
-LEAST = 5
+MIN_EVALUATIONS = 5
 """Evaluations before the first verdict on them."""
 
-FEW = 15
+MIN_FOR_LEVEL = 15
 """Fewer evaluations than this are judged one by one; from this many on, their moving level is
 judged."""
 
@@ -76,11 +76,11 @@ class OverfitWatch:
     _GAP_SIGMAS = 6.0
 
     def __init__(self, settings: LossSettings) -> None:
-        self._least = settings.overfit_evals
+        self._min_evals = settings.overfit_evals
         self._p = settings.divergence_p
         self._recent: deque[tuple[int, float]] = deque(maxlen=self._LEVEL)
         self._bends: deque[float] = deque(maxlen=self._KEPT)
-        self._since: deque[float] = deque(maxlen=max(self._KEPT, self._least))
+        self._since: deque[float] = deque(maxlen=max(self._KEPT, self._min_evals))
         self._best: tuple[float, int, float] | None = None
         self._all: list[tuple[int, float, float]] = []
         """The first evaluations: step, loss and training loss."""
@@ -99,7 +99,7 @@ class OverfitWatch:
                 else None
             )
         self._recent.append((step, eval_loss))
-        if len(self._all) < FEW:
+        if len(self._all) < MIN_FOR_LEVEL:
             self._all.append((step, eval_loss, train_loss))
         if len(self._recent) < self._LEVEL:
             return None
@@ -117,7 +117,7 @@ class OverfitWatch:
     def _judge_few(self, step: int) -> Anomaly | None:
         """Judge the first few evaluations one by one: they are too few for levels of three."""
         seen = self._all
-        if self._reported or len(seen) < LEAST or len(seen) >= FEW:
+        if self._reported or len(seen) < MIN_EVALUATIONS or len(seen) >= MIN_FOR_LEVEL:
             return None
         at = min(range(len(seen)), key=lambda n: seen[n][1])
         best_step, best, best_train = seen[at]
@@ -138,7 +138,7 @@ class OverfitWatch:
         gap = max(self._GAP * abs(best), self._GAP_SIGMAS * _sigma(self._bends))
         if (
             self._reported
-            or len(self._since) < self._least
+            or len(self._since) < self._min_evals
             or level - best <= gap
             or train_loss >= best_train
         ):

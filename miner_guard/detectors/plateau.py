@@ -66,8 +66,8 @@ class Plateau:
         self._sum, self._count = 0.0, 0
         self._blocks.append(level)
         self._first = level if self._first is None else self._first
-        least = max(_MIN_DELTA * abs(self._best), _GAIN_SIGMAS * self._noise())
-        if self._best == math.inf or level < self._best - least:
+        min_gain = max(_MIN_DELTA * abs(self._best), _GAIN_SIGMAS * self._noise())
+        if self._best == math.inf or level < self._best - min_gain:
             self._best, self._since_best, self._reported = level, 0, False
             return
         if self._reported or self._since_best < self._steps or len(self._blocks) < _BLOCKS:

@@ -86,8 +86,11 @@ def work_seconds(steps: Mapping[int, tuple[float, Mapping[str, float]]]) -> dict
         rank: sum(phases.get(name, 0.0) for name in _MAY_WAIT)
         for rank, (_, phases) in steps.items()
     }
-    least = min(waits.values(), default=0.0)
-    return {rank: max(0.0, seconds - (waits[rank] - least)) for rank, (seconds, _) in steps.items()}
+    shortest_wait = min(waits.values(), default=0.0)
+    return {
+        rank: max(0.0, seconds - (waits[rank] - shortest_wait))
+        for rank, (seconds, _) in steps.items()
+    }
 
 
 @dataclass

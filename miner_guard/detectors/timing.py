@@ -118,10 +118,12 @@ def red_flags(seen: FastLog | Breakdown, settings: StepSettings) -> Iterator[Red
 def _beyond(
     which: str, seconds: float, limits: tuple[float, float], meaning: str
 ) -> Iterator[RedFlag]:
-    usual, most = limits
+    usual, maximum = limits
     if seconds > usual:
-        remark = seconds <= most
-        yield RedFlag(which, f"{seconds:.3f}s", f"{usual if remark else most:g}s", meaning, remark)
+        remark = seconds <= maximum
+        yield RedFlag(
+            which, f"{seconds:.3f}s", f"{usual if remark else maximum:g}s", meaning, remark
+        )
 
 
 @dataclass(frozen=True)

@@ -205,14 +205,14 @@ def _no_step(status: StatusDocument, memory: Memory) -> str | None:
 def _overdue(status: StatusDocument, memory: Memory) -> str | None:
     """A step takes far longer than any before it, and the guard has not called it a hang yet."""
     steps, hang = status.steps, status.hang
-    age, longest = steps.last_step_age_s, steps.max_s
-    if age is None or longest is None or steps.phase not in _STEPPING:
+    age, slowest = steps.last_step_age_s, steps.max_s
+    if age is None or slowest is None or steps.phase not in _STEPPING:
         return None
-    if status.state != "running" or age < max(_QUIET_S, _QUIET_FACTOR * longest):
+    if status.state != "running" or age < max(_QUIET_S, _QUIET_FACTOR * slowest):
         return None
     limit = hang.limit_s
     until = f"; counted as a hang from {limit:.0f} s on" if limit is not None else ""
-    return f"no step for {age:.0f} s (the longest took {longest:.1f} s){until}"
+    return f"no step for {age:.0f} s (the longest took {slowest:.1f} s){until}"
 
 
 def _gpu_fault(status: StatusDocument, memory: Memory) -> str | None:

@@ -87,14 +87,14 @@ def _all_reduce(result: Mapping[str, Any] | None, s: Snapshot) -> Iterator[Check
         return
     rate = result["bus_gb_s"]
     names = {row.get("name") for row in s.gpu_rows}
-    least = (
+    minimum = (
         min((datasheet_of(n).get("bus_gb_s", 0) for n in names), default=0)
         if result["backend"] == "nccl"
         else 0
     )
-    low = rate < least
+    low = rate < minimum
     size = f"{result['bytes'] / 1024**2:.0f} MB"
     seen = f"{result['backend']}, {result['ranks']} ranks, {size}: bus bandwidth {rate:.1f} GB/s"
     advice = "check NVLink and PCIe rows, NCCL_P2P_DISABLE, and the topology (nvidia-smi topo -m)"
-    limit = f"at least {least} GB/s" if least else "it completes"
+    limit = f"at least {minimum} GB/s" if minimum else "it completes"
     yield Check("deep.all_reduce", "warn" if low else "ok", seen, limit, advice if low else None)

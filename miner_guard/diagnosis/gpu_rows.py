@@ -63,22 +63,24 @@ def _peers(rows: list[Row]) -> Iterator[Check]:
     counts = {row["index"]: row["peers"] for row in rows if row.get("peers") is not None}
     if len(counts) < 2:
         return
-    most = max(counts.values())
-    short = sorted(i for i, n in counts.items() if n < most)
+    commonest = max(counts.values())
+    short = sorted(i for i, n in counts.items() if n < commonest)
     if short:
         seen = (
             f"GPU {', '.join(map(str, short))} reach fewer peers than the others, which "
-            f"reach {most}"
+            f"reach {commonest}"
         )
         step = "check nvidia-smi topo -p2p r, the PCIe slots and the IOMMU"
         yield Check("gpu.peers", "warn", seen, "all alike", step)
     else:
         seen = (
-            f"each GPU reaches {most} of {len(counts) - 1} others directly"
-            if most
+            f"each GPU reaches {commonest} of {len(counts) - 1} others directly"
+            if commonest
             else "no peer-to-peer access"
         )
-        yield Check("gpu.peers", "ok", seen + ("" if most else ": ranks talk through host memory"))
+        yield Check(
+            "gpu.peers", "ok", seen + ("" if commonest else ": ranks talk through host memory")
+        )
 
 
 def of_row(row: Row) -> Iterator[Check]:
@@ -227,14 +229,14 @@ def _power(row: Row) -> Iterator[Check]:
 
 
 def _pcie(row: Row) -> Iterator[Check]:
-    width, most = row.get("pcie_width"), row.get("pcie_width_max")
+    width, max_width = row.get("pcie_width"), row.get("pcie_width_max")
     generation, newest = row.get("pcie_generation"), row.get("pcie_generation_max")
-    if width is None or most is None or generation is None or newest is None:
+    if width is None or max_width is None or generation is None or newest is None:
         return
-    below = width < most or generation < newest
+    below = width < max_width or generation < newest
     busy = (row.get("utilization_ratio") or 0) >= UNDER_LOAD
     seen = f"PCIe gen {generation} x{width}" + (" under load" if busy else ", idle")
-    limit = f"gen {newest} x{most}" + (" under load" if not busy and below else "")
+    limit = f"gen {newest} x{max_width}" + (" under load" if not busy and below else "")
     step = "reseat the card or riser, check the BIOS; in a VM ask the host"
     yield _judged(row, "gpu.pcie", below and busy, seen, limit=limit, step=step)
 

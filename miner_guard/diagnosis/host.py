@@ -71,11 +71,11 @@ def _shm(s: Snapshot) -> Iterator[Check]:
 
 def _limits(s: Snapshot) -> Iterator[Check]:
     assert s.host is not None
-    for name, least, unit in (("nofile", NOFILE, 1), ("memlock", MEMLOCK_BYTES, 1024)):
+    for name, minimum, unit in (("nofile", NOFILE, 1), ("memlock", MEMLOCK_BYTES, 1024)):
         value = s.host["limits"].get(name)
         if value is None:
             continue
-        low = 0 <= value < least
+        low = 0 <= value < minimum
         # A CPU run pins no memory.
         warn = low and (name != "memlock" or s.expectation.expects_gpus)
         step = (
@@ -87,14 +87,14 @@ def _limits(s: Snapshot) -> Iterator[Check]:
             f"host.{name}",
             "warn" if warn else "ok",
             f"{name} is {seen}",
-            f"at least {least // unit}",
+            f"at least {minimum // unit}",
             step if warn else None,
         )
 
 
 def _disks(s: Snapshot) -> Iterator[Check]:
     assert s.host is not None
-    least = s.config.health.disk_min_free_gb * 1024**3
+    minimum = s.config.health.disk_min_free_gb * 1024**3
     for path, free in s.host["disks"].items():
         if free is None:
             yield Check(
@@ -105,13 +105,13 @@ def _disks(s: Snapshot) -> Iterator[Check]:
                 "is its file system mounted?",
             )
             continue
-        low = free < least
+        low = free < minimum
         step = "free some space: checkpoints and logs will fail to be written" if low else None
         yield Check(
             "host.disk",
             "warn" if low else "ok",
             f"{gib(free)} free at {path}",
-            f"at least {gib(least)}",
+            f"at least {gib(minimum)}",
             step,
         )
 

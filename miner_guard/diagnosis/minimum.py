@@ -23,11 +23,11 @@ def checks(s: Snapshot) -> Iterator[Check]:
         ("min_memory_gb", "memory", gb(host.get("memory_bytes")), " GB"),
         ("min_disk_gb", "disk", gb(host.get("disk_bytes")), " GB"),
     ):
-        least = s.compute.get(key)
-        if least is None or (key == "min_gpu_memory_gb" and not s.expectation.expects_gpus):
+        minimum = s.compute.get(key)
+        if minimum is None or (key == "min_gpu_memory_gb" and not s.expectation.expects_gpus):
             continue
         name = f"minimum.{key.removeprefix('min_').removesuffix('_gb')}"
-        limit = f"{least:g}{unit}"
+        limit = f"{minimum:g}{unit}"
         if seen is None:
             yield Check(
                 name,
@@ -38,7 +38,7 @@ def checks(s: Snapshot) -> Iterator[Check]:
             )
             continue
         # Vendors count in 10^9: an "80 GB" GPU has 79.6 GiB or less.
-        short = seen < least * (0.93 if unit else 1)
+        short = seen < minimum * (0.93 if unit else 1)
         yield Check(
             name,
             "warn" if short else "ok",

@@ -134,8 +134,8 @@ class ConsoleSink:
     def __init__(self, write: Callable[[str], None], settings: LogSettings) -> None:
         self._write = write
         self._emoji = settings.emoji
-        self._least = LEVELS[settings.level]
+        self._min_level = LEVELS[settings.level]
 
     def write(self, record: Mapping[str, Any]) -> None:
-        if LEVELS.get(str(record["level"]), 0) >= self._least:
+        if LEVELS.get(str(record["level"]), 0) >= self._min_level:
             self._write(console_line(record, emoji=self._emoji) + "\n")

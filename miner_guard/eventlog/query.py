@@ -41,7 +41,7 @@ class Query:
     """A query. Empty fields do not restrict it."""
 
     events: frozenset[str] = frozenset()
-    least_level: str = "debug"
+    min_level: str = "debug"
     since: str = ""
     """ISO time in UTC; lines with an earlier `ts` do not match. Times in this format compare as
     text."""
@@ -51,9 +51,7 @@ class Query:
     @property
     def levels(self) -> frozenset[str]:
         """The levels that match."""
-        return frozenset(
-            name for name, value in LEVELS.items() if value >= LEVELS[self.least_level]
-        )
+        return frozenset(name for name, value in LEVELS.items() if value >= LEVELS[self.min_level])
 
     def needles(self) -> list[bytes]:
         """Byte strings of which a matching line contains at least one; empty if every line must be

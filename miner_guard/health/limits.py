@@ -32,26 +32,28 @@ class HostLimits:
         yield from self._oom_kills(host["oom_kills"])
 
     def _disk(self, host: Mapping[str, Any]) -> Iterator[Finding]:
-        least = self._settings.disk_min_free_gb
+        minimum = self._settings.disk_min_free_gb
         for name, free in (host["disk_free_by_folder_bytes"] or {}).items():
             seen = free / _GIB
-            if self._begins(f"disk {name}", seen < least, seen > least * _DISK_CLEAR_FACTOR):
+            if self._begins(f"disk {name}", seen < minimum, seen > minimum * _DISK_CLEAR_FACTOR):
                 yield make_finding(
                     "host_warning",
                     what=f"disk of {name}",
                     seen=f"{seen:.1f} GB free",
-                    limit=f"{least:g} GB",
+                    limit=f"{minimum:g} GB",
                     next_step="free space: checkpoints and logs stop when it is full",
                 )
 
     def _shm(self, host: Mapping[str, Any]) -> Iterator[Finding]:
-        total, least = host["shm_total_bytes"], self._settings.shm_min_gb
-        if total is not None and self._begins("shm", total < least * _GIB, total >= least * _GIB):
+        total, minimum = host["shm_total_bytes"], self._settings.shm_min_gb
+        if total is not None and self._begins(
+            "shm", total < minimum * _GIB, total >= minimum * _GIB
+        ):
             yield make_finding(
                 "host_warning",
                 what="/dev/shm",
                 seen=f"{total / 1024**2:.0f} MB",
-                limit=f"{least:g} GB",
+                limit=f"{minimum:g} GB",
                 next_step="start the container with --shm-size=16g: NCCL and dataloaders need it",
             )
 

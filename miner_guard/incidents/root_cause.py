@@ -23,7 +23,7 @@ _STILL_COPING = 30
 """After the program reports that it recovered from an error, an unknown exception within this many
 lines contradicts the report."""
 
-_FEW = 3
+_MAX_BRIEF_FAILURES = 3
 """If an optional dependency fails fewer times than this while training continues, treat the outage
 as transient."""
 
@@ -53,7 +53,11 @@ class SightingHistory:
                 sighting if s.line == sighting.line and sighting.more else s for s in self.kept
             ]
             return
-        if self.behind and self.count < _FEW and sighting.line - self.recent[-1] > _SURVIVED_AFTER:
+        if (
+            self.behind
+            and self.count < _MAX_BRIEF_FAILURES
+            and sighting.line - self.recent[-1] > _SURVIVED_AFTER
+        ):
             self.kept, self.count = [], 0
         self.count += 1
         self.recent.append(sighting.line)
@@ -179,7 +183,7 @@ class RootCauseAnalyzer:
     def _came_back(self, label: str, trail: SightingHistory) -> bool:
         return (
             trail.behind
-            and trail.count < _FEW
+            and trail.count < _MAX_BRIEF_FAILURES
             and not self._knowledge.labels[label].overcome_by_steps
         )
 

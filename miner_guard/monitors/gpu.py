@@ -157,10 +157,10 @@ class GpuMonitor(Monitor):
             (r["memory_total_bytes"] for r in self._rows() if r.get("memory_total_bytes")),
             default=None,
         )
-        least_busy = statistics.fmean(self._busy_pct) if self._busy_pct else None
+        mean_busy = statistics.fmean(self._busy_pct) if self._busy_pct else None
         hook = [
             MemoryReading(
-                f"rank {rank}", header.allocated_bytes / _GIB, total / _GIB, "hook", least_busy
+                f"rank {rank}", header.allocated_bytes / _GIB, total / _GIB, "hook", mean_busy
             )
             for rank, header in sorted(ranks.items())
             if header.allocated_bytes and (total := self._totals.get(rank, smallest))
@@ -171,14 +171,14 @@ class GpuMonitor(Monitor):
         if printed is not None and printed.used_gb is not None:
             total = printed.total_gb or (smallest / _GIB if smallest else None)
             if total:
-                return [MemoryReading("miner", printed.used_gb, total, "printed", least_busy)]
+                return [MemoryReading("miner", printed.used_gb, total, "printed", mean_busy)]
         return [
             MemoryReading(
                 f"GPU {r['index']}",
                 r["memory_used_bytes"] / _GIB,
                 r["memory_total_bytes"] / _GIB,
                 "nvml",
-                least_busy,
+                mean_busy,
             )
             for r in self._rows()
             if r.get("memory_total_bytes") and (r.get("memory_used_bytes") or 0) >= _IDLE_BYTES

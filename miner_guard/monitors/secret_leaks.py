@@ -39,7 +39,7 @@ class SecretLeaksMonitor(Monitor):
             for name, value in beside(os.environ, context.config.repo).items()
             if SECRET_NAME.search(name) and len(value) >= _MIN_LENGTH and not value.startswith("/")
         }
-        self._longest = max([len(_COMMITMENT), *map(len, self._values.values())])
+        self._max_length = max([len(_COMMITMENT), *map(len, self._values.values())])
         words = frozenset(map(template, [_COMMITMENT, *self._values.values()]))
         # A value that is almost all digits has no usable template; a multi-line value never occurs
         # within one line.
@@ -56,7 +56,7 @@ class SecretLeaksMonitor(Monitor):
     def on_output(self, chunk: bytes) -> Iterable[Finding]:
         # Also find values that span two chunks.
         text = self._tail + chunk
-        self._tail = text[-(self._longest - 1) :]
+        self._tail = text[-(self._max_length - 1) :]
         shown = [f"the value of {name}" for name, value in self._values.items() if value in text]
         if _COMMITMENT in text:
             shown.append("a commitment, with read credentials in it")

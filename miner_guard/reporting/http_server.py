@@ -314,9 +314,9 @@ def main() -> None:
     """Entry point of the child."""
     inherited.continue_when_the_parent_dies()
     order = ServerSettings(**json.loads(sys.stdin.readline()))
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = _MAX_CONNECTIONS if most == resource.RLIM_INFINITY else min(_MAX_CONNECTIONS, most)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = _MAX_CONNECTIONS if hard == resource.RLIM_INFINITY else min(_MAX_CONNECTIONS, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     threading.Thread(target=_end_with_stdin, daemon=True).start()
     # A flood of requests may slow only this process: the miner has priority on the CPU.
     os.nice(10)

@@ -163,7 +163,7 @@ class EventExporter:
             session=self._answer.session,
         )
         self.channel = Channel(LOGS, report)
-        query = Query(least_level=order.min_level)
+        query = Query(min_level=order.min_level)
         self._follower = Follower(self._state.log, query, self._start())
         self._waiting: list[Hit] = []
         self._stored = self._accepted = self._follower.position

@@ -9,7 +9,7 @@ from miner_guard.reporting.report_data import Data
 from miner_guard.reporting.report_svg import Bands, Dots, EventLines, Line, Plot, draw
 from miner_guard.reporting.time_series import TimeSeries
 
-_MOST_RANKS = 16
+_MAX_RANKS = 16
 
 
 def curves(data: Data, gate: GateSettings) -> str:
@@ -52,7 +52,7 @@ def _training(data: Data) -> list[Plot]:
         breaks=ends,
         off_axis=_first_steps(data),
     )
-    ranks = sorted(data.rank_work, key=int)[:_MOST_RANKS]
+    ranks = sorted(data.rank_work, key=int)[:_MAX_RANKS]
     by_rank = [
         Line(f"rank {rank}", data.rank_work[rank], f"hue{place}")
         for place, rank in enumerate(ranks)

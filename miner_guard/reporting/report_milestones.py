@@ -67,14 +67,14 @@ def _diagnosis(data: Data) -> list[Milestone]:
 
 def _first_upload(data: Data, gate: GateSettings) -> list[Milestone]:
     stage = "Hour 1-2: first valid upload"
-    least = gate.min_inner_step
+    required = gate.min_inner_step
     done, allowed = data.of("upload_succeeded"), data.of("upload_allowed")
     fresh = data.repo_age.first_time(lambda v: v < gate.repo_age_limit_s)
     return [
         _at(
             stage,
-            f"Inner step reaches {least}+",
-            data.inner_step.first_time(lambda v: v >= least),
+            f"Inner step reaches {required}+",
+            data.inner_step.first_time(lambda v: v >= required),
             "not yet",
         ),
         _at(stage, "Upload validation passes", _time(allowed or done), "no upload allowed yet"),

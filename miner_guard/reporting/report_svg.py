@@ -23,7 +23,7 @@ _TICK = 16
 _COLUMNS = 500
 """Columns of a drawing with one line; each column shows at most its minimum and maximum."""
 
-_FEWEST_COLUMNS = 60
+_MIN_COLUMNS = 60
 _GAP_FACTOR = 20
 """A gap this many times the usual interval between points breaks the line: nothing was measured."""
 
@@ -98,7 +98,7 @@ class Plot:
 def draw(plot: Plot, first: float, last: float) -> str:
     """The plot as a `<figure>` from `first` to `last`, in seconds since 1970; shows a note if it
     has no values."""
-    columns = max(_FEWEST_COLUMNS, _COLUMNS // max(len(plot.lines), 1))
+    columns = max(_MIN_COLUMNS, _COLUMNS // max(len(plot.lines), 1))
     drawn = [
         (line, thinned(line.series.window(first, last), (first, last), plot.breaks, columns))
         for line in plot.lines

@@ -87,16 +87,16 @@ class TimeSeries:
         return self.times[place] if place < len(self.times) else None
 
     def window(
-        self, start: float, end: float, most: int = _DRAWN_POINTS
+        self, start: float, end: float, max_points: int = _DRAWN_POINTS
     ) -> list[tuple[float, float]]:
         """The points from `start` to `end`, in order: all of them or, if they are more than about
         `most`, only the extremes of small groups."""
         first, last = bisect.bisect_left(self.times, start), bisect.bisect_right(self.times, end)
         coarser = self._coarser
         dropped = first == 0 and self._first is not None and self._first[0] < self.times[0]
-        if coarser is None or (last - first <= most and not dropped):
+        if coarser is None or (last - first <= max_points and not dropped):
             return list(zip(self.times[first:last], self.values[first:last], strict=True))
-        older = coarser.window(start, end, most)
+        older = coarser.window(start, end, max_points)
         return older + [point for point in self._open_group() if start <= point[0] <= end]
 
     def first_time(self, true: Callable[[float], bool]) -> float | None:

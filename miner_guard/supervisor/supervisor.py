@@ -376,13 +376,13 @@ class Supervisor:
         self._enter(RunEvent.RETRY_PLANNED)
         self._retry_at = self.clock.monotonic() + again.wait_s
         self._step_again_in(again.wait_s)
-        most = self.spec.config.restart.max_restarts
+        limit = self.spec.config.restart.max_restarts
         self.runner.finding(
             make_finding(
                 "miner_restarting",
                 wait_s=again.wait_s,
                 attempt=again.attempt,
-                max_restarts=most,
+                max_restarts=limit,
                 cause=cause,
             )
         )

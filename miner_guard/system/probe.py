@@ -33,7 +33,7 @@ _LOOK_S = 2.0
 """How long the guard waits for a late child before it checks again whether the child makes
 progress."""
 
-_LEAST_PROGRESS = 0.1
+_MIN_PROGRESS = 0.1
 """CPU seconds plus megabytes per interval that count as progress. An interpreter that only waits
 stays below this."""
 
@@ -135,7 +135,7 @@ class _Deadline:
         now = time.monotonic()
         if self._until <= now < self._last:
             made = self._made()
-            if self._progress is None or made - self._progress >= _LEAST_PROGRESS:
+            if self._progress is None or made - self._progress >= _MIN_PROGRESS:
                 self._progress, self._until = made, min(now + _LOOK_S, self._last)
         return self._until - now
 

@@ -59,7 +59,7 @@ def guard(folder: Path, endpoint: str, *command: str, **env: str) -> subprocess.
 
 def logged(state: Path) -> list[str]:
     """The events of at least level info, which is what the sender exports."""
-    return [hit.event for hit in search(state / "guard.jsonl", Query(least_level="info"))]
+    return [hit.event for hit in search(state / "guard.jsonl", Query(min_level="info"))]
 
 
 @pytest.mark.slow

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import ast
+import functools
+import graphlib
+import re
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 from tests.support.requires import REPO
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 _PACKAGES = ("miner_guard", "uploads", "validators")
 _HOOK = REPO / "miner_guard" / "rank" / "guard.py"
@@ -17,10 +27,10 @@ _OVERRIDES = ("http_error_302", "redirect_request")
 """urllib calls these methods with five values and more by position."""
 
 
-def _sources() -> Iterator[tuple[Path, ast.Module]]:
-    for package in _PACKAGES:
-        for path in sorted((REPO / package).rglob("*.py")):
-            yield path, ast.parse(path.read_text(encoding="utf-8"))
+@functools.cache
+def _sources() -> list[tuple[Path, ast.Module]]:
+    paths = [path for package in _PACKAGES for path in sorted((REPO / package).rglob("*.py"))]
+    return [(path, ast.parse(path.read_text(encoding="utf-8"))) for path in paths]
 
 
 def test_no_class_name_is_defined_twice() -> None:
@@ -40,14 +50,18 @@ def _functions() -> Iterator[tuple[str, Path, ast.FunctionDef | ast.AsyncFunctio
                 yield f"{path.relative_to(REPO)}:{node.lineno} {node.name}", path, node
 
 
+def _is_command(path: Path, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return path.parent.name == "cli" and node.name == "command"
+
+
 def test_no_function_takes_more_than_seven_parameters() -> None:
-    """Guards against calls whose values a reader has to count. typer makes options of a command's
-    parameters."""
+    """Guards against calls whose values a reader has to count. typer turns the parameters of a
+    command into its options."""
     long = []
     for place, path, node in _functions():
         given = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
         names = {a.arg for a in given} - {"self", "cls"}
-        if path != _HOOK and "cli" not in path.parts and len(names) > 7:
+        if path != _HOOK and not _is_command(path, node) and len(names) > 7:
             long.append(place)
     assert long == []
 
@@ -57,19 +71,76 @@ def test_no_function_takes_more_than_four_values_by_position() -> None:
     long = []
     for place, path, node in _functions():
         names = [a.arg for a in (*node.args.posonlyargs, *node.args.args)]
-        is_command = path.parent.name == "cli" and node.name == "command"
         overrides = node.name in _OVERRIDES and path.name == "hub.py"
-        if len({*names} - {"self", "cls"}) > 4 and not is_command and not overrides:
+        if len({*names} - {"self", "cls"}) > 4 and not _is_command(path, node) and not overrides:
             long.append(place)
     assert long == []
 
 
-def test_the_packages_hold_no_layout_by_hand() -> None:
-    """`# fmt: skip` only where a table at the level of a module is a table."""
-    by_hand = [
-        f"{path.relative_to(REPO)}:{number}"
-        for path, _ in _sources()
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if line.rstrip().endswith("# fmt: skip") and line.startswith((" ", "def ", "class "))
-    ]
+def _tracked() -> list[Path]:
+    names = subprocess.run(
+        ["git", "ls-files", "*.py"], cwd=REPO, capture_output=True, text=True, check=True
+    ).stdout
+    return [REPO / name for name in names.splitlines()]
+
+
+def test_no_file_is_laid_out_by_hand() -> None:
+    skip = "# fmt:" + " skip"
+    by_hand = [str(path) for path in _tracked() if skip in path.read_text(encoding="utf-8")]
     assert by_hand == []
+
+
+def test_limits_are_named_max_and_min() -> None:
+    """One pair of words for limits: not MOST, LEAST, LONGEST, FEWEST."""
+    other = re.compile(r"(^|_)(MOST|LEAST|LONGEST|SHORTEST|FEWEST|LARGEST|SMALLEST)(_|$)")
+    named = [
+        f"{path.relative_to(REPO)}:{node.lineno} {node.id}"
+        for path, tree in _sources()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and other.search(node.id)
+    ]
+    assert named == []
+
+
+def _imports() -> dict[str, set[str]]:
+    """Every import of one of our modules by another: at the top, in a function, for type checks."""
+    modules = {
+        ".".join(path.relative_to(REPO).with_suffix("").parts).removesuffix(".__init__"): tree
+        for path, tree in _sources()
+    }
+    graph: dict[str, set[str]] = {name: set() for name in modules}
+    for name, tree in modules.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                graph[name] |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{name} imports relatively"
+                given = {f"{node.module}.{alias.name}" for alias in node.names}
+                graph[name] |= {one if one in modules else str(node.module) for one in given}
+        graph[name] = (graph[name] & modules.keys()) - {name}
+    return graph
+
+
+def _room(module: str) -> str:
+    """`miner_guard.cli`, `miner_guard.exits`, `uploads`."""
+    return ".".join(module.split(".")[: 2 if module.startswith("miner_guard") else 1])
+
+
+def test_modules_and_rooms_import_in_no_circle() -> None:
+    """Guards against circles that the import contracts do not see: inside a room, in a function, or
+    for type checks only."""
+    modules, rooms = _imports(), defaultdict(set)
+    for name, imported in modules.items():
+        rooms[_room(name)] |= {_room(other) for other in imported} - {_room(name)}
+    assert len(rooms) <= 24
+    for graph in (modules, rooms):
+        # Raises CycleError, which names the circle.
+        graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_every_room_has_a_layer() -> None:
+    contracts = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = {room for layer in contracts["contracts"][0]["layers"] for room in layer.split(" | ")}
+    entries = {"miner_guard", "miner_guard.__main__"}
+    public = {"miner_guard.checkpoints", "miner_guard.checkpoint_memory"}
+    assert {_room(name) for name in _imports()} == layers | entries | public

@@ -70,9 +70,9 @@ def test_words_inside_a_message_are_not_an_event(log: Path) -> None:
 
 
 def test_level_rank_and_since_are_each_applied(log: Path) -> None:
-    assert len(list(logquery.search(log, Query(least_level="warning")))) == 40
+    assert len(list(logquery.search(log, Query(min_level="warning")))) == 40
     assert len(list(logquery.search(log, Query(ranks=frozenset({0}))))) == 40
-    assert len(list(logquery.search(log, Query(ranks=frozenset({1}), least_level="warning")))) == 40
+    assert len(list(logquery.search(log, Query(ranks=frozenset({1}), min_level="warning")))) == 40
     assert len(list(logquery.search(log, Query()))) == 120
     now = FakeClock().wall() + 40 * 60
     late = list(

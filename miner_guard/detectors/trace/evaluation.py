@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-from miner_guard.detectors.overfit import FEW, LEAST, TRAIN_FALL, kendall, rises
+from miner_guard.detectors.overfit import MIN_EVALUATIONS, MIN_FOR_LEVEL, TRAIN_FALL, kendall, rises
 from miner_guard.detectors.trace.series import Series, centred
 
 
@@ -30,9 +30,9 @@ def overfit(evaluation: Series, training: Series) -> Overfit | None:
     it rises nearly all the time; at least four evaluations follow the minimum, or three that each
     exceed the one before; and the training loss fell in the meantime.
     """
-    if len(evaluation) < LEAST or len(training) < LEAST:
+    if len(evaluation) < MIN_EVALUATIONS or len(training) < MIN_EVALUATIONS:
         return None
-    width = max(3, len(evaluation) // 10) if len(evaluation) >= FEW else 1
+    width = max(3, len(evaluation) // 10) if len(evaluation) >= MIN_FOR_LEVEL else 1
     smooth = centred(evaluation.values, width)
     # Whole windows only: a partial one at the start carries the noise of few values.
     at = min(range((width - 1) // 2, len(smooth) - width // 2), key=lambda n: smooth[n])

@@ -152,12 +152,12 @@ def spikes(
     """The outliers of the loss that are spikes: one per group, excluding restarts and the jitter of
     tiny losses."""
     again = restarts(loss.values)
-    least = _MIN_SHARE * levels.fall(loss.values)
+    min_jump = _MIN_SHARE * levels.fall(loss.values)
     deepest = deepest_dip(tuple(loss.values)) if found else 0.0
     for group in runs(found, _SAME_SPIKE):
         top = max(group, key=lambda o: o.value)
         restarted = any(-1 <= top.index - place <= _NEAR_RESTART for place in again)
-        if restarted or top.value - top.level < least:
+        if restarted or top.value - top.level < min_jump:
             continue
         step = loss.steps[top.index]
         cause, fixes = advice.for_spike(facts or TrainingFacts(), step, trace.nearest("lr", step))

@@ -153,7 +153,7 @@ class Flat:
     band: float
 
 
-_FLAT_LEAST = 9
+_MIN_FLAT = 9
 _FLAT_FALL = 0.03
 _FLAT_FIRST = 0.045
 _FLAT_ERROR = 0.02
@@ -174,7 +174,7 @@ def flat(values: Sequence[float]) -> Flat | None:
     is stuck near chance.
     """
     count = len(values)
-    if count < _FLAT_LEAST:
+    if count < _MIN_FLAT:
         return None
     part = max(3, count // 10)
     first, last = median(values[:part]), median(values[-part:])
@@ -188,7 +188,7 @@ def flat(values: Sequence[float]) -> Flat | None:
     error = noise / math.sqrt(part) / scale
     if _stuck_near_chance(values, first, blocks, error):
         return Flat(
-            min(count - 1, max(_FLAT_LEAST - 1, count // 2)),
+            min(count - 1, max(_MIN_FLAT - 1, count // 2)),
             first,
             last,
             (max(blocks) - min(blocks)) / scale,
@@ -208,7 +208,7 @@ def flat(values: Sequence[float]) -> Flat | None:
     ):
         return None
     return Flat(
-        min(count - 1, max(_FLAT_LEAST - 1, count // 2)),
+        min(count - 1, max(_MIN_FLAT - 1, count // 2)),
         first,
         last,
         (max(blocks) - min(blocks)) / scale,
@@ -241,13 +241,13 @@ def slow_fall(values: Sequence[float]) -> SlowFall | None:
     """Find a loss that falls by no more than 15 % from first to last, but by more than its noise
     (source 003: underfitting is a loss that "stays flat or decreases very slowly")."""
     count = len(values)
-    if not _FLAT_LEAST <= count <= _MAX_SLOW:
+    if not _MIN_FLAT <= count <= _MAX_SLOW:
         return None
     part = max(1, count // 10)
     first, last = median(values[:part]), median(values[-part:])
-    least, most = _SLOW_FALL
+    min_fall, max_fall = _SLOW_FALL
     fallen = first - last
-    if first <= 0 or not least * first < fallen <= most * first:
+    if first <= 0 or not min_fall * first < fallen <= max_fall * first:
         return None
     if fallen < _STEADY_SIGMAS * step_noise(values):
         return None

@@ -24,22 +24,22 @@ class OutlierRule:
     """The criteria for an outlier."""
 
     window: int
-    least_before: int
+    min_before: int
     """Values that must come before; with 0, the first step is judged by the values after it."""
 
     levels: tuple[tuple[float, float], ...]
     """(ratio to the level, sigmas of the noise), smaller ratios last: a smaller ratio needs more
     sigmas."""
 
-    longest: int
+    max_length: int
     """A longer streak is a level change, not outliers."""
 
 
 SPIKE = OutlierRule(
-    window=32, least_before=5, levels=((1.9, 5.0), (1.3, 6.0), (1.03, 25.0)), longest=8
+    window=32, min_before=5, levels=((1.9, 5.0), (1.3, 6.0), (1.03, 25.0)), max_length=8
 )
 SLOW = OutlierRule(
-    window=25, least_before=0, levels=((1.5, 4.0), (1.3, 5.0), (1.15, 7.5)), longest=8
+    window=25, min_before=0, levels=((1.5, 4.0), (1.3, 5.0), (1.15, 7.5)), max_length=8
 )
 
 
@@ -76,7 +76,7 @@ def deepest_dip(values: tuple[float, ...]) -> float:
 def select(every: Iterable[Outlier], rule: OutlierRule) -> list[Outlier]:
     """The `candidates` that the rule accepts as outliers."""
     found = [o for o in every if o.sigmas >= _needed(o.ratio, rule)]
-    return [o for run in runs(found, 1) if len(run) <= rule.longest for o in run]
+    return [o for run in runs(found, 1) if len(run) <= rule.max_length for o in run]
 
 
 def runs(found: Sequence[Outlier], gap: int) -> Iterator[list[Outlier]]:
@@ -92,7 +92,7 @@ def runs(found: Sequence[Outlier], gap: int) -> Iterator[list[Outlier]]:
 
 
 def _needed(ratio: float, rule: OutlierRule) -> float:
-    return next((sigmas for least, sigmas in rule.levels if ratio >= least), math.inf)
+    return next((sigmas for minimum, sigmas in rule.levels if ratio >= minimum), math.inf)
 
 
 def candidates(values: Sequence[float], rule: OutlierRule) -> Iterator[Outlier]:
@@ -102,14 +102,12 @@ def candidates(values: Sequence[float], rule: OutlierRule) -> Iterator[Outlier]:
     before, after = SortedWindow(size), SortedWindow(size)
     for value in values[1 : size + 1]:
         after.add(value)
-    least = rule.levels[-1][0]
+    minimum = rule.levels[-1][0]
     for place, value in enumerate(values):
-        enough = (
-            len(before) + min(size, count - 1 - place) >= 8 and len(before) >= rule.least_before
-        )
+        enough = len(before) + min(size, count - 1 - place) >= 8 and len(before) >= rule.min_before
         if enough:
             level = _level(before, after, count - 1 - place)
-            if level is not None and (value > least * level if level > 0 else value > level):
+            if level is not None and (value > minimum * level if level > 0 else value > level):
                 sigmas = _sigmas(values, place, size, level)
                 yield Outlier(place, value, level, sigmas)
         before.add(value)
