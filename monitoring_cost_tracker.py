@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
-from miner_guard.costs.tracker import MonitoringCostTracker, get_global_tracker
+from miner_guard.costs.global_tracker import get_global_tracker
+from miner_guard.costs.tracker import MonitoringCostTracker
 
 __all__ = ["MonitoringCostTracker", "get_global_tracker"]

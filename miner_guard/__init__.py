@@ -13,7 +13,7 @@ _HOMES = {
     "GateDecision": "uploads.decision",
     "Guard": "miner_guard.rank.guard",
     "MonitoringCostTracker": "miner_guard.costs.tracker",
-    "get_global_tracker": "miner_guard.costs.tracker",
+    "get_global_tracker": "miner_guard.costs.global_tracker",
     "init": "miner_guard.rank.guard",
 }
 
@@ -27,7 +27,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from miner_guard.costs.tracker import MonitoringCostTracker, get_global_tracker
+    from miner_guard.costs.global_tracker import get_global_tracker
+    from miner_guard.costs.tracker import MonitoringCostTracker
     from miner_guard.rank.guard import Guard, init
     from uploads.decision import GateDecision
 

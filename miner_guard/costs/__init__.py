@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from miner_guard.costs.estimate import estimate
+from miner_guard.costs.global_tracker import get_global_tracker, set_global_tracker
 from miner_guard.costs.presets import PRESETS, Budget
-from miner_guard.costs.tracker import MonitoringCostTracker, get_global_tracker, set_global_tracker
+from miner_guard.costs.tracker import MonitoringCostTracker
 
 __all__ = [
     "PRESETS",

@@ -10,31 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from miner_guard.eventlog.run_status import RunStatus
 from miner_guard.eventlog.section import Section
 from miner_guard.state_dir import StateDir, read_json
-
-
-@dataclass(frozen=True)
-class LastExit(Section):
-    """The end of the previous launch."""
-
-    code: int | None = None
-    """The exit code as a shell reports it: 128 + n if signal n ended the launcher."""
-
-    signal: int | None = None
-    asked: bool | None = None
-    """Whether the guard requested the exit."""
-
-    finished: bool | None = None
-    runtime_s: float | None = None
-
-
-@dataclass(frozen=True)
-class RankProcess(Section):
-    """The process of one rank."""
-
-    pid: int | None = None
-    local_rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -282,7 +260,7 @@ class HangStatus(Section):
 
 @dataclass(frozen=True)
 class ChainStatus(Section):
-    """The chain at the last poll. The file also has the rest of `health.chain.ChainLook`."""
+    """The chain at the last poll. The file also has the rest of `health.chain.ChainReading`."""
 
     block: int | None = None
     reason: str | None = None
@@ -349,34 +327,6 @@ class MetricsStatus(Section):
 
     url: str | None = None
     reason: str | None = None
-
-
-@dataclass(frozen=True)
-class RunStatus(Section):
-    """The supervisor's fields, which are at the top level of the document."""
-
-    state: str | None = None
-    """A value of `supervisor.states.State`."""
-
-    paused: bool | None = None
-    run_id: str | None = None
-    pid: int | None = None
-    """The guard's pid; `miner_pid` is the launcher's."""
-
-    miner_pid: int | None = None
-    command: Sequence[str] = ()
-    attempt: int | None = None
-    """Number of launches in this run after the first."""
-
-    restarts: int | None = None
-    """Number of failures since the miner was last healthy."""
-
-    started: str | None = None
-    """When the launch began, UTC in ISO 8601; None if no launch is running."""
-
-    last_exit: LastExit | None = None
-    rank_processes: Mapping[str, RankProcess] = field(default_factory=dict)
-    output_dropped_bytes: int | None = None
 
 
 @dataclass(frozen=True)

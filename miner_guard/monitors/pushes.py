@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.flight_recorder.journal import UploadEntry
 from validators.facts import Published
 
@@ -55,3 +56,9 @@ def tag_of(entry: UploadEntry) -> str | None:
     if entry.outer_step is None or entry.inner_step is None:
         return None
     return f"{entry.outer_step}.{entry.inner_step}"
+
+
+def not_verified(entry: UploadEntry, tag: str | None, why: str) -> Finding:
+    """The finding for a push that the guard reports as the miner does."""
+    detail = f"{took(entry)}; not verified: {why}"
+    return make_finding("upload_reported", tag=tag, detail=detail, source="guard")

@@ -26,7 +26,15 @@ from miner_guard.flight_recorder.journal import DecisionEntry, JournalEntry, Upl
 from miner_guard.flight_recorder.layout import FLAG_FIRST
 from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Context, Exit, Monitor
-from miner_guard.monitors.pushes import VERIFY_AFTER_S, Begun, Push, steps_of, tag_of, took
+from miner_guard.monitors.pushes import (
+    VERIFY_AFTER_S,
+    Begun,
+    Push,
+    not_verified,
+    steps_of,
+    tag_of,
+    took,
+)
 from uploads import inputs as gate_inputs
 from uploads import remembered_settings
 from uploads.commitments import commitment_of, configured
@@ -52,6 +60,9 @@ _SHOWN: Mapping[str, tuple[str, type[Section]]] = {
     "restart": ("restarts", LastRestart),
 }
 """Latest items shown in the status, and their tables in the ledger."""
+
+_ROW = ("decision_id", "outer_step", "inner_step", "bytes", "seconds", "attempts", "checksum")
+"""Fields of an entry that its row in the ledger takes over."""
 
 
 def _ledger(context: Context) -> Ledger:
@@ -232,8 +243,7 @@ class UploadsMonitor(Monitor):
                 else "repo.verify_uploads is off"
             )
             self._store(entry, "reported", error=f"not verified: {why}")
-            detail = f"{took(entry)}; not verified: {why}"
-            yield make_finding("upload_reported", tag=tag_of(entry), detail=detail, source="guard")
+            yield not_verified(entry, tag_of(entry), why)
             return
         push = Push(entry, began, before, self.context.clock.monotonic())
         self._unsettled.append(entry)
@@ -334,10 +344,7 @@ class UploadsMonitor(Monitor):
             self.context.emit(make_finding("upload_succeeded", tag=tag, detail=detail))
         elif seen.superseded:
             self._store(entry, "superseded", error=seen.detail)
-            detail = f"{took(entry)}; not verified: {seen.detail}"
-            self.context.emit(
-                make_finding("upload_reported", tag=tag, detail=detail, source="guard")
-            )
+            self.context.emit(not_verified(entry, tag, seen.detail))
         elif seen.verified is None:
             self._store(entry, "reported", error=seen.detail)
             self.context.emit(
@@ -351,17 +358,8 @@ class UploadsMonitor(Monitor):
             self.context.emit(make_finding("upload_failed", reason=reason))
 
     def _store(self, entry: UploadEntry, outcome: str, **more: Any) -> None:
-        names = (
-            "decision_id",
-            "outer_step",
-            "inner_step",
-            "bytes",
-            "seconds",
-            "attempts",
-            "checksum",
-        )
         row = (
-            {name: getattr(entry, name) for name in names}
+            {name: getattr(entry, name) for name in _ROW}
             | {"tag": tag_of(entry), "kind": entry.kind}
             | more
         )

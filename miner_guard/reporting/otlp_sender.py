@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import requests
 from opentelemetry._logs import LogRecord, SeverityNumber
 from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
@@ -43,8 +42,8 @@ from miner_guard.eventlog.follow import Follower, Position
 from miner_guard.eventlog.query import Hit, Query
 from miner_guard.eventlog.status_document import StatusDocument, read_status
 from miner_guard.reporting import otlp_names
+from miner_guard.reporting.otlp_answers import WRONG_REQUEST, Channel, LastWords, LatestAnswer
 from miner_guard.reporting.otlp_names import MetricPoint
-from miner_guard.system.backoff import Backoff
 from miner_guard.system.clock import parse_iso_utc
 from miner_guard.system.readiness import ready
 
@@ -65,10 +64,6 @@ _STORE_EVERY_S = 5.0
 _LAST_WORDS_S = 5.0
 """Time to export the last lines and metrics after the guard's process has exited."""
 
-_WRONG_REQUEST = frozenset(range(400, 500)) - {401, 403, 404, 408, 429}
-"""Status codes that mean the receiver would refuse the same request again. The excluded 4xx codes
-are retried: an operator can correct the setting, or the receiver asks the sender to wait."""
-
 
 @dataclass(frozen=True)
 class SenderSettings:
@@ -80,70 +75,6 @@ class SenderSettings:
     min_level: str
     metrics_every_s: float
     guard_pid: int
-
-
-class LatestAnswer:
-    """Remembers the status of the latest answer, which the SDK's exporters do not return."""
-
-    def __init__(self) -> None:
-        self.status: int | None = None
-        """None if the receiver did not answer."""
-
-        self.session = requests.Session()
-        self.session.hooks["response"].append(self._remember)
-
-    def forget(self) -> None:
-        """Call this before a request, which may get no answer."""
-        self.status = None
-
-    def _remember(self, answer: requests.Response, **_options: Any) -> None:
-        self.status = answer.status_code
-
-
-class _LastWords(logging.Handler):
-    """Keeps the SDK's latest log message, which gives the reason for a failure."""
-
-    text = ""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.text = record.getMessage()
-
-    def of_failure(self, export: Callable[[], object]) -> object:
-        """Run an export and return its result; None if it raises, as older versions of the SDK do
-        when nothing listens at the endpoint."""
-        try:
-            return export()
-        except requests.RequestException as error:
-            self.text = str(error)
-            return None
-
-
-class Channel:
-    """Tracks how the receiver responds to one signal: when to retry, and what to report."""
-
-    def __init__(self, signal: str, report: Callable[[Mapping[str, Any]], None]) -> None:
-        self._signal, self._report = signal, report
-        self._backoff = Backoff()
-        self._failing_since: float | None = None
-        self._again_at = 0.0
-
-    def ready(self, now: float) -> bool:
-        """Whether the pause after the latest failure is over."""
-        return now >= self._again_at
-
-    def succeeded(self, now: float) -> None:
-        """The receiver accepted a request."""
-        if self._failing_since is not None:
-            seconds = round(now - self._failing_since, 1)
-            self._report({"recovered": self._signal, "seconds": seconds})
-            self._failing_since, self._backoff, self._again_at = None, Backoff(), 0.0
-
-    def failed(self, now: float, reason: str) -> None:
-        """The receiver did not accept a request; only the first failure in a row is reported."""
-        self._again_at = now + self._backoff.ended(0.0)
-        if self._failing_since is None:
-            self._failing_since = now
-            self._report({"failing": self._signal, "reason": reason})
 
 
 class EventExporter:
@@ -179,7 +110,7 @@ class EventExporter:
         except (TypeError, KeyError, ValueError):
             return _first_line_of(self._state.log, self._order.run_id)
 
-    def pump(self, words: _LastWords, now: float) -> bool:
+    def pump(self, words: LastWords, now: float) -> bool:
         """Export up to one batch; True if there may be more."""
         if not self.channel.ready(now):
             return False
@@ -194,7 +125,7 @@ class EventExporter:
         if words.of_failure(lambda: self._exporter.export(records)) is _LOGS_OK:
             self.channel.succeeded(time.monotonic())
             self.sent += count
-        elif self._answer.status in _WRONG_REQUEST:
+        elif self._answer.status in WRONG_REQUEST:
             self._report({"refused": count, "reason": words.text})
         else:
             self.channel.failed(time.monotonic(), words.text)
@@ -264,7 +195,7 @@ class MetricExporter:
         self.channel = Channel(METRICS, report)
         self.sent = 0
 
-    def pump(self, words: _LastWords, now: float, *, last: bool = False) -> None:
+    def pump(self, words: LastWords, now: float, *, last: bool = False) -> None:
         """Export the metrics if they are due; with `last`, in any case."""
         if not (last or (now >= self._due and self.channel.ready(now))):
             return
@@ -349,7 +280,7 @@ class Sender:
 
     def __init__(self, order: SenderSettings, report: Callable[[Mapping[str, Any]], None]) -> None:
         self._order, self._report = order, report
-        self._words = _LastWords()
+        self._words = LastWords()
         logger = logging.getLogger("opentelemetry")
         logger.addHandler(self._words)
         logger.propagate = False

@@ -261,9 +261,7 @@ class GuardApp:
         self.loop.every(1.0, self._pulse)
 
     def _watch_gpu_memory(self) -> None:
-        health = next(
-            (part for part in self.runner.monitors if isinstance(part, HealthMonitor)), None
-        )
+        health = next((m for m in self.runner.monitors if isinstance(m, HealthMonitor)), None)
         if health is None:
             return
         settle = self.request.config.gpu.memory_settle_s
@@ -325,18 +323,11 @@ class GuardApp:
         self.deathwatch.tick()
 
     def _open_notify_socket(self) -> Callable[[], None]:
-        notify_socket = NotifySocket(
-            self.request.state,
-            lambda rank: self.flights.look_at(rank, self.runner),
-            self.runner.finding,
-        )
-        self.loop.watch(notify_socket.fileno(), notify_socket.receive)
+        def read_record(rank: int) -> None:
+            self.flights.look_at(rank, self.runner)
 
-        def close() -> None:
-            self.loop.unwatch(notify_socket.fileno())
-            notify_socket.close()
-
-        return close
+        state = self.request.state
+        return NotifySocket(state, self.loop, read_record, self.runner.finding).close
 
     def _open_control(self) -> Callable[[], None]:
         return ControlSocket(self.request.state, self.loop, self.command_handler.answer).close

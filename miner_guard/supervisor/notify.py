@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.state_dir import StateDir
+from miner_guard.supervisor.loop import Loop
 from miner_guard.system.sockets import address
 
 _MAX_SIZE = 65536
@@ -16,13 +17,19 @@ _MAX_AT_ONCE = 256
 
 
 class NotifySocket:
-    """The receiving end. The constructor raises OSError if it can't create the socket."""
+    """The receiving end, read in the loop. The constructor raises OSError if it can't create the
+    socket."""
 
     def __init__(
-        self, state: StateDir, on_ring: Callable[[int], None], on_finding: Callable[[Finding], None]
+        self,
+        state: StateDir,
+        loop: Loop,
+        on_notified: Callable[[int], None],
+        on_finding: Callable[[Finding], None],
     ) -> None:
         self._path = state.socket
-        self._on_ring = on_ring
+        self._loop = loop
+        self._on_notified = on_notified
         self._on_finding = on_finding
         self._socket = socket.socket(
             socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
@@ -32,11 +39,9 @@ class NotifySocket:
         with address(self._path) as name:
             self._socket.bind(name)
         os.chmod(self._path, 0o600)
+        loop.watch(self._socket.fileno(), self._receive)
 
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def receive(self) -> None:
+    def _receive(self) -> None:
         """Handle the pending datagrams."""
         notified: set[int] = set()
         for _ in range(_MAX_AT_ONCE):
@@ -46,7 +51,7 @@ class NotifySocket:
                 break
             self._understand(data, notified)
         for rank in sorted(notified):
-            self._on_ring(rank)
+            self._on_notified(rank)
 
     def _understand(self, data: bytes, notified: set[int]) -> None:
         try:
@@ -61,4 +66,5 @@ class NotifySocket:
             self._on_finding(finding)
 
     def close(self) -> None:
+        self._loop.unwatch(self._socket.fileno())
         self._socket.close()

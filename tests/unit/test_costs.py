@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from miner_guard.costs import PRESETS, Budget, MonitoringCostTracker, estimate, table
+from miner_guard.costs.global_tracker import get_global_tracker, set_global_tracker
 from miner_guard.costs.operation import fair_cap, impact
-from miner_guard.costs.tracker import get_global_tracker, set_global_tracker
 from miner_guard.eventlog.catalog import Finding, message
 from miner_guard.system.clock import FakeClock
 from tests.support import requires

@@ -131,7 +131,7 @@ class CollectiveQueries:
     def _due_here(
         self, operation: str, every_s: float | None, every_steps: int | None, step: int
     ) -> bool:
-        from miner_guard.costs.tracker import get_global_tracker
+        from miner_guard.costs.global_tracker import get_global_tracker
 
         try:
             return get_global_tracker().due(

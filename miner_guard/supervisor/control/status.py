@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.eventlog.status_document import LastExit, RankProcess, RunStatus
+from miner_guard.eventlog.run_status import LastExit, RankProcess, RunStatus
 from miner_guard.eventlog.write_errors import WriteOutage
 from miner_guard.state_dir import StateDir, finite, json_text, write_atomic
 from miner_guard.supervisor.states import State

@@ -185,7 +185,7 @@ def test_due_is_what_rank_0s_tracker_says_and_never_raises(
     guard: Guard, state: StateDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = MonitoringCostTracker(clock=FakeClock())
-    monkeypatch.setattr("miner_guard.costs.tracker._global", own)
+    monkeypatch.setattr("miner_guard.costs.global_tracker._global", own)
     answers = []
     for _ in range(6):
         guard.step()
