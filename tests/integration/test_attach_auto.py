@@ -223,6 +223,21 @@ def test_lightning_is_followed_by_its_callbacks(tmp_path: Path) -> None:
     assert attached.now().state == "finished"
 
 
+@pytest.mark.long
+def test_a_checkpoint_of_lightning_is_reported_once_it_is_written(tmp_path: Path) -> None:
+    """Guards against `LAST CHECKPOINT` without one, or with a file that is not there yet:
+    Lightning's own callbacks run before the write."""
+    requires.module("lightning")
+    attached = run(tmp_path / "run", "with_lightning.py", "checkpoints")
+    assert [s.inner_step for s in attached.steps()] == [1, 2, 3, 4, 5, 6]
+    saved = attached.entries("checkpoint")
+    assert [e["step"] for e in saved] == [3, 6]
+    assert all(Path(e["path"]).is_file() for e in saved), saved
+    assert all(s.phases.keys() & {"pause"} for s in attached.steps() if s.inner_step == 4), (
+        "the time of saving is in a phase"
+    )
+
+
 def test_a_python_that_does_not_train_leaves_no_record(tmp_path: Path) -> None:
     state = StateDir(tmp_path)
     env = {**attach.environment("auto", os.environ), "_MINER_GUARD_STATE_DIR": str(state.root)}

@@ -1,8 +1,10 @@
-"""A run of Lightning's Trainer, small enough for a CPU."""
+"""A run of Lightning's Trainer, small enough for a CPU; with `checkpoints` it saves every third
+step below `saved`."""
 
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
 
 import lightning
@@ -30,13 +32,16 @@ class Model(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+save = lightning.pytorch.callbacks.ModelCheckpoint("saved", every_n_train_steps=3, save_top_k=-1)
+saving = "checkpoints" in sys.argv
 torch.manual_seed(1)
 data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(24, 8)), batch_size=4)
 trainer = lightning.Trainer(
     max_steps=6,
     accelerator="cpu",
     logger=False,
-    enable_checkpointing=False,
+    enable_checkpointing=saving,
+    callbacks=[save] if saving else [],
     enable_progress_bar=False,
     enable_model_summary=False,
 )
