@@ -12,11 +12,15 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miner_guard.attach.adapter import NO_PHASE, Adapter, in_phase
 from miner_guard.attach.losses import Losses
+from miner_guard.rank.hot import compiled
 from miner_guard.rank.introspection.compiled import uncompiled
+
+if TYPE_CHECKING:
+    from miner_guard.flight_recorder import _hot
 
 _OTHERS_IN_A_ROW = 64
 """If the other optimizers have taken this many steps since the leader's last one, another optimizer
@@ -87,16 +91,17 @@ class Auto:
         self._evaluated: float | None = None
         self._backward_phase: AbstractContextManager[Any] = NO_PHASE
         self._optimizer_phase: AbstractContextManager[Any] = NO_PHASE
+        self._loop: _hot.HotLoop | None = None
+        """Records the usual steps, while it is armed; None if the compiled hook is not used."""
 
     # a plain loop
 
     def follow_torch(self, module: Any) -> None:
         """Hook `backward` and all optimizers; `torch.optim.optimizer` was just imported."""
-        from torch import Tensor
+        import torch
 
-        module.register_optimizer_step_pre_hook(uncompiled(self._stepping))
-        module.register_optimizer_step_post_hook(uncompiled(self._stepped))
-        backward: Any = Tensor.backward
+        stepping, stepped = uncompiled(self._stepping), uncompiled(self._stepped)
+        backward: Any = torch.Tensor.backward
 
         @uncompiled
         @functools.wraps(backward)
@@ -108,7 +113,16 @@ class Auto:
             with self._backward_phase:
                 return backward(tensor, *args, **kwargs)
 
-        setattr(Tensor, "backward", followed)  # noqa: B010 - mypy takes no assigned method
+        hook: Callable[..., Any] = followed
+        compiled_hook, _ = compiled()
+        if compiled_hook is not None:
+            ended, due = uncompiled(self._ended), uncompiled(self._due)
+            loop = compiled_hook.HotLoop(torch, backward, followed, stepping, stepped, ended, due)
+            self._loop, hook = loop, functools.update_wrapper(loop.backward, backward)
+            stepping, stepped = loop.stepping, loop.stepped
+        module.register_optimizer_step_pre_hook(stepping)
+        module.register_optimizer_step_post_hook(stepped)
+        setattr(torch.Tensor, "backward", hook)  # noqa: B010 - mypy takes no assigned method
 
     def follow_scaler(self, module: Any) -> None:
         """Hook the GradScaler, with which the program calls `backward` on the loss times a varying
@@ -119,6 +133,7 @@ class Auto:
         @functools.wraps(scale)
         def scaled(scaler: Any, outputs: Any) -> Any:
             result = scale(scaler, outputs)
+            self._disarm()
             self.adapter.quiet(self.losses.scaled, outputs, result)
             return result
 
@@ -126,6 +141,7 @@ class Auto:
         def updated(scaler: Any, *args: Any, **kwargs: Any) -> Any:
             # If losses are left, the scaler found infinite gradients and no optimizer stepped. The
             # next step gathers new losses.
+            self._disarm()
             self.losses.drop()
             return update(scaler, *args, **kwargs)
 
@@ -136,7 +152,37 @@ class Auto:
         loader = module._BaseDataLoaderIter
         loader.__next__ = in_phase(self.adapter, loader.__next__, "data")
 
+    def _disarm(self) -> None:
+        """Take the current step back from the compiled loop, because it is not a usual one."""
+        if self._loop is None or not self._loop.armed:
+            return
+        total, count, self.steps, stepping = self._loop.disarm()
+        self.losses.add(total, count)
+        leader = self._leader.only()
+        if stepping and leader is not None:
+            self._stepping_now.append(weakref.ref(leader))
+
+    def _arm(self, optimizer: Any) -> None:
+        """Let the compiled loop record the next steps, if they are likely to be usual ones: of one
+        optimizer and with a loss on the CPU."""
+        if (
+            self._loop is not None
+            and self.adapter.guard is not None
+            and self._leader.only() is optimizer
+            and not self._stepping_now
+            and self.losses.settled
+        ):
+            leader = weakref.ref(optimizer)
+            self.adapter.guard.arm(self._loop, leader, self.steps, self.losses.divided)
+
+    def _due(self) -> None:
+        """The compiled loop has recorded a step, and the guard has something else to do."""
+        guard = self.adapter.guard
+        if guard is None or not guard.keep_house():
+            self._disarm()
+
     def _backward(self, tensor: Any) -> None:
+        self._disarm()
         # Begin here and not at the import, because launchers and dataloaders import torch too.
         if self.adapter.guard is None:
             self.begin()
@@ -157,6 +203,7 @@ class Auto:
             self._optimizer_phase = self.adapter.phase("optimizer")
 
     def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._disarm()
         while self._stepping_now and any(each() is optimizer for each in self._stepping_now):
             # This optimizer's last step raised, so its post-step hook never ran.
             self._leave()
@@ -169,15 +216,23 @@ class Auto:
         self._optimizer_phase.__exit__(None, None, None)
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._stepping_now:
-            self._stepping_now.pop()
-            self._optimizer_phase.__exit__(None, None, None)
-        if self.framework is not None:
+        self._disarm()
+        if not any(each() is optimizer for each in self._stepping_now):
+            # A subclass whose `step` calls its parent's: torch runs the hooks for both, and the
+            # parent's have ended the step.
             return
+        self._leave()
+        if self.framework is None:
+            self._ended(optimizer)
+
+    def _ended(self, optimizer: Any) -> None:
+        """The optimizer has stepped, and no framework reports the steps."""
+        self._disarm()
         if self._leader.only() is optimizer or self._leader.leads(optimizer):
             self.steps += 1
             try:
                 self._step(self.steps, optimizer)
+                self._arm(optimizer)
             except Exception as error:  # noqa: BLE001 - the program must not notice; reported as guard_degraded
                 self.adapter.failed("step", error)
         elif not self._leader.cyclic:
@@ -189,14 +244,6 @@ class Auto:
         self.adapter.quiet(self._step, number, optimizer)
 
     def _step(self, number: int, optimizer: Any) -> None:
-        guard = self.adapter.guard
-        if guard is not None and self._diagnosed and self._evaluated is None:
-            # Most steps, in as few functions as possible: after a long step each one is cold.
-            plain, lr = self.losses.plain(), optimizer.param_groups[0].get("lr")
-            if plain is not None:
-                if not guard.plain_step(number, plain, lr):
-                    guard.step(inner_step=number, loss=plain, lr=lr)
-                return
         self.begin()
         guard = self.adapter.guard
         assert guard is not None
@@ -223,6 +270,7 @@ class Auto:
 
     def trains(self, framework: str) -> None:
         """Take steps from this framework's callbacks from now on, because it starts training."""
+        self._disarm()
         self.framework = framework
         self.adapter.quiet(self.begin)
 

@@ -184,22 +184,22 @@ class Losses:
         self._free.extend(self._gathered.slots)
         self._gathered = _Gathered()
 
-    def plain(self) -> float | None:
-        """End a step whose loss is one number that needs no remark; None: `take` must end it. Most
-        steps on a CPU end here, with little code: at 50 ms a step it is cold."""
-        gathered = self._gathered
-        if (
-            not gathered.count
-            or gathered.unread
-            or gathered.slots
-            or gathered.divisors
-            or self._in_flight
-            or (gathered.count > 1 and not self._divided)
-            or (self._judged < _MAX_JUDGED_STEPS and not self._divided)
-        ):
-            return None
-        total, gathered.total, gathered.count = gathered.total, 0.0, 0
-        return total
+    @property
+    def settled(self) -> bool:
+        """Whether a step's losses are plain numbers whose meaning is known, so that `add` may get
+        their sum."""
+        judged = self._divided or self._judged >= _MAX_JUDGED_STEPS
+        return judged and not self._in_flight and not self._slots and self._scaled is None
+
+    @property
+    def divided(self) -> bool:
+        """Whether the program divides the losses of its micro-batches, so that they add up."""
+        return self._divided
+
+    def add(self, total: float, count: int) -> None:
+        """Add the sum of `count` losses that the compiled loop has read."""
+        self._gathered.total += total
+        self._gathered.count += count
 
     def take(self, step: int) -> Loss | None:
         """End step `step`. Return its loss, or that of an earlier step if it has arrived since the

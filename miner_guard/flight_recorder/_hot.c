@@ -7,92 +7,10 @@
  * All calls hold the GIL and run no Python code while the header's sequence lock is odd, so they are atomic to every
  * other thread of the rank; counts live in the file, where FlightWriter keeps them too.
  */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <structmember.h>
+#include "_hot.h"
 
-#include <math.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
-#include <time.h>
-
-enum {
-    HEADER_OFFSET = 192,
-    RING_OFFSET = 4096,
-    RING_SLOTS = 4096,
-    STEP_SIZE = 256,
-    FILE_SIZE = 1314816,
-    PHASE_COUNT = 14,
-    NAME_SIZE = 24,
-    MAX_OPEN = 64,
-    STATE_RUNNING = 1,
-};
-enum {
-    FLAG_FIRST = 1 << 1,
-    FLAG_LOSS_GIVEN = 1 << 16,
-    FLAG_GRAD_NORM_GIVEN = 1 << 17,
-    FLAG_EVAL_LOSS_GIVEN = 1 << 18,
-};
-
-/* layout.NOW */
-typedef struct {
-    uint64_t lock;
-    uint8_t state;
-    uint8_t padding[7];
-    char phase[NAME_SIZE];
-    double since, heartbeat;
-    int64_t outer_step, inner_step, total_steps;
-    double loss, lr, allocated, allowance;
-    uint64_t steps, entries, dropped, lost;
-} Header;
-
-/* layout.STEP */
-typedef struct {
-    uint64_t sequence;
-    int64_t outer_step, inner_step, total_steps;
-    double start, end, wall, loss, lr, grad_norm, eval_loss, allocated, reserved;
-    int64_t tokens;
-    uint32_t flags, check;
-    float phases[PHASE_COUNT];
-    float nested_in_monitor;
-} StepRow;
-
-enum { STEP_BYTES = offsetof(StepRow, nested_in_monitor) + sizeof(float) };
-_Static_assert(sizeof(Header) == 144 && offsetof(Header, steps) == 112, "layout.NOW");
-_Static_assert(STEP_BYTES == 180 && offsetof(StepRow, phases) == 120, "layout.STEP");
-
-typedef struct Phase Phase;
-
-typedef struct {
-    Phase *phase;
-    double since, counted_to, until, allowance;
-} Open;
-
-typedef struct {
-    PyObject_HEAD
-    Py_buffer map;            /* map.obj is NULL where there is no flight record */
-    PyObject *monotonic;      /* NULL: CLOCK_MONOTONIC, else a callable */
-    PyObject *remember, *memory; /* called with each loss; called for bytes of CUDA memory */
-    PyObject *failed;         /* the first error inside a phase since the last step, or NULL */
-    PyObject *modules, *cuda; /* sys.modules and the name under which torch.cuda is there */
-    unsigned long owner;
-    char live;
-    int depth, monitor;
-    Open open[MAX_OPEN];
-    double seconds[PHASE_COUNT], nested;
-    uint32_t flags[PHASE_COUNT];
-    double started, notified, notify_every, own;
-    long long count, own_count;
-} Phases;
-
-struct Phase {
-    PyObject_HEAD
-    Phases *phases;
-    int column;
-    double allowance, longest;
-    char name[NAME_SIZE];
-};
+/* How often Python notifies the supervisor itself, and journals what the hook cost meanwhile. */
+static const double HOUSEKEEPING_S = 1.0;
 
 static PyObject *phase_names; /* the columns' names, given by Python */
 
@@ -179,26 +97,25 @@ static void keep_error(Phases *self)
     Py_XDECREF(trace);
 }
 
-static int is_mine(Phases *self)
+int hot_is_mine(Phases *self)
 {
     return self != NULL && self->live && self->owner == PyThread_get_thread_ident();
 }
 
-static PyObject *phase_enter(Phase *phase, PyObject *Py_UNUSED(unused))
+void hot_enter(Phase *phase)
 {
     Phases *self = phase->phases;
-    Py_INCREF(phase);
-    if (!is_mine(self))
-        return (PyObject *)phase;
+    if (!hot_is_mine(self))
+        return;
     if (self->depth >= MAX_OPEN) {
         PyErr_Format(PyExc_OverflowError, "%d phases are open, none is left; %.24s is not counted", MAX_OPEN, phase->name);
         keep_error(self);
-        return (PyObject *)phase;
+        return;
     }
     double now = now_of(self);
     if (PyErr_Occurred()) {
         keep_error(self);
-        return (PyObject *)phase;
+        return;
     }
     Open *open = &self->open[self->depth];
     open->phase = (Phase *)Py_NewRef((PyObject *)phase);
@@ -212,20 +129,25 @@ static PyObject *phase_enter(Phase *phase, PyObject *Py_UNUSED(unused))
     }
     self->depth++;
     show_phase(self, phase->name, now, now, open->allowance);
-    return (PyObject *)phase;
+}
+
+static PyObject *phase_enter(Phase *phase, PyObject *Py_UNUSED(unused))
+{
+    hot_enter(phase);
+    return Py_NewRef((PyObject *)phase);
 }
 
 static const char between_phases[NAME_SIZE];
 
-static PyObject *phase_exit(Phase *phase, PyObject *const *Py_UNUSED(error), Py_ssize_t Py_UNUSED(count))
+void hot_leave(Phase *phase)
 {
     Phases *self = phase->phases;
-    if (!is_mine(self))
-        Py_RETURN_NONE;
+    if (!hot_is_mine(self))
+        return;
     double now = now_of(self);
     if (PyErr_Occurred()) {
         keep_error(self);
-        Py_RETURN_NONE;
+        return;
     }
     int depth = self->depth - 1;
     while (depth >= 0 && self->open[depth].phase != phase)
@@ -245,6 +167,11 @@ static PyObject *phase_exit(Phase *phase, PyObject *const *Py_UNUSED(error), Py_
     } else {
         show_phase(self, between_phases, now, now, NAN);
     }
+}
+
+static PyObject *phase_exit(Phase *phase, PyObject *const *Py_UNUSED(error), Py_ssize_t Py_UNUSED(count))
+{
+    hot_leave(phase);
     Py_RETURN_NONE;
 }
 
@@ -279,7 +206,11 @@ static int plain_float(PyObject *value, double *number)
 static int read_memory(Phases *self, double *allocated, double *reserved)
 {
     *allocated = *reserved = NAN;
-    if (PyDict_GetItem(self->modules, self->cuda) == NULL)
+    PyObject *cuda = PyDict_GetItem(self->modules, self->cuda);
+    if (cuda == NULL)
+        return 1;
+    /* torch.cuda.is_initialized() of a program on the CPU, without its two Python functions. */
+    if (PyModule_Check(cuda) && PyDict_GetItemString(PyModule_GetDict(cuda), "_initialized") == Py_False)
         return 1;
     PyObject *pair = PyObject_CallNoArgs(self->memory);
     int read = pair != NULL && PyTuple_Check(pair) && PyTuple_GET_SIZE(pair) == 2
@@ -342,49 +273,109 @@ static void append_row(Phases *self, StepRow *row)
     end_write(header, mine);
 }
 
-PyDoc_STRVAR(step_doc,
-"step(outer_step, inner_step, total_steps, loss, lr, grad_norm, eval_loss, tokens)\n\n"
-"Record the step that ends now. 0: not done, since a value is neither None nor a plain number, or an error waits to be\n"
-"reported; 1: done; 2: done, and the supervisor is due to be notified.");
+/* Notify the supervisor. False: Python has to, since it could not be reached, since the program has replaced the
+ * handler of the watched signal, or since the hook's own costs are due to be journalled. */
+static int notify(Phases *self, double now)
+{
+    if (self->socket < 0 || now - self->kept_house >= HOUSEKEEPING_S) {
+        self->kept_house = now;
+        return 0;
+    }
+    return sendto(self->socket, self->notification, self->notification_size, MSG_DONTWAIT | MSG_NOSIGNAL,
+                  (struct sockaddr *)&self->supervisor, sizeof self->supervisor) >= 0;
+}
 
-static PyObject *phases_step(Phases *self, PyObject *const *given, Py_ssize_t count)
+int hot_step(Phases *self, const Given *given)
 {
     StepRow row;
-    if (count != 8 || self->failed != NULL)
-        return PyLong_FromLong(0);
-    if (!(plain_int(given[0], &row.outer_step) && plain_int(given[1], &row.inner_step)
-          && plain_int(given[2], &row.total_steps) && plain_float(given[3], &row.loss) && plain_float(given[4], &row.lr)
-          && plain_float(given[5], &row.grad_norm) && plain_float(given[6], &row.eval_loss)
-          && plain_int(given[7], &row.tokens) && read_memory(self, &row.allocated, &row.reserved)))
-        return PyLong_FromLong(0);
+    if (self->failed != NULL)
+        return 0;
+    if (!(plain_int(given->outer_step, &row.outer_step) && plain_int(given->inner_step, &row.inner_step)
+          && plain_int(given->total_steps, &row.total_steps) && plain_float(given->loss, &row.loss)
+          && plain_float(given->lr, &row.lr) && plain_float(given->grad_norm, &row.grad_norm)
+          && plain_float(given->eval_loss, &row.eval_loss) && plain_int(given->tokens, &row.tokens)
+          && read_memory(self, &row.allocated, &row.reserved)))
+        return 0;
     double now = now_of(self);
     if (PyErr_Occurred()) {
         PyErr_Clear();
-        return PyLong_FromLong(0);
+        return 0;
     }
-    row.flags = (self->count ? 0 : FLAG_FIRST) | (given[3] == Py_None ? 0 : FLAG_LOSS_GIVEN)
-        | (given[5] == Py_None ? 0 : FLAG_GRAD_NORM_GIVEN) | (given[6] == Py_None ? 0 : FLAG_EVAL_LOSS_GIVEN);
-    if (given[3] != Py_None && !remember_loss(self, given[3], &row))
-        return PyLong_FromLong(0);
+    row.flags = (self->count ? 0 : FLAG_FIRST) | (given->loss == Py_None ? 0 : FLAG_LOSS_GIVEN)
+        | (given->grad_norm == Py_None ? 0 : FLAG_GRAD_NORM_GIVEN)
+        | (given->eval_loss == Py_None ? 0 : FLAG_EVAL_LOSS_GIVEN);
+    if (given->loss != Py_None && !remember_loss(self, given->loss, &row))
+        return 0;
     if (self->depth == 0)
         self->owner = PyThread_get_thread_ident();
     take_phases(self, now, &row);
     self->count++;
-    if (given[2] == Py_None)
+    if (given->total_steps == Py_None)
         row.total_steps = self->count;
     row.start = self->started;
     row.end = now;
     row.wall = clock_seconds(CLOCK_REALTIME);
     append_row(self, &row);
     self->started = now;
-    int due = now - self->notified >= self->notify_every;
-    if (due)
+    int due = self->signal && PyOS_getsig(self->signal) != self->handler;
+    if (now - self->notified >= self->notify_every) {
         self->notified = now;
+        due |= !notify(self, now);
+    }
     double ended = now_of(self);
     PyErr_Clear();
     self->own += ended > now ? ended - now : 0.0;
     self->own_count++;
-    return PyLong_FromLong(due ? 2 : 1);
+    return due ? 2 : 1;
+}
+
+PyDoc_STRVAR(step_doc,
+"step(outer_step, inner_step, total_steps, loss, lr, grad_norm, eval_loss, tokens)\n\n"
+"Record the step that ends now. 0: not done, since a value is neither None nor a plain number, or an error waits to be\n"
+"reported; 1: done; 2: done, and the caller has to notify the supervisor, keep the books and check the signal.");
+
+static PyObject *phases_step(Phases *self, PyObject *const *given, Py_ssize_t count)
+{
+    if (count != 8)
+        return PyLong_FromLong(0);
+    Given values = {given[0], given[1], given[2], given[3], given[4], given[5], given[6], given[7]};
+    return PyLong_FromLong(hot_step(self, &values));
+}
+
+PyDoc_STRVAR(reach_doc,
+"reach(fd, path, notification)\n\n"
+"Send this notification from the Unix datagram socket `fd` to `path`. An fd of -1: the caller of `step` sends.");
+
+static PyObject *phases_reach(Phases *self, PyObject *args)
+{
+    int fd;
+    const char *path, *notification;
+    Py_ssize_t path_size, size;
+    if (!PyArg_ParseTuple(args, "iy#y#", &fd, &path, &path_size, &notification, &size))
+        return NULL;
+    if ((size_t)path_size >= sizeof self->supervisor.sun_path || size > NOTIFICATION_SIZE) {
+        PyErr_SetString(PyExc_ValueError, "a path of more than 107 bytes, or a notification of more than 64");
+        return NULL;
+    }
+    memset(&self->supervisor, 0, sizeof self->supervisor);
+    self->supervisor.sun_family = AF_UNIX;
+    memcpy(self->supervisor.sun_path, path, (size_t)path_size);
+    memcpy(self->notification, notification, (size_t)size);
+    self->notification_size = (size_t)size;
+    self->socket = fd;
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(watch_doc, "watch(signal)\n\nLet `step` return 2 once the signal has another handler than now.");
+
+static PyObject *phases_watch(Phases *self, PyObject *argument)
+{
+    long number = PyLong_AsLong(argument);
+    if (PyErr_Occurred())
+        return NULL;
+    self->signal = (int)number;
+    self->handler = number ? PyOS_getsig((int)number) : NULL;
+    Py_RETURN_NONE;
 }
 
 PyDoc_STRVAR(take_doc, "take(now)\n\nSeconds by phase since the last call, and those nested in monitor, as a tuple.");
@@ -537,13 +528,16 @@ static int phases_init(Phases *self, PyObject *args, PyObject *kwargs)
     self->cuda = PyUnicode_InternFromString("torch.cuda");
     self->owner = PyThread_get_thread_ident();
     self->live = 1;
-    self->notified = -INFINITY;
+    self->notified = self->kept_house = -INFINITY;
+    self->socket = -1;
     self->started = now_of(self);
     return PyErr_Occurred() || self->cuda == NULL ? -1 : 0;
 }
 
 static PyMethodDef phases_methods[] = {
     {"step", (PyCFunction)(void *)phases_step, METH_FASTCALL, step_doc},
+    {"reach", (PyCFunction)phases_reach, METH_VARARGS, reach_doc},
+    {"watch", (PyCFunction)phases_watch, METH_O, watch_doc},
     {"take", (PyCFunction)phases_take, METH_O, take_doc},
     {"take_own", (PyCFunction)phases_take_own, METH_NOARGS, own_doc},
     {"adopt_thread", (PyCFunction)phases_adopt_thread, METH_NOARGS, "The thread that calls this between phases trains."},
@@ -564,7 +558,7 @@ static PyMemberDef phases_members[] = {
     {0},
 };
 
-static PyTypeObject PhasesType = {
+PyTypeObject hot_phases_type = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "miner_guard.flight_recorder._hot.HotPhases",
     .tp_basicsize = sizeof(Phases),
@@ -606,7 +600,7 @@ static int phase_init(Phase *phase, PyObject *args, PyObject *kwargs)
     PyObject *phases;
     const char *name;
     Py_ssize_t length;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!y#idd:HotPhase", names, &PhasesType, &phases, &name, &length,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!y#idd:HotPhase", names, &hot_phases_type, &phases, &name, &length,
                                      &phase->column, &phase->allowance, &phase->longest))
         return -1;
     if (phase->column < 0 || phase->column >= PHASE_COUNT || length > NAME_SIZE) {
@@ -624,7 +618,7 @@ static PyMethodDef phase_methods[] = {
     {0},
 };
 
-static PyTypeObject PhaseType = {
+PyTypeObject hot_phase_type = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "miner_guard.flight_recorder._hot.HotPhase",
     .tp_basicsize = sizeof(Phase),
@@ -647,16 +641,18 @@ static struct PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit__hot(void)
 {
-    if (PyType_Ready(&PhasesType) < 0 || PyType_Ready(&PhaseType) < 0)
+    if (PyType_Ready(&hot_phases_type) < 0 || PyType_Ready(&hot_phase_type) < 0 || PyType_Ready(&hot_loop_type) < 0
+        || PyType_Ready(&hot_backward_type) < 0)
         return NULL;
     PyObject *made = PyModule_Create(&module);
     PyObject *layout = Py_BuildValue(
-        "{s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i}", "header_offset", HEADER_OFFSET, "header_size", (int)sizeof(Header),
+        "{s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i}", "header_offset", HEADER_OFFSET, "header_size", (int)sizeof(Header),
         "ring_offset", RING_OFFSET, "ring_slots", RING_SLOTS, "step_size", STEP_SIZE, "step_bytes", (int)STEP_BYTES,
-        "file_size", FILE_SIZE, "phases", PHASE_COUNT);
+        "file_size", FILE_SIZE, "phases", PHASE_COUNT, "interface", INTERFACE);
     if (made == NULL || layout == NULL || PyModule_AddObjectRef(made, "LAYOUT", layout) < 0
-        || PyModule_AddObjectRef(made, "HotPhases", (PyObject *)&PhasesType) < 0
-        || PyModule_AddObjectRef(made, "HotPhase", (PyObject *)&PhaseType) < 0) {
+        || PyModule_AddObjectRef(made, "HotPhases", (PyObject *)&hot_phases_type) < 0
+        || PyModule_AddObjectRef(made, "HotPhase", (PyObject *)&hot_phase_type) < 0
+        || PyModule_AddObjectRef(made, "HotLoop", (PyObject *)&hot_loop_type) < 0) {
         Py_XDECREF(made);
         made = NULL;
     }

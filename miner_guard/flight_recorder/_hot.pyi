@@ -1,5 +1,6 @@
 """The compiled hot path of the hook, _hot.c; rank/phases.py is the Python path."""
 
+import weakref
 from collections.abc import Callable
 from mmap import mmap
 from types import TracebackType
@@ -28,6 +29,8 @@ class HotPhases:
     def open(self) -> int: ...
     def adopt_thread(self) -> None: ...
     def take(self, now: float, /) -> tuple[dict[str, float], float]: ...
+    def reach(self, fd: int, path: bytes, notification: bytes, /) -> None: ...
+    def watch(self, signal: int, /) -> None: ...
     def take_own(self) -> tuple[float, int]: ...
     def step(
         self,
@@ -53,3 +56,32 @@ class HotPhase:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None: ...
+
+class HotLoop:
+    def __init__(
+        self,
+        torch: Any,
+        backward: Callable[..., Any],
+        slow_backward: Callable[..., Any],
+        slow_stepping: Callable[[Any, Any, Any], None],
+        slow_stepped: Callable[[Any, Any, Any], None],
+        slow_step: Callable[[Any], None],
+        notify: Callable[[], None],
+    ) -> None: ...
+    @property
+    def armed(self) -> bool: ...
+    @property
+    def backward(self) -> Callable[..., Any]: ...
+    def stepping(self, optimizer: Any, args: Any, kwargs: Any, /) -> None: ...
+    def stepped(self, optimizer: Any, args: Any, kwargs: Any, /) -> None: ...
+    def arm(
+        self,
+        phases: HotPhases,
+        backward: HotPhase,
+        optimizer: HotPhase,
+        leader: weakref.ref[Any],
+        steps: int,
+        may_sum: bool,
+        /,
+    ) -> None: ...
+    def disarm(self) -> tuple[float, int, int, bool]: ...

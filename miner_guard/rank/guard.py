@@ -17,10 +17,11 @@ from __future__ import annotations
 import os
 import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.flight_recorder.journal import CheckpointEntry, TrainingEntry
@@ -37,6 +38,9 @@ from miner_guard.rank.steps import Stepper
 from miner_guard.rank.upload import UploadRecorder
 from uploads.decision import GateDecision
 from validators.facts import Candidate
+
+if TYPE_CHECKING:
+    from miner_guard.flight_recorder import _hot
 
 
 class Guard:
@@ -136,8 +140,7 @@ class Guard:
             )
             if done:
                 if done > 1:
-                    self._notify()
-                self._stacks.check()
+                    self._keep_house()
                 return
         started, stepper = self._monotonic(), self._stepper
         record = stepper.record
@@ -148,22 +151,27 @@ class Guard:
         self._stacks.check()
         self._costs.own(self._monotonic() - started)
 
-    def plain_step(self, inner_step: int, loss: float, lr: float) -> bool:
-        """`step` of three plain numbers, for a caller that contains its exceptions and keeps it out
-        of compilation; False: not recorded, call `step`. At 50 ms a step, its code is cold."""
-        hot = self._hot.step
-        if hot is None or self._closed or self._recorder.notifier.alone:
-            return False
-        done = hot(None, inner_step, None, loss, lr, None, None, None)
-        if done > 1:
-            self._notify()
-        self._stacks.check()
-        return done > 0
+    def arm(self, loop: _hot.HotLoop, leader: weakref.ref[Any], steps: int, may_sum: bool) -> None:
+        """Let a compiled loop record the usual steps, as `HotLoop.arm` says, unless this rank takes
+        the Python path or has no supervisor, so that it logs each step itself."""
+        if self._closed or self._hot.step is None or self._recorder.notifier.alone:
+            return
+        phases: Any = self._hot.phases
+        backward: Any = self._hot.names.named("backward")
+        optimizer: Any = self._hot.names.named("optimizer")
+        loop.arm(phases, backward, optimizer, leader, steps, may_sum)
 
-    def _notify(self) -> None:
-        """Now and then, after a step of the compiled path."""
+    @harmless_or(lambda: False)
+    def keep_house(self) -> bool:
+        """Do what is due now and then after a compiled step. Returns whether a compiled loop may
+        record further steps."""
+        self._keep_house()
+        return not self._recorder.notifier.alone
+
+    def _keep_house(self) -> None:
         self._stepper.notify()
         self._costs.own(*self._hot.take_own())
+        self._hot.watch(int(stacks.STACKS_SIGNAL) if self._stacks.check() else 0)
 
     # the gate
 
@@ -381,12 +389,16 @@ class Guard:
         if self.world_size > 1 and agree:
             self._attempt("agreement", self._questions.agreement)
         if self.place.state is not None:
-            self._attempt("stacks", self._stacks.begin, self.place.state.stacks_of(self.rank))
+            self._attempt("stacks", self._dump_stacks, self.place.state.stacks_of(self.rank))
             # A single rank needs this too: if a CUDA kernel never ends, the rank's collectives
             # queue up behind it.
             if self.world_size > 1 or environment.initialised_distributed() is not None:
                 dump = self.place.state.collectives_of(self.rank)
                 self._attempt("collectives", collectives.serve, self._recorder.notifier, dump)
+
+    def _dump_stacks(self, path: Path) -> None:
+        self._stacks.begin(path)
+        self._hot.watch(int(stacks.STACKS_SIGNAL))
 
     def _attempt(self, what: str, work: Callable[..., Any], *arguments: Any) -> None:
         try:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from miner_guard.flight_recorder import layout
 from miner_guard.flight_recorder.layout import PHASES
+from miner_guard.rank.notify import notification
 from miner_guard.rank.phases import COLUMNS, Phase, PhaseNames, Phases, packed
 from miner_guard.rank.recorder import NOTIFY_EVERY_S, Recorder
 
@@ -37,7 +38,10 @@ _LAYOUT = {
     "step_bytes": layout.STEP.size,
     "file_size": layout.FILE_SIZE,
     "phases": len(PHASES),
+    "interface": 2,
 }
+"""What the compiled module must have been built for. `interface` counts the changes of its
+functions."""
 
 Remember = Callable[[float], None]
 Memory = Callable[[], tuple[float | None, float | None]]
@@ -52,7 +56,7 @@ def compiled() -> tuple[Any | None, str]:
     except ImportError as error:
         return None, f"not built: {error}"
     if _hot.LAYOUT != _LAYOUT:
-        return None, f"{_hot.__file__} was built for another layout; reinstall the package"
+        return None, f"{_hot.__file__} was built from other sources; reinstall the package"
     return _hot, str(_hot.__file__)
 
 
@@ -69,6 +73,9 @@ class HotPath:
     take_own: Callable[[], tuple[float, int]]
     """Seconds spent in `step` since the last call, and the number of those steps."""
 
+    watch: Callable[[int], None]
+    """Let `step` return 2 once this signal's handler is another than now; 0: watch none."""
+
 
 def hot_path(
     recorder: Recorder, allowances: Mapping[str, float], remember: Remember, memory: Memory
@@ -82,7 +89,11 @@ def hot_path(
     if module is None:
         phases = Phases(recorder.flight, recorder.monotonic)
         return HotPath(
-            phases, PhaseNames(partial(Phase, phases), allowances), None, lambda: (0.0, 0)
+            phases,
+            PhaseNames(partial(Phase, phases), allowances),
+            step=None,
+            take_own=lambda: (0.0, 0),
+            watch=lambda _signal: None,
         )
     hot = module.HotPhases(
         None if recorder.flight is None else recorder.flight.map,
@@ -92,10 +103,12 @@ def hot_path(
         tuple((name, PHASE_FLAGS.get(name, 0)) for name in PHASES),
         NOTIFY_EVERY_S,
     )
+    if (reached := recorder.notifier.reached) is not None:
+        hot.reach(*reached, notification(recorder.place.rank))
 
     def phase(name: str, allowance_s: float, longest_s: float) -> _hot.HotPhase:
         column = PHASES.index(COLUMNS.get(name, "other"))
         made: _hot.HotPhase = module.HotPhase(hot, packed(name), column, allowance_s, longest_s)
         return made
 
-    return HotPath(hot, PhaseNames(phase, allowances), hot.step, hot.take_own)
+    return HotPath(hot, PhaseNames(phase, allowances), hot.step, hot.take_own, hot.watch)

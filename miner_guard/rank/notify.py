@@ -14,9 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.flight_recorder.records import json_default
-from miner_guard.system.sockets import address
+from miner_guard.system.sockets import MAX_LENGTH, address
 
 _NOBODY = frozenset({errno.ENOENT, errno.ECONNREFUSED, errno.ENOTDIR})
+
+
+def notification(rank: int) -> bytes:
+    """The datagram that tells the supervisor to read the rank's flight record."""
+    return b'{"bell": %d}' % rank
 
 
 class Notifier:
@@ -38,9 +43,18 @@ class Notifier:
         with contextlib.suppress(OSError):
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
 
+    @property
+    def reached(self) -> tuple[int, bytes] | None:
+        """Descriptor and address, for compiled code that sends by itself; None without a socket,
+        or where the path is no address, so that only `send` reaches it."""
+        name = b"" if self._path is None else os.fsencode(self._path)
+        if self._socket is None or len(name) > MAX_LENGTH:
+            return None
+        return self._socket.fileno(), name
+
     def notify(self, rank: int) -> bool:
         """Tell the supervisor to read the rank's flight record."""
-        return self.send(b'{"bell": %d}' % rank)
+        return self.send(notification(rank))
 
     def event(self, document: Mapping[str, Any]) -> bool:
         """Send a finding that may be lost."""

@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_MAX_LENGTH = 107
+MAX_LENGTH = 107
+"""Of a path in bytes: `sun_path` without its final null byte."""
 
 
 @contextmanager
 def address(path: Path) -> Iterator[str]:
     """An address with which to bind or connect to the socket at `path`, valid inside the `with`
     block. Raises OSError if the folder of a path that is too long does not exist."""
-    if len(os.fsencode(path)) <= _MAX_LENGTH:
+    if len(os.fsencode(path)) <= MAX_LENGTH:
         yield str(path)
         return
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -109,13 +109,14 @@ class StackDumps:
         """Dump stacks to `path` from now on. Raises SignalTaken, OSError."""
         self._file = register(path)
 
-    def check(self) -> None:
+    def check(self) -> bool:
         """If the program now handles the signal itself, make the supervisor stop sending it. Call
-        this at each step. Raises OSError."""
+        this at each step. Returns whether this rank still dumps its stacks. Raises OSError."""
         if self._file is not None and taken():
             file, self._file = self._file, None
             release(file)
             self._report("stacks", f"{STACKS_SIGNAL.name} is now used by the program: {WITHOUT}")
+        return self._file is not None
 
 
 def _caught() -> bool:

@@ -1,0 +1,223 @@
+"""The usual step of an unmodified loop: whether compiled code or Python records it, the record is
+the same."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from miner_guard.attach.adapter import Adapter
+from miner_guard.attach.auto import Auto
+from miner_guard.flight_recorder.records import StepRecord
+from miner_guard.rank.guard import Guard
+from miner_guard.state_dir import StateDir
+from tests.support import requires
+from tests.unit.rank.helpers import messages, place, reader_of
+
+
+class Loop:
+    """A training loop in this process, with the hook attached."""
+
+    def __init__(self, state: StateDir, guard: Guard) -> None:
+        import torch
+        import torch.optim.optimizer as hooks
+
+        self.torch: Any = torch
+        self.guard = guard
+        self.state = state
+        adapter = Adapter("auto")
+        setattr(adapter, "begin", lambda agree: setattr(adapter, "guard", guard))  # noqa: B010
+        self.auto = Auto(adapter)
+        self.handles: list[Any] = []
+        self.auto.follow_torch(
+            SimpleNamespace(
+                register_optimizer_step_pre_hook=self._kept(hooks.register_optimizer_step_pre_hook),
+                register_optimizer_step_post_hook=self._kept(
+                    hooks.register_optimizer_step_post_hook
+                ),
+            )
+        )
+        self.model = torch.nn.Linear(2, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.25)
+        self.losses: list[float] = []
+
+    def _kept(self, register: Any) -> Any:
+        return lambda hook: self.handles.append(register(hook))
+
+    def loss(self, by: int = 1) -> Any:
+        return self.model(self.torch.randn(4, 2)).square().mean() / by
+
+    def step(self, micro_batches: int = 1, optimizer: Any = None) -> None:
+        shares = [self.loss(micro_batches) for _ in range(micro_batches)]
+        for share in shares:
+            share.backward()
+        self.losses.append(sum(share.item() for share in shares))
+        (optimizer or self.optimizer).step()
+
+    def steps(self, count: int, micro_batches: int = 1) -> None:
+        for _ in range(count):
+            self.step(micro_batches)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the next step goes through compiled code."""
+        return self.auto._loop is not None and self.auto._loop.armed
+
+    def recorded(self) -> list[StepRecord]:
+        return list(reader_of(self.state).steps())
+
+    def check(self, expected: list[float] | None = None) -> None:
+        """Every step is recorded once, with its own loss, and nothing is degraded."""
+        losses = self.losses if expected is None else expected
+        records = self.recorded()
+        assert [r.inner_step for r in records] == list(range(1, len(losses) + 1))
+        assert [r.loss for r in records] == pytest.approx(losses, rel=1e-6)
+        assert {"backward", "optimizer"} <= set(records[-1].phases)
+        assert self.guard._hot.phases.open == 0
+        assert messages(self.state) == []
+
+
+@pytest.fixture
+def loop(
+    state: StateDir, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Loop]:
+    requires.module("torch")
+    import torch
+
+    monkeypatch.setattr(torch.Tensor, "backward", torch.Tensor.backward)
+    loop = Loop(state, Guard(place(state)))
+    loop.auto._diagnosed = True
+    yield loop
+    for handle in loop.handles:
+        handle.remove()
+
+
+def test_every_step_has_its_own_loss(loop: Loop, hot_path: str) -> None:
+    loop.steps(12)
+    loop.check()
+    assert loop.compiled == (hot_path == "compiled")
+    assert [r.lr for r in loop.recorded()] == [0.25] * 12
+
+
+def test_shares_of_micro_batches_add_up(loop: Loop, hot_path: str) -> None:
+    loop.steps(8, micro_batches=4)
+    loop.check()
+    assert loop.compiled == (hot_path == "compiled")
+
+
+def test_losses_that_nothing_divides_are_marked_as_a_sum(loop: Loop) -> None:
+    loop.steps(6)
+    for _ in range(2):
+        shares = [loop.loss(), loop.loss()]
+        for share in shares:
+            share.backward()
+        loop.losses.append(sum(share.item() for share in shares))
+        loop.optimizer.step()
+    loop.check()
+    assert [r.loss_summed for r in loop.recorded()] == [False] * 6 + [True] * 2
+
+
+def test_another_optimizer_in_between_is_no_step(loop: Loop) -> None:
+    """Guards against DiLoCo's outer step counted as an inner one."""
+    outer = loop.torch.optim.SGD(loop.model.parameters(), lr=0.5)
+    for _ in range(3):
+        loop.steps(5)
+        outer.step()
+    loop.check()
+
+
+def test_a_step_that_raises_leaves_no_phase_open(loop: Loop) -> None:
+    def fails() -> None:
+        raise RuntimeError("no step")
+
+    loop.steps(6)
+    failed = loop.loss(by=2)
+    failed.backward()
+    with pytest.raises(RuntimeError, match="no step"):
+        loop.optimizer.step(fails)
+    rest = loop.loss(by=2)
+    rest.backward()
+    loop.optimizer.step()
+    loop.losses.append(failed.item() + rest.item())
+    loop.steps(3)
+    loop.check()
+
+
+def test_an_optimizer_that_calls_its_parents_step_takes_one_step(loop: Loop) -> None:
+    """Guards against steps that count twice: torch runs the hooks for the subclass and for its
+    parent."""
+
+    class Subclass(loop.torch.optim.SGD):  # type: ignore[misc, name-defined]
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    loop.optimizer = Subclass(loop.model.parameters(), lr=0.25)
+    loop.steps(8)
+    loop.check()
+
+
+def test_an_error_in_backward_reaches_the_program(loop: Loop) -> None:
+    loop.steps(6)
+    loss = loop.torch.tensor(1.0)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        loss.backward()
+    assert loop.guard._hot.phases.open == 0
+
+
+@pytest.mark.parametrize("odd", ["double", "bfloat16", "vector", "tensor_lr", "closure"])
+def test_what_is_not_usual_is_recorded_too(loop: Loop, odd: str) -> None:
+    loop.steps(6)
+    loss = loop.loss()
+    if odd == "vector":
+        loss.unsqueeze(0).backward()
+    elif odd == "tensor_lr":
+        loop.optimizer.param_groups[0]["lr"] = loop.torch.tensor(0.25)
+        loss.backward()
+    elif odd == "closure":
+        loop.optimizer.step(lambda: loss.backward())
+    else:
+        loss = loss.to(getattr(loop.torch, odd))
+        loss.backward()
+    if odd != "closure":
+        loop.optimizer.step()
+    records = loop.recorded()
+    assert [r.inner_step for r in records] == [1, 2, 3, 4, 5, 6, 7]
+    assert records[-1].loss == (None if odd == "vector" else pytest.approx(loss.item()))
+    assert records[-1].lr == 0.25
+
+
+def test_a_program_goes_on_without_its_guard(loop: Loop) -> None:
+    loop.steps(6)
+    loop.guard.close()
+    loop.steps(2)
+    assert len(loop.recorded()) == 6
+
+
+def test_without_a_supervisor_the_rank_logs_its_steps_itself(
+    loop: Loop, listener: socket.socket
+) -> None:
+    """Guards against compiled steps that no one reads or prints once the guard is gone."""
+    loop.steps(6)
+    listener.close()
+    loop.state.socket.unlink()
+    loop.auto._due()
+    loop.steps(4)
+    assert not loop.compiled
+    loop.check()
+
+
+def test_what_replaces_backward_passes_for_it(loop: Loop) -> None:
+    import inspect
+
+    replaced = loop.torch.Tensor.backward
+    assert replaced.__name__ == "backward"
+    assert "graph" in replaced.__doc__
+    assert list(inspect.signature(replaced).parameters)[:2] == ["self", "gradient"]
+    loss = loop.loss()
+    replaced(loss, retain_graph=True)
+    loss.backward(inputs=list(loop.model.parameters()))
+    assert loop.model.weight.grad is not None
