@@ -7,6 +7,7 @@ output into templates once and searches only new templates for words (the idea o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from itertools import islice
@@ -17,9 +18,21 @@ _LOWER = bytes(range(256)).lower()
 _NUMBERS = b"0123456789+-."
 _MAX_TEMPLATES = 4096
 _MAX_TEMPLATE_LENGTH = 1024
+_SAMPLE = 4096
 _MANY = 64
 """If more lines than this contain a word, it pays to search only the other lines for the next
 word."""
+
+
+_ENCODED_LINE = re.compile(rb"^[A-Za-z0-9+/=]{48,}\r?$", re.MULTILINE)
+
+
+def without_encoded_lines(text: bytes) -> bytes:
+    """`text` with its lines of base64 emptied, in which short words occur by chance. Text that
+    begins with more blanks than lines is hardly base64, and remains unchanged."""
+    if text.count(b" ", 0, _SAMPLE) > text.count(b"\n", 0, _SAMPLE):
+        return text
+    return _ENCODED_LINE.sub(b"", text)
 
 
 def template(text: bytes) -> bytes:
@@ -32,8 +45,9 @@ class LineChunk(bytes):
 
     @cached_property
     def templates(self) -> list[bytes]:
-        """The template of each line, and of what follows the last newline."""
-        return template(self).split(b"\n")
+        """The template of each line, and of what follows the last newline; empty for a line of
+        base64."""
+        return template(without_encoded_lines(self)).split(b"\n")
 
     @cached_property
     def distinct(self) -> frozenset[bytes]:
@@ -67,6 +81,16 @@ class TemplateFilter:
     def holds(self, text: bytes) -> bool:
         """Whether the template `text` contains a word."""
         return bool(self._search.find(text))
+
+    def redraws(self, line: bytes) -> list[bytes]:
+        """The parts of `line`, which carriage returns separate, whose template contains a word."""
+        shape = template(line)
+        words = self._search.find(shape)
+        return [
+            part
+            for part, text in zip(line.split(b"\r"), shape.split(b"\r"), strict=True)
+            if any(word in text for word in words)
+        ]
 
     def matching(self, lines: LineChunk) -> set[bytes]:
         """The templates of `lines` that contain a word."""

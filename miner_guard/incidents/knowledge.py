@@ -10,7 +10,7 @@ table `[words]`: a line that names a server must contain one of them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cached_property, lru_cache
 from pathlib import Path
 
@@ -119,34 +119,46 @@ class Knowledge:
     def _order(self) -> dict[Pattern | Benign, int]:
         return {entry: n for n, entry in enumerate(self._ordered)}
 
-    def match(self, text: str) -> list[Pattern] | Benign:
+    def match(self, text: str, past: Set[bytes] = frozenset()) -> list[Pattern] | Benign:
         """The matches of a lower-cased, cleaned line: benign, or one pattern per label, causes
-        first."""
+        first.
+
+        `text` may be a piece of a long line. `past` holds the words (see `words`) of the pieces
+        before it: patterns with no other word were searched for there.
+        """
+        if past:
+            return self._look_up(text, past)
         answer = self._answers.get(text)
         if answer is None:
-            answer = self._look_up(text)
+            answer = self._look_up(text, past)
             if len(self._answers) >= _MAX_ANSWERS:
                 self._answers.clear()
             if len(text) <= _MAX_ANSWERED_LENGTH:
                 self._answers[text] = answer
         return answer
 
-    def _words(self, text: str) -> set[bytes]:
+    def words(self, text: str) -> Set[bytes]:
+        """The words of all patterns that occur in `text`."""
         latest, words = self._latest
         if latest != text:
             words = self._search.find(text.encode(errors="replace"))
             self._latest = (text, words)
         return words
 
-    def _look_up(self, text: str) -> list[Pattern] | Benign:
-        words = self._words(text)
-        entries = {entry for word in words for entry in self._by_word.get(word, ())}
+    def _look_up(self, text: str, past: Set[bytes]) -> list[Pattern] | Benign:
+        words = self.words(text)
+        new = words - past
+        entries = {entry for word in words for entry in self._by_word.get(word, ())} if new else ()
         found: dict[str, Pattern] = {}
         for entry in sorted(entries, key=self._order.__getitem__):
             if isinstance(entry, Benign):
                 if entry.pattern.matches(text, words):
                     return entry
-            elif entry.label not in found and entry.matches(text, words):
+            elif (
+                entry.label not in found
+                and not (past and new.isdisjoint(entry.literals))
+                and entry.matches(text, words)
+            ):
                 found[entry.label] = entry
         if len(found) > 1:
             found = {label: p for label, p in found.items() if not p.alone} or found
@@ -167,7 +179,7 @@ class Knowledge:
     def match_in(self, frames: str, text: str, matches: Sequence[Pattern] = ()) -> list[Pattern]:
         """The matches of an exception together with the files of its traceback; `matches` are those
         of the exception alone."""
-        words = self._words(text)
+        words = self.words(text)
         named = {p.label for p in matches if not p.alone}
         numbers = {n for word in words for n in self._framed_by_word.get(word, ())}
         for p in map(self._framed.__getitem__, sorted(numbers & self._fit(frames))):

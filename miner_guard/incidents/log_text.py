@@ -53,9 +53,10 @@ _MAX_PREFIX = 400
 """Characters of a line within which a prefix ends."""
 
 
-_BLOB = re.compile(rb"(?<![A-Za-z0-9+/=_-])[A-Za-z0-9+/=_-]{256,}")
-"""Encoded data: no word, path or symbol is that long. The lookbehind keeps the search from trying
-every position of each shorter word."""
+_ENCODED = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=_-"
+_IS_ENCODED = bytes(1 if code in _ENCODED else 0 for code in range(256))
+_BLOB = bytes([1]) * 256
+"""Encoded data: no word, path or symbol is that long."""
 
 _BLOB_LINE = re.compile(rb"\s*[A-Za-z0-9+/=]{48,}\s*")
 
@@ -65,7 +66,17 @@ def without_blobs(raw: bytes) -> bytes:
     a line of nothing else."""
     if b" " not in raw and _BLOB_LINE.fullmatch(raw):
         return b""
-    return _BLOB.sub(b" ", raw) if len(raw) >= 256 else raw
+    if len(raw) < len(_BLOB):
+        return raw
+    # A search in a table of two values is ten times as fast as one with a regular expression.
+    kinds = raw.translate(_IS_ENCODED)
+    start, begin, kept = 0, kinds.find(_BLOB), []
+    while begin >= 0:
+        kept.append(raw[start:begin])
+        start = kinds.find(0, begin)
+        start = len(raw) if start < 0 else start
+        begin = kinds.find(_BLOB, start)
+    return b" ".join([*kept, raw[start:]]) if kept else raw
 
 
 def clean(raw: bytes) -> tuple[int | None, str]:

@@ -38,9 +38,6 @@ _SERVER = re.compile(r"host=\\?['\"]|https?://|connect call failed \('|connect t
 _NEAR = 300
 """Characters shown of a line together with the lines after it."""
 
-_LONG = 1024
-"""A longer text is searched only around the words that the expression needs."""
-
 
 class BadKnowledge(Exception):
     """A knowledge file is invalid; the message names file, label and key."""
@@ -95,15 +92,14 @@ class Pattern:
     no labels here counts only if the line shows no other label."""
 
     @cached_property
-    def regex(self) -> re.Pattern[str] | None:
-        """`expression`, compiled for the first line that needs it: compiling all expressions would
-        take half of the guard's start-up time."""
-        return None if self.expression is None else re.compile(self.expression)
+    def search(self) -> regexes.RegexSearch | None:
+        """The search for `expression`."""
+        return None if self.expression is None else regexes.RegexSearch(self.expression)
 
-    @cached_property
+    @property
     def needs(self) -> regexes.Requirement:
         """Words without which `expression` cannot match."""
-        return regexes.NOTHING if self.expression is None else regexes.requirement(self.expression)
+        return regexes.NOTHING if self.search is None else self.search.needs
 
     @cached_property
     def any_of(self) -> frozenset[bytes]:
@@ -119,7 +115,7 @@ class Pattern:
     def _server_words(self) -> frozenset[bytes]:
         return frozenset(word.encode() for word in self.servers)
 
-    @property
+    @cached_property
     def literals(self) -> frozenset[bytes]:
         """The words that decide whether to search for the regex."""
         needed = frozenset(regexes.words_of(self.needs))
@@ -132,26 +128,9 @@ class Pattern:
             return False
         if self.servers and self._server_words.isdisjoint(words) and _SERVER.search(text):
             return False
-        return regexes.met(self.needs, words) and self._stands_in(text, words)
-
-    def _stands_in(self, text: str, words: Set[bytes]) -> bool:
-        if self.regex is None:
+        if self.search is None:
             return True
-        if len(text) < _LONG or self._marks is None or self._width is None:
-            return self.regex.search(text) is not None
-        marks = (word.decode() for word in self._marks & words)
-        return any(
-            self.regex.search(text, start, end) is not None
-            for start, end in regexes.windows(text, marks, self._width)
-        )
-
-    @cached_property
-    def _marks(self) -> frozenset[bytes] | None:
-        return regexes.marks(self.needs)
-
-    @cached_property
-    def _width(self) -> int | None:
-        return None if self.expression is None else regexes.width(self.expression)
+        return regexes.met(self.search.needs, words) and self.search.found_in(text, self.has)
 
     def first_word(self, text: str) -> int:
         """Offset of the first `has` word in a long line; 0 if it is near the beginning."""

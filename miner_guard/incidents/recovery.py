@@ -18,6 +18,12 @@ _NOT_TRAINING = (b"val_", b"valid_", b"validation_", b"test_")
 _STEP = re.compile(rb"\bstep\b\W{0,3}\d.{0,60}\bloss(?!\W{0,4}(?:nan|inf))")
 _NUMBERS = re.compile(rb"\bstep\b\W{0,4}(\d+)")
 _ZERO = re.compile(rb"(?:\b|_)loss\b\W{0,4}0(?:\.0*)?(?:[^\d.]|$)")
+_NAME = 16
+"""Bytes before `loss` that hold the rest of its name."""
+
+_KEPT = 1024
+"""Bytes kept of a line's template."""
+
 _STEPS = 2
 """Number of steps that must follow an error; a single one may be another rank's late output."""
 
@@ -112,7 +118,7 @@ class RecoveryTracker:
         """Whether training reported that it finished shortly before line `index` of a block with
         these `shapes`."""
         before = [*self._recent, *shapes[max(0, index - _REMEMBERED) : index + 1]]
-        return any(_FINISHED.search(shape) for shape in before[-_REMEMBERED:])
+        return any(_FINISHED.search(shape, 0, _KEPT) for shape in before[-_REMEMBERED:])
 
     def overcome(
         self,
@@ -159,12 +165,13 @@ class RecoveryTracker:
 
     def pass_by(self, shapes: Sequence[bytes]) -> None:
         """Remember the last lines of a scanned block."""
-        self._recent.extend(shapes[-_REMEMBERED - 1 : len(shapes) - (not shapes[-1])])
+        latest = shapes[-_REMEMBERED - 1 : len(shapes) - (not shapes[-1])]
+        self._recent.extend(shape[:_KEPT] for shape in latest)
 
 
 def _prints_step(line: bytes) -> bool:
     for loss in _LOSS.finditer(line):
-        before = line[: loss.start()]
+        before = line[max(0, loss.start() - _NAME) : loss.start()]
         if not before[-1:].isalnum() and not before.endswith(_NOT_TRAINING):
             return True
     return _STEP.search(line) is not None

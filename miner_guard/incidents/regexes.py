@@ -1,10 +1,12 @@
-"""Static facts about a regular expression: the words it needs, and whether its search is linear."""
+"""Facts about a regular expression, such as the words it needs, and the search for it."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, Union
 
 if sys.version_info >= (3, 11):
@@ -17,10 +19,16 @@ else:
 _MIN_WORD_LENGTH = 3
 """Shorter words occur in nearly every line."""
 
+_LONG = 1024
+"""Of a longer text, only the beginning and the places around certain words are searched."""
+
+_REACH = 300
+"""Characters searched beside a word for an expression without a maximum length."""
+
 _SEEN_BESIDE = 100
 """Upper bound on the characters that an assertion without a repeat reads beside a match."""
 
-_MAX_PLACES = 16
+_MAX_PLACES = 8
 """Places of a word in one line that are searched, from each end. A megabyte of one word would
 otherwise cost a search at each of them."""
 
@@ -45,6 +53,46 @@ class AnyOf:
 
 Requirement = Union[bytes, AllOf, AnyOf]
 NOTHING = AllOf(())
+
+
+class RegexSearch:
+    """The search for one expression. Its properties are computed for the first line that needs
+    them: compiling all expressions would take half of the guard's start-up time."""
+
+    def __init__(self, expression: str) -> None:
+        self.expression = expression
+
+    @cached_property
+    def regex(self) -> re.Pattern[str]:
+        """The compiled expression."""
+        return re.compile(self.expression)
+
+    @cached_property
+    def needs(self) -> Requirement:
+        """Words without which the expression cannot match."""
+        return requirement(self.expression)
+
+    @cached_property
+    def _marks(self) -> tuple[str, ...] | None:
+        words = marks(self.needs)
+        return None if words is None else tuple(word.decode() for word in words)
+
+    @cached_property
+    def _width(self) -> int | None:
+        return width(self.expression)
+
+    def found_in(self, text: str, near: Iterable[str] = ()) -> bool:
+        """Whether the expression matches in `text`. A long text is searched only at its beginning
+        and around the words that the expression needs, or around those of `near` if it needs
+        none."""
+        if len(text) < _LONG:
+            return self.regex.search(text) is not None
+        reach = _REACH if self._width is None else self._width
+        words, reach = (near, reach + _REACH) if self._marks is None else (self._marks, reach)
+        return any(
+            self.regex.search(text, start, end) is not None
+            for start, end in ((0, _LONG), *windows(text, words, reach))
+        )
 
 
 def requirement(regex: str) -> Requirement:
@@ -137,17 +185,23 @@ def superlinear(regex: str) -> str | None:
     return None
 
 
-def _places(text: str, word: str) -> Iterator[int]:
+@lru_cache(maxsize=64)
+def _places(text: str, word: str) -> tuple[int, ...]:
     """Offsets of `word`: the first and the last `_MAX_PLACES`, which suffice in a line that repeats
-    itself."""
-    at, found = text.find(word), 0
-    while at >= 0 and found < _MAX_PLACES:
-        yield at
-        at, found = text.find(word, at + 1), found + 1
-    last, end, found = at, len(text), 0
-    while last >= 0 and found < _MAX_PLACES and (at := text.rfind(word, last, end)) >= 0:
-        yield at
-        end, found = at + len(word) - 1, found + 1
+    itself. Cached, because many expressions need the same words."""
+    first: list[int] = []
+    at = text.find(word)
+    while at >= 0 and len(first) < _MAX_PLACES:
+        first.append(at)
+        at = text.find(word, at + 1)
+    if at < 0:
+        return tuple(first)
+    last: list[int] = []
+    end = len(text)
+    while len(last) < _MAX_PLACES and (place := text.rfind(word, at, end)) >= 0:
+        last.append(place)
+        end = place + len(word) - 1
+    return (*first, *reversed(last))
 
 
 def _items(regex: str) -> list[Any]:

@@ -8,7 +8,7 @@ words that every known error contains. Only lines with such a word are examined 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import replace
 
 from miner_guard.eventlog.line_templates import LineChunk, TemplateFilter, template
@@ -24,6 +24,7 @@ from miner_guard.incidents.log_text import (
 )
 from miner_guard.incidents.patterns import Benign, Pattern
 from miner_guard.incidents.recovery import PendingError, RecoveryTracker, pending
+from miner_guard.incidents.regexes import RegexSearch
 from miner_guard.incidents.sightings import Launched, Passed, Retraction, Seen, Sighting
 from miner_guard.incidents.tracebacks import MAX_STREAMS, CutOff, Ended, LogLine, Tracebacks
 
@@ -38,11 +39,11 @@ _TRYING_AGAIN = (
     "will try again",
     "thrown while requesting",
 )
-_TRIED_AGAIN = re.compile(
-    r"\bretry|(?<!max )(?<!after \d )(?<!after \d\d )\bretries\b|attempt \d+ ?(?:/|of) ?\d+"
+_TRIED_AGAIN = RegexSearch(
+    r"\bretry|(?<!max )(?<!after \d )(?<!after \d\d )\bretries\b|attempt \d{1,9} ?(?:/|of) ?\d"
     r"|(?<!nccl )\bwarn(?:ing)?\b|userwarning"
 )
-_FELL_BACK = re.compile(r"\busing \w{1,20} instead\b|\bfall(?:ing|en|s)? ?back (?:to|on)\b")
+_FELL_BACK = RegexSearch(r"\busing \w{1,20} instead\b|\bfall(?:ing|en|s)? ?back (?:to|on)\b")
 """How a program reports that it falls back to something else."""
 
 _WARNING = re.compile(r"\[?w(?:\d{3,4})?[ \]]")
@@ -84,6 +85,8 @@ class Scanner:
         self._tail_line = 0
         self._sieve = TemplateFilter(knowledge.triggers)
         self._course = RecoveryTracker()
+        self._past: tuple[int, set[bytes]] = (0, set())
+        """A line's number, and the words in its pieces so far."""
 
         self.line = 1
         """Number of the next line."""
@@ -185,22 +188,34 @@ class Scanner:
         }
 
     def _line(self, line: bytes, number: int, seen: list[Seen]) -> None:
-        short = without_blobs(line)
-        if short is line and len(line) <= MAX_LINE and b"\r" not in line:
-            self._piece(line, number, seen)
-            return
-        for part in _pieces(short):
-            for piece in part.split(b"\r"):
-                if piece and self._sieve.holds(template(piece)):
-                    self._piece(piece, number, seen)
+        for piece in _pieces(line):
+            short = without_blobs(piece)
+            if b"\r" in short:
+                for redraw in self._sieve.redraws(short):
+                    self._piece(redraw, number, seen)
+            elif (short is piece and len(line) <= MAX_LINE) or self._sieve.holds(template(short)):
+                self._piece(short, number, seen, self._past_words(number))
 
-    def _piece(self, raw: bytes, number: int, seen: list[Seen]) -> None:
+    def _past_words(self, number: int) -> set[bytes]:
+        """The words in the earlier pieces of line `number`."""
+        if self._past[0] != number:
+            self._past = (number, set())
+        return self._past[1]
+
+    def _piece(
+        self, raw: bytes, number: int, seen: list[Seen], past: set[bytes] | None = None
+    ) -> None:
         rank, text = clean(raw)
-        inner = unwrapped(rank, text) if text.startswith("{") else [(rank, text)]
-        for teller, message in inner:
-            self._text(LogLine(teller, number, message, message.lower()), seen)
+        if text.startswith("{"):
+            for teller, message in unwrapped(rank, text):
+                self._text(LogLine(teller, number, message, message.lower()), seen)
+            return
+        line = LogLine(rank, number, text, text.lower())
+        self._text(line, seen, past or frozenset())
+        if past is not None:
+            past |= self._knowledge.words(line.lowered)
 
-    def _text(self, line: LogLine, seen: list[Seen]) -> None:
+    def _text(self, line: LogLine, seen: list[Seen], past: Set[bytes] = frozenset()) -> None:
         if self._tracebacks.follow(line):
             return
         if own.launches(line.lowered):
@@ -214,7 +229,7 @@ class Scanner:
         if any(words in line.lowered for words in _CHAINED):
             self._chain(line, seen)
         ignored = self._tracebacks.ignores(line)
-        matches = [] if ignored else self._knowledge.match(line.lowered)
+        matches = [] if ignored else self._knowledge.match(line.lowered, past)
         if not isinstance(matches, Benign):
             self._matched(line, matches, seen)
         elif matches.cancels:
@@ -322,10 +337,10 @@ def _role(pattern: Pattern, matches: list[Pattern], lowered: str) -> str:
     """The role in which the line counts. A cause in a warning or retry counts as a retry, or as a
     warning if the program falls back to something else; a summary beside a symptom counts as a
     symptom."""
-    if pattern.role in ("cause", "retry") and _FELL_BACK.search(lowered):
+    if pattern.role in ("cause", "retry") and _FELL_BACK.found_in(lowered):
         return "warning"
     if pattern.role == "cause" and (
-        any(w in lowered for w in _TRYING_AGAIN) or _TRIED_AGAIN.search(lowered)
+        any(w in lowered for w in _TRYING_AGAIN) or _TRIED_AGAIN.found_in(lowered)
     ):
         return "retry"
     if pattern.role == "symptom" and _WARNING.match(lowered):

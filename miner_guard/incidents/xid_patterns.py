@@ -1,6 +1,6 @@
 """Patterns for lines with an Xid number, built from the rows of `miner_guard/health/xids.toml`.
 
-An entry in a knowledge file names tiers instead of numbers: `{ has = ["xid"], xids = ["reset"] }`.
+An entry in a knowledge file names tiers instead of numbers: `{ has = ["xid "], xids = ["reset"] }`.
 """
 
 from __future__ import annotations

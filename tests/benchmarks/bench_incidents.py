@@ -94,6 +94,12 @@ def hostile() -> dict[str, bytes]:
         neuron % (uid, chance.getrandbits(120), chance.getrandbits(120), chance.random())
         for uid in range(256)
     ).encode()
+    words = ',"permission":"denied? no wallet","status":"error 429, retrying"}'
+    loud = ",".join(
+        neuron[:-1] % (uid, chance.getrandbits(120), chance.getrandbits(120), chance.random())
+        + words
+        for uid in range(256)
+    ).encode()
     return {
         "base64 on one line": base64.b64encode(raw) + b"\n",
         "base64 in lines": base64.encodebytes(raw),
@@ -101,7 +107,12 @@ def hostile() -> dict[str, bytes]:
         "NULs": bytes(4_000_000),
         "a metagraph of 256 neurons a line": (b'{"neurons":[' + metagraph + b"]}\n") * 100,
         "metagraphs on one line": metagraph * 100 + b"\n",
+        "a metagraph full of trigger words": (b'{"neurons":[' + loud + b"]}\n") * 100,
         "one word of a pattern over and over": b"hotkey " * 500_000 + b"\n",
+        "trigger words on lines of a megabyte": (
+            b"wallet permission denied password hotkey " * 25_000 + b"\n"
+        )
+        * 3,
     }
 
 

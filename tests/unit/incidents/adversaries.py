@@ -112,5 +112,5 @@ def _holds(member: Any, text: str) -> bool:
 
 def distinct(entries: Iterable[Pattern]) -> list[Pattern]:
     """Entries with a regex; of those that differ in numbers alone, such as Xid's, one."""
-    kinds = {re.sub(r"\d+", "0", e.regex.pattern): e for e in entries if e.regex is not None}
+    kinds = {re.sub(r"\d+", "0", e.expression): e for e in entries if e.expression is not None}
     return list(kinds.values())

@@ -43,7 +43,9 @@ def test_a_fix_of_a_line_says_where_it_comes_from() -> None:
 def test_a_word_that_is_enough_by_itself_holds_a_trigger() -> None:
     """Otherwise the scanner would never examine the line."""
     known = knowledge.load()
-    enough = [word for pattern in known.patterns if pattern.regex is None for word in pattern.has]
+    enough = [
+        word for pattern in known.patterns if pattern.expression is None for word in pattern.has
+    ]
     assert not [
         word for word in enough if not any(trigger.decode() in word for trigger in known.triggers)
     ]

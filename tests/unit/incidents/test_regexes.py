@@ -17,6 +17,7 @@ from miner_guard.incidents.regexes import (
     met,
     requirement,
     superlinear,
+    width,
     words_of,
 )
 
@@ -53,10 +54,10 @@ def test_no_known_error_is_lost_by_the_words_that_its_pattern_needs() -> None:
         for line in row["text"].splitlines():
             lowered = clean(line.encode())[1].lower()
             for entry in knowledge.load().entries:
-                if entry.regex is not None and entry.regex.search(lowered):
+                if entry.search is not None and entry.search.regex.search(lowered):
                     matched += 1
                     words = {word for word in words_of(entry.needs) if word in lowered.encode()}
-                    assert met(entry.needs, words), (entry.regex.pattern, lowered)
+                    assert met(entry.needs, words), (entry.expression, lowered)
     assert matched > 500
 
 
@@ -85,10 +86,12 @@ def test_what_is_linear_is_not(regex: str) -> None:
 
 @pytest.mark.parametrize("entry", distinct(knowledge.load().entries))
 def test_a_long_line_shows_what_a_short_one_shows(entry: Pattern) -> None:
-    """An expression is searched for around its words only where a line is long."""
-    assert entry.regex is not None
-    for text in adversaries(entry.regex.pattern, 80):
-        line = ". " * 600 + text + " ." * 600
+    """An expression is searched for around its words only where a line is long; one that may match
+    any length of text, at the line's beginning."""
+    assert entry.search is not None
+    before = "" if width(entry.search.expression) is None else ". " * 600 + entry.has[0] + " "
+    for text in adversaries(entry.search.expression, 80):
+        line = before + text + " ." * 600
         words = {word for word in entry.literals if word in line.encode()} | entry.any_of
-        there = entry.regex.search(line) is not None
+        there = entry.search.regex.search(line) is not None
         assert entry.matches(line, words - entry.none_of) == there, line

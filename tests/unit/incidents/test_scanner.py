@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 import random
@@ -278,3 +279,34 @@ def test_frames_taken_whole_are_the_same_however_the_output_is_cut(at: list[int]
 def test_the_source_that_a_frame_quotes_is_no_error() -> None:
     labels = [getattr(item, "label", None) for item in seen_of([FRAMES])]
     assert labels == ["code_bug", "checkpoint_corrupt", "code_bug"]
+
+
+def test_an_error_far_along_a_line_of_its_own_words_is_found() -> None:
+    """Of a line's later pieces, only what has a new word is examined."""
+    noise = "wallet permission password error retrying " * 10_000
+    log = noise + "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n"
+    assert root(log) == "cuda_oom"
+    assert root(noise + "\n") is None
+
+
+def test_every_redraw_of_a_progress_bar_is_a_line_of_its_own() -> None:
+    bar = "\r".join(f"{n}%|#####    | {n}/90000 [1:02:03<9:08:07,  2.1s/it]" for n in range(900))
+    assert root(bar + "\rRuntimeError: CUDA error: an illegal memory access was encountered\n") == (
+        "cuda_illegal_memory_access"
+    )
+    assert root(bar + "\n") is None
+
+
+def test_an_error_between_lines_of_base64_is_found() -> None:
+    encoded = base64.encodebytes(random.Random(7).randbytes(60_000)).decode()
+    log = encoded + "RuntimeError: CUDA error: an illegal memory access was encountered\n" + encoded
+    assert root(log) == "cuda_illegal_memory_access"
+    assert root(encoded) is None
+
+
+def test_a_retry_far_from_an_error_on_a_long_line_is_seen() -> None:
+    line = "error: 429 Client Error: Too Many Requests for url: https://huggingface.co/x"
+    between = "a shard was read; " * 200
+    steps = "".join(f"step {n} loss 3.{n}\n" for n in range(20))
+    assert root(f"{line} {between} retrying in 5 s\n{steps}") is None
+    assert root(f"{line} {between}\n") == "hf_rate_limit"
