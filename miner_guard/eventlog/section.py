@@ -11,7 +11,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 _Section = TypeVar("_Section", bound="Section")
 
@@ -34,6 +34,22 @@ class Section:
     def to_json(self) -> dict[str, Any]:
         """The section as it is written to the document."""
         return {f.name: _plain(getattr(self, f.name)) for f in fields(typing.cast(Any, self))}
+
+
+class LastRead(Generic[_Section]):
+    """Reads sections, but not the same document twice in a row: the guard composes a document every
+    few seconds and its monitors read it at every tick."""
+
+    def __init__(self, section: type[_Section]) -> None:
+        self._section = section
+        self._document: Any = None
+        self._read = section()
+
+    def of(self, document: Any) -> _Section:
+        """The section. The document must not change after it was passed here."""
+        if document is not self._document:
+            self._document, self._read = document, self._section.from_json(document)
+        return self._read
 
 
 _Reader = Callable[[Any], Any]

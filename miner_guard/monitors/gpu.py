@@ -13,6 +13,7 @@ from miner_guard.detectors.model_sizes import size_of
 from miner_guard.diagnosis.faults import Faults
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.line_templates import template
+from miner_guard.eventlog.section import LastRead
 from miner_guard.eventlog.status_document import GpusStatus, HealthStatus
 from miner_guard.flight_recorder.journal import DiagnosisEntry, JournalEntry, TrainingEntry
 from miner_guard.flight_recorder.records import Now
@@ -45,6 +46,7 @@ class GpuMonitor(Monitor):
         self._policy = BatchPolicy(self._settings.max_relaunches)
         self._faults = Faults()
         self._nvml = GpusStatus()
+        self._health = LastRead(HealthStatus)
         self._params: int | None = None
         self._model = self._settings.model_name
         self._last: Finding | None = None
@@ -133,7 +135,7 @@ class GpuMonitor(Monitor):
         if self._settings.expect == 0:
             # The user chose the CPU: ignore the GPUs.
             return
-        health = HealthStatus.from_json(self.context.status().get("health"))
+        health = self._health.of(self.context.status().get("health"))
         if health.gpus.taken not in (None, self._nvml.taken):
             self._nvml = health.gpus
             busy = [row.get("utilization_ratio") for row in self._rows()]

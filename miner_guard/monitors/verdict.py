@@ -11,6 +11,7 @@ from miner_guard.detectors.verdict_conditions import Memory
 from miner_guard.detectors.verdict_history import VerdictWeek
 from miner_guard.detectors.verdict_wording import headline
 from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.section import LastRead
 from miner_guard.eventlog.status_document import StatusDocument, VerdictStatus, read_status
 from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Context, Monitor
@@ -35,6 +36,7 @@ class VerdictMonitor(Monitor):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._memory = Memory()
+        self._document = LastRead(StatusDocument)
         self._current: RunVerdict | None = None
         self._since = context.clock.wall()
         self._candidate: tuple[str, float] | None = None
@@ -58,7 +60,7 @@ class VerdictMonitor(Monitor):
         status = self.context.status()
         if not status:
             return ()
-        verdict = judge(StatusDocument.from_json(status), self._memory)
+        verdict = judge(self._document.of(status), self._memory)
         if self._current is not None and verdict.key == self._current.key:
             # Update the numbers in the sentence; only a different condition counts as a change.
             self._current, self._candidate = verdict, None

@@ -40,7 +40,10 @@ class Story:
             self.clock, "3f9c21d7a04e", Redactor(), [JsonlSink(self.state.log, LogSettings())]
         )
         self.status: dict[str, Any] = {"state": "running", "run_id": "3f9c21d7a04e", "restarts": 0}
-        self._monitor = VerdictMonitor(context(root, clock=self.clock, status=lambda: self.status))
+        # The guard composes a new document each time and never changes one.
+        self._monitor = VerdictMonitor(
+            context(root, clock=self.clock, status=lambda: dict(self.status))
+        )
         self._ledger = Ledger(self.state.ledger)
         self._total = self._inner = 0
         self._outer, self._published = 56, -1e9

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miner_guard.config import Config
-from miner_guard.eventlog.section import Section
+from miner_guard.eventlog.section import LastRead, Section
 from miner_guard.eventlog.status_document import (
     ChainStatus,
     HealthStatus,
@@ -74,3 +74,16 @@ def test_monitors_write_the_fields_that_readers_read(tmp_path: Path) -> None:
     looked = chain_fields(ChainReading(reason=None))
     assert _names(ChainStatus) - {"reason", "outer_step"} <= set(looked)
     assert _names(JobStatus) == {"runs", "last_s", "max_s", "missed"}
+
+
+def test_a_document_is_read_once_until_there_is_another() -> None:
+    """The verdict's and the GPU's monitor read it at every tick, and an idle guard composes one
+    every five seconds."""
+    last = LastRead(StatusDocument)
+    assert last.of(None) == StatusDocument()
+    first, second = {"state": "running"}, {"state": "waiting"}
+    read = last.of(first)
+    assert read.state == "running"
+    assert last.of(first) is read
+    assert last.of(second).state == "waiting"
+    assert last.of(first).state == "running"

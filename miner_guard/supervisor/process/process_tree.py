@@ -42,6 +42,9 @@ class ProcessTree:
     def __init__(self, state: StateDir, clock: Clock) -> None:
         self._state, self._clock = state, clock
         self._cgroup: Cgroup | None = None
+        self._in_cgroup: set[int] = set()
+        """The cgroup's members at the last search."""
+
         self._registry = PidRegistry(state)
         self.on_listed: Callable[[frozenset[Process]], None] = lambda _processes: None
         """Called with the launch's living processes whenever they change."""
@@ -156,8 +159,9 @@ class ProcessTree:
         processes of the host if there is no cgroup."""
         if self._cgroup is None:
             return processes.table()
+        self._in_cgroup = self._cgroup.pids()
         # Leave out the children that other threads started: they are the guard's helpers.
-        pids = self._cgroup.pids() | processes.children_of_thread(os.getpid(), os.getpid())
+        pids = self._in_cgroup | processes.children_of_thread(os.getpid(), os.getpid())
         return {pid: seen for pid in pids if (seen := processes.stat(pid)) is not None}
 
     def _members(self, launcher: Process | None, table: Table) -> set[Process]:
@@ -169,12 +173,9 @@ class ProcessTree:
         ):
             roots.add(launcher.pid)
         found = processes.descendants(roots, table)
-        if self._cgroup is not None:
-            found |= {
-                table[pid].process
-                for pid in self._cgroup.pids()
-                if pid in table and table[pid].lives
-            }
+        found |= {
+            table[pid].process for pid in self._in_cgroup if pid in table and table[pid].lives
+        }
         return found
 
     def _adopted(self, table: Table) -> list[int]:
