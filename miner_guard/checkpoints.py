@@ -15,18 +15,19 @@ import shutil
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from miner_guard.checkpoint_memory import MemoryTier, NoRoom
+from miner_guard.snapshots.memory_tier import MemoryTier, NoRoom
 from miner_guard.state_dir import STATE_DIR, StateDir
 
 T = TypeVar("T")
@@ -63,7 +64,8 @@ class Checkpointer:
     """Saves a checkpoint every `every` steps and on request, keeps the last `keep`, and resumes
     from the newest complete one.
 
-    Every method but `request` is collective: each rank must call it at the same point.
+    Every method but `request`, `snapshot` and `settle` is collective: each rank must call it at the
+    same point.
     The constructor creates a gloo group for the writer threads. If the default group has only the
     NCCL backend, some versions of torch cannot write asynchronously, and training waits for the
     write; to avoid that, create the group with `cpu:gloo,cuda:nccl`. The writer thread calls
@@ -79,9 +81,15 @@ class Checkpointer:
         on_saved: Callable[[Saved], None] = lambda _saved: None,
         memory_every: int | None = None,
         on_memory_off: Callable[[str], None] = lambda _reason: None,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
         """`memory_every`: number of steps between two snapshots in /dev/shm; None: take none. When
-        a rank stops taking snapshots, it calls `on_memory_off` with the reason."""
+        a rank stops taking snapshots, it calls `on_memory_off` with the reason.
+
+        `optimizers`: their parameters and states are copied while training continues, until the
+        next step of any optimizer. Pass all that change the model only in their `step`, and call
+        `settle` before anything else changes it. Without them, training waits for the whole copy.
+        """
         if every < 1 or keep < 1:
             raise ValueError(f"every = {every} and keep = {keep} must be at least 1")
         self._folder = folder
@@ -101,15 +109,15 @@ class Checkpointer:
         self._memory_every = memory_every
         self._on_memory_off = on_memory_off
         if memory_every is not None:
-            self._open_memory()
+            self._open_memory(optimizers)
         self._barrier()
 
-    def _open_memory(self) -> None:
+    def _open_memory(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         state_dir = os.environ.get(STATE_DIR)
         home = StateDir(Path(state_dir) if state_dir else self._folder.absolute()).memory
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         try:
-            self._memory = MemoryTier(home, self._rank, world_size)
+            self._memory = MemoryTier(home, self._rank, world_size, optimizers)
         except OSError as error:
             self._memory_off(f"{home}: {error.strerror or error}")
 
@@ -123,7 +131,8 @@ class Checkpointer:
     def snapshot(self, step: int, state: Callable[[], dict[str, Any]]) -> float:
         """Keep this rank's share of `state()` in memory, every `memory_every` steps.
 
-        Does not wait for other ranks. Returns the seconds that training waited. If the memory is
+        Call it after the optimizer's step. Does not wait for other ranks. Returns the seconds that
+        training waited, here and in the optimizers' steps since the last snapshot. If the memory is
         too small, the rank stops taking snapshots and calls `on_memory_off` with the reason.
         """
         if self._memory is None or self._memory_every is None or step % self._memory_every:
@@ -133,6 +142,12 @@ class Checkpointer:
         except (NoRoom, OSError, RuntimeError) as error:
             self._memory_off(str(error))
             return 0.0
+
+    def settle(self) -> None:
+        """Wait until the last snapshot no longer needs the state's tensors. An optimizer's step
+        calls it; call it before anything else changes parameters or optimizer states."""
+        if self._memory is not None:
+            self._memory.settle()
 
     def request(self) -> None:
         """Make the next `due` return True, whatever the step. May be called in a signal handler."""

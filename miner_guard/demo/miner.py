@@ -80,6 +80,7 @@ class Miner:
             every=self.options.checkpoint_every,
             on_saved=self._saved.append,
             memory_every=1,
+            optimizers=(self.optimizer, self.outer),
             on_memory_off=lambda reason: self.lines.info(f"No snapshots in memory: {reason}"),
         )
         if self.options.resume != "none":

@@ -9,19 +9,22 @@ import torch
 from torch import Tensor, nn
 
 
-class OuterOptimizer:
+class OuterOptimizer(torch.optim.Optimizer):
     """SGD with Nesterov momentum over pseudo-gradients. Works on the local shards, so a step needs
-    no collective."""
+    no collective. It is an optimizer of torch, so that its step waits for a snapshot's copy."""
 
     def __init__(self, model: nn.Module, lr: float = 0.5, momentum: float = 0.9) -> None:
         # DiLoCo's 0.7 suits many miners, whose averaged update is shorter than each miner's own. A
         # single miner would overshoot: the first Nesterov step is (1 + momentum) * lr times the
         # distance trained.
+        super().__init__(model.parameters(), {"lr": lr, "momentum": momentum})
         self._lr = lr
         self._momentum = momentum
         self._model = model
         self.start = {name: p.detach().clone() for name, p in model.named_parameters()}
         self.velocity = {name: torch.zeros_like(p) for name, p in self.start.items()}
+        for name, parameter in model.named_parameters():
+            self.state[parameter] = {"start": self.start[name], "velocity": self.velocity[name]}
 
     @torch.no_grad()
     def pseudo_gradient(self, name: str, parameter: Tensor) -> Tensor:
@@ -29,7 +32,7 @@ class OuterOptimizer:
         return self.start[name] - parameter.detach()
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Move the outer parameters along the pseudo-gradient and continue the inner ones from
         there."""
         for name, parameter in self._model.named_parameters():

@@ -24,8 +24,19 @@ TITLE = "Checkpoints in memory, the same model and state"
 _ROUNDS = 3
 _STEP_TARGET = "<= 5 % of a step"
 
-Save = Callable[[int], None]
-"""Saves the state of a step; returns as soon as training may continue."""
+
+@dataclass(frozen=True)
+class Way:
+    """One way to save."""
+
+    save: Callable[[int], None]
+    """Saves the state of a step; returns as soon as training may continue."""
+
+    finish: Callable[[], object]
+    """Waits until all of it is saved."""
+
+    waited_later: Callable[[], float] = lambda: 0.0
+    """Seconds that the optimizer's next step waited for the copy."""
 
 
 def run() -> list[Row]:
@@ -92,20 +103,20 @@ def _blocking() -> Iterator[Row]:
     times: dict[str, _Times] = {}
     steps: list[float] = []
     with ExitStack() as stack:
-        saves: dict[str, tuple[Save, Path]] = {}
+        ways: dict[str, tuple[Way, Path]] = {}
         for name, make in WAYS.items():
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
             try:
-                saves[name] = (stack.enter_context(make(training, folder)), folder)
+                ways[name] = (stack.enter_context(make(training, folder)), folder)
             except ImportError as error:
                 yield Row(f"{name}: training waits", None, "ms", note=f"{error}")
         # In turn, so that all meet the same machine; the first round reserves memory.
         for number in range(1, _ROUNDS + 2):
-            for name, (save, _) in saves.items():
-                steps.append(_measure(training, save, number, times.setdefault(name, _Times())))
+            for name, (way, _) in ways.items():
+                steps.append(_measure(training, way, number, times.setdefault(name, _Times())))
         held = {
             name: sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
-            for name, (_, folder) in saves.items()
+            for name, (_, folder) in ways.items()
         }
     alone = statistics.median(steps)
     note = f"2 048 tokens, {size / 1e6:.0f} MB of state"
@@ -121,16 +132,20 @@ def _blocking() -> Iterator[Row]:
         yield Row(f"{name}: bytes in /dev/shm", held[name] / size, "x the state")
 
 
-def _measure(training: Training, save: Save, number: int, times: _Times) -> float:
+def _measure(training: Training, way: Way, number: int, times: _Times) -> float:
     """Seconds of the step before the save."""
     alone = training.step()
     start, cpu = time.monotonic(), time.thread_time()
-    save(number)
+    way.save(number)
     waited = time.monotonic() - start
     times.own.append(time.thread_time() - cpu)
+    beside = training.step()
+    waited += way.waited_later()
     times.waits.append(waited)
     times.shares.append(waited / alone)
-    times.beside.append(training.step() / alone)
+    times.beside.append(beside / alone)
+    # What is still being written must not slow the next way's step.
+    way.finish()
     return alone
 
 
@@ -138,20 +153,20 @@ OURS = "miner-guard's memory tier"
 
 
 @contextmanager
-def _ours(training: Training, folder: Path) -> Iterator[Save]:
-    from miner_guard.checkpoint_memory import MemoryTier
+def _ours(training: Training, folder: Path) -> Iterator[Way]:
+    from miner_guard.snapshots.memory_tier import MemoryTier
 
-    tier = MemoryTier(folder, 0, 1)
+    tier = MemoryTier(folder, 0, 1, (training.optimizer,))
 
     def save(step: int) -> None:
         tier.save(step, training.state())
 
-    yield save
+    yield Way(save, tier.wait, lambda: tier.waited_s)
     tier.close(remove=False)
 
 
 @contextmanager
-def _dcp(training: Training, folder: Path) -> Iterator[Save]:
+def _dcp(training: Training, folder: Path) -> Iterator[Way]:
     """torch.distributed.checkpoint.async_save into /dev/shm, which keeps the last two."""
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict_saver import async_save
@@ -167,14 +182,13 @@ def _dcp(training: Training, folder: Path) -> Iterator[Save]:
         pending.append(async_save(training.state(), checkpoint_id=folder / f"step-{step}"))
 
     try:
-        yield save
-        pending.pop().result()
+        yield Way(save, lambda: pending[-1].result())
     finally:
         dist.destroy_process_group()
 
 
 @contextmanager
-def _torch_save(training: Training, folder: Path) -> Iterator[Save]:
+def _torch_save(training: Training, folder: Path) -> Iterator[Way]:
     import torch
 
     def save(step: int) -> None:
@@ -182,11 +196,11 @@ def _torch_save(training: Training, folder: Path) -> Iterator[Save]:
         torch.save(training.state(), draft)
         os.replace(draft, folder / f"slot-{step % 2}")
 
-    yield save
+    yield Way(save, lambda: None)
 
 
 @contextmanager
-def _nvrx(training: Training, folder: Path) -> Iterator[Save]:
+def _nvrx(training: Training, folder: Path) -> Iterator[Way]:
     """NVRx's LocalCheckpointManager as its usage guide shows it, asynchronous, in /dev/shm."""
     import torch.distributed as dist
 
@@ -211,8 +225,7 @@ def _nvrx(training: Training, folder: Path) -> Iterator[Save]:
             request = manager.save(state, step, is_async=True)
             queue.schedule_async_request(request)
 
-        yield save
-        queue.maybe_finalize_async_calls(blocking=True)
+        yield Way(save, lambda: queue.maybe_finalize_async_calls(blocking=True))
         queue.close()
     finally:
         dist.destroy_process_group()
@@ -232,7 +245,13 @@ def _recovery() -> Iterator[Row]:
     every = f"from disk, every {ON_DISK_EVERY} steps"
     for name, memory in (("from memory", True), (every, False)):
         with tempfile.TemporaryDirectory() as folder:
-            seconds, lost = _recover(Path(folder), memory=memory)
+            try:
+                seconds, lost = _recover(Path(folder), memory=memory)
+            except AssertionError as error:
+                # At a high load the demo's steps take longer than the wait for them.
+                note = f"load {os.getloadavg()[0]:.0f}: {str(error)[:60]}"
+                yield Row(f"fault -> first new step, {name}", None, "s", note=note)
+                continue
         yield Row(f"fault -> first new step, {name}", seconds, "s")
         yield Row(f"steps lost, {name}", lost, "", "<= 1" if memory else "")
 

@@ -20,7 +20,7 @@ NEEDS = {
     "lightning_trainer": "lightning",
     "accelerate_loop": "accelerate",
 }
-LONG = {"hf_trainer", "lightning_trainer", "accelerate_loop", "fsdp2"}
+LONG = {"hf_trainer", "lightning_trainer", "accelerate_loop", "fsdp2", "checkpoints"}
 """In `make test` test_attach_auto runs the same frameworks and test_demo FSDP2; each takes seconds
 of CPU to import."""
 
@@ -65,7 +65,7 @@ def test_it_runs_as_its_first_lines_say(example: Path, tmp_path: Path) -> None:
 
 def test_each_is_short_and_in_the_list() -> None:
     listed = (requires.REPO / "examples" / "README.md").read_text()
-    assert len(EXAMPLES) == 7
+    assert len(EXAMPLES) == 8
     for example in EXAMPLES:
         assert len(example.read_text().splitlines()) < 60
         assert f"| `{example.name}` |" in listed

@@ -21,9 +21,9 @@ requires.module("torch")
 
 import torch  # noqa: E402
 
-from miner_guard import checkpoint_memory  # noqa: E402
-from miner_guard.checkpoint_memory import MemoryTier  # noqa: E402
 from miner_guard.checkpoints import Checkpointer, Skipped  # noqa: E402
+from miner_guard.snapshots import memory_tier  # noqa: E402
+from miner_guard.snapshots.memory_tier import MemoryTier  # noqa: E402
 from miner_guard.state_dir import STATE_DIR, StateDir  # noqa: E402
 
 
@@ -136,7 +136,7 @@ def test_another_world_size_finds_nothing_of_its_own(tmp_path: Path, memory: Pat
 def test_without_room_training_continues_and_the_reason_is_reported(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_memory, "free_bytes", lambda _folder: 1000)
+    monkeypatch.setattr(memory_tier, "free_bytes", lambda _folder: 1000)
     off: list[str] = []
     first = launch(tmp_path / "disk", off)
     assert first.snapshot(1, lambda: state(1)) == 0.0
@@ -151,9 +151,9 @@ def test_the_free_memory_is_the_lesser_of_the_tmpfs_and_the_machine(
 ) -> None:
     space = namedtuple("space", "f_bavail f_frsize")
     monkeypatch.setattr(os, "statvfs", lambda _folder: space(10, 4096))
-    assert checkpoint_memory.free_bytes(tmp_path) == 40960
+    assert memory_tier.free_bytes(tmp_path) == 40960
     monkeypatch.setattr(os, "statvfs", lambda _folder: space(1 << 50, 4096))
-    assert 0 < checkpoint_memory.free_bytes(tmp_path) < 1 << 50
+    assert 0 < memory_tier.free_bytes(tmp_path) < 1 << 50
 
 
 KILLED = """

@@ -1,0 +1,1 @@
+"""Snapshots: this rank's share of the state, in memory for the next launch."""
