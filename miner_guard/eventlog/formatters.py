@@ -234,9 +234,22 @@ def _first_rank(r: Mapping[str, Any]) -> list[str]:
         _seen("Batch size (per GPU)", r.get("batch_size")),
         _seen("Effective batch size (total)", r.get("effective_batch_size")),
         _seen("World size (GPUs)", r.get("world_size")),
-        _seen("Gradient accumulation steps", r.get("accumulation_steps")),
+        _seen("Gradient accumulation steps", _accumulation(r)),
     ]
     return rows
+
+
+def _accumulation(r: Mapping[str, Any]) -> Any:
+    """Source 004 counts effective batch / batch: the micro-batches of all ranks. A rank that shares
+    them does its part, and then both numbers are given."""
+    steps, batch, effective, ranks = (
+        r.get(name)
+        for name in ("accumulation_steps", "batch_size", "effective_batch_size", "world_size")
+    )
+    if not (steps and batch and effective and ranks) or ranks == 1:
+        return steps
+    shared = steps * ranks == effective // batch
+    return f"{steps} on each rank, {steps * ranks} in all" if shared else steps
 
 
 def _seen(what: str, value: Any, spec: str = "", unit: str = "") -> str:

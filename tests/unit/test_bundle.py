@@ -99,6 +99,23 @@ def test_the_bundle_answers_what_a_helper_asks_and_holds_no_secret(
     assert "review it before you share it" in capsys.readouterr().out
 
 
+def test_the_bundle_holds_what_nvidia_smi_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Source 004 asks for it. A driver that hangs costs the bundle this one file."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA-SMI 570.133.20  |  18867MiB / 81920MiB'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert "18867MiB / 81920MiB" in bundle.run(["nvidia-smi"])
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(bundle, "_COMMAND_S", 0.2)
+    assert "no answer" in bundle.run(["nvidia-smi"])
+    program.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert bundle.run(["nvidia-smi"]) == "nvidia-smi is not installed\n"
+
+
 def test_an_empty_state_directory_still_gives_a_bundle_and_a_bad_path_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from miner_guard.eventlog import formatters
 from miner_guard.flight_recorder.journal import TrainingEntry
 
 torch = pytest.importorskip("torch")
@@ -61,6 +62,18 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_there(
     assert report["unread"] == {"cuda": "RuntimeError: CUDA driver error: out of memory"}
     assert report["accumulation_steps"] == 256
     assert report["shard_params"] == 6
+
+
+def test_the_block_counts_micro_batches_of_a_rank_and_in_all() -> None:
+    """Guards against 64 where source 004 says 256, without a word: four ranks share them."""
+    report = {"rank": 0, "world_size": 4, "batch_size": 2, "effective_batch_size": 512}
+    said = {}
+    for steps in (64, 256, None):
+        block = formatters.gpu_diagnostics({"ranks": [{**report, "accumulation_steps": steps}]})
+        (said[steps],) = (row for row in block.splitlines() if "accumulation" in row)
+    assert said[64].endswith("Gradient accumulation steps: 64 on each rank, 256 in all")
+    assert said[256].endswith("Gradient accumulation steps: 256")
+    assert said[None].endswith("unknown")
 
 
 @pytest.mark.parametrize(("variable", "local_rank"), [("0", 0), (None, None)])
