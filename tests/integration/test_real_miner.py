@@ -12,7 +12,7 @@ from tests.support import requires
 for package in ("torch", "moto", "boto3"):
     requires.module(package)
 
-from tests.truth import real_miner  # noqa: E402 - needs torch
+from tests.truth import miner_runs, real_miner  # noqa: E402 - needs torch
 from tests.truth.miner.plan import Round  # noqa: E402
 from tests.truth.miner.rejects import rounds_and_beyond  # noqa: E402
 
@@ -26,7 +26,7 @@ def test_each_reject_stops_before_the_upload_and_nothing_else_changes(tmp_path: 
     """Guards against a command that only a checkout could show to be broken."""
     rounds, _ = rounds_and_beyond()
     harmless = Round("harmless: as the compressor left it", gradients={})
-    miner = real_miner.Miner(IMITATION, 1, tmp_path)
+    miner = miner_runs.Miner(IMITATION, 1, tmp_path)
     parts = dict(real_miner.questions(miner, [*rounds, harmless], alone=False))
     wrong = [row for rows in parts.values() for row in rows if not row.agrees]
     # What is not wrong goes out, and a row that expects a stop says so.

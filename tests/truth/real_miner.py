@@ -2,12 +2,11 @@
 
     python -m tests.truth.real_miner CHECKOUT [--ranks N] [--only WORDS] [--alone] [--keep FOLDER]
 
-CHECKOUT is a clone of dstrbtd/DistributedTraining at the version to be run; nothing of it is part
-of this project. `neurons/miner.py` is started as it is, under torchrun: its classes, its
-compressor, its upload worker and its S3 code are its own. What stands in for the rest (chain, Hub,
-DHT, data set, GPU; a local S3 server in R2's place; a model of 82,000 parameters) is in
-`tests/truth/miner/`. Needs torch, numpy, pydantic, boto3, moto[server], filelock, tqdm, einops and
-safetensors.
+CHECKOUT is a clone of dstrbtd/DistributedTraining at the version to run; this project contains no
+part of it. The command starts `neurons/miner.py` unmodified, under torchrun, with upstream's
+classes, compressor, upload worker and S3 code. `tests/truth/miner/` has the stand-ins for the rest
+(chain, Hub, DHT, data set, GPU; a local S3 server for R2; a model of 82,000 parameters). Needs
+torch, numpy, pydantic, boto3, moto[server], filelock, tqdm, einops and safetensors.
 
 Two questions, one table, exit code 1 if an answer is no:
 
@@ -16,104 +15,32 @@ Two questions, one table, exit code 1 if an answer is no:
    the miner's log lines by thread, the uploads' return values, weights, error feedback and
    random state after each, and the exit code.
 2. Does each reject of the truth table that a miner's own files, keys or bucket can bring about
-   stop before the upload, with its sentence? Each is done to the miner (its compressor returns
-   other values, its block list is old, …), and between them good uploads go out.
+   stop before the upload, with its sentence? Each is inflicted on the miner (its compressor
+   returns other values, its block list is old, …), with good uploads in between.
    `--alone` also shows that, without the guard, the first of each group is uploaded.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
-import os
 import re
-import socket
-import subprocess
 import sys
 import tempfile
-import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miner_guard import attach
-from miner_guard.flight_recorder.reader import BadFlight, FlightReader
-from miner_guard.state_dir import StateDir
-from tests.truth import states
 from tests.truth.miner import rejects
 from tests.truth.miner.plan import Plan, Round
-from tests.truth.server import Server
+from tests.truth.miner_runs import Miner, Ran
 
-HERE = Path(__file__).resolve().parent
-GUARD = "import sys; from miner_guard.cli.main import main; sys.exit(main())"
 GOOD = "good"
-LIMIT_S = 900.0
-_END = "Model state upload completed"
-"""A future's callback: it runs in the upload thread, or in the training thread if the upload has
-ended by then."""
-
-
-class Storage(Server):
-    """R2: the miner's bucket and the global model's; logs what is written."""
-
-    def __init__(self, folder: Path) -> None:
-        self._calls = folder / "calls.jsonl"
-        self._writing = threading.Lock()
-        super().__init__()
-        metadata = {"run": 5, "outer_step": 56, "inner_step": 0, "peer_id": "12D3KooWtest"}
-        self.set(states.State(objects={"metadata.json": json.dumps(metadata).encode()}))
-        from moto.core.models import DEFAULT_ACCOUNT_ID
-        from moto.s3.models import s3_backends
-
-        self._backend = s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
-        self._backend.create_bucket(states.MODEL, "us-east-1")
-        self._backend.put_object(states.MODEL, "metadata.json", json.dumps(metadata).encode())
-
-    def _door(self, environ: Any, start: Any) -> Any:
-        by = re.search(r" by/(\w+)", environ.get("HTTP_USER_AGENT", ""))
-        who = by[1] if by else "unknown"
-        line = json.dumps(["s3", environ["REQUEST_METHOD"], environ["PATH_INFO"], who])
-        with self._writing, self._calls.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-        return super()._door(environ, start)
-
-    def objects(self) -> dict[str, str]:
-        """What the miner's bucket holds: the digest of each object."""
-        keys = self._backend.buckets[states.BUCKET].keys
-        return {name: hashlib.sha256(keys[name].value).hexdigest() for name in sorted(keys)}
-
-
-@dataclass(frozen=True)
-class Ran:
-    """What one run of the miner left behind."""
-
-    code: int
-    objects: Mapping[str, str]
-    lines: Mapping[str, Sequence[str]]
-    """The miner's log lines by rank and thread."""
-
-    calls: Sequence[Sequence[str]]
-    rounds: Sequence[Mapping[str, Any]]
-    decisions: Sequence[Mapping[str, Any]]
-    printed: str
-
-    def calls_of(self, name: str) -> list[Sequence[str]]:
-        """The calls of the round of this name."""
-        starts = [n for n, call in enumerate(self.calls) if call[:2] == ["round", name]]
-        if not starts:
-            return []
-        end = next(
-            (n for n in range(starts[0] + 1, len(self.calls)) if self.calls[n][0] == "round"), None
-        )
-        return list(self.calls[starts[0] + 1 : end])
 
 
 def uploads(calls: Sequence[Sequence[str]]) -> list[Sequence[str]]:
-    """Of these calls those that publish something."""
+    """The calls that publish something."""
     return [
         call
         for call in calls
@@ -122,149 +49,9 @@ def uploads(calls: Sequence[Sequence[str]]) -> list[Sequence[str]]:
     ]
 
 
-@dataclass(frozen=True)
-class Miner:
-    """How to start the miner of a checkout."""
-
-    checkout: Path
-    ranks: int
-    folder: Path
-
-    def run(self, name: str, plan: Plan, guarded: str | None) -> Ran:
-        """Run it once. `guarded`: None, `run` (under `miner-guard run`) or `hook` (in a state
-        directory of which this process reads the decisions)."""
-        folder = self.folder / name
-        (folder / "work").mkdir(parents=True)
-        (folder / "calls.jsonl").touch()
-        storage, state = Storage(folder), StateDir(folder / "state")
-        state.root.mkdir()
-        plan.write(folder / "plan.json")
-        world = {"folder": str(folder), "endpoint": storage.endpoint, "plan": f"{folder}/plan.json"}
-        env = self._env(world)
-        command = self._command()
-        decisions: list[Mapping[str, Any]] = []
-        if guarded == "run":
-            options = ["--no-preflight", "--no-restart", "--attach", "sn38"]
-            guard = [sys.executable, "-c", GUARD, "run", *options, "--state-dir", str(state.root)]
-            command = [*guard, "--", *command]
-            env |= {"MINER_GUARD_MINER__FINITE": "true", "MINER_GUARD_MINER__PROFILE": "sn38"}
-        elif guarded == "hook":
-            env = {
-                **attach.environment("sn38", env),
-                "_MINER_GUARD_STATE_DIR": str(state.root),
-                "_MINER_GUARD_RANK_SETTINGS": json.dumps({"gate": {"broadcast_timeout_s": 60.0}}),
-            }
-        with _supervising(state, decisions) if guarded == "hook" else _nothing():
-            done = subprocess.run(
-                command,
-                cwd=folder / "work",
-                env=env,
-                capture_output=True,
-                text=True,
-                timeout=LIMIT_S,
-                check=False,
-            )
-        storage.close()
-        printed = done.stdout + done.stderr
-        (folder / "printed.txt").write_text(printed, encoding="utf-8")
-        hub = {str(p.relative_to(folder)): _digest(p) for p in sorted((folder / "hub").rglob("*"))}
-        return Ran(
-            done.returncode,
-            {**storage.objects(), **hub},
-            _by_thread(_read(folder / "lines.jsonl")),
-            _read(folder / "calls.jsonl"),
-            _read(folder / "rounds.jsonl"),
-            decisions,
-            printed,
-        )
-
-    def _env(self, world: Mapping[str, str]) -> dict[str, str]:
-        paths = [str(HERE / "miner" / "site"), str(self.checkout), str(HERE.parents[1])]
-        path = os.environ.get("PYTHONPATH", "")
-        own = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-        return {
-            **os.environ,
-            **(own | {"MASTER_PORT": str(_free_port())} if self.ranks == 1 else {}),
-            "PYTHONPATH": os.pathsep.join([*paths, *filter(None, [path])]),
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "OMP_NUM_THREADS": "1",
-            "MINER_WORLD": json.dumps(world),
-        }
-
-    def _command(self) -> list[str]:
-        script = str(self.checkout / "neurons" / "miner.py")
-        if self.ranks == 1:
-            return [sys.executable, script]
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.ranks}"]
-        return [sys.executable, *torchrun, script]
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
-@contextmanager
-def _supervising(state: StateDir, decisions: list[Mapping[str, Any]]) -> Iterator[None]:
-    """What the hook needs of a supervisor: a socket to notify, and room in the flight record."""
-    over = threading.Event()
-
-    def read() -> None:
-        seen, reader = 0, None
-        while True:
-            last = over.wait(0.05)
-            try:
-                reader = reader or FlightReader(state.flight_of(0), acknowledge=True)
-                for number, entry in reader.entries(seen):
-                    seen = number + 1
-                    if entry["kind"] == "decision":
-                        decisions.append(entry)
-                reader.acknowledge(seen)
-            except (OSError, BadFlight):
-                reader = None
-            if last:
-                return
-
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
-        notified.bind(str(state.socket))
-        thread = threading.Thread(target=read)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "a folder"
-
-
-def _read(path: Path) -> list[Any]:
-    return states.lines(path) if path.exists() else []
-
-
-def _by_thread(lines: Sequence[Sequence[str]]) -> dict[str, list[str]]:
-    """Lines of the training threads and of the upload threads; how many a thread prints that wakes
-    by the clock, the machine decides, as it does which thread reports an upload's end."""
-    found: dict[str, list[str]] = {}
-    for rank, thread, text in lines:
-        if text.startswith(_END):
-            found.setdefault(f"rank {rank}, ends", []).append(text)
-        elif thread == "MainThread" or thread.startswith("model_upload"):
-            found.setdefault(f"rank {rank}, {thread}", []).append(text)
-    return found
-
-
 def by_caller(calls: Sequence[Sequence[str]]) -> dict[str, list[Sequence[str]]]:
-    """The calls of each process, in order; the upload worker's, which its threads make at once,
-    sorted."""
+    """The calls of each process, in order; those of the upload worker, whose threads run in
+    parallel, sorted."""
     found: dict[str, list[Sequence[str]]] = {}
     for call in calls:
         found.setdefault(call[3] if call[0] == "s3" else "other", []).append(call)
@@ -318,7 +105,7 @@ def _compared(ours: Any, theirs: Any) -> str:
 
 
 def blocked(ran: Ran, rounds: Sequence[Round]) -> Iterator[Row]:
-    """Question 2: what became of each round."""
+    """Question 2: the outcome of each round."""
     done = {line["name"]: line for line in ran.rounds}
     for one in rounds:
         if (line := done.get(one.name)) is None:
@@ -336,7 +123,7 @@ def blocked(ran: Ran, rounds: Sequence[Round]) -> Iterator[Row]:
 
 
 def uploaded_alone(ran: Ran, rounds: Sequence[Round]) -> Iterator[Row]:
-    """What the miner does with these when no guard is there."""
+    """What the miner does in these rounds without the guard."""
     done = {line["name"]: line for line in ran.rounds}
     for one in rounds:
         sent = uploads(ran.calls_of(one.name))

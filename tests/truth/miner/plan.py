@@ -93,7 +93,7 @@ class Rounds:
         if not miner.master:
             return
         for name, value in (now.config or {}).items():
-            setattr(miner.model.config, name, states.spelled(value))
+            setattr(miner.model.config, name, states.as_json(value))
         if now.gradients is not None:
             miner.prepare_gradient_dict = functools.partial(
                 _broken, miner.prepare_gradient_dict, now.gradients

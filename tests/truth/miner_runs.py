@@ -1,0 +1,226 @@
+"""Starts the real miner of a checkout, with and without the guard, and keeps what it did."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miner_guard import attach
+from miner_guard.flight_recorder.reader import BadFlight, FlightReader
+from miner_guard.state_dir import StateDir
+from tests.truth import states
+from tests.truth.miner.plan import Plan
+from tests.truth.server import Server
+
+HERE = Path(__file__).resolve().parent
+GUARD = "import sys; from miner_guard.cli.main import main; sys.exit(main())"
+LIMIT_S = 900.0
+_END = "Model state upload completed"
+"""Logged by a future's callback, which runs in the upload thread, or in the training thread if the
+upload has already ended."""
+
+
+class Storage(Server):
+    """R2: the buckets of the miner and of the global model. Logs all requests."""
+
+    def __init__(self, folder: Path) -> None:
+        self._calls = folder / "calls.jsonl"
+        self._writing = threading.Lock()
+        super().__init__()
+        metadata = {"run": 5, "outer_step": 56, "inner_step": 0, "peer_id": "12D3KooWtest"}
+        self.set(states.State(objects={"metadata.json": json.dumps(metadata).encode()}))
+        from moto.core.models import DEFAULT_ACCOUNT_ID
+        from moto.s3.models import s3_backends
+
+        self._backend = s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
+        self._backend.create_bucket(states.MODEL, "us-east-1")
+        self._backend.put_object(states.MODEL, "metadata.json", json.dumps(metadata).encode())
+
+    def _door(self, environ: Any, start: Any) -> Any:
+        by = re.search(r" by/(\w+)", environ.get("HTTP_USER_AGENT", ""))
+        who = by[1] if by else "unknown"
+        line = json.dumps(["s3", environ["REQUEST_METHOD"], environ["PATH_INFO"], who])
+        with self._writing, self._calls.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+        return super()._door(environ, start)
+
+    def objects(self) -> dict[str, str]:
+        """The digest of each object in the miner's bucket."""
+        keys = self._backend.buckets[states.BUCKET].keys
+        return {name: hashlib.sha256(keys[name].value).hexdigest() for name in sorted(keys)}
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What one run of the miner left behind."""
+
+    code: int
+    objects: Mapping[str, str]
+    lines: Mapping[str, Sequence[str]]
+    """The miner's log lines by rank and thread."""
+
+    calls: Sequence[Sequence[str]]
+    rounds: Sequence[Mapping[str, Any]]
+    decisions: Sequence[Mapping[str, Any]]
+    printed: str
+
+    def calls_of(self, name: str) -> list[Sequence[str]]:
+        """The calls of the round of this name."""
+        starts = [n for n, call in enumerate(self.calls) if call[:2] == ["round", name]]
+        if not starts:
+            return []
+        end = next(
+            (n for n in range(starts[0] + 1, len(self.calls)) if self.calls[n][0] == "round"), None
+        )
+        return list(self.calls[starts[0] + 1 : end])
+
+
+@dataclass(frozen=True)
+class Miner:
+    """How to start the miner of a checkout."""
+
+    checkout: Path
+    ranks: int
+    folder: Path
+
+    def run(self, name: str, plan: Plan, guarded: str | None) -> Ran:
+        """Run it once. `guarded`: None, `run` (under `miner-guard run`) or `hook` (in a state
+        directory of which this process reads the decisions)."""
+        folder = self.folder / name
+        (folder / "work").mkdir(parents=True)
+        (folder / "calls.jsonl").touch()
+        storage, state = Storage(folder), StateDir(folder / "state")
+        state.root.mkdir()
+        plan.write(folder / "plan.json")
+        world = {"folder": str(folder), "endpoint": storage.endpoint, "plan": f"{folder}/plan.json"}
+        env = self._env(world)
+        command = self._command()
+        decisions: list[Mapping[str, Any]] = []
+        if guarded == "run":
+            options = ["--no-preflight", "--no-restart", "--attach", "sn38"]
+            guard = [sys.executable, "-c", GUARD, "run", *options, "--state-dir", str(state.root)]
+            command = [*guard, "--", *command]
+            env |= {"MINER_GUARD_MINER__FINITE": "true", "MINER_GUARD_MINER__PROFILE": "sn38"}
+        elif guarded == "hook":
+            env = {
+                **attach.environment("sn38", env),
+                "_MINER_GUARD_STATE_DIR": str(state.root),
+                "_MINER_GUARD_RANK_SETTINGS": json.dumps({"gate": {"broadcast_timeout_s": 60.0}}),
+            }
+        with _supervising(state, decisions) if guarded == "hook" else _nothing():
+            done = subprocess.run(
+                command,
+                cwd=folder / "work",
+                env=env,
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
+                check=False,
+            )
+        storage.close()
+        printed = done.stdout + done.stderr
+        (folder / "printed.txt").write_text(printed, encoding="utf-8")
+        hub = {str(p.relative_to(folder)): _digest(p) for p in sorted((folder / "hub").rglob("*"))}
+        return Ran(
+            done.returncode,
+            {**storage.objects(), **hub},
+            _by_thread(_read(folder / "lines.jsonl")),
+            _read(folder / "calls.jsonl"),
+            _read(folder / "rounds.jsonl"),
+            decisions,
+            printed,
+        )
+
+    def _env(self, world: Mapping[str, str]) -> dict[str, str]:
+        paths = [str(HERE / "miner" / "site"), str(self.checkout), str(HERE.parents[1])]
+        path = os.environ.get("PYTHONPATH", "")
+        own = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        return {
+            **os.environ,
+            **(own | {"MASTER_PORT": str(_free_port())} if self.ranks == 1 else {}),
+            "PYTHONPATH": os.pathsep.join([*paths, *filter(None, [path])]),
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+            "MINER_WORLD": json.dumps(world),
+        }
+
+    def _command(self) -> list[str]:
+        script = str(self.checkout / "neurons" / "miner.py")
+        if self.ranks == 1:
+            return [sys.executable, script]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.ranks}"]
+        return [sys.executable, *torchrun, script]
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _supervising(state: StateDir, decisions: list[Mapping[str, Any]]) -> Iterator[None]:
+    """Stands in for the supervisor: a socket to notify, and a reader that empties the journal."""
+    over = threading.Event()
+
+    def read() -> None:
+        seen, reader = 0, None
+        while True:
+            last = over.wait(0.05)
+            try:
+                reader = reader or FlightReader(state.flight_of(0), acknowledge=True)
+                for number, entry in reader.entries(seen):
+                    seen = number + 1
+                    if entry["kind"] == "decision":
+                        decisions.append(entry)
+                reader.acknowledge(seen)
+            except (OSError, BadFlight):
+                reader = None
+            if last:
+                return
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
+        notified.bind(str(state.socket))
+        thread = threading.Thread(target=read)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "a folder"
+
+
+def _read(path: Path) -> list[Any]:
+    return states.lines(path) if path.exists() else []
+
+
+def _by_thread(lines: Sequence[Sequence[str]]) -> dict[str, list[str]]:
+    """The lines of the training and upload threads. Timing decides how many lines a periodic thread
+    prints, and which thread reports the end of an upload."""
+    found: dict[str, list[str]] = {}
+    for rank, thread, text in lines:
+        if text.startswith(_END):
+            found.setdefault(f"rank {rank}, ends", []).append(text)
+        elif thread == "MainThread" or thread.startswith("model_upload"):
+            found.setdefault(f"rank {rank}, {thread}", []).append(text)
+    return found
