@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from miner_guard.attach.adapter import NO_PHASE, Adapter, in_phase
+from miner_guard.attach.adapter import NO_PHASE, Adapter
 from miner_guard.attach.losses import Losses
 from miner_guard.rank.hot import compiled
 from miner_guard.rank.introspection.compiled import uncompiled
@@ -91,6 +91,7 @@ class Auto:
         self._evaluated: float | None = None
         self._backward_phase: AbstractContextManager[Any] = NO_PHASE
         self._optimizer_phase: AbstractContextManager[Any] = NO_PHASE
+        self._data_phase: AbstractContextManager[Any] = NO_PHASE
         self._loop: _hot.HotLoop | None = None
         """Records the usual steps, while it is armed; None if the compiled hook is not used."""
 
@@ -133,16 +134,18 @@ class Auto:
         @functools.wraps(scale)
         def scaled(scaler: Any, outputs: Any) -> Any:
             result = scale(scaler, outputs)
-            self._disarm()
-            self.adapter.quiet(self.losses.scaled, outputs, result)
+            if result is not outputs:
+                self._disarm()
+                self.adapter.quiet(self.losses.scaled, outputs, result)
             return result
 
         @functools.wraps(update)
         def updated(scaler: Any, *args: Any, **kwargs: Any) -> Any:
             # If losses are left, the scaler found infinite gradients and no optimizer stepped. The
-            # next step gathers new losses.
-            self._disarm()
-            self.losses.drop()
+            # next step gathers new losses. A scaler that is switched off lets every step pass.
+            if scaler.is_enabled():
+                self._disarm()
+                self.losses.drop()
             return update(scaler, *args, **kwargs)
 
         scaler.scale, scaler.update = uncompiled(scaled), uncompiled(updated)
@@ -150,7 +153,14 @@ class Auto:
     def follow_data(self, module: Any) -> None:
         """Hook data loaders; `torch.utils.data.dataloader` was just imported."""
         loader = module._BaseDataLoaderIter
-        loader.__next__ = in_phase(self.adapter, loader.__next__, "data")
+        following: Any = loader.__next__
+
+        @functools.wraps(following)
+        def followed(loader: Any) -> Any:
+            with self._data_phase:
+                return following(loader)
+
+        loader.__next__ = followed
 
     def _disarm(self) -> None:
         """Take the current step back from the compiled loop, because it is not a usual one."""
@@ -201,6 +211,7 @@ class Auto:
             self.adapter.begin(agree=False)
             self._backward_phase = self.adapter.phase("backward")
             self._optimizer_phase = self.adapter.phase("optimizer")
+            self._data_phase = self.adapter.phase("data")
 
     def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._disarm()
@@ -297,7 +308,7 @@ class Auto:
         if self.adapter.guard is not None:
             self.adapter.quiet(self.adapter.guard.close, True)
             self.adapter.guard = None
-            self._backward_phase = self._optimizer_phase = NO_PHASE
+            self._backward_phase = self._optimizer_phase = self._data_phase = NO_PHASE
 
 
 def optimized(optimizer: Any) -> Any:

@@ -76,8 +76,8 @@ def _cpu_seconds_of_start(env: Mapping[str, str]) -> float:
 
 
 @contextmanager
-def _supervisor(path: Path) -> Iterator[None]:
-    """A process that listens there."""
+def listening(path: Path) -> Iterator[None]:
+    """A process that reads there, as the supervisor does."""
     reader = subprocess.Popen([sys.executable, "-c", _READER, path], stdout=subprocess.PIPE)
     assert reader.stdout is not None
     reader.stdout.readline()
@@ -127,7 +127,7 @@ def _step() -> list[Row]:
     hooks = optimizer_module._global_optimizer_post_hooks
     hooks_before = optimizer_module._global_optimizer_pre_hooks
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder, _supervisor(StateDir(Path(folder)).socket):
+    with tempfile.TemporaryDirectory() as folder, listening(StateDir(Path(folder)).socket):
         os.environ["_MINER_GUARD_STATE_DIR"] = folder
         os.environ["RANK"] = "1"
         auto = Auto(Adapter("auto"))

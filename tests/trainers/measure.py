@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import runpy
-import socket
 import statistics
 import sys
 import tempfile
@@ -21,9 +21,12 @@ from typing import Any
 
 import torch
 import torch.optim.optimizer as optimizer_module
+from torch.amp import grad_scaler
+from torch.utils.data import dataloader
 
 from miner_guard.attach import auto
 from miner_guard.state_dir import StateDir
+from tests.benchmarks.bench_attach import listening
 
 _BLOCK = 6
 """Steps of a block; the first is left out: the hook's code has not run for a block then, which no
@@ -32,23 +35,34 @@ attached program meets."""
 _WARM_UP = 40
 """Steps at the start that are left out: the hook learns the program's cycle of optimizers."""
 
-_ENOUGH = 200
+_ENOUGH = 100
 _MAX_RUNS = 40
+
+
+_PATCHED = (
+    (torch.Tensor, "backward"),
+    (grad_scaler.GradScaler, "scale"),
+    (grad_scaler.GradScaler, "update"),
+    (dataloader._BaseDataLoaderIter, "__next__"),
+)
+"""What attaching replaces, beside the optimizers' hooks."""
 
 
 class Toggle:
     """Attaches and detaches the hook, and takes the CPU time of each step."""
 
     def __init__(self) -> None:
-        self.attached: list[float] = []
-        self.alone: list[float] = []
+        self.blocks: list[tuple[bool, list[float]]] = []
+        """Whether the hook was attached, and the seconds of each step."""
+
         self._on = True
         self._place = 0
         self._count = 0
         self._last: float | None = None
-        self._plain: Any = torch.Tensor.backward
-        auto.imported("torch.optim.optimizer", optimizer_module)
-        self._hooked: Any = torch.Tensor.backward
+        self._plain = [getattr(owner, name) for owner, name in _PATCHED]
+        for module in (optimizer_module, grad_scaler, dataloader):
+            auto.imported(module.__name__, module)
+        self._hooked = [getattr(owner, name) for owner, name in _PATCHED]
         self._pre = dict(optimizer_module._global_optimizer_pre_hooks)
         self._post = dict(optimizer_module._global_optimizer_post_hooks)
         optimizer_module.register_optimizer_step_post_hook(self._stepped)
@@ -57,7 +71,9 @@ class Toggle:
         now = time.thread_time()
         self._count += 1
         if self._last is not None and self._place and self._count > _WARM_UP:
-            (self.attached if self._on else self.alone).append(now - self._last)
+            if not self.blocks or self.blocks[-1][0] != self._on:
+                self.blocks.append((self._on, []))
+            self.blocks[-1][1].append(now - self._last)
         self._place = (self._place + 1) % _BLOCK
         if self._place == 0:
             self._switch()
@@ -65,7 +81,10 @@ class Toggle:
 
     def _switch(self) -> None:
         self._on = not self._on
-        setattr(torch.Tensor, "backward", self._hooked if self._on else self._plain)  # noqa: B010
+        for (owner, name), value in zip(
+            _PATCHED, self._hooked if self._on else self._plain, strict=True
+        ):
+            setattr(owner, name, value)
         for hooks, own in (
             (optimizer_module._global_optimizer_pre_hooks, self._pre),
             (optimizer_module._global_optimizer_post_hooks, self._post),
@@ -78,6 +97,23 @@ class Toggle:
                 for number in own:
                     del hooks[number]
 
+    @property
+    def steps(self) -> int:
+        """How many steps were timed without the hook."""
+        return sum(len(seconds) for on, seconds in self.blocks if not on)
+
+    def figures(self) -> tuple[float, float]:
+        """Seconds of a step without the hook, and what the hook adds: the median over neighbouring
+        blocks, so that a change of the machine's pace in the course of the run cancels out."""
+        added, alone = [], []
+        for (on, first), (_, second) in itertools.pairwise(self.blocks):
+            if len(first) < _BLOCK - 1 or len(second) < _BLOCK - 1:
+                continue
+            pair = statistics.median(first), statistics.median(second)
+            added.append(pair[0] - pair[1] if on else pair[1] - pair[0])
+            alone.append(pair[1] if on else pair[0])
+        return statistics.median(alone), statistics.median(added)
+
     def new_run(self) -> None:
         self._last = None
 
@@ -85,25 +121,17 @@ class Toggle:
 def main() -> None:
     script, sys.argv = sys.argv[1], sys.argv[1:]
     sys.path.insert(0, os.path.dirname(script))
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor,
-    ):
-        # It never reads; that it is there keeps the hook on the path of a supervised rank.
-        supervisor.bind(str(StateDir(Path(folder)).socket))
+    with tempfile.TemporaryDirectory() as folder, listening(StateDir(Path(folder)).socket):
         os.environ["_MINER_GUARD_STATE_DIR"] = folder
         toggle = Toggle()
         for _ in range(_MAX_RUNS):
             toggle.new_run()
             with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
                 runpy.run_path(script, run_name="__main__")
-            if len(toggle.attached) >= _ENOUGH:
+            if toggle.steps >= _ENOUGH:
                 break
-        alone = statistics.median(toggle.alone)
-        added = statistics.median(toggle.attached) - alone
-    print(
-        json.dumps({"alone_ms": alone * 1e3, "added_us": added * 1e6, "steps": len(toggle.alone)})
-    )
+        alone, added = toggle.figures()
+    print(json.dumps({"alone_ms": alone * 1e3, "added_us": added * 1e6, "steps": toggle.steps}))
 
 
 if __name__ == "__main__":

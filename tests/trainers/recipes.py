@@ -155,7 +155,7 @@ PUBLISHED = {
             "--dataset=tiny --block_size=16 --n_layer=1 --n_head=2 --n_embd=16 "
             "--dtype=float32",
             lambda work: _tokens(work, "data/tiny", ("train.bin", "val.bin"), 64),
-            longer="--max_iters=500 --eval_interval=100000",
+            longer="--max_iters=260 --eval_interval=100000",
             steps=30,
             loss=r"iter \d+: loss ([\d.]+)",
             clocks=r"time [\d.]+ms|mfu -?[\d.]+%",
@@ -169,7 +169,7 @@ PUBLISHED = {
             "--max_seq_len=16 --dim=16 --n_layers=1 --n_heads=2 --n_kv_heads=2 "
             "--dtype=float32",
             lambda work: _tokens(work, "data/TinyStories_all_data", ("a.bin", "b.bin"), 32000),
-            longer="--max_iters=500 --eval_interval=100000",
+            longer="--max_iters=260 --eval_interval=100000",
             steps=30,
             loss=r"\d+ \| loss ([\d.]+)",
             clocks=r"[\d.]+ms|mfu -?[\d.]+%",
