@@ -6,9 +6,10 @@ BIN := $(VENV)/bin
 CONSTRAINTS := constraints.txt
 HOT := setup.py $(wildcard miner_guard/flight_recorder/_hot*.[ch])
 DEMO_STATE := $(CURDIR)/.demo/state
-# Most tests wait for processes that they watch: four at a time keep two cores busy. Files in the order of SUITE: by
-# default those with the fewest tests come last, which are the longest tests, and workers wait at the end.
-PARALLEL := -n 4 --dist loadfile --no-loadscope-reorder
+# Most tests wait for processes that they watch: with four workers, two cores are idle a third of the time. Files run in the
+# order of SUITE: by default those with the fewest tests come last, which are the longest tests, and workers wait at the end.
+WORKERS ?= 6
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Real processes and signals on a loaded machine: a failure counts when it repeats, and the summary names what was run again.
 AGAIN := --reruns 1
 
@@ -17,7 +18,9 @@ AGAIN := --reruns 1
 demo: $(VENV)/.demo
 	MINER_GUARD_STATE_DIR="$${MINER_GUARD_STATE_DIR:-$(DEMO_STATE)}" $(BIN)/miner-guard demo $(DEMO_ARGS)
 
-test: check suite
+# Types and lint use one core for a minute, in which the first tests of the suite wait for processes.
+test: $(VENV)/.dev
+	$(MAKE) --no-print-directory --jobs=2 check suite
 
 SUITE := tests/faults tests/integration tests/unit
 suite: $(VENV)/.dev
