@@ -1,6 +1,6 @@
-"""The promises of the source documents (docs/promises.md), and whether their tests pass now.
+"""The promises of docs/promises.md, and whether their tests pass now.
 
-python -m tests.promises [SOURCE…]      # 000 to 004; all without
+python -m tests.promises [SOURCE…]      # 000 to 004, trainers; all without
 
 Runs each row's tests and prints the rows with what passed; exits with 1 unless every row is kept.
 """
@@ -37,7 +37,7 @@ def promises() -> Iterator[Promise]:
     """The rows of docs/promises.md, in order."""
     source = ""
     for line in PAGE.read_text(encoding="utf-8").splitlines():
-        if heading := re.match(r"## Source (\d+)", line):
+        if heading := re.match(r"## Source (\w+):", line):
             source = heading[1]
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
         if len(cells) == 3 and cells[0] not in ("promise", "---"):

@@ -204,6 +204,14 @@ def test_a_summary_of_nothing_says_unknown(tmp_path: Path) -> None:
     assert "in the ranks unknown; beside them" in text
 
 
+def test_a_summary_that_ends_in_nan_says_so() -> None:
+    """Guards against `from 4.54 to 2.64` after forty steps of NaN."""
+    steps = [{"event": "inner_step", "level": "info", "rank": 0, "loss": 4.5}] * 20
+    steps += [{"event": "inner_step", "level": "info", "rank": 0, "loss": "NaN"}] * 40
+    text = "\n".join(lines(summarise(steps, None, Usage(1.0, 10.0, 50.0))))
+    assert "loss        from 4.50 to nan" in text
+
+
 def test_the_summary_counts_the_lines_that_grep_finds_and_says_how_often_the_gate_was_asked() -> (
     None
 ):

@@ -88,6 +88,15 @@ def test_a_cpu_like_step_is_slow_in_the_documents_words(tmp_path: Path) -> None:
     assert lines(seen, "slow_step") == ["SLOW STEP: 245.7s (expected 10-30s) - Check GPU usage!"]
 
 
+def test_a_slow_step_without_a_gpu_does_not_advise_to_check_one(tmp_path: Path) -> None:
+    """Guards against `Check GPU usage!` on a machine that has none."""
+    clock = FakeClock()
+    status = {"health": {"gpus": {"state": "absent"}}}
+    monitor = StepsMonitor(context(tmp_path, clock=clock, status=lambda: status))
+    seen = drive(monitor, clock, [15.2, 245.7])
+    assert lines(seen, "slow_step") == ["SLOW STEP: 245.7s (expected 10-30s)"]
+
+
 def test_a_slow_step_with_little_gpu_memory_says_so_once(tmp_path: Path) -> None:
     """Source 004's second line after a slow step."""
     clock = FakeClock()
