@@ -8,7 +8,7 @@ output into templates once and searches only new templates for words (the idea o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice
 
@@ -17,7 +17,7 @@ from miner_guard.eventlog.literal_search import literal_search
 _LOWER = bytes(range(256)).lower()
 _NUMBERS = b"0123456789+-."
 _MAX_TEMPLATES = 4096
-_MAX_TEMPLATE_LENGTH = 1024
+_MAX_TEMPLATE_LENGTH = 512
 _SAMPLE = 4096
 _MANY = 64
 """If more lines than this contain a word, it pays to search only the other lines for the next
@@ -82,14 +82,17 @@ class TemplateFilter:
         """Whether the template `text` contains a word."""
         return bool(self._search.find(text))
 
-    def redraws(self, line: bytes) -> list[bytes]:
-        """The parts of `line`, which carriage returns separate, whose template contains a word."""
-        shape = template(line)
-        words = self._search.find(shape)
+    def holding(self, texts: Sequence[bytes]) -> list[bytes]:
+        """Those of `texts`, which are parts of lines, whose template contains a word."""
+        together = template(b"\n".join(texts))
+        words = self._search.find(together)
+        if not words:
+            return []
+        shapes = together.split(b"\n")
         return [
-            part
-            for part, text in zip(line.split(b"\r"), shape.split(b"\r"), strict=True)
-            if any(word in text for word in words)
+            text
+            for text, shape in zip(texts, shapes, strict=True)
+            if any(word in shape for word in words)
         ]
 
     def matching(self, lines: LineChunk) -> set[bytes]:
@@ -108,8 +111,9 @@ class TemplateFilter:
         return matching
 
     def _remember(self, quiet: Iterable[bytes]) -> None:
-        if len(self._quiet) > _MAX_TEMPLATES:
-            self._quiet.clear()
-        self._quiet.update(
+        short = [
             text for text in islice(quiet, _MAX_TEMPLATES) if len(text) <= _MAX_TEMPLATE_LENGTH
-        )
+        ]
+        if len(self._quiet) + len(short) > _MAX_TEMPLATES:
+            self._quiet.clear()
+        self._quiet.update(short)

@@ -21,7 +21,7 @@ from miner_guard.incidents.patterns import ROLES, Benign, Label, Pattern
 _HERE = Path(__file__).parent
 _INDEX = "words.toml"
 
-_MAX_ANSWERS = 4096
+_MAX_ANSWERS = 1024
 _MAX_TRACEBACKS = 64
 _MAX_ANSWERED_LENGTH = 400
 

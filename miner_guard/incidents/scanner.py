@@ -191,7 +191,7 @@ class Scanner:
         for piece in _pieces(line):
             short = without_blobs(piece)
             if b"\r" in short:
-                for redraw in self._sieve.redraws(short):
+                for redraw in self._sieve.holding(short.split(b"\r")):
                     self._piece(redraw, number, seen)
             elif (short is piece and len(line) <= MAX_LINE) or self._sieve.holds(template(short)):
                 self._piece(short, number, seen, self._past_words(number))

@@ -26,6 +26,7 @@ from miner_guard.incidents.sightings import Retraction, Seen, Sighting
 from miner_guard.monitors import evidence_folders
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
 from miner_guard.monitors.tail import Tail
+from miner_guard.system import free_memory
 
 SETTLE_S = 2.0
 """After this long without new matches the cascade is complete and its root can be named."""
@@ -111,7 +112,7 @@ class IncidentsMonitor(Monitor):
             # Prepare in a job, before the first traceback: doing it in this thread would delay the
             # output.
             self._prepared = True
-            self.context.jobs.once("incident knowledge", self._knowledge.prepare)
+            self.context.jobs.once("incident knowledge", self._prepare)
         self._tail.add(chunk)
         seen = self._scanner.feed(chunk)
         if seen:
@@ -119,6 +120,11 @@ class IncidentsMonitor(Monitor):
             self._take(seen, now)
             self._first_s = now if self._first_s is None else self._first_s
         return self._overcome(seen)
+
+    def _prepare(self) -> None:
+        """Read the knowledge of errors. Runs in a job thread."""
+        self._knowledge.prepare()
+        free_memory.give_back()
 
     def _overcome(self, seen: Iterable[Seen]) -> list[Finding]:
         """Findings for reported incidents that training has since recovered from."""

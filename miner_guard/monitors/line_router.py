@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from miner_guard.eventlog.line_templates import LineChunk, TemplateFilter, template
+from miner_guard.eventlog.line_templates import LineChunk, TemplateFilter
 from miner_guard.monitors.base import Monitor
 
 MAX_LINE_BYTES = 64 * 1024
@@ -90,11 +90,9 @@ class LineRouter:
         return (Delivery(monitor, "on_output", text) for monitor in self._raw)
 
     def _unrouted(self, lines: Iterable[bytes]) -> Iterator[Delivery]:
-        """Deliver lines that arrived in fragments: few, so each is searched for words
-        separately."""
+        """Deliver lines that arrived in fragments."""
         every = [line[:MAX_LINE_BYTES] for line in lines if line]
-        matching = [line for line in every if self._sieve.holds(template(line))]
-        return self._to_line_readers(every, matching)
+        return self._to_line_readers(every, self._sieve.holding(every))
 
     def _to_line_readers(
         self, every: Sequence[bytes], matching: Sequence[bytes]

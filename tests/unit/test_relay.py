@@ -17,12 +17,13 @@ from miner_guard.supervisor.loop import Loop
 from miner_guard.supervisor.output import relay as relay_module
 from miner_guard.supervisor.output.relay import Relay
 from miner_guard.supervisor.output.writer import OutputWriter
+from miner_guard.system import free_memory
 from miner_guard.system.clock import SystemClock
 from tests.support.waiting import until
 
 GIVES_BACK = """
 import psutil
-from miner_guard.supervisor.output.relay import _give_memory_back
+from miner_guard.system.free_memory import give_back
 guard = psutil.Process()
 before = guard.memory_info().rss
 burst = [b"x" * 100_000 + b"%d" % n for n in range(400)]
@@ -30,7 +31,7 @@ held = guard.memory_info().rss - before
 # It lies above the burst, and keeps the heap from shrinking by itself.
 later = [b"y" * 100_000 + b"%d" % n for n in range(10)]
 del burst
-_give_memory_back()
+give_back()
 print(held, guard.memory_info().rss - before)
 """
 OUTPUT = b"".join(b"%06d Inner Step\n" % n for n in range(40_000))
@@ -185,7 +186,7 @@ def test_the_memory_of_a_burst_is_given_back_once_the_reader_has_it_all(
     """Guards against memory given back while the writer still holds the burst: it would stay."""
     given_back: list[int] = []
     monkeypatch.setattr(relay_module, "_BURST", 1024 * 1024)
-    monkeypatch.setattr(relay_module, "_give_memory_back", lambda: given_back.append(1))
+    monkeypatch.setattr(free_memory, "give_back", lambda: given_back.append(1))
     reader, writer = os.pipe()
     monkeypatch.setattr(sys, "stdout", os.fdopen(writer, "wb"))
     at = Stage(Path(os.devnull), lambda _data: None)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 
 from miner_guard.supervisor.loop import Loop
+from miner_guard.supervisor.output.backlog import Backlog
 from miner_guard.supervisor.output.writer import OutputWriter, same_target
+from miner_guard.system import free_memory
 
 CHUNK = 65536
 _PIPE_SIZE = 1024 * 1024
@@ -26,8 +26,10 @@ piece would cost both sides more than reading it. During the pause the pipe abso
 _SMALL = CHUNK // 4
 
 _UNSEEN = 64 * 1024 * 1024
-"""Limit for output that the monitors have not seen yet. The guard relays a burst up to this size as
-fast as it can copy; a larger one is slowed to the monitors' speed."""
+_UNSEEN_HELD = 8 * 1024 * 1024
+"""Limits for output that the monitors have not seen yet, and for the memory that it occupies. The
+guard relays a burst up to this size as fast as it can copy; a larger one is slowed to the monitors'
+speed."""
 
 _BURST = 8 * 1024 * 1024
 """After a backlog of more than this, the guard returns free memory to the system."""
@@ -57,8 +59,7 @@ class Relay:
         self._paused: set[int] = set()
         self._napping: set[int] = set()
         self._read_at: dict[int, float] = {}
-        self._unseen: deque[bytes] = deque()
-        self._unseen_bytes = 0
+        self._unseen = Backlog()
         self._burst = False
         """Whether the backlog exceeded `_BURST` and its memory has not been returned yet."""
 
@@ -79,7 +80,7 @@ class Relay:
     @property
     def unseen(self) -> int:
         """Bytes relayed but not yet shown to the monitors."""
-        return self._unseen_bytes
+        return self._unseen.size
 
     @property
     def stuck(self) -> bool:
@@ -115,11 +116,11 @@ class Relay:
         """Periodic work: flush waiting lines, detect stuck readers, return memory."""
         for sink in self.writers:
             sink.tick()
-        if self._burst and not self._unseen and all(sink.idle for sink in self.writers):
+        if self._burst and not self.unseen and all(sink.idle for sink in self.writers):
             # Wait until the writers are idle: memory that they still hold would not be returned,
             # and nothing would try again.
             self._burst = False
-            _give_memory_back()
+            free_memory.give_back()
         self._resume()
 
     def _readable(self, fd: int) -> None:
@@ -134,7 +135,11 @@ class Relay:
 
     def _must_wait(self, fd: int) -> bool:
         """Whether the miner prints faster than the guard's reader or the monitors consume it."""
-        return self._unseen_bytes > _UNSEEN or self._sources[fd].congested
+        return self._behind or self._sources[fd].congested
+
+    @property
+    def _behind(self) -> bool:
+        return self._unseen.size > _UNSEEN or self._unseen.held > _UNSEEN_HELD
 
     def _rest_from(self, fd: int) -> None:
         """Pause reading from a pipe if small pieces follow each other closely."""
@@ -176,31 +181,29 @@ class Relay:
         return taken
 
     def _queue(self, data: bytes) -> None:
-        if not self._unseen:
+        if not self.unseen:
             self._loop.after(0.0, self._show)
-        self._unseen.append(data)
-        self._unseen_bytes += len(data)
+        self._unseen.put(data)
         self._fresh = True
 
     def _show(self) -> None:
         """Show the monitors some of the relayed output. Reading takes priority, unless the monitors
         are too far behind."""
         try:
-            if not self._fresh or self._unseen_bytes > _UNSEEN:
+            if not self._fresh or self._behind:
                 self._show_up_to(_SLICE)
         finally:
             # Schedule the next delivery even after a failure, or the miner would block forever.
             self._fresh = False
-            self._burst = self._burst or self._unseen_bytes > _BURST
-            if self._unseen:
+            self._burst = self._burst or self.unseen > _BURST
+            if self.unseen:
                 self._loop.after(0.0, self._show)
             self._resume()
 
     def _show_up_to(self, size: int, seconds: float = _SLICE_S) -> None:
         over = time.monotonic() + seconds
-        while self._unseen and size > 0 and time.monotonic() < over:
-            data = self._unseen.popleft()
-            self._unseen_bytes -= len(data)
+        while self.unseen and size > 0 and time.monotonic() < over:
+            data = self._unseen.take()
             size -= len(data)
             self._on_chunk(data)
 
@@ -219,11 +222,9 @@ class Relay:
         """Show the monitors the last `LAST_WORDS` bytes that they have not seen yet; returns the
         number of bytes that they never see."""
         left_out = 0
-        while self._unseen and self._unseen_bytes > LAST_WORDS:
-            size = len(self._unseen.popleft())
-            self._unseen_bytes -= size
-            left_out += size
-        self._show_up_to(self._unseen_bytes, LAST_WORDS_S)
+        while self.unseen > LAST_WORDS:
+            left_out += self._unseen.skip()
+        self._show_up_to(self.unseen, LAST_WORDS_S)
         return left_out
 
     def close_sources(self) -> None:
@@ -253,10 +254,3 @@ class Relay:
         self.close_sources()
         for sink in self.writers:
             sink.finish(seconds)
-
-
-def _give_memory_back() -> None:
-    """Return memory that a burst needed to the system; by itself glibc would keep it."""
-    with contextlib.suppress(AttributeError):
-        # Other C libraries lack this function and do not need it.
-        ctypes.CDLL(None).malloc_trim(0)

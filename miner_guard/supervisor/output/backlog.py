@@ -1,0 +1,59 @@
+"""Output that the monitors have not seen yet, in little memory: a burst is kept compressed."""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+
+_PLAIN = 2 * 1024 * 1024
+"""Bytes kept as they are; ordinary output never exceeds them."""
+
+_DENSE_CHUNKS = 15
+"""After a chunk that hardly shrinks, so many are kept as they are: encoded data costs as much time
+to compress as the monitors need to read it."""
+
+
+class Backlog:
+    """A queue of chunks that counts what it holds."""
+
+    def __init__(self) -> None:
+        self._chunks: deque[tuple[int, bytes]] = deque()
+        """Each chunk's size, and the chunk; a shorter one is compressed."""
+
+        self._dense = 0
+        self.size = 0
+        """Bytes of output."""
+
+        self.held = 0
+        """Bytes of memory."""
+
+    def put(self, data: bytes) -> None:
+        """Append a chunk."""
+        kept = self._packed(data) if self.held > _PLAIN else data
+        self._chunks.append((len(data), kept))
+        self.size += len(data)
+        self.held += len(kept)
+
+    def take(self) -> bytes:
+        """Remove the first chunk and return it. Raises IndexError if there is none."""
+        size, kept = self._chunks.popleft()
+        self.size -= size
+        self.held -= len(kept)
+        return kept if len(kept) == size else zlib.decompress(kept)
+
+    def skip(self) -> int:
+        """Remove the first chunk; returns its size. Raises IndexError if there is none."""
+        size, kept = self._chunks.popleft()
+        self.size -= size
+        self.held -= len(kept)
+        return size
+
+    def _packed(self, data: bytes) -> bytes:
+        if self._dense:
+            self._dense -= 1
+            return data
+        packed = zlib.compress(data, 1)
+        if len(packed) > len(data) // 2:
+            self._dense = _DENSE_CHUNKS
+            return data
+        return packed
