@@ -36,8 +36,9 @@ class HostCopy:
     """The memory of one copy at a time. Only `finish` runs in another thread."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
-        """`optimizers`: whose parameters and states may be copied while training continues."""
-        self._optimizers = tuple(optimizers)
+        """`optimizers`: whose parameters and states may be copied while training continues, if
+        their step calls torch's hooks."""
+        self._optimizers = tuple(each for one in optimizers if (each := _hooked(one)) is not None)
         self._hook: Any = None
         if self._optimizers:
             self._hook = register_optimizer_step_pre_hook(self._before_step)
@@ -215,6 +216,14 @@ class HostCopy:
         """Release the memory; optimizers no longer wait."""
         self.copy_at_once()
         self._release()
+
+
+def _hooked(optimizer: Any) -> Any | None:
+    """The optimizer, or the one that it wraps, whose step calls torch's hooks; None if there is
+    none: then no step would wait for a copy. accelerate's wrapper calls none by itself."""
+    while optimizer is not None and not getattr(type(optimizer).step, "hooked", False):
+        optimizer = getattr(optimizer, "optimizer", None)
+    return optimizer
 
 
 def _storage(tensor: torch.Tensor) -> int | None:

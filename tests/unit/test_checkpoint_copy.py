@@ -250,6 +250,27 @@ def test_an_optimizer_that_was_not_passed_waits_too_and_its_parameters_are_copie
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+class Wrapper(torch.optim.Optimizer):
+    """As accelerate's: torch does not patch its step."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+
+def test_a_wrapped_optimizer_waits_and_without_hooks_everything_is_copied_at_once() -> None:
+    """Guards against a step that no hook announces: it would change what is being copied."""
+    parameter = nn.Parameter(torch.ones(4))
+    inner = torch.optim.SGD([parameter], lr=0.1)
+    assert HostCopy([Wrapper(Wrapper(inner))])._optimizers == (inner,)
+    without = HostCopy([Wrapper(None)])
+    assert without._optimizers == ()
+    assert without._hook is None
+
+
 def test_without_a_thread_for_the_copy_training_continues_without_snapshots(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
