@@ -30,6 +30,9 @@ RANK_SETTINGS = "_MINER_GUARD_RANK_SETTINGS"
 """Environment variable that passes to the ranks the settings that they need, as JSON."""
 
 
+STATUS = "status.json"
+
+
 @dataclass(frozen=True)
 class StateDir:
     """Paths below one state directory. Creating an instance does not touch the disk."""
@@ -98,7 +101,7 @@ class StateDir:
 
     @property
     def status(self) -> Path:
-        return self.root / "status.json"
+        return self.root / STATUS
 
     @property
     def costs(self) -> Path:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from miner_guard.eventlog.status_document import read_status
 from miner_guard.state_dir import StateDir
 from tests.faults.guarded import Guarded, until
 
@@ -60,6 +61,12 @@ def test_a_full_disk_is_reported_once_and_writing_resumes(
         settings={"restart.backoff_s": 0.1, "health.snapshot_every_s": 0.3},
     )
     guarded.wait_for("health_snapshot", 2)
+
+    def counted(event: str) -> int:
+        """How often the monitors have heard of an event, according to status.json."""
+        status = read_status(guarded.state)
+        return 0 if status is None else status.metrics.events.get(event, 0)
+
     ballast = small_disk / "ballast"
     fill(ballast)
     until(lambda: b"DISK FULL: " in guarded.output.read_bytes(), 60, guarded.tail)
@@ -76,6 +83,7 @@ def test_a_full_disk_is_reported_once_and_writing_resumes(
         "one cause, one line, from the first writer that failed"
     )
     assert b"SAMPLER FAILED" not in printed
+    until(lambda: counted("disk_full") > 0, 30, "status.json stays current on the full disk")
     assert b"No space left" not in printed.partition(b"DISK FULL: ")[2].partition(b"\n")[2]
     ballast.unlink()
     until(lambda: any(event["lost"] for event in guarded.named("disk_recovered")), 60, guarded.tail)
@@ -84,6 +92,7 @@ def test_a_full_disk_is_reported_once_and_writing_resumes(
         60,
         "status.json",
     )
+    until(lambda: counted("disk_recovered") > 0, 30, "the verdict hears of the recovery too")
     assert not guarded.named("miner_exited")
     assert guarded.stop() == 0
     guarded.assert_nothing_left()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import json
 import mmap
 import os
@@ -26,7 +27,7 @@ from miner_guard.eventlog.jsonl import JsonlSink
 from miner_guard.eventlog.write_errors import write_failed
 from miner_guard.flight_recorder import layout
 from miner_guard.flight_recorder.memory import Copier
-from miner_guard.state_dir import StateDir, replace_file
+from miner_guard.state_dir import STATUS, StateDir, is_full, replace_file
 from miner_guard.supervisor.disk.messages import FILES, LOG, RECORDS, ROWS, line_of
 from miner_guard.system import inherited
 
@@ -66,6 +67,8 @@ class Files:
         self._report = report
         self._waiting: dict[Path, Message] = {}
         self._outdated = 0
+        self._named = ""
+        """The file in the report of the outage; the report of its end names the same."""
 
     def write(self, message: Message) -> None:
         """Replace, overwrite or remove the file."""
@@ -77,6 +80,7 @@ class Files:
         except OSError as error:
             self._waiting[path] = message
             if first:
+                self._named = path.name
                 self._report(write_failed(path.name, error))
 
     def unfinished(self) -> bool:
@@ -91,7 +95,7 @@ class Files:
                 del self._waiting[path]
                 if not self._waiting:
                     lost, self._outdated = self._outdated, 0
-                    self._report(make_finding("disk_recovered", what=path.name, lost=lost))
+                    self._report(make_finding("disk_recovered", what=self._named, lost=lost))
 
     def close(self) -> None:
         """Retry failed writes one last time."""
@@ -101,10 +105,27 @@ class Files:
 def _do(path: Path, message: Message) -> None:
     data = None if message["data"] is None else base64.b64decode(message["data"])
     if data is None or message["mode"] is not None:
-        replace_file(path, data, message["mode"])
+        try:
+            replace_file(path, data, message["mode"])
+        except OSError as error:
+            if data is None or path.name != STATUS or not is_full(error):
+                raise
+            _overwrite(path, data, within_blocks=True)
         return
+    _overwrite(path, data)
+
+
+def _overwrite(path: Path, data: bytes, *, within_blocks: bool = False) -> None:
+    """Overwrite a file in place. Raises OSError.
+
+    With `within_blocks` only if the file system has already allocated enough for it. A full disk
+    has no room for a second copy of status.json, but every reader must still learn that it is full,
+    and not that the guard is gone. A reader may catch the file half written: see `read_status`.
+    """
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
+        if within_blocks and len(data) > 512 * os.fstat(fd).st_blocks:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.pwrite(fd, data, 0)
         os.ftruncate(fd, len(data))
     finally:
