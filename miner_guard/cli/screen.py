@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from miner_guard.cli.screen_text import cut, duration, progress_bar, sparkline, wrapped
 from miner_guard.detectors.verdict_conditions import (
     DEGRADED,
     EARNING,
@@ -15,7 +16,7 @@ from miner_guard.detectors.verdict_conditions import (
     STOPPED,
     UNKNOWN,
 )
-from miner_guard.detectors.verdict_history import NO_DATA
+from miner_guard.detectors.verdict_history import UNWATCHED
 from miner_guard.detectors.verdict_wording import (
     advice,
     headline,
@@ -27,15 +28,12 @@ from miner_guard.detectors.verdict_wording import (
     week_of,
 )
 from miner_guard.eventlog.formatters import percentages
-from miner_guard.eventlog.rendering import visible
 from miner_guard.eventlog.status_document import HealthStatus, StatusDocument, StepsStatus
 from miner_guard.health.snapshot import number
 from miner_guard.system.clock import parse_iso_utc
 
-_BARS = "▁▂▃▄▅▆▇█"
-_ASCII_BARS = "_.-=+*%#"
 _CELLS_OF_A_WEEK = 28
-"""Six hours each."""
+"""Six hours each; a shorter record has shorter cells."""
 
 WEEK_MARKS = {EARNING: "█#", DEGRADED: "▅+", UNKNOWN: "??", NOT_EARNING: "▁!", STOPPED: "xx"}
 """By verdict: the mark for a cell of the week, in Unicode and in ASCII. The marks differ even
@@ -66,37 +64,6 @@ class CurveHistory:
         for curve, value in ((self.loss, steps.loss), (self.step_time, steps.step_time_s)):
             if isinstance(value, (int, float)):
                 curve.append(float(value))
-
-
-def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) -> str:
-    """The last `width` values as bars between their minimum and maximum."""
-    shown = [value for value in list(values)[-width:] if value - value == 0]
-    if not shown:
-        return ""
-    bars = _ASCII_BARS if ascii_only else _BARS
-    low, high = min(shown), max(shown)
-    span = (high - low) or 1.0
-    return "".join(
-        bars[min(len(bars) - 1, int(len(bars) * (value - low) / span))] for value in shown
-    )
-
-
-def progress_bar(done: float, whole: float, width: int, *, ascii_only: bool = False) -> str:
-    """A bar of `width` columns."""
-    filled = 0 if whole <= 0 else max(0, min(width, round(width * done / whole)))
-    full, empty = ("#", ".") if ascii_only else ("█", "░")
-    return full * filled + empty * (width - filled)
-
-
-def duration(seconds: Any) -> str:
-    """Format seconds as `45s`, `12m`, `3.1h` or `2.0d`; `?` if unknown."""
-    if not isinstance(seconds, (int, float)):
-        return "?"
-    if seconds < 100:
-        return f"{seconds:.0f}s"
-    if seconds < 6000:
-        return f"{seconds / 60:.0f}m"
-    return f"{seconds / 3600:.1f}h" if seconds < 172800 else f"{seconds / 86400:.1f}d"
 
 
 @dataclass(frozen=True)
@@ -144,10 +111,10 @@ HELP = (
     "s              sort ranks by number, or the slowest first",
     "?              this help; any key closes it",
     "",
-    "the line `week`: a cell for six hours of the last seven days, by their worst verdict:",
+    "the line `week`: up to seven days in cells of at least two hours, by their worst verdict:",
     *(
         f"  {marks[0]} (--ascii: {marks[1]})  {state}"
-        for state, marks in {**WEEK_MARKS, NO_DATA: _NO_MARK}.items()
+        for state, marks in {**WEEK_MARKS, UNWATCHED: _NO_MARK}.items()
     ),
 )
 
@@ -178,14 +145,12 @@ def lines(
             ascii_only=ascii_only,
             by_number=shown.by_number,
         )
-        top = [
+        first = [
             *verdict_lines(status, age_s),
             *week_lines(status, age_s, ascii_only=ascii_only),
             head(status, age_s),
-            "",
-            *rows,
-            "",
         ]
+        top = [*(line for long in first for line in wrapped(long, width)), "", *rows, ""]
     room = max(0, height - len(top) - 1)
     body = [*top[: height - 1], *_events(events, room, shown)] if room > 1 else top
     padded = [cut(line, width, ascii_only=ascii_only) for line in body[:height]]
@@ -201,13 +166,6 @@ def _events(events: Sequence[str], room: int, shown: ShownPart) -> list[str]:
     where = f", {len(events) - end} newer below" if end < len(events) else ""
     title = f"last events{where}{' (paused: space continues)' if shown.paused else ''}"
     return [title, *events[max(0, end - count) : end]]
-
-
-def cut(line: str, width: int, *, ascii_only: bool = False) -> str:
-    """The line cut to `width`, with a mark where text is left out."""
-    more = "..." if ascii_only else "…"
-    line = visible(line).replace("\n", " ")
-    return line if len(line) <= width else line[: width - len(more)] + more
 
 
 def overview(

@@ -14,6 +14,7 @@ from miner_guard.cli import options, screen
 from miner_guard.cli.echo import echo
 from miner_guard.cli.find import check_version, open_guard
 from miner_guard.cli.screen import CurveHistory
+from miner_guard.cli.screen_text import cut
 from miner_guard.cli.terminal import has_unicode
 from miner_guard.cli.top import curves_of
 from miner_guard.config import HangSettings
@@ -64,7 +65,7 @@ def command(
         echo(json.dumps(document, ensure_ascii=False, indent=1))
         return
     hits = query.last(place.state.log, Query(min_level="warning"), _EVENTS)
-    events = [screen.cut(f"{hit.ts[:19]}Z {hit.level:<8} {hit.headline}", _WIDTH) for hit in hits]
+    events = [cut(f"{hit.ts[:19]}Z {hit.level:<8} {hit.headline}", _WIDTH) for hit in hits]
     echo(
         "\n".join(
             _lines(
@@ -112,7 +113,7 @@ def _lines(
             line.rstrip()
             for line in screen.overview(status, curves, _WIDTH, min_inner_step=min_inner_step)
         ),
-        *(screen.cut(line, _WIDTH) for line in _last(status.uploads)),
+        *(cut(line, _WIDTH) for line in _last(status.uploads)),
         *(["", "last warnings", *events] if events else ["", "no warnings"]),
     ]
 

@@ -38,6 +38,9 @@ _RED, _YELLOW, _GREEN, _BOLD, _OFF = "\x1b[31m", "\x1b[33m", "\x1b[32m", "\x1b[1
 _HEADLINES = (
     ("NOT EARNING", _RED),
     ("STOPPED", _RED),
+    ("STILL EARNING, degraded", _YELLOW),
+    ("PROBABLY STILL EARNING, degraded", _YELLOW),
+    ("EARNING UNKNOWN, degraded", _YELLOW),
     ("DEGRADED", _YELLOW),
     ("UNKNOWN", _YELLOW),
     ("EARNING", _GREEN),

@@ -13,9 +13,9 @@ from miner_guard.detectors.verdict_conditions import (
     DEGRADED,
     EARNING,
     UNKNOWN,
-    Memory,
     or_unknown,
 )
+from miner_guard.detectors.verdict_memory import Memory
 from miner_guard.eventlog.status_document import NO_REPO, StatusDocument, VerdictStatus
 
 
@@ -41,6 +41,9 @@ class RunVerdict:
     key: str
     """Stable name of the condition; the numbers in the sentence change, the key does not."""
 
+    earns: str
+    """Whether the miner earns: `yes`, `probably`, `no` or `unknown`."""
+
     def status(self, since: str | None = None) -> VerdictStatus:
         """As in status.json; `since` is UTC, ISO 8601."""
         return VerdictStatus(**asdict(self), since=since)
@@ -48,45 +51,55 @@ class RunVerdict:
 
 def judge(status: StatusDocument, memory: Memory) -> RunVerdict:
     """The verdict on this status document; unknown if nothing shows whether the miner earns."""
+    memory.watch(status.steps)
     for condition in CONDITIONS:
         cause = condition.cause(status, memory) or memory.reported.get(condition.event or "")
         if cause:
+            earns = "unknown" if condition.state == UNKNOWN else "no"
+            if condition.state == DEGRADED:
+                earns, evidence = _evidence(status)
+                cause = f"{cause}; {evidence}"
             return RunVerdict(
                 condition.state,
-                f"{cause}; {_earns(status)}" if condition.state == DEGRADED else cause,
-                condition.next_step,
+                cause,
+                condition.action(status, memory),
                 condition.event,
                 condition.confidence,
                 condition.key,
+                earns,
             )
     return _healthy(status)
 
 
 def _healthy(status: StatusDocument) -> RunVerdict:
     """No condition holds: earning after an accepted audit, or likely after a verified upload."""
+    earns, evidence = _evidence(status)
+    cause = _progress(status)
+    if earns == "yes":
+        return RunVerdict(EARNING, cause, "", None, "measured", "audited", earns)
+    cause = f"{cause}; {evidence}"
+    if earns == "probably":
+        return RunVerdict(EARNING, cause, "", None, "likely", "uploaded", earns)
+    repo = status.uploads.repo
+    if repo.reason == NO_REPO:
+        step = "set [repo] in guard.toml; `miner-guard config --changed` shows it"
+    elif repo.revision is None:
+        step = "wait for the first upload; what it waits for: `miner-guard top`"
+    else:
+        step = "check what is published: `miner-guard audit`"
+    return RunVerdict(UNKNOWN, cause, step, None, "unknown", "not_audited", earns)
+
+
+def _evidence(status: StatusDocument) -> tuple[str, str]:
+    """Whether validators accept what is published (see `RunVerdict.earns`), and how that is
+    known."""
     audit, upload, repo = status.uploads.audit, status.uploads.upload, status.uploads.repo
     if audit is not None and audit.outcome == "accepted":
-        return RunVerdict(EARNING, _progress(status), "", None, "measured", "audited")
+        return "yes", "the last audit accepted what is published"
     if upload is not None and upload.outcome == "verified" and repo.stale is False:
-        cause = f"{_progress(status)}; the last upload was verified, no audit has judged it"
-        return RunVerdict(EARNING, cause, "", None, "likely", "uploaded")
+        return "probably", "the last upload was verified, no audit has judged it"
     why = repo.reason or "nothing has been uploaded yet"
-    cause = f"{_progress(status)}; whether validators accept it is unknown: {why}"
-    if repo.reason == NO_REPO:
-        step = "set [repo] in guard.toml; miner-guard config --changed shows it"
-    elif repo.revision is None:
-        step = "wait for the first upload; what it waits for: miner-guard top"
-    else:
-        step = "check what is published: miner-guard audit"
-    return RunVerdict(UNKNOWN, cause, step, None, "unknown", "not_audited")
-
-
-def _earns(status: StatusDocument) -> str:
-    """Whether a degraded miner still earns: the first question of the person on call."""
-    return {
-        "audited": "it still earns: the last audit accepted what is published",
-        "uploaded": "it probably still earns: the last upload was verified",
-    }.get(_healthy(status).key, "whether it still earns is unknown")
+    return "unknown", f"whether validators accept what is published is unknown: {why}"
 
 
 def _progress(status: StatusDocument) -> str:

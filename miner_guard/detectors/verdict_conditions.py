@@ -1,27 +1,21 @@
 """The conditions that decide the verdict, worst first, each with its next step. Pure.
 
 A condition reads the status document (what status.json holds) and `Memory`, the few findings whose
-effect lasts. Each next step names a command.
+effect lasts. Its next step is in `verdict_actions`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from miner_guard.eventlog.catalog import Finding, message
-from miner_guard.eventlog.formatters import rank_list
+from miner_guard.detectors import verdict_actions as actions
+from miner_guard.detectors.verdict_actions import Action, always
+from miner_guard.detectors.verdict_memory import Memory
+from miner_guard.eventlog.formatters import known, rank_list
 from miner_guard.eventlog.status_document import StatusDocument
 
-_LASTING = frozenset({"loss_nan", "audit_failed", "repo_stale", "cpu_fallback"})
-_ENDED_BY = {
-    "audit_passed": ("audit_failed",),
-    "upload_succeeded": ("repo_stale",),
-    "cpu_fallback": ("cpu_fallback",),
-    "miner_started": ("loss_nan", "cpu_fallback"),
-}
 _QUIET_S = 20.0
 _QUIET_FACTOR = 4.0
 """A step is overdue beyond `_QUIET_S` seconds and this multiple of the longest step so far; most
@@ -41,64 +35,6 @@ STATES = (STOPPED, NOT_EARNING, DEGRADED, UNKNOWN, EARNING)
 """Worst first."""
 
 
-@dataclass
-class Memory:
-    """Findings that stay in effect until another finding clears them. Bounded."""
-
-    restart: Mapping[str, Any] | None = None
-    hang: str | None = None
-    """The last hang, until the next step."""
-
-    crash_loop: str | None = None
-    refused: str | None = None
-    gpu_faults: dict[str, str] = field(default_factory=dict)
-    disks: dict[str, str] = field(default_factory=dict)
-    straggler: str | None = None
-    silent_s: float = 0.0
-    """Seconds without a step before the last hang was found, until the next step."""
-
-    reported: dict[str, str] = field(default_factory=dict)
-    """By event: the words of a finding that the status document shows only up to a second later,
-    so that an alert sent with it cannot contradict it."""
-
-    def take(self, finding: Finding) -> None:
-        """Update the memory from one finding."""
-        fields = finding.fields
-        for event in _ENDED_BY.get(finding.event, ()):
-            self.reported.pop(event, None)
-        if finding.event in _LASTING and fields.get("verdict", "certain") == "certain":
-            self.reported[finding.event] = message(finding).partition("\n")[0]
-        if finding.event == "miner_restarting":
-            self.restart = fields
-        elif finding.event == "hang_detected":
-            self.hang = str(fields.get("detail"))
-            self.silent_s = float(fields.get("idle_s") or 0.0)
-        elif finding.event == "crash_loop":
-            self.crash_loop = str(fields.get("detail"))
-        elif finding.event == "straggler":
-            self.straggler = f"rank {finding.rank} {fields.get('detail')}"
-        elif finding.event == "straggler_cleared":
-            self.straggler = None
-        elif finding.event in ("gpu_fault", "gpu_recovered"):
-            self._toggle(self.gpu_faults, f"GPU {fields.get('gpu')}", finding, "gpu_fault")
-        elif finding.event in ("disk_full", "disk_stuck", "disk_recovered"):
-            self._toggle(self.disks, str(fields.get("what")), finding, "disk_full", "disk_stuck")
-
-    def stepped(self, loss: float | None) -> None:
-        """Record that training made a step: whatever blocked it is over."""
-        self.hang = self.restart = None
-        self.silent_s = 0.0
-        if loss is not None and math.isfinite(loss):
-            self.reported.pop("loss_nan", None)
-
-    @staticmethod
-    def _toggle(table: dict[str, str], key: str, finding: Finding, *begins: str) -> None:
-        if finding.event not in begins:
-            table.pop(key, None)
-        elif len(table) < 64:
-            table[key] = str(finding.fields.get("reason") or finding.fields.get("what"))
-
-
 @dataclass(frozen=True)
 class Condition:
     """One condition that can decide the verdict."""
@@ -108,7 +44,9 @@ class Condition:
     cause: Callable[[StatusDocument, Memory], str | None]
     """Returns the cause if the condition holds, else None."""
 
-    next_step: str
+    action: Action
+    """Returns the next step while the condition holds."""
+
     event: str | None
     confidence: str = "measured"
 
@@ -123,7 +61,11 @@ def _paused(status: StatusDocument, memory: Memory) -> str | None:
 
 
 def _gave_up(status: StatusDocument, memory: Memory) -> str | None:
-    return memory.crash_loop and f"crash loop: {memory.crash_loop}"
+    if memory.crash_loop is None:
+        return None
+    # The guard's reason ends with the fix, which is part of the next step.
+    fix = str((memory.incident or {}).get("fix") or "")
+    return f"crash loop: {memory.crash_loop.removesuffix(fix).rstrip(' .;')}"
 
 
 def _finished(status: StatusDocument, memory: Memory) -> str | None:
@@ -160,7 +102,11 @@ def _loss_not_finite(status: StatusDocument, memory: Memory) -> str | None:
     loss = steps.loss
     if loss not in ("NaN", "Infinity", "-Infinity"):
         return None
-    return f"loss is {loss} at step {or_unknown(steps.inner_step)}"
+    if memory.nan is None or memory.nan.get("step") is None:
+        return f"loss is {loss} at step {or_unknown(steps.inner_step)}"
+    outer = memory.nan.get("outer_step")
+    of = "" if outer is None else f" of outer step {outer}"
+    return f"loss is {loss} since step {memory.nan['step']}{of}"
 
 
 def _on_cpu(status: StatusDocument, memory: Memory) -> str | None:
@@ -192,7 +138,7 @@ def _stale(status: StatusDocument, memory: Memory) -> str | None:
     repo = status.uploads.repo
     if not repo.stale:
         return None
-    age, limit = or_unknown(repo.age_s), or_unknown(repo.limit_s)
+    age, limit = known(repo.age_s, ",.0f"), known(repo.limit_s, ",.0f")
     return f"the published gradients are {age} s old (limit {limit} s)"
 
 
@@ -221,8 +167,11 @@ def _gpu_fault(status: StatusDocument, memory: Memory) -> str | None:
 
 
 def _disk(status: StatusDocument, memory: Memory) -> str | None:
+    if not memory.disks:
+        return None
+    full = any("space" in reason for reason in memory.disks.values())
     rows = [f"{what} cannot be written ({reason})" for what, reason in sorted(memory.disks.items())]
-    return "; ".join(rows) or None
+    return f"the disk {'is full' if full else 'does not answer'}: {'; '.join(rows)}"
 
 
 def _straggling(status: StatusDocument, memory: Memory) -> str | None:
@@ -232,14 +181,16 @@ def _straggling(status: StatusDocument, memory: Memory) -> str | None:
 def _slow(status: StatusDocument, memory: Memory) -> str | None:
     steps = status.steps
     p50 = steps.p50_s
-    return f"steps take {p50:.1f} s" if steps.grade == "bad" and p50 is not None else None
+    slow = p50 is not None and memory.slow_from_s is not None
+    return f"steps take {p50:.0f} s" if slow else None
 
 
 def _due_but_blocked(status: StatusDocument, memory: Memory) -> str | None:
     decision, repo = status.uploads.decision, status.uploads.repo
     if decision is None or decision.allowed is not False or not repo.due:
         return None
-    return f"the gate blocks an upload that is due: {decision.reason}"
+    age = "" if repo.age_s is None else f" (what is published is {repo.age_s:,.0f} s old)"
+    return f"the gate blocks an upload that is due{age}: {decision.reason}"
 
 
 def _over_budget(status: StatusDocument, memory: Memory) -> str | None:
@@ -250,79 +201,81 @@ def _over_budget(status: StatusDocument, memory: Memory) -> str | None:
 
 
 CONDITIONS: tuple[Condition, ...] = (
+    Condition("crash_loop", STOPPED, _gave_up, actions.after_crash_loop, "crash_loop"),
     Condition(
-        "crash_loop",
-        STOPPED,
-        _gave_up,
-        "find the first failure: miner-guard logs --event incident; fix it, start the guard",
-        "crash_loop",
+        "paused", STOPPED, _paused, always("resume it: `miner-guard ctl resume`"), "miner_paused"
     ),
-    Condition("paused", STOPPED, _paused, "resume it: miner-guard ctl resume", "miner_paused"),
-    Condition("finished", STOPPED, _finished, "", "miner_finished"),
-    Condition(
-        "done", STOPPED, _done, "start it again: pm2 restart, or miner-guard run", "guard_stopped"
-    ),
+    Condition("finished", STOPPED, _finished, always(""), "miner_finished"),
+    Condition("done", STOPPED, _done, actions.start_again, "guard_stopped"),
     Condition(
         "restarting",
         NOT_EARNING,
         _restarting,
-        "nothing yet, the guard restarts it; the cause: miner-guard logs --level error -n 5",
+        always(
+            "nothing yet: the guard restarts it by itself; "
+            "why it failed: `miner-guard logs --level error -n 5`"
+        ),
         "miner_restarting",
     ),
     Condition(
         "hang",
         NOT_EARNING,
         _hanging,
-        "read the stacks of the named rank: miner-guard logs --event stack_dump names their folder",
+        always(
+            "read the stacks of the named rank; "
+            "their folder: `miner-guard logs --event stack_dump -n 1`"
+        ),
         "hang_detected",
     ),
     Condition(
         "ending",
         NOT_EARNING,
         _ending,
-        "wait for the end; then miner-guard logs --level error -n 5 shows why it ended",
+        always("wait for the end; why it ended: `miner-guard logs --level error -n 5`"),
         "miner_exited",
     ),
-    Condition(
-        "loss_nan",
-        NOT_EARNING,
-        _loss_not_finite,
-        "miner-guard ctl pause, restore the last good checkpoint, then miner-guard ctl resume",
-        "loss_nan",
-    ),
+    Condition("loss_nan", NOT_EARNING, _loss_not_finite, actions.restore, "loss_nan"),
     Condition(
         "cpu_fallback",
         NOT_EARNING,
         _on_cpu,
-        "miner-guard ctl pause, check CUDA: miner-guard doctor --deep, then miner-guard ctl resume",
+        always(
+            "`miner-guard ctl pause`; `miner-guard doctor --deep` names what is wrong with CUDA; "
+            "once that is fixed, `miner-guard ctl resume`"
+        ),
         "cpu_fallback",
     ),
     Condition(
         "unregistered",
         NOT_EARNING,
         _unregistered,
-        "register the hotkey again (btcli subnet register), then miner-guard ctl restart",
+        always(
+            "register the hotkey again: `btcli subnet register`, then `miner-guard ctl restart`"
+        ),
         "chain_unregistered",
     ),
     Condition(
         "rejected",
         NOT_EARNING,
         _rejected,
-        "see each rule that fails: miner-guard audit; fix it, then upload again",
+        always("see each rule that fails: `miner-guard audit`; fix it, then upload again"),
         "audit_failed",
     ),
     Condition(
         "stale",
         NOT_EARNING,
         _stale,
-        "see what stops uploads: miner-guard logs --event upload_blocked --event upload_failed",
+        always(
+            "see what stops uploads: "
+            "`miner-guard logs --event upload_blocked --event upload_failed -n 3`"
+        ),
         "repo_stale",
     ),
     Condition(
         "no_step",
         UNKNOWN,
         _no_step,
-        "wait for the first step; after minutes: miner-guard logs --event no_step_yet",
+        always("wait for the first step; after minutes: `miner-guard logs --event no_step_yet`"),
         None,
         "unknown",
     ),
@@ -330,38 +283,40 @@ CONDITIONS: tuple[Condition, ...] = (
         "overdue",
         DEGRADED,
         _overdue,
-        "wait for the guard's judgement; the ranks and their phases: miner-guard top",
+        always("wait for the guard's judgement; the ranks and their phases: `miner-guard top`"),
         "hang_detected",
         "likely",
     ),
-    Condition("gpu_fault", DEGRADED, _gpu_fault, "check the GPUs: miner-guard doctor", "gpu_fault"),
-    Condition("disk", DEGRADED, _disk, "free space on the full disk: df -h", "disk_full"),
+    Condition(
+        "gpu_fault",
+        DEGRADED,
+        _gpu_fault,
+        always("check the GPUs: `miner-guard doctor`"),
+        "gpu_fault",
+    ),
+    Condition("disk", DEGRADED, _disk, actions.free_space, "disk_full"),
     Condition(
         "due_but_blocked",
         DEGRADED,
         _due_but_blocked,
-        "see each rule, value and limit: miner-guard logs --event upload_blocked -n 1 --json",
+        always(
+            "see each rule, value and limit: `miner-guard logs --event upload_blocked -n 1 --json`"
+        ),
         "upload_blocked",
     ),
-    Condition(
-        "straggler",
-        DEGRADED,
-        _straggling,
-        "see its times: miner-guard top; its GPU: nvidia-smi -q -d CLOCK,TEMPERATURE",
-        "straggler",
-    ),
+    Condition("straggler", DEGRADED, _straggling, actions.inspect_straggler, "straggler"),
     Condition(
         "slow",
         DEGRADED,
         _slow,
-        "see where the time goes: miner-guard logs --event timing_breakdown -n 1",
+        always("see where the time goes: `miner-guard logs --event timing_breakdown -n 1`"),
         "slow_step",
     ),
     Condition(
         "over_budget",
         DEGRADED,
         _over_budget,
-        "see the most expensive operation: miner-guard costs",
+        always("see the most expensive operation: `miner-guard costs`"),
         "monitoring_over_budget",
     ),
 )

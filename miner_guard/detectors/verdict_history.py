@@ -1,7 +1,7 @@
-"""Seven days of verdicts as a strip of cells, like a status page. Pure.
+"""Up to seven days of verdicts as a strip of cells, like a status page. Pure.
 
 The guard adds up the seconds while it runs (`VerdictWeek`), so that no reader has to search a week
-of log.
+of log. Time in which no guard ran has no verdict: it is `unwatched`, and counts as nothing else.
 """
 
 from __future__ import annotations
@@ -11,16 +11,21 @@ from dataclasses import dataclass
 
 from miner_guard.detectors.verdict_conditions import STATES
 
-NO_DATA = "no data"
-"""The state of a cell in which no guard ran."""
+UNWATCHED = "unwatched"
+"""The state of time in which no guard ran."""
+
+WORST_FIRST = (*STATES[:-1], UNWATCHED, STATES[-1])
 
 CELL_S = 7200.0
 CELLS = 84
 """A week of cells of two hours."""
 
-_BRIEF_SHARE = 0.05
+BRIEF_SHARE = 0.05
 """A state that lasts less than this share of a cell does not colour it: a one-minute restart must
 not turn an hour red."""
+
+_UNCOUNTED_S = 60.0
+"""Fewer seconds of a cell without a verdict are rounding and the guard's own start."""
 
 
 @dataclass(frozen=True)
@@ -28,26 +33,49 @@ class Strip:
     """Equal cells up to now, oldest first, and the share of each state."""
 
     start: float
-    """Seconds since 1970."""
+    """Start of the first cell, seconds since 1970."""
+
+    since: float
+    """When the record begins, in the first cell."""
+
+    end: float
+    """When it was read, in the last cell."""
 
     cell_s: float
     cells: Sequence[str]
     """The worst state that held for a noticeable part of the cell."""
 
     shares: dict[str, float]
-    """Share of the time with data, by state, the largest first; empty without any."""
+    """Share of the time from `since` to `end`, by state, the largest first; empty without any."""
 
 
 class VerdictWeek:
     """Seconds of each state in each cell of the last seven days. Bounded."""
 
-    def __init__(self, stored: Mapping[str, Mapping[str, float]]) -> None:
-        """`stored`: what `to_json` returned earlier."""
+    def __init__(
+        self, stored: Mapping[str, Mapping[str, float]], start: float | None = None
+    ) -> None:
+        """`stored` and `start` are what `to_json` and `start` were earlier."""
         self._cells = {
-            int(cell): {state: s for state, s in states.items() if state in STATES}
+            int(cell): {state: s for state, s in states.items() if state in WORST_FIRST}
             for cell, states in stored.items()
             if cell.isdecimal()
         }
+        self._start = start
+
+    @property
+    def start(self) -> float | None:
+        """When the record begins, in seconds since 1970; None if it is empty.
+
+        A record that an older guard began without noting its start begins where its first cell
+        would if that were filled to its end.
+        """
+        if not self._cells:
+            return None
+        first = min(self._cells)
+        if self._start is not None:
+            return max(self._start, first * CELL_S)
+        return (first + 1) * CELL_S - min(CELL_S, sum(self._cells[first].values()))
 
     def to_json(self) -> dict[str, dict[str, float]]:
         """By cell, numbered from 1970: seconds by state."""
@@ -58,6 +86,8 @@ class VerdictWeek:
 
     def add(self, state: str, start: float, end: float) -> None:
         """Record that `state` held from `start` to `end`, in seconds since 1970."""
+        if self._start is None:
+            self._start = start if self.start is None else self.start
         for cell, seconds in _parts(start, end):
             states = self._cells.setdefault(cell, {})
             states[state] = states.get(state, 0.0) + seconds
@@ -74,23 +104,28 @@ class VerdictWeek:
                 states[before] -= moved
                 states[after] = states.get(after, 0.0) + moved
 
-    def strip(self, now: float, cells: int = CELLS, current: str | None = None) -> Strip:
-        """The strip up to `now` in `cells` cells, a divisor of `CELLS`. `current` shows in the last
-        one however briefly it has held."""
-        width = CELLS // cells
-        first = int(now // CELL_S) - CELLS + 1
-        groups = [
-            _sum([self._cells.get(first + width * group + n, {}) for n in range(width)])
-            for group in range(cells)
-        ]
+    def strip(self, now: float, cells: int = CELLS, current: str | None = None) -> Strip | None:
+        """The strip from the record's start to `now`, in at most `cells` cells; None if there is no
+        record. `current` colours the last cell however briefly it has held."""
+        oldest = (int(now // CELL_S) - CELLS + 1) * CELL_S
+        if self.start is None or (since := max(self.start, oldest)) >= now:
+            return None
+        first, last = int(since // CELL_S), int(now // CELL_S)
+        width = next(n for n in range(1, CELLS + 1) if last - first < n * cells)
+        groups = []
+        for begin in range(first, last + 1, width):
+            states = _sum([self._cells.get(begin + n, {}) for n in range(width)])
+            end = min(now, (begin + width) * CELL_S)
+            groups.append(_with_unwatched(states, end - max(since, begin * CELL_S)))
         totals = _sum(groups)
         whole = sum(totals.values())
-        ordered = sorted(totals.items(), key=lambda item: -item[1]) if whole > 0 else ()
+        ordered = sorted(totals.items(), key=lambda item: -item[1])
         colours = [_worst(group, width * CELL_S) for group in groups]
-        if current is not None:
-            colours[-1] = min(colours[-1], current, key=_badness)
+        if current in WORST_FIRST:
+            known = [colours[-1]] if groups[-1] else []
+            colours[-1] = min([*known, current], key=WORST_FIRST.index)
         shares = {state: seconds / whole for state, seconds in ordered if seconds > 0}
-        return Strip(first * CELL_S, width * CELL_S, colours, shares)
+        return Strip(first * CELL_S, since, now, width * CELL_S, colours, shares)
 
 
 def _parts(start: float, end: float) -> list[tuple[int, float]]:
@@ -112,13 +147,14 @@ def _sum(cells: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return total
 
 
-def _badness(state: str) -> int:
-    """Smaller is worse; no data is the best."""
-    return STATES.index(state) if state in STATES else len(STATES)
+def _with_unwatched(states: Mapping[str, float], elapsed_s: float) -> dict[str, float]:
+    """The seconds by state, including those without a verdict."""
+    missing = elapsed_s - sum(states.values())
+    return {**states, UNWATCHED: missing} if missing >= _UNCOUNTED_S else dict(states)
 
 
 def _worst(states: Mapping[str, float], width_s: float) -> str:
-    """The worst state of a cell, ignoring brief ones if something else fills it."""
+    """The worst state of a cell, ignoring brief ones if another fills it."""
     held = {state for state, seconds in states.items() if seconds > 0}
-    lasting = {state for state in held if states[state] >= _BRIEF_SHARE * width_s}
-    return min(lasting or held, key=_badness, default=NO_DATA)
+    lasting = {state for state in held if states[state] >= BRIEF_SHARE * width_s}
+    return min(lasting or held, key=WORST_FIRST.index, default=UNWATCHED)

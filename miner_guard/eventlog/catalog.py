@@ -201,7 +201,7 @@ _SPECS = (
     Spec("audit_failed", "critical", _BAD, "AUDIT FAILED: {detail}", ("detail",)),
     Spec("audit_unknown", "warning", _WARN, "AUDIT UNKNOWN: {detail}", ("detail",)),
     # life of the miner
-    Spec("verdict_changed", "info", "", "VERDICT: {headline}", ("headline", "state", "since", "cause", "next_step", "confidence", "previous")),
+    Spec("verdict_changed", "info", "", "VERDICT: {headline}", ("headline", "state", "since", "cause", "next_step", "confidence", "earns", "previous")),
     Spec("miner_started", "info", "🚀", "MINER STARTED: pid {pid}: {command}", ("pid", "command", "attempt")),
     Spec("miner_exited", "error", _BAD, "MINER EXITED: {how}", ("how", "code", "runtime_s")),
     Spec("miner_finished", "info", _OK, "MINER FINISHED: {how} after {runtime_s:.0f}s", ("how", "code", "runtime_s")),

@@ -45,6 +45,11 @@ class RunStatus(Section):
 
     miner_pid: int | None = None
     command: Sequence[str] = ()
+    host: str | None = None
+    state_dir: str | None = None
+    start_command: str | None = None
+    """Starts this guard again: pm2's or systemd's command, or the command line it has."""
+
     attempt: int | None = None
     """Number of launches in this run after the first."""
 

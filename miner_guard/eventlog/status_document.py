@@ -27,12 +27,20 @@ class VerdictStatus(Section):
 
     cause: str | None = None
     next_step: str | None = None
+    """What to do; commands to type are between backticks."""
+
     event: str | None = None
     confidence: str | None = None
     key: str | None = None
+    earns: str | None = None
+    """Whether the miner earns: `yes`, `probably`, `no` or `unknown`. `degraded` does not tell."""
+
     week: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Seconds by state, in intervals of two hours numbered from 1970
     (`detectors.verdict_history`)."""
+
+    week_start: float | None = None
+    """When the first guard began to judge, at most a week ago; seconds since 1970."""
 
 
 @dataclass(frozen=True)
@@ -306,6 +314,14 @@ class RanksStatus(Section):
 
 
 @dataclass(frozen=True)
+class DiagnosisStatus(Section):
+    """What the ranks reported about their model and GPU. The monitor `diagnosis` writes it."""
+
+    ranks: Sequence[Mapping[str, Any]] = ()
+    """By rank, the facts of `rank.introspection.diagnose`."""
+
+
+@dataclass(frozen=True)
 class JobStatus(Section):
     """Runs of one repeated job."""
 
@@ -348,6 +364,7 @@ class StatusDocument(RunStatus):
     chain: ChainStatus = field(default_factory=ChainStatus)
     costs: CostsStatus = field(default_factory=CostsStatus)
     ranks: RanksStatus = field(default_factory=RanksStatus)
+    diagnosis: DiagnosisStatus = field(default_factory=DiagnosisStatus)
     metrics: MetricsStatus = field(default_factory=MetricsStatus)
     jobs: Mapping[str, JobStatus] = field(default_factory=dict)
 
@@ -356,4 +373,7 @@ def read_status(state: StateDir) -> StatusDocument | None:
     """Read the document of a state directory; None if no guard has written one, or if it is
     unreadable."""
     document = read_json(state.status)
+    if document is None:
+        # On a full disk the guard overwrites the file in place: it may have been half written.
+        document = read_json(state.status)
     return StatusDocument.from_json(document) if isinstance(document, dict) else None

@@ -9,7 +9,7 @@ from typing import Any
 
 from miner_guard.config import AlertSettings, optional_deps
 from miner_guard.detectors.verdict import judge
-from miner_guard.detectors.verdict_conditions import Memory
+from miner_guard.detectors.verdict_memory import Memory
 from miner_guard.detectors.verdict_wording import advice, headline
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.status_document import StatusDocument

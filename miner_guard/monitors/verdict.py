@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from miner_guard.detectors.verdict import RunVerdict, judge
-from miner_guard.detectors.verdict_conditions import Memory
+from miner_guard.detectors.verdict_conditions import UNKNOWN
 from miner_guard.detectors.verdict_history import VerdictWeek
+from miner_guard.detectors.verdict_memory import Memory
 from miner_guard.detectors.verdict_wording import headline
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.section import LastRead
@@ -22,10 +23,10 @@ _SETTLED_S = 5.0
 other events."""
 
 _UNWATCHED_S = 600.0
-"""If two ticks are further apart than this (the host was suspended), the verdict in between is
-unknown."""
+"""If two ticks are further apart than this (the host was suspended), the time in between is
+unwatched."""
 
-_REPORTED = ("state", "since", "cause", "next_step", "confidence")
+_REPORTED = ("state", "since", "cause", "next_step", "confidence", "earns")
 
 
 class VerdictMonitor(Monitor):
@@ -44,7 +45,8 @@ class VerdictMonitor(Monitor):
         held."""
 
         before = read_status(context.state)
-        self._week = VerdictWeek(before.verdict.week if before and before.verdict else {})
+        verdict = before.verdict if before is not None else None
+        self._week = VerdictWeek(*((verdict.week, verdict.week_start) if verdict else ({},)))
         self._counted_at = context.clock.monotonic()
 
     def on_finding(self, finding: Finding) -> Iterable[Finding]:
@@ -83,9 +85,11 @@ class VerdictMonitor(Monitor):
     def _count(self, now: float) -> None:
         """Add the time since the last count to the week."""
         passed_s, self._counted_at = now - self._counted_at, now
-        if self._current is not None and passed_s <= _UNWATCHED_S:
-            wall = self.context.clock.wall()
-            self._week.add(self._current.state, wall - passed_s, wall)
+        if passed_s <= _UNWATCHED_S:
+            wall, state = self.context.clock.wall(), UNKNOWN
+            if self._current is not None:
+                state = self._current.state
+            self._week.add(state, wall - passed_s, wall)
 
     def _change(self, verdict: RunVerdict, held_s: float = 0.0) -> Finding:
         """Adopt a verdict whose condition has held for `held_s` seconds; a hang counts from its
@@ -95,8 +99,8 @@ class VerdictMonitor(Monitor):
         if previous is None or previous.state != verdict.state:
             wall = self.context.clock.wall()
             self._since = wall - held_s - self._memory.silent_s
-            if previous is not None:
-                self._week.correct(previous.state, verdict.state, self._since, wall)
+            before = UNKNOWN if previous is None else previous.state
+            self._week.correct(before, verdict.state, self._since, wall)
         shown = self._status()
         return make_finding(
             "verdict_changed",
@@ -107,10 +111,12 @@ class VerdictMonitor(Monitor):
 
     def _status(self) -> VerdictStatus:
         if self._current is None:
-            status = VerdictStatus(state="unknown", cause="the guard has just started")
+            status = VerdictStatus(
+                state=UNKNOWN, cause="the guard has just started", earns="unknown"
+            )
         else:
             status = self._current.status(iso_utc(self._since))
-        return replace(status, week=self._week.to_json())
+        return replace(status, week=self._week.to_json(), week_start=self._week.start)
 
     def snapshot(self) -> Mapping[str, Any]:
         return self._status().to_json()

@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +42,7 @@ from miner_guard.reporting import metrics, progress
 from miner_guard.reporting.report import body, page, template, title_of
 from miner_guard.reporting.report_curves import curves
 from miner_guard.reporting.report_data import Data, LogReader
+from miner_guard.reporting.report_tables import inline
 from miner_guard.system import inherited
 from uploads import ledger_readers
 
@@ -110,7 +110,7 @@ class Site:
         self._names = {"localhost", *(name.lower() for name in order.trusted_hosts)}
         self._hang = HangSettings(**order.hang)
         self._report = LiveReport(self._state, GateSettings(**order.gate))
-        live = template("live.html").replace("{{find the guard}}", escape(FIND_THE_GUARD))
+        live = template("live.html").replace("{{find the guard}}", inline(FIND_THE_GUARD))
         self._page = page("miner-guard", live)
         threading.Thread(target=self._report.read, daemon=True, name="read the log").start()
 

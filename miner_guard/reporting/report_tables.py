@@ -10,6 +10,7 @@ from html import escape
 from typing import Any
 
 from miner_guard.config import GateSettings
+from miner_guard.detectors.verdict_conditions import DEGRADED, NOT_EARNING, STOPPED
 from miner_guard.detectors.verdict_wording import shown
 from miner_guard.eventlog.line_templates import template
 from miner_guard.eventlog.status_document import RankSteps, StatusDocument
@@ -67,21 +68,34 @@ class _Row:
     since: float
 
 
-def alarms(data: Data) -> str:
+def alarms(data: Data, gate: GateSettings) -> str:
     """Incidents and alarms, newest first. Repetitions, as in a crash loop, share a row with a
     count."""
-    rows = _grouped(_alarms_of(data))
+    rows = _grouped(_alarms_of(data, gate))
+    verdict = data.status.verdict
+    if not rows and verdict is not None and verdict.state in (DEGRADED, NOT_EARNING, STOPPED):
+        return (
+            "<h2>Incidents and alarms</h2><p class='none'>none in the log; the verdict is from the "
+            "guard's status, which it also writes while the log cannot grow</p>"
+        )
     return _events("Incidents and alarms", rows[:_TABLE_ROWS])
 
 
-def _alarms_of(data: Data) -> list[Mark]:
+def _alarms_of(data: Data, gate: GateSettings) -> list[Mark]:
     found = [
         mark
         for event, marks in data.marks.items()
         for mark in marks[-_MAX_ALARMS:]
         if mark.level in _WORST or event in _ALARMS
     ]
+    found += [m for m in data.of("upload_blocked")[-_MAX_ALARMS:] if not is_early(m, gate)]
     return sorted(found, key=lambda mark: mark.time)
+
+
+def is_early(mark: Mark, gate: GateSettings) -> bool:
+    """Whether the gate blocked an upload below the minimum inner step, as in every outer step."""
+    inner = mark.fields.get("inner_step")
+    return isinstance(inner, int) and inner < gate.min_inner_step
 
 
 def _grouped(marks: Sequence[Mark]) -> list[_Row]:
@@ -134,16 +148,16 @@ def runbook_link(event: str) -> str:
     return f'<a href="#runbook-{event}">{text}</a>' if event in runbook_rows() else text
 
 
-def runbook(data: Data) -> str:
+def runbook(data: Data, gate: GateSettings) -> str:
     """The runbook's rows for the events on the page, the verdict's event first, so that the page is
     useful even if nothing else can be reached."""
     verdict = shown(data.status, data.status_age_s)
     events = [verdict.event] if verdict.event else []
-    events += [mark.event for mark in reversed(_alarms_of(data))]
+    events += [mark.event for mark in reversed(_alarms_of(data, gate))]
     events += [event for event in _FATES if data.marks.get(event)]
     rows = [
         f'<tr id="runbook-{event}"><td class="event">{event}</td>'
-        f"<td>{_inline(row.meaning)}</td><td>{_inline(row.action)}</td></tr>"
+        f"<td>{inline(row.meaning)}</td><td>{inline(row.action)}</td></tr>"
         for event in dict.fromkeys(events)
         if (row := runbook_rows().get(event)) is not None
     ]
@@ -154,7 +168,7 @@ def runbook(data: Data) -> str:
     return f"<h2>{title}</h2>{_scrolling(title, head, rows, 'runbook')}"
 
 
-def _inline(text: str) -> str:
+def inline(text: str) -> str:
     """A cell of the runbook; words between backticks are code."""
     return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))
 

@@ -30,7 +30,11 @@ from miner_guard.state_dir import StateDir
 from miner_guard.supervisor.control.commands import CommandHandler
 from miner_guard.supervisor.control.control_socket import ControlSocket
 from miner_guard.supervisor.control.endpoints import Endpoints
-from miner_guard.supervisor.control.service_manager import ServiceManager, service_managers
+from miner_guard.supervisor.control.service_manager import (
+    ServiceManager,
+    own_start_command,
+    service_managers,
+)
 from miner_guard.supervisor.control.status import Status, run_status
 from miner_guard.supervisor.disk.writer import DiskWriter
 from miner_guard.supervisor.flights import Flights
@@ -106,7 +110,7 @@ class GuardApp:
         self.runner = MonitorRunner(self.log)
         self.relay = Relay(self.loop, self.runner.output)
         self.redactor = Redactor.for_guard(beside(self.env, request.config.repo), request.config)
-        self.disk = DiskWriter(request.state, request.config.logs, self.log)
+        self.disk = DiskWriter(request.state, request.config.logs, self.report)
         self.endpoints = Endpoints(lock, self.disk, self.loop, self.report)
         self.emitter = self._emitter()
         self.flights = Flights(request.state, self.run_id, self.log, self.disk.copy_record)
@@ -134,6 +138,7 @@ class GuardApp:
         self.jobs = Scheduler(self.clock, self.report)
         self.status = Status(request.state, self.clock, self.log)
         self.managers: list[ServiceManager] = []
+        self._start_command = own_start_command(self.env)
         self._closers: list[Callable[[], None]] = []
 
     def _environment(self, launch: int) -> dict[str, str]:
@@ -362,7 +367,7 @@ class GuardApp:
         # Put first what the person on call needs first.
         first = {"verdict": parts.get("verdict")}
         document: dict[str, Any] = self.redactor.value(
-            {**first, **run_status(self.supervisor).to_json(), **parts}
+            {**first, **run_status(self.supervisor, self._start_command).to_json(), **parts}
         )
         return document
 

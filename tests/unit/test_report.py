@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from miner_guard.config import LogSettings
-from miner_guard.detectors.verdict_history import CELLS, VerdictWeek
+from miner_guard.detectors.verdict_history import VerdictWeek
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.emitter import Emitter
 from miner_guard.eventlog.jsonl import JsonlSink
@@ -161,13 +161,13 @@ def test_no_block_from_step_50_on_is_reached_only_by_a_run_that_came_so_far(
     assert any("from inner step 50 on" in title for title in done) == reached
 
 
-def test_the_validators_score_is_unknown_unless_the_chain_tells_it(tmp_path: Path) -> None:
+def test_the_incentive_is_unknown_unless_the_chain_tells_it(tmp_path: Path) -> None:
     log = Log(tmp_path)
     log.step(1)
-    score = '<b class="">{}</b><span>validators&#x27; score</span>'
+    score = '<b class="">{}</b><span>incentive</span>'
     assert score.format("unknown") in render(log.state)
     write_json(log.state.status, {"chain": {"block": 7, "incentive": 0.0123}})
-    assert score.format("0.0123 incentive") in render(log.state)
+    assert score.format("0.0123") in render(log.state)
 
 
 def test_unreadable_lines_and_strange_values_break_nothing(tmp_path: Path) -> None:
@@ -399,8 +399,8 @@ def test_a_week_of_verdicts_is_a_strip_and_its_shares_are_reported(tmp_path: Pat
     verdict = {"state": "not earning", "cause": "x", "week": week.to_json()}
     write_json(log.state.status, {"verdict": verdict, "updated": iso_utc(now)})
     page = _checked(render(log.state))
-    assert "last 7 days: earning 75%, not earning 25%" in page
-    assert page.count("<i class=") >= CELLS
+    assert "last 2 h: earning 75%, not earning 25%" in page
+    assert page.count(' UTC: not earning"></i>') == 1
 
 
 def test_a_crash_loop_is_one_row_with_a_count_and_another_day_another_row(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miner_guard.detectors.verdict_conditions import STATES
-from miner_guard.detectors.verdict_history import CELL_S, CELLS, NO_DATA, VerdictWeek
+from miner_guard.detectors.verdict_history import CELL_S, CELLS, UNWATCHED, Strip, VerdictWeek
 from miner_guard.eventlog.formatters import percentages
 from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.monitors.verdict import VerdictMonitor
@@ -21,29 +21,54 @@ from tests.support.contexts import context
 START = 245_000 * CELL_S
 
 
-def test_a_cell_has_its_worst_lasting_state_and_no_data_is_no_verdict() -> None:
+def strip_of(
+    week: VerdictWeek, now: float, cells: int = CELLS, current: str | None = None
+) -> Strip:
+    strip = week.strip(now, cells, current)
+    assert strip is not None
+    return strip
+
+
+def test_a_cell_has_its_worst_lasting_state_and_the_strip_begins_with_the_record() -> None:
     week = VerdictWeek({})
     week.add("earning", START, START + 2 * CELL_S)
     week.add("not earning", START + 1000, START + 1060)
     week.add("stopped", START + CELL_S, START + 1.5 * CELL_S)
-    strip = week.strip(START + 2 * CELL_S + 1)
-    assert len(strip.cells) == CELLS
-    assert strip.cells[-4:] == [NO_DATA, "earning", "stopped", NO_DATA]
+    strip = strip_of(week, START + 2 * CELL_S + 600)
+    assert strip.cells == ["earning", "stopped", UNWATCHED]
+    assert (strip.start, strip.since, strip.end) == (START, START, START + 2 * CELL_S + 600)
+
+
+def test_time_without_a_guard_is_unwatched_and_counts_as_nothing_else() -> None:
+    """Guards against hours of a dead guard that are left out of the shares, or stay green."""
+    week = VerdictWeek({})
+    week.add("earning", START, START + CELL_S)
+    week.add("earning", START + 2.5 * CELL_S, START + 4 * CELL_S)
+    strip = strip_of(week, START + 5 * CELL_S)
+    assert strip.cells == ["earning", UNWATCHED, UNWATCHED, "earning", UNWATCHED, UNWATCHED]
+    assert strip.shares == pytest.approx({"earning": 0.5, UNWATCHED: 0.5})
+
+
+def test_a_record_of_an_older_guard_has_a_start_too() -> None:
+    """Guards against a first cell that is unwatched because status.json names no start."""
+    week = VerdictWeek({"245000": {"earning": 600.0}, "245001": {"earning": 7200.0}})
+    strip = strip_of(week, START + 2 * CELL_S - 1)
+    assert (strip.since, strip.shares) == (START + CELL_S - 600, {"earning": 1.0})
 
 
 def test_the_verdict_of_now_is_in_the_strip_however_brief() -> None:
     week = VerdictWeek({})
     week.add("earning", START, START + 5000)
     week.add("not earning", START + 5000, START + 5010)
-    assert week.strip(START + 5010).cells[-1] == "earning"
-    assert week.strip(START + 5010, current="not earning").cells[-1] == "not earning"
+    assert strip_of(week, START + 5010).cells[-1] == "earning"
+    assert strip_of(week, START + 5010, current="not earning").cells[-1] == "not earning"
 
 
 def test_wider_cells_show_the_same_week() -> None:
     week = VerdictWeek({})
     week.add("earning", START - 40 * CELL_S, START)
-    narrow, wide = week.strip(START), week.strip(START, 28)
-    assert (len(wide.cells), wide.start, wide.shares) == (28, narrow.start, narrow.shares)
+    narrow, wide = strip_of(week, START - 1), strip_of(week, START - 1, 28)
+    assert (len(wide.cells), wide.since, wide.shares) == (20, narrow.since, narrow.shares)
 
 
 def test_a_hang_that_is_found_late_was_no_earning() -> None:
@@ -51,7 +76,7 @@ def test_a_hang_that_is_found_late_was_no_earning() -> None:
     week = VerdictWeek({})
     week.add("earning", START, START + 3600)
     week.correct("earning", "not earning", START + 2700, START + 3600)
-    assert week.strip(START + 3600).shares == {"earning": 0.75, "not earning": 0.25}
+    assert strip_of(week, START + 3600).shares == {"earning": 0.75, "not earning": 0.25}
 
 
 def test_a_week_is_bounded_and_survives_its_own_json() -> None:
@@ -61,7 +86,7 @@ def test_a_week_is_bounded_and_survives_its_own_json() -> None:
     stored = week.to_json()
     assert len(stored) <= CELLS
     assert VerdictWeek(stored).to_json() == stored
-    assert VerdictWeek({"x": {"earning": 1.0}, "3": {"winning": 2.0}}).strip(0.0).shares == {}
+    assert VerdictWeek({"x": {"earning": 1.0}}).strip(0.0) is None
 
 
 @given(st.lists(st.tuples(st.sampled_from(STATES), st.floats(0, 3 * CELL_S)), max_size=30))
@@ -97,9 +122,11 @@ def test_the_next_guard_continues_the_week(tmp_path: Path) -> None:
     following = VerdictMonitor(context(tmp_path, clock=clock, status=lambda: status))
     week = StatusDocument.from_json({"verdict": following.snapshot()}).verdict
     assert week is not None
-    strip = VerdictWeek(week.week).strip(clock.wall())
-    assert strip.shares == {"stopped": 1.0}
-    assert strip.cells[-1] == NO_DATA
+    strip = VerdictWeek(week.week, week.week_start).strip(clock.wall())
+    assert strip is not None
+    assert strip.shares[UNWATCHED] == pytest.approx(86_400 / 92_400)
+    assert strip.shares["stopped"] > 0.06
+    assert strip.cells[-1] == UNWATCHED
 
 
 def test_the_time_of_a_suspended_host_is_no_verdict(tmp_path: Path) -> None:

@@ -6,9 +6,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shlex
 import socket
 import stat
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from miner_guard.eventlog.formatters import known
@@ -17,6 +21,8 @@ from miner_guard.supervisor.loop import Loop
 from miner_guard.supervisor.process.environment import under_pm2
 
 _MONITOR_EVERY_S = 5.0
+_UNIT = re.compile(r"/([^/\n]+\.service)\s*$", re.MULTILINE)
+"""The unit's name at the end of a line of /proc/self/cgroup."""
 
 
 class ServiceManager(Protocol):
@@ -43,6 +49,30 @@ def service_managers(
     if address := env.get("NOTIFY_SOCKET"):
         found.append(Systemd(address, env))
     return found
+
+
+def start_command(env: Mapping[str, str], argv: Sequence[str], cgroup: str, folder: str) -> str:
+    """The shell command that starts this guard again.
+
+    `argv` is the guard's command line, `cgroup` the text of /proc/self/cgroup, `folder` the working
+    directory.
+    """
+    if under_pm2(env):
+        return f"pm2 restart {shlex.quote(env.get('name') or env['pm_id'])}"
+    if "NOTIFY_SOCKET" in env and (unit := _UNIT.search(cgroup)) is not None:
+        user = "--user " if "/user@" in cgroup else ""
+        return f"systemctl {user}restart {unit[1]}"
+    program = Path(argv[0])
+    words = ["python", "-m", "miner_guard"] if program.name == "__main__.py" else [program.name]
+    return f"cd {shlex.quote(folder)} && {shlex.join([*words, *argv[1:]])}"
+
+
+def own_start_command(env: Mapping[str, str]) -> str | None:
+    """`start_command` of this process; None if its command line or folder cannot be read."""
+    with contextlib.suppress(OSError, IndexError):
+        cgroup = Path("/proc/self/cgroup").read_text(encoding="utf-8", errors="replace")
+        return start_command(env, sys.argv, cgroup, os.getcwd())
+    return None
 
 
 def _channel(env: Mapping[str, str]) -> int | None:

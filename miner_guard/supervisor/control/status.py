@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ all the time, but composing it costs more than everything else that an idle guar
 _LIVE = (State.RUNNING, State.STOPPING, State.ENDING)
 
 
-def run_status(run: Supervisor) -> RunStatus:
+def run_status(run: Supervisor, start_command: str | None) -> RunStatus:
     """The supervisor's fields of status.json."""
     launch, last = run.launch, run.last_exit
     age = (
@@ -40,6 +41,9 @@ def run_status(run: Supervisor) -> RunStatus:
         pid=os.getpid(),
         miner_pid=launch.child.pid if launch is not None else None,
         command=list(run.spec.command),
+        host=socket.gethostname(),
+        state_dir=str(run.spec.state.root),
+        start_command=start_command,
         attempt=max(run.launches - 1, 0),
         restarts=run.policy.failures,
         started=None if age is None else iso_utc(run.clock.wall() - age),
