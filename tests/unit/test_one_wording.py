@@ -7,8 +7,10 @@ import json
 import os
 import re
 import time
+from collections.abc import Mapping
 from html import unescape
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.requests import Request
@@ -25,15 +27,18 @@ from miner_guard.reporting import progress
 from miner_guard.reporting.http_server import LiveReport, ServerSettings, Site, TimeRange
 from miner_guard.reporting.report import render
 from miner_guard.state_dir import StateDir, read_json
+from miner_guard.system.clock import parse_iso_utc
 from tests.support.contexts import context
-from tests.support.page_states import STATES, Story
+from tests.support.page_states import STATES
+from tests.support.simulated_guard import SimulatedGuard
+from uploads import ledger_readers
 
 _GONE_S = 900.0
 _SHORT = [name for name in STATES if name != "week"]
 
 
 @pytest.fixture(scope="module")
-def stories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Story]:
+def stories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SimulatedGuard]:
     states = {name: STATES[name](tmp_path_factory.mktemp(name)) for name in _SHORT}
     for name, story in states.items():
         state = story.write()
@@ -45,7 +50,8 @@ def stories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Story]:
 
 def _words(page: str) -> str:
     """The text of a page, as a person reads it."""
-    text = re.sub(r"<[^>]*>", " ", page.partition("<body>")[2])
+    text = re.sub(r"</?code>", "`", page.partition("<body>")[2])
+    text = re.sub(r"<[^>]*>", " ", text)
     return " ".join(unescape(text).split())
 
 
@@ -58,7 +64,7 @@ def _of_status_endpoint(state: StateDir) -> VerdictStatus:
 
 
 @pytest.mark.parametrize("name", _SHORT)
-def test_all_surfaces_agree_word_for_word(stories: dict[str, Story], name: str) -> None:
+def test_all_surfaces_agree_word_for_word(stories: dict[str, SimulatedGuard], name: str) -> None:
     story = stories[name]
     state = story.state
     status = read_status(state)
@@ -86,14 +92,54 @@ def test_all_surfaces_agree_word_for_word(stories: dict[str, Story], name: str) 
     served = _of_status_endpoint(state)
     assert (headline(served), advice(served)) == (line, step)
 
-    if name == "guard-gone":
+    if name in ("guard-gone", "disk-full"):
+        # The last verdict of the log is not the one shown: the guard is gone, or its disk is full.
         return
     alerts = AlertsMonitor(context(state.root, status=lambda: read_json(state.status)))
-    alerts._memory = story._monitor._memory
+    alerts._memory = story.memory
     assert alerts._verdict() == line + (f"\nNext: {step}" if step else "")
     usage = summary.Usage(0.0, 1.0, 1.0)
     states = summary.summarise(summary.read_log(state.log), None, usage)
     assert str(states.verdict).partition(": ")[0] == state_since(verdict)
+
+
+@pytest.mark.parametrize("name", _SHORT)
+def test_log_ledger_status_and_verdict_agree(stories: dict[str, SimulatedGuard], name: str) -> None:
+    """Guards against pictures that contradict themselves, and so against a guard that does."""
+    state = stories[name].state
+    status, records = read_status(state), list(summary.read_log(state.log))
+    assert status is not None
+    assert status.verdict is not None
+
+    def of(*events: str) -> list[Mapping[str, Any]]:
+        return [record for record in records if record["event"] in events]
+
+    pushes = ledger_readers.read(state.ledger, "uploads")
+    assert len(pushes) == len(of("upload_succeeded"))
+    if status.uploads.upload is not None and name != "disk-full":
+        assert status.uploads.upload.tag == pushes[-1]["tag"]
+    assert status.restarts == len(of("miner_restarting"))
+    assert len(of("miner_started")) == 1 + len(of("miner_restarting"))
+    assert not of("guard_degraded")
+    assert status.updated is not None
+    assert records[-1]["ts"] <= status.updated
+    if of("loss_nan"):
+        step, outer = (of("loss_nan")[0][key] for key in ("step", "outer_step"))
+        assert f"since step {step} of outer step {outer}" in str(status.verdict.cause)
+    if of("verdict_changed") and name not in ("disk-full", "guard-gone"):
+        last = of("verdict_changed")[-1]
+        assert (last["state"], last["since"]) == (status.verdict.state, status.verdict.since)
+    begins = {
+        "hang_detected": "hang",
+        "loss_nan": "nan",
+        "crash_loop": "crash-loop",
+        "straggler": "ranks-16",
+        "cpu_fallback": "no-gpu",
+    }
+    assert {begins[event] for event in begins if of(event)} <= {name}
+    if name == "disk-full":
+        assert records[-1]["ts"] <= str(status.verdict.since), "a full disk takes no further line"
+        assert pushes[-1]["wall"] <= parse_iso_utc(str(status.verdict.since))
 
 
 def test_the_live_page_itself_has_the_words_for_a_port_that_does_not_answer(tmp_path: Path) -> None:
