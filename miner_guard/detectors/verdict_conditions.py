@@ -300,7 +300,7 @@ CONDITIONS: tuple[Condition, ...] = (
         DEGRADED,
         _due_but_blocked,
         always(
-            "see each rule, value and limit: `miner-guard logs --event upload_blocked -n 1 --json`"
+            "do what the rule asks; each rule with its limit: `miner-guard logs --event upload_blocked -n 1 --json`"
         ),
         "upload_blocked",
     ),

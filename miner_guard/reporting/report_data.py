@@ -54,6 +54,7 @@ _MARKS = frozenset(
         "disk_stuck",
         "checkpoint_saved",
         "chain_unregistered",
+        "guard_killed",
     }
 )
 _KEPT = 5_000

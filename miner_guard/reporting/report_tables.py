@@ -32,6 +32,7 @@ _MAX_ALARMS = 1000
 """How many of the newest marks of an event to search for repetitions."""
 
 _REPEATED_WITHIN_S = 3600.0
+_LEFT_OUT = re.compile(r" \(asked \d+ more times? since the last line\)$")
 _FATES = ("upload_succeeded", "upload_failed", "upload_blocked", "audit_failed", "audit_passed")
 _ALARMS = (
     "incident",
@@ -41,6 +42,7 @@ _ALARMS = (
     "repo_stale",
     "straggler",
     "gpu_drop",
+    "guard_killed",
 )
 
 
@@ -133,7 +135,9 @@ def _events(title: str, rows: Sequence[_Row]) -> str:
 
 
 def _first_line(mark: Mark) -> str:
-    return mark.msg.partition("\n")[0]
+    first = mark.msg.partition("\n")[0]
+    # The log counts the blocks that it left out; a row counts those that it joins.
+    return _LEFT_OUT.sub("", first) if mark.event == "upload_blocked" else first
 
 
 def _count(row: _Row) -> str:

@@ -107,6 +107,27 @@ def test_an_80_by_24_terminal_shows_what_matters() -> None:
         assert words in shown
 
 
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_the_verdict_its_next_step_and_the_state_wrap_and_lose_no_word(width: int) -> None:
+    """Guards against a first line that ends with "loss 2.92; th…"."""
+    verdict = {
+        "state": "degraded",
+        "earns": "yes",
+        "since": "2026-01-02T06:34:00Z",
+        "cause": "the gate blocks an upload that is due: base outer_step (62) < network (63)",
+        "next_step": "see each rule: `miner-guard logs --event upload_blocked -n 1 --json`",
+        "event": "upload_blocked",
+    }
+    document = StatusDocument.from_json(
+        {**STATUS, "verdict": verdict, "updated": "2026-01-02T06:40:00Z"}
+    )
+    shown = lines(document, CurveHistory(), [], Canvas(width, 40), age_s=0, min_inner_step=50)
+    words = " ".join(" ".join(shown[: shown.index("")]).split())
+    assert words.startswith(f"STILL EARNING, degraded since 06:34 UTC: {verdict['cause']} next ")
+    assert f"{verdict['next_step']} (more: `miner-guard runbook upload_blocked`)" in words
+    assert words.endswith("monitoring 0.12%")
+
+
 @pytest.mark.parametrize(
     ("state", "inner", "words"),
     [
@@ -214,6 +235,7 @@ def test_a_pause_is_named_where_it_is_ended() -> None:
     ("line", "word"),
     [
         ("NOT EARNING since 12:03 UTC: x", "NOT EARNING"),
+        ("STILL EARNING, degraded since 12:03 UTC: x", "STILL EARNING, degraded"),
         ("12:00:00 critical HANG DETECTED", "critical"),
         ("gate   BLOCKED 3m ago: x", "BLOCKED"),
     ],
