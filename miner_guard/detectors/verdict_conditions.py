@@ -300,7 +300,8 @@ CONDITIONS: tuple[Condition, ...] = (
         DEGRADED,
         _due_but_blocked,
         always(
-            "do what the rule asks; each rule with its limit: `miner-guard logs --event upload_blocked -n 1 --json`"
+            "do what the rule asks; each rule with its limit: "
+            "`miner-guard logs --event upload_blocked -n 1 --json`"
         ),
         "upload_blocked",
     ),
