@@ -14,7 +14,7 @@ _HOMES = {
     "Guard": "miner_guard.rank.guard",
     "MonitoringCostTracker": "miner_guard.costs.tracker",
     "get_global_tracker": "miner_guard.costs.global_tracker",
-    "init": "miner_guard.rank.guard",
+    "init": "miner_guard.rank.current",
 }
 
 __all__ = [
@@ -29,7 +29,8 @@ __all__ = [
 if TYPE_CHECKING:
     from miner_guard.costs.global_tracker import get_global_tracker
     from miner_guard.costs.tracker import MonitoringCostTracker
-    from miner_guard.rank.guard import Guard, init
+    from miner_guard.rank.current import init
+    from miner_guard.rank.guard import Guard
     from uploads.decision import GateDecision
 
 

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 from miner_guard.attach import ATTACHED
 from miner_guard.eventlog.catalog import Finding, make_finding, message
-from miner_guard.rank import guard
+from miner_guard.rank import current
+from miner_guard.rank.guard import Guard
 from miner_guard.rank.recorder import describe
 
 NO_PHASE: AbstractContextManager[Any] = contextlib.nullcontext()
@@ -58,7 +59,7 @@ class Adapter:
 
     def __init__(self, way: str) -> None:
         self.way = way
-        self.guard: guard.Guard | None = None
+        self.guard: Guard | None = None
         self._pending: list[Finding] = []
 
     def begin(self, *, agree: bool) -> None:
@@ -68,7 +69,7 @@ class Adapter:
             return
         # From here on, child processes (upload workers, dataloaders) are not ranks.
         os.environ[ATTACHED] = str(os.getpid())
-        self.guard = guard.init(agree=agree)
+        self.guard = current.init(agree=agree)
         for finding in self._pending:
             self.guard.emit(finding)
         self._pending.clear()

@@ -14,7 +14,6 @@ Nothing here raises, synchronises the GPU or uses the network. Each failure is r
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 import weakref
@@ -91,8 +90,6 @@ class Guard:
     def troubles(self) -> int:
         """Number of failures inside the hook so far, including those not reported."""
         return self._recorder.error_count
-
-    # steps
 
     def phase(self, name: str, *, allowance_s: float | None = None) -> AbstractContextManager[Any]:
         """A context manager for a phase of the step: data, forward, backward, optimizer,
@@ -173,8 +170,6 @@ class Guard:
         self._costs.own(*self._hot.take_own())
         self._hot.watch(int(stacks.STACKS_SIGNAL) if self._stacks.check() else 0)
 
-    # the gate
-
     def may_upload(
         self,
         *,
@@ -244,8 +239,6 @@ class Guard:
         Collective; every rank gets the same answer."""
         return self._questions.checkpoint_requested()
 
-    # the rest
-
     @harmless_or(no_reports)
     def diagnose(
         self,
@@ -272,16 +265,15 @@ class Guard:
             inner_steps_per_outer=inner_steps_per_outer,
             tokens_per_step=tokens_per_step,
         )
-        expect = self.place.settings.gpu.expect
-        reports: Sequence[Any] = diagnose.diagnose(
+        gpu, state = self.place.settings.gpu, self.place.state
+        return diagnose.diagnose(
             self,
             model,
             given,
-            deadline_s=self.place.settings.gpu.diagnose_timeout_s,
-            expect=expect if isinstance(expect, int) else None,
-            shapes_file=None if self.place.state is None else self.place.state.shapes,
+            deadline_s=gpu.diagnose_timeout_s,
+            expect=gpu.expect if isinstance(gpu.expect, int) else None,
+            shapes_file=None if state is None else state.shapes,
         )
-        return reports
 
     @harmless_or(nothing)
     def checkpoint_saved(
@@ -405,37 +397,3 @@ class Guard:
             work(*arguments)
         except Exception as error:  # noqa: BLE001 - what failed is optional; reported as guard_degraded
             self._degraded(what, error)
-
-
-_current: Guard | None = None
-
-
-def current() -> Guard | None:
-    """This process's guard; None if `init` was not called or the guard is closed."""
-    return None if _current is None or _current._closed else _current
-
-
-def init(state_dir: str | Path | None = None, *, agree: bool = True) -> Guard:
-    """Create the guard of this rank. Call it once on every rank, after init_process_group, because
-    the ranks register with each other here. Never raises.
-
-    `state_dir` is for a miner that runs without a supervisor; under `miner-guard run` the ranks get
-    it from the environment. With `agree=False`, the ranks set up their agreement only when the
-    first collective question needs it. A second call returns the same guard.
-    """
-    global _current
-    if _current is not None and not _current._closed:
-        return _current
-    try:
-        guard = Guard(environment.find(state_dir=state_dir))
-    except Exception as error:  # noqa: BLE001 - training starts without a record rather than not at all; reported below
-        guard = Guard(
-            environment.RankContext(
-                0, 0, 1, f"alone-{os.getpid()}", None, environment.RankSettings()
-            )
-        )
-        guard._degraded("init", error)
-    guard._begin(agree)
-    guard._attempt("mark", environment.mark, guard.place)
-    _current = guard
-    return guard

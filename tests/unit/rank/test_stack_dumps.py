@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from miner_guard.rank import guard as hook
+from miner_guard.rank import current as hook
 from miner_guard.rank.introspection import stacks
 from miner_guard.rank.introspection.stacks import STACKS_SIGNAL, SignalTaken
 from miner_guard.state_dir import StateDir

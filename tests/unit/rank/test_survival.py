@@ -18,7 +18,7 @@ import pytest
 
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.flight_recorder import memory
-from miner_guard.rank import guard as hook
+from miner_guard.rank import current as hook
 from miner_guard.rank import standalone_log
 from miner_guard.rank.environment import RankSettings, find
 from miner_guard.rank.guard import Guard
