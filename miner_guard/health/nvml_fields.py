@@ -34,6 +34,25 @@ _P2P_READ = 0
 
 _RECOVERY = ("none", "reset the GPU", "reboot the node", "drain peer-to-peer", "drain and reset")
 
+_RECOVERY_FIELD = 230
+"""NVML_FI_DEV_GET_GPU_RECOVERY_ACTION of nvml.h, which nvidia-ml-py before 12.570 does not name; a
+driver that lacks it answers with an error of its own."""
+
+
+class _FabricInfo(ctypes.Structure):
+    """nvmlGpuFabricInfo_t of nvml.h. Up to 13.595 nvidia-ml-py declares a cluster UUID of 80 bytes
+    instead of 16, and with that layout every fabric reads as "not supported"."""
+
+    _fields_ = (
+        ("cluster_uuid", ctypes.c_ubyte * 16),
+        ("status", ctypes.c_uint),
+        ("clique_id", ctypes.c_uint),
+        ("state", ctypes.c_ubyte),
+    )
+
+
+_FABRIC_STATES = ("not supported", "not started", "in progress", "completed")
+
 
 @dataclass(frozen=True)
 class Field:
@@ -110,10 +129,7 @@ def _remapped(handle: Handle) -> tuple[Any, ...]:
 
 
 def _recovery(handle: Handle) -> tuple[Any, ...]:
-    field = getattr(nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
-    if field is None:
-        raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
-    (answer,) = nvml.nvmlDeviceGetFieldValues(handle, [field])
+    (answer,) = nvml.nvmlDeviceGetFieldValues(handle, [_RECOVERY_FIELD])
     if answer.nvmlReturn != nvml.NVML_SUCCESS:
         raise nvml.NVMLError(answer.nvmlReturn)
     action = answer.value.uiVal
@@ -148,14 +164,10 @@ def _peers(handle: Handle) -> tuple[Any, ...]:
 
 
 def _fabric(handle: Handle) -> tuple[Any, ...]:
-    info = nvml.c_nvmlGpuFabricInfo_t()
+    info = _FabricInfo()
     nvml.nvmlDeviceGetGpuFabricInfo(handle, ctypes.byref(info))
     state = int(info.state)
-    return (
-        ("not supported", "not started", "in progress", "completed")[state]
-        if state < 4
-        else f"state {state}",
-    )
+    return (_FABRIC_STATES[state] if state < len(_FABRIC_STATES) else f"state {state}",)
 
 
 def _processes(handle: Handle) -> tuple[Any, ...]:
