@@ -62,8 +62,7 @@ class StateDir:
 
     @property
     def memory(self) -> Path:
-        """Folder in this machine's memory that keeps checkpoints between launches. The guard
-        removes it."""
+        """Folder in /dev/shm that keeps checkpoints between launches. The guard removes it."""
         name = f"{zlib.crc32(os.fsencode(self.root)):08x}"
         return Path("/dev/shm") / f"miner-guard-{os.getuid()}-{name}"
 
@@ -95,8 +94,7 @@ class StateDir:
 
     @property
     def watched(self) -> Path:
-        """The settings of the repo and the chain that this guard watches or last watched
-        (`uploads.remembered_settings`)."""
+        """Settings of the repo and chain that the guard watches (`uploads.remembered_settings`)."""
         return self.root / "watched.json"
 
     @property

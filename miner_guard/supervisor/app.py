@@ -59,6 +59,7 @@ from miner_guard.system import inherited
 from miner_guard.system.cgroup import Cgroup
 from miner_guard.system.clock import SystemClock
 from miner_guard.system.helpers import end_helpers
+from miner_guard.system.once import Once
 from miner_guard.system.processes import HELPER
 from uploads.repos.credentials import beside
 
@@ -100,7 +101,7 @@ class GuardApp:
         self.request, self.lock = request, lock
         self.clock = SystemClock()
         self.run_id = secrets.token_hex(6)
-        self._defects: set[str] = set()
+        self._defects = Once()
         self._ended = self._ready = False
         self.env = dict(os.environ if request.env is None else request.env)
         # Mark the guard's helper processes, so that no part of the guard mistakes them for the
@@ -155,17 +156,14 @@ class GuardApp:
 
     def _question(self) -> PreflightRequest:
         request = self.request
-        env = self._environment(0)
         # The probes see the miner's environment; the marker identifies them as the guard's.
-        probes = {**env, HELPER: str(os.getpid())}
+        probes = {**self._environment(0), HELPER: str(os.getpid())}
         return PreflightRequest(request.config, request.state, request.command, probes, torch=False)
 
     def _own_teardown(self) -> Teardown | None:
         """A teardown for the watchdog, which runs it if the loop hangs."""
-        launch = self.supervisor.launch
-        if launch is None:
-            return None
-        return launch.new_teardown(self.request.config.miner.stop_timeout_s)
+        launch, grace_s = self.supervisor.launch, self.request.config.miner.stop_timeout_s
+        return None if launch is None else launch.new_teardown(grace_s)
 
     def _stopping(self) -> None:
         self.watchdog.stop_asked()
@@ -181,12 +179,10 @@ class GuardApp:
 
     def _defect(self, error: Exception) -> None:
         where = traceback.extract_tb(error.__traceback__)[-1]
-        what = f"internal error: {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
         # Deduplicate by code location: the message may contain a number that changes each time.
-        place = f"{type(error).__name__} {where.filename}:{where.lineno}"
-        if place not in self._defects:
-            self._defects.add(place)
-            self._degraded(f"{what}; further occurrences are suppressed")
+        if self._defects.first((type(error), where.filename, where.lineno)):
+            what = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+            self._degraded(f"internal error: {what}; further occurrences are suppressed")
 
     def _degraded(self, what: str) -> None:
         self.log(make_finding("guard_degraded", what=what))

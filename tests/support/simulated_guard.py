@@ -224,9 +224,12 @@ class SimulatedGuard:
         """The network begins an outer step, and the miner does not load its state."""
         self._network += 1
         network = Network(
-            block=5_000_000, outer_step=self._network, registered=True, reason=None,
+            block=5_000_000,
+            outer_step=self._network,
+            registered=True,
+            reason=None,
             seen_at=self.clock.monotonic(),
-        )  # fmt: skip
+        )
         words = f"block 5000000, network outer step {self._network}"
         finding = make_finding("chain_status", summary=words, network=vars(network))
         with self._repo():
@@ -339,9 +342,13 @@ class SimulatedGuard:
         self.runner.entry(0, {**entry, "phase": "started", "t": self.clock.monotonic()})
         self.clock.advance(11.4)
         self._published = Published(
-            reason=None, seen_at=self.clock.monotonic(), revision=tag, checksum=checksum,
-            size_bytes=_GRADIENTS_BYTES, **steps,
-        )  # fmt: skip
+            reason=None,
+            seen_at=self.clock.monotonic(),
+            revision=tag,
+            checksum=checksum,
+            size_bytes=_GRADIENTS_BYTES,
+            **steps,
+        )
         end = {"phase": "finished", "seconds": 11.4, "attempts": 1, "t": self.clock.monotonic()}
         self.runner.entry(0, {**entry, **end})
         if self._uploads % _AUDIT_EVERY == 1:
@@ -397,9 +404,22 @@ class SimulatedGuard:
         now, phase = self.clock.monotonic(), "data" if self._silent_s() > self.step_s else "forward"
         at = self._stepped_at
         header = Now(
-            "running", phase, at, at, self._outer, self._inner, self._total, None, None, None,
-            None, self._total, 0, 0, 0,
-        )  # fmt: skip
+            "running",
+            phase,
+            at,
+            at,
+            self._outer,
+            self._inner,
+            self._total,
+            None,
+            None,
+            None,
+            None,
+            self._total,
+            0,
+            0,
+            0,
+        )
         running = self._miner == "running" and not self._first
         self.runner.tick(now, dict.fromkeys(range(self._ranks), header) if running else {})
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.config import Config, GateSettings, MinerSettings
+from miner_guard.config import Config, GateSettings, MinerSettings, loading
 from miner_guard.detectors.log_lines import KINDS
 from miner_guard.flight_recorder.layout import FLAG_SYNC
 from miner_guard.flight_recorder.reader import FlightReader
@@ -20,6 +20,7 @@ from tests.support.output import show
 from uploads.gate import decide
 from uploads.inputs import unknown
 from validators.facts import Candidate
+from validators.limits import Limits
 from validators.profiles import load_profile, names
 from validators.profiles.checks import PATTERNS
 
@@ -32,9 +33,16 @@ def test_every_number_of_a_shipped_profile_has_its_source(name: str) -> None:
     assert profile.name == name
     settings = {f"settings.{t}.{k}" for t, table in profile.settings.items() for k in table}
     compute = {f"compute.{key}" for key in profile.compute}
-    assert settings | compute <= profile.sources.keys() | {
+    limits = {
+        f"limits.{key}"
+        for key, value in profile.limits.items()
+        if isinstance(value, (int, float, list)) and key != "metadata_fields"
+    }
+    assert settings | compute | limits <= profile.sources.keys() | {
         key for key in settings if key.startswith("settings.steps.expected")
     }
+    loading.load(profile=profile.settings, env={})
+    Limits.of(GateSettings(), profile.limits)
 
 
 def test_the_readers_know_every_list_that_a_profile_may_have() -> None:
@@ -44,6 +52,8 @@ def test_the_readers_know_every_list_that_a_profile_may_have() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("[limits]\nfoo = 1\n", "foo: no rule knows this limit; rules know min_inner_step, "),
+        ("[gate]\nfoo = 1\n", "unknown: gate"),
         (
             "[limits]\nvalidator_min_inner_steps = 1\n",
             "[limits] validator_min_inner_steps: no rule knows this limit; "
@@ -76,6 +86,26 @@ def test_a_profile_that_nothing_understands_is_refused(
     with pytest.raises(ValueError, match=r"own\.toml: ") as refusal:
         load_profile(str(path))
     assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("name = [", "not valid TOML"),
+        (HEAD.replace("dated = 2026-01-01\n", ""), "lacks dated"),
+        (HEAD.replace("2026-01-01", '"soon"'), "write a date"),
+    ],
+)
+def test_a_bad_profile_names_the_mistake(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=words):
+        load_profile(str(path))
+
+
+def test_an_unknown_profile_lists_the_known_ones() -> None:
+    with pytest.raises(FileNotFoundError, match="sn3, sn38"):
+        load_profile("sn99")
 
 
 @pytest.mark.parametrize("name", ["iota", "diloco"])

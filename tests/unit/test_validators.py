@@ -34,7 +34,7 @@ from validators import (
 from validators.audit import epoch_scored
 from validators.facts import Candidate, Facts, Network, Published
 from validators.limits import Limits, in_force
-from validators.profiles import load_profile, names
+from validators.profiles import load_profile
 from validators.rules import audit_rules, gate_rules
 from validators.verdict import OUTCOMES, Verdict
 
@@ -502,24 +502,6 @@ def test_the_commitment_itself_is_in_no_fingerprint() -> None:
     assert commitment.fingerprint(None) is None
 
 
-@pytest.mark.parametrize("name", names())
-def test_each_number_of_a_profile_has_a_source_and_is_a_setting_or_a_limit(name: str) -> None:
-    profile = load_profile(name)
-    tables = {"compute": profile.compute, "limits": profile.limits} | {
-        f"settings.{section}": table for section, table in profile.settings.items()
-    }
-    numbers = {
-        f"{t}.{k}"
-        for t, table in tables.items()
-        for k, v in table.items()
-        if isinstance(v, (int, float, list))
-    }
-    without = {n for n in numbers if n not in profile.sources} - {"limits.metadata_fields"}
-    assert not without
-    loading.load(profile=load_profile(name).settings, env={})
-    Limits.of(GateSettings(), profile.limits)
-
-
 def test_a_second_subnet_is_data_and_one_rule() -> None:
     known = GateInputs(
         network=chain(block=115 * 9 + 60), limits=load_profile("sn3").limits, written_monotonic=NOW
@@ -529,31 +511,6 @@ def test_a_second_subnet_is_data_and_one_rule() -> None:
     assert not decision.allowed
     assert "TOO_LATE" in decision.reason
     assert {name for name, _ in gate_rules(facts(), SN38)}.isdisjoint({"window"})
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("name = [", "not valid TOML"),
-        ('name = "x"\ntitle = "x"\nread_from = "x"\n', "lacks dated"),
-        ('name = "x"\ntitle = "x"\nread_from = "x"\ndated = "soon"\n', "write a date"),
-        (
-            'name = "x"\ntitle = "x"\nread_from = "x"\ndated = 2026-01-01\n[limits]\nfoo = 1\n',
-            "foo: no rule knows this limit; rules know min_inner_step, ",
-        ),
-        (
-            'name = "x"\ntitle = "x"\nread_from = "x"\ndated = 2026-01-01\n[gate]\nfoo = 1\n',
-            "unknown: gate",
-        ),
-    ],
-)
-def test_a_bad_profile_says_what_is_wrong(tmp_path: Path, text: str, words: str) -> None:
-    path = tmp_path / "own.toml"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=words):
-        load_profile(str(path))
-    with pytest.raises(FileNotFoundError, match="sn3, sn38"):
-        load_profile("sn99")
 
 
 anything = st.recursive(
