@@ -39,6 +39,7 @@ from miner_guard.supervisor.loop import Loop
 from miner_guard.supervisor.output.relay import Relay
 from miner_guard.supervisor.output.writer import OutputWriter
 from miner_guard.system.clock import FakeClock, SystemClock
+from miner_guard.system.once import Once
 
 RUN = "r" * 12
 
@@ -222,13 +223,13 @@ def test_a_reader_that_fails_once_does_not_leave_the_miners_pipe_unread() -> Non
 def test_a_defect_is_reported_once_though_its_words_change() -> None:
     """Guards against a log and a set that grow with every tick."""
     findings: list[str] = []
-    assembly = SimpleNamespace(_defects=set(), _degraded=findings.append)
+    app = SimpleNamespace(_defects=Once(), _degraded=findings.append)
     for number in range(100):
         try:
             raise KeyError(number)
         except KeyError as error:
-            GuardApp._defect(cast(GuardApp, assembly), error)
-    assert len(findings) == len(assembly._defects) == 1
+            GuardApp._defect(cast(GuardApp, app), error)
+    assert len(findings) == len(list(app._defects)) == 1
 
 
 def test_the_word_after_a_secret_flag_is_masked_in_a_command_that_is_a_list() -> None:
