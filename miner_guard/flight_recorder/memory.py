@@ -125,8 +125,8 @@ class Copier:
     def __init__(self, path: Path, record: mmap.mmap) -> None:
         self.path = path
         self._record = record
-        self._left: tuple[int, int, int, int] | None = None
-        """The copy as the last `copy` left it; None if it must be written whole."""
+        self._file: tuple[int, int] | None = None
+        """Identifies the file that the last `copy` wrote; None if it must be written whole."""
 
         self._steps = self._entries = 0
 
@@ -134,8 +134,8 @@ class Copier:
         """Write what is new since the last copy. Raises OSError; ValueError if the record is
         unmapped."""
         steps, entries, *_ = layout.COUNTS.unpack_from(self._record, layout.COUNTS_OFFSET)
-        before, self._left = self._left, None
-        file = self._open(before)
+        before, self._file = self._file, None
+        file = None if before is None else self._open(before)
         try:
             if file is None:
                 file = self._write_whole()
@@ -146,24 +146,32 @@ class Copier:
                     self._write(file, layout.slot_offset(number), layout.SLOT_SIZE)
                 # Write the header last, so that it never counts a step that the copy lacks.
                 self._write(file, 0, layout.HEADER_SIZE)
-            self._left = _content_of(file)
+            self._file = _file_of(os.fstat(file))
         finally:
             if file is not None:
                 os.close(file)
         self._steps, self._entries = steps, entries
 
-    def _open(self, before: tuple[int, int, int, int] | None) -> int | None:
-        """The copy, if it is unchanged since `before`."""
-        if before is None:
-            return None
+    def _open(self, before: tuple[int, int]) -> int | None:
+        """The copy, if it is still the file `before` and whole. The file system may give the same
+        inode to another file, so its identity counts too."""
         try:
             file = open_private(self.path, os.O_RDWR)
         except OSError:
             return None
-        if _content_of(file) == before:
-            return file
-        os.close(file)
-        return None
+        same = False
+        try:
+            seen = os.fstat(file)
+            same = (
+                _file_of(seen) == before
+                and seen.st_size == layout.FILE_SIZE
+                and os.pread(file, layout.IDENTITY.size, layout.IDENTITY_OFFSET)
+                == self._record[: layout.IDENTITY.size]
+            )
+            return file if same else None
+        finally:
+            if not same:
+                os.close(file)
 
     def _write_whole(self) -> int:
         make_folder(self.path.parent)
@@ -181,12 +189,6 @@ class Copier:
     def _write(self, file: int, offset: int, size: int) -> None:
         if os.pwrite(file, self._record[offset : offset + size], offset) != size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _content_of(file: int) -> tuple[int, int, int, int]:
-    """Changes whenever someone replaces, truncates or writes the file."""
-    seen = os.fstat(file)
-    return *_file_of(seen), seen.st_size, seen.st_mtime_ns
 
 
 def copy_now(path: Path, fd: int) -> None:
