@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from tests.support.waiting import until
 TITLE = "The supervisor"
 
 _MINERS = Path(__file__).resolve().parent.parent / "faults" / "miners"
-_IDLE_S = 20.0
+_IDLE_S = 60.0
 
 
 def run() -> list[Row]:
@@ -211,10 +211,22 @@ def _idle() -> list[Row]:
         ) * os.sysconf("SC_PAGE_SIZE")
     return [
         Row("resident memory", resident / 1e6, "MB", "<= 60 MB", "the supervisor's own process"),
-        Row("CPU while idle", 100 * share, "% of a core", "<= 0.2 %", f"over {_IDLE_S:.0f} s"),
+        Row(
+            "CPU while idle",
+            100 * share,
+            "% of a core",
+            "<= 0.2 %",
+            f"over {_IDLE_S:.0f} s; load {os.getloadavg()[0]:.1f}",
+        ),
     ]
 
 
 def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Of the threads that live, by the scheduler's own count: that of /proc/PID/stat has steps of
+    10 ms, a quarter of what an idle guard may use in 20 s."""
+    total = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        # A thread of a job may end meanwhile.
+        with suppress(FileNotFoundError, ProcessLookupError):
+            total += int((task / "schedstat").read_text().split()[0])
+    return total / 1e9
