@@ -1,5 +1,5 @@
-"""ops/slurm/miner.sbatch on a real Slurm: a rank killed, a preemption, a node lost, a cancelled
-job."""
+"""ops/slurm/miner.sbatch on a real Slurm: a rank killed, a node drained, a preemption, a node lost,
+a cancelled job."""
 
 from __future__ import annotations
 
@@ -43,6 +43,11 @@ for step in range(int(state["step"]) + 1, 10**6):
         checkpoints.wait()
         print(f"{me} saved step {step}", flush=True)
 """
+
+
+def left(mark: str) -> list[str]:
+    """Command lines of the job's processes that still run."""
+    return [words for _, words in living(mark) if "slurm" not in words]
 
 
 @pytest.fixture
@@ -94,16 +99,21 @@ def test_a_job_outlives_a_rank_a_preemption_and_a_node_and_leaves_nothing(
     wait_for(r"rank \d pid \d+ begins", 4)
     assert slurm.state_of(job) == "RUNNING"
 
-    # A preemption: the ranks save, the job goes back to the queue and continues where it was.
+    # A node is drained and the job preempted: the ranks save, the job goes back to the queue and
+    # continues at that step, without the node.
     wait_for(r"Inner Step: 20 ", 1)
+    drained = slurm.nodes_of(job)[-1]
+    slurm.run("scontrol", "update", f"NodeName={drained}", "State=DRAIN", "Reason=test")
     slurm.run("scancel", "--batch", "--signal=USR1", job)
     step = wait_for(r"rank 0 saved step (\d+)", 1)[-1]
     until(lambda: slurm.state_of(job) == "PENDING", 60, "the requeue")
     slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
     wait_for(rf"begins after step {step}\b", 2, 200)
+    assert drained not in slurm.nodes_of(job)
+    slurm.run("scontrol", "update", f"NodeName={drained}", "State=RESUME")
 
     # A node is lost: the job continues on the one that was free.
-    lost = slurm.run("scontrol", "show", "hostnames", slurm.nodes_of(job)).split()[-1]
+    lost = slurm.nodes_of(job)[-1]
     slurm.run("scontrol", "update", f"NodeName={lost}", "State=DOWN", "Reason=test")
     until(lambda: slurm.state_of(job) == "PENDING", 60, lambda: slurm.state_of(job))
     begun = len(found_lines(r"begins after"))
@@ -115,5 +125,5 @@ def test_a_job_outlives_a_rank_a_preemption_and_a_node_and_leaves_nothing(
     # A cancelled job leaves no process.
     slurm.run("scancel", job)
     until(lambda: slurm.state_of(job) in ("", "CANCELLED"), 60, lambda: slurm.state_of(job))
-    until(lambda: not [words for _, words in living(mark) if "slurm" not in words], 30, "the end")
+    until(lambda: not left(mark), 30, lambda: f"no process left: {left(mark)}")
     assert len(found_lines(r"GUARD STOPPED")) >= 2

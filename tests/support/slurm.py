@@ -31,7 +31,7 @@ AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerParameters=sched_interval=1,batch_sched_delay=0
-ReturnToService=2
+ReturnToService=1
 KillWait=30
 SlurmdTimeout=10
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -111,9 +111,10 @@ class Slurm:
         """`RUNNING`, `PENDING` …; empty once the job has left the queue."""
         return self.run("squeue", "-h", "-o", "%T", "--states=all", "-j", job)
 
-    def nodes_of(self, job: str) -> str:
-        """The job's nodes, as `n1,n2`."""
-        return self.run("squeue", "-h", "-o", "%N", "-j", job)
+    def nodes_of(self, job: str) -> list[str]:
+        """The names of the job's nodes."""
+        ranges = self.run("squeue", "-h", "-o", "%N", "-j", job)
+        return self.run("scontrol", "show", "hostnames", ranges).split()
 
     def close(self) -> None:
         """Cancel all jobs and end the daemons."""
