@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ import pytest
 from miner_guard.reporting.report import render
 from tests.support import requires
 from tests.support.http_port import Port
-from tests.support.page_states import hang, sixteen_ranks
+from tests.support.page_states import hang, no_gpu, sixteen_ranks
 from uploads import ledger_readers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 LOOKS = {"light": (1280, "light"), "dark": (1280, "dark"), "phone": (390, "light")}
+_GONE_S = 900.0
 TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
 
 
@@ -41,11 +43,14 @@ def axe() -> str:
 
 @pytest.fixture(scope="module")
 def states(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder of two miners: one that hangs, one with sixteen ranks."""
+    """The folder of three miners: one that hangs, one with sixteen ranks, one without a guard."""
     folder = tmp_path_factory.mktemp("states")
-    for name, write_state in (("hang", hang), ("ranks", sixteen_ranks)):
+    for name, write_state in (("hang", hang), ("ranks", sixteen_ranks), ("gone", no_gpu)):
         (folder / name).mkdir()
         state = write_state(folder / name).write()
+        if name == "gone":
+            old = time.time() - _GONE_S
+            os.utime(state.status, (old, old))
         pushes = ledger_readers.read(state.ledger, "uploads")
         (folder / f"{name}.html").write_text(render(state, pushes=pushes), encoding="utf-8")
     yield folder
@@ -68,7 +73,7 @@ def _page(browser: Any, look: str) -> Any:
 
 
 @pytest.mark.parametrize("look", LOOKS)
-@pytest.mark.parametrize("name", ["hang", "ranks"])
+@pytest.mark.parametrize("name", ["hang", "ranks", "gone"])
 def test_the_report(browser: Any, axe: str, states: Path, name: str, look: str) -> None:
     page = _page(browser, look)
     page.goto((states / f"{name}.html").as_uri())
