@@ -1,11 +1,12 @@
 """axe-core finds no violation on any page, in light, in dark and on a phone: the report, the live
-page, the page that asks for its token, and the page of a guard that is gone."""
+page, the page that asks for its token, the page of a guard that is gone, and the documentation."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,3 +103,26 @@ def test_the_live_page_with_its_token_and_after_the_guard_is_gone(
     page.get_by_text("The guard does not answer").wait_for()
     assert violations(page, axe) == []
     page.context.close()
+
+
+PAGES = ("", "concepts", "faq", "runbook", "howto/not-earning", "screens", "reference/settings")
+EVENTS = "reference/events"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    requires.module("material")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    subprocess.run(command, cwd=requires.REPO, check=True, timeout=200, env=environment)
+    return folder
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_the_documentation(browser: Any, axe: str, site: Path, look: str) -> None:
+    for name in (*PAGES, EVENTS):
+        page = _page(browser, look)
+        page.goto((site / name / "index.html").as_uri())
+        assert violations(page, axe) == [], name
+        page.context.close()
