@@ -17,7 +17,7 @@ else:
     import sre_parse as parser
 
 _MIN_WORD_LENGTH = 3
-"""Shorter words occur in nearly every line."""
+"""Shorter words, and numbers, occur in nearly every line."""
 
 _LONG = 1024
 """Of a longer text, only the beginning and the places around certain words are searched."""
@@ -225,7 +225,8 @@ def _sequence(items: Iterable[Any]) -> Requirement:
 
 
 def _word(word: str) -> list[Requirement]:
-    return [word.encode()] if len(word) >= _MIN_WORD_LENGTH else []
+    usual = len(word) < _MIN_WORD_LENGTH or word.isdigit()
+    return [] if usual else [word.encode()]
 
 
 def _item(op: Any, argument: Any) -> Requirement:
