@@ -31,7 +31,7 @@ _PATTERNS: Mapping[str, tuple[str, ...]] = {
         r"cannot (?:open|create|write)[^:'\"]*[:'\"] ?'?(/[\w.@+~/-]+)",
     ),
     "host": (
-        r"connect(?:ing)? to (?:any network address of )?[\[(]?([\w-]+(?:\.[\w-]+)+)",
+        r"[Cc]onnect(?:ing)? to (?:any network address of )?[\[(]?([\w-]+(?:\.[\w-]+)+)",
         r"remote peer ([\w.-]+)",
         r"from peer ([\d.]+)",
         r"(?:recv|send|connect) (?:from|to) ([\d.]+)",

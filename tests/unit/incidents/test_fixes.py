@@ -60,6 +60,42 @@ def found(log: str) -> Explained:
             "clock_skew",
             "multipart_chunksize",
         ),
+        (
+            "misc/socket.cc:533 NCCL WARN socketPollConnect: Connect to 10.0.0.4<56849> returned "
+            "113(No route to host) errno 115(Operation now in progress)",
+            "nccl_network_error",
+            "nc -vz 10.0.0.4",
+        ),
+        (
+            "transport/nvls.cc:254 NCCL WARN Cuda failure 401 'the operation cannot be performed "
+            "in the present state'",
+            "fabric_manager",
+            "NCCL_NVLS_ENABLE=0",
+        ),
+        (
+            "Failed to bind NVLink SHARP (NVLS) Multicast memory of size 2097152 : CUDA error 2 "
+            "'out of memory'.",
+            "fabric_manager",
+            "NCCL_NVLS_ENABLE=0",
+        ),
+        (
+            "huggingface_hub.errors.HfHubHTTPError: 500 Server Error: Internal Server Error for "
+            "url: https://huggingface.co/api/models/x",
+            "hub_or_storage_unavailable",
+            "Wait: ",
+        ),
+        (
+            "huggingface_hub.errors.HfHubHTTPError: 403 Forbidden: You don't have the rights to "
+            'create a model under the namespace "someone".',
+            "hf_auth",
+            "under your own name",
+        ),
+        (
+            'docker: Error response from daemon: could not select device driver "" with '
+            "capabilities: [[gpu]].",
+            "cuda_unavailable",
+            "nvidia-container-toolkit on the host",
+        ),
     ],
 )
 def test_the_first_fix_is_that_of_the_line(line: str, label: str, expected: str) -> None:
