@@ -1,0 +1,92 @@
+"""Logs that once held the guard up, through `explain` and through the running guard: MB per
+CPU-second, and the resident memory of each."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from tests.benchmarks.bench_incidents import hostile, ordinary
+from tests.benchmarks.frame import Row
+
+TITLE = "Hostile logs: `explain` and the running guard, by CPU time"
+
+_SIZE = 24_000_000
+_START_S = 4.0
+"""The guard's own start takes less."""
+
+_CLI = [sys.executable, "-c", "from miner_guard.cli.main import main; main()"]
+
+
+class Cost(NamedTuple):
+    """What a process took."""
+
+    cpu_s: float
+    peak_mib: float
+    """Resident memory."""
+
+
+def run() -> list[Row]:
+    """Each kind of text through both, less what no text at all takes."""
+    with tempfile.TemporaryDirectory(prefix="bench-hostile-") as folder:
+        log = Path(folder) / "miner.log"
+        rows: list[Row] = []
+        log.write_bytes(b"RuntimeError: CUDA error: out of memory\n")
+        alone, idle = _explain(log), _guard(log)
+        rows += [
+            Row("`explain`, one error: resident", alone.peak_mib, "MiB"),
+            Row("guard, engine loaded: resident", idle.peak_mib, "MiB", "<= 60 MiB"),
+        ]
+        for name, text in {"steps": ordinary(20_000), **hostile()}.items():
+            log.write_bytes((text * (_SIZE // len(text) + 1))[:_SIZE] + b"\n")
+            rows += _rows(_explain(log), alone, f"`explain`, {name}")
+            rows += _rows(_guard(log), idle, f"guard, {name}")
+        return rows
+
+
+def _rows(took: Cost, base: Cost, title: str) -> Iterator[Row]:
+    seconds = max(took.cpu_s - base.cpu_s, 1e-3)
+    yield Row(title, _SIZE / 1e6 / seconds, "MB per CPU-second", ">= 50")
+    yield Row(f"{title}: resident", took.peak_mib, "MiB", "<= 60 MiB")
+
+
+def _explain(log: Path) -> Cost:
+    process = subprocess.Popen([*_CLI, "explain", "--json", str(log)], stdout=subprocess.DEVNULL)
+    return _cost(process)
+
+
+def _guard(log: Path) -> Cost:
+    """The supervisor alone, without its helper processes."""
+    with tempfile.TemporaryDirectory(prefix="bench-guard-") as state:
+        script = f"echo error; sleep {_START_S}; cat {log}; sleep 2"
+        process = subprocess.Popen(
+            [*_CLI, "run", "--no-preflight", "--no-restart", "--", "sh", "-c", script],
+            env={**os.environ, "MINER_GUARD_STATE_DIR": state},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        return _cost(process)
+
+
+def _cost(process: subprocess.Popen[bytes]) -> Cost:
+    """Sampled until the process ends: it may have children, whose usage would be added."""
+    observed = psutil.Process(process.pid)
+    cost = Cost(0.0, 0.0)
+    while process.poll() is None:
+        try:
+            times, memory = observed.cpu_times(), observed.memory_info()
+        except psutil.Error:
+            break
+        if memory.rss:
+            cost = Cost(times.user + times.system, max(cost.peak_mib, memory.rss / 2**20))
+        time.sleep(0.02)
+    process.wait()
+    return cost
