@@ -3,6 +3,7 @@ optional parts. Several reproduce a line from one of the source documents (docs/
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,9 +12,12 @@ _TINY_SHARE = 0.01
 
 
 def known(value: Any, spec: str = "") -> str:
-    """Format `value` with `spec`. A string stays as it is; None becomes `unknown`."""
+    """Format `value` with `spec`. A string stays as it is; None becomes `unknown`, and NaN the
+    log's own word for it."""
     if isinstance(value, str):
         return value
+    if isinstance(value, float) and math.isnan(value):
+        return "NaN"
     return "unknown" if value is None else format(value, spec)
 
 

@@ -209,7 +209,7 @@ def test_a_summary_that_ends_in_nan_says_so() -> None:
     steps = [{"event": "inner_step", "level": "info", "rank": 0, "loss": 4.5}] * 20
     steps += [{"event": "inner_step", "level": "info", "rank": 0, "loss": "NaN"}] * 40
     text = "\n".join(lines(summarise(steps, None, Usage(1.0, 10.0, 50.0))))
-    assert "loss        from 4.50 to nan" in text
+    assert "loss        from 4.50 to NaN" in text
 
 
 def test_the_summary_counts_the_lines_that_grep_finds_and_says_how_often_the_gate_was_asked() -> (

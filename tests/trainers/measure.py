@@ -1,7 +1,8 @@
-"""What attaching adds to a step of one script: measure.py SCRIPT ARG…
+"""What attaching adds to a step of one script: measure.py MODULES SCRIPT ARG…
 
-Runs the script with the hook attached and detached in blocks of steps, in alternation within one
-process, so that both meet the same machine; prints the medians of the thread's CPU time.
+MODULES: what the script imports beside torch, comma-separated; may be empty. Runs the script with
+the hook attached and detached in blocks of steps, in alternation within one process, so that both
+meet the same machine; prints the medians of the thread's CPU time.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +42,25 @@ _ENOUGH = 100
 _MAX_RUNS = 40
 
 
-_PATCHED = (
-    (torch.Tensor, "backward"),
-    (grad_scaler.GradScaler, "scale"),
-    (grad_scaler.GradScaler, "update"),
-    (dataloader._BaseDataLoaderIter, "__next__"),
-)
-"""What attaching replaces, beside the optimizers' hooks."""
+_FRAMEWORKS = {
+    "transformers": "transformers.trainer",
+    "lightning": "lightning.pytorch.trainer.trainer",
+}
+"""The module to hook of each framework with callbacks. Its trainer takes the hook when it is
+created: a script of one block, so of six steps, is measured right."""
+
+
+def _owners(modules: Sequence[Any]) -> list[Any]:
+    """The classes that attaching changes."""
+    trainers = [module.Trainer for module in modules if hasattr(module, "Trainer")]
+    return [torch.Tensor, grad_scaler.GradScaler, dataloader._BaseDataLoaderIter, *trainers]
 
 
 class Toggle:
     """Attaches and detaches the hook, and takes the CPU time of each step."""
 
-    def __init__(self) -> None:
+    def __init__(self, frameworks: Sequence[str]) -> None:
+        """`frameworks`: modules with a Trainer, hooked too."""
         self.blocks: list[tuple[bool, list[float]]] = []
         """Whether the hook was attached, and the seconds of each step."""
 
@@ -59,10 +68,18 @@ class Toggle:
         self._place = 0
         self._count = 0
         self._last: float | None = None
-        self._plain = [getattr(owner, name) for owner, name in _PATCHED]
-        for module in (optimizer_module, grad_scaler, dataloader):
+        modules = [optimizer_module, grad_scaler, dataloader, *map(import_module, frameworks)]
+        owners = _owners(modules)
+        before = [dict(vars(owner)) for owner in owners]
+        for module in modules:
             auto.imported(module.__name__, module)
-        self._hooked = [getattr(owner, name) for owner, name in _PATCHED]
+        self._patched = [
+            (owner, name, plain.get(name, value), value)
+            for owner, plain in zip(owners, before, strict=True)
+            for name, value in vars(owner).items()
+            if plain.get(name) is not value
+        ]
+        """Class, name, what it is without the hook and with it."""
         self._pre = dict(optimizer_module._global_optimizer_pre_hooks)
         self._post = dict(optimizer_module._global_optimizer_post_hooks)
         optimizer_module.register_optimizer_step_post_hook(self._stepped)
@@ -81,10 +98,8 @@ class Toggle:
 
     def _switch(self) -> None:
         self._on = not self._on
-        for (owner, name), value in zip(
-            _PATCHED, self._hooked if self._on else self._plain, strict=True
-        ):
-            setattr(owner, name, value)
+        for owner, name, plain, hooked in self._patched:
+            setattr(owner, name, hooked if self._on else plain)
         for hooks, own in (
             (optimizer_module._global_optimizer_pre_hooks, self._pre),
             (optimizer_module._global_optimizer_post_hooks, self._post),
@@ -119,11 +134,12 @@ class Toggle:
 
 
 def main() -> None:
-    script, sys.argv = sys.argv[1], sys.argv[1:]
+    frameworks = [_FRAMEWORKS[name] for name in sys.argv[1].split(",") if name in _FRAMEWORKS]
+    script, sys.argv = sys.argv[2], sys.argv[2:]
     sys.path.insert(0, os.path.dirname(script))
     with tempfile.TemporaryDirectory() as folder, listening(StateDir(Path(folder)).socket):
         os.environ["_MINER_GUARD_STATE_DIR"] = folder
-        toggle = Toggle()
+        toggle = Toggle(frameworks)
         for _ in range(_MAX_RUNS):
             toggle.new_run()
             with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):

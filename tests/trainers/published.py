@@ -149,13 +149,16 @@ class Trial:
 
     def overhead(self) -> str:
         """What attaching adds to a step, in CPU time, in alternation within one process."""
+        if self.recipe.ranks or self.recipe.spawns:
+            return "not measured: several processes"
         work = self._folder / "measured"
         shutil.copytree(self._checkout, work, ignore=shutil.ignore_patterns(".git"))
         self.recipe.prepare(work)
         paths = [str(work / part) for part in self.recipe.path]
         arguments = f"{self.recipe.arguments} {self.recipe.longer}".split()
+        modules = ",".join(self.recipe.modules)
         ended = subprocess.run(
-            [sys.executable, str(_MEASURE), str(work / self.recipe.script), *arguments],
+            [sys.executable, str(_MEASURE), modules, str(work / self.recipe.script), *arguments],
             cwd=work / self.recipe.folder,
             env={
                 **os.environ,
