@@ -42,6 +42,8 @@ _ORDER = {
 """Order of the phases within a step; a phase missing here (upload, validation) comes before the
 collectives."""
 
+_MAY_WAIT = frozenset({"", "forward", "backward", "optimizer", *_COLLECTIVE})
+
 _UNTIMED = ("has not called init()", "is gone")
 _MAX_NAMED = 4
 """Up to this many ranks are described one by one; more are grouped by place, with the longest
@@ -79,6 +81,9 @@ class Processes:
 
     absent: Collection[int] = ()
     """Ranks that have not called `init`."""
+
+    elsewhere: int = 0
+    """Number of ranks on other nodes, as far as the launcher told; these processes are not seen."""
 
 
 NOTHING_KNOWN = Processes()
@@ -285,11 +290,22 @@ def name_culprits(
         if condition:
             return tuple(sorted(condition))
     if len(ranks) < 2:
-        return tuple(ranks)
+        # Alone on its node, a rank may wait for one of another node.
+        return tuple(
+            number
+            for number, rank in ranks.items()
+            if not (processes.elsewhere and _may_wait(rank))
+        )
     places = {number: (rank.total_steps, _place(rank)) for number, rank in ranks.items()}
     first = min(places.values())
     behind = tuple(sorted(number for number, place in places.items() if place == first))
     return behind if len(behind) < len(ranks) else ()
+
+
+def _may_wait(rank: Now) -> bool:
+    """Whether the rank's phase may contain a collective. A rank between phases may be in one: many
+    miners name no phase."""
+    return rank.state not in ENDED_STATES and rank.phase in _MAY_WAIT
 
 
 def _place(rank: Now) -> int:

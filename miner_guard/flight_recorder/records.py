@@ -7,7 +7,7 @@ between the two.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
@@ -80,6 +80,12 @@ class Identity:
         pid, rank, local_rank, world_size, start, run_id, opened, local_world_size = values
         run = run_id.rstrip(b"\0").decode(errors="replace")
         return cls(pid, rank, local_rank, world_size, start, run, opened, local_world_size)
+
+
+def ranks_elsewhere(identities: Iterable[Identity]) -> int:
+    """How many ranks other nodes run; 0 if the launcher did not set the local world size."""
+    known = (one for one in identities if one.local_world_size)
+    return max((one.world_size - one.local_world_size for one in known), default=0)
 
 
 @dataclass(frozen=True)

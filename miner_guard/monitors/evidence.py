@@ -27,7 +27,7 @@ from miner_guard.detectors.stack_frames import (
 )
 from miner_guard.eventlog.redact import Redactor
 from miner_guard.flight_recorder.reader import BadFlight, FlightReader
-from miner_guard.flight_recorder.records import Identity, Now
+from miner_guard.flight_recorder.records import Identity, Now, ranks_elsewhere
 from miner_guard.rank.introspection.collectives import asking
 from miner_guard.rank.introspection.stacks import STACKS_SIGNAL
 from miner_guard.state_dir import (
@@ -141,9 +141,13 @@ class Scene:
 
     def behind(self) -> tuple[int, ...]:
         """The ranks that are outside the collective that the others wait in, according to the
-        stacks that `frames` stored. Empty unless every rank's stacks are known."""
-        known = len(self._waiting) == len(self._who)
-        return outside_the_collective(self._waiting) if known else ()
+        stacks that `frames` stored. Empty unless every rank's stacks are known. If one rank is
+        alone on its node, the others are those of other nodes."""
+        if len(self._waiting) != len(self._who):
+            return ()
+        if len(self._who) == 1 and ranks_elsewhere([self._who[0].identity]):
+            return tuple(rank for rank, waits in self._waiting.items() if not waits)
+        return outside_the_collective(self._waiting)
 
     def store(self, story: Mapping[str, Any], output: bytes, redactor: Redactor) -> Gathered:
         """Write the remaining evidence to the folder. Raises OSError if a write fails."""

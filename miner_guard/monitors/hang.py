@@ -16,7 +16,7 @@ from miner_guard.eventlog.status_document import HangStatus
 from miner_guard.eventlog.write_errors import not_stored
 from miner_guard.exits import CRASH_LOOP
 from miner_guard.flight_recorder.layout import ENDED_STATES
-from miner_guard.flight_recorder.records import Now, StepRecord
+from miner_guard.flight_recorder.records import Now, StepRecord, ranks_elsewhere
 from miner_guard.monitors import evidence, evidence_before_init, evidence_folders
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
 from miner_guard.monitors.evidence import Subject
@@ -181,10 +181,12 @@ class HangMonitor(Monitor):
         if hang.culprits or not behind:
             return hang
         rest = sorted(self._ranks.keys() - set(behind))
-        detail = (
-            f"{rank_list(behind)} outside the collective that {rank_list(rest)} "
-            f"wait{'s' if len(rest) == 1 else ''} in, for {hang.idle_s:.0f}s"
+        where = (
+            f"the collective that {rank_list(rest)} wait{'s' if len(rest) == 1 else ''} in"
+            if rest
+            else "any collective, alone on its node"
         )
+        detail = f"{rank_list(behind)} outside {where}, for {hang.idle_s:.0f}s"
         return replace(hang, culprits=behind, detail=detail)
 
     def _before_init(self, folder: Path) -> list[evidence_before_init.Place]:
@@ -259,8 +261,7 @@ class HangMonitor(Monitor):
 def _elsewhere(hang: Hang, who: Sequence[Subject]) -> str:
     """Point to the other nodes if they run ranks and no rank of this node stands out; else
     empty."""
-    identities = [subject.identity for subject in who if subject.identity.local_world_size]
-    others = max((one.world_size - one.local_world_size for one in identities), default=0)
+    others = ranks_elsewhere(subject.identity for subject in who)
     if hang.culprits or hang.finished or others <= 0:
         return ""
     return f"; {counted(others, 'rank')} on other nodes: the late rank's guard names it"

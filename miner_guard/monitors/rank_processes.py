@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from miner_guard.detectors.hang import Processes
-from miner_guard.flight_recorder.records import Identity, Now
+from miner_guard.flight_recorder.records import Identity, Now, ranks_elsewhere
 from miner_guard.monitors.evidence import identity_of
 from miner_guard.state_dir import StateDir
 from miner_guard.system import processes
@@ -41,6 +41,7 @@ class RankProcesses:
             gone={rank for rank, state in states.items() if state == "gone"},
             stopped={rank for rank, state in states.items() if state in ("T", "t")},
             absent=self._absent(),
+            elsewhere=ranks_elsewhere(self._identities.values()),
         )
 
     def pid(self, rank: int) -> int | None:

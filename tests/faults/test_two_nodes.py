@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -85,7 +85,13 @@ def pair(tmp_path: Path) -> Iterator[list[Guarded]]:
         guard.clean()
 
 
-def start(guard: Guarded, link: Link, node: int, command: list[str]) -> None:
+def start(
+    guard: Guarded,
+    link: Link,
+    node: int,
+    command: list[str],
+    settings: Mapping[str, str] = SETTINGS,
+) -> None:
     line = [
         "ip",
         "netns",
@@ -102,7 +108,7 @@ def start(guard: Guarded, link: Link, node: int, command: list[str]) -> None:
     ]
     env = {
         **os.environ,
-        **SETTINGS,
+        **settings,
         MARK: guard.token,
         "PYTHONPATH": str(REPO),
         "GLOO_SOCKET_IFNAME": "veth0",
@@ -114,7 +120,7 @@ def start(guard: Guarded, link: Link, node: int, command: list[str]) -> None:
         )
 
 
-def torchrun(link: Link, tmp_path: Path, node: int) -> list[str]:
+def torchrun(link: Link, tmp_path: Path, node: int, *flags: str) -> list[str]:
     requires.module("torch")
     return [
         sys.executable,
@@ -143,6 +149,7 @@ def torchrun(link: Link, tmp_path: Path, node: int) -> list[str]:
         "100000",
         "--inner-steps-per-outer",
         "100000",
+        *flags,
     ]
 
 
@@ -204,6 +211,42 @@ def test_torchrun_on_two_nodes_survives_a_cut_link_and_a_killed_guard(
     start(pair[1], link, 1, torchrun(link, tmp_path, 1))
     steps = len(pair[0].named("inner_step"))
     pair[0].wait_for("inner_step", steps + 2, seconds=200)
+    for guard in pair:
+        guard.processes[-1].terminate()
+    for guard in pair:
+        guard.processes[-1].wait(60)
+        guard.assert_nothing_left()
+
+
+@pytest.mark.long
+def test_a_hang_of_another_nodes_rank_is_told_by_both_and_training_continues(
+    link: Link, pair: list[Guarded], tmp_path: Path
+) -> None:
+    """The node whose rank waits points to the other one, which names its rank; both restart, and
+    the next launch resumes one step back at most."""
+    hung_at = 8
+    for node, guard in enumerate(pair):
+        # The node that waits detects the hang first, before the other node's restart ends its rank.
+        settings = {**SETTINGS, "MINER_GUARD_HANG__MIN_S": "20" if node else "8"}
+        command = torchrun(link, tmp_path, node, "--fault", f"hang@{hung_at}:1")
+        start(guard, link, node, command, settings)
+    waiting = pair[0].wait_for("hang_detected", seconds=200)
+    assert waiting["culprits"] == []
+    assert "1 rank on other nodes" in waiting["msg"], waiting["msg"]
+    hung = pair[1].wait_for("hang_detected", seconds=100)
+    assert hung["culprits"] == [1]
+    assert "rank 1 in data for" in hung["msg"]
+    resumed = pair[0].wait_for("checkpoint_resumed", seconds=200)
+    assert resumed["step"] in (hung_at - 2, hung_at - 1)
+    for guard in pair:
+        until(
+            lambda guard=guard: (
+                len(guard.named("miner_started")) == 2
+                and guard.named("inner_step")[-1]["inner_step"] > hung_at
+            ),
+            150,
+            guard.tail,
+        )
     for guard in pair:
         guard.processes[-1].terminate()
     for guard in pair:

@@ -254,6 +254,26 @@ def test_the_culprit_is_behind(ranks: dict[int, Now], culprits: tuple[int, ...])
 
 
 @pytest.mark.parametrize(
+    ("alone", "culprits"),
+    [
+        (rank("data"), (0,)),
+        (rank("upload"), (0,)),
+        (rank(state="closed"), (0,)),
+        (rank("forward"), ()),
+        (rank("allreduce"), ()),
+        (rank(""), ()),
+    ],
+)
+def test_a_rank_alone_on_its_node_is_blamed_only_where_it_waits_for_no_other_node(
+    alone: Now, culprits: tuple[int, ...]
+) -> None:
+    """Guards against a node that names its own rank while it waits for another node's."""
+    assert name_culprits({0: alone}, Processes(elsewhere=1)) == culprits
+    assert name_culprits({0: alone}, Processes(gone={0}, elsewhere=1)) == (0,)
+    assert name_culprits({0: alone}) == (0,)
+
+
+@pytest.mark.parametrize(
     ("ranks", "words"),
     [
         ((2,), "rank 2"),
