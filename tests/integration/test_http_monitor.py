@@ -14,7 +14,7 @@ from miner_guard.monitors.metrics import MetricsMonitor
 from miner_guard.system.clock import FakeClock
 from miner_guard.system.readiness import ready
 from tests.support import requires
-from tests.support.contexts import JobsAtOnce, context
+from tests.support.contexts import JobsAtOnce, JobsLater, context
 from tests.support.http_port import ask
 
 TOKEN = "token-of-the-test"
@@ -77,7 +77,7 @@ def test_a_guard_that_ends_while_its_port_opens_says_nothing_of_it(
         return ready(*arguments)
 
     monkeypatch.setattr("miner_guard.monitors.helper_process.ready", stopped_meanwhile)
-    jobs = _Later()
+    jobs = JobsLater()
     findings: list[Finding] = []
     monitor.append(
         MetricsMonitor(
@@ -86,19 +86,11 @@ def test_a_guard_that_ends_while_its_port_opens_says_nothing_of_it(
             )
         )
     )
-    (opening,) = jobs.work
+    (opening,) = jobs.waiting
     opening()
     server = monitor[0]._server
     assert server is not None
     assert (findings, server.child) == ([], None)
-
-
-class _Later:
-    def __init__(self) -> None:
-        self.work: list[Any] = []
-
-    def once(self, _name: str, work: Any) -> None:
-        self.work.append(work)
 
 
 def test_a_killed_port_process_comes_back(tmp_path: Path) -> None:

@@ -34,23 +34,6 @@ def context(folder: Path, **given: Any) -> Context:
     return Context(**{**defaults, **given})
 
 
-class IdleJobs:
-    """Asking it for work is the failure."""
-
-    def every(
-        self,
-        name: str,
-        seconds: float,
-        work: Callable[[], None],
-        *,
-        first_after_s: float | None = None,
-    ) -> None:
-        raise AssertionError("not used")
-
-    def once(self, name: str, work: Callable[[], None]) -> None:
-        raise AssertionError("not used")
-
-
 class JobsNever:
     """Takes work and does none."""
 
@@ -68,9 +51,19 @@ class JobsNever:
         """Not done."""
 
 
-class JobsAtOnce:
-    """One-time work is done at once, in this thread; what is to be repeated waits for the test to
-    call it by name."""
+class IdleJobs(JobsNever):
+    """Asking it for work is the failure."""
+
+    def every(self, name: str, *_given: Any, **_more: Any) -> None:
+        raise AssertionError("not used")
+
+    def once(self, name: str, work: Callable[[], None]) -> None:
+        raise AssertionError("not used")
+
+
+class JobsAtOnce(JobsNever):
+    """One-time work is done at once, in this thread; repeated work waits for the test to call it by
+    name."""
 
     def __init__(self) -> None:
         self.repeated: dict[str, Callable[[], None]] = {}
@@ -90,6 +83,21 @@ class JobsAtOnce:
         work()
 
 
+class JobsLater(JobsAtOnce):
+    """One-time work waits too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[Callable[[], None]] = []
+
+    def once(self, name: str, work: Callable[[], None]) -> None:
+        self.waiting.append(work)
+
+    def run(self) -> None:
+        while self.waiting:
+            self.waiting.pop(0)()
+
+
 class IdleControl:
     """Asking it to steer is the failure."""
 
@@ -107,3 +115,16 @@ class IdleControl:
 
     def stop(self, cause: str, exit_code: int) -> None:
         raise AssertionError("not used")
+
+
+class Steered(IdleControl):
+    """Keeps what a monitor asked for, and why."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str]] = []
+
+    def restart(self, cause: str) -> None:
+        self.asked.append(("restart", cause))
+
+    def finish(self, cause: str) -> None:
+        self.asked.append(("finish", cause))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +15,10 @@ from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.monitors import uploads as module
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
-from tests.support.contexts import JobsAtOnce, context
+from tests.support.contexts import JobsLater, context
 from uploads import inputs as gate_inputs
 from uploads.gate import decide
 from validators.facts import Candidate, Published
-
-
-class Jobs(JobsAtOnce):
-    """One-time work waits too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waiting: list[Callable[[], None]] = []
-
-    def once(self, name: str, work: Callable[[], None]) -> None:
-        self.waiting.append(work)
-
-    def run(self) -> None:
-        while self.waiting:
-            self.waiting.pop(0)()
 
 
 class Bench:
@@ -47,7 +32,7 @@ class Bench:
         audit_every_s: float | None = 0.0,
         **gate: Any,
     ) -> None:
-        self.clock, self.jobs, self.emitted = FakeClock(), Jobs(), list[Finding]()
+        self.clock, self.jobs, self.emitted = FakeClock(), JobsLater(), list[Finding]()
         self.repo = Published(
             age_s=600.0,
             reason=None,

@@ -11,8 +11,7 @@ from miner_guard.config import Config, MinerSettings, RepoSettings
 from miner_guard.eventlog.catalog import Finding, make_finding, message
 from miner_guard.monitors.audit import AuditMonitor
 from miner_guard.system.clock import FakeClock
-from tests.support.contexts import context
-from tests.support.uploads_harness import Jobs
+from tests.support.contexts import JobsLater, context
 from uploads import audit
 from validators.facts import AllReduce
 
@@ -23,7 +22,7 @@ class Bench:
     """The monitor with a faked audit."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, **repo: Any) -> None:
-        self.jobs, self.emitted, self.asked = Jobs(), list[Finding](), list[audit.Known]()
+        self.jobs, self.emitted, self.asked = JobsLater(), list[Finding](), list[audit.Known]()
         self.report = audit.AuditReport("accepted", "epoch 56")
         patch.setattr(audit, "audit_repo", self._look)
         config = Config(

@@ -4,7 +4,7 @@ hanging."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from miner_guard.monitors.base import Exit, Launch
 from miner_guard.monitors.hang import HangMonitor
 from miner_guard.rank.consensus.agree import LATE
 from miner_guard.system.clock import FakeClock
-from tests.support.contexts import IdleControl, JobsAtOnce, JobsNever, context
+from tests.support.contexts import JobsAtOnce, JobsLater, Steered, context
 
 HANG = HangSettings(min_s=10.0, first_step_s=60.0)
 STARTING = Now("starting", "", 0.0, 0.0, None, None, 0, None, None, None, None, 1, 0, 0, 0)
@@ -66,29 +66,6 @@ def test_lines_that_are_not_understood_are_no_hang(tmp_path: Path) -> None:
 def test_a_program_known_by_its_lines_that_prints_nothing_hangs(tmp_path: Path) -> None:
     seen = [f.event for f in watch(tmp_path, "log", {0: STARTING}, printing=False)]
     assert seen[0] == "hang_detected"
-
-
-class JobsLater(JobsNever):
-    """Work waits until the test says so."""
-
-    def __init__(self) -> None:
-        self.waiting: list[Callable[[], None]] = []
-
-    def once(self, name: str, work: Callable[[], None]) -> None:
-        self.waiting.append(work)
-
-
-class Steered(IdleControl):
-    """Keeps what was asked for, and why."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, str]] = []
-
-    def restart(self, cause: str) -> None:
-        self.asked.append(("restart", cause))
-
-    def finish(self, cause: str) -> None:
-        self.asked.append(("finish", cause))
 
 
 def test_ranks_that_have_lost_their_common_answer_are_ended_though_they_step_on(

@@ -13,6 +13,7 @@ import pytest
 from miner_guard.eventlog.catalog import make_finding
 from miner_guard.monitors.base import Exit, Launch
 from miner_guard.system.clock import FakeClock
+from tests.support.contexts import JobsNever
 from tests.support.run_harness import LOGS, RANKS, WholeRun
 
 SHIFT_S, SHIFTS, STEPS_PER_SHIFT = 7200.0, 30 * 12, 8
@@ -22,18 +23,8 @@ OOM = (
 )
 
 
-class Jobs:
+class Jobs(JobsNever):
     """One-time work is done at once; samplers, which ask real devices, do not run."""
-
-    def every(
-        self,
-        name: str,
-        seconds: float,
-        work: Callable[[], None],
-        *,
-        first_after_s: float | None = None,
-    ) -> None:
-        """Nothing runs on a schedule here."""
 
     def once(self, name: str, work: Callable[[], None]) -> None:
         if name.endswith("evidence"):

@@ -27,7 +27,7 @@ from miner_guard.supervisor.supervisor import FAILED, Supervisor
 from miner_guard.system import processes
 from miner_guard.system.clock import FakeClock
 from miner_guard.system.processes import Process
-from tests.support.contexts import context
+from tests.support.contexts import JobsLater, Steered, context
 
 
 @pytest.fixture
@@ -288,26 +288,6 @@ def test_every_tick_reaches_the_monitors_though_the_records_cannot_be_read(
     assert ticks
 
 
-class _Later:
-    """A job's thread that is slow: it runs when the test says so."""
-
-    def __init__(self) -> None:
-        self.work: list[Any] = []
-
-    def every(self, *_arguments: Any, **_more: Any) -> None: ...
-
-    def once(self, _name: str, work: Any) -> None:
-        self.work.append(work)
-
-
-class _Orders:
-    def __init__(self) -> None:
-        self.restarts: list[str] = []
-
-    def restart(self, cause: str) -> None:
-        self.restarts.append(cause)
-
-
 @pytest.mark.parametrize(
     ("meanwhile", "restarts"), [("nothing", 1), ("a step", 0), ("another launch", 0)]
 )
@@ -316,11 +296,11 @@ def test_a_hang_that_is_over_when_its_evidence_is_there_is_left_alone(
 ) -> None:
     """Guards against a launch that pays for the one before it: gathering stacks takes up to half a
     minute."""
-    clock, jobs, orders = FakeClock(), _Later(), _Orders()
+    clock, jobs, steered = FakeClock(), JobsLater(), Steered()
     config = replace(Config(), hang=HangSettings(min_s=5.0, first_step_s=5.0, action="restart"))
     watch = HangMonitor(
         context(
-            tmp_path, config=config, clock=clock, emit=findings.append, jobs=jobs, control=orders
+            tmp_path, config=config, clock=clock, emit=findings.append, jobs=jobs, control=steered
         )
     )
     watch.on_launch(Launch(("true",), 1, 0, clock.monotonic()))
@@ -330,7 +310,7 @@ def test_a_hang_that_is_over_when_its_evidence_is_there_is_left_alone(
     for _ in range(8):
         clock.advance(1.0)
         list(watch.on_tick(clock.monotonic(), ranks))
-    (gather,) = jobs.work
+    (gather,) = jobs.waiting
     if meanwhile == "a step":
         watch.on_steps(
             0, [cast(Any, SimpleNamespace(end=clock.monotonic(), seconds=9.0, phases={}))]
@@ -338,5 +318,5 @@ def test_a_hang_that_is_over_when_its_evidence_is_there_is_left_alone(
     elif meanwhile == "another launch":
         watch.on_launch(Launch(("true",), 2, 1, clock.monotonic()))
     gather()
-    assert len(orders.restarts) == restarts
+    assert [what for what, _ in steered.asked] == ["restart"] * restarts
     assert [f.event for f in findings].count("hang_detected") == restarts
