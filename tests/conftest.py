@@ -1,4 +1,4 @@
-"""What holds for every test, and fixtures of several folders."""
+"""Settings for every test, and fixtures that several folders share."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ _BUSY = (
     "{n}/90000 [1:02:03<9:08:07,  2.1s/it]",
 )
 _QUIET = tuple(line for line in _BUSY if "Loss" not in line)
-"""What other ranks print while one fails: not the steps that would show that training got over
-it."""
+"""Output of the other ranks while one fails, without steps, which would show that training
+continued."""
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Load:
-    """What the writer writes, and through what it says how long that took."""
+    """What the writer writes, and where it reports how long that took."""
 
     folder: Path
     size: int

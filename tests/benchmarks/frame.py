@@ -1,5 +1,5 @@
-"""What a benchmark returns, and how it is printed. Figures are ratios measured in one run where
-they can be."""
+"""The results of a benchmark and how they are printed. Where possible, figures are ratios measured
+in one run."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def _resident_mb(pids: list[int]) -> float:
 
 
 def grown(samples: Rows[Sample]) -> list[str]:
-    """What was more in the last third than in the second: the first third is for caches to fill."""
+    """Figures that grew from the second third to the last; in the first third, caches fill."""
     third = len(samples) // 3
     second, last = samples[third : 2 * third], samples[2 * third :]
     found = []

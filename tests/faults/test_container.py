@@ -1,5 +1,4 @@
-"""The entry point of ops/Dockerfile as PID 1 of a PID namespace, which is what it is in a
-container."""
+"""The entry point of ops/Dockerfile as PID 1 of a PID namespace, as in a container."""
 
 from __future__ import annotations
 

@@ -146,8 +146,8 @@ def test_a_last_resort_suspended_while_it_starts_still_does_its_duty(guarded: Gu
 def test_suspended_helpers_end_with_a_killed_guard_and_do_their_duty(
     guarded: Guarded, settings: dict[str, Any]
 ) -> None:
-    """SIGSTOP to all of them, then SIGKILL to the guard: they waited for a SIGCONT for good, the
-    process of last resort with them. Found by a random sequence."""
+    """Guards against processes that wait for a SIGCONT forever, the process of last resort among
+    them: all were stopped, then the guard was killed. A random sequence found it."""
     often = {"health.sample_every_s": 0.5, "health.snapshot_every_s": 0.5}
     started(guarded, "shedding", b"all hidden", {**settings, **often})
     helpers = until(lambda: _helpers(guarded), 60, guarded.tail)
@@ -214,7 +214,7 @@ def test_guard_and_last_resort_killed_at_once_leave_the_rest_to_the_next_guard(
 def test_a_removed_list_hides_nothing_from_the_next_guard_where_there_are_cgroups(
     guarded: Guarded,
 ) -> None:
-    """Found by a random sequence: run.json was gone, then everything was killed at once."""
+    """A random sequence found it: run.json was removed, then everything was killed at once."""
     try:
         Cgroup.create("test", "2").remove()
     except OSError as error:

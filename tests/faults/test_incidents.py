@@ -1,4 +1,4 @@
-"""What the miner's last words lead to: one incident, its evidence, and a restart or none."""
+"""The miner's last output leads to one incident, its evidence, and possibly a restart."""
 
 from __future__ import annotations
 

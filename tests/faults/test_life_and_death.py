@@ -115,8 +115,8 @@ def test_the_reaper_finishes_a_stop_in_which_the_guard_is_killed(guarded: Guarde
 
 
 def _next_guard_ends_the_rest(guarded: Guarded) -> None:
-    """What shed its environment is known by parentage only: it stands in the list that the killed
-    guard kept."""
+    """A process that dropped its environment is known only by its parent: the list that the killed
+    guard kept has it."""
     guarded.start(["true"], settings={**FAST, "miner.finite": "true"})
     assert guarded.processes[-1].wait(60) == 0
     guarded.assert_nothing_left(5)

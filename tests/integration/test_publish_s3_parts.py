@@ -109,8 +109,8 @@ def test_where_the_bucket_encrypts_too_a_part_that_arrives_changed_is_sent_again
 
 
 def _encrypt(client: Any) -> None:
-    """Let the server tell, as S3 with KMS does, ETags that are no digests, and the CRC32 of what it
-    received."""
+    """Make the server answer as S3 with KMS does: with ETags that are not digests, and with the
+    CRC32 of what it received."""
     received: dict[tuple[str, int], str] = {}
 
     def receive(request: Any, **_: Any) -> None:

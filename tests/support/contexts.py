@@ -1,5 +1,5 @@
-"""What surrounds a part in a test: jobs that run when the test says so, and what must not be asked
-for at all."""
+"""A monitor's context in a test: jobs that run when the test decides, and stand-ins that fail when
+used."""
 
 from __future__ import annotations
 

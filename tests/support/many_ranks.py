@@ -28,7 +28,7 @@ QUESTIONS = 20
 
 @dataclass(frozen=True)
 class Answers:
-    """What one rank found."""
+    """The answers of one rank."""
 
     opened: dict[str, list[str]]
     """Targets of the descriptors that the hook holds, by the stage after which they were listed."""

@@ -68,7 +68,7 @@ class Ours:
         self._limits = Limits.of(GateSettings(), numbers)
 
     def audit(self, state: states.State, earlier: Mapping[str, Any] | None = None) -> audit.Report:
-        """What we say of it; the network is what validators of that state would be in.
+        """Our verdict; the network is the one that validators of that state would be in.
 
         `earlier`: limits in which an earlier version differs; none of those raised its age limit.
         """

@@ -55,7 +55,7 @@ _ABSENT = (
     *("bittensor", "hivemind", "transformers", "huggingface_hub", "influxdb_client", "wandb"),
     *("datasets", "base58", "pytz", "openskill", "nest_asyncio"),
 )
-"""What the validator imports and is heavy, or of no use here."""
+"""Modules that the validator imports and that are too heavy, or useless, here."""
 
 
 class TinyModel(torch.nn.Module):

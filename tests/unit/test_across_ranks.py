@@ -1,5 +1,5 @@
-"""What the ranks' reports say together, and that they fit into the journal, with a thousand ranks
-too."""
+"""Judging all ranks' reports together, and fitting them into the journal, even from a thousand
+ranks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What attaching puts into the miner's environment, and a Python that has never heard of the
-guard."""
+"""What attaching adds to the miner's environment, also for a Python without the guard's
+packages."""
 
 from __future__ import annotations
 

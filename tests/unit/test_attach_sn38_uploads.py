@@ -1,4 +1,4 @@
-"""What the unmodified miner of subnet 38 is about to publish reaches the gate before it does."""
+"""Under attach, everything that subnet 38's unmodified miner publishes passes the gate first."""
 
 from __future__ import annotations
 

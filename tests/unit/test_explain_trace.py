@@ -377,7 +377,7 @@ def test_what_holds_no_trace_line_is_refused_and_not_called_healthy(
 def test_the_first_step_is_slow_in_every_healthy_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], start: int, code: int, severity: str
 ) -> None:
-    """A trace that begins later shows a window of a run: its first step is one like any other."""
+    """A trace that begins later shows a window of a run, so its first step is an ordinary one."""
     times = [30.0 if n == 0 else 3.46 for n in range(300)]
     path = tmp_path / "trace"
     lines = (

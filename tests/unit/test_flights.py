@@ -1,5 +1,5 @@
-"""How the supervisor reads the ranks' flight records: whose steps come first, and that none is kept
-back for good."""
+"""How the supervisor reads the ranks' flight records: in which order it delivers their steps, and
+that it withholds none forever."""
 
 from __future__ import annotations
 
@@ -239,8 +239,8 @@ def _worker(state: StateDir, rank: int, local_rank: int, *, process: int) -> Fli
 def test_workers_that_the_launcher_restarts_under_other_ranks_replace_the_old_ones(
     tmp_path: Path,
 ) -> None:
-    """Guards against a hang of ranks that are no more, and a finish that they never declare:
-    torchrun numbers again."""
+    """Guards against a hang of ranks that no longer exist, and a finish that they never report:
+    torchrun renumbers the ranks."""
     state, heard, gone = StateDir(tmp_path), _Heard(), 2**22
     flights = Flights(state, RUN, lambda finding: pytest.fail(str(finding)))
     old = [_worker(state, rank, rank - 2, process=gone) for rank in (2, 3)]

@@ -33,7 +33,7 @@ def hang_watch(folder: Path, **given: Any) -> tuple[HangMonitor, FakeClock, list
     monitor = HangMonitor(
         context(folder, clock=clock, emit=emitted.append, **{**defaults, **given})
     )
-    # Its pid is this process's: one that uses CPU time is no silent one.
+    # This process's pid: a process that uses CPU time does not count as silent.
     monitor.on_launch(Launch(("miner",), os.getpid(), 0, clock.monotonic()))
     return monitor, clock, emitted
 

@@ -160,7 +160,7 @@ def test_cgroup_2_inside_a_container_is_at_the_top(tmp_path: Path) -> None:
 def test_what_a_container_uses_is_unknown_where_its_cache_cannot_be_distinguished_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a container full of page cache would be one whose ranks the kernel kills next."""
+    """Guards against an out-of-memory warning for a container that is full of page cache."""
     _tree(
         tmp_path,
         {

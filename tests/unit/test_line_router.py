@@ -1,5 +1,5 @@
-"""Output on its way to the monitors: nothing lost, nothing twice, and no part is asked about what
-can't concern it."""
+"""The router delivers all output to the monitors, once, and to each only the lines that can concern
+it."""
 
 from __future__ import annotations
 

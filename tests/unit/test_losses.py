@@ -76,7 +76,7 @@ class Slot:
 
 
 class Event:
-    """Done when the test says so; anyone who waits for it fails, as there is no method to."""
+    """Done when the test decides. Waiting for it fails, because it has no method for that."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu

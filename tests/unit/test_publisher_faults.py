@@ -38,8 +38,8 @@ def answer(code: str, status: int) -> Exception:
 def test_an_upload_whose_parts_are_unlisted_begins_again(
     monkeypatch: pytest.MonkeyPatch, code: str, status: int
 ) -> None:
-    """Guards against a tag that one 503 makes unpublishable for good: its parts are asked for first
-    ever after, and the server has no answer."""
+    """Guards against a tag that a single 503 makes unpublishable: from then on, the publisher first
+    asks for its parts, which the server does not have."""
     repo = object.__new__(S3Repo)
 
     def call(_method: Any, **_given: Any) -> Any:

@@ -120,13 +120,22 @@ def test_a_phrase_in_a_command_that_is_a_list_is_masked_to_its_last_word() -> No
         "eyJ-" * 16_000,
         "eyJ" * 20_000,
         "token=" + "\\" * 64_000,
+        "token " + "a" * 64_000,
+        "key " + "0a" * 32_000,
+        "token --" + "a-" * 32_000,
+        "token " + "--a" * 20_000,
+        "key://" + "a" * 64_000,
+        "://" + "a+" * 32_000,
+        "x://u:" * 10_000,
+        "--token '" * 7_000,
+        "bearer " * 9_000,
+        "mnemonic " + "abc " * 16_000,
         "https://discord.com/api/webhooks/" + "a/" * 32_000,
     ],
     ids=lambda text: repr(text[:40]),
 )
 def test_what_nearly_is_a_secret_takes_the_time_of_any_text(text: str) -> None:
-    """Guards against a guard that stands still: a search of a pattern holds the lock of the
-    interpreter."""
+    """Guards against a guard that stalls: a pattern search holds the interpreter's lock."""
     started = time.process_time()
     Redactor().text(text)
     assert time.process_time() - started < 5.0

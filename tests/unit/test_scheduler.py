@@ -126,7 +126,7 @@ def test_a_stepped_wall_clock_neither_delays_nor_hurries_a_job(
 
 
 def test_asking_for_a_job_never_waits_for_the_plan(made: Make) -> None:
-    """Guards against a supervisor that stands still while APScheduler works under its lock."""
+    """Guards against a supervisor that blocks while APScheduler holds its lock."""
     scheduler, _ = made(SystemClock())
     scheduler.start()
     ran = threading.Event()

@@ -211,8 +211,8 @@ def test_a_near_miss_says_what_the_line_lacks(line: str, why: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["loss ", "1", "[ ", "━", "step (", "1/1 ", "epoch 1:"])
-def test_a_long_line_of_one_word_is_no_step(part: str) -> None:
-    """Guards against a guard that stands still at one line: the words are those that its regular
+def test_a_long_line_of_one_word_is_not_a_step(part: str) -> None:
+    """Guards against a guard that stalls on one line: these are the words that its regular
     expressions repeat."""
     assert not isinstance(grammar().read(part * (2000 // len(part))), StepLine)
 

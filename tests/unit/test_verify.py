@@ -64,7 +64,7 @@ def test_other_content_than_the_publisher_read_back_is_refuted() -> None:
     after = Published(age_s=3, reason=None, outer_step=56, inner_step=51, checksum="b" * 40)
     assert verify(None, after, Reported(56, 51, 20.0, checksum="b" * 40)).verified is True
     assert verify(None, after, Reported(56, 51, 20.0, checksum="b" * 32)).verified is True
-    # Anyone who redacts may take a whole sha256 for a key; a mask is no checksum.
+    # Redaction may mistake a whole sha256 for a key; a mask is not a checksum.
     assert verify(None, after, Reported(56, 51, 20.0, checksum=MASK)).verified is True
     result = verify(None, after, Reported(56, 51, 20.0, checksum="c" * 32))
     assert result.verified is False

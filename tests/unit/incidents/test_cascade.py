@@ -389,7 +389,7 @@ BROKEN_OFF = 'Traceback (most recent call last):\n  File "train.py", line 30, in
 
 
 def test_an_error_that_the_program_wrongly_called_handled_is_the_cause() -> None:
-    """It said that nothing but an unknown exception was wrong."""
+    """Guards against a report of nothing but an unknown exception."""
     assert root(COPED) is None
     assert root(COPED + BROKEN_OFF) == "cuda_oom"
     assert root(COPED + BROKEN_OFF + "AttributeError: 'NoneType' object\n") == "cuda_oom"

@@ -1,4 +1,4 @@
-"""What the tests of the hook make a rank of, and how they read its record."""
+"""Helpers with which the tests of the hook create a rank and read its record."""
 
 from __future__ import annotations
 

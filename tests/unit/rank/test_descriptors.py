@@ -1,4 +1,4 @@
-"""What a rank holds open for the guard, and that nothing is lost where it holds nothing open."""
+"""The descriptors that the guard holds open in a rank; without them nothing is lost."""
 
 from __future__ import annotations
 
