@@ -20,7 +20,7 @@ from pathlib import Path
 
 from miner_guard.incidents import knowledge
 from tests.unit.incidents.helpers import root
-from tests.unit.incidents.test_cascade import CONSEQUENCES, SUMMARY
+from tests.unit.incidents.teardown import CONSEQUENCES, SUMMARY
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,3 +38,17 @@ def test_a_file_that_cannot_be_used_is_refused_in_words(
     file.write_text(text)
     with pytest.raises(diagnosis.BadFile, match=expected):
         diagnosis.load(file)
+
+
+def test_it_runs_where_only_the_package_is_installed(tmp_path: Path) -> None:
+    """It imported a test, which needs pytest: from a clean clone the command did not start."""
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"label": "BENIGN", "text": "step 1 loss 3.4"}\n')
+    absent = "import sys; sys.modules['pytest'] = None; from tests.diagnosis import main; "
+    answer = subprocess.run(
+        [sys.executable, "-c", f"{absent}sys.exit(main([sys.argv[1]]))", str(file)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "benign texts alarmed 0 of 1" in answer.stdout
