@@ -357,7 +357,7 @@ def has_room(where: int | Path) -> bool:
 
 
 def is_at(path: Path, fd: int) -> bool:
-    """Whether `path` still refers to the open file, so that no one has removed or replaced it.
+    """Whether `path` still refers to the open file: it was neither removed nor replaced.
     Raises OSError."""
     try:
         seen, held = os.stat(path), os.fstat(fd)

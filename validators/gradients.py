@@ -21,7 +21,7 @@ global ones."""
 _PROBLEMS_KEPT = 3
 _SHAPES: Mapping[Any, str] = {
     True: ", with the model's shapes",
-    False: "; shapes unknown: no `guard.diagnose` has written the model's",
+    False: "; shapes unknown: `guard.diagnose` has not recorded the model's",
 }
 
 

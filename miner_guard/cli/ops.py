@@ -31,4 +31,4 @@ def command(
         raise Refused(f"{folder} cannot be written: {error}", FAILED) from error
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         echo(f"wrote {path}")
-    echo(f"next: {folder / FILE} says what each event asks for")
+    echo(f"next: {folder / FILE} explains what to do about each event")

@@ -131,7 +131,7 @@ class PhaseNames:
         self._allowances = allowances
 
     def named(self, name: str, allowance_s: float | None = None) -> AnyPhase:
-        """The context manager for a phase. It is reusable, and the same object at each call."""
+        """The context manager for a phase. Reusable; each call returns the same object."""
         key = (name, allowance_s)
         phase = self.known.get(key)
         if phase is None:

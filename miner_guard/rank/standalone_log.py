@@ -104,8 +104,8 @@ class StandaloneLog:
             self._idle.wait(timeout_s)
 
     def detach_after_fork(self) -> None:
-        """Discard all findings in a forked child from now on, and wait for none: the child lacks
-        the writer thread."""
+        """Call this in a forked child, which lacks the writer thread: from now on, findings are
+        discarded, and `flush` does not wait."""
         self._console = self._stdout = self._state = self._thread = None
         self._queue.clear()
         atexit.unregister(self.flush)

@@ -47,9 +47,7 @@ def _diagnosis(data: Data) -> list[Milestone]:
     cuda = bool(ranks) and all(rank.get("cuda_available") for rank in ranks)
     on_gpu = bool(ranks) and all(str(rank.get("model_device")).startswith("cuda") for rank in ranks)
     no_report = (
-        "no GPU diagnostics in the log"
-        if not reports
-        else "the GPU diagnostics show that it is not the case"
+        "no GPU diagnostics in the log" if not reports else "the GPU diagnostics show otherwise"
     )
     memory = data.step_memory or data.gpu_memory
     return [
