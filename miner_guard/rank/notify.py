@@ -33,7 +33,7 @@ class Notifier:
         listener."""
 
         self.dropped = 0
-        """Number of datagrams that did not arrive, because no process listens or the supervisor is too
+        """Number of undelivered datagrams: no process listens, or the supervisor is too
         slow."""
 
         self._path = path
