@@ -96,16 +96,20 @@ class Loop:
         heapq.heappush(self._timers, timer)
         return timer
 
-    def every(self, seconds: float, call: Callable[[], None]) -> None:
-        """Run `call` every `seconds`, even after it has failed. Calls are due at multiples of
-        `seconds`, so that several intervals wake the loop together."""
+    def every(self, seconds: float | Callable[[], float], call: Callable[[], None]) -> None:
+        """Run `call` every `seconds`, even after it has failed; a function is asked before each
+        wait. Calls are due at multiples of `seconds`, so that several intervals wake the loop
+        together."""
+
+        def wait() -> None:
+            interval = seconds() if callable(seconds) else seconds
+            self.after(interval - self._clock.monotonic() % interval, due)
 
         def due() -> None:
-            now = self._clock.monotonic()
-            self.after(seconds - now % seconds, due)
+            wait()
             call()
 
-        self.after(seconds, due)
+        self.after(seconds() if callable(seconds) else seconds, due)
 
     def soon(self, call: Callable[[], None]) -> None:
         """Run `call` on the loop's thread in the loop's next iteration. May be called from any

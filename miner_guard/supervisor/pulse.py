@@ -22,8 +22,11 @@ from miner_guard.system.clock import Clock
 from miner_guard.system.once import Once
 
 DROPS_EVERY_S = 60.0
-_QUIET_S = 0.99
-"""Minimum time between two ticks while no rank has a flight record and the miner prints nothing."""
+TICK_S = 0.5
+"""Interval of the tick. On average, hang detection is delayed by half of it."""
+
+_QUIET_S = 1.0
+"""Interval while no rank has a flight record and the miner prints nothing."""
 
 
 class PulsedRun(Protocol):
@@ -48,28 +51,31 @@ class PulsedRun(Protocol):
 
 
 class Pulse:
-    """Runs the tick twice a second. A failed step does not affect the others."""
+    """Runs the tick twice a second, or once while nothing happens. A failed step does not affect
+    the others."""
 
     def __init__(self, supervisor: PulsedRun) -> None:
         self._run = supervisor
         self._blind = Once()
         self._reported_bytes = 0
         self._reported_at = 0.0
-        self._ticked_at = float("-inf")
+        self._quiet = False
         self._deliveries = -1
 
+    def interval_s(self) -> float:
+        """Seconds until the next tick."""
+        return _QUIET_S if self._quiet else TICK_S
+
     def tick(self) -> None:
-        """Run all steps of one tick. If nothing has happened, skip every second tick."""
+        """Run all steps of one tick."""
         run, attempt = self._run, self._run.loop.attempt
         attempt(run.relay.tick)
         if run.exit_code is not None:
             # The monitors have stopped; only their last messages still have to be sent.
             return
         now = run.clock.monotonic()
-        quiet = not run.flights.identities() and run.runner.deliveries == self._deliveries
-        if quiet and now - self._ticked_at < _QUIET_S:
-            return
-        self._ticked_at, self._deliveries = now, run.runner.deliveries
+        self._quiet = not run.flights.identities() and run.runner.deliveries == self._deliveries
+        self._deliveries = run.runner.deliveries
         attempt(lambda: run.flights.poll(run.runner))
         ranks: dict[int, Now] = {}
         attempt(lambda: ranks.update(run.flights.now()))

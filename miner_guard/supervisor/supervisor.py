@@ -32,9 +32,6 @@ from miner_guard.supervisor.restart import Again, Failure, GiveUp, RestartPolicy
 from miner_guard.supervisor.states import RunEvent, State, after
 from miner_guard.system.clock import Clock
 
-TICK_S = 0.5
-"""Interval of the tick. On average, hang detection is delayed by half of it."""
-
 DRAIN_S = 5.0
 DRAIN_ASKED_S = 1.0
 """Time that the monitors get to read the miner's last output: `DRAIN_S` after an unrequested exit,
@@ -132,7 +129,7 @@ class Supervisor:
         """Launch and supervise until the end; returns the guard's exit code."""
         # SIGCHLD only shortens the loop's wait: `step` polls the launcher in any case.
         self.loop.on_signal(signal.SIGCHLD, self.process_tree.child_ended)
-        self.loop.every(TICK_S, self.pulse.tick)
+        self.loop.every(self.pulse.interval_s, self.pulse.tick)
         # From here on the watchdog expects progress: the first launch happens before the loop's
         # first iteration.
         self.loop.alive()

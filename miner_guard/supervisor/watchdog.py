@@ -27,7 +27,7 @@ from miner_guard.system import processes
 from miner_guard.system.readiness import ready
 
 SILENT_S = 5.0
-"""The loop hangs if no iteration ends for this long. It runs at least twice a second; with a load
+"""The loop hangs if no iteration ends for this long. It runs at least once a second; with a load
 average of 20 on 2 cores its longest iteration took less than a second."""
 
 _LAST_WORDS_S = 20.0
@@ -36,6 +36,9 @@ sockets and child processes."""
 
 _INTERPRETER_S = 1.0
 _LOOK_EVERY_S = 0.5
+_REST_S = 1.0
+"""Interval of the checks while no stop is requested."""
+
 _PAUSED_S = 3.0
 _REPORT_S = 1.0
 """Stop waiting for a report's thread after this long: whatever hangs the loop may hang the report
@@ -100,7 +103,8 @@ class Watchdog:
 
     def _run(self) -> None:
         while True:
-            readable, _ = ready([self._read], _LOOK_EVERY_S)
+            stopping = self._asked_at is not None or self._leave_at is not None
+            readable, _ = ready([self._read], _LOOK_EVERY_S if stopping else _REST_S)
             if readable:
                 with contextlib.suppress(BlockingIOError):
                     self._hear(os.read(self._read, 4096))
