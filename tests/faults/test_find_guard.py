@@ -39,7 +39,7 @@ def ended(root: Path, age_s: float) -> StateDir:
     return state
 
 
-def test_the_guard_that_runs_is_found_wherever_its_state_is(
+def test_the_running_guard_is_found_anywhere(
     guarded: Guarded,
     home: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -48,7 +48,7 @@ def test_a_wrong_key_is_named_and_tried_once_more(guarded: Guarded) -> None:
     assert "InvalidAccessKeyId" in (Path(incident["evidence"]) / "output.log").read_text()
 
 
-def test_out_of_memory_is_tried_once_more_and_each_time_named(guarded: Guarded) -> None:
+def test_out_of_memory_is_retried_and_named_each_time(guarded: Guarded) -> None:
     guard = guarded.start(
         miner(
             "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. "

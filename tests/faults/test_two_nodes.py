@@ -219,7 +219,7 @@ def test_torchrun_on_two_nodes_survives_a_cut_link_and_a_killed_guard(
 
 
 @pytest.mark.long
-def test_a_hang_of_another_nodes_rank_is_told_by_both_and_training_continues(
+def test_a_hang_of_another_nodes_rank_is_reported_by_both_and_training_continues(
     link: Link, pair: list[Guarded], tmp_path: Path
 ) -> None:
     """The node whose rank waits points to the other one, which names its rank; both restart, and

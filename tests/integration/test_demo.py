@@ -204,7 +204,7 @@ def test_a_summary_of_nothing_says_unknown(tmp_path: Path) -> None:
     assert "in the ranks unknown; beside them" in text
 
 
-def test_a_summary_that_ends_in_nan_says_so() -> None:
+def test_a_summary_that_ends_in_nan_shows_it() -> None:
     """Guards against `from 4.54 to 2.64` after forty steps of NaN."""
     steps = [{"event": "inner_step", "level": "info", "rank": 0, "loss": 4.5}] * 20
     steps += [{"event": "inner_step", "level": "info", "rank": 0, "loss": "NaN"}] * 40

@@ -155,7 +155,7 @@ def _unknown_figures(snapshot: dict[str, Any]) -> set[str]:
 @pytest.mark.parametrize(
     ("mood", "reason"), [("fail", "Input/output error"), ("hang", "no answer within 2 s")]
 )
-def test_each_sampler_is_null_with_its_reason_and_recovers_while_the_others_go_on(
+def test_each_sampler_is_null_with_its_reason_and_recovers_while_the_others_continue(
     tmp_path: Path, fake_nvml: FakeNvml, faulty_files: FaultyFiles, mood: str, reason: str
 ) -> None:
     folder = tmp_path / "network-folder"

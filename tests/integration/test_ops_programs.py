@@ -284,7 +284,7 @@ def test_logrotate_signals_no_process_that_reuses_the_pid_of_a_dead_pm2(tmp_path
         other.kill()
 
 
-def test_who_rotates_guard_jsonl_all_the_same_loses_no_line_and_logs_finds_them(
+def test_rotating_guard_jsonl_from_outside_loses_no_line_and_logs_finds_them(
     miner: str, tmp_path: Path
 ) -> None:
     state = tmp_path / "state"

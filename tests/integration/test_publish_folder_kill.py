@@ -135,7 +135,7 @@ def test_killed_at_any_file_operation_the_folder_is_whole_or_made_whole(tmp_path
     assert not is_mixed(folder.repo.state())
 
 
-def test_a_look_that_falls_between_two_revisions_is_repeated(tmp_path: Path) -> None:
+def test_a_probe_that_falls_between_two_revisions_is_repeated(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     folder.publisher().publish(revision(tmp_path, 50))
     later = revision(tmp_path, 60)

@@ -146,7 +146,7 @@ def _encrypt(client: Any) -> None:
     )
 
 
-def test_a_body_is_not_hashed_once_more_to_be_signed(
+def test_a_body_is_not_hashed_again_for_its_signature(
     server: tuple[S3Repo, s3.Faults], tmp_path: Path
 ) -> None:
     repo, _ = server

@@ -81,7 +81,7 @@ def test_run_refuses_to_start_without_the_gpus_of_the_last_run(
     assert count["limit"] == "4 (by this host at the last run)"
 
 
-def test_run_only_warns_where_the_setting_says_so(
+def test_run_only_warns_where_the_setting_asks_for_that(
     fake_nvml: FakeNvml, tmp_path: Path, python: Path
 ) -> None:
     fake_nvml.set({"rows.pending.1": 1})

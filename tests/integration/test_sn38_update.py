@@ -102,7 +102,7 @@ def test_an_update_that_cannot_be_installed_changes_nothing_and_is_tried_again(
     assert called[-1] == "miner-guard ctl restart --name sn38"
 
 
-def test_a_clone_with_commits_of_its_own_is_not_touched(clone: Clone) -> None:
+def test_a_clone_with_local_commits_is_not_touched(clone: Clone) -> None:
     (clone.here / "mine").write_text("x")
     clone.git(clone.here, "add", "-A")
     clone.git(clone.here, "commit", "-q", "-m", "mine")

@@ -247,7 +247,7 @@ def test_the_block_does_not_grow_with_ranks_that_are_alike(count: int) -> None:
         assert len(words) < 2000
 
 
-def test_ranks_on_two_slices_of_one_gpu_share_none() -> None:
+def test_ranks_on_two_slices_of_one_gpu_do_not_share_it() -> None:
     """Guards against a critical finding on every divided GPU: CUDA may give both ranks its UUID."""
     slices = [
         report(rank, uuid="GPU-0", visible_devices=f"MIG-{rank}", model_device="cuda:0")

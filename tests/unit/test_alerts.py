@@ -216,7 +216,7 @@ def test_no_target_is_lost_while_the_first_one_loads_the_plugins(
     assert (answer.value, answer.reason) == (2, None)
 
 
-def test_what_waits_at_the_end_is_tried_once_more_and_lingering_ends_when_it_arrived(
+def test_what_waits_at_the_end_is_retried_and_lingering_ends_when_it_arrived(
     tmp_path: Path, webhook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(alert_queue, "RETRIES_S", (600.0,))

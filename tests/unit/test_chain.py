@@ -121,7 +121,7 @@ def test_a_uid_that_went_to_another_hotkey_is_a_lost_registration(
     assert chain.summary(look).startswith("block 1000, NOT registered")
 
 
-def test_what_is_missing_to_look_is_named() -> None:
+def test_what_a_probe_lacks_is_named() -> None:
     assert chain.query(ChainSettings(network="finney")).reason == "no [chain] netuid configured"
     assert chain.query(ChainSettings()).reason == "no [chain] network and netuid configured"
 

@@ -97,7 +97,7 @@ def test_more_monitoring_than_training_is_all_of_it() -> None:
     assert account.tracker.get_report()["operations"]["evolution_snapshot"]["percentage"] == 100
 
 
-def test_where_there_is_no_ledger_the_one_liner_says_so(tmp_path: Path) -> None:
+def test_without_a_ledger_the_one_liner_reports_that(tmp_path: Path) -> None:
     set_global_tracker(None)
     try:
         tracker, text = get_global_tracker({"MINER_GUARD_STATE_DIR": str(tmp_path)}), io.StringIO()

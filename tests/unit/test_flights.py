@@ -157,7 +157,7 @@ def test_a_record_that_cannot_be_read_hides_no_other_rank(
     assert ranks.heard.steps_of == [(1, 1)]
 
 
-def test_the_last_look_keeps_nothing_back(ranks: _Ranks) -> None:
+def test_the_last_read_withholds_nothing(ranks: _Ranks) -> None:
     ranks.step(1, 1)
     ranks.flights.last_poll(ranks.heard)
     assert ranks.heard.steps_of == [(1, 1)]

@@ -142,7 +142,7 @@ def test_a_rising_loss_warns_and_noise_does_not() -> None:
     assert outcomes(ask(recent_losses=RISING[::-1]))["loss"] == "pass"
 
 
-def test_an_error_inside_a_rule_blocks_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_inside_a_rule_blocks_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError("planted")
 

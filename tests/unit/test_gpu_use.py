@@ -158,7 +158,7 @@ def test_a_sudden_drop_is_distinguished_from_a_gradual_decline_and_names_its_ste
     assert [f.event for f in checked(use, 45.0, 520)] == ["gpu_usage"]
 
 
-def test_a_healthy_large_gpu_is_not_told_to_double_its_batch() -> None:
+def test_a_healthy_large_gpu_gets_no_advice_to_double_its_batch() -> None:
     """Guards against 24 warnings an hour on source 004's healthy machine: 28123 of 81920 MiB in
     use, at 95 %."""
     reading = MemoryReading("rank 0", 28123 / 1024, 81920 / 1024, "nvml", busy_pct=95.0)
@@ -306,7 +306,7 @@ def test_first_after_60_s_then_every_150_s(tmp_path: Path) -> None:
     assert [f.event for f in bench.tick(15)] == ["gpu_usage"]
 
 
-def test_no_reading_at_60_s_is_a_finding_of_its_own_where_a_gpu_is_wanted(tmp_path: Path) -> None:
+def test_no_reading_at_60_s_is_a_finding_where_a_gpu_is_expected(tmp_path: Path) -> None:
     bench = Bench(tmp_path, expect=1)
     bench.launch()
     (finding,) = bench.tick(61)

@@ -309,7 +309,7 @@ def test_the_line_fits_whatever_the_values_are() -> None:
     assert len(f"2026-01-02T03:04:05.678Z | INFO | guard | HEALTH {line}") <= 200
 
 
-def test_the_line_of_nothing_known_says_so() -> None:
+def test_a_line_without_any_known_value_shows_unknown() -> None:
     snapshot = assemble(
         {},
         host=None,

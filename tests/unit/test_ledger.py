@@ -37,7 +37,7 @@ def test_a_damaged_ledger_is_set_aside_and_a_new_one_begun(tmp_path: Path) -> No
     assert len(list(tmp_path.glob("*.damaged-*"))) == 2
 
 
-def test_a_full_disk_costs_rows_and_says_so_once(
+def test_a_full_disk_loses_rows_and_is_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     findings = list[Finding]()
@@ -228,7 +228,7 @@ def test_only_the_owner_may_read_it(tmp_path: Path) -> None:
     assert modes == {"ledger.sqlite3": 0o600}
 
 
-def test_a_row_that_still_fits_on_a_full_disk_is_no_end_of_the_trouble(
+def test_a_row_that_still_fits_on_a_full_disk_does_not_end_the_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against hundreds of alarms a minute: a decision did not fit, what its inputs needed

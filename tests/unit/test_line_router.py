@@ -71,7 +71,7 @@ def test_every_byte_arrives_once_and_in_order_however_the_output_is_cut(
     assert b"".join(seeker.shown).count(b"VAL_LOSS") == stream.count(b"VAL_LOSS")
 
 
-def test_a_part_that_looks_for_words_is_spared_the_lines_without_them() -> None:
+def test_a_monitor_with_words_gets_no_line_without_them() -> None:
     host, _, seeker = _host()
     ordinary = b"".join(b"Inner Step: %d | Loss: 3.%d\n" % (n, n) for n in range(2000))
     for _ in range(3):

@@ -253,7 +253,7 @@ def test_a_pattern_that_can_never_give_a_step_is_named(tmp_path: Path) -> None:
     assert "names no group `step` or `inner`" in str(log.findings[0].fields["what"])
 
 
-def test_a_number_that_is_written_with_commas_or_is_none(tmp_path: Path) -> None:
+def test_a_number_that_is_written_with_commas_or_missing(tmp_path: Path) -> None:
     log = Log(tmp_path, log_patterns=(r"batch (?P<step>\S+) cost (?P<loss>\S+)",))
     log.line("batch 1,234 cost 0.5")
     log.line("batch last cost 0.5")

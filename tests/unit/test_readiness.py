@@ -32,7 +32,7 @@ def test_descriptors_beyond_those_of_select_are_waited_for() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_reading_and_writing_are_told_apart() -> None:
+def test_reading_and_writing_are_distinguished() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         assert ready([ours], 0.0, [ours]) == ([], [ours])

@@ -159,7 +159,7 @@ def test_a_defect_while_looking_stops_neither_the_output_nor_the_next_look(stage
     assert at.written() == OUTPUT
 
 
-def test_a_miner_that_prints_faster_than_the_parts_look_waits_for_them(
+def test_a_miner_that_prints_faster_than_the_monitors_read_waits_for_them(
     stage: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relay_module, "_UNSEEN", 1024 * 1024)

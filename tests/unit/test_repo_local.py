@@ -99,7 +99,7 @@ def test_a_key_never_leaves_the_folder(tmp_path: Path) -> None:
         LocalRepo(tmp_path / "repo").put("../elsewhere", b"x")
 
 
-def test_a_repo_that_was_never_made_says_so(tmp_path: Path) -> None:
+def test_a_repo_that_was_never_created_is_reported(tmp_path: Path) -> None:
     assert "repo.path is not set" in str(look_at(RepoSettings(kind="local")).reason)
     assert "no repo is configured" in str(look_at(RepoSettings()).reason)
 

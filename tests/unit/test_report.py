@@ -90,7 +90,7 @@ def _checked(page: str) -> str:
     return page
 
 
-def test_an_empty_state_directory_gives_a_page_that_says_so(tmp_path: Path) -> None:
+def test_an_empty_state_directory_gives_a_page_that_reports_it(tmp_path: Path) -> None:
     page = _checked(render(StateDir(tmp_path)))
     assert "no events in the log yet" in page
     assert "unknown" in page
@@ -249,7 +249,7 @@ def test_thinning_keeps_extremes_and_breaks_at_gaps() -> None:
     assert len(points) < 1500
 
 
-def test_a_line_does_not_go_on_over_a_restart() -> None:
+def test_a_line_does_not_continue_across_a_restart() -> None:
     pairs = [(time, 5.0) for time in (1.0, 2.0, 3.0, 4.0)]
     points = thinned(pairs, (1.0, 4.0), breaks=[2.5])
     assert points == [(1.0, 5.0), (2.0, 5.0), None, (3.0, 5.0), (4.0, 5.0)]

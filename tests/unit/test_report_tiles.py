@@ -81,7 +81,7 @@ def test_what_fails_is_not_denied_by_its_tile(tmp_path: Path) -> None:
     assert tiles["disk free"][1:] == ("0.0 GB", "disk of state")
 
 
-def test_a_block_below_the_minimum_inner_step_is_not_counted_as_trouble(tmp_path: Path) -> None:
+def test_a_block_below_the_minimum_inner_step_does_not_count_as_a_problem(tmp_path: Path) -> None:
     """Guards against "uploads blocked 34" on the page of a healthy miner."""
     log = Log(tmp_path)
     for inner in (10, 20, 30, 60):

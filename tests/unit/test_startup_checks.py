@@ -468,13 +468,13 @@ def test_a_driver_that_gives_no_answer_is_unknown_and_refuses_no_start() -> None
         *(("MIG-6e1c", None), ("MIG-GPU-1a/1/0", None), ("0:0,0:1", None)),
     ],
 )
-def test_what_the_container_runtime_was_told_to_give(mask: str, gpus: int | None) -> None:
+def test_the_gpus_that_the_container_runtime_was_to_give(mask: str, gpus: int | None) -> None:
     """NVIDIA Container Toolkit, "GPU Enumeration"."""
     assert container_gpus({"NVIDIA_VISIBLE_DEVICES": mask}) == gpus
     assert container_gpus({}) is None
 
 
-def test_a_container_with_fewer_gpus_than_expected_is_told_from_lost_gpus() -> None:
+def test_a_container_with_fewer_gpus_than_expected_is_distinguished_from_lost_gpus() -> None:
     two = healthy(
         2, env={"NVIDIA_VISIBLE_DEVICES": "0,1"}, expectation=Expectation(4, "[gpu] expect")
     )

@@ -97,7 +97,7 @@ def test_a_slow_step_without_a_gpu_does_not_advise_to_check_one(tmp_path: Path) 
     assert lines(seen, "slow_step") == ["SLOW STEP: 245.7s (expected 10-30s)"]
 
 
-def test_a_slow_step_with_little_gpu_memory_says_so_once(tmp_path: Path) -> None:
+def test_a_slow_step_with_little_gpu_memory_is_reported_once(tmp_path: Path) -> None:
     """Source 004's second line after a slow step."""
     clock = FakeClock()
     monitor = StepsMonitor(context(tmp_path, clock=clock))
@@ -135,7 +135,7 @@ def test_each_ranks_peak_memory_is_in_the_status(tmp_path: Path) -> None:
     assert monitor.snapshot()["per_rank"]["0"]["gpu_peak_gb"] == 13.21
 
 
-def test_a_miner_with_step_lines_of_its_own_shows_each_step_once(tmp_path: Path) -> None:
+def test_a_miner_that_prints_its_steps_shows_each_step_once(tmp_path: Path) -> None:
     """Guards against `grep "Outer Step:" | tail -50` that shows 25 steps, each twice."""
     clock = FakeClock()
     monitor = StepsMonitor(context(tmp_path, clock=clock))
@@ -205,7 +205,7 @@ def test_step_lines_are_limited_and_the_number_left_out_is_reported(tmp_path: Pa
     ]
 
 
-def test_timing_lines_go_on_where_the_miner_counts_its_steps_from_0_again() -> None:
+def test_timing_lines_continue_where_the_miner_counts_its_steps_from_0_again() -> None:
     log = timing.TimingLog(StepSettings(fast_log_every=10))
     messages = [
         n
@@ -541,7 +541,7 @@ def test_a_loss_that_is_not_a_number_is_reported_everywhere_in_the_same_word(
         (layout.FLAG_LOSS_SUMMED, " (sum of what went into backward)"),
     ],
 )
-def test_a_loss_that_is_not_simply_the_steps_own_says_so(
+def test_a_loss_that_is_not_simply_the_steps_is_marked(
     tmp_path: Path, flags: int, remark: str
 ) -> None:
     """Guards against a loss of another step, or of several objectives, that reads like the step's

@@ -247,7 +247,7 @@ def test_colour_marks_the_word_that_matters_and_changes_no_width(line: str, word
 
 
 @pytest.mark.parametrize("cells", ["··▁?x▅█", "..!?x+#"])
-def test_each_cell_of_the_week_has_its_colour_and_is_told_without_it(cells: str) -> None:
+def test_each_cell_of_the_week_has_its_colour_and_is_clear_without_it(cells: str) -> None:
     line = f"week   {cells}  earning 93%, not earning 7%"
     shown = coloured(line)
     assert re.findall(r"\x1b\[(\d+)m(.)", shown.replace("\x1b[0m", "")) == [

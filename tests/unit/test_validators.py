@@ -484,7 +484,7 @@ def test_the_operators_minimum_stands_beside_what_validators_accept() -> None:
     assert min_inner_step.judge(facts(inner_step=15), Limits()).note is None
 
 
-def test_the_block_grows_between_two_looks_at_the_chain() -> None:
+def test_the_block_grows_between_two_readings_of_the_chain() -> None:
     read_long_ago = chain(block=1000, seen_at=NOW - 1201)
     assert (
         block_list.judge(facts(config={"block_list": [900]}, network=read_long_ago), SN38).seen

@@ -85,7 +85,7 @@ LATER = {"reason": None, "outer_step": 56, "seen_at": 60.0}
         (Published(age_s=960.0, inner_step=51, **LATER), True),
     ],
 )
-def test_a_push_of_which_only_the_end_is_known_is_judged_by_the_look_before(
+def test_a_push_of_which_only_the_end_is_known_is_judged_by_the_previous_probe(
     after: Published, verified: bool
 ) -> None:
     before = Published(

@@ -99,7 +99,7 @@ def test_the_rank_of_the_root_is_named() -> None:
     assert len({rank for incident in found for rank in incident.ranks}) == RANKS
 
 
-def test_without_the_culprits_own_words_the_exit_code_tells() -> None:
+def test_without_the_culprits_output_the_exit_code_names_it() -> None:
     log = cascade("step 11 loss 3.0", random.Random(5)).replace("exitcode  : -6", "exitcode  : -9")
     assert root(log) == "host_oom_kill"
 
@@ -109,7 +109,7 @@ def test_ctrl_c_is_the_root_of_what_falls_apart_after_it() -> None:
     assert root(log) == "user_interrupt"
 
 
-def test_what_was_tried_again_is_nothing_once_steps_go_on() -> None:
+def test_a_retry_is_not_an_incident_once_steps_continue() -> None:
     retry = (
         "WARNING huggingface 429 Client Error: Too Many Requests for url: "
         "https://huggingface.co/x, retrying\n"
@@ -182,7 +182,7 @@ def test_what_the_losses_after_it_do_not_undo(log: str) -> None:
     assert root(log) == "nan_loss"
 
 
-def test_what_the_program_does_without_is_nothing() -> None:
+def test_an_optional_dependency_is_not_an_incident() -> None:
     failed = WAITED.replace(
         "asyncio.exceptions.TimeoutError", "requests.exceptions.ReadTimeout: Read timed out."
     )
@@ -202,7 +202,7 @@ def test_pm2_writes_sigint_without_an_interrupt() -> None:
     assert root("PM2      | Stopping app:miner id:0\n" + ended.format(0)) == "user_interrupt"
 
 
-def test_a_socket_that_connects_at_last_is_nothing() -> None:
+def test_a_socket_that_finally_connects_is_not_an_incident() -> None:
     waiting = (
         "[rank3]:[W121 10:00:01.5 socket.cpp:759] [c10d] The client socket has failed to "
         "connect to [n0]:29500"
@@ -271,7 +271,7 @@ def test_what_follows_from_a_known_error_is_not_the_root(words: str, after: str)
     assert found == {"hf_rate_limit": True, "hub_or_storage_unavailable": False}
 
 
-def test_the_rank_that_waited_in_vain_is_not_the_root_where_another_one_broke() -> None:
+def test_a_rank_that_timed_out_waiting_is_not_the_root_where_another_one_broke() -> None:
     broke = WAITED.replace("asyncio.exceptions.TimeoutError", "ValueError: shard 12 has 31 tokens")
     assert root("[rank0]: " + WAITED.replace("\n", "\n[rank0]: ") + "\n" + broke) == "code_bug"
 
@@ -279,7 +279,7 @@ def test_the_rank_that_waited_in_vain_is_not_the_root_where_another_one_broke() 
 @pytest.mark.parametrize(
     "last", ["bye", "Checkpoint step_120 saved", "Exited cleanly.", "shutdown complete"]
 )
-def test_a_stop_that_the_program_handled_and_ended_well_is_nothing_wrong(last: str) -> None:
+def test_a_stop_that_the_program_handled_is_not_an_incident(last: str) -> None:
     asked = "^C2026-11-21 10:12:00 | INFO | KeyboardInterrupt received, saving and leaving\n"
     assert root(f"{asked}2026-11-21 10:12:01 | INFO | {last}\n") is None
     assert root(asked) == "user_interrupt"
@@ -305,7 +305,7 @@ MISSED = """[rank3]: Traceback (most recent call last):
 
 @pytest.mark.parametrize("teller", ["dataset | ", "[rank3]: "])
 @pytest.mark.parametrize("more", ["", ", retrying in 2 s"])
-def test_a_trouble_that_the_rank_logged_and_went_on_after_is_not_why_it_misses_a_file(
+def test_an_error_that_the_rank_logged_and_survived_is_not_why_it_misses_a_file(
     teller: str, more: str
 ) -> None:
     logged = (
@@ -329,7 +329,7 @@ def test_a_wait_or_a_connection_that_ended_is_no_defect_of_the_code(last: str) -
     assert (found.label, found.root) == ("connection_failed", True)
 
 
-def test_an_import_error_that_the_program_got_over_is_nothing() -> None:
+def test_an_import_error_that_the_program_handled_is_not_an_incident() -> None:
     """`miner ended: version_mismatch, exit code 0` after 50 steps: the miner had caught it and gone
     on."""
     caught = (

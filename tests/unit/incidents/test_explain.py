@@ -76,7 +76,7 @@ def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int,
 @pytest.mark.parametrize(
     ("log", "expected"), [(b"", "0 lines."), (b"fine\n", "1 line."), (b"fine\nand fi", "2 lines.")]
 )
-def test_the_lines_of_a_log_without_trouble_are_counted(
+def test_the_lines_of_a_healthy_log_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], log: bytes, expected: str
 ) -> None:
     assert main.run(["explain", write(tmp_path, log)]) == 1

@@ -328,7 +328,7 @@ def test_the_evidence_is_stored_without_secrets(tmp_path: Path) -> None:
     assert "hf_abc" not in kept
 
 
-def test_ordinary_output_says_nothing_and_the_snapshot_says_so(tmp_path: Path) -> None:
+def test_ordinary_output_is_no_incident_and_the_snapshot_shows_none(tmp_path: Path) -> None:
     live = Live(tmp_path)
     for step in range(500):
         live.prints(f"Rank 0 | Inner Step: {step} | Average Loss: 3.{step} | 0 errors\n".encode())
@@ -350,7 +350,7 @@ def test_it_can_be_switched_off(tmp_path: Path) -> None:
     assert live.labels == []
 
 
-def test_an_incident_that_training_went_on_after_is_taken_back(tmp_path: Path) -> None:
+def test_an_incident_that_training_survived_is_retracted(tmp_path: Path) -> None:
     """`miner ended: version_mismatch, exit code 0` named an import error that the miner had caught
     hours before."""
     live = Live(tmp_path)
@@ -401,7 +401,7 @@ def test_a_miner_killed_without_a_word_is_an_incident(tmp_path: Path) -> None:
     assert live.labels == ["process_killed"]
 
 
-def test_a_miner_that_the_guard_killed_is_none(tmp_path: Path) -> None:
+def test_a_miner_that_the_guard_killed_is_not_an_incident(tmp_path: Path) -> None:
     live = Live(tmp_path)
     live.ends(code=137, signal=9, asked=True)
     assert live.labels == []

@@ -57,7 +57,7 @@ def test_an_early_upload_is_blocked_in_the_documents_words(guard: Guard, state: 
     assert guard.may_upload(outer_step=1, inner_step=0, kind="archive")
 
 
-def test_an_error_in_the_rules_blocks_and_says_so(
+def test_an_error_in_the_rules_blocks_with_its_reason(
     guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object, **__: object) -> None:
@@ -154,7 +154,7 @@ def test_an_upload_is_due_once_the_published_state_is_past_its_target(
     assert guard.upload_due() is True
 
 
-def test_an_upload_that_has_just_ended_well_is_not_due_again_before_the_next_look_at_the_repo(
+def test_an_upload_that_has_just_succeeded_is_not_due_again_before_the_next_probe_of_the_repo(
     guard: Guard, state: StateDir, clock: Clock
 ) -> None:
     def published(age_s: float) -> None:
@@ -239,7 +239,7 @@ def test_a_decision_travels_whatever_its_words_are() -> None:
     assert len(gating.pack(decision)) <= agree.PAYLOAD_BYTES
 
 
-def test_an_error_in_rank_0s_own_look_does_not_keep_it_from_the_others(
+def test_an_error_in_rank_0s_reading_does_not_keep_it_from_the_others(
     guard: Guard, state: StateDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
@@ -251,7 +251,7 @@ def test_an_error_in_rank_0s_own_look_does_not_keep_it_from_the_others(
     assert any("guard.upload_due: TypeError: age" in words for words in messages(state))
 
 
-def test_a_block_of_this_ranks_own_has_an_id_of_its_own_in_every_launch(state: StateDir) -> None:
+def test_a_local_block_has_a_new_id_in_every_launch(state: StateDir) -> None:
     """Guards against a ledger that takes the first such block of all launches, and leaves the
     others out."""
     ids = set()

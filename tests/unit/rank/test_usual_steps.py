@@ -190,7 +190,7 @@ def test_what_is_not_usual_is_recorded_too(loop: Loop, odd: str) -> None:
     assert records[-1].lr == 0.25
 
 
-def test_a_program_goes_on_without_its_guard(loop: Loop) -> None:
+def test_a_program_continues_without_its_guard(loop: Loop) -> None:
     loop.steps(6)
     loop.guard.close()
     loop.steps(2)
