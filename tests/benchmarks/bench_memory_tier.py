@@ -262,6 +262,8 @@ def _recover(folder: Path, *, memory: bool) -> tuple[float, int]:
     demo = RestartedDemo(guarded, folder)
     try:
         demo.start()
+        if not memory:
+            demo.reach(ON_DISK_EVERY)
         at = demo.past_a_checkpoint()
         if not memory:
             # The next snapshot finds no folder, and the tier stays off from then on.
