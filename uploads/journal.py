@@ -120,6 +120,6 @@ def exclusively(path: Path) -> Iterator[int]:
             ) from error
         yield fd
     finally:
-        # Close without unlocking: a companion that still has work to do inherited the descriptor
+        # Close without unlocking: a recovery process that still has work inherited the descriptor
         # and keeps other publishers out.
         os.close(fd)

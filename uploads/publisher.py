@@ -3,8 +3,8 @@ back.
 
 The repo holds everything, invisible, before the first object becomes visible; then the objects
 follow in order, the root metadata last. A publisher that dies before that point has changed
-nothing; if it dies after it, its companion (`uploads.recovery_process`) finishes the upload, or, if
-that died too, the next publisher does.
+nothing; if it dies after it, its recovery process (`uploads.recovery_process`) finishes the upload,
+or, if that died too, the next publisher does.
 
 What a reader sees in between depends on the storage. The Hub switches a whole revision at once. A
 folder and S3 switch one object at a time, under names that validators prescribe and that two

@@ -26,7 +26,7 @@ from miner_guard.eventlog.redact import Redactor
 from miner_guard.system.own_module import own_module
 from uploads.journal import Journal, PublishInProgress, exclusively, journal_path
 from uploads.publisher import Cancelled, Publisher, PublishError, Result, Retry, Revision
-from uploads.recovery_process import start as start_companion
+from uploads.recovery_process import start as start_recovery
 from uploads.repos import open_repo
 from uploads.repos.base import RepoError
 
@@ -117,14 +117,14 @@ def _publish(request: dict[str, Any], say: Callable[[str], None]) -> Result:
     repo = open_repo(RepoSettings(**request["repo"]))
     path = journal_path(Path(request["journal_folder"]), repo.label)
     with exclusively(path) as lock:
-        recovery = start_companion(request["repo"], path, lock)
+        recovery = start_recovery(request["repo"], path, lock)
         try:
             publisher = Publisher(repo, Journal(path), say, Retry(deadline_s=request["deadline_s"]))
             signal.signal(signal.SIGTERM, lambda *_: publisher.cancelled.set())
             say(f"Upload Model Start: tag {revision.tag}")
             result = publisher.publish(revision)
         except BaseException:
-            # The companion finishes a partly visible revision; do not wait for it.
+            # The recovery process finishes a partly visible revision; do not wait for it.
             assert recovery.stdin is not None
             recovery.stdin.close()
             raise

@@ -23,15 +23,15 @@ _DEADLINE_S = 120.0
 
 
 def start(settings: dict[str, object], journal: Path, lock: int) -> subprocess.Popen[bytes]:
-    """Start this process's companion. Its stdin stays open as long as this process lives."""
+    """Start this process's recovery process. Its stdin stays open as long as this process lives."""
     child = subprocess.Popen(
         own_module("uploads.recovery_process"),
         stdin=subprocess.PIPE,
-        # Not the publisher's stdout: its caller reads that to EOF and would wait for the companion.
+        # Not the publisher's stdout: its caller reads that to EOF and would wait for this process.
         stdout=subprocess.DEVNULL,
         pass_fds=(lock,),
         # New session: a signal that kills the publisher's process group must not kill its
-        # companion.
+        # recovery process.
         start_new_session=True,
     )
     assert child.stdin is not None

@@ -87,7 +87,7 @@ class Guard:
         return self._recorder.supervised
 
     @property
-    def troubles(self) -> int:
+    def error_count(self) -> int:
         """Number of failures inside the hook so far, including those not reported."""
         return self._recorder.error_count
 

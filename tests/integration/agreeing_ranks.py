@@ -68,7 +68,7 @@ def main(folder: Path) -> None:
     answers["waited_s"] = time.monotonic() - started
     (folder / f"asked-{rank}").touch()
     answers["ever after"] = ask(guard, 61)
-    answers["troubles"] = guard.troubles
+    answers["errors"] = guard.error_count
     guard.close(finished=True)
     (folder / f"rank-{rank}.json").write_text(json.dumps(answers))
     dist.destroy_process_group()

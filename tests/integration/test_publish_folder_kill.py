@@ -175,16 +175,16 @@ _DIES = """
 import os, signal, sys
 from pathlib import Path
 from uploads.recovery_process import start
-companion = start({}, Path(sys.argv[1]), os.open(sys.argv[1], os.O_RDWR | os.O_CREAT))
-os.kill(companion.pid, signal.SIGSTOP)
-print(companion.pid, flush=True)
+recovery = start({}, Path(sys.argv[1]), os.open(sys.argv[1], os.O_RDWR | os.O_CREAT))
+os.kill(recovery.pid, signal.SIGSTOP)
+print(recovery.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_who_waits_for_a_killed_publisher_does_not_wait_for_its_companion(tmp_path: Path) -> None:
-    """Guards against a miner that waits two minutes more: the companion held the pipe that the
-    miner reads."""
+def test_who_waits_for_a_killed_publisher_does_not_wait_for_its_recovery(tmp_path: Path) -> None:
+    """Guards against a miner that waits two more minutes: the recovery process held the pipe that
+    the miner reads."""
     command = [sys.executable, "-c", _DIES, str(tmp_path / "journal")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as publisher:
         assert publisher.stdout is not None

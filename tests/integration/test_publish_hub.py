@@ -17,7 +17,7 @@ import pytest
 
 from miner_guard.config import RepoSettings
 from tests.servers import hub, s3
-from tests.servers.killing import push_and_kill, push_request, wait_for_the_companion
+from tests.servers.killing import push_and_kill, push_request, wait_for_the_recovery
 from tests.servers.revisions import inner_step_of, revision
 from tests.support import requires
 from uploads.journal import Journal, journal_path
@@ -271,7 +271,7 @@ def test_killed_after_any_request_the_view_is_whole(
         assert shown(state, "main") in (before, {inner}), (
             f"killed after request {number}, before anybody helped"
         )
-        wait_for_the_companion(open_repo(settings).label, tmp_path)
+        wait_for_the_recovery(open_repo(settings).label, tmp_path)
         assert shown(state, "main") in (before, {inner}), f"killed after request {number}"
         outcomes.append(shown(state, "main") == before)
         if not outcomes[-1]:

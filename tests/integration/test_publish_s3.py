@@ -16,7 +16,7 @@ import pytest
 
 from miner_guard.config import RepoSettings
 from tests.servers import s3
-from tests.servers.killing import push_and_kill, wait_for_the_companion
+from tests.servers.killing import push_and_kill, wait_for_the_recovery
 from tests.servers.revisions import inner_step_of, revision
 from tests.support import requires
 from uploads.journal import Journal, journal_path
@@ -132,7 +132,7 @@ def test_killed_after_any_request_the_view_is_whole(
     for number in range(1, 60):
         before = view(settings)
         ended = push_and_kill(settings, faults, revision(tmp_path, 1000 + number), tmp_path, number)
-        wait_for_the_companion(open_repo(settings).label, tmp_path)
+        wait_for_the_recovery(open_repo(settings).label, tmp_path)
         after = view(settings)
         assert len(after) == 1, (
             f"killed after request {number}: {faults.requests[-1]}, the view is mixed: {after}"
@@ -150,7 +150,7 @@ def test_killed_after_any_request_the_view_is_whole(
     assert outcomes.count(False) > 3
 
 
-def test_where_the_companion_died_too_the_next_publisher_finishes(
+def test_where_the_recovery_process_died_too_the_next_publisher_finishes(
     server: tuple[RepoSettings, s3.Faults], tmp_path: Path
 ) -> None:
     settings, _ = server

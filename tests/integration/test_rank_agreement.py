@@ -104,7 +104,7 @@ def test_where_one_rank_never_asks_the_others_are_blocked_in_time_and_nothing_is
         assert not answers["one is silent"]["allowed"]
         assert not answers["ever after"]["allowed"]
         assert answers["waited_s"] < TIMEOUT_S + 20
-        assert answers["troubles"] > 0
+        assert answers["errors"] > 0
         entries = [e for _, e in FlightReader(StateDir(folder / "state").flight_of(rank)).entries()]
         now = FlightReader(StateDir(folder / "state").flight_of(rank)).now()
         assert now is not None

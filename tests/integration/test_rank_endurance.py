@@ -52,7 +52,7 @@ for number in range(steps):
     if number in (steps * 6 // 10, steps * 8 // 10, steps - 1):
         memory.append(own_bytes())
 guard.close(finished=True)
-print(json.dumps({"memory": memory, "troubles": guard.troubles}))
+print(json.dumps({"memory": memory, "errors": guard.error_count}))
 """
 
 
@@ -84,7 +84,7 @@ def test_memory_stays_flat_and_the_supervisor_may_die_in_the_middle(
     growth = [late - early for early, late in itertools.pairwise(answer["memory"])]
     print(f"{steps} steps: {growth} bytes more after 60-80 % and 80-100 % of them")
     assert min(growth) < 500_000, f"the hook keeps something for every step: {growth}"
-    assert answer["troubles"] == 0
+    assert answer["errors"] == 0
     now = FlightReader(state.flight_of(0)).now()
     assert now is not None
     assert (now.state, now.total_steps, now.inner_step) == ("finished", steps, steps - 1)

@@ -89,11 +89,11 @@ def _nothing(_number: int) -> Any:
     return None
 
 
-def wait_for_the_companion(label: str, folder: Path) -> None:
+def wait_for_the_recovery(label: str, folder: Path) -> None:
     """Wait until no process holds the journal of the repo `label`. Raises TimeoutError."""
     path = journal_path(folder, label)
     for _ in range(600):
         with contextlib.suppress(PublishInProgress), exclusively(path):
             return
         time.sleep(0.05)
-    raise TimeoutError("the companion did not end")
+    raise TimeoutError("the recovery process did not end")

@@ -101,7 +101,7 @@ def test_nonsense_is_reported_and_never_raised(
     guard.step(**arguments)
     guard.step(loss=1.0)
     assert len(messages(state)) == 1
-    assert guard.troubles == 2
+    assert guard.error_count == 2
     assert [s.loss for s in reader_of(state).steps()][-1] == 1.0
 
 

@@ -83,7 +83,7 @@ def test_a_missing_and_an_unwritable_state_directory_are_survived(tmp_path: Path
     guard = Guard(place(StateDir(tmp_path / "file" / "state")))
     guard.step(loss=1.0)
     guard.close()
-    assert guard.troubles == 1
+    assert guard.error_count == 1
 
 
 def test_settings_that_are_not_json_are_reported_and_the_defaults_used(state: StateDir) -> None:
