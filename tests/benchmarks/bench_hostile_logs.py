@@ -20,6 +20,9 @@ from tests.benchmarks.frame import Row
 TITLE = "Hostile logs: `explain` and the running guard, by CPU time"
 
 _SIZE = 24_000_000
+_FIRST = 4_000_000
+"""Bytes that pay for the imports and for the knowledge of errors."""
+
 _START_S = 4.0
 """The guard's own start takes less."""
 
@@ -35,19 +38,20 @@ class Cost(NamedTuple):
 
 
 def run() -> list[Row]:
-    """Each kind of text through both, less what no text at all takes."""
+    """Each kind of text through both."""
     with tempfile.TemporaryDirectory(prefix="bench-hostile-") as folder:
         log = Path(folder) / "miner.log"
         rows: list[Row] = []
         log.write_bytes(b"RuntimeError: CUDA error: out of memory\n")
-        alone, idle = _explain(log), _guard(log)
-        rows += [
-            Row("`explain`, one error: resident", alone.peak_mib, "MiB"),
-            Row("guard, engine loaded: resident", idle.peak_mib, "MiB", "<= 60 MiB"),
-        ]
+        idle = _guard(log)
+        rows.append(Row("guard, engine loaded: resident", idle.peak_mib, "MiB", "<= 60 MiB"))
         for name, text in {"steps": ordinary(20_000), **hostile()}.items():
-            log.write_bytes((text * (_SIZE // len(text) + 1))[:_SIZE] + b"\n")
-            rows += _rows(_explain(log), alone, f"`explain`, {name}")
+            text *= (_FIRST + _SIZE) // len(text) + 1
+            log.write_bytes(text[:_FIRST] + b"\n")
+            first = _explain(log)
+            log.write_bytes(text[: _FIRST + _SIZE] + b"\n")
+            rows += _rows(_explain(log), first, f"`explain`, {name}")
+            log.write_bytes(text[:_SIZE] + b"\n")
             rows += _rows(_guard(log), idle, f"guard, {name}")
         return rows
 
