@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 
-_PLAIN = 2 * 1024 * 1024
+_PLAIN = 4 * 1024 * 1024
 """Bytes kept as they are; ordinary output never exceeds them."""
 
 _DENSE_CHUNKS = 15
