@@ -1,0 +1,58 @@
+"""Facts about a candidate upload, what is published and the network, for the tests of the rules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from miner_guard.config import GateSettings
+from validators import commitment
+from validators.facts import Candidate, Facts, Network, Published
+from validators.limits import Limits
+from validators.profiles import load_profile
+
+NOW = 10_000.0
+SN38_NUMBERS = load_profile("sn38").limits
+SN38 = Limits.of(GateSettings(), SN38_NUMBERS)
+SPACED = replace(SN38, min_upload_interval_s=300.0)
+SN3 = Limits.of(GateSettings(), load_profile("sn3").limits)
+OURS = commitment.fingerprint("a" * 128)
+META = {"run": "5", "outer_step": 56, "inner_step": 84, "peer_id": "12D3"}
+RISING = tuple(2.0 + 0.1 * n for n in range(10))
+
+
+def facts(
+    *,
+    published: Published | None = None,
+    network: Network | None = None,
+    credentials: str | None = None,
+    name: str | None = None,
+    **candidate: object,
+) -> Facts:
+    given = {"kind": "gradient", "outer_step": 56, "inner_step": 84, **candidate}
+    return Facts(
+        Candidate(**given),  # type: ignore[arg-type]
+        published or Published(),
+        network or Network(),
+        NOW,
+        credentials,
+        name,
+    )
+
+
+def chain(**known: object) -> Network:
+    return Network(**{"reason": None, "seen_at": NOW, **known})  # type: ignore[arg-type]
+
+
+def aged(age_s: float, **known: object) -> Published:
+    return Published(age_s=age_s, reason=None, seen_at=NOW, **known)  # type: ignore[arg-type]
+
+
+def step(inner: int) -> Facts:
+    return facts(published=aged(1, inner_step=inner))
+
+
+def named(outer: int, checksum: str, size: int = 9) -> Facts:
+    """Published gradients of an outer step, beside metadata that goes with others or with these."""
+    files = {"gradients.pt": {"size_bytes": 9, "checksum": "a" * 32}}
+    published = aged(1, outer_step=outer, checksum=checksum, size_bytes=size)
+    return facts(published=published, metadata={**META, "files": files})

@@ -1,0 +1,176 @@
+"""How single rules read what they judge, and that no input makes one raise."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miner_guard.config import loading
+from tests.support.rule_facts import NOW, OURS, SN3, SN38, SPACED, aged, chain, facts
+from uploads.gate import decide
+from uploads.inputs import GateInputs
+from validators import block_list, commitment, gradients, metadata, min_inner_step, repo_age, window
+from validators.audit import epoch_scored
+from validators.facts import Candidate
+from validators.limits import Limits, in_force
+from validators.profiles import load_profile
+from validators.rules import audit_rules, gate_rules
+from validators.verdict import OUTCOMES
+
+
+def test_whether_shapes_were_compared_is_reported() -> None:
+    notes = {
+        known: gradients.judge(facts(files={"params": 3, "shapes_known": known}), SN38).sentence
+        for known in (True, False, None)
+    }
+    assert notes[True].endswith("with the model's shapes")
+    assert "shapes unknown" in notes[False]
+    assert notes[None].endswith("all finite")
+
+
+def test_the_inner_step_is_read_as_validators_read_it() -> None:
+    """Guards against a state that we accept and they reset: they put it into a revision, and take
+    it out again."""
+    written = [84, 84.0, 84.5, "84", " 84 ", "", None, True, "0", -1]
+    read = [metadata.read_inner_step({"inner_step": value}) for value in written]
+    assert read == [84, 0, 5, 84, 84, None, None, None, 0, -1]
+    assert metadata.read_inner_step({}) is None
+
+
+def test_the_drawn_block_alone_has_to_be_a_whole_number() -> None:
+    """Validators draw one block by the miner's uid; the others are only compared."""
+    mixed = [950.5, 990, 960.0]
+    drawn = {uid: random.Random(uid).sample(mixed, 1)[0] for uid in range(9)}
+    for uid, block in drawn.items():
+        verdict = block_list.judge(
+            facts(config={"block_list": mixed}, network=chain(block=1000, uid=uid)), SN38
+        )
+        assert verdict.outcome == ("pass" if block == 990 else "block")
+
+
+def test_blocks_per_allreduce_of_the_master_change_the_epoch_and_the_age_limit() -> None:
+    known = in_force(SN38, chain(blocks_per_allreduce=750))
+    ages = {
+        age: facts(config={"block_list": [1000 - age]}, network=chain(block=1000))
+        for age in (201, 375, 376)
+    }
+    assert [block_list.judge(ages[age], known).outcome for age in ages] == ["pass", "warn", "block"]
+    assert [block_list.judge(ages[age], SN38).outcome for age in ages] == [
+        "block",
+        "block",
+        "block",
+    ]
+    scored = [epoch_scored(None, 56, since, known) for since in (374, 375)]
+    assert [epoch.outer_step for epoch in scored if epoch is not None] == [55, 56]
+
+
+def test_a_block_says_when_asking_again_can_help() -> None:
+    assert min_inner_step.judge(facts(inner_step=15), SN38).retry_after_steps == 35
+    assert repo_age.judge(facts(published=aged(100)), SPACED).retry_after_s == 200
+    late = window.judge(facts(network=chain(block=115 * 9 + 10)), SN3)
+    assert late.retry_after_s == (115 - 10) * 12
+    assert "TOO_LATE" in late.sentence
+
+
+def test_the_operators_minimum_stands_beside_what_validators_accept() -> None:
+    """Guards against 50 steps without a score after each AllReduce, and no word of why."""
+    blocked = min_inner_step.judge(facts(inner_step=15), SN38)
+    assert (
+        blocked.note
+        == "this version of the validators accepts inner step 1 and above; your minimum is 50"
+    )
+    archive = aged(60, inner_step=0)
+    waiting = min_inner_step.judge(facts(inner_step=15, published=archive), SN38)
+    assert waiting.sentence == blocked.sentence
+    assert str(waiting.note).endswith("([gate] min_inner_step_after_allreduce)")
+    chosen = replace(SN38, min_inner_step_after_allreduce=5)
+    judged = [
+        min_inner_step.judge(facts(inner_step=inner, published=published), chosen).outcome
+        for inner, published in ((4, archive), (5, archive), (5, aged(60, inner_step=60)))
+    ]
+    assert judged == ["block", "pass", "block"]
+    assert min_inner_step.judge(facts(inner_step=15), Limits()).note is None
+
+
+def test_the_block_grows_between_two_readings_of_the_chain() -> None:
+    read_long_ago = chain(block=1000, seen_at=NOW - 1201)
+    assert (
+        block_list.judge(facts(config={"block_list": [900]}, network=read_long_ago), SN38).seen
+        == 200
+    )
+    old = chain(block=1000, seen_at=NOW - 1213)
+    assert (
+        block_list.judge(facts(config={"block_list": [900]}, network=old), SN38).outcome == "block"
+    )
+
+
+def test_the_commitment_itself_is_in_no_fingerprint() -> None:
+    secret = "0123456789abcdef" * 8
+    assert secret[:8] not in str(commitment.fingerprint(secret))
+    assert commitment.fingerprint(None) is None
+
+
+def test_a_second_subnet_is_data_and_one_rule() -> None:
+    known = GateInputs(
+        network=chain(block=115 * 9 + 60), limits=load_profile("sn3").limits, written_monotonic=NOW
+    )
+    gate = loading.load(profile=load_profile("sn3").settings, env={}).config.gate
+    decision = decide(Candidate("gradient", 9, 30), known, gate, now=NOW, wall=0.0)
+    assert not decision.allowed
+    assert "TOO_LATE" in decision.reason
+    assert {name for name, _ in gate_rules(facts(), SN38)}.isdisjoint({"window"})
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+documents = st.dictionaries(
+    st.sampled_from(["block_list", "outer_step", "inner_step", "run", "peer_id"]), anything
+)
+reports = st.dictionaries(
+    st.sampled_from(["problems", "warnings"]), st.lists(st.text(max_size=9), max_size=3)
+)
+
+
+@given(
+    documents,
+    documents,
+    reports,
+    st.text(max_size=20),
+    st.integers(-1, 10**9) | st.none(),
+    st.floats(-1e9, 1e9),
+)
+def test_whatever_is_handed_in_every_rule_answers_and_none_raises(
+    config: dict[str, Any],
+    meta: dict[str, Any],
+    report: dict[str, Any],
+    name: str,
+    block: int | None,
+    age: float,
+) -> None:
+    given_facts = facts(
+        published=aged(age),
+        network=chain(block=block, commitment=OURS),
+        name=name,
+        config=config,
+        metadata=meta,
+        files=report,
+        revision=name,
+        loss=age,
+    )
+    for limits in (SN38, SN3, Limits()):
+        for rules in (gate_rules, audit_rules):
+            for rule, judge in rules(given_facts, limits):
+                verdict = judge(given_facts, limits)
+                assert verdict.rule == rule
+                assert verdict.outcome in OUTCOMES
+                json.dumps(verdict.as_dict())
