@@ -8,9 +8,10 @@ from collections import deque
 _PLAIN = 4 * 1024 * 1024
 """Bytes kept as they are; ordinary output never exceeds them."""
 
+_WORTH = 4
 _DENSE_CHUNKS = 15
-"""After a chunk that hardly shrinks, so many are kept as they are: encoded data costs as much time
-to compress as the monitors need to read it."""
+"""After a chunk that does not shrink to a quarter, as lines of a log do, so many are kept as they
+are: other data costs as much time to compress as the monitors need to read it."""
 
 
 class Backlog:
@@ -53,7 +54,7 @@ class Backlog:
             self._dense -= 1
             return data
         packed = zlib.compress(data, 1)
-        if len(packed) > len(data) // 2:
+        if len(packed) > len(data) // _WORTH:
             self._dense = _DENSE_CHUNKS
             return data
         return packed
