@@ -161,7 +161,7 @@ def test_no_block_from_step_50_on_is_reached_only_by_a_run_that_came_so_far(
     assert any("from inner step 50 on" in title for title in done) == reached
 
 
-def test_the_incentive_is_unknown_unless_the_chain_tells_it(tmp_path: Path) -> None:
+def test_the_incentive_is_unknown_unless_the_chain_reports_it(tmp_path: Path) -> None:
     log = Log(tmp_path)
     log.step(1)
     score = '<b class="">{}</b><span>incentive</span>'

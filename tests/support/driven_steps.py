@@ -1,0 +1,50 @@
+"""Steps of one rank, fed to the monitor `steps` on its fake clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from miner_guard.eventlog import catalog
+from miner_guard.eventlog.catalog import Finding
+from miner_guard.flight_recorder.records import StepRecord
+from miner_guard.monitors.steps import StepsMonitor
+from miner_guard.system.clock import FakeClock
+
+
+def make_step(number: int, start: float, seconds: float, **extra: Any) -> StepRecord:
+    """A step record; `phases` and whatever else the test is about in `extra`."""
+    values: dict[str, Any] = {
+        "outer_step": 5,
+        "inner_step": number,
+        "total_steps": number,
+        "wall": 1e9,
+        "loss": 3.0,
+        "lr": 2.1e-5,
+        "grad_norm": None,
+        "eval_loss": None,
+        "allocated_bytes": 18.45 * 1024**3,
+        "reserved_bytes": None,
+        "tokens": None,
+        "flags": 0,
+        "phases": {},
+        "nested_in_monitor_s": 0.0,
+    }
+    return StepRecord(number=number, start=start, end=start + seconds, **{**values, **extra})
+
+
+def drive(
+    monitor: StepsMonitor, clock: FakeClock, durations: Iterable[float], **extra: Any
+) -> list[Finding]:
+    """Feed steps one after the other on the monitor's clock."""
+    seen: list[Finding] = []
+    first = monitor.snapshot()["total_steps"] or 0
+    for number, seconds in enumerate(durations, first + 1):
+        step = make_step(number, clock.monotonic(), seconds, **extra)
+        clock.advance(seconds)
+        seen += monitor.on_steps(0, [step])
+    return seen
+
+
+def lines(found: Iterable[Finding], event: str) -> list[str]:
+    return [catalog.message(f) for f in found if f.event == event]

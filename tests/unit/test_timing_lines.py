@@ -1,0 +1,184 @@
+"""Fast log, timing breakdown and red flags, with source 001's lines and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from miner_guard.config import StepSettings
+from miner_guard.detectors import timing
+from miner_guard.flight_recorder.reader import FlightReader
+from miner_guard.monitors.steps import StepsMonitor
+from miner_guard.rank.environment import find
+from miner_guard.rank.guard import Guard
+from miner_guard.state_dir import StateDir
+from miner_guard.system.clock import FakeClock
+from tests.support.contexts import context
+from tests.support.driven_steps import drive, lines
+
+
+def test_timing_lines_continue_where_the_miner_counts_its_steps_from_0_again() -> None:
+    log = timing.TimingLog(StepSettings(fast_log_every=10))
+    messages = [
+        n
+        for n, step in enumerate([*range(40), *range(40)])
+        if log.observe(step, {"monitor": 0.1}, 0.0)
+    ]
+    assert messages == [10, 20, 30, 40, 50, 60, 70]
+
+
+def test_fast_log_and_breakdown_come_at_their_steps_with_source_001s_numbers(
+    tmp_path: Path,
+) -> None:
+    clock = FakeClock()
+    monitor = StepsMonitor(context(tmp_path, clock=clock))
+    fast = {"monitor": 0.123, "example_loss": 0.045}
+    seen = drive(monitor, clock, [15.0] * 199, phases=fast, nested_in_monitor_s=0.045)
+    assert (
+        lines(seen, "fast_log")[0] == "Fast log time: 0.123s (loss calc: 0.045s, overhead: 0.078s)"
+    )
+    assert len(lines(seen, "fast_log")) == 19
+    full = {"monitor": 8.234, "inference": 6.123, "val_loss": 1.456, "example_loss": 0.345}
+    seen = drive(monitor, clock, [23.0], phases=full, nested_in_monitor_s=7.924)
+    assert lines(seen, "timing_breakdown") == [
+        "TIMING BREAKDOWN (Step 200):\n"
+        "   Total:          8.234s\n"
+        "   Inference:      6.123s (74.4%)\n"
+        "   Val Loss:       1.456s (17.7%)\n"
+        "   Example Loss:   0.345s (4.2%)\n"
+        "   Overhead:       0.310s (3.8%)"
+    ]
+    assert not lines(seen, "timing_red_flag")
+    assert not lines(seen, "fast_log")
+
+
+def test_an_overhead_of_twelve_per_cent_is_a_remark(tmp_path: Path) -> None:
+    """Source 001: above 10 % there is an issue, above 20 % a red flag."""
+    clock = FakeClock()
+    monitor = StepsMonitor(context(tmp_path, clock=clock))
+    drive(monitor, clock, [15.0] * 199)
+    full = {"monitor": 8.0, "inference": 5.6, "val_loss": 1.44}
+    seen = drive(monitor, clock, [23.0], phases=full, nested_in_monitor_s=7.04)
+    assert [f.event for f in seen if f.event.startswith("timing_r")] == ["timing_remark"]
+    assert lines(seen, "timing_remark") == [
+        "TIMING REMARK: overhead: 12.0% of 8.000s (usual below 10%): "
+        "1-5% is usual; optimize what is costly"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("phases", "nested", "remarks"),
+    [
+        ({"monitor": 0.25}, 0.0, []),
+        ({"monitor": 0.4}, 0.0, ["fast log: 0.400s (usual below 0.3s)"]),
+        ({"monitor": 8.0, "inference": 6.2, "val_loss": 1.5}, 7.7, []),
+        (
+            {"monitor": 8.0, "inference": 6.8, "val_loss": 0.8},
+            7.6,
+            ["inference: 85.0% of 8.000s (usual below 80%)"],
+        ),
+        (
+            {"monitor": 8.0, "inference": 4.8, "val_loss": 2.8},
+            7.6,
+            ["validation: 35.0% of 8.000s (usual below 20%)"],
+        ),
+        (
+            {"monitor": 16.0, "inference": 12.0, "val_loss": 3.2},
+            15.2,
+            ["evaluation: 16.000s (usual below 10s)"],
+        ),
+    ],
+)
+def test_the_expected_patterns_of_source_001(
+    tmp_path: Path, phases: Mapping[str, float], nested: float, remarks: list[str]
+) -> None:
+    """Fast logs 0.1-0.3 s, evaluations 5-10 s, inference 60-80 %, validation 10-20 %."""
+    clock = FakeClock()
+    monitor = StepsMonitor(context(tmp_path, clock=clock))
+    drive(monitor, clock, [15.0] * 199)
+    seen = drive(monitor, clock, [25.0], phases=phases, nested_in_monitor_s=nested)
+    seen += drive(monitor, clock, [25.0] * 400, phases=phases, nested_in_monitor_s=nested)
+    assert [line.split("): ")[0] + ")" for line in lines(seen, "timing_remark")] == [
+        f"TIMING REMARK: {remark}" for remark in remarks
+    ]
+    assert not lines(seen, "timing_red_flag")
+
+
+@pytest.mark.parametrize("phase", ["val_loss", "inference"])
+def test_an_evaluation_of_one_part_has_no_shares(tmp_path: Path, phase: str) -> None:
+    """Guards against a red flag at each evaluation of a trainer that only validates: 100 % of it is
+    validation."""
+    clock = FakeClock()
+    monitor = StepsMonitor(context(tmp_path, clock=clock))
+    drive(monitor, clock, [15.0] * 199)
+    seen = drive(monitor, clock, [25.0], phases={phase: 8.0})
+    assert len(lines(seen, "timing_breakdown")) == 1
+    assert [f.event for f in seen if f.event.startswith("timing_r")] == []
+
+
+@pytest.mark.parametrize(
+    ("phases", "nested", "which"),
+    [
+        ({"monitor": 1.5}, 0.0, "fast log"),
+        ({"monitor": 10.0, "inference": 7.0}, 7.0, "overhead"),
+        ({"monitor": 10.0, "inference": 9.5}, 9.5, "inference"),
+        ({"monitor": 10.0, "inference": 3.0, "val_loss": 6.0}, 9.0, "validation"),
+    ],
+)
+def test_each_red_flag_says_which(
+    tmp_path: Path, phases: Mapping[str, float], nested: float, which: str
+) -> None:
+    clock = FakeClock()
+    monitor = StepsMonitor(context(tmp_path, clock=clock))
+    drive(monitor, clock, [15.0] * 199)
+    seen = drive(monitor, clock, [25.0], phases=phases, nested_in_monitor_s=nested)
+    assert [f.fields["which"] for f in seen if f.event == "timing_red_flag"] == [which]
+
+
+def test_a_summary_comes_once_with_each_breakdown(tmp_path: Path) -> None:
+    clock = FakeClock()
+    monitor = StepsMonitor(context(tmp_path, clock=clock))
+    seen = drive(monitor, clock, [15.0] * 150 + [30.0] + [15.0] * 48)
+    assert lines(seen, "step_summary") == []
+    seen = drive(monitor, clock, [15.0] * 200)
+    assert lines(seen, "step_summary") == [
+        "STEP SUMMARY: p50 15.00s p95 15.00s max 30.00s, grade good | GPU memory 18.4GB, grade good"
+    ]
+
+
+def test_source_001s_lines_come_out_of_the_hooks_own_phases(tmp_path: Path) -> None:
+    """From `with guard.phase(…)` in a rank, through the flight record, to the words on the
+    console."""
+    clock = FakeClock()
+    state = StateDir(tmp_path)
+    guard = Guard(find({"RANK": "0", "WORLD_SIZE": "1"}, state.root), clock.monotonic)
+
+    def spend(name: str, seconds: float) -> None:
+        with guard.phase(name):
+            clock.advance(seconds)
+
+    for step in range(1, 201):
+        spend("forward", 15.0)
+        with guard.phase("monitor"):
+            clock.advance(0.078)
+            spend("example_loss", 0.045)
+            if step == 200:
+                spend("inference", 6.123)
+                spend("val_loss", 1.456)
+        guard.step(outer_step=56, inner_step=step, loss=3.4, lr=2.1e-5)
+    monitor = StepsMonitor(context(tmp_path, clock=clock))
+    seen = list(monitor.on_steps(0, list(FlightReader(state.flight_of(0)).steps())))
+    assert set(lines(seen, "fast_log")) == {
+        "Fast log time: 0.123s (loss calc: 0.045s, overhead: 0.078s)"
+    }
+    assert len(lines(seen, "fast_log")) == 19
+    block = lines(seen, "timing_breakdown")[0].splitlines()
+    assert block[0] == "TIMING BREAKDOWN (Step 200):"
+    assert block[2] == "   Inference:      6.123s (79.5%)"
+    assert block[5] == "   Overhead:       0.078s (1.0%)"
+    assert not lines(seen, "timing_red_flag")
+    assert monitor.snapshot()["goodput"]["monitoring"] == pytest.approx(
+        (200 * 0.123 + 7.579) / (200 * 15.123 + 7.579)
+    )
