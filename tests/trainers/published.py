@@ -176,7 +176,9 @@ class Trial:
         if ended.returncode != 0 or not last.startswith("{"):
             return "not measured"
         answer = json.loads(last)
-        return f"{answer['added_us']:.0f} µs of {answer['alone_ms']:.1f} ms"
+        return (
+            f"{answer['added_us']:.0f} ± {answer['noise_us']:.0f} µs of {answer['alone_ms']:.1f} ms"
+        )
 
 
 def _not_injected(recipe: Recipe) -> str:

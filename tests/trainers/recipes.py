@@ -140,6 +140,7 @@ def _images(work: Path) -> None:
                 image.save(folder / f"{number}.png")
 
 
+_HF_TIMES = r"'\w+_(?:runtime|per_second)': '[^']*'"
 _GPT = (
     "--device=cpu --compile=False --eval_iters=1 --log_interval=1 --batch_size=2 "
     "--max_iters=29 --gradient_accumulation_steps=4 --warmup_iters=2"
@@ -332,12 +333,20 @@ IMITATIONS = (
     Recipe("spawned DDP", "spawned.py", steps=6, spawns=True),
     Recipe("FSDP2", "with_fsdp.py", steps=4, ranks=2),
     Recipe("torch.compile", "compiled.py", steps=6, first=1),
-    Recipe("HF Trainer", "with_transformers.py", "out", steps=6, modules=("transformers",)),
+    Recipe(
+        "HF Trainer",
+        "with_transformers.py",
+        "out",
+        steps=6,
+        clocks=_HF_TIMES,
+        modules=("transformers",),
+    ),
     Recipe(
         "HF Trainer, loss per item",
         "with_transformers.py",
         "out per-item",
         steps=6,
+        clocks=_HF_TIMES,
         modules=("transformers",),
     ),
     Recipe(
@@ -345,6 +354,7 @@ IMITATIONS = (
         "with_transformers.py",
         "out stops",
         steps=3,
+        clocks=_HF_TIMES,
         modules=("transformers",),
     ),
     Recipe("Lightning", "with_lightning.py", steps=6, modules=("lightning",)),
