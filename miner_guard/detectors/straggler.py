@@ -59,9 +59,9 @@ class Straggler:
     def detail(self) -> str:
         """The evidence in words."""
         text = (
-            f"waits {self.wait_s:.2f}s in collectives while the others wait "
-            f"{self.others_wait_s:.2f}s, "
-            f"{self.score:.0%} of a {self.step_s:.2f}s step, over {self.steps} steps"
+            f"works {self.score:.0%} of a {self.step_s:.2f}s step longer than the others "
+            f"(over {self.steps} steps it waits {self.wait_s:.2f}s in collectives, they wait "
+            f"{self.others_wait_s:.2f}s)"
         )
         if self.phase is not None:
             text += (

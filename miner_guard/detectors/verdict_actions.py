@@ -42,8 +42,7 @@ def restore(status: StatusDocument, memory: Memory) -> str:
     if saved is None:
         which = "a checkpoint from before the NaN (the miner reported none to the guard)"
     else:
-        step = "" if saved.get("step") is None else f", step {saved['step']}"
-        which = f"the last checkpoint from before it (`{saved.get('path')}`{step})"
+        which = f"the last checkpoint from before it, `{saved.get('path')}`"
     return f"`miner-guard ctl pause`, restore {which}, then `miner-guard ctl resume`"
 
 
@@ -54,6 +53,21 @@ def free_space(status: StatusDocument, memory: Memory) -> str:
         f"free space on the disk that holds {status.state_dir or 'the state directory'}: "
         f"`df -h {path}`; the guard then resumes writing by itself"
     )
+
+
+def satisfy_rule(status: StatusDocument, memory: Memory) -> str:
+    """Do what the rule that blocks the upload advises."""
+    decision = status.uploads.decision
+    _, advice = split_advice(decision.reason if decision else None)
+    rules = "`miner-guard logs --event upload_blocked -n 1 --json`"
+    return f"{advice}; each rule with its limit: {rules}" if advice else f"read each rule: {rules}"
+
+
+def split_advice(reason: str | None) -> tuple[str, str]:
+    """A validator rule's sentence, such as `base outer_step (60) < network (61). Reload the global
+    state`, as the problem and the advice; the advice is empty if the rule gives none."""
+    problem, _, advice = (reason or "").partition(". ")
+    return problem.rstrip("."), f"{advice[:1].lower()}{advice[1:]}".rstrip(".")
 
 
 def inspect_straggler(status: StatusDocument, memory: Memory) -> str:

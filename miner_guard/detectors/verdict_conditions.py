@@ -190,7 +190,8 @@ def _due_but_blocked(status: StatusDocument, memory: Memory) -> str | None:
     if decision is None or decision.allowed is not False or not repo.due:
         return None
     age = "" if repo.age_s is None else f" (what is published is {repo.age_s:,.0f} s old)"
-    return f"the gate blocks an upload that is due{age}: {decision.reason}"
+    problem, _ = actions.split_advice(decision.reason)
+    return f"the gate blocks an upload that is due{age}: {problem}"
 
 
 def _over_budget(status: StatusDocument, memory: Memory) -> str | None:
@@ -296,14 +297,7 @@ CONDITIONS: tuple[Condition, ...] = (
     ),
     Condition("disk", DEGRADED, _disk, actions.free_space, "disk_full"),
     Condition(
-        "due_but_blocked",
-        DEGRADED,
-        _due_but_blocked,
-        always(
-            "do what the rule asks; each rule with its limit: "
-            "`miner-guard logs --event upload_blocked -n 1 --json`"
-        ),
-        "upload_blocked",
+        "due_but_blocked", DEGRADED, _due_but_blocked, actions.satisfy_rule, "upload_blocked"
     ),
     Condition("straggler", DEGRADED, _straggling, actions.inspect_straggler, "straggler"),
     Condition(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from miner_guard.detectors.verdict_conditions import STATES
+from miner_guard.detectors.verdict_conditions import STATES, UNKNOWN
 
 UNWATCHED = "unwatched"
 """The state of time in which no guard ran."""
@@ -154,7 +154,10 @@ def _with_unwatched(states: Mapping[str, float], elapsed_s: float) -> dict[str, 
 
 
 def _worst(states: Mapping[str, float], width_s: float) -> str:
-    """The worst state of a cell, ignoring brief ones if another fills it."""
+    """The worst state of a cell, ignoring brief ones if another fills it. Unknown is not bad news:
+    it colours only a cell in which nothing lasted longer."""
     held = {state for state, seconds in states.items() if seconds > 0}
-    lasting = {state for state in held if states[state] >= BRIEF_SHARE * width_s}
-    return min(lasting or held, key=WORST_FIRST.index, default=UNWATCHED)
+    lasting = {state for state in held if states[state] >= BRIEF_SHARE * width_s} or held
+    if max(lasting, key=lambda state: states[state], default=UNKNOWN) != UNKNOWN:
+        lasting -= {UNKNOWN}
+    return min(lasting, key=WORST_FIRST.index, default=UNWATCHED)

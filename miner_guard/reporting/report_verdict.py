@@ -114,8 +114,9 @@ def strip(data: Data) -> str:
     )
     brief = span(BRIEF_SHARE * week.cell_s)
     how = (
-        f"A cell is {span(week.cell_s)} and shows its worst verdict of {brief} or more, the last "
-        f"one also the verdict now; the first begins at {when(week.since)[:16]} UTC."
+        f"Each cell covers {span(week.cell_s)} and shows the worst verdict that held for {brief} "
+        "or longer (unknown: for most of it), the last cell also the verdict now. The record "
+        f"begins at {when(week.since)[:16]} UTC."
     )
     return (
         f'<section class="week" aria-label="Verdicts, {escape(words.partition(":")[0])}">'

@@ -123,6 +123,6 @@ def test_the_strip_has_dates_a_legend_and_its_rule(
     assert re.findall(r">([A-Z][a-z]{2} \d+)<", axis) == labels
     for words in ("not earning, or stopped", "unwatched: no guard ran"):
         assert words in page
-    assert "A cell is 2 h and shows its worst verdict of 6 min or more" in page
+    assert "Each cell covers 2 h and shows the worst verdict that held for 6 min or longer" in page
     shown = "7 days" if hours > 168 else f"{hours / 24:g} days" if hours >= 48 else f"{hours} h"
     assert f"<small>last {shown}: earning 100%" in page

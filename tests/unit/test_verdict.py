@@ -240,7 +240,7 @@ def test_every_next_step_names_a_command_that_there_is() -> None:
 @pytest.mark.parametrize(
     ("status", "findings", "words"),
     [
-        ({"steps__loss": "NaN"}, (SAVED, NAN), "(`/data/step-600.pt`, step 600)"),
+        ({"steps__loss": "NaN"}, (SAVED, NAN), "from before it, `/data/step-600.pt`, then"),
         ({"steps__loss": "NaN"}, (NAN, SAVED), "the miner reported none"),
         ({"state": "done", "start_command": "pm2 restart sn38"}, (), "`pm2 restart sn38`"),
         ({"state_dir": "/var/lib/guard"}, (FULL,), "`df -h /var/lib/guard`"),
@@ -262,6 +262,15 @@ def test_every_next_step_names_a_command_that_there_is() -> None:
             {"start_command": "pm2 restart sn38"},
             (OUT_OF_MEMORY, LOOP),
             "Halve the batch. Then start the guard: `pm2 restart sn38`",
+        ),
+        (
+            {
+                "uploads__decision__allowed": False,
+                "uploads__decision__reason": "base (60) < network (61). Reload the global state",
+                "uploads__repo__due": True,
+            },
+            (),
+            "reload the global state; each rule with its limit: `miner-guard logs",
         ),
     ],
 )

@@ -39,6 +39,16 @@ def test_a_cell_has_its_worst_lasting_state_and_the_strip_begins_with_the_record
     assert (strip.start, strip.since, strip.end) == (START, START, START + 2 * CELL_S + 600)
 
 
+def test_a_start_of_some_minutes_does_not_hide_two_hours_of_earning() -> None:
+    """Guards against a grey cell for a first upload that was awaited for ten minutes."""
+    week = VerdictWeek({})
+    week.add("unknown", START, START + 600)
+    week.add("earning", START + 600, START + CELL_S)
+    week.add("unknown", START + CELL_S, START + 1.8 * CELL_S)
+    week.add("earning", START + 1.8 * CELL_S, START + 2 * CELL_S)
+    assert strip_of(week, START + 2 * CELL_S - 1).cells == ["earning", "unknown"]
+
+
 def test_time_without_a_guard_is_unwatched_and_counts_as_nothing_else() -> None:
     """Guards against hours of a dead guard that are left out of the shares, or stay green."""
     week = VerdictWeek({})
