@@ -129,8 +129,8 @@ def test_an_alert_arrives_after_a_refusal_and_is_reported(
     assert re.fullmatch(r"NOT EARNING since \d\d:\d\d UTC: rank 2 in data for 912s", verdict), (
         verdict
     )
-    assert advice.startswith("Next: read the stacks of the named rank: miner-guard logs --event")
-    assert advice.endswith(" (more: miner-guard runbook hang_detected)")
+    assert advice.startswith("Next: read the stacks of the named rank; their folder: `miner-guard")
+    assert advice.endswith(" (more: `miner-guard runbook hang_detected`)")
     assert line == "HANG DETECTED: rank 2 in data for 912s"
     monitor.on_stop()
     assert not monitor.lingers()
