@@ -26,9 +26,11 @@ class Layout:
 
     @classmethod
     def of(cls, limits: Limits) -> Layout:
-        """The profile's layout; `USUAL` if it names no key for the gradients."""
+        """The profile's layout. If it names no key for the gradients, its other keys replace those
+        of `USUAL`; if it does, a document without a key does not exist in its network."""
         if limits.gradients_key is None:
-            return USUAL
+            config, metadata = limits.config_key, limits.metadata_key
+            return cls(USUAL.gradients, config or USUAL.config, metadata or USUAL.metadata)
         return cls(limits.gradients_key, limits.config_key, limits.metadata_key)
 
     @property

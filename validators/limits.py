@@ -158,12 +158,12 @@ class Limits:
     @classmethod
     def of(cls, settings: OwnLimits, numbers: Mapping[str, Any]) -> Limits:
         """Limits from `[gate]` and a profile's `[limits]`. Raises TypeError for an unknown name."""
-        if foreign := sorted(numbers.keys() - _NAMES):
+        if foreign := sorted(numbers.keys() - NAMES):
             raise TypeError(f"no rule reads the limits {', '.join(foreign)}")
         values: dict[str, Any] = {
             name: tuple(v) if isinstance(v, list) else v for name, v in numbers.items()
         }
-        for name in _OWN:
+        for name in FROM_GATE:
             values[name] = getattr(settings, name)
         return cls(**values)
 
@@ -175,11 +175,14 @@ def in_force(limits: Limits, network: Network) -> Limits:
     return replace(limits, blocks_per_allreduce=network.blocks_per_allreduce)
 
 
-_NAMES = frozenset(f.name for f in fields(Limits))
-_OWN = (
+FROM_GATE = (
     "min_inner_step",
     "min_upload_interval_s",
     "repo_age_target_s",
     "repo_age_limit_s",
     "min_inner_step_after_allreduce",
 )
+"""Limits that are settings of `[gate]`; a profile gives their defaults in `[settings.gate]`."""
+
+NAMES = frozenset(f.name for f in fields(Limits)) - {*FROM_GATE}
+"""Limits that a profile's `[limits]` may name."""

@@ -19,6 +19,7 @@ from miner_guard.cli.options import (
     Name,
     State,
     open_context,
+    settings_of_profile,
 )
 from miner_guard.eventlog.catalog import counted
 from miner_guard.eventlog.redact import MASK, Redactor
@@ -84,11 +85,17 @@ def command(
 
 
 def _validate(file: Path) -> None:
-    """Check `file` alone. Raises Refused (78) with the file, the key and the allowed values."""
+    """Check `file` and the profile that it names. Raises Refused (78) with the file, the key and
+    the allowed values."""
     from miner_guard.config import loading
+    from validators.profiles import chosen
 
     try:
-        origins = loading.load(file, env={}).origins
+        loaded = loading.load(file, env={})
+        origins = loaded.origins
+        if (profile := chosen(loaded.config.miner)) is not None:
+            document = settings_of_profile(profile)
+            loading.load(file, profile=document, profile_origin=f"profile {profile}", env={})
     except loading.BadConfig as error:
         raise Refused(str(error), CONFIG) from error
     given = sum(origin != "default" for origin in origins.values())

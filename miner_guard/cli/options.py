@@ -89,7 +89,7 @@ def open_context(
         # Load twice: the first pass only determines which profile underlies the rest.
         first = loading.load(config, flags=flags).config
         profile = chosen(first.miner)
-        document = None if profile is None else _of_profile(profile)
+        document = None if profile is None else settings_of_profile(profile)
         loaded = loading.load(
             config,
             profile=document,
@@ -120,7 +120,8 @@ def _dotenv(repo: RepoSettings) -> tuple[str, Mapping[str, str]] | None:
         return None
 
 
-def _of_profile(profile: str) -> Mapping[str, Any]:
+def settings_of_profile(profile: str) -> Mapping[str, Any]:
+    """The defaults that a profile gives guard.toml. Raises Refused (78) with its mistake."""
     from validators.profiles import load_profile
 
     try:

@@ -31,6 +31,21 @@ def test_a_file_is_checked_alone(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert run(["config", "--validate", "guard.toml"]) == 78
 
 
+def test_the_profile_that_a_file_names_is_checked_with_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Guards against a mistake in a profile that only the guard's start reports."""
+    head = 'name = "own"\ntitle = "x"\nread_from = "x"\ndated = 2026-01-01\n'
+    Path("own.toml").write_text(f"{head}[settings.gate]\nmin_inner_stepp = 30\n")
+    for profile, words in (
+        ("own.toml", "unknown key gate.min_inner_stepp"),
+        ("nosuch", "no profile 'nosuch'"),
+    ):
+        Path("guard.toml").write_text(f'[miner]\nprofile = "{profile}"\n')
+        assert run(["config", "--validate", "guard.toml"]) == 78
+        assert words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -1,7 +1,8 @@
-"""Profiles are data: what no rule or reader knows is refused, and every shipped one is complete."""
+"""Profiles are data: unknown keys are refused, and every shipped profile is complete."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tests.support.output import show
 from uploads.gate import decide
 from uploads.inputs import unknown
 from validators.facts import Candidate
+from validators.layout import USUAL, Layout
 from validators.limits import Limits
 from validators.profiles import load_profile, names
 from validators.profiles.checks import PATTERNS
@@ -52,7 +54,7 @@ def test_the_readers_know_every_list_that_a_profile_may_have() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[limits]\nfoo = 1\n", "foo: no rule knows this limit; rules know min_inner_step, "),
+        ("[limits]\nfoo = 1\n", "foo: no rule knows this limit; rules know "),
         ("[gate]\nfoo = 1\n", "unknown: gate"),
         (
             "[limits]\nvalidator_min_inner_steps = 1\n",
@@ -94,6 +96,9 @@ def test_a_profile_that_nothing_understands_is_refused(
         ("name = [", "not valid TOML"),
         (HEAD.replace("dated = 2026-01-01\n", ""), "lacks dated"),
         (HEAD.replace("2026-01-01", '"soon"'), "write a date"),
+        (HEAD + "[limits]\nmin_inner_step = 30\n", r"write it in \[settings.gate\]"),
+        (HEAD + "[compute]\nmin_gpuz = 1\n", "min_gpuz: unknown; allowed: min_gpus"),
+        (HEAD + '[compute]\nmin_gpus = "two"\n', "min_gpus is 'two'; write a number"),
     ],
 )
 def test_a_bad_profile_names_the_mistake(tmp_path: Path, text: str, words: str) -> None:
@@ -103,9 +108,15 @@ def test_a_bad_profile_names_the_mistake(tmp_path: Path, text: str, words: str) 
         load_profile(str(path))
 
 
+def test_one_key_of_a_layout_may_differ_from_subnet_38s() -> None:
+    """Guards against a `metadata_key` that counts only beside a `gradients_key`."""
+    limits = Limits.of(GateSettings(), {"metadata_key": "about.json"})
+    assert Layout.of(limits) == replace(USUAL, metadata="about.json")
+
+
 def test_an_unknown_profile_lists_the_known_ones() -> None:
     with pytest.raises(FileNotFoundError, match="sn3, sn38"):
-        load_profile("sn99")
+        load_profile("no-such-subnet")
 
 
 @pytest.mark.parametrize("name", ["iota", "diloco"])

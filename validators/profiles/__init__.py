@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.config import MinerSettings
-from validators.profiles.checks import wrong_limits, wrong_patterns
+from validators.profiles.checks import wrong_compute, wrong_limits, wrong_patterns
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -102,7 +102,11 @@ def _profile(document: Mapping[str, Any], path: Path) -> Profile:
         if not isinstance(document.get(table, {}), Mapping):
             raise ValueError(f"{path}: {table} is not a table")
     limits = {"read_from": str(document["read_from"]), **document.get("limits", {})}
-    for words in (*wrong_limits(limits), *wrong_patterns(document.get("patterns", {}))):
+    for words in (
+        *wrong_limits(limits),
+        *wrong_compute(document.get("compute", {})),
+        *wrong_patterns(document.get("patterns", {})),
+    ):
         raise ValueError(f"{path}: {words}")
     return Profile(
         str(document["name"]),

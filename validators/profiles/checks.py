@@ -1,5 +1,5 @@
-"""Finds what is wrong with a profile's limits and patterns; each message names the key and what is
-allowed."""
+"""Finds what is wrong with a profile's limits, hardware and patterns; each message names the key
+and what is allowed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from miner_guard.config import GateSettings
-from validators.limits import Limits
+from validators.limits import FROM_GATE, NAMES, Limits
 
 PATTERNS = (
     "step",
@@ -25,6 +25,16 @@ PATTERNS = (
 """Lists of regular expressions under `[patterns]`, as miner_guard/attach/patterns.toml explains
 them."""
 
+COMPUTE = (
+    "min_gpus",
+    "gpus_per_rank",
+    "min_gpu_memory_gb",
+    "min_vcpus",
+    "min_memory_gb",
+    "min_disk_gb",
+)
+"""Keys of `[compute]`, the hardware that a subnet demands."""
+
 _GROUPS = {"step": ({"step", "inner"}, "step or inner"), "peers": ({"peers"}, "peers")}
 """Lists whose expressions need one of these named groups."""
 
@@ -34,9 +44,12 @@ _MAX_PHASE_BYTES = 24
 
 def wrong_limits(limits: Mapping[str, Any]) -> Iterator[str]:
     """Report limits that no rule reads, and values whose type the rules do not accept."""
-    kinds = typing.get_type_hints(Limits)
+    hints = typing.get_type_hints(Limits)
+    kinds = {name: hints[name] for name in hints if name in NAMES}
     for name, value in limits.items():
-        if name not in kinds:
+        if name in FROM_GATE:
+            yield f"[limits] {name}: this is a setting of the guard; write it in [settings.gate]"
+        elif name not in kinds:
             near = difflib.get_close_matches(name, kinds, 1)
             hint = f"; did you mean {near[0]}?" if near else f"; rules know {', '.join(kinds)}"
             yield f"[limits] {name}: no rule knows this limit{hint}"
@@ -71,6 +84,15 @@ def _type_name(kind: Any) -> str:
     if typing.get_origin(kind) is tuple:
         return f"[{', '.join('…' if p is Ellipsis else _type_name(p) for p in parts)}]"
     return " or ".join(map(_type_name, parts)) if parts else kind.__name__
+
+
+def wrong_compute(compute: Mapping[str, Any]) -> Iterator[str]:
+    """Report minimums that no check compares, and values that are not numbers."""
+    for name, value in compute.items():
+        if name not in COMPUTE:
+            yield f"[compute] {name}: unknown; allowed: {', '.join(COMPUTE)}"
+        elif isinstance(value, bool) or not isinstance(value, (int, float)):
+            yield f"[compute] {name} is {value!r}; write a number"
 
 
 def wrong_patterns(patterns: Mapping[str, Any]) -> Iterator[str]:
