@@ -7,7 +7,9 @@ Separately timed waiting (phase `collective`) is the better evidence. If the min
 inside forward and backward (FSDP gathers there), those phases count as waiting too: a rank that is
 late elsewhere passes through them fastest. Then another phase of that rank must explain the
 lateness, or its time outside every phase (an unnamed data loader); otherwise, in a miner that waits
-outside all phases, the fastest rank would be named.
+outside all phases, the fastest rank would be named. Last, the others may wait in no phase at all
+(the gathers of a forward that nobody named, the first synchronisation with a GPU): then only a
+named phase without collectives, such as `data`, can explain the lateness.
 """
 
 from __future__ import annotations
@@ -18,9 +20,14 @@ from dataclasses import dataclass, field
 
 from miner_guard.config import StepSettings
 
-_WAITS: tuple[tuple[str, ...], ...] = (("collective",), ("collective", "forward", "backward"))
 OUTSIDE = "no named phase"
 """Name for a step's time outside all phases."""
+
+_WAITS: tuple[tuple[str, ...], ...] = (
+    ("collective",),
+    ("collective", "forward", "backward"),
+    ("collective", "forward", "backward", "optimizer", OUTSIDE),
+)
 
 _OWN = (
     "data",
@@ -44,10 +51,11 @@ class Straggler:
 
     rank: int
     score: float
-    wait_s: float
-    """The culprit's median wait."""
+    wait_s: float | None
+    """The culprit's median wait; None if the ranks wait outside all phases, where their own work
+    is too."""
 
-    others_wait_s: float
+    others_wait_s: float | None
     step_s: float
     phase: str | None
     """The phase in which the culprit is slower than the others; None if no phase stands out."""
@@ -58,10 +66,14 @@ class Straggler:
 
     def detail(self) -> str:
         """The evidence in words."""
+        waits = (
+            ""
+            if self.wait_s is None or self.others_wait_s is None
+            else f" it waits {self.wait_s:.2f}s in collectives, they wait {self.others_wait_s:.2f}s"
+        )
         text = (
             f"works {self.score:.0%} of a {self.step_s:.2f}s step longer than the others "
-            f"(over {self.steps} steps it waits {self.wait_s:.2f}s in collectives, they wait "
-            f"{self.others_wait_s:.2f}s)"
+            f"(over {self.steps} steps{waits})"
         )
         if self.phase is not None:
             text += (
@@ -168,10 +180,13 @@ def judge(
     settings: StepSettings,
 ) -> Straggler | None:
     """The straggler of one window, or None: the stronger result of the two ways to measure
-    waiting."""
+    waiting in phases; without one, the result from the time in which waiting cannot be excluded."""
     step = statistics.median(value for values in seconds.values() for value in values)
     best: Straggler | None = None
     for names in _WAITS:
+        measured = OUTSIDE not in names
+        if best is not None and not measured:
+            break
         waits = {
             rank: statistics.median(sum(row.get(n, 0.0) for n in names) for row in rows)
             for rank, rows in phases.items()
@@ -189,8 +204,8 @@ def judge(
             best = Straggler(
                 culprit,
                 score,
-                waits[culprit],
-                others,
+                waits[culprit] if measured else None,
+                others if measured else None,
                 step,
                 phase,
                 own,

@@ -128,6 +128,33 @@ def test_a_rank_that_is_slow_outside_every_phase_is_the_straggler() -> None:
     assert "slow in no named phase: 0.86s, others 0.31s" in found[0].detail()
 
 
+def test_a_slow_data_loader_is_named_though_the_others_wait_in_no_phase() -> None:
+    """Guards against FSDP2 under `--attach auto`, whose gathers in forward are no phase, and a GPU
+    for which the program waits where it reads the loss."""
+    watch = StragglerWatch(StepSettings())
+    found: list[Straggler] = []
+    for step in range(40):
+        for rank, data in ((0, 0.12), (1, 0.30)):
+            phases = {"data": data, "backward": 0.01, "optimizer": 0.01}
+            seen = watch.observe(rank, step, 0.34, phases, ranks=2)
+            found += [each for each in seen if isinstance(each, Straggler)]
+    assert [(straggler.rank, straggler.phase) for straggler in found] == [(1, "data")]
+    assert found[0].wait_s is None, "the time outside phases is not only waiting"
+    assert found[0].detail() == (
+        "works 53% of a 0.34s step longer than the others (over 20 steps); "
+        "slow in data: 0.30s, others 0.12s"
+    )
+
+
+def test_ranks_that_differ_outside_all_phases_alone_name_no_straggler() -> None:
+    """Guards against a rank that is named since it waits least, though nothing shows its work."""
+    watch = StragglerWatch(StepSettings())
+    for step in range(60):
+        for rank, seconds in ((0, 0.9), (1, 0.4)):
+            phases = {"data": 0.01, "backward": 0.1}
+            assert not list(watch.observe(rank, step, seconds, phases, ranks=2))
+
+
 def test_each_ranks_own_time_is_without_its_wait() -> None:
     """Guards against two ranks at 0.92 s in `status`, of which one only waits."""
     steps = {0: (0.92, {"backward": 0.60}), 1: (0.92, {"backward": 0.05}), 2: (0.92, {})}

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 
+from miner_guard.detectors.straggler import Straggler
+from miner_guard.eventlog.catalog import make_finding, message
 from tests.unit.incidents.helpers import root
 
 HANG = (
@@ -31,6 +33,20 @@ def test_a_hang_that_the_guard_found_is_the_cause_and_its_own_sigterm_is_not() -
     assert root("[rank1]: torch.OutOfMemoryError: CUDA out of memory.\n" + HANG) == "cuda_oom", (
         "the rank that stood still"
     )
+
+
+def test_a_straggler_is_the_cause_if_nothing_worse_is_in_the_log() -> None:
+    """It answered `Nothing wrong found` about a run at a third of its speed."""
+    for waits in (" it waits 0.05s in collectives, they wait 0.60s", ""):
+        found = Straggler(1, 0.6, 0.05 if waits else None, 0.6, 0.92, "data", 0.8, 0.2, 20)
+        assert ("collectives" in found.detail()) == bool(waits)
+        assert waits in found.detail()
+        line = message(make_finding("straggler", rank=1, detail=found.detail(), score=0.6))
+        log = f"2026-01-02 03:04:05 WARNING {line}\n"
+        assert root(log + STEPS) == "straggler"
+        assert root(log + HANG) == "hang"
+        assert root(log + OOM) == "cuda_oom"
+    assert root("straggler: rank 3 is 12% below the mean\n") is None, "another program's judgement"
 
 
 def test_an_incident_that_the_guard_named_counts_and_the_words_of_its_fix_do_not() -> None:
