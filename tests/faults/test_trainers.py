@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,41 +68,87 @@ FAULTS = {
     "killed": ("incident", "process_killed", "process_killed"),
     "stopped": ("hang_detected", "its process is stopped (state T)", "hang"),
     "hangs": ("hang_detected", "at inject.py:", "hang"),
+    "leaves": ("rank_gone", "rank 1 ended with code 0 at step", "rank_lost"),
 }
 """By fault: the event that names it, words of its line, and the root cause of `explain`."""
 
+MODULES = {"with_accelerate": "accelerate", "with_transformers": "transformers"}
+TRAINERS = [("plain", 2), ("with_accelerate", 0), ("with_transformers", 0)]
+LAUNCHED = [("plain", 2), ("with_accelerate", 2), ("with_transformers", 2)]
+"""Scripts with their number of ranks under torchrun; 0 without it."""
 
-@pytest.mark.long
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize(
-    ("trainer", "ranks", "module"),
-    [
-        ("plain", 2, "torch"),
-        ("with_accelerate", 0, "accelerate"),
-        ("with_transformers", 0, "transformers"),
-    ],
-)
-def test_a_fault_in_a_foreign_trainer_is_named_live_and_afterwards(
-    guarded: Guarded, tmp_path: Path, fault: str, trainer: str, ranks: int, module: str
-) -> None:
-    """Guards against `host_oom_kill` for a kill -9 and a hang without its place, in loops that we
-    did not write."""
-    requires.module(module)
-    event, words, label = FAULTS[fault]
-    script = [fault, str(SCRIPTS / f"{trainer}.py"), str(tmp_path / "out")]
+
+def start_foreign(
+    guarded: Guarded, fault: str, trainer: str, ranks: int, settings: dict[str, Any], **env: str
+) -> int:
+    """The exit code of a guard over a foreign trainer in which the fault happens."""
+    requires.module(MODULES.get(trainer, "torch"))
+    out = guarded.state.root.parent / "out"
+    script = [fault, str(SCRIPTS / f"{trainer}.py"), str(out)]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     inject = str(Path(__file__).with_name("miners") / "inject.py")
     command = [sys.executable, *(launcher if ranks else []), inject, *script]
-    settings = {"miner.stop_timeout_s": 3, "hang.min_s": 8, "hang.action": "stop"}
-    guarded.start(command, "--attach", "auto", "--no-restart", settings=settings)
-    assert guarded.processes[0].wait(150) != 0, guarded.tail()
-    named = guarded.named(event)
-    assert named, guarded.tail()
-    assert words in named[0]["msg"]
-    assert named[0]["rank"] == (1 if ranks else None if event == "incident" else 0)
+    guarded.start(
+        command,
+        "--attach",
+        "auto",
+        "--no-restart",
+        settings={"miner.stop_timeout_s": 3, **settings},
+        env={"OMP_NUM_THREADS": "1", **env},
+    )
+    return guarded.processes[0].wait(150)
+
+
+def explained(guarded: Guarded) -> str:
+    """What `explain` answers about the guard's own log, after the run."""
     explain = [sys.executable, "-m", "miner_guard", "explain", "--state-dir"]
     answer = subprocess.run(
         [*explain, str(guarded.state.root)], capture_output=True, text=True, env=dict(os.environ)
     )
-    assert answer.stdout.startswith(f"ROOT CAUSE {label} "), answer.stdout
+    return answer.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fault", "trainer", "ranks"),
+    [(fault, *each) for fault in FAULTS for each in (LAUNCHED if fault == "leaves" else TRAINERS)],
+)
+def test_a_fault_in_a_foreign_trainer_is_named_live_and_afterwards(
+    guarded: Guarded, fault: str, trainer: str, ranks: int
+) -> None:
+    """Guards against `host_oom_kill` for a kill -9, a hang without its place and a network error
+    for a rank that left, in loops that we did not write."""
+    event, words, label = FAULTS[fault]
+    settings = {"hang.min_s": 8, "hang.action": "stop"}
+    assert start_foreign(guarded, fault, trainer, ranks, settings) != 0, guarded.tail()
+    named = guarded.named(event)
+    assert named, guarded.tail()
+    assert words in named[0]["msg"]
+    assert named[0]["rank"] == (1 if ranks else None if event == "incident" else 0)
+    assert words in guarded.output.read_text()
+    answer = explained(guarded)
+    assert answer.startswith(f"ROOT CAUSE {label} "), answer
+    guarded.assert_nothing_left()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("trainer", "phase"),
+    [("plain", "no named phase"), ("with_accelerate", "data"), ("with_fsdp", "data")],
+)
+def test_a_slow_rank_of_a_foreign_trainer_is_named_live_and_afterwards(
+    guarded: Guarded, trainer: str, phase: str
+) -> None:
+    """Guards against a rank 2.5 times as slow for seventy steps that nothing names, since all ranks
+    wait for it and their steps last the same."""
+    assert start_foreign(guarded, "slow", trainer, 2, {}, STEPS="115") == 0, guarded.tail()
+    named = guarded.named("straggler")
+    assert {(e["rank"], e["phase"]) for e in named} == {(1, phase)}, guarded.tail()
+    assert [e["rank"] for e in guarded.named("straggler_cleared")] == [1]
+    console = guarded.output.read_text()
+    assert "STRAGGLER: rank 1 works" in console
+    assert f"slow in {phase}" in console
+    answer = explained(guarded)
+    assert answer.startswith("ROOT CAUSE straggler "), answer
+    assert "STRAGGLER: rank 1 works" in answer
     guarded.assert_nothing_left()

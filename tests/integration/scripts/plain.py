@@ -20,7 +20,7 @@ if ddp:
     model = torch.nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 accumulation = 4
-for iteration in range(6):
+for iteration in range(int(os.environ.get("STEPS", "6"))):
     mean = 0.0
     for _ in range(accumulation):
         inputs = torch.randn(16, 8)

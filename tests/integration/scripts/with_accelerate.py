@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from accelerate import Accelerator
 
@@ -10,7 +12,9 @@ torch.manual_seed(1)
 accelerator = Accelerator(gradient_accumulation_steps=accumulation, cpu=True)
 model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(96, 8)), batch_size=4)
+batches = int(os.environ.get("STEPS", "6")) * accumulation * accelerator.num_processes
+rows = torch.utils.data.TensorDataset(torch.randn(4 * batches, 8))
+data = torch.utils.data.DataLoader(rows, batch_size=4)
 model, optimizer, data = accelerator.prepare(model, optimizer, data)
 mean = 0.0
 for (inputs,) in data:

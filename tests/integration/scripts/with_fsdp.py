@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,11 +17,13 @@ for layer in model:
     fully_shard(layer, mesh=mesh)
 fully_shard(model, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-accumulation = 3
-for iteration in range(4):
+accumulation, steps = 3, int(os.environ.get("STEPS", "4"))
+rows = torch.utils.data.TensorDataset(torch.randn(16 * accumulation * steps, 8))
+batches = iter(torch.utils.data.DataLoader(rows, batch_size=16))
+for iteration in range(steps):
     mean = 0.0
     for _ in range(accumulation):
-        inputs = torch.randn(16, 8)
+        (inputs,) = next(batches)
         loss = torch.nn.functional.mse_loss(model(inputs), inputs[:, :2])
         mean += loss.item() / accumulation
         (loss / accumulation).backward()
