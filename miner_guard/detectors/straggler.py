@@ -8,7 +8,7 @@ inside forward and backward (FSDP gathers there), those phases count as waiting 
 late elsewhere passes through them fastest. Then another phase of that rank must explain the
 lateness, or its time outside every phase (an unnamed data loader); otherwise, in a miner that waits
 outside all phases, the fastest rank would be named. Last, the others may wait in no phase at all
-(the gathers of a forward that nobody named, the first synchronisation with a GPU): then only a
+(the gathers of an unnamed forward pass, the first synchronisation with a GPU): then only a
 named phase without collectives, such as `data`, can explain the lateness.
 """
 

@@ -6,18 +6,17 @@ from __future__ import annotations
 import importlib.util
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from miner_guard import attach
 from miner_guard.state_dir import StateDir
 from tests.benchmarks.frame import Row
+from tests.support.listener import listening
 
 TITLE = "Attaching to an unmodified program"
 STARTS = 25
@@ -34,16 +33,6 @@ a block then, and its code has left the caches, which no attached program meets.
 The clock runs while the hook does, from the forward pass on; the products before it fill the step
 and empty the caches. They take the same with and without the hook, but their own variation, a
 millisecond in 50, would hide it."""
-
-_READER = """
-import socket, sys
-server = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-server.bind(sys.argv[1])
-print("ready", flush=True)
-while True:
-    server.recv(65536)
-"""
-"""Takes the notifications, as a supervisor does: a full queue would turn each into an error."""
 
 
 def run() -> list[Row]:
@@ -73,19 +62,6 @@ def _cpu_seconds_of_start(env: Mapping[str, str]) -> float:
     pid = os.posix_spawn(sys.executable, [sys.executable, "-c", "pass"], env)
     _, _, usage = os.wait4(pid, 0)
     return usage.ru_utime + usage.ru_stime
-
-
-@contextmanager
-def listening(path: Path) -> Iterator[None]:
-    """A process that reads there, as the supervisor does."""
-    reader = subprocess.Popen([sys.executable, "-c", _READER, path], stdout=subprocess.PIPE)
-    assert reader.stdout is not None
-    reader.stdout.readline()
-    try:
-        yield
-    finally:
-        reader.kill()
-        reader.communicate()
 
 
 def _step() -> list[Row]:

@@ -7,8 +7,6 @@ import json
 import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,18 +16,10 @@ from miner_guard.rank.environment import find
 from miner_guard.rank.guard import Guard
 from miner_guard.rank.hot import PYTHON_HOOK, compiled
 from tests.benchmarks.frame import Row, per_call
+from tests.support.listener import listening
 
 TITLE = "The hook, per call, hot"
 CALLS = 20_000
-
-_READER = """
-import socket, sys
-server = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-server.bind(sys.argv[1])
-print("ready", flush=True)
-while True:
-    server.recv(65536)
-"""
 
 
 def run() -> list[Row]:
@@ -41,46 +31,37 @@ def run() -> list[Row]:
 
 
 def _steps(path: str, step_limit: str, phase_limit: str) -> list[Row]:
-    with tempfile.TemporaryDirectory() as folder:
-        if path == "Python":
-            os.environ[PYTHON_HOOK] = "1"
-        reader = subprocess.Popen(
-            [sys.executable, "-c", _READER, f"{folder}/guard.sock"], stdout=subprocess.PIPE
-        )
-        assert reader.stdout is not None
-        reader.stdout.readline()
-        try:
-            guard = Guard(find({"RANK": "1", "WORLD_SIZE": "1"}, folder))
-            os.environ.pop(PYTHON_HOOK, None)
-            phase = guard.phase("data")
+    if path == "Python":
+        os.environ[PYTHON_HOOK] = "1"
+    with tempfile.TemporaryDirectory() as folder, listening(Path(folder, "guard.sock")):
+        guard = Guard(find({"RANK": "1", "WORLD_SIZE": "1"}, folder))
+        os.environ.pop(PYTHON_HOOK, None)
+        phase = guard.phase("data")
 
-            def step() -> None:
-                guard.step(outer_step=1, inner_step=84, loss=3.4, lr=2.1e-5)
+        def step() -> None:
+            guard.step(outer_step=1, inner_step=84, loss=3.4, lr=2.1e-5)
 
-            def named_phase() -> None:
-                with guard.phase("data"):
-                    pass
+        def named_phase() -> None:
+            with guard.phase("data"):
+                pass
 
-            def kept_phase() -> None:
-                with phase:
-                    pass
+        def kept_phase() -> None:
+            with phase:
+                pass
 
-            empty = per_call(lambda: None, CALLS)
-            return [
-                Row("empty call", empty * 1e6, "µs"),
-                Row(f"guard.step(), {path}", per_call(step, CALLS) * 1e6, "µs", f"<= {step_limit}"),
-                Row(
-                    f"with guard.phase(name), {path}",
-                    per_call(named_phase, CALLS) * 1e6,
-                    "µs",
-                    f"<= {phase_limit}",
-                ),
-                Row(f"with phase, kept, {path}", per_call(kept_phase, CALLS) * 1e6, "µs"),
-                Row(f"worst of 20 000 steps, {path}", _worst(step) * 1e6, "µs"),
-            ]
-        finally:
-            reader.kill()
-            reader.wait()
+        empty = per_call(lambda: None, CALLS)
+        return [
+            Row("empty call", empty * 1e6, "µs"),
+            Row(f"guard.step(), {path}", per_call(step, CALLS) * 1e6, "µs", f"<= {step_limit}"),
+            Row(
+                f"with guard.phase(name), {path}",
+                per_call(named_phase, CALLS) * 1e6,
+                "µs",
+                f"<= {phase_limit}",
+            ),
+            Row(f"with phase, kept, {path}", per_call(kept_phase, CALLS) * 1e6, "µs"),
+            Row(f"worst of 20 000 steps, {path}", _worst(step) * 1e6, "µs"),
+        ]
 
 
 def _worst(step: Any) -> float:

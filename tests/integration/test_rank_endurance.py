@@ -15,15 +15,7 @@ import pytest
 
 from miner_guard.flight_recorder.reader import FlightReader
 from miner_guard.state_dir import StateDir
-
-READER = """
-import socket, sys
-server = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-server.bind(sys.argv[1])
-print("ready", flush=True)
-while True:
-    server.recv(65536)
-"""
+from tests.support.listener import listening
 
 TRAINING = """
 import json, os, signal, sys
@@ -63,22 +55,15 @@ def test_memory_stays_flat_and_the_supervisor_may_die_in_the_middle(
     tmp_path: Path, steps: int
 ) -> None:
     state = StateDir(tmp_path)
-    reader = subprocess.Popen(
-        [sys.executable, "-c", READER, str(state.socket)], stdout=subprocess.PIPE
-    )
-    assert reader.stdout is not None
-    assert reader.stdout.readline() == b"ready\n"
-    try:
+    with listening(state.socket) as supervisor:
         training = subprocess.run(
-            [sys.executable, "-c", TRAINING, str(tmp_path), str(reader.pid), str(steps)],
+            [sys.executable, "-c", TRAINING, str(tmp_path), str(supervisor.pid), str(steps)],
             stdout=subprocess.PIPE,
             text=True,
             check=True,
             timeout=150 * steps / 100_000,
         )
-    finally:
-        reader.kill()
-    assert reader.wait() == -signal.SIGKILL
+    assert supervisor.wait() == -signal.SIGKILL
     answer = json.loads(training.stdout.splitlines()[-1])
     # What it loads once falls into one of the two stretches; 25 bytes a step show in both.
     growth = [late - early for early, late in itertools.pairwise(answer["memory"])]

@@ -23,6 +23,14 @@ SCRIPT = Path(__file__).parent / "scripts" / "uploading_miner.py"
 pytestmark = pytest.mark.slow
 
 
+def guarded(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """`miner-guard run` in `folder`, with flags and the command in `arguments`."""
+    command = [sys.executable, "-c", GUARD, "run", "--state-dir", "state", "--no-preflight"]
+    return subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, timeout=90, check=False, cwd=folder
+    )
+
+
 def test_every_upload_is_decided_reported_stored_and_checked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -31,25 +39,7 @@ def test_every_upload_is_decided_reported_stored_and_checked(
         f'[repo]\nkind = "local"\npath = "{tmp_path}/repo"\nrefresh_every_s = '
         "1\n[gate]\nmin_inner_step = 5\n"
     )
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            GUARD,
-            "run",
-            "--state-dir",
-            "state",
-            "--no-preflight",
-            "--",
-            sys.executable,
-            SCRIPT,
-            tmp_path / "repo",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
+    done = guarded(tmp_path, "--", sys.executable, SCRIPT, tmp_path / "repo")
     out = done.stdout
     assert done.returncode == 0, out + done.stderr
     # The archive at inner step 0 goes out; the first block is reported, its repetitions are not.
@@ -88,27 +78,7 @@ def test_a_worker_that_died_while_the_log_says_pushed_is_found_without_any_hook(
     (tmp_path / "guard.toml").write_text(f'[repo]\nkind = "local"\npath = "{tmp_path}/repo"\n')
     pushed = "Successfully pushed new model state with tag 1.3.60 to repo: me/miner"
     miner = f"import time; time.sleep(4); print({pushed!r}, flush=True); time.sleep(8)"
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            GUARD,
-            "run",
-            "--state-dir",
-            "state",
-            "--no-preflight",
-            "--no-restart",
-            "--",
-            sys.executable,
-            "-c",
-            miner,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-        cwd=tmp_path,
-    )
+    done = guarded(tmp_path, "--no-restart", "--", sys.executable, "-c", miner)
     assert "UPLOAD REPORTED: tag 1.3.60" in done.stdout, done.stdout + done.stderr
     assert "UPLOAD FAILED: reported as pushed, but" in done.stdout
     assert "UPLOAD VERIFIED" not in done.stdout

@@ -31,7 +31,7 @@ from torch.utils.data import dataloader
 
 from miner_guard.attach import auto
 from miner_guard.state_dir import StateDir
-from tests.benchmarks.bench_attach import listening
+from tests.support.listener import listening
 
 _BLOCK = 6
 """Steps of a block; the first is left out: the hook's code has not run for a block then, which no

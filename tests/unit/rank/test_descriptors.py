@@ -136,7 +136,7 @@ def test_a_rank_answers_for_its_collectives_with_the_socket_it_has(
         notifier = Notifier(state.socket)
         before = held()
         dump = state.collectives_of(0)
-        assert not _ask(dump), "nobody listens yet"
+        assert not _ask(dump), "no process listens yet"
         collectives.serve(notifier, dump)
         assert notifier.notify(0)
         assert json.loads(supervisor.recv(100)) == {"bell": 0}
