@@ -34,7 +34,7 @@ checkpoints.resume(state)
 me = f"rank {dist.get_rank()}"
 print(f"{me} pid {os.getpid()} begins after step {int(state['step'])}", flush=True)
 for step in range(int(state["step"]) + 1, 10**6):
-    time.sleep(0.1)
+    time.sleep(0.25)
     dist.all_reduce(state["weight"])
     state["step"][0] = step
     guard.step(outer_step=1, inner_step=step, loss=3.0, lr=1e-3)
