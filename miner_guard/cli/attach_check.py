@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from miner_guard.cli.echo import echo
 from miner_guard.cli.options import DEFAULT_NAME, Config, Json, open_context
 from miner_guard.cli.working import Working
 from miner_guard.eventlog.catalog import counted
-from miner_guard.exits import FAILED, USAGE, Refused
+from miner_guard.exits import CONFIG, FAILED, USAGE, Refused
 
 _FIRST, _LAST = 8, 3
 """Steps printed in full from the beginning and from the end of a log."""
@@ -40,6 +41,11 @@ def command(
         known = patterns(named, place.settings.config.miner.log_patterns)
     except (OSError, ValueError) as error:
         raise Refused(f"--profile {named}: {error}", USAGE) from error
+    except re.error as error:
+        words = (
+            f"[miner] log_patterns: {error.pattern!r} is not a valid regular expression: {error}"
+        )
+        raise Refused(words, CONFIG) from error
     with _lines(file) as lines, Working("reading the log"):
         result = check(lines, known)
     if as_json:

@@ -85,13 +85,17 @@ def command(
 
 
 def _validate(file: Path) -> None:
-    """Check `file` and the profile that it names. Raises Refused (78) with the file, the key and
-    the allowed values."""
+    """Check `file`, its patterns and the profile that it names. Raises Refused (78) with the file,
+    the key and the allowed values."""
     from miner_guard.config import loading
     from validators.profiles import chosen
+    from validators.profiles.checks import defects
 
     try:
         loaded = loading.load(file, env={})
+        for pattern in loaded.config.miner.log_patterns:
+            for why in defects("step", pattern):
+                raise Refused(f"{file}: miner.log_patterns: {pattern!r} {why}", CONFIG)
         origins = loaded.origins
         if (profile := chosen(loaded.config.miner)) is not None:
             document = settings_of_profile(profile)

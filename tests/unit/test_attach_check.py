@@ -55,6 +55,17 @@ def test_no_step_is_exit_1_with_the_next_step(
     assert "step 3, loss 0.5" in capsys.readouterr().out
 
 
+def test_a_pattern_that_does_not_compile_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against `internal error` as the answer to a typing error in guard.toml."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.log").write_text(LOG)
+    (tmp_path / "guard.toml").write_text("[miner]\nlog_patterns = ['(']\n")
+    assert run(["attach-check", "a.log"]) == 78
+    assert "[miner] log_patterns: '(' is not a valid" in capsys.readouterr().err
+
+
 def test_an_unknown_profile_or_file_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,22 @@ def test_the_profile_that_a_file_names_is_checked_with_it(
         assert words in capsys.readouterr().err
 
 
+def test_a_mistyped_name_in_a_profile_or_a_pattern_is_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Guards against a group or a source that is accepted and read by nothing."""
+    head = 'name = "own"\ntitle = "x"\nread_from = "x"\ndated = 2026-01-01\n'
+    Path("own.toml").write_text(f"{head}[patterns]\npush = ['pushed (?P<tga>.+)']\n")
+    for settings, words in (
+        ('profile = "own.toml"', "own.toml: [patterns] push: 'pushed (?P<tga>.+)' has the group"),
+        ("log_patterns = ['step (?P<step>.) (?P<los>.)']", "has the group 'los'; did you mean"),
+        ("log_patterns = ['(']", "guard.toml: miner.log_patterns: '(' is not a valid regular"),
+    ):
+        Path("guard.toml").write_text(f"[miner]\n{settings}\n")
+        assert run(["config", "--validate", "guard.toml"]) == 78
+        assert words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -77,6 +77,44 @@ def test_the_readers_know_every_list_that_a_profile_may_have() -> None:
             "[patterns]\nphase = ['(?P<a_phase_that_is_much_too_long>x)']\n",
             "names a phase of more than 24 bytes",
         ),
+        (
+            "[patterns]\nstep = ['(?P<step>.) (?P<los>.)']\n",
+            "'(?P<step>.) (?P<los>.)' has the group 'los'; did you mean loss? allowed: step, outer",
+        ),
+        ("[patterns]\npush = ['(?P<revision>.)']\n", "has the group 'revision'; allowed: tag"),
+        ("[patterns]\nallreduce_finished = ['(?P<s>.)']\n", "has the group 's'; allowed: none"),
+        (
+            "[patterns]\nphase = ['(?P<all_reduce>.)']\n",
+            "has the group 'all_reduce'; did you mean allreduce? allowed: seconds, outer, data",
+        ),
+        ("[patterns]\nphase = ['(?P<inner>.)']\n", "has the group 'inner'; allowed: seconds"),
+        (
+            '[limits]\ngradients_key = "epoch-{outer_stp}/g.pt"\n',
+            "[limits] gradients_key: 'epoch-{outer_stp}/g.pt' has the field 'outer_stp'; did you "
+            "mean outer_step? allowed: outer_step, window, uid, version",
+        ),
+        ('[limits]\nconfig_key = "{}/c"\n', "has the field ''; allowed: outer_step, window"),
+        ('[limits]\nconfig_key = "{outer_step/c"\n', "is not a valid key: "),
+        ('[limits]\nmetadata_key = "{uid}.json"\n', "has the field 'uid'; allowed: none"),
+        (
+            '[limits]\nendpoint = "https://{acount}.x"\n',
+            "has the field 'acount'; did you mean account? allowed: account",
+        ),
+        (
+            "[limits]\nbucket_pattern = '(?P<modell>.)-(?P<uid>.)'\n",
+            "has the group 'modell'; did you mean model? allowed: model, uid",
+        ),
+        ("[limits]\nrevision_pattern = '('\n", "'(' is not a valid regular expression"),
+        (
+            '[limits]\nblock_s = 6.0\n[sources]\n"limits.blocks" = "C: 6"\n',
+            "[sources] limits.blocks = 'C: 6': the profile has no such value; did you mean "
+            "limits.block_s?",
+        ),
+        (
+            '[settings.chain]\nnetuid = 1\n[sources]\n"x" = "C"\n',
+            "[sources] x = 'C': the profile has no such value; its values: settings.chain.netuid",
+        ),
+        ('[sources]\nlimits.block_s = "C"\n', "write text, and the name between quotes"),
     ],
 )
 def test_a_profile_that_nothing_understands_is_refused(
@@ -88,6 +126,12 @@ def test_a_profile_that_nothing_understands_is_refused(
     with pytest.raises(ValueError, match=r"own\.toml: ") as refusal:
         load_profile(str(path))
     assert words in str(refusal.value)
+
+
+def test_a_miner_may_have_phases_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(HEAD + "[patterns]\nphase = ['(?P<merging>x)', '(?P<upload>y)']\n")
+    assert len(load_profile(str(path)).patterns["phase"]) == 2
 
 
 @pytest.mark.parametrize(

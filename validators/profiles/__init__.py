@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.config import MinerSettings
-from validators.profiles.checks import wrong_compute, wrong_limits, wrong_patterns
+from validators.profiles.checks import wrong_compute, wrong_limits, wrong_patterns, wrong_sources
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -106,6 +106,7 @@ def _profile(document: Mapping[str, Any], path: Path) -> Profile:
         *wrong_limits(limits),
         *wrong_compute(document.get("compute", {})),
         *wrong_patterns(document.get("patterns", {})),
+        *wrong_sources(document.get("sources", {}), document),
     ):
         raise ValueError(f"{path}: {words}")
     return Profile(

@@ -1,29 +1,47 @@
-"""Finds what is wrong with a profile's limits, hardware and patterns; each message names the key
-and what is allowed."""
+"""Finds what is wrong with a profile's limits, hardware, patterns and sources; each message names
+the key, the value seen and what is allowed."""
 
 from __future__ import annotations
 
 import difflib
 import re
+import string
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from miner_guard.config import GateSettings
+from miner_guard.flight_recorder.layout import PHASES
 from validators.limits import FROM_GATE, NAMES, Limits
 
-PATTERNS = (
-    "step",
-    "push",
-    "push_failed",
-    "phase",
-    "peers",
-    "allreduce_finished",
-    "allreduce_failed",
-)
-"""Lists of regular expressions under `[patterns]`, as miner_guard/attach/patterns.toml explains
-them."""
+_STEP = "step outer inner loss lr grad_norm seconds ms gpu_gb micro total rank"
+_GROUPS: Mapping[str, Sequence[str]] = {
+    "step": _STEP.split(),
+    "push": ["tag"],
+    "push_failed": ["reason"],
+    "phase": ["seconds", "outer", *PHASES, "checkpoint"],
+    "peers": ["peers"],
+    "allreduce_finished": [],
+    "allreduce_failed": ["reason"],
+}
+"""Named groups that are read, by list of `[patterns]`; miner_guard/attach/patterns.toml explains
+them. In `phase`, a name that resembles none of these is a phase of the miner's own."""
+
+PATTERNS = tuple(_GROUPS)
+"""Lists of regular expressions under `[patterns]`."""
+
+_KEY_FIELDS = ("outer_step", "window", "uid", "version")
+_FIELDS: Mapping[str, Sequence[str]] = {
+    "gradients_key": _KEY_FIELDS,
+    "config_key": _KEY_FIELDS,
+    "metadata_key": (),
+    "endpoint": ("account",),
+}
+"""Fields in braces that are filled in, by limit."""
+
+_LIMIT_GROUPS = {"revision_pattern": ("run", "outer", "inner"), "bucket_pattern": ("model", "uid")}
+"""Named groups that the rules read, by limit that is a regular expression."""
 
 COMPUTE = (
     "min_gpus",
@@ -35,8 +53,11 @@ COMPUTE = (
 )
 """Keys of `[compute]`, the hardware that a subnet demands."""
 
-_GROUPS = {"step": ({"step", "inner"}, "step or inner"), "peers": ({"peers"}, "peers")}
+_NEEDED = {"step": {"step", "inner"}, "peers": {"peers"}}
 """Lists whose expressions need one of these named groups."""
+
+_ALIKE = 0.8
+"""How similar a phase's name must be to a known one to count as mistyped (difflib's ratio)."""
 
 _MAX_PHASE_BYTES = 24
 """Maximum length of a phase's name in a flight record."""
@@ -56,10 +77,37 @@ def wrong_limits(limits: Mapping[str, Any]) -> Iterator[str]:
         elif not _fits(value, kinds[name]):
             expected = _type_name(kinds[name])
             yield f"[limits] {name} is {value!r}; the rules need {expected}"
+        else:
+            yield from (f"[limits] {name}: {value!r} {why}" for why in _wrong_text(name, value))
     try:
         Limits.of(GateSettings(), limits)
     except TypeError as error:
         yield f"[limits] {error}"
+
+
+def _wrong_text(name: str, value: Any) -> Iterator[str]:
+    """Report fields of a key and groups of an expression that nothing fills in or reads."""
+    if name in _FIELDS:
+        try:
+            fields = [field for _, field, _, _ in string.Formatter().parse(value)]
+        except ValueError as error:
+            yield f"is not a valid key: {error}"
+            return
+        yield from _unknown("the field", [f for f in fields if f is not None], _FIELDS[name])
+    elif name in _LIMIT_GROUPS:
+        try:
+            yield from _unknown("the group", re.compile(value).groupindex, _LIMIT_GROUPS[name])
+        except re.error as error:
+            yield f"is not a valid regular expression: {error}"
+
+
+def _unknown(what: str, names: Collection[str], allowed: Sequence[str]) -> Iterator[str]:
+    for name in names:
+        if name not in allowed:
+            meant = "".join(
+                f"did you mean {n}? " for n in difflib.get_close_matches(name, allowed, 1)
+            )
+            yield f"has {what} {name!r}; {meant}allowed: {', '.join(allowed) or 'none'}"
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -103,19 +151,41 @@ def wrong_patterns(patterns: Mapping[str, Any]) -> Iterator[str]:
         elif not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             yield f"[patterns] {kind} is {texts!r}; write a list of regular expressions"
         else:
-            yield from (f"[patterns] {kind}: {text!r} {why}" for text, why in _defects(kind, texts))
+            for text in texts:
+                yield from (f"[patterns] {kind}: {text!r} {why}" for why in defects(kind, text))
 
 
-def _defects(kind: str, texts: Sequence[str]) -> Iterator[tuple[str, str]]:
-    for text in texts:
-        try:
-            groups = set(re.compile(text).groupindex)
-        except re.error as error:
-            yield text, f"is not a valid regular expression: {error}"
-            continue
-        needed, words = _GROUPS.get(kind, (groups, ""))
-        if not needed & groups and words:
-            yield text, f"names no group {words}"
-        too_long = [name for name in groups if len(name.encode()) > _MAX_PHASE_BYTES]
-        if kind == "phase" and too_long:
-            yield text, f"names a phase of more than {_MAX_PHASE_BYTES} bytes: {too_long[0]}"
+def defects(kind: str, text: str) -> Iterator[str]:
+    """Report what is wrong with an expression of the list `kind`."""
+    try:
+        groups = list(re.compile(text).groupindex)
+    except re.error as error:
+        yield f"is not a valid regular expression: {error}"
+        return
+    needed = _NEEDED.get(kind)
+    if needed and not needed & set(groups):
+        yield f"names no group {' or '.join(sorted(needed, reverse=True))}"
+    if kind == "phase":
+        for name in groups:
+            if len(name.encode()) > _MAX_PHASE_BYTES:
+                yield f"names a phase of more than {_MAX_PHASE_BYTES} bytes: {name}"
+        # A miner may have phases of its own, unless the name has a meaning in another list.
+        taken = {name for names in _GROUPS.values() for name in names}
+        close = difflib.get_close_matches
+        groups = [n for n in groups if n in taken or close(n, _GROUPS[kind], 1, _ALIKE)]
+    yield from _unknown("the group", groups, _GROUPS[kind])
+
+
+def wrong_sources(sources: Mapping[str, Any], profile: Mapping[str, Any]) -> Iterator[str]:
+    """Report sources of values that the profile does not have, and sources that are not text."""
+    tables = {"limits": profile.get("limits", {}), "compute": profile.get("compute", {})}
+    for section, table in profile.get("settings", {}).items():
+        tables[f"settings.{section}"] = table if isinstance(table, Mapping) else {}
+    values = [f"{table}.{key}" for table, keys in tables.items() for key in keys]
+    for name, source in sources.items():
+        if not isinstance(source, str):
+            yield f"[sources] {name} is {source!r}; write text, and the name between quotes"
+        elif name not in values:
+            near = difflib.get_close_matches(name, values, 1)
+            hint = f"did you mean {near[0]}?" if near else f"its values: {', '.join(values)}"
+            yield f"[sources] {name} = {source!r}: the profile has no such value; {hint}"
