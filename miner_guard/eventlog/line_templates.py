@@ -8,7 +8,7 @@ output into templates once and searches only new templates for words (the idea o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from functools import cached_property
 from itertools import islice
 
@@ -17,7 +17,9 @@ from miner_guard.eventlog.literal_search import literal_search
 _LOWER = bytes(range(256)).lower()
 _NUMBERS = b"0123456789+-."
 _MAX_TEMPLATES = 4096
-_MAX_TEMPLATE_LENGTH = 512
+MAX_TEMPLATE_LENGTH = 512
+"""Longer templates are not remembered: hardly any repeats."""
+
 _MANY = 64
 """If more lines than this contain a word, it pays to search only the other lines for the next
 word."""
@@ -71,14 +73,18 @@ def _lines_with(word: bytes, text: bytes) -> Iterator[bytes]:
 
 
 class TemplateFilter:
-    """Finds lines that contain one of the words, and remembers the templates that contain none of
-    them. Uses bounded memory."""
+    """Finds lines that contain one of the words, and remembers which templates contain one. Uses
+    bounded memory."""
 
     def __init__(self, words: Iterable[bytes]) -> None:
         """`words` must be templates (see `template`), without newlines."""
-        self._words = tuple(words)
-        self._search = literal_search(self._words)
+        self._search = literal_search(words)
         self._quiet: set[bytes] = set()
+        self._loud: set[bytes] = set()
+
+    def words(self, text: bytes) -> set[bytes]:
+        """The words that the template `text` contains."""
+        return self._search.find(text)
 
     def holds(self, text: bytes) -> bool:
         """Whether the template `text` contains a word."""
@@ -97,11 +103,12 @@ class TemplateFilter:
             if any(word in shape for word in words)
         ]
 
-    def matching(self, lines: LineChunk) -> set[bytes]:
+    def matching(self, lines: LineChunk) -> Set[bytes]:
         """The templates of `lines` that contain a word."""
-        new = lines.distinct - self._quiet
+        known = lines.distinct & self._loud
+        new = lines.distinct - self._quiet - known
         if not new:
-            return set()
+            return known
         together = b"\n".join(new)
         matching: set[bytes] = set()
         for word in self._search.find(together):
@@ -109,13 +116,13 @@ class TemplateFilter:
             matching |= holding
             if len(holding) > _MANY:
                 together = b"\n".join(new - matching)
-        self._remember(new - matching)
-        return matching
+        _remember(self._quiet, new - matching)
+        _remember(self._loud, matching)
+        return known | matching
 
-    def _remember(self, quiet: Iterable[bytes]) -> None:
-        short = [
-            text for text in islice(quiet, _MAX_TEMPLATES) if len(text) <= _MAX_TEMPLATE_LENGTH
-        ]
-        if len(self._quiet) + len(short) > _MAX_TEMPLATES:
-            self._quiet.clear()
-        self._quiet.update(short)
+
+def _remember(known: set[bytes], new: Iterable[bytes]) -> None:
+    short = [text for text in islice(new, _MAX_TEMPLATES) if len(text) <= MAX_TEMPLATE_LENGTH]
+    if len(known) + len(short) > _MAX_TEMPLATES:
+        known.clear()
+    known.update(short)

@@ -144,6 +144,11 @@ class Monitor:
         """A new journal entry from one rank; acknowledged after all monitors have returned."""
         return ()
 
+    def reads_lines(self) -> bool:
+        """Whether `on_lines` needs lines at present: to pick them out costs as much as relaying
+        them."""
+        return True
+
     def on_lines(self, lines: Sequence[bytes]) -> Iterable[Finding]:
         """Whole lines of the miner's output, oldest first, without line endings; see `words`.
 

@@ -80,6 +80,9 @@ class CurvesMonitor(Monitor):
             self._not_finite &= ranks.keys()
         return ()
 
+    def reads_lines(self) -> bool:
+        return self._last_step is not None and not self._evaluations_come
+
     def on_lines(self, lines: Sequence[bytes]) -> Iterable[Finding]:
         if self._evaluations_come or self._last_step is None:
             return

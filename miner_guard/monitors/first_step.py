@@ -86,12 +86,14 @@ class FirstStepMonitor(Monitor):
             self._begin(None)
         return ()
 
+    def reads_lines(self) -> bool:
+        found = self._nearest is not None and self._nearest[0] >= _IS_A_STEP
+        return self._launch is not None and not found and self._lines < _MAX_LINES
+
     def on_lines(self, lines: Sequence[bytes]) -> Iterable[Finding]:
-        if self._launch is None:
-            return ()
-        for raw in lines[: _MAX_LINES - self._lines]:
-            if self._nearest is not None and self._nearest[0] >= _IS_A_STEP:
-                return ()
+        for raw in lines:
+            if not self.reads_lines():
+                break
             self._lines += 1
             text = raw.decode("utf-8", "replace")
             parsed = read(text, self._patterns)

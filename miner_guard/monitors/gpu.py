@@ -81,11 +81,6 @@ class GpuMonitor(Monitor):
         return ()
 
     def on_lines(self, lines: Sequence[bytes]) -> Iterable[Finding]:
-        # The lines of other monitors come along, and one search of all of them is much faster than
-        # a search per line.
-        together = b"\n".join(lines)
-        if not any(words in together for words in _PRINTED):
-            return ()
         for line in lines:
             if len(line) <= _MAX_LINE_LENGTH and any(words in line for words in _PRINTED):
                 self._read(parse(line.decode("utf-8", "replace")))

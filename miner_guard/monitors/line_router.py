@@ -3,10 +3,15 @@ needs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from miner_guard.eventlog.line_templates import LineChunk, TemplateFilter
+from miner_guard.eventlog.line_templates import (
+    MAX_TEMPLATE_LENGTH,
+    LineChunk,
+    TemplateFilter,
+    template,
+)
 from miner_guard.monitors.base import Monitor
 
 MAX_LINE_BYTES = 64 * 1024
@@ -18,6 +23,10 @@ The end of a shorter read is delivered immediately, since a progress bar ends it
 carriage return."""
 
 _MAX_REST_LENGTH = 16384
+_MAX_KNOWN = 1024
+"""Templates whose readers are remembered."""
+
+_LinesOf = Callable[[Iterable[bytes]], list[bytes]]
 
 
 class Delivery(NamedTuple):
@@ -28,19 +37,33 @@ class Delivery(NamedTuple):
     argument: bytes | Sequence[bytes]
 
 
+class Found(NamedTuple):
+    """A line, and the monitors that it concerns."""
+
+    text: bytes
+    readers: frozenset[Monitor]
+
+
 class LineRouter:
     """Delivers the output of one launch to the monitors: in order, every byte once."""
 
-    def __init__(self, monitors: Sequence[Monitor]) -> None:
+    def __init__(
+        self,
+        monitors: Sequence[Monitor],
+        reads_lines: Callable[[Monitor], bool] = lambda monitor: monitor.reads_lines(),
+    ) -> None:
+        self._reads_lines = reads_lines
         self._raw = [m for m in monitors if type(m).on_output is not Monitor.on_output]
         self._by_line = [
             m
             for m in monitors
             if type(m).on_lines is not Monitor.on_lines and m.words != frozenset()
         ]
-        self._sieve = TemplateFilter(
-            {word for m in (*self._raw, *self._by_line) for word in m.words or ()}
-        )
+        self._seekers = [m for m in (*self._raw, *self._by_line) if m.words]
+        self._sieve = TemplateFilter({word for m in self._seekers for word in m.words or ()})
+        self._known: dict[bytes, frozenset[Monitor]] = {}
+        """The monitors that a template concerns, for the latest templates."""
+
         self._rest = b""
         self._begun = False
         """The raw readers have received the beginning of the next line."""
@@ -92,34 +115,69 @@ class LineRouter:
     def _unrouted(self, lines: Iterable[bytes]) -> Iterator[Delivery]:
         """Deliver lines that arrived in fragments."""
         every = [line[:MAX_LINE_BYTES] for line in lines if line]
-        return self._to_line_readers(every, self._sieve.holding(every))
+        listening = self._listening()
+        found = [
+            Found(line, self._concerned(template(line)) & listening)
+            for line in self._sieve.holding(every)
+        ]
+        return self._to_line_readers(every, found, _whole_lines)
 
     def _to_line_readers(
-        self, every: Sequence[bytes], matching: Sequence[bytes]
+        self, every: Sequence[bytes], found: Sequence[Found], lines_of: _LinesOf
     ) -> Iterator[Delivery]:
         for monitor in self._by_line:
-            lines = every if monitor.words is None else matching
-            if lines:
+            if monitor.words is None:
+                lines = every
+            else:
+                lines = lines_of(text for text, readers in found if monitor in readers)
+            if lines and self._reads_lines(monitor):
                 yield Delivery(monitor, "on_lines", lines)
 
+    def _listening(self) -> frozenset[Monitor]:
+        return frozenset(monitor for monitor in self._seekers if self._reads_lines(monitor))
+
+    def _concerned(self, shape: bytes) -> frozenset[Monitor]:
+        """The monitors with a word that the template `shape` contains."""
+        concerned = self._known.get(shape)
+        if concerned is None:
+            words = self._sieve.words(shape)
+            concerned = frozenset(m for m in self._seekers if not words.isdisjoint(m.words or ()))
+            if len(shape) <= MAX_TEMPLATE_LENGTH:
+                if len(self._known) >= _MAX_KNOWN:
+                    self._known.clear()
+                self._known[shape] = concerned
+        return concerned
+
     def _block(self, block: LineChunk) -> Iterator[Delivery]:
-        matching = self._sieve.matching(block)
-        found: list[bytes] = []
-        if matching:
-            texts = block.split(b"\n")
-            found = [texts[at] for at, shape in enumerate(block.templates) if shape in matching]
+        found = self._found(block)
         for monitor in self._raw:
             if monitor.words is None:
                 yield Delivery(monitor, "on_output", block)
-            elif found:
-                yield Delivery(monitor, "on_output", b"\n".join([*found, b""]))
+            elif texts := [text for text, readers in found if monitor in readers]:
+                yield Delivery(monitor, "on_output", b"\n".join([*texts, b""]))
         # Splitting the whole block pays off only if a monitor reads all lines.
-        everything = any(monitor.words is None for monitor in self._by_line)
+        everything = any(m.words is None and self._reads_lines(m) for m in self._by_line)
         # One search of the block is faster than a split of each line, which few blocks need.
         lines_of = _whole_lines if block.find(b"\r") < 0 else _lines_of
         every = lines_of(block.split(b"\n")) if everything else []
-        yield from self._to_line_readers(every, lines_of(found))
+        yield from self._to_line_readers(every, found, lines_of)
         block.forget()
+
+    def _found(self, block: LineChunk) -> list[Found]:
+        """The lines that concern a monitor which reads lines now, and those monitors."""
+        listening = self._listening()
+        readers = {
+            shape: concerned
+            for shape in self._sieve.matching(block)
+            if (concerned := self._concerned(shape) & listening)
+        }
+        if not readers:
+            return []
+        return [
+            Found(text, readers[shape])
+            for text, shape in zip(block.split(b"\n"), block.templates, strict=True)
+            if shape in readers
+        ]
 
 
 def _whole_lines(texts: Iterable[bytes]) -> list[bytes]:

@@ -148,6 +148,9 @@ class LogAttachMonitor(Monitor):
         )
         return [make_finding("log_attached", detail=detail), *self._open(launch)]
 
+    def reads_lines(self) -> bool:
+        return self._flight is not None or (self._standby and not self._ranks)
+
     def on_lines(self, lines: Sequence[bytes]) -> Iterable[Finding]:
         findings: list[Finding] = []
         now = self.context.clock.monotonic()

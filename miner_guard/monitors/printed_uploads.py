@@ -32,9 +32,10 @@ class PrintedUploadsMonitor(Monitor):
         self._silent = self._silent or isinstance(entry, UploadEntry)
         return ()
 
+    def reads_lines(self) -> bool:
+        return not self._silent
+
     def on_lines(self, lines: Sequence[bytes]) -> Iterator[Finding]:
-        if self._silent:
-            return
         for raw in lines:
             push = read_push(raw.decode("utf-8", "replace"), self._patterns)
             if push is None or (push == self._last and push.tag is not None):

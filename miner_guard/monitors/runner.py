@@ -35,7 +35,7 @@ class MonitorRunner:
 
     def launch(self, launch: Launch) -> None:
         self.deliveries += 1
-        self._output = LineRouter(self.monitors)
+        self._output = LineRouter(self.monitors, self._reads_lines)
         self._each("on_launch", launch)
 
     def steps(self, rank: int, steps: Sequence[StepRecord]) -> None:
@@ -54,8 +54,15 @@ class MonitorRunner:
         the next tick."""
         self.deliveries += 1
         if self._output is None:
-            self._output = LineRouter(self.monitors)
+            self._output = LineRouter(self.monitors, self._reads_lines)
         self._show(self._output.pieces(chunk))
+
+    def _reads_lines(self, monitor: Monitor) -> bool:
+        try:
+            return monitor.reads_lines()
+        except Exception as error:  # noqa: BLE001 - a bug in a monitor must not end supervision; it is reported
+            self._report_defect(monitor.name, "reads_lines", error)
+            return True
 
     def _rest_of_output(self) -> None:
         if self._output is not None:

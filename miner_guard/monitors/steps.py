@@ -77,9 +77,13 @@ class StepsMonitor(Monitor):
             self._facts = self._facts.with_entry(entry)
         return ()
 
+    def reads_lines(self) -> bool:
+        return not self._miner_prints_steps
+
     def on_lines(self, lines: Sequence[bytes]) -> Iterable[Finding]:
-        own = any(b"Outer Step:" in line and b"Inner Step:" in line for line in lines)
-        self._miner_prints_steps = self._miner_prints_steps or own
+        self._miner_prints_steps = self._miner_prints_steps or any(
+            b"Outer Step:" in line and b"Inner Step:" in line for line in lines
+        )
         return ()
 
     def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miner_guard.eventlog.catalog import Finding
+from miner_guard.eventlog.line_templates import template
 from miner_guard.monitors.base import Context, Exit, Monitor
 from miner_guard.monitors.line_router import MAX_LINE_BYTES
 from miner_guard.monitors.runner import MonitorRunner
@@ -129,6 +130,81 @@ def test_a_line_without_an_end_is_cut_and_takes_no_more_memory() -> None:
         host.output(b"x" * 65536)
     host.output(b"\nnext\n")
     assert [len(line) for line in reader.lines] == [MAX_LINE_BYTES, len(b"next")]
+
+
+class FewLines(LineReader):
+    """Reads no further line after its third with its word."""
+
+    words = frozenset({b"loss"})
+
+    def reads_lines(self) -> bool:
+        return len(self.lines) < 3
+
+    def on_lines(self, lines: Sequence[bytes]) -> Iterable[Finding]:
+        self.lines += [line for line in lines if _has_word(self, line)][: 3 - len(self.lines)]
+        return ()
+
+
+class Uploads(LineReader):
+    words = frozenset({b"push", b"upload"})
+
+
+class Broken(Uploads):
+    def reads_lines(self) -> bool:
+        raise RuntimeError("a defect")
+
+
+WORDED = st.sampled_from(
+    [b"step 1 | loss 3.4\n", b"VAL_LOSS: 3.1\n", b"P-u3sh done\n", b"upload 7", b"\n", b"\r 5%"]
+)
+
+
+@given(st.lists(WORDED, max_size=60), st.randoms(use_true_random=False))
+def test_each_monitor_gets_the_lines_of_its_own_words_however_the_output_is_cut(
+    pieces: list[bytes], cut: random.Random
+) -> None:
+    """Guards against a filter that serves several monitors and keeps from one of them a line that
+    no longer concerns another."""
+    host, uploads = MonitorRunner(lambda _f: None), Uploads(cast(Context, None))
+    few, losses = FewLines(cast(Context, None)), LineSeeker(cast(Context, None))
+    host.monitors = [few, uploads, losses]
+    stream, at = b"".join(pieces) * 30, 0
+    while at < len(stream):
+        size = cut.choice((1, 80, 4096, 10000, 65536))
+        host.output(stream[at : at + size])
+        at += size
+    host.exit(Exit(0, None, True, False, 1.0))
+    lines = [line for line in stream.replace(b"\r", b"\n").split(b"\n") if line]
+    for monitor in (uploads, losses):
+        due = [line for line in lines if _has_word(monitor, line)]
+        assert [line for line in monitor.lines if _has_word(monitor, line)] == due
+    assert few.lines == [line for line in lines if _has_word(few, line)][:3]
+
+
+def _has_word(monitor: Monitor, line: bytes) -> bool:
+    return any(word in template(line) for word in monitor.words or ())
+
+
+def test_a_template_without_a_monitors_own_words_is_not_delivered_to_it() -> None:
+    """Guards against monitors that search every ordinary line because another one asks for it."""
+    host, uploads = MonitorRunner(lambda _f: None), Uploads(cast(Context, None))
+    losses = LineSeeker(cast(Context, None))
+    host.monitors = [uploads, losses]
+    host.output(b"Val_Loss: 3.1\nupload of 7 began\n" * 2000)
+    assert set(uploads.lines) == {b"upload of 7 began"}
+    assert set(losses.lines) == {b"Val_Loss: 3.1"}
+
+
+def test_a_monitor_that_fails_to_say_whether_it_reads_gets_its_lines() -> None:
+    """Guards against a defect in one monitor that keeps output from all of them."""
+    findings: list[Finding] = []
+    host, broken = MonitorRunner(findings.append), Broken(cast(Context, None))
+    everything = Everything(cast(Context, None))
+    host.monitors = [broken, everything]
+    host.output(b"upload of 7 began\n" * 2000)
+    assert len(broken.lines) == 2000
+    assert b"".join(everything.shown) == b"upload of 7 began\n" * 2000
+    assert [finding.event for finding in findings] == ["guard_degraded"]
 
 
 def _line_readers() -> tuple[LineReader, LineSeeker]:
