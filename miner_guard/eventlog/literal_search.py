@@ -1,13 +1,15 @@
 """Finds which of many literals a text contains. The time is linear in the text for any input.
 
 Hyperscan searches gigabytes per second. If it cannot run (no wheel for this machine, a processor
-without SSSE3), an index by four letters gives the same answers; it is slower, but linear too.
+without SSSE3), an index of the words' letters gives the same answers; it is slower, but linear too.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from threading import Lock
 from typing import Protocol
 
@@ -16,7 +18,12 @@ try:
 except ImportError:
     hyperscan = None  # type: ignore[assignment]
 
+_RUN = re.compile(rb"[A-Za-z_]+")
+_LETTERS = bytes(code if _RUN.fullmatch(bytes([code])) else ord(" ") for code in range(256))
+_MIN_RUN = 3
 _GRAM = 4
+_MAX_KNOWN = 8192
+_MAX_KNOWN_LENGTH = 64
 
 
 class LiteralSearch(Protocol):
@@ -66,28 +73,84 @@ class HyperscanSearch:
 
 
 class IndexSearch:
-    """Indexes each literal by its rarest four letters.
+    """Indexes each literal by its longest run of letters, and each run by its rarest four letters.
 
-    The four-letter substrings of the text select the few literals that the text can contain. A
-    literal shorter than four letters is searched for directly.
+    A text repeats its words, so the search remembers which literals each word may belong to, and
+    looks for runs only in new words. A literal without a run is searched for directly.
     """
 
     def __init__(self, literals: Iterable[bytes]) -> None:
-        words = set(literals)
-        usual = Counter(gram for word in words for gram in _grams(word))
-        self._short = [word for word in words if len(word) < _GRAM]
-        self._filed: dict[bytes, list[bytes]] = {}
-        for word in words:
-            if len(word) >= _GRAM:
-                self._filed.setdefault(min(_grams(word), key=usual.__getitem__), []).append(word)
+        self._direct: list[bytes] = []
+        self._by_run: dict[bytes, list[bytes]] = {}
+        for literal in set(literals):
+            run = max(_RUN.findall(literal), key=len, default=b"")
+            whole = len(run) >= _MIN_RUN
+            (self._by_run.setdefault(run, []) if whole else self._direct).append(literal)
+        usual = Counter(gram for run in self._by_run for gram in _grams(run))
+        self._short = frozenset(run for run in self._by_run if len(run) < _GRAM)
+        self._filed: dict[int, list[bytes]] = {}
+        for run in self._by_run:
+            if len(run) >= _GRAM:
+                self._filed.setdefault(min(_grams(run), key=usual.__getitem__), []).append(run)
+        self._keys = frozenset(self._filed)
+        self._known: dict[bytes, Sequence[bytes]] = {}
+        """Recent words with the literals whose run they contain."""
 
     def find(self, text: bytes) -> set[bytes]:
         """See LiteralSearch."""
-        found = {word for word in self._short if word in text}
-        for gram in self._filed.keys() & _grams(text):
-            found.update(word for word in self._filed[gram] if word in text)
-        return found
+        known, words = self._known, set(text.translate(_LETTERS).split())
+        new = self._learned(words.difference(known))
+        possible = {*self._direct}.union(
+            *new.values(), *(known[word] for word in words if word not in new)
+        )
+        return {literal for literal in possible if literal in text}
+
+    def _learned(self, words: set[bytes]) -> Mapping[bytes, Sequence[bytes]]:
+        """The literals whose run each of `words` contains."""
+        if not words:
+            return {}
+        learned: dict[bytes, Sequence[bytes]] = dict.fromkeys(words, ())
+        together = b" ".join(words)
+        for run in self._runs_in(together):
+            for word in set(_words_with(run, together)):
+                learned[word] = (*learned[word], *self._by_run[run])
+        if len(words) <= _MAX_KNOWN:
+            # Another thread may still use the old dictionary.
+            full = len(self._known) + len(words) > _MAX_KNOWN
+            known = {} if full else self._known
+            known.update((w, found) for w, found in learned.items() if len(w) <= _MAX_KNOWN_LENGTH)
+            self._known = known
+        return learned
+
+    def _runs_in(self, text: bytes) -> list[bytes]:
+        grams = {gram for part in _in_fours(text) for gram in self._keys.intersection(part)}
+        filed = (run for gram in grams for run in self._filed[gram])
+        brief = len(text) < len(self._short)
+        short = self._short.intersection(_threes(text)) if brief else self._short
+        return [run for run in chain(short, filed) if run in text]
 
 
-def _grams(text: bytes) -> set[bytes]:
-    return {text[at : at + _GRAM] for at in range(len(text) - _GRAM + 1)}
+def _threes(text: bytes) -> Iterator[bytes]:
+    return (text[at : at + _MIN_RUN] for at in range(len(text) - _MIN_RUN + 1))
+
+
+def _grams(text: bytes) -> Iterator[int]:
+    return chain.from_iterable(_in_fours(text))
+
+
+def _in_fours(text: bytes) -> Iterator[memoryview[int]]:
+    """The substrings of four bytes, as numbers: those at offsets 0, 4, 8, …, then those at 1, 5, …:
+    making a number of four bytes takes a third of the time of copying them."""
+    view = memoryview(text)
+    for start in range(min(_GRAM, len(text) - _GRAM + 1)):
+        yield view[start : start + (len(text) - start) // _GRAM * _GRAM].cast("I")
+
+
+def _words_with(run: bytes, text: bytes) -> Iterator[bytes]:
+    """The words of `text`, separated by blanks, that contain `run`."""
+    at = text.find(run)
+    while at >= 0:
+        end = text.find(b" ", at)
+        end = len(text) if end < 0 else end
+        yield text[text.rfind(b" ", 0, at) + 1 : end]
+        at = text.find(run, end)
