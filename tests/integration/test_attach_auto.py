@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.rank.introspection.diagnosis_codec import unpack
 from miner_guard.state_dir import StateDir
 from tests.support import requires
-from tests.support.launcher import launch
+from tests.support.launcher import preloaded
 
 SCRIPTS = Path(__file__).with_name("scripts")
 
@@ -48,41 +49,65 @@ class Run:
         return re.findall(r"loss ([\d.]+)", self.printed)
 
 
-def run(
-    folder: Path, script: str, *arguments: str, ranks: int = 0, mode: str | None = "auto"
-) -> Run:
-    """The script in `folder`; under a launcher where `ranks` is given."""
-    requires.module("torch")
+Runs = Callable[..., Run]
+
+
+@contextlib.contextmanager
+def supervised(folder: Path, mode: str | None) -> Iterator[tuple[StateDir, dict[str, str]]]:
+    """A state directory in `folder`, and the environment of a program under `--attach mode`."""
     state = StateDir(folder / "state")
     state.root.mkdir(parents=True)
-    command = [str(SCRIPTS / script), *arguments]
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    env = {name: value for name, value in os.environ.items() if name not in launched}
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
         # It never reads; that it is there keeps the hook from printing by itself.
         supervisor.bind(str(state.socket))
-        done = subprocess.run(
-            launch(ranks, *command) if ranks else [sys.executable, *command],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=150,
-            check=False,
-            env={
+        yield (
+            state,
+            {
                 **attach.environment(mode, {**env, "OMP_NUM_THREADS": "1"}),
                 "_MINER_GUARD_STATE_DIR": str(state.root),
             },
         )
+
+
+def finished(state: StateDir, done: subprocess.CompletedProcess[str]) -> Run:
     assert done.returncode == 0, done.stderr
     assert "GUARD DEGRADED" not in done.stderr
     return Run(state, done.stdout)
 
 
-def test_a_plain_script_is_followed_and_prints_the_same(tmp_path: Path) -> None:
-    attached = run(tmp_path / "attached", "plain.py")
+def start(folder: Path, script: str, *arguments: str) -> Run:
+    """A Python of its own that runs the script in `folder`."""
+    requires.module("torch")
+    command = [sys.executable, str(SCRIPTS / script), *arguments]
+    with supervised(folder, "auto") as (state, env):
+        done = subprocess.run(
+            command, cwd=folder, env=env, capture_output=True, text=True, timeout=150, check=False
+        )
+    return finished(state, done)
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Runs]:
+    """Runs a script in a fork of a process that has imported torch."""
+    requires.module("torch")
+
+    def forked(
+        folder: Path, script: str, *arguments: str, ranks: int = 0, mode: str | None = "auto"
+    ) -> Run:
+        """The script in `folder`; under a launcher where `ranks` is given."""
+        with supervised(folder, mode) as (state, env):
+            command = (str(SCRIPTS / script), *arguments)
+            done = python.run(*command, ranks=ranks, cwd=folder, env=env)
+        return finished(state, done)
+
+    with preloaded() as python:
+        yield forked
+
+
+def test_a_plain_script_is_followed_and_prints_the_same(run: Runs, tmp_path: Path) -> None:
+    attached = start(tmp_path / "attached", "plain.py")
     alone = run(tmp_path / "alone", "plain.py", mode=None)
     assert attached.printed == alone.printed
     assert not alone.state.flight.exists()
@@ -98,7 +123,7 @@ def test_a_plain_script_is_followed_and_prints_the_same(tmp_path: Path) -> None:
     assert attached.now().state == "ended", "the loop ended without an exception"
 
 
-def test_every_rank_of_a_launch_is_followed(tmp_path: Path) -> None:
+def test_every_rank_of_a_launch_is_followed(run: Runs, tmp_path: Path) -> None:
     attached = run(tmp_path / "run", "plain.py", ranks=2)
     for rank in (0, 1):
         assert len(attached.steps(rank)) == 6
@@ -111,16 +136,16 @@ def test_every_rank_of_a_launch_is_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_ranks_without_an_environment_are_distinguished(tmp_path: Path) -> None:
+def test_ranks_without_an_environment_are_distinguished(run: Runs, tmp_path: Path) -> None:
     """Guards against two processes of torch.multiprocessing.spawn that both pass for rank 0."""
-    attached = run(tmp_path / "run", "spawned.py")
+    attached = start(tmp_path / "run", "spawned.py")
     for rank in (0, 1):
         assert [s.inner_step for s in attached.steps(rank)] == [1, 2, 3, 4, 5, 6]
     assert [f"{s.loss:.4f}" for s in attached.steps()] == attached.losses()
     assert run(tmp_path / "alone", "spawned.py", mode=None).printed == attached.printed
 
 
-def test_a_sharded_model_is_followed_on_every_rank(tmp_path: Path) -> None:
+def test_a_sharded_model_is_followed_on_every_rank(run: Runs, tmp_path: Path) -> None:
     attached = run(tmp_path / "run", "with_fsdp.py", ranks=2)
     for rank in (0, 1):
         assert [s.inner_step for s in attached.steps(rank)] == [1, 2, 3, 4]
@@ -133,7 +158,9 @@ def test_a_sharded_model_is_followed_on_every_rank(tmp_path: Path) -> None:
     assert training["accumulation_steps"] == 3
 
 
-def test_a_compiled_step_is_followed_and_nothing_of_the_guard_is_compiled(tmp_path: Path) -> None:
+def test_a_compiled_step_is_followed_and_nothing_of_the_guard_is_compiled(
+    run: Runs, tmp_path: Path
+) -> None:
     """Clocks and counters in a graph would have it compiled at each step, until torch gives up the
     whole function."""
     attached = run(tmp_path / "attached", "compiled.py")
@@ -158,7 +185,7 @@ def test_a_compiled_step_is_followed_and_nothing_of_the_guard_is_compiled(tmp_pa
     ],
 )
 def test_the_loss_is_the_one_that_the_trainer_logs(
-    tmp_path: Path, script: str, summed: bool, modules: Sequence[str]
+    run: Runs, tmp_path: Path, script: str, summed: bool, modules: Sequence[str]
 ) -> None:
     """Guards against a loss times 65536 (GradScaler), of the discriminator alone (GAN), or a
     quarter of it."""
@@ -177,7 +204,7 @@ def test_the_loss_is_the_one_that_the_trainer_logs(
     )
 
 
-def test_hugging_faces_trainer_is_followed_by_its_callbacks(tmp_path: Path) -> None:
+def test_hugging_faces_trainer_is_followed_by_its_callbacks(run: Runs, tmp_path: Path) -> None:
     requires.module("transformers")
     requires.module("accelerate")
     attached = run(tmp_path / "attached", "with_transformers.py", "out")
@@ -197,7 +224,7 @@ def test_hugging_faces_trainer_is_followed_by_its_callbacks(tmp_path: Path) -> N
 
 
 def test_a_training_with_a_loss_per_item_that_a_callback_stops_early_has_finished(
-    tmp_path: Path,
+    run: Runs, tmp_path: Path
 ) -> None:
     """Guards against a miner that has converged and is restarted forever, and against 1.18 for
     4.636: the Trainer adds up what its model divided by the items of all micro-batches."""
@@ -214,7 +241,7 @@ def test_a_training_with_a_loss_per_item_that_a_callback_stops_early_has_finishe
     assert attached.now().state == "finished"
 
 
-def test_lightning_is_followed_by_its_callbacks(tmp_path: Path) -> None:
+def test_lightning_is_followed_by_its_callbacks(run: Runs, tmp_path: Path) -> None:
     requires.module("lightning")
     attached = run(tmp_path / "attached", "with_lightning.py")
     steps = attached.steps()
@@ -224,7 +251,9 @@ def test_lightning_is_followed_by_its_callbacks(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_checkpoint_of_lightning_is_reported_once_it_is_written(tmp_path: Path) -> None:
+def test_a_checkpoint_of_lightning_is_reported_once_it_is_written(
+    run: Runs, tmp_path: Path
+) -> None:
     """Guards against `LAST CHECKPOINT` without one, or with a file that is not there yet:
     Lightning's own callbacks run before the write."""
     requires.module("lightning")
@@ -238,12 +267,10 @@ def test_a_checkpoint_of_lightning_is_reported_once_it_is_written(tmp_path: Path
     )
 
 
-def test_a_python_that_does_not_train_leaves_no_record(tmp_path: Path) -> None:
-    state = StateDir(tmp_path)
-    env = {**attach.environment("auto", os.environ), "_MINER_GUARD_STATE_DIR": str(state.root)}
-    script = "import torch, sys; sys.exit('sitecustomize' not in sys.modules)"
-    subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=60)
-    assert not state.flight.exists()
+def test_a_python_that_does_not_train_leaves_no_record(run: Runs, tmp_path: Path) -> None:
+    script = tmp_path / "idle.py"
+    script.write_text("import torch, sys; sys.exit('sitecustomize' not in sys.modules)")
+    assert list(run(tmp_path / "run", str(script)).state.flight.iterdir()) == []
 
 
 def test_an_existing_sitecustomize_still_runs_and_children_of_a_rank_are_left_alone(

@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.rank.introspection.diagnosis_codec import unpack
 from miner_guard.state_dir import StateDir
 from tests.support import requires
-from tests.support.launcher import launch
+from tests.support.launcher import TRAINING, launch, preloaded
 
 IMITATION = Path(__file__).with_name("imitation")
 
@@ -52,49 +53,55 @@ class Run:
         return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
 
 
-def run(
-    folder: Path, *, ranks: int = 2, mode: str | None = "sn38", minimum: int = 0, **env: str
-) -> Run:
-    """The imitation in `folder`, under a launcher where `ranks` is more than one."""
-    requires.module("torch")
-    folder.mkdir(parents=True)
-    if env.pop("FAIL_UPLOADS", None):
-        (folder / "fail-uploads").touch()
-    state = StateDir(folder / "state")
-    script = str(IMITATION / "neurons" / "miner.py")
-    command = launch(ranks, script) if ranks > 1 else [sys.executable, script]
-    settings = {"gate": {"min_inner_step": minimum, "broadcast_timeout_s": 20.0}}
-    secret = {"R2_WRITE_SECRET_ACCESS_KEY": "secret-that-leaks"}
-    plain = {**os.environ, **secret, "PYTHONPATH": str(IMITATION), "OMP_NUM_THREADS": "1", **env}
-    state.root.mkdir()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
-        # It never reads; that it is there keeps the hook from printing by itself.
-        supervisor.bind(str(state.socket))
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=150,
-            check=False,
-            env={
-                **attach.environment(mode, plain),
-                "_MINER_GUARD_STATE_DIR": str(state.root),
-                "_MINER_GUARD_RANK_SETTINGS": json.dumps(settings),
-            },
-        )
-    assert "Traceback" not in done.stderr, done.stderr
-    return Run(folder, state, done.stdout, done.returncode)
+Runs = Callable[..., Run]
 
 
 @pytest.fixture(scope="module")
-def today(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run() -> Iterator[Runs]:
+    """Runs the imitation in forks of a process that has imported torch."""
+    requires.module("torch")
+
+    def forked(
+        folder: Path, *, ranks: int = 2, mode: str | None = "sn38", minimum: int = 0, **env: str
+    ) -> Run:
+        """The imitation in `folder`, under a launcher where `ranks` is more than one."""
+        folder.mkdir(parents=True)
+        if env.pop("FAIL_UPLOADS", None):
+            (folder / "fail-uploads").touch()
+        state = StateDir(folder / "state")
+        settings = {"gate": {"min_inner_step": minimum, "broadcast_timeout_s": 20.0}}
+        secret = {"R2_WRITE_SECRET_ACCESS_KEY": "secret-that-leaks"}
+        plain = {**os.environ, **secret, "PYTHONPATH": str(IMITATION), **env}
+        state.root.mkdir()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
+            # It never reads; that it is there keeps the hook from printing by itself.
+            supervisor.bind(str(state.socket))
+            done = python.run(
+                str(IMITATION / "neurons" / "miner.py"),
+                ranks=ranks if ranks > 1 else 0,
+                cwd=folder,
+                env={
+                    **attach.environment(mode, plain),
+                    "OMP_NUM_THREADS": "1",
+                    "_MINER_GUARD_STATE_DIR": str(state.root),
+                    "_MINER_GUARD_RANK_SETTINGS": json.dumps(settings),
+                },
+            )
+        assert "Traceback" not in done.stderr, done.stderr
+        return Run(folder, state, done.stdout, done.returncode)
+
+    with preloaded() as python:
+        yield forked
+
+
+@pytest.fixture(scope="module")
+def today(run: Runs, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The shape of today on two ranks, with a gate that lets everything through."""
     return run(tmp_path_factory.mktemp("today") / "run")
 
 
 def test_prints_and_publishes_the_same_with_and_without_the_guard(
-    today: Run, tmp_path: Path
+    today: Run, run: Runs, tmp_path: Path
 ) -> None:
     alone = run(tmp_path / "alone", mode=None)
     assert not alone.state.flight.exists()
@@ -158,13 +165,13 @@ def test_no_key_of_a_worker_command_line_is_kept(today: Run) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The same under torchrun and the whole guard, with a gate that blocks before inner step 4."""
+    """The same under the whole guard, with a gate that blocks before inner step 4. Under torchrun
+    as well in test_sn38_way."""
     requires.module("torch")
     folder = tmp_path_factory.mktemp("whole")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     guard = ["-m", "miner_guard", "run", "--no-preflight", "--no-restart", "--attach", "sn38"]
     state = ["--state-dir", str(folder / "state")]
-    miner = [sys.executable, *torchrun, str(IMITATION / "neurons" / "miner.py")]
+    miner = launch(2, str(IMITATION / "neurons" / "miner.py"), imports=TRAINING)
     done = subprocess.run(
         [sys.executable, *guard, *state, "--", *miner],
         cwd=folder,
@@ -220,7 +227,7 @@ def test_early_uploads_are_skipped_on_all_ranks_and_the_archive_goes_out(whole: 
 
 
 @pytest.mark.parametrize("shape", ["2025-05", "2025-02"])
-def test_older_shapes_are_followed_too(tmp_path: Path, shape: str) -> None:
+def test_older_shapes_are_followed_too(run: Runs, tmp_path: Path, shape: str) -> None:
     old = run(tmp_path / "run", ranks=1, minimum=4, SHAPE=shape)
     assert old.code == 0
     assert len(old.steps()) == 7
@@ -235,7 +242,9 @@ def test_older_shapes_are_followed_too(tmp_path: Path, shape: str) -> None:
     assert {event for event, _ in old.findings()} == {"secret_exposed"}
 
 
-def test_an_unknown_signature_is_named_and_the_miner_runs_on_untouched(tmp_path: Path) -> None:
+def test_an_unknown_signature_is_named_and_the_miner_runs_on_untouched(
+    run: Runs, tmp_path: Path
+) -> None:
     unknown = run(tmp_path / "run", ranks=1, minimum=4, SHAPE="unknown")
     assert unknown.code == 0
     assert len(unknown.published()) == 5
@@ -248,7 +257,7 @@ def test_an_unknown_signature_is_named_and_the_miner_runs_on_untouched(tmp_path:
 
 
 @pytest.fixture(scope="module")
-def failing(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def failing(run: Runs, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A miner whose upload workers fail, and then its training loop."""
     folder = tmp_path_factory.mktemp("failing") / "run"
     return run(folder, ranks=1, FAIL_UPLOADS="1", FAIL_AT="3")

@@ -1,8 +1,9 @@
-"""Starts ranks with torchrun's variables: `launcher.py RANKS SCRIPT ARGUMENT…`, or `-m MODULE`.
+"""Starts ranks with torchrun's variables: `launcher.py RANKS IMPORTS SCRIPT ARGUMENT…`, or with
+`-m MODULE` in place of a script.
 
 The ranks are forks of one process that has imported torch: the import, seconds of CPU, is paid once
 instead of once for each rank and once for torchrun. For the tests of what ranks do; the tests of
-what a launcher does start torchrun.
+what a launcher does start torchrun. `Preloaded` keeps such a process for many runs.
 """
 
 from __future__ import annotations
@@ -10,32 +11,78 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import json
 import os
 import runpy
 import signal
 import socket
+import subprocess
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from miner_guard import attach
 
+TRAINING = ("torch._dynamo", "torch.distributed.checkpoint.state_dict")
+"""What every training imports by its first step: with torch, two to four seconds of CPU."""
 
-def launch(ranks: int, *script: str) -> list[str]:
-    """The command that starts `ranks` ranks of a script, or of `-m MODULE`, with its arguments."""
-    return [sys.executable, "-u", __file__, str(ranks), *script]
+MAX_RUN_S = 150
+"""A run of `Preloaded` that takes longer is killed."""
 
 
-def main(ranks: int, *script: str) -> int:
+def launch(ranks: int, *script: str, imports: Sequence[str] = ("torch",)) -> list[str]:
+    """The command that starts `ranks` ranks of a script, or of `-m MODULE`, with its arguments, and
+    has the ranks share what all of them import."""
+    return [sys.executable, "-u", __file__, str(ranks), ",".join(imports), *script]
+
+
+class Preloaded:
+    """A process that has imported torch and more; each run is a fork of it."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._asks, self._answers = process.stdin, process.stdout
+
+    def run(
+        self, *script: str, ranks: int, cwd: Path, env: Mapping[str, str]
+    ) -> subprocess.CompletedProcess[str]:
+        """The script, with what it printed, once it has ended; without a launcher where `ranks` is
+        0. Attaches as a Python does that is started with this environment."""
+        output = [cwd / "printed.stdout", cwd / "printed.stderr"]
+        request = {"ranks": ranks, "script": script, "cwd": str(cwd), "env": dict(env)}
+        print(
+            json.dumps({**request, "output": list(map(str, output))}), file=self._asks, flush=True
+        )
+        code = int(self._answers.readline())
+        printed, errors = (path.read_text() for path in output)
+        return subprocess.CompletedProcess(script, code, printed, errors)
+
+
+@contextlib.contextmanager
+def preloaded(*modules: str) -> Iterator[Preloaded]:
+    """A process that has imported torch and `modules`."""
+    command = [sys.executable, "-u", __file__, "serve", *modules]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        yield Preloaded(process)
+        process.communicate()
+
+
+def main(ranks: int, imports: str, *script: str) -> int:
     """The exit code of the first rank that fails, after the others have ended; else 0."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
     os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-    sys.path[0] = os.getcwd() if script[0] == "-m" else str(Path(script[0]).parent)
-    # In this mode the import attaches to the process, which then is a rank itself.
-    if os.environ.get(attach.ATTACH) != "auto":
-        _preload(script)
+    _preload(*imports.split(","))
+    if script[0] == "-m":
+        sys.path[0] = os.getcwd()
+        _preload(script[1])
+        # As __main__ it runs again.
+        del sys.modules[script[1]]
     running: set[int] = set()
     for rank in range(ranks):
         pid = os.fork()
@@ -63,27 +110,72 @@ def main(ranks: int, *script: str) -> int:
     return code
 
 
-def _preload(script: tuple[str, ...]) -> None:
-    # Garbage collection costs an import of this size a sixth of its CPU and frees nothing.
-    gc.disable()
-    import torch.distributed  # noqa: F401
+def serve(*modules: str) -> int:
+    """Runs in forks what the lines of stdin ask for, one after the other."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    _preload(*TRAINING, *modules)
+    signal.signal(signal.SIGALRM, lambda *_: os.killpg(pid, signal.SIGKILL))
+    for line in sys.stdin:
+        if (pid := os.fork()) == 0:
+            return _answer(json.loads(line))
+        signal.alarm(MAX_RUN_S)
+        _, status = os.waitpid(pid, 0)
+        signal.alarm(0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+    return 0
 
-    if script[0] == "-m":
-        importlib.import_module(script[1])
-        # As __main__ it runs again.
-        del sys.modules[script[1]]
+
+def _answer(request: Mapping[str, Any]) -> int:
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    for number, path in enumerate((os.devnull, *request["output"])):
+        opened = os.open(path, os.O_RDWR | os.O_CREAT)
+        os.dup2(opened, number)
+        os.close(opened)
+    # As Python does at its start; only what attaches needs it here.
+    sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(":"))
+    if attach.ATTACH in os.environ:
+        importlib.import_module("sitecustomize")
+    if request["ranks"]:
+        return main(request["ranks"], "torch", *request["script"])
+    _run(request["script"])
+    return 0
+
+
+def _preload(*modules: str) -> None:
+    # Garbage collection costs imports of this size a fifth of their CPU and frees nothing.
+    gc.disable()
+    for module in modules:
+        importlib.import_module(module)
     gc.freeze()
     gc.enable()
 
 
-def _run(script: tuple[str, ...]) -> None:
+def _run(script: Sequence[str]) -> None:
+    _attach_to_imported()
     if script[0] == "-m":
+        sys.path[0] = os.getcwd()
         sys.argv = list(script[1:])
         runpy.run_module(script[1], run_name="__main__", alter_sys=True)
     else:
+        sys.path[0] = str(Path(script[0]).parent)
         sys.argv = list(script)
         runpy.run_path(script[0], run_name="__main__")
 
 
+def _attach_to_imported() -> None:
+    """Tell an attached guard of the imports that happened before the fork."""
+    for finder in sys.meta_path:
+        if type(finder).__name__ == "Watch":
+            for name in sorted(finder.names & sys.modules.keys()):
+                finder.names.discard(name)
+                finder.imported(name, sys.modules[name])
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        sys.exit(serve(*sys.argv[2:]))
     sys.exit(main(int(sys.argv[1]), *sys.argv[2:]))
