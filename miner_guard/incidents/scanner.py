@@ -127,7 +127,9 @@ class Scanner:
         known = block if isinstance(block, LineChunk) else LineChunk(block)
         shapes, hot = known.templates, self._sieve.matching(known)
         hits = {index for index, text in enumerate(shapes) if text in hot} if hot else set()
-        frames = {run.first: run for run in self._tracebacks.runs(block)}
+        # Each line that begins a frame is hot: `file "` is one of the words.
+        runs = self._tracebacks.runs(block) if hot or self._tracebacks.quoting else ()
+        frames = {run.first: run for run in runs}
         for run in frames.values():
             hits.difference_update(range(run.first, run.end))
         indices = hits | self._tails(shapes, hits) | frames.keys()

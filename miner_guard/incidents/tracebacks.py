@@ -164,6 +164,11 @@ class Tracebacks:
         quoted = line.text.startswith("    ") and not line.text[4:5].isspace()
         return positions or bool(within and quoted)
 
+    @property
+    def quoting(self) -> bool:
+        """Whether the next block may begin with the source that a frame quotes."""
+        return self._quoting is not None
+
     def runs(self, block: bytes) -> Iterator[Frames]:
         """The frames in a block of lines, taken whole: most lines of a log full of errors are in
         one. A block may begin with the source that the last frame of the block before quotes."""
