@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 
 from miner_guard.supervisor.loop import Loop
 from miner_guard.supervisor.output import relay as relay_module
+from miner_guard.supervisor.output import writer as writer_module
 from miner_guard.supervisor.output.relay import Relay
 from miner_guard.supervisor.output.writer import OutputWriter
 from miner_guard.system import free_memory
@@ -178,6 +180,52 @@ def test_a_miner_that_prints_faster_than_the_monitors_read_waits_for_them(
         assert time.monotonic() < deadline, (sent, at.relay.relayed_bytes, sum(map(len, shown)))
     assert most <= 3 * 1024 * 1024
     assert b"".join(shown)[: len(OUTPUT)] == OUTPUT
+
+
+def _flood(at: Stage, megabytes: int) -> None:
+    """Print as fast as the relay reads, so that it never sees an empty pipe."""
+    os.set_blocking(at.miner, False)
+    sent, deadline = 0, time.monotonic() + 60
+    while sent < megabytes * 1024 * 1024:
+        with contextlib.suppress(BlockingIOError):
+            sent += os.write(at.miner, OUTPUT)
+        at.turn()
+        # The writing thread may be slow on a loaded machine; then the relay waits for it.
+        at.relay.tick()
+        assert time.monotonic() < deadline
+
+
+def test_monitors_that_keep_up_with_a_flood_are_shown_it_while_it_arrives(
+    stage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a flood that is compressed, at more cost than the monitors' reading of it."""
+    monkeypatch.setattr(zlib, "compress", lambda *_given: pytest.fail("compressed"))
+    shown: list[int] = []
+    at = stage(lambda data: shown.append(len(data)))
+    _flood(at, 20)
+    assert sum(shown) >= 15 * 1024 * 1024
+    assert at.errors == []
+
+
+def test_monitors_that_do_not_keep_up_hold_a_burst_up_for_a_limited_time(
+    stage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a miner that waits for monitors which have time until the burst is over."""
+    monkeypatch.setattr(writer_module, "HIGH_WATER", 64 * 1024 * 1024)
+    spent = 0.0
+
+    def slow(_data: bytes) -> None:
+        nonlocal spent
+        before = time.thread_time()
+        while time.thread_time() - before < 0.002:
+            pass
+        spent += 0.002
+
+    at = stage(slow)
+    _flood(at, 20)
+    assert at.relay.unseen >= 10 * 1024 * 1024
+    # Each delivery may exceed its time by one chunk.
+    assert spent <= 20 * 1024 * 1024 * 3e-9 + 0.002 * 40
 
 
 def test_the_memory_of_a_burst_is_given_back_once_the_reader_has_it_all(

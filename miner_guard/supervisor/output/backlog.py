@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 
-_PLAIN = 4 * 1024 * 1024
+PLAIN = 4 * 1024 * 1024
 """Bytes kept as they are; ordinary output never exceeds them."""
 
 _WORTH = 4
@@ -30,7 +30,7 @@ class Backlog:
 
     def put(self, data: bytes) -> None:
         """Append a chunk."""
-        kept = self._packed(data) if self.held > _PLAIN else data
+        kept = self._packed(data) if self.held > PLAIN else data
         self._chunks.append((len(data), kept))
         self.size += len(data)
         self.held += len(kept)

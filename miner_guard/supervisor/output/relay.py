@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from miner_guard.supervisor.loop import Loop
-from miner_guard.supervisor.output.backlog import Backlog
+from miner_guard.supervisor.output.backlog import PLAIN, Backlog
 from miner_guard.supervisor.output.writer import OutputWriter, same_target
 from miner_guard.system import free_memory
 
@@ -39,6 +39,10 @@ _SLICE_S = 0.05
 """Bytes and time per delivery to the monitors. A delivery takes less time than a pipe needs to
 fill, so that the miner does not wait for it."""
 
+_COMPRESSION_S = 3e-9
+"""About the time per byte that compressing a burst and expanding it take. The monitors get as much
+while a burst arrives: they read ordinary lines faster than that, so that nothing has to be kept."""
+
 LAST_WORDS = 256 * 1024
 LAST_WORDS_S = 2.0
 """How much of the end of a launch's output the monitors see even if they have fallen behind
@@ -63,8 +67,8 @@ class Relay:
         self._burst = False
         """Whether the backlog exceeded `_BURST` and its memory has not been returned yet."""
 
-        self._fresh = False
-        """Whether new output has arrived since the last delivery to the monitors."""
+        self._fresh = 0
+        """Bytes that have arrived since the last delivery to the monitors."""
 
         self.relayed_bytes = 0
 
@@ -184,7 +188,7 @@ class Relay:
         if not self.unseen:
             self._loop.after(0.0, self._show)
         self._unseen.put(data)
-        self._fresh = True
+        self._fresh += len(data)
 
     def _show(self) -> None:
         """Show the monitors some of the relayed output. Reading takes priority, unless the monitors
@@ -192,17 +196,23 @@ class Relay:
         try:
             if not self._fresh or self._behind:
                 self._show_up_to(_SLICE)
+            elif self._unseen.size > PLAIN // 2:
+                self._show_up_to(
+                    self._unseen.size - PLAIN // 2, self._fresh * _COMPRESSION_S, time.thread_time
+                )
         finally:
             # Schedule the next delivery even after a failure, or the miner would block forever.
-            self._fresh = False
+            self._fresh = 0
             self._burst = self._burst or self.unseen > _BURST
             if self.unseen:
                 self._loop.after(0.0, self._show)
             self._resume()
 
-    def _show_up_to(self, size: int, seconds: float = _SLICE_S) -> None:
-        over = time.monotonic() + seconds
-        while self.unseen and size > 0 and time.monotonic() < over:
+    def _show_up_to(
+        self, size: int, seconds: float = _SLICE_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        over = clock() + seconds
+        while self.unseen and size > 0 and clock() < over:
             data = self._unseen.take()
             size -= len(data)
             self._on_chunk(data)
