@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := constraints.txt
-HOT := setup.py $(wildcard miner_guard/flight_recorder/_hot*.[ch])
+HOT := setup.py $(wildcard miner_guard/*/_*.[ch])
 DEMO_STATE := $(CURDIR)/.demo/state
 # Most tests wait for processes that they watch: with four workers, two cores are idle a third of the time. Files run in the
 # order of SUITE: by default those with the fewest tests come last, which are the longest tests, and workers wait at the end.

@@ -1,18 +1,26 @@
-"""The compiled hot path of the hook; without a compiler the package is built and works without
-it. No debug information (-g0): it would hold the path of the build, and no two builds be alike."""
+"""The compiled hot paths: of the hook, and of the search in a miner's output. Without a compiler
+the package is built and works without them. No debug information (-g0): it would hold the path of
+the build, and no two builds be alike."""
 
 from setuptools import Extension, setup
 
-FOLDER = "miner_guard/flight_recorder"
+HOOK = "miner_guard/flight_recorder"
+FLAGS = ["-O2", "-g0", "-std=c11", "-Wall", "-Wextra"]
 
 setup(
     ext_modules=[
         Extension(
             "miner_guard.flight_recorder._hot",
-            [f"{FOLDER}/_hot.c", f"{FOLDER}/_hot_loop.c"],
-            depends=[f"{FOLDER}/_hot.h"],
-            extra_compile_args=["-O2", "-g0", "-std=c11", "-Wall", "-Wextra"],
+            [f"{HOOK}/_hot.c", f"{HOOK}/_hot_loop.c"],
+            depends=[f"{HOOK}/_hot.h"],
+            extra_compile_args=FLAGS,
             optional=True,
-        )
+        ),
+        Extension(
+            "miner_guard.eventlog._lines",
+            ["miner_guard/eventlog/_lines.c"],
+            extra_compile_args=FLAGS,
+            optional=True,
+        ),
     ]
 )

@@ -11,6 +11,7 @@ from typing import Any
 from miner_guard.config.loading import read_toml
 from miner_guard.config.optional_deps import EXTRAS, install, not_installed
 from miner_guard.diagnosis.check import Check, Snapshot
+from miner_guard.eventlog import line_templates
 from miner_guard.eventlog.redact import Redactor
 
 
@@ -24,6 +25,7 @@ def checks(s: Snapshot) -> Iterator[Check]:
     """Checks of variables, packages and the command line."""
     yield from _leftovers(s.env)
     yield from _packages(s)
+    yield _output()
     yield from _extras(s)
     yield from _command(s)
     yield from _upstream(s)
@@ -51,6 +53,17 @@ def _hook(packages: Mapping[str, Any]) -> Iterator[Check]:
             "the hook runs in Python: about 5 us per step (it is compiled if a C compiler is "
             "present when miner-guard is installed)",
         )
+
+
+def _output() -> Check:
+    """Report which build splits the miner's output into lines. Both find the same lines."""
+    seen = (
+        "the reader of the miner's output is compiled"
+        if line_templates.COMPILED
+        else "the reader of the miner's output runs in Python: half as fast (it is compiled if a C "
+        "compiler is present when miner-guard is installed)"
+    )
+    return Check("env.output", "ok", seen)
 
 
 def _packages(s: Snapshot) -> Iterator[Check]:

@@ -14,6 +14,12 @@ from itertools import islice
 
 from miner_guard.eventlog.literal_search import literal_search
 
+try:
+    from miner_guard.eventlog import _lines
+except ImportError:
+    # Built without a compiler.
+    _lines = None  # type: ignore[assignment]
+
 _LOWER = bytes(range(256)).lower()
 _NUMBERS = b"0123456789+-."
 _MAX_TEMPLATES = 4096
@@ -44,19 +50,34 @@ def template(text: bytes) -> bytes:
     return text.translate(_LOWER, _NUMBERS)
 
 
+def split_in_python(text: bytes) -> tuple[list[bytes], frozenset[bytes]]:
+    """The lines of `text`, and the distinct ones among them."""
+    lines = text.split(b"\n")
+    return lines, frozenset(lines)
+
+
+COMPILED = _lines is not None
+split = _lines.split if COMPILED else split_in_python
+"""The compiled path makes one object of equal lines, in a third of the time."""
+
+
 class LineChunk(bytes):
     """Output in whole lines. It computes its templates once, for all readers."""
 
     @cached_property
+    def _split(self) -> tuple[list[bytes], frozenset[bytes]]:
+        return split(template(without_encoded_lines(self)))
+
+    @property
     def templates(self) -> list[bytes]:
         """The template of each line, and of what follows the last newline; empty for a line of
         base64."""
-        return template(without_encoded_lines(self)).split(b"\n")
+        return self._split[0]
 
-    @cached_property
+    @property
     def distinct(self) -> frozenset[bytes]:
         """The distinct templates."""
-        return frozenset(self.templates)
+        return self._split[1]
 
     def forget(self) -> None:
         """Free the templates, so that a reader that keeps the text does not keep them in memory."""

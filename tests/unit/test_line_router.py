@@ -4,12 +4,14 @@ it."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from miner_guard.eventlog import line_templates
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.line_templates import template
 from miner_guard.monitors.base import Context, Exit, Monitor
@@ -43,6 +45,18 @@ class LineReader(Monitor):
 
 class LineSeeker(LineReader):
     words = frozenset({b"val_loss"})
+
+
+@pytest.fixture(autouse=True, scope="module", params=["compiled", "in Python"])
+def _split(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test runs with both ways to split lines."""
+    compiled = request.param == "compiled"
+    if compiled and not line_templates.COMPILED:
+        pytest.skip("built without a compiler")
+    with pytest.MonkeyPatch.context() as patch:
+        if not compiled:
+            patch.setattr(line_templates, "split", line_templates.split_in_python)
+        yield
 
 
 def _host() -> tuple[MonitorRunner, Everything, Seeker]:
