@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+from dataclasses import asdict
 from typing import Annotated, Any, Optional
 
 import typer
@@ -22,7 +24,7 @@ from miner_guard.cli.options import (
     open_context,
 )
 from miner_guard.costs import PRESETS, Budget, estimate, table
-from miner_guard.costs.known import KNOWN, KnownOperation, known
+from miner_guard.costs.known import KnownOperation, known, operations
 from miner_guard.eventlog.status_document import read_status
 from miner_guard.exits import FAILED, NOT_RUNNING, USAGE, Refused
 
@@ -119,7 +121,7 @@ def _estimate(
         raise Refused(str(error), USAGE) from error
     return {
         "operation": operation,
-        **cost.as_dict(),
+        **asdict(cost),
         "steps": steps,
         "every_steps": every,
         "seconds": seconds,
@@ -143,25 +145,18 @@ def _is_tracked(place: CommandContext, operation: str) -> bool:
 
 
 def _known_document() -> list[dict[str, Any]]:
+    names = ("advice", "why", "call_s", "every_steps", "every_s")
     return [
-        {
-            "operation": row.name,
-            "advice": row.advice,
-            "why": row.why,
-            "call_s": None if row.call_s is None else list(row.call_s),
-            "every_steps": row.every_steps,
-            "every_s": row.every_s,
-        }
-        for row in KNOWN
+        {"operation": row.name, **{name: getattr(row, name) for name in names}}
+        for row in operations()
     ]
 
 
 def _known_words() -> str:
     """Source 000's decision framework, with its table of usual costs."""
     lines: list[str] = []
-    for advice in dict.fromkeys(row.advice for row in KNOWN):
-        lines.append(advice)
-        lines += [f"  {row.name}: {_usual(row)}{row.why}" for row in KNOWN if row.advice == advice]
+    for advice, rows in itertools.groupby(operations(), lambda row: row.advice):
+        lines += [advice, *(f"  {row.name}: {_usual(row)}{row.why}" for row in rows)]
     return "\n".join(lines)
 
 
@@ -199,8 +194,7 @@ def _words(answer: dict[str, Any]) -> str:
     }[answer["budget_status"]]
     lines = [
         f"{answer['operation']}: {answer['calls']:g} calls of {answer['seconds']:g}s = "
-        f"{answer['cost_s']:.0f}s"
-        f" in {answer['training_s']:.0f}s of training",
+        f"{answer['cost_s']:.0f}s in {answer['training_s']:.0f}s of training",
         f"overhead {answer['overhead_pct']:.1f}% (budget {answer['budget_pct']:g}%): {verdict}",
     ]
     if answer["budget_status"] != "ok":

@@ -3,12 +3,13 @@ it."""
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-SAFE = "ALWAYS SAFE"
-CAUTIOUS = "USE CAUTIOUSLY"
-NEVER = "NEVER IN PRODUCTION"
+from miner_guard.config.loading import read_toml
 
 
 @dataclass(frozen=True)
@@ -17,70 +18,22 @@ class KnownOperation:
 
     name: str
     advice: str
-    """When to enable it: `SAFE`, `CAUTIOUS` or `NEVER`."""
+    """When to enable it, in source 000's words: `ALWAYS SAFE`, for example."""
 
     why: str
-    call_s: tuple[float, float] | None = None
+    call_s: Sequence[float] | None = None
     """Usual range of seconds per call; None if source 000 gives none."""
 
     every_steps: int | None = None
     every_s: float | None = None
-    aliases: tuple[str, ...] = ()
+    aliases: Sequence[str] = ()
 
 
-KNOWN = (
-    KnownOperation(
-        "live inference",
-        SAFE,
-        "a few examples show what the model learns",
-        call_s=(1.0, 5.0),
-        every_steps=200,
-        aliases=("inference", "eval steps"),
-    ),
-    KnownOperation(
-        "status updates",
-        SAFE,
-        "progress tracking",
-        call_s=(0.0, 0.01),
-        every_s=5.0,
-        aliases=("status update", "status"),
-    ),
-    KnownOperation(
-        "checkpoints", SAFE, "saving the model", every_steps=100, aliases=("checkpoint", "save")
-    ),
-    KnownOperation(
-        "validation loss",
-        CAUTIOUS,
-        "use fewer than 100 examples, or run it less often",
-        call_s=(30.0, 120.0),
-        every_steps=200,
-        aliases=("validation", "val loss"),
-    ),
-    KnownOperation(
-        "detail collector",
-        CAUTIOUS,
-        "only to debug a specific problem",
-        call_s=(0.1, 0.5),
-        every_steps=50,
-        aliases=("details",),
-    ),
-    KnownOperation("training data browser", CAUTIOUS, "only while somebody watches"),
-    KnownOperation(
-        "evolution snapshot",
-        NEVER,
-        "far too expensive, only for research",
-        call_s=(60.0, 300.0),
-        every_steps=500,
-        aliases=("evolution", "evolution tracking", "evolution tracker"),
-    ),
-    KnownOperation("per step inference", NEVER, "blocks training completely", every_steps=1),
-    KnownOperation(
-        "large validation sets",
-        NEVER,
-        "use 100 examples at most",
-        aliases=("large validation set", "full validation"),
-    ),
-)
+@functools.cache
+def operations() -> tuple[KnownOperation, ...]:
+    """All known operations: the rows of known.toml."""
+    rows = read_toml(Path(__file__).with_name("known.toml"))["operation"]
+    return tuple(KnownOperation(**row) for row in rows)
 
 
 def known(operation: str) -> KnownOperation | None:
@@ -88,4 +41,4 @@ def known(operation: str) -> KnownOperation | None:
     `EvolutionSnapshot`; None if there is no match."""
     spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", operation)
     plain = re.sub(r"[^a-z0-9]+", " ", spaced.lower()).strip()
-    return next((row for row in KNOWN if plain == row.name or plain in row.aliases), None)
+    return next((row for row in operations() if plain == row.name or plain in row.aliases), None)
