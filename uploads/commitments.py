@@ -3,6 +3,7 @@ utils/chain.py)."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 from miner_guard.config import RepoSettings
@@ -33,18 +34,15 @@ def keys_of(commitment: str, form: Sequence[int]) -> dict[str, str] | None:
     """Split a commitment into keys of the lengths in `form`; None if it does not match."""
     if len(commitment) != sum(form) or len(form) != len(NAMES):
         return None
-    found, start = {}, 0
-    for name, length in zip(NAMES, form, strict=True):
-        found[name] = commitment[start : start + length]
-        start += length
-    return found
+    return dict(zip(NAMES, _fields(commitment, form), strict=True))
 
 
 def placeholder(commitment: str, form: Sequence[int]) -> bool:
     """Whether a field of the commitment is all x: validators start with that and treat it as
     unset."""
-    parts, start = [], 0
-    for length in form:
-        parts.append(commitment[start : start + length])
-        start += length
-    return any(part and set(part) == {"x"} for part in parts)
+    return any(set(field) == {"x"} for field in _fields(commitment, form))
+
+
+def _fields(commitment: str, form: Sequence[int]) -> list[str]:
+    ends = itertools.accumulate(form)
+    return [commitment[end - length : end] for length, end in zip(form, ends, strict=True)]

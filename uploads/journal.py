@@ -9,6 +9,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ class Journal:
 
     def committing(self, tickets: list[StagedObject]) -> None:
         """Record that everything is staged. Synced before the first object becomes visible."""
-        self._set(phase=COMMITTING, tickets=[t.as_dict() for t in tickets])
+        self._set(phase=COMMITTING, tickets=[asdict(t) for t in tickets])
 
     def end(self) -> None:
         """Record that nothing is left to finish or undo."""

@@ -33,6 +33,13 @@ _FORGET_EVERY = 4096
 _OWN_COLUMNS = ("verdicts", "record")
 """Columns of a decision; `document` holds its other fields."""
 
+_DECISION_COLUMNS = ("outer_step", "inner_step", "kind", "allowed", "shadow", "reason")
+_UPLOAD_COLUMNS = (
+    *("decision_id", "tag", "outer_step", "inner_step", "kind", "bytes", "seconds"),
+    *("attempts", "checksum", "error", "verified"),
+)
+_AGE_COLUMNS = ("outer_step", "inner_step", "size_bytes", "checksum", "reason")
+
 _DAMAGED = (
     "malformed",
     "not a database",
@@ -104,86 +111,45 @@ class Ledger:
         rest = {name: value for name, value in document.items() if name not in _OWN_COLUMNS}
         wall = document.get("decided_at") or 0.0
         if inputs is not None and record.get("inputs"):
-            self.write(
-                "INSERT OR IGNORE INTO inputs (id, wall, document) VALUES (?,?,?)",
-                (record["inputs"], wall, json.dumps(inputs)),
-            )
-        self.write(
-            "INSERT OR IGNORE INTO decisions (id, wall, outer_step, inner_step, kind, allowed, "
-            "shadow, reason,"
-            " verdicts, record, document) VALUES (?,?,?,?,?,?,?,?,?,?,?)",
-            (
-                document.get("decision_id"),
-                wall,
-                document.get("outer_step"),
-                document.get("inner_step"),
-                document.get("kind"),
-                document.get("allowed"),
-                document.get("shadow"),
-                document.get("reason"),
-                json.dumps(document.get("verdicts") or []),
-                json.dumps(record),
-                json.dumps(rest),
-            ),
+            self._insert("inputs", id=record["inputs"], wall=wall, document=json.dumps(inputs))
+        self._insert(
+            "decisions",
+            id=document.get("decision_id"),
+            wall=wall,
+            **{name: document.get(name) for name in _DECISION_COLUMNS},
+            verdicts=json.dumps(document.get("verdicts") or []),
+            record=json.dumps(record),
+            document=json.dumps(rest),
         )
 
     def upload(self, wall: float, outcome: str, **fields: Any) -> None:
         """Store an upload's outcome: `reported`, `verified`, `superseded`, `refuted` or
         `failed`."""
-        names = (
-            "decision_id",
-            "tag",
-            "outer_step",
-            "inner_step",
-            "kind",
-            "bytes",
-            "seconds",
-            "attempts",
-            "checksum",
-            "error",
-            "verified",
-        )
-        columns = ", ".join(names)
-        marks = ",".join("?" * (len(names) + 2))
-        self.write(
-            f"INSERT INTO uploads (wall, outcome, {columns}) VALUES ({marks})",
-            (wall, outcome, *(fields.get(name) for name in names)),
-        )
+        known = {name: fields.get(name) for name in _UPLOAD_COLUMNS}
+        self._insert("uploads", wall=wall, outcome=outcome, **known)
 
-    def repo_age(
-        self,
-        wall: float,
-        age_s: float | None,
-        *,
-        outer_step: int | None = None,
-        inner_step: int | None = None,
-        size_bytes: int | None = None,
-        checksum: str | None = None,
-        reason: str | None = None,
-    ) -> None:
+    def repo_age(self, wall: float, age_s: float | None, **fields: Any) -> None:
         """Store one reading of the repo's age; a null age comes with its reason."""
-        self.write(
-            "INSERT INTO repo_age (wall, age_s, outer_step, inner_step, size_bytes, checksum, "
-            "reason)"
-            " VALUES (?,?,?,?,?,?,?)",
-            (wall, age_s, outer_step, inner_step, size_bytes, checksum, reason),
-        )
+        known = {name: fields.get(name) for name in _AGE_COLUMNS}
+        self._insert("repo_age", wall=wall, age_s=age_s, **known)
 
     def incident(
         self, wall: float, label: str, *, cause: str, fix: str, excerpt: str, rank: int | None
     ) -> None:
         """Store an incident."""
-        self.write(
-            "INSERT INTO incidents (wall, label, cause, fix, excerpt, rank) VALUES (?,?,?,?,?,?)",
-            (wall, label, cause, fix, excerpt, rank),
+        self._insert(
+            "incidents", wall=wall, label=label, cause=cause, fix=fix, excerpt=excerpt, rank=rank
         )
 
     def restart(self, wall: float, cause: str, attempt: int | None, wait_s: float | None) -> None:
         """Store a restart of the miner."""
-        self.write(
-            "INSERT INTO restarts (wall, cause, attempt, wait_s) VALUES (?,?,?,?)",
-            (wall, cause, attempt, wait_s),
-        )
+        self._insert("restarts", wall=wall, cause=cause, attempt=attempt, wait_s=wait_s)
+
+    def _insert(self, table: str, **columns: Any) -> None:
+        """Queue one row. A row whose `id` is stored already is ignored."""
+        names, marks = ", ".join(columns), ",".join("?" * len(columns))
+        verb = "INSERT OR IGNORE" if "id" in columns else "INSERT"
+        self.write(f"{verb} INTO {table} ({names}) VALUES ({marks})", tuple(columns.values()))
 
     def rows(self, table: str, *, since: float = 0.0, limit: int = 1000) -> list[dict[str, Any]]:
         """The newest `limit` rows of a table since wall time `since`, oldest first. Empty if

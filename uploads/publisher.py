@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -304,8 +304,7 @@ class Publisher:
         if not isinstance(document, dict):
             return own
         described = {
-            t.key.rpartition("/")[2]: FileRecord(t.size_bytes, t.checksum).to_json()
-            for t in tickets
+            t.key.rpartition("/")[2]: asdict(FileRecord(t.size_bytes, t.checksum)) for t in tickets
         }
         path = self._journal.path.with_suffix(f".{METADATA}")
         path.write_text(json.dumps({**document, FILES: described}))

@@ -157,6 +157,13 @@ def note_of(verdicts: Sequence[Mapping[str, Any]]) -> str | None:
     return "; ".join(str(v["note"]) for v in verdicts if v.get("note")) or None
 
 
+_DECIDED = (
+    *("reason", "outer_step", "inner_step", "kind", "verdicts", "decision_id"),
+    *("due", "stale", "shadow", "retry_after_steps", "retry_after_s"),
+)
+"""Fields of a decision that its event has, in order."""
+
+
 class DecisionNotifier:
     """Turns decisions into events. Reports the first block and every change at once, repeats only
     every five minutes."""
@@ -167,20 +174,8 @@ class DecisionNotifier:
     def say(self, decision: Mapping[str, Any], now: float) -> Finding | None:
         """The decision's event, or None if this block was already reported."""
         verdicts = decision.get("verdicts") or []
-        fields: dict[str, Any] = {
-            "reason": decision.get("reason"),
-            "outer_step": decision.get("outer_step"),
-            "inner_step": decision.get("inner_step"),
-            "kind": decision.get("kind"),
-            "verdicts": verdicts,
-            "decision_id": decision.get("decision_id"),
-            "due": decision.get("due"),
-            "stale": decision.get("stale"),
-            "shadow": decision.get("shadow"),
-            "retry_after_steps": decision.get("retry_after_steps"),
-            "retry_after_s": decision.get("retry_after_s"),
-            "note": note_of(verdicts),
-        }
+        fields: dict[str, Any] = {name: decision.get(name) for name in _DECIDED}
+        fields |= {"verdicts": verdicts, "note": note_of(verdicts)}
         if decision.get("allowed") and not decision.get("shadow"):
             self._blocked.clear()
             return make_finding("upload_allowed", **fields, left_out=self._blocked.take_left_out())

@@ -84,19 +84,14 @@ def examine(
             ),
         }
     except RejectedFile as refusal:
-        return {**report, "problems": [str(refusal)]}
+        problem = str(refusal)
     except MemoryError:
-        return {
-            **report,
-            "problems": [f"needs more memory than is allowed for a file of {size} bytes"],
-        }
+        problem = f"needs more memory than is allowed for a file of {size} bytes"
     except Exception as error:  # noqa: BLE001 -- torch may raise anything on unusual tensors; reported as a problem
         # Reject instead of `unknown`, which lets an upload pass: a file that fails here fails in a
         # validator too.
-        return {
-            **report,
-            "problems": [f"cannot be inspected: {type(error).__name__}: {gist(str(error))}"],
-        }
+        problem = f"cannot be inspected: {type(error).__name__}: {gist(str(error))}"
+    return {**report, "problems": [problem]}
 
 
 def _check_size(size: int, max_bytes: int | None) -> None:

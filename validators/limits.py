@@ -7,24 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any
 
+from miner_guard.config import GateSettings
 from validators.facts import Network
-
-
-class OwnLimits(Protocol):
-    """What the rules need from `miner_guard.config.GateSettings`."""
-
-    @property
-    def min_inner_step(self) -> int: ...
-    @property
-    def min_inner_step_after_allreduce(self) -> int | None: ...
-    @property
-    def min_upload_interval_s(self) -> float: ...
-    @property
-    def repo_age_target_s(self) -> float: ...
-    @property
-    def repo_age_limit_s(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -156,7 +142,7 @@ class Limits:
     """The version of the validators that these numbers come from."""
 
     @classmethod
-    def of(cls, settings: OwnLimits, numbers: Mapping[str, Any]) -> Limits:
+    def of(cls, settings: GateSettings, numbers: Mapping[str, Any]) -> Limits:
         """Limits from `[gate]` and a profile's `[limits]`. Raises TypeError for an unknown name."""
         if foreign := sorted(numbers.keys() - NAMES):
             raise TypeError(f"no rule reads the limits {', '.join(foreign)}")

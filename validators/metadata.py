@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from validators.facts import Facts
@@ -22,10 +22,6 @@ class FileRecord:
 
     size_bytes: int | None = None
     checksum: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """As in metadata.json."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

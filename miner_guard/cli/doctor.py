@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 CONTEXT = {"allow_interspersed_args": False}
 
+_FACTS = ("nvml", "torch", "cuda", "packages", "host", "clock", "repo", "deep")
+"""Sections of the snapshot that `--json` prints as they are."""
+
 _STYLE = {"ok": "green", "warn": "yellow", "critical": "bold red", "unknown": "cyan"}
 
 
@@ -93,15 +96,8 @@ def document(snapshot: Snapshot, checks: Sequence[Check], seconds: float) -> dic
         "verdict": "critical" if any(c.level == "critical" for c in checks) else "ok",
         "counts": counts(checks),
         "expected_gpus": {"count": snapshot.expectation.count, "by": snapshot.expectation.origin},
-        "checks": [c.as_dict() for c in checks],
-        "nvml": snapshot.nvml,
-        "torch": snapshot.torch,
-        "cuda": snapshot.cuda,
-        "packages": snapshot.packages,
-        "host": snapshot.host,
-        "clock": snapshot.clock,
-        "repo": snapshot.repo,
-        "deep": snapshot.deep,
+        "checks": [dataclasses.asdict(c) for c in checks],
+        **{name: getattr(snapshot, name) for name in _FACTS},
         "held_bytes": snapshot.held,
         "unread": dict(snapshot.unread),
         "seconds": seconds,
@@ -161,7 +157,6 @@ def _table(checks: Sequence[Check], seconds: float) -> None:
     console.print(table)
     n = counts(checks)
     console.print(
-        f"{n['ok']} ok, {counted(n['warn'], 'warning')}, {n['critical']} critical, "
-        f"{n['unknown']} unknown"
-        f" in {seconds:.1f} s"
+        f"{n['ok']} ok, {counted(n['warn'], 'warning')}, {n['critical']} critical, {n['unknown']} "
+        f"unknown in {seconds:.1f} s"
     )

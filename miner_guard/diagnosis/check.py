@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from miner_guard.config import Config
@@ -36,9 +36,6 @@ class Check:
     may_clear: bool = False
     """Waiting may help: a driver starts late after boot, or a predecessor is still freeing its
     memory."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,11 @@ in a child with a deadline.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -110,9 +112,6 @@ class StagedObject:
     checksum: str | None = None
     """The checksum that the repo should report, if known before the commit."""
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 class Repo(Protocol):
     """One published repo. All methods except `label` may block on the network and raise
@@ -174,6 +173,40 @@ class Repo(Protocol):
         """Read back a committed object and compare size and checksum. Raises RepoError naming the
         difference."""
         ...
+
+
+def digest_of(read: Callable[[int], bytes], algorithm: str = "sha256") -> str:
+    """The digest of everything that `read` returns, in hexadecimal. Raises what `read` raises."""
+    digest = hashlib.new(algorithm, usedforsecurity=False)
+    while block := read(BLOCK_BYTES):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def server_time(date: str | None, server: str) -> float:
+    """The server's clock from its Date header, so that skew of ours cannot make an old object look
+    young. Raises RepoError."""
+    try:
+        return parsedate_to_datetime(date or "").timestamp()
+    except (TypeError, ValueError) as error:
+        raise RepoError(
+            f"{server} sends no valid time (Date: {date!r}): the age is unknown"
+        ) from error
+
+
+def check_size(entry: ObjectInfo, ticket: StagedObject) -> None:
+    """Raises Differs if a committed object reads back with another size."""
+    if entry.size_bytes != ticket.size_bytes:
+        raise Differs(
+            f"{ticket.key} reads back as {entry.size_bytes} bytes, but {ticket.size_bytes} were "
+            "staged; publish again"
+        )
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an exception's text, or its type; at most 300 characters."""
+    lines = str(error).splitlines()
+    return lines[0][:300] if lines else type(error).__name__
 
 
 def document(repo: Repo, key: str) -> dict[str, Any] | None:

@@ -8,7 +8,6 @@ with nothing large left to send, and tags it `{run}.{outer}.{inner}`.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import sys
@@ -17,7 +16,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -33,7 +31,11 @@ from uploads.repos.base import (
     Progress,
     RepoError,
     StagedObject,
+    check_size,
+    digest_of,
+    first_line,
     published_state,
+    server_time,
 )
 from uploads.repos.credentials import find, first
 from uploads.repos.local import file_sha256
@@ -44,7 +46,6 @@ T = TypeVar("T")
 
 _BRANCH = "main"
 _DEFAULT_ENDPOINT = "https://huggingface.co"
-_CHUNK = 1024 * 1024
 _SMALL = 1024 * 1024
 """Largest file, in bytes, that travels with the commit itself."""
 
@@ -99,7 +100,7 @@ class HubRepo:
             headers = answer.headers
             size = headers.get("X-Linked-Size") or headers.get("Content-Length")
             checksum = headers.get("X-Linked-Etag") or headers.get("ETag")
-            now = _date(headers.get("Date"))
+            now = server_time(headers.get("Date"), "the Hub")
         return ObjectInfo(
             key, int(size or 0), max(0.0, now - modified), (checksum or "").strip('W/"') or None
         )
@@ -213,11 +214,7 @@ class HubRepo:
 
     def confirm(self, ticket: StagedObject) -> ObjectInfo:
         entry = self.head(ticket.key)
-        if entry.size_bytes != ticket.size_bytes:
-            raise Differs(
-                f"{ticket.key} reads back as {entry.size_bytes} bytes, but "
-                f"{ticket.size_bytes} were staged; publish again"
-            )
+        check_size(entry, ticket)
         if entry.checksum != ticket.checksum and self._hash_of(ticket.key) != ticket.checksum:
             raise Differs(
                 f"{ticket.key} reads back with different content than was staged; publish again"
@@ -226,12 +223,10 @@ class HubRepo:
 
     def _hash_of(self, key: str) -> str:
         """sha256 of the file's bytes: the ETag equals it for large files only."""
-        digest = hashlib.sha256()
         with self._open(key, "GET") as answer:
-            while chunk := self._guarded(lambda: answer.read(_CHUNK)):
-                digest.update(chunk)
+            digest = self._guarded(lambda: digest_of(answer.read))
             _check_whole(key, answer)
-        return digest.hexdigest()
+        return digest
 
     def _info(self) -> Any:
         return self._guarded(
@@ -337,8 +332,10 @@ def _translated(error: Exception, repo_id: str) -> RepoError:
         "HTTPException",
     }
     if status is None and (kinds & network or isinstance(error, OSError)):
-        return RepoError(f"no answer from the Hub for {repo_id}: {_short(error)}", transient=True)
-    return RepoError(f"repo {repo_id}: {type(error).__name__}: {_short(error)}")
+        return RepoError(
+            f"no answer from the Hub for {repo_id}: {first_line(error)}", transient=True
+        )
+    return RepoError(f"repo {repo_id}: {type(error).__name__}: {first_line(error)}")
 
 
 def _check_whole(key: str, answer: Any) -> None:
@@ -350,22 +347,8 @@ def _check_whole(key: str, answer: Any) -> None:
         )
 
 
-def _date(text: str | None) -> float:
-    try:
-        return parsedate_to_datetime(text or "").timestamp()
-    except (TypeError, ValueError) as error:
-        raise RepoError(
-            f"the Hub sends no valid time (Date: {text!r}): the age is unknown"
-        ) from error
-
-
 def _link(source: Path, target: Path) -> None:
     try:
         target.hardlink_to(source)
     except OSError:
         shutil.copyfile(source, target)
-
-
-def _short(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return lines[0][:300] if lines else type(error).__name__

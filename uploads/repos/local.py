@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from uploads.repos.base import (
+    BLOCK_BYTES,
     DOCUMENT_LIMIT,
     Differs,
     Missing,
@@ -19,13 +20,13 @@ from uploads.repos.base import (
     Progress,
     RepoError,
     StagedObject,
+    digest_of,
     published_state,
 )
 from validators.facts import Published
 from validators.layout import USUAL, Layout
 
 _INCOMING = ".incoming"
-_CHUNK = 1024 * 1024
 _SLACK_S = 5.0
 """Tolerance for rounded file times and for clock skew between a file server and this host."""
 
@@ -120,7 +121,7 @@ class LocalRepo:
         try:
             draft.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "rb") as source, open(draft, "wb") as target:
-                while chunk := source.read(_CHUNK):
+                while chunk := source.read(BLOCK_BYTES):
                     target.write(chunk)
                     digest.update(chunk)
                     progress(len(chunk))
@@ -161,9 +162,8 @@ class LocalRepo:
         if (entry.size_bytes, entry.checksum) != (ticket.size_bytes, ticket.checksum):
             raise Differs(
                 f"{ticket.key} reads back as {entry.size_bytes} bytes with sha256 "
-                f"{str(entry.checksum)[:12]}, "
-                f"but {ticket.size_bytes} bytes were staged with {str(ticket.checksum)[:12]}; "
-                "publish again"
+                f"{str(entry.checksum)[:12]}, but {ticket.size_bytes} bytes were staged with "
+                f"{str(ticket.checksum)[:12]}; publish again"
             )
         return entry
 
@@ -186,11 +186,8 @@ class LocalRepo:
 
 def file_sha256(path: Path) -> str:
     """sha256 of a file, in hexadecimal. Raises OSError."""
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return digest_of(file.read)
 
 
 def _refused(path: Path, error: OSError) -> RepoError:

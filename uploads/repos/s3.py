@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,7 +36,10 @@ from uploads.repos.base import (
     Progress,
     RepoError,
     StagedObject,
+    check_size,
+    digest_of,
     published_state,
+    server_time,
 )
 from uploads.repos.s3_parts import UploadPart, etag_of
 from validators.facts import Published
@@ -121,12 +123,9 @@ class S3Repo:
                 file.write(block)
 
     def put(self, key: str, data: bytes) -> None:
-        self._call(
-            self._client.put_object,
-            Key=key,
-            Body=data,
-            ContentMD5=_base64(hashlib.md5(data, usedforsecurity=False)),
-        )
+        digest = hashlib.md5(data, usedforsecurity=False).digest()
+        md5 = base64.b64encode(digest).decode()
+        self._call(self._client.put_object, Key=key, Body=data, ContentMD5=md5)
 
     def delete(self, key: str) -> None:
         self._call(self._client.delete_object, Key=key)
@@ -275,11 +274,7 @@ class S3Repo:
 
     def confirm(self, ticket: StagedObject) -> ObjectInfo:
         entry = self.head(ticket.key)
-        if entry.size_bytes != ticket.size_bytes:
-            raise Differs(
-                f"{ticket.key} reads back as {entry.size_bytes} bytes, but "
-                f"{ticket.size_bytes} were staged; publish again"
-            )
+        check_size(entry, ticket)
         if entry.checksum not in ticket.data["etags"] and not self._same(ticket, entry.checksum):
             raise Differs(
                 f"{ticket.key} reads back with different content than was staged; publish again"
@@ -307,11 +302,9 @@ class S3Repo:
         try:
             with open(path, "rb") as file:
                 if etag is not None and _MD5.fullmatch(etag):
-                    return _digest(file.read, "md5") == etag
+                    return digest_of(file.read, "md5") == etag
                 body = self._call(self._client.get_object, Key=ticket.key)["Body"]
-                return _digest(file.read, "sha256") == self._guarded(
-                    lambda: _digest(body.read, "sha256")
-                )
+                return digest_of(file.read) == self._guarded(lambda: digest_of(body.read))
         except FileNotFoundError as error:
             raise RepoError(f"cannot compare {ticket.key} with {path}: the file is gone") from error
 
@@ -364,25 +357,7 @@ def _entry(key: str, answer: Mapping[str, Any]) -> ObjectInfo:
 
 
 def _server_time(answer: Mapping[str, Any]) -> float:
-    """The server's clock, so that skew of ours cannot make an old object look young."""
-    date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
-    try:
-        return parsedate_to_datetime(date).timestamp()
-    except (TypeError, ValueError) as error:
-        raise RepoError(
-            f"the server sends no valid time (Date: {date!r}): the age is unknown"
-        ) from error
-
-
-def _digest(read: Callable[[int], bytes], algorithm: str) -> str:
-    digest = hashlib.new(algorithm, usedforsecurity=False)
-    while chunk := read(1024 * 1024):
-        digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _base64(md5: Any) -> str:
-    return base64.b64encode(md5.digest()).decode()
+    return server_time(answer["ResponseMetadata"]["HTTPHeaders"].get("date"), "the server")
 
 
 def _ours(key: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from uploads.repos.base import Missing, RepoError, RepoRefused, RepoUnreadable
+from uploads.repos.base import Missing, RepoError, RepoRefused, RepoUnreadable, first_line
 
 
 class Unsupported(RepoError):
@@ -63,9 +63,9 @@ def translated(error: Exception, bucket: str) -> RepoError:
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if kinds & set(_NETWORK) or isinstance(error, (OSError, TimeoutError)):
         return RepoError(
-            f"no answer from the storage of bucket {bucket}: {_short(error)}", transient=True
+            f"no answer from the storage of bucket {bucket}: {first_line(error)}", transient=True
         )
-    return RepoError(f"bucket {bucket}: {type(error).__name__}: {_short(error)}")
+    return RepoError(f"bucket {bucket}: {type(error).__name__}: {first_line(error)}")
 
 
 def _of_answer(response: dict[str, Any], bucket: str) -> RepoError:
@@ -108,8 +108,3 @@ def _of_answer(response: dict[str, Any], bucket: str) -> RepoError:
     if code in ("NotImplemented", "MethodNotAllowed") or status in ("405", "501"):
         return Unsupported(f"the storage of bucket {bucket} does not support this request ({code})")
     return RepoError(f"bucket {bucket}: {code}: {message}")
-
-
-def _short(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return lines[0][:300] if lines else type(error).__name__
