@@ -252,8 +252,7 @@ def _checked_dtype(torch: Any, values: Any, form: Format) -> Any:
     if values.dtype != expected:
         raise Unusable(
             f"values are {_short(values.dtype)}; validators add them to a {form.value_dtype} "
-            "tensor, which raises. "
-            f"Upload {form.value_dtype}"
+            f"tensor, which raises. Upload {form.value_dtype}"
         )
     return expected
 

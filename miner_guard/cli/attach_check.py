@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Annotated, Optional, TextIO
+from typing import Annotated, Optional
 
 import typer
 
 from miner_guard.attach.check import LogCheck, StepSeen, check
 from miner_guard.attach.patterns import patterns
 from miner_guard.cli.echo import echo
+from miner_guard.cli.files import open_text
 from miner_guard.cli.options import DEFAULT_NAME, Config, Json, open_context
 from miner_guard.cli.working import Working
 from miner_guard.eventlog.catalog import counted
@@ -46,7 +44,7 @@ def command(
             f"[miner] log_patterns: {error.pattern!r} is not a valid regular expression: {error}"
         )
         raise Refused(words, CONFIG) from error
-    with _lines(file) as lines, Working("reading the log"):
+    with open_text(file, "a log", "\n") as lines, Working("reading the log"):
         result = check(lines, known)
     if as_json:
         echo(json.dumps(result.as_dict(), ensure_ascii=False))
@@ -55,20 +53,6 @@ def command(
             echo(line)
     if not result.steps:
         raise typer.Exit(FAILED)
-
-
-@contextmanager
-def _lines(source: str) -> Iterator[TextIO]:
-    if source == "-":
-        sys.stdin.reconfigure(errors="replace", newline="\n")  # type: ignore[union-attr]
-        yield sys.stdin
-        return
-    try:
-        with Path(source).open(encoding="utf-8", errors="replace", newline="\n") as file:
-            yield file
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise Refused(f"{source}: cannot be read: {reason}; give a log, or -", USAGE) from error
 
 
 def report(result: LogCheck, profile: str | None) -> Iterator[str]:

@@ -10,8 +10,8 @@ import typer
 
 from miner_guard.cli import options
 from miner_guard.cli.echo import echo
+from miner_guard.cli.files import writing
 from miner_guard.cli.find import open_guard
-from miner_guard.exits import FAILED, Refused
 
 
 def command(
@@ -33,12 +33,9 @@ def command(
     options.check_there(place.state)
     files = collect(place.state, earliest, place.settings)
     settings = place.settings.config
-    try:
-        redactor = Redactor.for_guard(beside(os.environ, settings.repo), settings)
-        with Working("collecting and redacting"):
-            manifest = pack(output, files, redactor)
-    except OSError as error:
-        raise Refused(f"{output} cannot be written: {error.strerror or error}", FAILED) from error
+    redactor = Redactor.for_guard(beside(os.environ, settings.repo), settings)
+    with writing(output), Working("collecting and redacting"):
+        manifest = pack(output, files, redactor)
     for row in manifest["files"]:
         echo(f"{row['bytes']:>9}  {row['name']}  {row['what']}")
     echo(f"wrote {output} ({output.stat().st_size / 1024:.0f} KB); review it before you share it")

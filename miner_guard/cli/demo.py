@@ -60,7 +60,7 @@ def command(
 ) -> None:
     """Watch a small real miner train under the guard: uploads blocked, then published, and a
     summary."""
-    ranks = ranks or _default_ranks()
+    ranks = ranks or len(glob.glob("/dev/nvidia[0-9]*")) or 2
     _check(fault or [], steps, ranks)
     state = options.choose_state(name, state_dir)
     settings = _settings(config, state)
@@ -116,10 +116,6 @@ def _settings(config: Path | None, state: StateDir) -> Config:
         return loading.load(config, profile=defaults, profile_origin="the demo's defaults").config
     except loading.BadConfig as error:
         raise Refused(str(error), CONFIG) from error
-
-
-def _default_ranks() -> int:
-    return len(glob.glob("/dev/nvidia[0-9]*")) or 2
 
 
 def _run(miner: tuple[str, ...], settings: Config, state: StateDir, finished_code: int) -> int:

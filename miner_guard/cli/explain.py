@@ -27,14 +27,13 @@ from miner_guard.cli.options import (
     open_context,
 )
 from miner_guard.cli.working import Working
-from miner_guard.config import MinerSettings
 from miner_guard.eventlog import query
 from miner_guard.eventlog.catalog import counted
 from miner_guard.eventlog.redact import Redactor
 from miner_guard.exits import FAILED, USAGE, Refused
 from miner_guard.incidents import knowledge, notes
 from miner_guard.incidents.oom import Training
-from miner_guard.incidents.report import Explained, LogExplanation, explain
+from miner_guard.incidents.report import LogExplanation, explain
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import SystemClock
 
@@ -110,7 +109,8 @@ def _read(file: str | None, place: CommandContext) -> LogExplanation:
     try:
         with _opened(file, place.state) as log, Working("reading the log", _size(log)) as at:
             counted_log = cast(BinaryIO, _CountedReader(log, at))
-            training = _training(place.settings.config.miner)
+            miner = place.settings.config.miner
+            training = Training(miner.batch_size, miner.effective_batch_size)
             return explain(counted_log, knowledge.load(), training, redactor.text)
     except (OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -214,10 +214,6 @@ class _BoundedReader:
         return data
 
 
-def _training(miner: MinerSettings) -> Training:
-    return Training(batch_size=miner.batch_size, effective_batch_size=miner.effective_batch_size)
-
-
 def _remember(place: CommandContext, report: LogExplanation, note: str) -> None:
     if report.root is None:
         raise Refused("there is nothing to note: this log shows no error", FAILED)
@@ -258,14 +254,10 @@ def text(
     ]
     others = [finding for finding in report.findings if not finding.root]
     rows += ["", "Also seen:"] if others else []
-    rows += [_other(finding) for finding in others]
+    rows += [f"  line {f.line}: {f.label}: {f.excerpt[:160]}" for f in others]
     rows += [
         "",
         "Make one change, then check again. Write down what helped:",
         f'  miner-guard explain {again} --note "…"',
     ]
     return "\n".join(rows)
-
-
-def _other(finding: Explained) -> str:
-    return f"  line {finding.line}: {finding.label}: {finding.excerpt[:160]}"

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import typer
 
 from miner_guard import exits
 from miner_guard.cli.echo import echo
+from miner_guard.cli.files import open_text
 from miner_guard.detectors.advice import Anomaly
 from miner_guard.detectors.eta import TrainingFacts
 from miner_guard.detectors.trace import judge, reading
@@ -33,15 +31,13 @@ def explain_trace(source: str, facts: TrainingFacts, *, as_json: bool) -> None:
     file can't be read or holds no trace line. A remark (severity info) alone is not an alarm: the
     run counts as healthy.
     """
-    with _lines(source) as lines:
+    with open_text(source, "a trace file") as lines:
         trace = reading.read(lines)
     if not trace.used:
         raise exits.Refused(
-            f"{source}: none of {catalog.counted(trace.lines, 'line')} is a trace line; give "
-            "JSON lines such as "
-            '{"step": 10, "loss": 2.45, "step_time": 15.2}, guard.jsonl, CSV with a first line '
-            "such as "
-            "`step,loss,lr`, or lines such as `Step 10: loss=2.45, lr=6.67e-05`",
+            f"{source}: none of {catalog.counted(trace.lines, 'line')} is a trace line; give JSON "
+            'lines such as {"step": 10, "loss": 2.45, "step_time": 15.2}, guard.jsonl, CSV with a '
+            "first line such as `step,loss,lr`, or lines such as `Step 10: loss=2.45, lr=6.67e-05`",
             exits.USAGE,
         )
     found = judge.judge(trace, facts)
@@ -63,22 +59,6 @@ def document(anomaly: Anomaly) -> Mapping[str, Any]:
         "detail": anomaly.detail,
         "fixes": list(anomaly.fixes),
     }
-
-
-@contextmanager
-def _lines(source: str) -> Iterator[TextIO]:
-    if source == "-":
-        sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
-        yield sys.stdin
-        return
-    try:
-        with Path(source).open(encoding="utf-8", errors="replace") as file:
-            yield file
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise exits.Refused(
-            f"{source}: cannot be read: {reason}; give a trace file, or -", exits.USAGE
-        ) from error
 
 
 def report(trace: Trace, found: Sequence[Anomaly]) -> Iterator[str]:

@@ -200,8 +200,7 @@ def text(plan: plan_model.Plan, steps: Any) -> Iterator[str]:
         time = "" if change.inner_step_s is None else f", {_seconds(change.inner_step_s)}"
         yield (
             f"  - {change.what} ({change.arguments}): {change.accumulation_steps} accumulation "
-            "steps, "
-            f"{change.micro_batches} micro-batches, ~{change.memory_gb:.0f} GB{time}: "
+            f"steps, {change.micro_batches} micro-batches, ~{change.memory_gb:.0f} GB{time}: "
             f"{change.effect}"
         )
 

@@ -265,12 +265,11 @@ def _simplifications(
 ) -> Iterator[str]:
     if s.gpus > 1:
         yield (
-            f"The usual estimate lets every GPU take {document.accumulation_steps} "
-            "micro-batches. Subnet 38's miner "
-            f"divides the effective batch by the world size: {s.effective} / {s.gpus} GPUs / "
-            f"{s.batch} = "
-            f"{actual.accumulation_steps} micro-batches on each, {actual.micro_batches} in all, "
-            f"{actual.samples} samples instead of {document.samples}."
+            f"The usual estimate lets every GPU take {document.accumulation_steps} micro-batches. "
+            f"Subnet 38's miner divides the effective batch by the world size: {s.effective} / "
+            f"{s.gpus} GPUs / {s.batch} = {actual.accumulation_steps} micro-batches on each, "
+            f"{actual.micro_batches} in all, {actual.samples} samples instead of "
+            f"{document.samples}."
         )
         if (
             s.step_s is None
@@ -278,24 +277,20 @@ def _simplifications(
             and actual.inner_step_s is not None
         ):
             yield (
-                "The usual estimate adds up the micro-batches of all GPUs, which work at the "
-                "same time: "
-                f"{actual.accumulation_steps} x {1000 * (s.micro_batch_s or 0):g} ms = "
-                f"{actual.inner_step_s:.3g}s "
-                f"instead of {document.inner_step_s:.4g}s (communication and optimizer not "
-                "counted)."
+                "The usual estimate adds up the micro-batches of all GPUs, which work at the same "
+                f"time: {actual.accumulation_steps} x {1000 * (s.micro_batch_s or 0):g} ms = "
+                f"{actual.inner_step_s:.3g}s instead of {document.inner_step_s:.4g}s "
+                "(communication and optimizer not counted)."
             )
         yield (
             f"The miner divides the loss by effective // batch = {document.accumulation_steps}, "
-            "though a rank "
-            f"accumulates {actual.accumulation_steps} micro-batches: its gradient is {s.gpus} "
-            "times smaller than the "
-            "mean (AdamW's steps hardly depend on that, clipping by norm does)."
+            f"though a rank accumulates {actual.accumulation_steps} micro-batches: its gradient "
+            f"is {s.gpus} times smaller than the mean (AdamW's steps hardly depend on that, "
+            "clipping by norm does)."
         )
         yield (
             "The usual estimate puts all weights and optimizer state on each GPU; FSDP2 shards "
-            "them: "
-            f"{actual.memory.total:.1f} GB instead of {document.memory.total:.1f} GB."
+            f"them: {actual.memory.total:.1f} GB instead of {document.memory.total:.1f} GB."
         )
     gradients = s.params * s.weight_bytes / GB
     sharded = f"sharded {gradients / s.gpus:.1f} GB on each GPU"

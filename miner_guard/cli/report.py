@@ -10,8 +10,8 @@ import typer
 from miner_guard import state_dir as statedir
 from miner_guard.cli import options
 from miner_guard.cli.echo import echo
+from miner_guard.cli.files import writing
 from miner_guard.cli.find import open_guard
-from miner_guard.exits import FAILED, Refused
 
 
 def command(
@@ -35,8 +35,6 @@ def command(
     size = sum(file.stat().st_size for file in query.files_of(place.state.log))
     with Working(f"reading {size / 1e6:,.0f} MB of log"):
         text = render(place.state, gate=place.settings.config.gate, since=earliest, pushes=pushes)
-    try:
+    with writing(output):
         statedir.write_atomic(output, text, 0o666)
-    except OSError as error:
-        raise Refused(f"{output} cannot be written: {error.strerror or error}", FAILED) from error
     echo(f"wrote {output} ({len(text.encode()) / 1024:.0f} KB)")

@@ -355,9 +355,8 @@ def _host(status: StatusDocument) -> str:
     )
     return (
         f"host   cpu {number(host.get('cpu_pct'), '.0f', '%')}, memory "
-        f"{number(used and used / _GIB, '.1f')}"
-        f"/{number(limit and limit / _GIB, '.0f', 'GB')}, disk "
-        f"{number(disk and disk / _GIB, '.0f', 'GB')} free, {own}"
+        f"{number(used and used / _GIB, '.1f')}/{number(limit and limit / _GIB, '.0f', 'GB')}, "
+        f"disk {number(disk and disk / _GIB, '.0f', 'GB')} free, {own}"
     )
 
 

@@ -106,9 +106,8 @@ def _lines(
         *screen.verdict_lines(status),
         *screen.week_lines(status, 0.0, ascii_only=not has_unicode()),
         screen.head(status, 0.0) + paused,
-        f"run    {status.run_id}, attempt {status.attempt}{since}, guard pid "
-        f"{status.pid},"
-        f" miner pid {status.miner_pid}, ranks {ranks}",
+        f"run    {status.run_id}, attempt {status.attempt}{since}, guard pid {status.pid}, miner "
+        f"pid {status.miner_pid}, ranks {ranks}",
         *(
             line.rstrip()
             for line in screen.overview(status, curves, _WIDTH, min_inner_step=min_inner_step)

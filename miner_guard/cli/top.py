@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -20,7 +19,12 @@ from miner_guard.eventlog import query
 from miner_guard.eventlog.catalog import CATALOGUE
 from miner_guard.eventlog.follow import Follower
 from miner_guard.eventlog.query import Hit, Query
-from miner_guard.eventlog.status_document import StatusDocument, StepsStatus, read_status
+from miner_guard.eventlog.status_document import (
+    StatusDocument,
+    StepsStatus,
+    read_status,
+    status_age_s,
+)
 from miner_guard.exits import NOT_RUNNING, Refused
 
 _LAST_EVENTS = 500
@@ -95,7 +99,7 @@ class View:
     def _refresh(self) -> None:
         self._take(self._follower.poll())
         self._document = read_status(self._state)
-        self._age_s = _age(self._state.status)
+        self._age_s = status_age_s(self._state)
         if self._document is not None:
             self._curves.take(self._document.steps)
 
@@ -126,10 +130,3 @@ def curves_of(state: statedir.StateDir) -> screen.CurveHistory:
     for hit in query.last(state.log, Query(events=frozenset({"inner_step"})), _STEPS_READ):
         curves.take(StepsStatus.from_json(hit.record()))
     return curves
-
-
-def _age(path: Path) -> float:
-    try:
-        return max(0.0, time.time() - path.stat().st_mtime)
-    except OSError:
-        return float("inf")

@@ -100,16 +100,9 @@ def load(
         except BadConfig as error:
             raise BadFlag(str(error)) from error
         origins[dotted] = "flag"
-    return Settings(_build(merged), _with_defaults(origins))
-
-
-def _build(merged: Mapping[str, Mapping[str, Any]]) -> Config:
-    return Config(**{name: cls(**merged[name]) for name, cls in sections().items()})
-
-
-def _with_defaults(origins: Mapping[str, str]) -> dict[str, str]:
+    config = Config(**{name: cls(**merged[name]) for name, cls in sections().items()})
     names = [f"{s}.{f.name}" for s, cls in sections().items() for f in dataclasses.fields(cls)]
-    return {name: origins.get(name, "default") for name in names}
+    return Settings(config, {name: origins.get(name, "default") for name in names})
 
 
 def _add_document(
@@ -142,9 +135,8 @@ def _add_environment(
         section, _, key = name[len(PREFIX) :].lower().partition("__")
         if section not in merged or not key:
             raise BadConfig(
-                f"{where}: {name} is not a setting; {_meant(section, merged)}"
-                f"the form is {PREFIX}SECTION__KEY, "
-                f"sections: {', '.join(merged)}"
+                f"{where}: {name} is not a setting; {_meant(section, merged)}the form is "
+                f"{PREFIX}SECTION__KEY, sections: {', '.join(merged)}"
             )
         merged[section][key] = _checked(section, key, text, f"{where}, {name}", strict=False)
         origins[f"{section}.{key}"] = f"{where} {name}"

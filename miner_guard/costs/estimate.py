@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -16,9 +15,6 @@ class Estimate:
     cost_s: float
     training_s: float
     overhead_pct: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def estimate(*, steps: int, every_steps: int, seconds: float, step_time_s: float) -> Estimate:

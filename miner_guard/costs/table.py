@@ -34,7 +34,7 @@ def text(report: Mapping[str, Any]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(_TITLES))]
     lines = [
         "  ".join(
-            _cell(cell, width, place)
+            cell.rjust(width) if 1 <= place < _WORDS_AFTER else cell.ljust(width)
             for place, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows
@@ -62,10 +62,6 @@ def _row(name: str, values: Mapping[str, Any], report: Mapping[str, Any]) -> tup
         values["impact"],
         values["status"],
     )
-
-
-def _cell(cell: str, width: int, place: int) -> str:
-    return cell.rjust(width) if 1 <= place < _WORDS_AFTER else cell.ljust(width)
 
 
 def _frequency(calls: int, training_s: float, step_s: float | None) -> str:

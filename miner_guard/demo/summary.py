@@ -138,9 +138,8 @@ def lines(summary: Summary) -> list[str]:
         f"step time   p50 {_seconds(s.p50_s)}, p95 {_seconds(s.p95_s)}",
         f"uploads     blocked {s.blocked}{asked}, verified {s.verified}"
         + (f", failed {s.failed}" if s.failed else ""),
-        f"guard cost  in the ranks {_in_the_ranks(s)}; beside them "
-        f"{usage.cpu_s:.1f}s of CPU in {usage.wall_s:.0f}s "
-        f"({100 * usage.cpu_s / usage.wall_s:.1f}% of a core), "
+        f"guard cost  in the ranks {_in_the_ranks(s)}; beside them {usage.cpu_s:.1f}s of CPU in "
+        f"{usage.wall_s:.0f}s ({100 * usage.cpu_s / usage.wall_s:.1f}% of a core), "
         f"{usage.resident_mb:.0f} MB",
         f"alarms      {alarms}",
         "=" * 80,

@@ -176,9 +176,8 @@ def _upstream(s: Snapshot) -> Iterator[Check]:
         "warn",
         "subnet 38's upload worker gets the bucket's write keys on its command line",
         "none",
-        "every user of this host can read them while it runs: give the miner a "
-        "dedicated host or container, or mount "
-        "/proc with hidepid=2",
+        "every user of this host can read them while it runs: give the miner a dedicated host or "
+        "container, or mount /proc with hidepid=2",
     )
     if verbose := [a for a in s.command if a in ("--logging.debug", "--logging.trace")]:
         yield Check(

@@ -133,9 +133,8 @@ def last_checkpoint(fields: Mapping[str, Any]) -> str:
 def gpu_memory_peak(fields: Mapping[str, Any]) -> str:
     """The output of source 003's `print_memory_stats`, on one line."""
     return (
-        f"GPU MEMORY: Allocated: {known(fields['allocated_gb'], '.2f')} GB | "
-        f"Reserved: {known(fields['reserved_gb'], '.2f')} GB | "
-        f"Peak: {known(fields['peak_gb'], '.2f')} GB"
+        f"GPU MEMORY: Allocated: {known(fields['allocated_gb'], '.2f')} GB | Reserved: "
+        f"{known(fields['reserved_gb'], '.2f')} GB | Peak: {known(fields['peak_gb'], '.2f')} GB"
     )
 
 

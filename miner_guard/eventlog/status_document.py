@@ -6,6 +6,8 @@ the same names as in JSON; units are in the names.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -367,6 +369,14 @@ class StatusDocument(RunStatus):
     diagnosis: DiagnosisStatus = field(default_factory=DiagnosisStatus)
     metrics: MetricsStatus = field(default_factory=MetricsStatus)
     jobs: Mapping[str, JobStatus] = field(default_factory=dict)
+
+
+def status_age_s(state: StateDir) -> float:
+    """Seconds since the guard wrote status.json; infinite without one."""
+    try:
+        return max(0.0, time.time() - state.status.stat().st_mtime)
+    except OSError:
+        return math.inf
 
 
 def read_status(state: StateDir) -> StatusDocument | None:

@@ -48,20 +48,7 @@ class BeforeEleven:
     def neurons(self, netuid: int) -> list[dict[str, Any]]:
         # Not metagraph: it makes three more runtime calls, one of which was renamed between
         # versions.
-        return [
-            {
-                "uid": int(n.uid),
-                "hotkey": str(n.hotkey),
-                "incentive": _number(n.incentive),
-                "trust": _number(getattr(n, "trust", None)),
-                "rank": _number(getattr(n, "rank", None)),
-                "emission": _number(n.emission),
-                "stake": _number(n.total_stake),
-                "last_update": _whole(n.last_update),
-                "axon": _axon(n),
-            }
-            for n in self._subtensor.neurons_lite(netuid=netuid)
-        ]
+        return [_row(n, _number) for n in self._subtensor.neurons_lite(netuid=netuid)]
 
 
 class Ten(BeforeEleven):
@@ -98,20 +85,8 @@ class Eleven:
         return found.data if found else None
 
     def neurons(self, netuid: int) -> list[dict[str, Any]]:
-        return [
-            {
-                "uid": int(n.uid),
-                "hotkey": str(n.hotkey),
-                "incentive": _number(n.incentive),
-                "trust": _number(n.trust),
-                "rank": _number(n.rank),
-                "emission": _amount(n.emission),
-                "stake": _amount(n.total_stake),
-                "last_update": _whole(n.last_update),
-                "axon": _axon(n),
-            }
-            for n in self._subtensor.subnets.metagraph(netuid, commitments=False)
-        ]
+        neurons = self._subtensor.subnets.metagraph(netuid, commitments=False)
+        return [_row(n, _amount) for n in neurons]
 
 
 def connect(network: str) -> tuple[ChainClient, str]:
@@ -177,23 +152,10 @@ def _own(
         row = rows.get(uid, {})
         # The chain gives a deregistered hotkey's uid to the next hotkey.
         same = not row or row.get("hotkey") == hotkey
-        own = (
-            {
-                k: row.get(k)
-                for k in (
-                    *("incentive", "trust", "rank", "emission", "stake", "last_update"),
-                    "axon",
-                )
-            }
-            if same
-            else {}
-        )
-        return {
-            "uid": uid,
-            "registered": same,
-            **own,
-            "commitment": ask("commitment", lambda: chain.commitment(netuid, uid, hotkey)),
-        }
+        names = ("incentive", "trust", "rank", "emission", "stake", "last_update", "axon")
+        own = {name: row.get(name) for name in names} if same else {}
+        commitment = ask("commitment", lambda: chain.commitment(netuid, uid, hotkey))
+        return {"uid": uid, "registered": same, **own, "commitment": commitment}
     return {"uid": None, "registered": None if "uid" in errors else False}
 
 
@@ -220,6 +182,21 @@ def _data_of(value: Any) -> bytes:
     raise TypeError(f"a commitment of {type(value).__name__}")
 
 
+def _row(neuron: Any, amount: Callable[[Any], float | None]) -> dict[str, Any]:
+    """What the guard reads of a neuron; `amount` converts emission and stake."""
+    return {
+        "uid": int(neuron.uid),
+        "hotkey": str(neuron.hotkey),
+        "incentive": _number(neuron.incentive),
+        "trust": _number(getattr(neuron, "trust", None)),
+        "rank": _number(getattr(neuron, "rank", None)),
+        "emission": amount(neuron.emission),
+        "stake": amount(neuron.total_stake),
+        "last_update": None if neuron.last_update is None else int(neuron.last_update),
+        "axon": _axon(neuron),
+    }
+
+
 def _axon(neuron: Any) -> str | None:
     """`ip:port` where the neuron serves; empty if it announces no address, None if unknown."""
     if hasattr(neuron, "axon"):
@@ -240,10 +217,6 @@ def _number(value: Any) -> float | None:
 def _share(value: Any) -> float | None:
     """Decode a u16 that stands for a number from 0 to 1."""
     return None if value is None else int(value) / 65535
-
-
-def _whole(value: Any) -> int | None:
-    return None if value is None else int(value)
 
 
 def _amount(balance: Any) -> float | None:

@@ -9,13 +9,11 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from miner_guard.config import CostSettings, GateSettings, GpuSettings, HangSettings, StepSettings
 from miner_guard.flight_recorder.writer import process_start
 from miner_guard.state_dir import MARKER, RANK_SETTINGS, STATE_DIR, StateDir
-
-T = TypeVar("T")
 
 RANK_ABOVE = "_MINER_GUARD_RANK_ABOVE"
 """Passed to a rank's child processes: the rank's pid, start time, rank and world size."""
@@ -147,14 +145,12 @@ def _settings(text: str | None, remarks: list[str]) -> RankSettings:
         return RankSettings()
     try:
         document = json.loads(text)
-        return RankSettings(
-            gate=_section(GateSettings, document.get("gate")),
-            steps=_section(StepSettings, document.get("steps")),
-            gpu=_section(GpuSettings, document.get("gpu")),
-            hang=_section(HangSettings, document.get("hang")),
-            costs=_section(CostSettings, document.get("costs")),
-            launch=int(document.get("launch", 0)),
-        )
+        sections: dict[str, Any] = {
+            f.name: _section(f.default_factory, document.get(f.name))
+            for f in dataclasses.fields(RankSettings)
+            if f.name != "launch"
+        }
+        return RankSettings(**sections, launch=int(document.get("launch", 0)))
     except (ValueError, TypeError, AttributeError) as error:
         remarks.append(
             f"the settings from the supervisor can't be read ({error}); using the defaults"
@@ -162,7 +158,7 @@ def _settings(text: str | None, remarks: list[str]) -> RankSettings:
         return RankSettings()
 
 
-def _section(cls: type[T], values: Any) -> T:
+def _section(cls: Any, values: Any) -> Any:
     # Drop unknown keys: the supervisor's version may differ from the one in the miner's Python.
-    known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    known = {f.name for f in dataclasses.fields(cls)}
     return cls(**{key: value for key, value in (values or {}).items() if key in known})

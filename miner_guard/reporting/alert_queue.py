@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from miner_guard.eventlog.catalog import Finding, make_finding
@@ -127,12 +127,8 @@ class AlertQueue:
             "messages": [self._message(n, *message) for n, message in enumerate(messages)],
         }
         answer = probe.ask(SENDER, request, within_s + START_S)
-        failed: dict[str, str]
-        failed = (
-            answer.value or {}
-            if answer.known
-            else dict.fromkeys(map(str, range(len(messages))), "")
-        )
+        unsent = dict.fromkeys(map(str, range(len(messages))), "")
+        failed: dict[str, str] = (answer.value or {}) if answer.known else unsent
         for parcel in parcels:
             parcel.left, parcel.reason = [], answer.reason or ""
         for number, (parcel, target) in enumerate(messages):
@@ -143,15 +139,8 @@ class AlertQueue:
             self._settle(parcel)
 
     def _message(self, number: int, parcel: QueuedAlert, target: int) -> dict[str, Any]:
-        alert, url = parcel.alert, self._targets[target - 1]
-        return {
-            "id": number,
-            "target": target,
-            "url": url,
-            "level": alert.level,
-            "title": alert.title,
-            "body": alert.body,
-        }
+        url = self._targets[target - 1]
+        return {"id": number, "target": target, "url": url, **asdict(parcel.alert)}
 
     def _settle(self, parcel: QueuedAlert) -> None:
         with self._changed:
@@ -163,14 +152,11 @@ class AlertQueue:
                 return
             self.failed += bool(parcel.left)
             self.sent += not parcel.left
+        title = parcel.alert.title
         if parcel.left:
-            self._report(
-                make_finding("alert_failed", alert=parcel.alert.title, reason=parcel.reason)
-            )
+            self._report(make_finding("alert_failed", alert=title, reason=parcel.reason))
         else:
-            self._report(
-                make_finding("alert_sent", alert=parcel.alert.title, targets=len(self._targets))
-            )
+            self._report(make_finding("alert_sent", alert=title, targets=len(self._targets)))
         with self._changed:
             # Count it as done only after the report: the guard's exit waits for that line too.
             self._waiting -= 1

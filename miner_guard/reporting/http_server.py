@@ -37,7 +37,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from miner_guard import __version__, state_dir
 from miner_guard.config import GateSettings, HangSettings
 from miner_guard.detectors.verdict_wording import FIND_THE_GUARD, shown
-from miner_guard.eventlog.status_document import StatusDocument, read_status
+from miner_guard.eventlog.status_document import StatusDocument, read_status, status_age_s
 from miner_guard.reporting import metrics, progress
 from miner_guard.reporting.report import body, page, template, title_of
 from miner_guard.reporting.report_curves import curves
@@ -136,7 +136,8 @@ class Site:
         elif request.url.path in _OPEN or self._admitted(request):
             response = await answer(request)
         else:
-            response = self._refusal(request)
+            bearer = {"WWW-Authenticate": "Bearer"}
+            response = PlainTextResponse("a bearer token is needed\n", 401, bearer)
         response.headers.update(_HEADERS)
         return response
 
@@ -157,27 +158,18 @@ class Site:
             421,
         )
 
-    def _refusal(self, request: Request) -> Response:
-        return PlainTextResponse("a bearer token is needed\n", 401, {"WWW-Authenticate": "Bearer"})
-
-    def _age_s(self) -> float:
-        try:
-            return max(0.0, time.time() - self._state.status.stat().st_mtime)
-        except OSError:
-            return math.inf
-
     async def metrics(self, request: Request) -> Response:
         """The metrics, for Prometheus to scrape."""
         status = read_status(self._state)
         if status is None:
             return PlainTextResponse("no status yet\n", 503)
-        body = metrics.text(status, version=__version__, age_s=self._age_s())
+        body = metrics.text(status, version=__version__, age_s=status_age_s(self._state))
         return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def healthz(self, request: Request) -> Response:
         """200 while the miner is making progress, else 503 with the reason. The first line is the
         verdict; it includes the cause only for a client that may read the status."""
-        status, age = read_status(self._state), self._age_s()
+        status, age = read_status(self._state), status_age_s(self._state)
         problem = progress.problem(status, age, time.time(), self._hang)
         first = progress.verdict_line(status, age, in_full=self._admitted(request))
         code = 200 if problem is None else 503
@@ -188,7 +180,7 @@ class Site:
         document = state_dir.read_json(self._state.status)
         if not isinstance(document, dict):
             return JSONResponse({"error": "no status yet"}, 503)
-        verdict = shown(StatusDocument.from_json(document), self._age_s())
+        verdict = shown(StatusDocument.from_json(document), status_age_s(self._state))
         return JSONResponse({**document, "verdict": verdict.to_json()})
 
     async def page(self, request: Request) -> Response:

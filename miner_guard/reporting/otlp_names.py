@@ -88,7 +88,7 @@ def points(status: StatusDocument, *, version: str, age_s: float) -> Iterator[Me
             attributes = {
                 **convention.attributes,
                 **{
-                    _label(key): _VALUES.get((key, text), text)
+                    _LABELS.get(key, NAMESPACE + key): _VALUES.get((key, text), text)
                     for key, text in sample.labels.items()
                     if text
                 },
@@ -109,10 +109,6 @@ def _own(name: str) -> Convention:
     stem, _, last = name.rpartition("_")
     unit = _UNITS.get(last)
     return Convention(NAMESPACE + (stem if unit else name), unit or "1", {})
-
-
-def _label(key: str) -> str:
-    return _LABELS.get(key, NAMESPACE + key)
 
 
 def attributes(record: Mapping[str, Any]) -> dict[str, Any]:

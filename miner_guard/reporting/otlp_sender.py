@@ -40,7 +40,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from miner_guard import __version__, state_dir
 from miner_guard.eventlog.follow import Follower, Position
 from miner_guard.eventlog.query import Hit, Query
-from miner_guard.eventlog.status_document import StatusDocument, read_status
+from miner_guard.eventlog.status_document import StatusDocument, read_status, status_age_s
 from miner_guard.reporting import otlp_names
 from miner_guard.reporting.otlp_answers import WRONG_REQUEST, Channel, LastWords, LatestAnswer
 from miner_guard.reporting.otlp_names import MetricPoint
@@ -130,13 +130,13 @@ class EventExporter:
         else:
             self.channel.failed(time.monotonic(), words.text)
             return False
-        self.saw_the_end = any(map(self._is_the_end, self._waiting))
+        self.saw_the_end = any(
+            hit.event == "guard_stopped" and self._order.run_id.encode() in hit.raw
+            for hit in self._waiting
+        )
         self._waiting = []
         self._accepted = self._follower.position
         return True
-
-    def _is_the_end(self, hit: Hit) -> bool:
-        return hit.event == "guard_stopped" and self._order.run_id.encode() in hit.raw
 
     def store(self, now: float, *, last: bool = False) -> None:
         """Store the accepted position, at most once every few seconds; with `last`, immediately."""
@@ -215,10 +215,7 @@ class MetricExporter:
             self._due = now
 
     def _observe(self, status: StatusDocument) -> None:
-        try:
-            age_s = max(0.0, time.time() - self._state.status.stat().st_mtime)
-        except OSError:
-            age_s = float("inf")
+        age_s = status_age_s(self._state)
         self._points = {}
         for point in otlp_names.points(status, version=__version__, age_s=age_s):
             self._points.setdefault(point.name, []).append(point)

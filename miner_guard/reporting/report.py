@@ -115,17 +115,13 @@ def _goodput(data: Data) -> str:
         f'<i style="width:{100 * v:.2f}%;background:{colour[k]}" title="{escape(k)}"></i>'
         for k, v in ordered
     )
+    words = {k: escape(f"{k.replace('_', ' ')} {share}") for k, share in percent.items()}
     keys = "".join(
-        f'<span><i style="background:{colour[k]}"></i>{escape(_of(k, share))}</span>'
-        for k, share in percent.items()
+        f'<span><i style="background:{colour[k]}"></i>{text}</span>' for k, text in words.items()
     )
     return (
         f'<h2>Where the time went</h2><div class="bar">{bars}</div><div class="legend">{keys}</div>'
     )
-
-
-def _of(name: str, share: str) -> str:
-    return f"{name.replace('_', ' ')} {share}"
 
 
 def _foot(data: Data) -> str:

@@ -16,7 +16,8 @@ def curves(data: Data, gate: GateSettings) -> str:
     """The plots of a run, or of a window of it."""
     if data.first is None or data.last is None:
         return "<h2>Curves</h2><p class='none'>no events in the log yet</p>"
-    plots = [*_training(data), _repo_age(data, gate), *_gpus(data), _goodput(data)]
+    goodput = Plot("Goodput", "share of time spent training", [Line("goodput", data.goodput)])
+    plots = [*_training(data), _repo_age(data, gate), *_gpus(data), goodput]
     head = (
         '<h2>Curves</h2><p class="none hint">All times in UTC. Point at a curve for its values; '
         "drag to zoom in, double-click to zoom out; arrow keys move, + and − zoom.</p>"
@@ -86,10 +87,6 @@ def _gpus(data: Data) -> list[Plot]:
         Plot("GPU memory", "GB (lowest GPU)", [Line("GPU memory", memory)], nothing=nothing),
         Plot("GPU use", "% (lowest GPU)", [Line("GPU use", data.gpu_use)], nothing=nothing),
     ]
-
-
-def _goodput(data: Data) -> Plot:
-    return Plot("Goodput", "share of time spent training", [Line("goodput", data.goodput)])
 
 
 def _until_next_step(data: Data, starts: Sequence[float]) -> list[tuple[float, float]]:

@@ -6,17 +6,16 @@ from __future__ import annotations
 import heapq
 import json
 import math
-import time
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from miner_guard import state_dir
 from miner_guard.eventlog.follow import Follower
 from miner_guard.eventlog.query import Hit, Query, Seen
-from miner_guard.eventlog.status_document import StatusDocument, read_status
+from miner_guard.eventlog.status_document import StatusDocument, read_status, status_age_s
 from miner_guard.reporting.time_series import TimeSeries
 from miner_guard.system.clock import parse_iso_utc
 
@@ -124,7 +123,11 @@ class Data:
     def of(self, *events: str) -> list[Mark]:
         """The marks of these events, oldest first."""
         lists = [self.marks[event] for event in events if event in self.marks]
-        return lists[0] if len(lists) == 1 else list(heapq.merge(*lists, key=_time_of))
+        return (
+            lists[0]
+            if len(lists) == 1
+            else list(heapq.merge(*lists, key=operator.attrgetter("time")))
+        )
 
     def add_mark(self, mark: Mark) -> None:
         """Add a mark. Once an event has more than twice `_KEPT` marks, drop the older ones, except
@@ -151,10 +154,6 @@ class Data:
         )
 
 
-def _time_of(mark: Mark) -> float:
-    return mark.time
-
-
 class LogReader:
     """The data of a state directory, kept up to date by reading only new lines."""
 
@@ -177,7 +176,7 @@ class LogReader:
         self._data.unreadable += seen.unreadable
         costs = state_dir.read_json(self._state.costs)
         self._data.status = read_status(self._state) or StatusDocument()
-        self._data.status_age_s = _age(self._state.status)
+        self._data.status_age_s = status_age_s(self._state)
         self._data.costs = costs if isinstance(costs, dict) and "operations" in costs else None
         return self._data
 
@@ -241,10 +240,3 @@ def _take_snapshot(data: Data, when: float, record: Mapping[str, Any]) -> None:
     ]
     data.gpu_memory.add(when, min(used, default=None))
     data.gpu_use.add(when, min(busy, default=None))
-
-
-def _age(path: Path) -> float:
-    try:
-        return max(0.0, time.time() - path.stat().st_mtime)
-    except OSError:
-        return math.inf

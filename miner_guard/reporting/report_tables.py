@@ -48,11 +48,7 @@ _ALARMS = (
 
 def when(time: float | None) -> str:
     """Format a time, in seconds since 1970, as date and time in UTC; `-` for None."""
-    return (
-        "-"
-        if time is None
-        else datetime.fromtimestamp(time, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
-    )
+    return "-" if time is None else f"{datetime.fromtimestamp(time, timezone.utc):%F %T}"
 
 
 def number(value: Any, spec: str, unit: str = "") -> str | None:
@@ -224,8 +220,8 @@ def pushes(rows: Sequence[Mapping[str, Any]]) -> str:
         f"<td>{escape(str(row['error'] or ''))}</td></tr>"
         for row in reversed(rows[-_TABLE_ROWS:])
     ]
-    head = _head("when (UTC)", "tag", "outcome", "gradients, bytes#", "took#", "attempts#")
-    head = head.replace("</tr>", _head("checksum", "why").removeprefix("<tr>"))
+    columns = ("when (UTC)", "tag", "outcome", "gradients, bytes#", "took#", "attempts#")
+    head = _head(*columns, "checksum", "why")
     return _table("Upload history", head, cells, "costs")
 
 
@@ -311,8 +307,8 @@ def costs(data: Data) -> str:
         f"<td>{escape(row['impact'])}</td><td>{escape(row['status'])}</td></tr>"
         for name, row in operations[:_TABLE_ROWS]
     ]
-    head = _head("operation", "calls#", "blocking time#", "background CPU#", "share#")
-    head = head.replace("</tr>", _head("impact", "status").removeprefix("<tr>"))
+    columns = ("operation", "calls#", "blocking time#", "background CPU#", "share#")
+    head = _head(*columns, "impact", "status")
     share, budget = data.costs["total_percentage"], data.costs["budget_percentage"]
     title = f"What monitoring costs: {share:.2f}% of training time (budget {budget:g}%)"
     return _table(title, head, rows, "costs")

@@ -72,8 +72,7 @@ class CollectiveQueries:
             self._recorder.report_error(
                 "place",
                 f"this is rank {rank} of {world_size} and is recorded as rank {self._place.rank} "
-                "of "
-                f"{self._place.world_size}: call miner_guard.init() after init_process_group",
+                f"of {self._place.world_size}: call miner_guard.init() after init_process_group",
             )
 
     def may_upload(
