@@ -12,17 +12,25 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cached_property, lru_cache
+from itertools import chain
 from pathlib import Path
+from typing import TypeVar
 
 from miner_guard.eventlog.literal_search import LiteralSearch, literal_search
 from miner_guard.incidents.parsing import Document, Index, check_expressions, index_of, parsed
 from miner_guard.incidents.patterns import ROLES, Benign, Label, Pattern
+from miner_guard.incidents.tracebacks import BEGINS, CHAINED, IGNORED
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 
 _HERE = Path(__file__).parent
 _INDEX = "words.toml"
 
+_MARKS = frozenset(word.encode() for word in (BEGINS, IGNORED, *CHAINED))
+"""Words that count even where no pattern has them."""
+
 _MAX_ANSWERS = 1024
-_MAX_TRACEBACKS = 64
 _MAX_ANSWERED_LENGTH = 400
 
 
@@ -39,20 +47,21 @@ class Knowledge:
 
         self._events = index.events
         self._read = read
-        self._latest: tuple[str, set[bytes]] = ("", set())
+        self._latest: tuple[str, frozenset[bytes]] = ("", frozenset())
         """The last text searched and its words, because an exception is searched twice."""
-
-        self._fitting: dict[str, frozenset[int]] = {}
-        """Cache by the files of a traceback: ranks and restarts print the same tracebacks."""
 
         self._answers: dict[str, list[Pattern] | Benign] = {}
         """Results for recent lines: ranks and restarts print the same lines."""
+
+        self._possible: dict[frozenset[bytes], tuple[list[Benign], list[Pattern]]] = {}
+        """By the words of recent lines, what such a line may match."""
 
     def prepare(self) -> None:
         """Read the files and build the search now. Raises BadKnowledge."""
         assert self._search
         assert self._by_word
         assert self._framed_by_word
+        assert self._paths
         assert self._order
 
     @cached_property
@@ -96,16 +105,27 @@ class Knowledge:
 
     @cached_property
     def _search(self) -> LiteralSearch:
-        return literal_search(word for entry in self.entries for word in entry.literals)
+        words = (word for entry in self.entries for word in entry.literals)
+        return literal_search((*_MARKS, *words))
 
     @cached_property
     def _by_word(self) -> dict[bytes, list[Pattern | Benign]]:
         found: dict[bytes, list[Pattern | Benign]] = {}
         for entry in self._ordered:
-            pattern = entry.pattern if isinstance(entry, Benign) else entry
+            pattern = _pattern(entry)
             for word in () if pattern.frames else pattern.any_of:
                 found.setdefault(word, []).append(entry)
         return found
+
+    @cached_property
+    def _paths(self) -> tuple[LiteralSearch, Mapping[bytes, frozenset[int]]]:
+        """The search for what patterns need in a path of a traceback, with their numbers."""
+        paths = {path for pattern in self._framed for path in pattern.frames}
+        by_path = {
+            path.encode(): frozenset(n for n, p in enumerate(self._framed) if path in p.frames)
+            for path in {"", *paths}
+        }
+        return literal_search(path for path in by_path if path), by_path
 
     @cached_property
     def _framed_by_word(self) -> dict[bytes, list[int]]:
@@ -131,50 +151,68 @@ class Knowledge:
         answer = self._answers.get(text)
         if answer is None:
             answer = self._look_up(text, past)
-            if len(self._answers) >= _MAX_ANSWERS:
-                self._answers.clear()
             if len(text) <= _MAX_ANSWERED_LENGTH:
-                self._answers[text] = answer
+                _keep(self._answers, text, answer, _MAX_ANSWERS)
         return answer
 
-    def words(self, text: str) -> Set[bytes]:
+    def adds(self, text: str, past: Set[bytes]) -> bool:
+        """Whether this piece of a long line may show more than the pieces before it, whose words
+        are `past`."""
+        words = self.words(text)
+        new = words - past
+        if not new:
+            return False
+        harmless, patterns = self._possible_with(words)
+        possible = chain((benign.pattern for benign in harmless), patterns)
+        return not new.isdisjoint(_MARKS) or any(not new.isdisjoint(p.literals) for p in possible)
+
+    def words(self, text: str) -> frozenset[bytes]:
         """The words of all patterns that occur in `text`."""
         latest, words = self._latest
         if latest != text:
-            words = self._search.find(text.encode(errors="replace"))
+            words = frozenset(self._search.find(text.encode(errors="replace")))
             self._latest = (text, words)
         return words
 
     def _look_up(self, text: str, past: Set[bytes]) -> list[Pattern] | Benign:
         words = self.words(text)
         new = words - past
-        entries = {entry for word in words for entry in self._by_word.get(word, ())} if new else ()
+        harmless, patterns = self._possible_with(words)
         found: dict[str, Pattern] = {}
-        for entry in sorted(entries, key=self._order.__getitem__):
-            if isinstance(entry, Benign):
-                if entry.pattern.matches(text, words):
-                    return entry
-            elif (
-                entry.label not in found
-                and not (past and new.isdisjoint(entry.literals))
-                and entry.matches(text, words)
-            ):
-                found[entry.label] = entry
+        for pattern in patterns:
+            known = pattern.label in found or (past and new.isdisjoint(pattern.literals))
+            if not known and pattern.matches(text, words):
+                found[pattern.label] = pattern
+        if found or any(not past or (b.cancels and b.pattern.literals & new) for b in harmless):
+            for benign in harmless:
+                if benign.pattern.matches(text, words):
+                    return benign
         if len(found) > 1:
             found = {label: p for label, p in found.items() if not p.alone} or found
         return sorted(found.values(), key=lambda p: ROLES.index(p.role))
 
+    def _possible_with(self, words: frozenset[bytes]) -> tuple[list[Benign], list[Pattern]]:
+        """The entries that a text with these words may match, in order."""
+        possible = self._possible.get(words)
+        if possible is None:
+            entries = {entry for word in words for entry in self._by_word.get(word, ())}
+            fit = [
+                entry
+                for entry in sorted(entries, key=self._order.__getitem__)
+                if _pattern(entry).possible(words)
+            ]
+            possible = (
+                [entry for entry in fit if isinstance(entry, Benign)],
+                [entry for entry in fit if isinstance(entry, Pattern)],
+            )
+            _keep(self._possible, words, possible, _MAX_ANSWERS)
+        return possible
+
     def _fit(self, frames: str) -> frozenset[int]:
         """The patterns with `frames` that match a traceback through these files."""
-        fit = self._fitting.get(frames)
-        if fit is None:
-            fit = frozenset(
-                n for n, p in enumerate(self._framed) if any(f in frames for f in p.frames)
-            )
-            if len(self._fitting) >= _MAX_TRACEBACKS:
-                self._fitting.clear()
-            self._fitting[frames] = fit
-        return fit
+        search, by_path = self._paths
+        passed = search.find(frames.encode(errors="replace"))
+        return by_path[b""].union(*(by_path[path] for path in passed))
 
     def match_in(self, frames: str, text: str, matches: Sequence[Pattern] = ()) -> list[Pattern]:
         """The matches of an exception together with the files of its traceback; `matches` are those
@@ -183,12 +221,26 @@ class Knowledge:
         named = {p.label for p in matches if not p.alone}
         numbers = {n for word in words for n in self._framed_by_word.get(word, ())}
         for p in map(self._framed.__getitem__, sorted(numbers & self._fit(frames))):
-            if (p.instead & named if named else not p.instead) and p.matches(text, words):
+            if (
+                (p.instead & named if named else not p.instead)
+                and p.possible(words)
+                and p.matches(text, words)
+            ):
                 others = (
                     m for m in matches if m.label not in p.instead | {p.label} and not m.alone
                 )
                 return [p, *others]
         return list(matches)
+
+
+def _pattern(entry: Pattern | Benign) -> Pattern:
+    return entry.pattern if isinstance(entry, Benign) else entry
+
+
+def _keep(cache: dict[_K, _V], key: _K, value: _V, most: int) -> None:
+    if len(cache) >= most:
+        cache.clear()
+    cache[key] = value
 
 
 @lru_cache(maxsize=1)

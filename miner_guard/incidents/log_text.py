@@ -97,11 +97,8 @@ def clean(raw: bytes) -> tuple[int | None, str]:
         named = next((value for value in prefix.groups() if value is not None), None)
         rank = int(named) if named is not None else rank
         text = text[prefix.end() :]
-    if (
-        rank is None
-        and ("ank" in text or "ANK" in text)
-        and (inside := _RANK_INSIDE.search(text, 0, 400))
-    ):
+    beginning = text[:_MAX_PREFIX] if rank is None else ""
+    if ("ank" in beginning or "ANK" in beginning) and (inside := _RANK_INSIDE.search(beginning)):
         rank = int(inside.group(1) or inside.group(2) or inside.group(3))
     return rank, text.rstrip()
 

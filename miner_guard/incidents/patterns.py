@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,7 +31,7 @@ SEVERITIES = ("info", "warning", "error", "critical")
 APPLIES = ("rank", "node", "job")
 
 
-_SERVER = re.compile(r"host=\\?['\"]|https?://|connect call failed \('|connect to host ")
+_SERVER = regexes.RegexSearch(r"host=\\?['\"]|https?://|connect call failed \('|connect to host ")
 """How a line names a server."""
 
 _NEAR = 300
@@ -121,16 +120,20 @@ class Pattern:
         needed = frozenset(regexes.words_of(self.needs))
         return self.any_of | self._server_words | self.none_of | needed
 
+    def possible(self, words: Set[bytes]) -> bool:
+        """Whether a text may match in which `words` are the pattern's literals that occur."""
+        return (
+            not self.any_of.isdisjoint(words)
+            and self.none_of.isdisjoint(words)
+            and (self.search is None or regexes.met(self.search.needs, words))
+        )
+
     def matches(self, text: str, words: Set[bytes]) -> bool:
-        """Whether `text`, lower-cased and cleaned, matches; `words` are the pattern's literals that
-        occur in it."""
-        if self.any_of.isdisjoint(words) or not self.none_of.isdisjoint(words):
+        """Whether `text`, lower-cased and cleaned, matches, if that is `possible`."""
+        if self.search is not None and not self.search.found_in(text, self.has, words):
             return False
-        if self.servers and self._server_words.isdisjoint(words) and _SERVER.search(text):
-            return False
-        if self.search is None:
-            return True
-        return regexes.met(self.search.needs, words) and self.search.found_in(text, self.has)
+        others = self.servers and self._server_words.isdisjoint(words)
+        return not (others and _SERVER.found_in(text))
 
     def first_word(self, text: str) -> int:
         """Offset of the first `has` word in a long line; 0 if it is near the beginning."""

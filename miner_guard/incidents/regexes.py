@@ -32,6 +32,9 @@ _MAX_PLACES = 8
 """Places of a word in one line that are searched, from each end. A megabyte of one word would
 otherwise cost a search at each of them."""
 
+_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+"""Parts of an expression: an escaped character, a set of characters, or one character."""
+
 _REPEATS = (ops.MAX_REPEAT, ops.MIN_REPEAT)
 _ASSERTIONS = (ops.ASSERT, ops.ASSERT_NOT)
 _ONE_CHARACTER = (ops.LITERAL, ops.NOT_LITERAL, ops.IN, ops.ANY)
@@ -68,30 +71,61 @@ class RegexSearch:
         return re.compile(self.expression)
 
     @cached_property
-    def needs(self) -> Requirement:
-        """Words without which the expression cannot match."""
-        return requirement(self.expression)
+    def _alternatives(self) -> list[_Alternative]:
+        return [_Alternative(each) for each in alternatives(self.expression)]
 
     @cached_property
-    def _marks(self) -> tuple[str, ...] | None:
-        words = marks(self.needs)
-        return None if words is None else tuple(word.decode() for word in words)
+    def needs(self) -> Requirement:
+        """Words without which the expression cannot match."""
+        needs = tuple(each.needs for each in self._alternatives)
+        return needs[0] if len(needs) == 1 else NOTHING if NOTHING in needs else AnyOf(needs)
+
+    def found_in(
+        self, text: str, near: Iterable[str] = (), words: Collection[bytes] | None = None
+    ) -> bool:
+        """Whether the expression matches in `text`. A long text is searched only around the words
+        that the expression needs, or at its beginning and around those of `near` if it needs none.
+        `words` are those of the expression that occur in `text`, if that is known."""
+        if len(text) < _LONG:
+            return self.regex.search(text) is not None
+        # Without needs of its own, the caller did not search for the words of its alternatives.
+        present = None if self.needs == NOTHING else words
+        return any(each.found_in(text, near, present) for each in self._alternatives)
+
+
+class _Alternative:
+    """The search of a long text for one of the alternatives that an expression consists of."""
+
+    def __init__(self, expression: str) -> None:
+        self._expression = expression
+        self.needs = requirement(expression)
+        self._marks = marks(self.needs)
+        self._anchored = expression.startswith("^")
+
+    @cached_property
+    def _regex(self) -> re.Pattern[str]:
+        return re.compile(self._expression)
 
     @cached_property
     def _width(self) -> int | None:
-        return width(self.expression)
+        return width(self._expression)
 
-    def found_in(self, text: str, near: Iterable[str] = ()) -> bool:
-        """Whether the expression matches in `text`. A long text is searched only at its beginning
-        and around the words that the expression needs, or around those of `near` if it needs
-        none."""
-        if len(text) < _LONG:
-            return self.regex.search(text) is not None
+    def found_in(self, text: str, near: Iterable[str], words: Collection[bytes] | None) -> bool:
+        """See RegexSearch.found_in."""
+        if words is not None and not met(self.needs, words):
+            return False
         reach = _REACH if self._width is None else self._width
-        words, reach = (near, reach + _REACH) if self._marks is None else (self._marks, reach)
+        if self._marks:
+            # The rarest words leave the least to search.
+            found = min((_all_places(text, marked, words) for marked in self._marks), key=len)
+        else:
+            found, reach = _all_places(text, map(str.encode, near), None), reach + _REACH
+        whole = self._marks and self._width is not None and len(found) < _MAX_PLACES
+        beginning = () if whole else ((0, _LONG),)
         return any(
-            self.regex.search(text, start, end) is not None
-            for start, end in ((0, _LONG), *windows(text, words, reach))
+            self._regex.search(text, start, end) is not None
+            for start, end in (*beginning, *windows(found, reach))
+            if not (start and self._anchored)
         )
 
 
@@ -122,16 +156,18 @@ def words_of(needed: Requirement) -> Iterator[bytes]:
             yield from words_of(inner)
 
 
-def marks(needed: Requirement) -> frozenset[bytes] | None:
-    """Words, as long as possible, at least one of which every match contains; None if there are
-    none."""
+def marks(needed: Requirement) -> list[frozenset[bytes]]:
+    """Sets of words of which every match contains at least one word each."""
     if isinstance(needed, bytes):
-        return frozenset({needed})
+        return [frozenset({needed})]
     inner = [marks(part) for part in needed.of]
-    if isinstance(needed, AnyOf):
-        known = [words for words in inner if words is not None]
-        return frozenset().union(*known) if len(known) == len(inner) else None
-    return max(filter(None, inner), key=lambda words: min(map(len, words)), default=None)
+    if isinstance(needed, AllOf):
+        return [words for sets in inner for words in sets]
+    return [frozenset().union(*(max(sets, key=_shortest) for sets in inner))] if all(inner) else []
+
+
+def _shortest(words: frozenset[bytes]) -> int:
+    return min(map(len, words))
 
 
 def width(regex: str) -> int | None:
@@ -142,11 +178,11 @@ def width(regex: str) -> int | None:
     return parser.parse(regex).getwidth()[1] + _SEEN_BESIDE
 
 
-def windows(text: str, words: Iterable[str], reach: int) -> Iterator[tuple[int, int]]:
-    """The spans of `text` that can hold a match of at most `reach` characters around one of
-    `words`."""
+def windows(places: Iterable[tuple[int, int]], reach: int) -> Iterator[tuple[int, int]]:
+    """The spans of a text that can hold a match of at most `reach` characters around the words at
+    `places`, each with its length."""
     start = end = -1
-    for at, length in sorted((at, len(word)) for word in words for at in _places(text, word)):
+    for at, length in sorted(places):
         if at - reach > end:
             if end >= 0:
                 yield start, end
@@ -154,6 +190,19 @@ def windows(text: str, words: Iterable[str], reach: int) -> Iterator[tuple[int, 
         end = max(end, at + length + reach)
     if end >= 0:
         yield start, end
+
+
+def alternatives(regex: str) -> list[str]:
+    """The expressions that `regex` separates by `|` outside all groups."""
+    found = [""]
+    depth = 0
+    for part in _PARTS.findall(regex):
+        depth += part.startswith("(") - (part == ")")
+        if part == "|" and not depth:
+            found.append("")
+        else:
+            found[-1] += part
+    return found
 
 
 def superlinear(regex: str) -> str | None:
@@ -183,6 +232,18 @@ def superlinear(regex: str) -> str | None:
             if loops and (len(loops[0]) != 1 or loops[0][0][0] not in _ONE_CHARACTER):
                 return "a group is repeated without a bound; give it one, such as {0,8}"
     return None
+
+
+def _all_places(
+    text: str, words: Iterable[bytes], present: Collection[bytes] | None
+) -> list[tuple[int, int]]:
+    """Offset and length of those of `words` that occur in `text`; `present` are those that may."""
+    return [
+        (at, len(word))
+        for word in words
+        if present is None or word in present
+        for at in _places(text, word.decode())
+    ]
 
 
 @lru_cache(maxsize=64)

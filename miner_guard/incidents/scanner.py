@@ -26,9 +26,15 @@ from miner_guard.incidents.patterns import Benign, Pattern
 from miner_guard.incidents.recovery import PendingError, RecoveryTracker, pending
 from miner_guard.incidents.regexes import RegexSearch
 from miner_guard.incidents.sightings import Launched, Passed, Retraction, Seen, Sighting
-from miner_guard.incidents.tracebacks import MAX_STREAMS, CutOff, Ended, LogLine, Tracebacks
+from miner_guard.incidents.tracebacks import (
+    CHAINED,
+    MAX_STREAMS,
+    CutOff,
+    Ended,
+    LogLine,
+    Tracebacks,
+)
 
-_CHAINED = ("exception was the direct cause of", "handling of the above exception")
 _CHAIN_LINES = 6
 """Maximum lines between an exception and the words that chain it to the next one."""
 
@@ -190,13 +196,15 @@ class Scanner:
         }
 
     def _line(self, line: bytes, number: int, seen: list[Seen]) -> None:
+        whole = len(line) < MAX_LINE and self._past[0] != number
+        past = None if whole else self._past_words(number)
         for piece in _pieces(line):
             short = without_blobs(piece)
             if b"\r" in short:
                 for redraw in self._sieve.holding(short.split(b"\r")):
                     self._piece(redraw, number, seen)
             elif (short is piece and len(line) <= MAX_LINE) or self._sieve.holds(template(short)):
-                self._piece(short, number, seen, self._past_words(number))
+                self._piece(short, number, seen, past)
 
     def _past_words(self, number: int) -> set[bytes]:
         """The words in the earlier pieces of line `number`."""
@@ -213,7 +221,8 @@ class Scanner:
                 self._text(LogLine(teller, number, message, message.lower()), seen)
             return
         line = LogLine(rank, number, text, text.lower())
-        self._text(line, seen, past or frozenset())
+        if not past or self._knowledge.adds(line.lowered, past):
+            self._text(line, seen, past or frozenset())
         if past is not None:
             past |= self._knowledge.words(line.lowered)
 
@@ -228,7 +237,7 @@ class Scanner:
             shown = excerpt(line.text, _TOLD)
             seen.append(Sighting(label.name, role, line.number, shown, line.rank))
             return
-        if any(words in line.lowered for words in _CHAINED):
+        if any(words in line.lowered for words in CHAINED):
             self._chain(line, seen)
         ignored = self._tracebacks.ignores(line)
         matches = [] if ignored else self._knowledge.match(line.lowered, past)

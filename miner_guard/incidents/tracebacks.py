@@ -50,8 +50,9 @@ _PATHS = re.compile(rb"^" + _PREFIX + rb'  File "([^"\n]+)"', re.MULTILINE)
 _FRAME_BEGINS = b'  File "'
 _RAISES = b"    raise "
 
-_STARTS = "traceback (most recent call last)"
-_IGNORED = "exception ignored in"
+BEGINS = "traceback (most recent call last)"
+IGNORED = "exception ignored in"
+CHAINED = ("exception was the direct cause of", "handling of the above exception")
 
 MAX_STREAMS = 256
 """Maximum number of ranks whose lines are tracked separately."""
@@ -145,11 +146,11 @@ class Tracebacks:
         itself comes at the end."""
         lowered = line.lowered
         inner = lowered.lstrip()
-        starts = _STARTS in lowered
+        starts = BEGINS in lowered
         quoted = inner.startswith("file ") or 'file "' in lowered
         frame = _FRAME.search(lowered) if quoted else None
         opened = self._open.get(line.rank)
-        ignored = _IGNORED in lowered or (opened is not None and opened.ignored and starts)
+        ignored = IGNORED in lowered or (opened is not None and opened.ignored and starts)
         # A warning may quote a frame; one that begins a line belongs to a traceback.
         positions = frame is not None and inner.startswith("file ")
         if starts or ignored or (positions and opened is None):

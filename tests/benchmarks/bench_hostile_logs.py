@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import psutil
 
-from tests.benchmarks.bench_incidents import hostile, ordinary
+from tests.benchmarks.bench_incidents import hostile, long_tracebacks, ordinary, tracebacks
 from tests.benchmarks.frame import Row
 
 TITLE = "Hostile logs: `explain` and the running guard, by CPU time"
@@ -48,7 +48,13 @@ def run() -> list[Row]:
         log.write_bytes(b"RuntimeError: CUDA error: out of memory\n")
         idle = _guard(log)
         rows.append(Row("guard, engine loaded: resident", idle.peak_mib, "MiB", "<= 60 MiB"))
-        for name, text in {"steps": ordinary(20_000), **hostile()}.items():
+        texts = {
+            "steps": ordinary(20_000),
+            **hostile(),
+            "long tracebacks": long_tracebacks(1000),
+            "short tracebacks that all differ": tracebacks(20_000),
+        }
+        for name, text in texts.items():
             text *= (_FIRST + _SIZE) // len(text) + 1
             log.write_bytes(text[:_FIRST] + b"\n")
             first = _explain(log)

@@ -85,29 +85,57 @@ def tracebacks(count: int) -> bytes:
     ).encode()
 
 
+def long_tracebacks(count: int) -> bytes:
+    """Tracebacks of 25 frames, out of 200 that a program has."""
+    chance = random.Random(4)
+    frames = [
+        '  File "/srv/lib/python3.11/site-packages/{0}/{1}.py", line {2}, in {3}\n'
+        "    return self.{3}({4})\n".format(
+            *("".join(chance.choices("abcdefgh", k=7)) for _ in range(5))
+        )
+        for _ in range(200)
+    ]
+    return "".join(
+        "Traceback (most recent call last):\n"
+        + "".join(chance.choices(frames, k=25))
+        + f"RuntimeError: shard {n} failed\n"
+        for n in range(count)
+    ).encode()
+
+
 def hostile() -> dict[str, bytes]:
     """Text that holds no error and once held the guard up."""
     chance = random.Random(5)
     raw = chance.randbytes(3_000_000)
-    neuron = '{"uid":%d,"hotkey":"5F%030x","coldkey":"5G%030x","stake":%f,"axon":"10.0.0.1:8091"}'
-    metagraph = ",".join(
-        neuron % (uid, chance.getrandbits(120), chance.getrandbits(120), chance.random())
-        for uid in range(256)
-    ).encode()
-    words = ',"permission":"denied? no wallet","status":"error 429, retrying"}'
-    loud = ",".join(
-        neuron[:-1] % (uid, chance.getrandbits(120), chance.getrandbits(120), chance.random())
-        + words
-        for uid in range(256)
-    ).encode()
+
+    def metagraph(extra: str) -> bytes:
+        neuron = (
+            '{"uid":%d,"hotkey":"5F%030x","coldkey":"5G%030x","stake":%f,"axon":"10.0.0.1:8091"'
+        )
+        return ",".join(
+            neuron % (uid, chance.getrandbits(120), chance.getrandbits(120), chance.random())
+            + f"{extra}}}"
+            for uid in range(256)
+        ).encode()
+
+    plain = metagraph("")
     return {
         "base64 on one line": base64.b64encode(raw) + b"\n",
         "base64 in lines": base64.encodebytes(raw),
         "random bytes": raw,
         "NULs": bytes(4_000_000),
-        "a metagraph of 256 neurons a line": (b'{"neurons":[' + metagraph + b"]}\n") * 100,
-        "metagraphs on one line": metagraph * 100 + b"\n",
-        "a metagraph full of trigger words": (b'{"neurons":[' + loud + b"]}\n") * 100,
+        "a metagraph of 256 neurons a line": (b'{"neurons":[' + plain + b"]}\n") * 100,
+        "metagraphs on one line": plain * 100 + b"\n",
+        "a metagraph whose keys are trigger words": (
+            b'{"neurons":[' + metagraph(',"error":null,"timeout":12,"failed":0') + b"]}\n"
+        )
+        * 100,
+        "a metagraph full of trigger words": (
+            b'{"neurons":['
+            + metagraph(',"permission":"denied? no wallet","status":"error 429, retrying"')
+            + b"]}\n"
+        )
+        * 100,
         "one word of a pattern over and over": b"hotkey " * 500_000 + b"\n",
         "trigger words on lines of a megabyte": (
             b"wallet permission denied password hotkey " * 25_000 + b"\n"

@@ -105,6 +105,24 @@ def test_a_line_longer_than_any_chunk_is_the_same_in_pieces() -> None:
         assert seen_of([line[i : i + size] for i in range(0, len(line), size)]) == whole
 
 
+LONG = (
+    b"error 429, retrying; "
+    + b"wallet permission hotkey " * 900
+    + b"RuntimeError: CUDA error: an illegal memory access was encountered "
+    + b"a shard was read; " * 900
+    + b"[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\nstep 3\n"
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, len(LONG)), max_size=8))
+def test_what_earlier_pieces_of_a_long_line_said_does_not_depend_on_the_cuts(at: list[int]) -> None:
+    whole = seen_of([LONG])
+    labels = {"hf_rate_limit", "cuda_illegal_memory_access", "cuda_oom"}
+    assert labels <= {getattr(item, "label", None) for item in whole}
+    assert seen_of(cut(LONG, at)) == whole
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.binary(max_size=3000))
 def test_any_bytes_get_an_answer(data: bytes) -> None:
@@ -310,3 +328,8 @@ def test_a_retry_far_from_an_error_on_a_long_line_is_seen() -> None:
     steps = "".join(f"step {n} loss 3.{n}\n" for n in range(20))
     assert root(f"{line} {between} retrying in 5 s\n{steps}") is None
     assert root(f"{line} {between}\n") == "hf_rate_limit"
+
+
+def test_a_harmless_line_is_no_exception() -> None:
+    assert root("ValueError: finished with errors: 0\n") is None
+    assert root("ValueError: finished with shards: 0\n") == "code_bug"
