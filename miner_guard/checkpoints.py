@@ -279,9 +279,9 @@ class Checkpointer:
         """The values of all ranks, in rank order. Collective."""
         if self._group is None:
             return [own]
-        everybodys: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(everybodys, own, group=self._group)
-        return everybodys
+        values: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(values, own, group=self._group)
+        return values
 
     def _agree_step(self, newest: int) -> int:
         """Rank 0's step on every rank, because on a network disk another node may briefly see other
@@ -354,7 +354,7 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def _unname(checkpoint: Path) -> Path:
-    """Rename a checkpoint that is to be deleted, so that a crash during the removal leaves no
+    """Rename a checkpoint before its removal, so that a crash during the removal leaves no
     partial folder with a valid name. Returns the new path."""
     unnamed = checkpoint.with_name(f"{_DRAFT}old-{checkpoint.name}")
     shutil.rmtree(unnamed, ignore_errors=True)

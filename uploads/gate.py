@@ -39,7 +39,7 @@ def decide(
             _worded(v, candidate.kind)
             for v in rules.evaluate_all(rules.gate_rules(facts, limits), facts, limits)
         )
-    except Exception as error:  # noqa: BLE001 -- an error in the gate must block on every rank alike, not raise in rank 0
+    except Exception as error:  # noqa: BLE001 -- an error in the gate must block every rank, not raise in rank 0
         facts = Facts(candidate, now=now)
         limits = Limits()
         verdicts = (_worded(rules.rule_error("gate", error), candidate.kind),)

@@ -189,10 +189,10 @@ class Publisher:
         missing = [str(path) for _, path in revision.files() if not path.is_file()]
         if missing:
             raise PublishError(
-                f"nothing published: {', '.join(missing)} is not there; stage all files first"
+                f"nothing published: missing {', '.join(missing)}; stage all files first"
             )
         try:
-            self._mend()
+            self._settle_earlier()
             tickets = self._staged(revision, effort)
             self._journal.committing(tickets)
             entries = self._shown(revision, tickets, effort)
@@ -242,7 +242,7 @@ class Publisher:
                 pause *= 2
         return effort.of("reading back", partial(self._repo.confirm, ticket), may_cancel=False)
 
-    def _mend(self) -> None:
+    def _settle_earlier(self) -> None:
         try:
             if line := self.recover():
                 self._say(line)

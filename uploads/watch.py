@@ -82,7 +82,7 @@ class RepoWatch:
         return (
             None
             if known is None
-            else f"nothing is published any more (last seen: {known.revision or 'a revision'})"
+            else f"nothing is published now (last seen: {known.revision or 'a revision'})"
         )
 
     def tick(self, now: float) -> Iterator[Finding]:
@@ -165,8 +165,8 @@ _DECIDED = (
 
 
 class DecisionNotifier:
-    """Turns decisions into events. Reports the first block and every change at once, repeats only
-    every five minutes."""
+    """Turns decisions into events. Reports the first block and every change immediately, and a
+    repeated block every five minutes."""
 
     def __init__(self) -> None:
         self._blocked = OncePer(BLOCKED_EVERY_S)

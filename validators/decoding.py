@@ -344,7 +344,7 @@ def _partial(index: Sequence[int], target: tuple[int, ...] | None) -> str | None
     return (
         None
         if covered == rows
-        else f"covers {covered} of {rows} rows, the rest of the parameter stays as it is"
+        else f"covers {covered} of {rows} rows, the rest of the parameter stays unchanged"
     )
 
 

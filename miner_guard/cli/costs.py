@@ -55,7 +55,7 @@ def command(
             "--step-time",
             min=0.001,
             callback=a_number,
-            help="estimate: seconds per step; else the running miner's.",
+            help="estimate: seconds per step; default: the running miner's.",
         ),
     ] = None,
     config: Config = None,
@@ -189,8 +189,8 @@ def _step_time(place: CommandContext) -> float:
 def _words(answer: dict[str, Any]) -> str:
     verdict = {
         "ok": "within budget",
-        "warning": "OVER BUDGET: don't enable it as it is",
-        "critical": "FAR OVER BUDGET: don't enable it as it is",
+        "warning": "OVER BUDGET: do not enable it unchanged",
+        "critical": "FAR OVER BUDGET: do not enable it unchanged",
     }[answer["budget_status"]]
     lines = [
         f"{answer['operation']}: {answer['calls']:g} calls of {answer['seconds']:g}s = "

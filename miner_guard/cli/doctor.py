@@ -43,10 +43,10 @@ def command(
     state_dir: options.State = None,
     as_json: options.Json = False,
     expect_gpus: Annotated[
-        Optional[int], typer.Option(help="GPUs that must be there.", show_default=False)
+        Optional[int], typer.Option(help="GPUs that must be present.", show_default=False)
     ] = None,
     deep: Annotated[
-        bool, typer.Option("--deep", help="Also a matmul per GPU and an all_reduce.")
+        bool, typer.Option("--deep", help="Also run a matmul on each GPU and an all_reduce.")
     ] = False,
 ) -> None:
     """Check GPUs, driver, torch, node, environment and repo. Exit 0, or 69 if something is
@@ -107,7 +107,8 @@ def document(snapshot: Snapshot, checks: Sequence[Check], seconds: float) -> dic
 
 
 def folded(checks: Sequence[Check]) -> list[Check]:
-    """The rows of a compact table: a check that passes alike on several GPUs takes one line."""
+    """The rows of a compact table: a check that passes with the same words on several GPUs takes
+    one line."""
     rows: list[Check] = []
     places: dict[tuple[str, str], int] = {}
     gpus: dict[int, list[int]] = {}

@@ -26,7 +26,8 @@ def command(
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write into.")],
     project: Annotated[str, typer.Option("--project", help="wandb: the project.")] = "miner-guard",
     online: Annotated[
-        bool, typer.Option("--online", help="wandb: upload the run; else write only offline files.")
+        bool,
+        typer.Option("--online", help="wandb: upload the run instead of writing offline files."),
     ] = False,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Keep exporting as lines are written.")
@@ -35,7 +36,7 @@ def command(
     name: AnyName = None,
     state_dir: State = None,
 ) -> None:
-    """Write the run's numbers for TensorBoard or Weights & Biases, apart from the guard. Exit 1:
+    """Write the run's numbers for TensorBoard or Weights & Biases, outside the guard. Exit 1:
     no numbers."""
     from miner_guard.reporting import export
 

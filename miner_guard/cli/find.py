@@ -22,8 +22,8 @@ _MAX_NAMED = 8
 
 
 def find_guard(name: str | None, state_dir: str | None) -> StateDir:
-    """The state directory that the flags or the environment name; else that of the only running
-    guard; else the default; else that of the guard that ran last.
+    """The state directory that the flags or the environment name, or that of the only running
+    guard, or the default one, or that of the guard that ran last, in this order.
 
     Reports the choice on stderr if the flags don't determine it. Raises Refused: 64 if several
     guards run, 78 for an invalid name.

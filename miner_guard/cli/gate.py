@@ -41,7 +41,7 @@ def command(
         Optional[int], typer.Option(min=0, help="Inner step of the upload.")
     ] = None,
     kind: Annotated[
-        str, typer.Option(help="gradient, or archive (after an AllReduce: let through).")
+        str, typer.Option(help="gradient, or archive (after an AllReduce; always allowed).")
     ] = "gradient",
     loss: Annotated[Optional[float], typer.Option(help="The last loss.")] = None,
     base_outer_step: Annotated[
@@ -72,7 +72,7 @@ def command(
     if outer_step is None or inner_step is None:
         raise Refused("--outer-step and --inner-step are needed, or --replay ID", USAGE)
     if kind not in ("gradient", "archive"):
-        raise Refused(f"--kind {kind!r} is unknown; it is gradient or archive", USAGE)
+        raise Refused(f"--kind {kind!r} is unknown; allowed: gradient, archive", USAGE)
     known, settings = _inputs(place), _settings(place)
     try:
         limits = Limits.of(settings, known.limits)

@@ -134,7 +134,7 @@ def _miner(cmd: Sequence[str]) -> list[str]:
         value = value_of(cmd, argument) or ""
         rows.append(f"{key} = {value}" if _is_number(value) else f"# {key} = 1")
     rows += [
-        "# If the miner ends by itself, so that exit code 0 means that it has finished:",
+        "# If the miner exits on its own, so that exit code 0 means that it has finished:",
         "# finite = true",
     ]
     return rows

@@ -45,7 +45,9 @@ def command(
     ] = None,
     lines: Annotated[
         Optional[int],
-        typer.Option("--lines", "-n", min=0, help="Only the last N; with --follow 10."),
+        typer.Option(
+            "--lines", "-n", min=0, help="Only the last N lines; with --follow, 10 by default."
+        ),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow new lines.")] = False,
     as_json: Annotated[

@@ -97,7 +97,10 @@ def _version(asked: bool) -> None:
 
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Print it.")
+        bool,
+        typer.Option(
+            "--version", "-V", callback=_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     """Runs a distributed-training miner, sees its silent failures, gates its uploads."""
@@ -136,7 +139,7 @@ def run(arguments: Sequence[str]) -> int:
         return _refused(
             f"{error.filename or 'the output'}: {error.strerror or error}", exits.FAILED
         )
-    except Exception as error:  # noqa: BLE001 - a defect of ours; it is reported with its place
+    except Exception as error:  # noqa: BLE001 - a bug of the guard; reported with its location
         place = traceback.extract_tb(error.__traceback__)[-1]
         what = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
         return _refused(f"internal error, please report it: {what}", exits.FAILED)

@@ -72,7 +72,7 @@ def _after(text: str, heading: str) -> str:
 
 
 def _verbatim(text: str) -> list[str]:
-    """The help's lines as they are: its columns must stay aligned."""
+    """The help's lines, unchanged: its columns must stay aligned."""
     return [".nf", *(_escaped(line) for line in text.strip("\n").split("\n")), ".fi"]
 
 

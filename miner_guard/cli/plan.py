@@ -50,7 +50,7 @@ def command(
         typer.Option(
             min=1,
             callback=a_number,
-            help="Samples per micro-batch; else [miner] batch_size, else 2.",
+            help="Samples per micro-batch; default: [miner] batch_size, then 2.",
         ),
     ] = None,
     effective: Annotated[
@@ -58,7 +58,7 @@ def command(
         typer.Option(
             min=1,
             callback=a_number,
-            help="Effective batch size; else [miner] effective_batch_size, else 512.",
+            help="Effective batch size; default: [miner] effective_batch_size, then 512.",
         ),
     ] = None,
     params: Annotated[
@@ -70,7 +70,7 @@ def command(
         typer.Option(
             min=1,
             callback=a_number,
-            help="Inner steps between uploads; else [miner] upload_steps, else 3.",
+            help="Inner steps between uploads; default: [miner] upload_steps, then 3.",
         ),
     ] = None,
     micro_batch_ms: Annotated[
@@ -81,11 +81,17 @@ def command(
     ] = None,
     step_s: Annotated[
         Optional[float],
-        typer.Option(min=0.001, callback=a_number, help="Measured time of an inner step, instead."),
+        typer.Option(
+            min=0.001,
+            callback=a_number,
+            help="Measured time of an inner step; overrides --micro-batch-ms.",
+        ),
     ] = None,
     gpu_memory_gb: Annotated[
         Optional[float],
-        typer.Option(min=0.1, callback=a_number, help="Memory of one GPU, to say whether it fits."),
+        typer.Option(
+            min=0.1, callback=a_number, help="Memory of one GPU, to check whether the model fits."
+        ),
     ] = None,
     config: Config = None,
     name: Name = DEFAULT_NAME,

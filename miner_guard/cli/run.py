@@ -42,11 +42,11 @@ def command(
         Optional[bool],
         typer.Option(
             "--finite/--no-finite",
-            help="Whether exit code 0 means finished; else by evidence (--attach auto).",
+            help="Whether exit code 0 means finished; default: by evidence (--attach auto).",
             show_default=False,
         ),
     ] = None,
-    expect_gpus: Annotated[Optional[int], typer.Option(help="GPUs that must be there.")] = None,
+    expect_gpus: Annotated[Optional[int], typer.Option(help="GPUs that must be present.")] = None,
     no_preflight: Annotated[
         bool, typer.Option("--no-preflight", help="Start without the startup checks.")
     ] = False,

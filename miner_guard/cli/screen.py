@@ -105,7 +105,7 @@ HELP = (
     "keys of miner-guard top",
     "",
     "q              quit",
-    "space, p       pause, so that the screen stays as it is; again to continue",
+    "space, p       pause the screen; again to continue",
     "up, down, k, j scroll the events by one",
     "PgUp, PgDn     scroll them by half a screen",
     "s              sort ranks by number, or the slowest first",

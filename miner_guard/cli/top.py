@@ -65,7 +65,8 @@ def command(
 
 
 def _live(view: View, terminal: Terminal, every: float) -> None:
-    """Repaint every `every` seconds, and at once when a key is pressed or the window resized."""
+    """Repaint every `every` seconds, and immediately when a key is pressed or the window is
+    resized."""
     colour, shown = has_colour(), ShownPart()
     lines = view.lines(*terminal.size(), shown)
     due = time.monotonic() + every

@@ -187,7 +187,7 @@ def _from_text(hint: Any, text: str) -> Any:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     if outer is dict:
         parts = [part.partition("=") for part in text.split(",") if part.strip()]
-        # A text that is no table stays as it is, so that the error quotes it unchanged.
+        # Keep a text that is not a table, so that the error quotes it unchanged.
         return (
             {name.strip(): value.strip() for name, _, value in parts}
             if all(sign for _, sign, _ in parts)

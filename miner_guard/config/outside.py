@@ -11,7 +11,7 @@ from miner_guard.config.ranges import AtLeastOne, Count, NotNegative, Positive, 
 
 @dataclass(frozen=True)
 class GateSettings:
-    """What the gate lets through: the limits of its rules. A profile may change the defaults."""
+    """What the gate allows: the limits of its rules. A profile may change the defaults."""
 
     mode: Literal["enforce", "shadow"] = "enforce"
     """`enforce` blocks uploads; `shadow` only reports what it would block."""

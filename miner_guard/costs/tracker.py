@@ -275,8 +275,8 @@ class MonitoringCostTracker:
     def portion(
         self, operation: str, items: Iterable[T], *, limit_s: float | None = None
     ) -> Iterator[T]:
-        """Yield `items` until the time limit, so that a long validation runs partly instead of not
-        at all.
+        """Yield `items` until the time limit, so that a long validation runs in part instead of
+        being skipped.
 
         The limit is `limit_s`, by default the budget's `operation_warn_s`. Records the time as one
         call of `operation`.

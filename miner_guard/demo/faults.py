@@ -20,7 +20,7 @@ KINDS = {
     "nan": "a gradient becomes NaN and the weights with it",
     "slow": "one step takes much longer",
     "cpu-fallback": (
-        "the model trains on the CPU; without a GPU: every step from there on takes eight "
+        "the model trains on the CPU; without a GPU: every step from then on takes eight "
         "times as long"
     ),
     "spike": "one step trains on random bytes",

@@ -117,7 +117,7 @@ def _mixed_devices(answered: Sequence[Report]) -> Iterator[Finding]:
             "critical",
             seen=f"the ranks' models are on different device types ({seen})",
             limit="one device type on all ranks",
-            next_step="the ranks on the CPU hold all others up: check CUDA there",
+            next_step="the ranks on the CPU slow down all others: check CUDA there",
         )
 
 

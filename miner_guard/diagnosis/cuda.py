@@ -49,7 +49,7 @@ def _available(s: Snapshot) -> Check:
     else:
         why = s.torch.get("reason") or "torch sees no device"
         seen = f"CUDA is not available: torch {version} for CUDA {build}: {why}"
-        step = "fix the driver rows above; else compare the driver's CUDA version with torch's"
+        step = "fix the driver rows above, or compare the driver's CUDA version with torch's"
     if s.expectation.expects_gpus:
         return Check(
             "cuda.available",

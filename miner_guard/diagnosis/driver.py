@@ -23,14 +23,14 @@ ERRORS = {
         "load it (modprobe nvidia) or reboot; in a container, start it with --gpus",
     ),
     12: (
-        "libnvidia-ml.so.1 is not there",
+        "libnvidia-ml.so.1 is missing",
         "install the NVIDIA driver; in a container, start it with --gpus all",
     ),
     18: (
         "driver and library versions differ: the driver was updated while loaded",
         "reboot the node, or reload the driver",
     ),
-    999: ("NVML answers Unknown Error", f"{_REVOKED}; else check dmesg for NVRM"),
+    999: ("NVML answers Unknown Error", f"{_REVOKED}; otherwise check dmesg for NVRM"),
     4: ("no permission to talk to the driver", "check the permissions of /dev/nvidiactl"),
 }
 """nvmlReturn_t of a failed initialisation: its meaning and the fix (nvml.h)."""
@@ -90,7 +90,7 @@ def _versions(s: Snapshot) -> Iterator[Check]:
         "driver.cuda_version",
         "critical" if older else "ok",
         f"torch is built for CUDA {build}, the driver knows {driver}",
-        "the driver's major version at least torch's",
+        "a driver of torch's CUDA major version or newer",
         "update the driver, or install a torch build for CUDA " + driver if older else None,
     )
 

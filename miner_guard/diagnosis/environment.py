@@ -118,7 +118,7 @@ def _packages(s: Snapshot) -> Iterator[Check]:
 
 def _shared_package(other: Mapping[str, Any]) -> Check:
     """Report a package that shares our package's name. Both work until one is reinstalled; removing
-    the other one deletes files of ours."""
+    the other one deletes some of our files."""
     users = other["needed_by"]
     seen = (
         f"PyPI's validators {other['version']} is installed over the guard's package of that name"

@@ -81,7 +81,7 @@ class Faults:
                 "gpu_fault",
                 level="warning",
                 gpu="all",
-                what=f"can't be read any more: {reason}",
+                what=f"can no longer be read: {reason}",
                 next_step=step,
                 check="driver.nvml",
             )

@@ -71,7 +71,7 @@ def _peers(rows: list[Row]) -> Iterator[Check]:
             f"reach {commonest}"
         )
         step = "check nvidia-smi topo -p2p r, the PCIe slots and the IOMMU"
-        yield Check("gpu.peers", "warn", seen, "all alike", step)
+        yield Check("gpu.peers", "warn", seen, "the same for all", step)
     else:
         seen = (
             f"each GPU reaches {commonest} of {len(counts) - 1} others directly"
@@ -224,7 +224,7 @@ def _power(row: Row) -> Iterator[Check]:
     limit, default = row.get("power_limit_w"), row.get("power_default_w")
     if limit is not None and default:
         seen, usual = f"limited to {limit:.0f} W", f"default {default:.0f} W"
-        step = "nvidia-smi -pl, or ask the host: it makes this GPU slower"
+        step = "raise it with nvidia-smi -pl, or ask the host: it slows this GPU down"
         yield _judged(row, "gpu.power_limit", limit < 0.95 * default, seen, limit=usual, step=step)
 
 

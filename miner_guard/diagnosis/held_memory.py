@@ -42,7 +42,7 @@ def checks(s: Snapshot) -> Iterator[Check]:
                 f"in {len(levels)} readings"
             ),
             gib(HELD_BYTES),
-            "an orphan of an earlier run, or another tenant: find it with nvidia-smi and end it",
+            "an orphan of an earlier run, or another tenant: find it with nvidia-smi and kill it",
             row["index"],
             may_clear=True,
         )

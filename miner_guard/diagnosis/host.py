@@ -133,7 +133,7 @@ def _ports(s: Snapshot) -> Iterator[Check]:
         else:
             by = f" by {holder}" if holder else ""
             step = (
-                f"another miner, or an orphan of one: end it (ss -ltnp sport = :{number}), "
+                f"another miner, or an orphan of one: kill it (ss -ltnp sport = :{number}), "
                 "or choose another port"
             )
             yield Check(

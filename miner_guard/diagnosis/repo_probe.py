@@ -33,7 +33,7 @@ def examine(repo: Repo) -> dict[str, Any]:
     except RepoError as error:
         answer["read_error"] = str(error)
     key = f"miner-guard-probe-{socket.gethostname()}-{os.getpid()}"
-    words = b"written by miner-guard's preflight, removed at once\n"
+    words = b"written by miner-guard's preflight, removed immediately\n"
     try:
         repo.put(key, words)
         try:

@@ -97,12 +97,12 @@ class Emitter:
         """Log one finding. Raises KeyError if the catalogue lacks the event, which is a bug in the
         guard."""
         severity = finding.severity
-        if self._said_of_the_disk(finding):
+        if self._repeats_disk_outage(finding):
             return
         log = getattr(self._log, severity)
         log(finding.event, msg=catalog.message(finding), rank=finding.rank, **finding.fields)
 
-    def _said_of_the_disk(self, finding: Finding) -> bool:
+    def _repeats_disk_outage(self, finding: Finding) -> bool:
         """Whether the finding only repeats that the disk is full or frozen: that stops every
         writer, and the first report covers all of them."""
         known = self._disk_down

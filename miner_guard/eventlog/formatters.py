@@ -12,7 +12,7 @@ _TINY_SHARE = 0.01
 
 
 def known(value: Any, spec: str = "") -> str:
-    """Format `value` with `spec`. A string stays as it is; None becomes `unknown`, and NaN the
+    """Format `value` with `spec`. A string stays unchanged; None becomes `unknown`, and NaN the
     log's own word for it."""
     if isinstance(value, str):
         return value

@@ -62,7 +62,7 @@ class NvmlSampler:
         self._backoff = Backoff()
         self._pause_s = 0.0
         self.on_end: Callable[[str], None] = lambda _how: None
-        """Called when a child exits by itself, but only once for a series of such exits."""
+        """Called when a child exits unexpectedly, but only once for a series of such exits."""
 
         self._retired: subprocess.Popen[bytes] | None = None
         """The previous child, kept because it alone receives Xid events until its successor

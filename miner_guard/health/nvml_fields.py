@@ -36,7 +36,7 @@ _RECOVERY = ("none", "reset the GPU", "reboot the node", "drain peer-to-peer", "
 
 _RECOVERY_FIELD = 230
 """NVML_FI_DEV_GET_GPU_RECOVERY_ACTION of nvml.h, which nvidia-ml-py before 12.570 does not name; a
-driver that lacks it answers with an error of its own."""
+driver that lacks it returns an error."""
 
 
 class _FabricInfo(ctypes.Structure):

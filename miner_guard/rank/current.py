@@ -29,7 +29,7 @@ def init(state_dir: str | Path | None = None, *, agree: bool = True) -> Guard:
         return _current
     try:
         guard = Guard(environment.find(state_dir=state_dir))
-    except Exception as error:  # noqa: BLE001 - training starts without a record rather than not at all; reported below
+    except Exception as error:  # noqa: BLE001 - training must start even without a record; reported below
         guard = Guard(
             environment.RankContext(
                 0, 0, 1, f"alone-{os.getpid()}", None, environment.RankSettings()

@@ -103,7 +103,7 @@ class AlertPolicy:
     def progressed(self) -> Iterator[Alert]:
         """Resolve the problems that had stopped training: the miner has completed steps."""
         for event in BY_PROGRESS:
-            yield from self._ended(event, "steps are finished again", "")
+            yield from self._ended(event, "the miner completes steps again", "")
 
     def _selected(self, finding: Finding) -> bool:
         if finding.event in _NEVER:

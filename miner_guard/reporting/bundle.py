@@ -67,14 +67,14 @@ def collect(state: state_dir.StateDir, since: str, settings: Settings) -> Iterat
     for name, what, events, level, count in _QUESTIONS:
         hits = query.last(state.log, Query(frozenset(events), level), count)
         yield Item(name, what, _lines(hits) or "none in the log\n")
-    yield Item("5-cuda.txt", "what torch says of CUDA", run([sys.executable, "-c", _CUDA]))
+    yield Item("5-cuda.txt", "what torch reports about CUDA", run([sys.executable, "-c", _CUDA]))
     yield Item("6-nvidia-smi.txt", "nvidia-smi", run(["nvidia-smi"]))
     yield Item("events.jsonl", f"events since {since}", _events(state, since))
     files = {
         state.status: "status.json",
-        state.costs: "what monitoring costs",
-        state.gate_inputs: "what the gate knew",
-        state.host_facts: "what this host had",
+        state.costs: "the cost ledger",
+        state.gate_inputs: "the gate's inputs",
+        state.host_facts: "facts about this host from the last run",
     }
     for path, what in files.items():
         yield Item(path.name, what, _file(path))
@@ -96,7 +96,7 @@ def _file(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")[-_MAX_SIZE:]
     except OSError as error:
-        return f"not there: {error.strerror}\n"
+        return f"cannot be read: {error.strerror}\n"
 
 
 def run(command: list[str]) -> str:

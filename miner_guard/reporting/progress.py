@@ -45,7 +45,7 @@ def _before_the_first_step(status: StatusDocument, now: float, hang: HangSetting
     try:
         waited = now - parse_iso_utc(str(status.started))
     except ValueError:
-        return "the miner's start is unknown"
+        return "the miner's start time is unknown"
     if waited > hang.first_step_s:
         return f"no first step within {waited:.0f} s (limit {hang.first_step_s:.0f} s)"
     return None

@@ -46,7 +46,7 @@ _LEGEND = {
     "none": "unwatched: no guard ran",
 }
 _AS_ASKED = ("finished", "done", "paused")
-"""Keys of verdicts that are no fault: an operator asked for the state, or the miner finished."""
+"""Keys of verdicts that report no fault: an operator requested the state, or the miner finished."""
 
 _APART = 0.11
 """Share of the strip's width that a label of its axis needs, on a phone."""
@@ -102,7 +102,7 @@ def strip(data: Data) -> str:
         start = when(week.start + place * week.cell_s)[:16]
         cells.append(f'<i class="{_KINDS[state]}" title="{start} UTC: {escape(state)}"></i>')
     words = share_words(week)
-    # A short record gets a short strip: a cell is not to look like half a day.
+    # A short record gets a short strip, so that a cell does not look like half a day.
     width = min(1.0, len(cells) / _CELLS_ACROSS)
     places = "".join(
         f'<span style="left:{100 * where:.1f}%">{escape(text)}</span>'

@@ -73,7 +73,7 @@ class HostCopy:
         return self._memory
 
     def _pin(self, memory: mmap.mmap) -> None:
-        """Let the GPU write into the memory by itself. Without it, training waits for the copy."""
+        """Let the GPU write into the memory directly. Otherwise training waits for the copy."""
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         with contextlib.suppress(RuntimeError, AttributeError):
             if int(torch.cuda.cudart().cudaHostRegister(address, len(memory), 0)) == 0:  # type: ignore[no-untyped-call]
@@ -234,5 +234,5 @@ def _storage(tensor: torch.Tensor) -> int | None:
     try:
         return tensor.untyped_storage().data_ptr() or None
     except (RuntimeError, NotImplementedError):
-        # Some subclasses have no storage of their own.
+        # Some subclasses have no storage.
         return None

@@ -97,7 +97,7 @@ def test_metrics_are_what_prometheus_reads(port: Port) -> None:
         ),
         ({"state": "waiting"}, 503, "the miner is waiting"),
         ({"started": iso_utc(0)}, 503, "no first step within"),
-        ({"started": None}, 503, "start is unknown"),
+        ({"started": None}, 503, "start time is unknown"),
     ],
 )
 def test_healthz_fails_when_the_miner_does_not_progress(

@@ -112,7 +112,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (
             "gate --outer-step 1 --inner-step 50 --kind foo",
             64,
-            "--kind 'foo' is unknown; it is gradient or archive",
+            "--kind 'foo' is unknown; allowed: gradient, archive",
         ),
         ("gate --outer-step 1 --inner-step 50 --gradients missing.pt", 64, "missing.pt"),
         (

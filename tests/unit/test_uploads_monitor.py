@@ -115,7 +115,7 @@ def test_a_repo_that_was_emptied_is_reported_and_one_that_is_still_empty_is_not(
     assert list(watch.observe(empty, 0.0)) == []
     list(watch.observe(Published(age_s=1.0, reason=None, revision="5.56.50", seen_at=60.0), 60.0))
     assert [message(f) for f in watch.observe(empty, 120.0)] == [
-        "REPO UNKNOWN: nothing is published any more (last seen: 5.56.50)"
+        "REPO UNKNOWN: nothing is published now (last seen: 5.56.50)"
     ]
     assert list(watch.observe(empty, 180.0)) == []
     assert watch.is_stale(60.0 + 2000.0), "what was published last is what the age counts from"

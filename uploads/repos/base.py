@@ -144,7 +144,7 @@ class Repo(Protocol):
         ...
 
     def put(self, key: str, data: bytes) -> None:
-        """Write one small object, visible at once."""
+        """Write one small object, which becomes visible immediately."""
         ...
 
     def delete(self, key: str) -> None:

@@ -218,8 +218,8 @@ class S3Repo:
         return part.etag(answer, key)
 
     def commit(self, tickets: Sequence[StagedObject], revision: str) -> None:
-        """Make the first object visible by itself, since a server may take long to assemble a large
-        one, and the last by itself, as in every repo."""
+        """Make the first object visible on its own, since a server may take long to assemble a
+        large one, and then the last one, as in every repo."""
         with ThreadPoolExecutor(s3_client.PARALLEL, thread_name_prefix="show") as pool:
             for together in (tickets[:1], tickets[1:-1], tickets[1:][-1:]):
                 list(pool.map(self._show, together))

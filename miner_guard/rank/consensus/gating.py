@@ -104,7 +104,7 @@ class Gate:
     def _judged(self, candidate: Candidate) -> GateDecision:
         try:
             return self._decided(candidate)
-        except Exception as error:  # noqa: BLE001 - the others wait for an answer; this one blocks them all alike and says why
+        except Exception as error:  # noqa: BLE001 - the others wait for an answer; this one blocks every rank and gives the reason
             return self.blocked(
                 candidate, f"the gate failed: {describe(error)}; the upload is blocked"
             )
