@@ -17,8 +17,8 @@ setup(
             optional=True,
         ),
         Extension(
-            "miner_guard.eventlog._lines",
-            ["miner_guard/eventlog/_lines.c"],
+            "miner_guard.eventlog._templates",
+            ["miner_guard/eventlog/_templates.c"],
             extra_compile_args=FLAGS,
             optional=True,
         ),

@@ -56,7 +56,7 @@ def _hook(packages: Mapping[str, Any]) -> Iterator[Check]:
 
 
 def _output() -> Check:
-    """Report which build splits the miner's output into lines. Both find the same lines."""
+    """Report which build reads the miner's output. Both find the same lines."""
     seen = (
         "the reader of the miner's output is compiled"
         if line_templates.COMPILED

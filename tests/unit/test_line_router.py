@@ -48,14 +48,14 @@ class LineSeeker(LineReader):
 
 
 @pytest.fixture(autouse=True, scope="module", params=["compiled", "in Python"])
-def _split(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test runs with both ways to split lines."""
+def _templates(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test runs with both ways to find templates."""
     compiled = request.param == "compiled"
     if compiled and not line_templates.COMPILED:
         pytest.skip("built without a compiler")
     with pytest.MonkeyPatch.context() as patch:
         if not compiled:
-            patch.setattr(line_templates, "split", line_templates.split_in_python)
+            patch.setattr(line_templates, "templates", line_templates.templates_in_python)
         yield
 
 

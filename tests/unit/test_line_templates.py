@@ -1,4 +1,4 @@
-"""Lines are split alike by the compiled path and by the Python one."""
+"""The compiled path and the Python one find the same templates."""
 
 from __future__ import annotations
 
@@ -12,60 +12,99 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miner_guard.eventlog import line_templates
-from miner_guard.eventlog.line_templates import LineChunk, TemplateFilter, split_in_python
+from miner_guard.eventlog.line_templates import (
+    LineChunk,
+    TemplateFilter,
+    template,
+    templates_in_python,
+)
 
-Split = Callable[[bytes], tuple[list[bytes], frozenset[bytes]]]
-SPLITS = [
-    split_in_python,
+Templates = Callable[[bytes], tuple[list[bytes], frozenset[bytes]]]
+PATHS = [
+    templates_in_python,
     pytest.param(
-        line_templates.split,
+        line_templates.templates,
         marks=pytest.mark.skipif(not line_templates.COMPILED, reason="built without a compiler"),
     ),
 ]
 LINES = st.one_of(
     st.binary(max_size=40), st.sampled_from([b"", b"step", b"loss", b"\0", b"step\0", b"x" * 5000])
 )
+NUMBERS = st.sampled_from([b"0", b"12", b"987", b"3.50", b"-1e-5", b"+.", b"", b"abc", b"AbC"])
+
+
+def _letters(number: int) -> bytes:
+    return str(number).encode().translate(bytes.maketrans(b"0123456789", b"abcdefghij"))
+
+
+def _expected(text: bytes) -> tuple[list[bytes], frozenset[bytes]]:
+    lines = [template(line) for line in text.split(b"\n")]
+    return lines, frozenset(lines)
+
+
 LEAKS = """
 import sys
-from miner_guard.eventlog._lines import split
-text = b"\\n".join(b"line %d" % (n % 700) for n in range(2000))
+from miner_guard.eventlog._templates import templates
+text = b"\\n".join(b"line " + bytes([97 + n % 26, 97 + n % 25]) for n in range(2000))
 def allocated():
     before = sys.getallocatedblocks()
     for _ in range(50):
-        split(text)
+        templates(text)
     return sys.getallocatedblocks() - before
 allocated()
 print(allocated())
 """
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("templates", PATHS)
 @given(st.lists(st.one_of(LINES, st.sampled_from([b"a", b"bb"])), max_size=200))
-def test_lines_are_those_between_newlines(split: Split, lines: list[bytes]) -> None:
+def test_each_line_has_its_template(templates: Templates, lines: list[bytes]) -> None:
     text = b"\n".join(lines)
-    assert split(text) == (text.split(b"\n"), frozenset(text.split(b"\n")))
+    assert templates(text) == _expected(text)
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("templates", PATHS)
+@given(st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS), max_size=100))
+def test_lines_that_differ_in_numbers_have_one_template(
+    templates: Templates, lines: list[tuple[bytes, bytes, bytes]]
+) -> None:
+    """Guards against a letter that passes for a digit where lines are compared with the latest one
+    of their length."""
+    text = b"\n".join(b"step %s loss %s | %s" % numbers for numbers in lines)
+    assert templates(text) == _expected(text)
+
+
+@pytest.mark.parametrize("templates", PATHS)
+@given(st.binary(min_size=1, max_size=40), st.data())
+def test_lines_of_one_length_that_differ_in_one_byte(
+    templates: Templates, line: bytes, data: st.DataObject
+) -> None:
+    at = data.draw(st.integers(0, len(line) - 1))
+    others = [line[:at] + bytes([byte]) + line[at + 1 :] for byte in range(256)]
+    text = b"\n".join([line, *others, line])
+    assert templates(text) == _expected(text)
+
+
+@pytest.mark.parametrize("templates", PATHS)
 @pytest.mark.parametrize(
     "text",
     [
         b"\n" * 100_000,
         bytes(1_000_000),
         random.Random(1).randbytes(1_000_000),
-        b"".join(b"line %d\n" % n for n in range(100_000)),
+        b"".join(b"line %s\n" % _letters(n) for n in range(100_000)),
         b"x" * 1_000_000 + b"\n" + b"x" * 1_000_000,
     ],
     ids=["newlines", "NULs", "random", "all differ", "two long lines"],
 )
-def test_large_texts_are_split_alike(split: Split, text: bytes) -> None:
-    assert split(text) == (text.split(b"\n"), frozenset(text.split(b"\n")))
+def test_large_texts_have_the_same_templates(templates: Templates, text: bytes) -> None:
+    assert templates(text) == _expected(text)
 
 
 @pytest.mark.skipif(not line_templates.COMPILED, reason="built without a compiler")
-def test_equal_lines_are_one_object() -> None:
+def test_equal_templates_are_one_object() -> None:
     """Guards against the memory and time of an object for each line of a flood."""
-    lines, distinct = line_templates.split(b"step loss\nother\n" * 1000)
+    lines, distinct = line_templates.templates(b"Step 1 loss\nother\nstep 22 loss\n" * 1000)
     assert len({id(line) for line in lines}) == len(distinct) == 3
 
 
@@ -73,11 +112,11 @@ def test_equal_lines_are_one_object() -> None:
 def test_what_is_no_bytes_is_refused() -> None:
     for wrong in ("text", None, bytearray(b"text"), 5):
         with pytest.raises(TypeError):
-            line_templates.split(wrong)  # type: ignore[arg-type]
+            line_templates.templates(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(not line_templates.COMPILED, reason="built without a compiler")
-def test_the_compiled_split_keeps_no_memory() -> None:
+def test_the_compiled_path_keeps_no_memory() -> None:
     """In a separate process: other tests' caches would grow beside it."""
     run = subprocess.run(
         [sys.executable, "-c", LEAKS], capture_output=True, text=True, timeout=60, check=True
@@ -85,12 +124,12 @@ def test_the_compiled_split_keeps_no_memory() -> None:
     assert int(run.stdout) < 50
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("templates", PATHS)
 def test_a_filter_finds_the_same_templates_first_and_later(
-    split: Split, monkeypatch: pytest.MonkeyPatch
+    templates: Templates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against a template that is remembered as quiet though it contains a word."""
-    monkeypatch.setattr(line_templates, "split", split)
+    monkeypatch.setattr(line_templates, "templates", templates)
     sieve, quiet = TemplateFilter([b"error", b"loss"]), b"all well 1\n" * 50
     for _ in range(3):
         assert sieve.matching(LineChunk(quiet)) == set()
@@ -98,11 +137,11 @@ def test_a_filter_finds_the_same_templates_first_and_later(
         assert sieve.matching(LineChunk(b"l-oss 3.5\nerror: \n")) == {b"loss ", b"error: "}
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("templates", PATHS)
 def test_a_filter_that_has_forgotten_finds_the_same_templates(
-    split: Split, monkeypatch: pytest.MonkeyPatch
+    templates: Templates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(line_templates, "split", split)
+    monkeypatch.setattr(line_templates, "templates", templates)
     sieve, chance = TemplateFilter([b"error"]), random.Random(3)
     for number in range(12):
         words = ["".join(chance.choices("abcd", k=8)) for _ in range(1500)]

@@ -1,3 +1,0 @@
-"""Compiled: splits text into lines, _lines.c; line_templates.py holds the Python path."""
-
-def split(text: bytes, /) -> tuple[list[bytes], frozenset[bytes]]: ...

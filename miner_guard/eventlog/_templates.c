@@ -1,0 +1,211 @@
+/* The templates of lines (line_templates.py): in lower case, without digits, signs and points. A
+   miner prints the same few over and over, so equal templates become one object, and a line that
+   differs from an earlier one only in its numbers is not even converted. Holds no state. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <stdint.h>
+#include <string.h>
+
+#define MAX_PROBES 32 /* Beyond it a template gets an object of its own: no text takes longer. */
+#define LENGTHS 512
+
+typedef struct {
+    uint64_t hash;
+    PyObject *template; /* Borrowed from the list. */
+} known;
+
+typedef struct {
+    const uint8_t *at;
+    size_t size;
+    PyObject *template; /* Borrowed from the list. */
+} line;
+
+typedef struct {
+    known *table;
+    size_t mask;
+    line latest[LENGTHS]; /* The latest line of each length. */
+    uint8_t *scratch;
+    PyObject *distinct;
+} search;
+
+static uint8_t lower[256], kept[256];
+
+static uint64_t hash_of(const uint8_t *at, size_t size)
+{
+    uint64_t hash = size * 0x9E3779B97F4A7C15u, word;
+    while (size >= 8) {
+        memcpy(&word, at, 8);
+        hash = (hash ^ word) * 0xFF51AFD7ED558CCDu;
+        hash ^= hash >> 32;
+        at += 8;
+        size -= 8;
+    }
+    word = 0;
+    memcpy(&word, at, size);
+    hash = (hash ^ word) * 0xC4CEB9FE1A85EC53u;
+    return hash ^ (hash >> 29);
+}
+
+/* Whether two lines of one size differ only in characters that a template lacks. */
+static int alike(const uint8_t *a, const uint8_t *b, size_t size)
+{
+    size_t i = 0;
+    while (i < size) {
+        uint64_t words[2];
+        if (size - i >= sizeof *words) {
+            memcpy(&words[0], a + i, sizeof *words);
+            memcpy(&words[1], b + i, sizeof *words);
+            if (words[0] == words[1]) {
+                i += sizeof *words;
+                continue;
+            }
+        }
+        for (size_t stop = size - i < sizeof *words ? size : i + sizeof *words; i < stop; i++) {
+            if (a[i] != b[i] && (kept[a[i]] | kept[b[i]])) {
+                return 0;
+            }
+        }
+    }
+    return 1;
+}
+
+/* Return a new reference to the bytes, from the table if it holds equal ones; else add them there
+   and to `distinct`. */
+static PyObject *interned(search *self, const uint8_t *at, size_t size)
+{
+    const uint64_t hash = hash_of(at, size);
+    known *free_slot = NULL;
+    for (size_t probe = 0; probe < MAX_PROBES; probe++) {
+        known *one = &self->table[(hash + probe) & self->mask];
+        if (one->template == NULL) {
+            free_slot = one;
+            break;
+        }
+        if (one->hash == hash && (size_t)PyBytes_GET_SIZE(one->template) == size &&
+            memcmp(PyBytes_AS_STRING(one->template), at, size) == 0) {
+            return Py_NewRef(one->template);
+        }
+    }
+    PyObject *made = PyBytes_FromStringAndSize((const char *)at, (Py_ssize_t)size);
+    if (made == NULL || PySet_Add(self->distinct, made) < 0) {
+        Py_XDECREF(made);
+        return NULL;
+    }
+    if (free_slot != NULL) {
+        free_slot->hash = hash;
+        free_slot->template = made;
+    }
+    return made;
+}
+
+static PyObject *template_of(search *self, const uint8_t *at, size_t size)
+{
+    line *latest = &self->latest[size % LENGTHS];
+    if (latest->template != NULL && latest->size == size && alike(latest->at, at, size)) {
+        return Py_NewRef(latest->template);
+    }
+    uint8_t *end = self->scratch;
+    for (size_t i = 0; i < size; i++) {
+        *end = lower[at[i]];
+        end += kept[at[i]];
+    }
+    PyObject *found = interned(self, self->scratch, (size_t)(end - self->scratch));
+    *latest = (line){at, size, found};
+    return found;
+}
+
+static const uint8_t *end_of_line(const uint8_t *at, const uint8_t *end)
+{
+    const uint8_t *found = at < end ? memchr(at, '\n', (size_t)(end - at)) : NULL;
+    return found == NULL ? end : found;
+}
+
+static int fill(search *self, PyObject *list, const uint8_t *at, const uint8_t *end)
+{
+    const Py_ssize_t count = PyList_GET_SIZE(list);
+    for (Py_ssize_t index = 0; index < count; index++) {
+        const uint8_t *stop = end_of_line(at, end);
+        PyObject *found = template_of(self, at, (size_t)(stop - at));
+        if (found == NULL) {
+            return -1;
+        }
+        PyList_SET_ITEM(list, index, found);
+        at = stop + 1;
+    }
+    return 0;
+}
+
+static int find(PyObject *list, PyObject *distinct, const uint8_t *at, const uint8_t *end)
+{
+    size_t slots = 64;
+    while (slots < 2 * (size_t)PyList_GET_SIZE(list)) {
+        slots *= 2;
+    }
+    search *self = PyMem_Calloc(1, sizeof *self);
+    int failed = -1;
+    if (self != NULL) {
+        self->table = PyMem_Calloc(slots, sizeof *self->table);
+        self->mask = slots - 1;
+        self->scratch = PyMem_Malloc((size_t)(end - at) + 1);
+        self->distinct = distinct;
+        if (self->table != NULL && self->scratch != NULL) {
+            failed = fill(self, list, at, end);
+        } else {
+            PyErr_NoMemory();
+        }
+        PyMem_Free(self->table);
+        PyMem_Free(self->scratch);
+        PyMem_Free(self);
+    } else {
+        PyErr_NoMemory();
+    }
+    return failed;
+}
+
+static Py_ssize_t lines_in(const uint8_t *at, const uint8_t *end)
+{
+    Py_ssize_t count = 1;
+    while ((at = end_of_line(at, end)) < end) {
+        at++;
+        count++;
+    }
+    return count;
+}
+
+static PyObject *templates(PyObject *Py_UNUSED(module), PyObject *text)
+{
+    if (!PyBytes_Check(text)) {
+        PyErr_Format(PyExc_TypeError, "bytes expected, not %s", Py_TYPE(text)->tp_name);
+        return NULL;
+    }
+    const uint8_t *at = (const uint8_t *)PyBytes_AS_STRING(text);
+    const uint8_t *end = at + PyBytes_GET_SIZE(text);
+    PyObject *list = PyList_New(lines_in(at, end));
+    PyObject *distinct = PyFrozenSet_New(NULL);
+    if (list == NULL || distinct == NULL || find(list, distinct, at, end) < 0) {
+        Py_XDECREF(list);
+        Py_XDECREF(distinct);
+        return NULL;
+    }
+    return Py_BuildValue("NN", list, distinct);
+}
+
+static PyMethodDef functions[] = {
+    {"templates", templates, METH_O, "The template of each line of a text, and the distinct ones."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_templates", NULL, 0, functions, NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__templates(void)
+{
+    for (int c = 0; c < 256; c++) {
+        lower[c] = (uint8_t)(c >= 'A' && c <= 'Z' ? c - 'A' + 'a' : c);
+        kept[c] = c == 0 || strchr("0123456789+-.", c) == NULL;
+    }
+    return PyModuleDef_Init(&definition);
+}

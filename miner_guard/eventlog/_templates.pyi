@@ -1,0 +1,3 @@
+"""Compiled: the templates of lines, _templates.c; line_templates.py holds the Python path."""
+
+def templates(text: bytes, /) -> tuple[list[bytes], frozenset[bytes]]: ...
