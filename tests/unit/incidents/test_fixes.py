@@ -91,6 +91,35 @@ def found(log: str) -> Explained:
             "under your own name",
         ),
         (
+            "ImportError: /e/lib/libstdc++.so.6: version `GLIBCXX_3.4.32' not found (required by "
+            "/e/site-packages/x.so)",
+            "version_mismatch",
+            "libstdcxx-ng",
+        ),
+        (
+            "ImportError: /lib64/libc.so.6: version `GLIBC_2.32' not found (required by "
+            "/e/site-packages/flash_attn_2_cuda.cpython-310-x86_64-linux-gnu.so)",
+            "version_mismatch",
+            "older release of flash-attn",
+        ),
+        (
+            "slurmstepd: error: Detected 1 oom_kill event in StepId=7.batch.",
+            "host_oom_kill",
+            "--mem",
+        ),
+        (
+            "RuntimeError: Engine core initialization failed. See root cause above.",
+            "code_bug",
+            "log of the process that failed",
+        ),
+        ("MemoryError", "host_oom_kill", "more memory or swap"),
+        (
+            "google.api_core.exceptions.Forbidden: 403 GET me@example.com does not have "
+            "storage.objects.get access to the Google Cloud Storage object.",
+            "storage_access_denied",
+            "gcloud auth",
+        ),
+        (
             'docker: Error response from daemon: could not select device driver "" with '
             "capabilities: [[gpu]].",
             "cuda_unavailable",
