@@ -116,8 +116,9 @@ def test_root_causes_of_our_own_excerpts() -> None:
 def test_root_causes_of_the_public_threads() -> None:
     """Guards the share that docs/diagnosis.md publishes for the threads that rules were written
     against."""
-    names = ("threads", "second_round", "third_round", "third_round_held_out", "fourth_round")
-    sets = [f"{name}.toml" for name in names]
+    rounds = ("second", "third", "fourth", "fifth")
+    sets = ["threads.toml", *(f"{name}_round.toml" for name in rounds)]
+    sets.append("third_round_held_out.toml")
     excerpts = [e for name in sets for e in diagnosis.load(EXCERPTS.with_name(name))]
     for setting in diagnosis.SETTINGS.values():
         answered = diagnosis.answers(excerpts, setting)
