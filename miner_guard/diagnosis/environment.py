@@ -25,7 +25,6 @@ def checks(s: Snapshot) -> Iterator[Check]:
     """Checks of variables, packages and the command line."""
     yield from _leftovers(s.env)
     yield from _packages(s)
-    yield _output()
     yield from _extras(s)
     yield from _command(s)
     yield from _upstream(s)
@@ -76,6 +75,7 @@ def _packages(s: Snapshot) -> Iterator[Check]:
     p = s.packages
     yield Check("env.python", "ok", f"the miner runs Python {p['python']} ({p['executable']})")
     yield from _hook(p)
+    yield _output()
     if p["pynvml_shim"]:
         yield Check(
             "env.pynvml",
