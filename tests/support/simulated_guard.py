@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from miner_guard.config import Config, GpuSettings, LogSettings, MinerSettings, RepoSettings
 from miner_guard.detectors.verdict_memory import Memory
@@ -52,6 +51,9 @@ from uploads.ledger import Ledger
 from validators.facts import Candidate, Network, Published
 
 RUN_ID = "3f9c21d7a04e"
+STEP_S = 15.0
+"""Seconds of a usual step. A test that shows no curves may make them longer and so fewer."""
+
 _INNER_STEPS = 100
 _UPLOAD_EVERY = 10
 _CHECKPOINT_EVERY = 200
@@ -96,9 +98,9 @@ class SimulatedGuard:
     """A run of a guard and its miner. Let things happen to it, then `write` what it knows."""
 
     def __init__(
-        self, root: Path, *, ranks: int = 4, gpus: bool = True, step_s: float = 15.0
+        self, root: Path, *, ranks: int = 4, gpus: bool = True, step_s: float | None = None
     ) -> None:
-        self.state, self.clock, self.step_s = StateDir(root), FakeClock(), step_s
+        self.state, self.clock, self.step_s = StateDir(root), FakeClock(), step_s or STEP_S
         self.slow_rank: int | None = None
         self.documents: Mapping[str, Any] = {}
         self._ranks, self._gpus, self._random = ranks, gpus, random.Random(7)
@@ -164,8 +166,12 @@ class SimulatedGuard:
     @contextmanager
     def _repo(self) -> Iterator[None]:
         """Within this block the monitors read the simulated repo."""
-        with mock.patch.object(uploads_module, "look_at", side_effect=self._seen_repo):
+        real = uploads_module.look_at
+        uploads_module.look_at = self._seen_repo
+        try:
             yield
+        finally:
+            uploads_module.look_at = real
 
     def _seen_repo(self, *_: Any) -> Published:
         known, now = self._published, self.clock.monotonic()

@@ -28,6 +28,7 @@ from miner_guard.reporting.http_server import LiveReport, ServerSettings, Site, 
 from miner_guard.reporting.report import render
 from miner_guard.state_dir import StateDir, read_json
 from miner_guard.system.clock import parse_iso_utc
+from tests.support import simulated_guard
 from tests.support.contexts import context
 from tests.support.page_states import STATES
 from tests.support.simulated_guard import SimulatedGuard
@@ -39,7 +40,10 @@ _SHORT = [name for name in STATES if name != "week"]
 
 @pytest.fixture(scope="module")
 def stories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SimulatedGuard]:
-    states = {name: STATES[name](tmp_path_factory.mktemp(name)) for name in _SHORT}
+    with pytest.MonkeyPatch.context() as patch:
+        # A third of the steps in the same hours.
+        patch.setattr(simulated_guard, "STEP_S", 45.0)
+        states = {name: STATES[name](tmp_path_factory.mktemp(name)) for name in _SHORT}
     for name, story in states.items():
         state = story.write()
         if name == "guard-gone":
