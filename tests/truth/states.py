@@ -17,7 +17,9 @@ A line of sn38.jsonl says how a state differs from a good one:
 
 from __future__ import annotations
 
+import copy
 import fnmatch
+import functools
 import io
 import json
 import math
@@ -86,6 +88,11 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def compressed(seed: int = 1, k: int = 32, scale: float = 1e-3) -> dict[str, Any]:
     """A gradient as the miner's own compressor leaves it without the DCT: of each row the k largest
     values."""
+    return copy.deepcopy(_compressed(seed, k, scale))
+
+
+@functools.cache
+def _compressed(seed: int, k: int, scale: float) -> dict[str, Any]:
     g = torch.Generator().manual_seed(seed)
     out: dict[str, Any] = {}
     for name, shape in SHAPES.items():

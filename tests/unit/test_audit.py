@@ -44,13 +44,15 @@ def inspected_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same inspection without a child that imports torch again; the child itself has its own
     tests."""
 
-    def inspect(path: Path, limits: Limits, **_: Any) -> dict[str, Any]:
+    def inspect(
+        path: Path, limits: Limits, shapes: Shapes | None = None, **_: Any
+    ) -> dict[str, Any]:
         return examine(
             torch,
             str(path),
             path.stat().st_size,
             limits=dataclasses.asdict(limits),
-            shapes=None,
+            shapes=shapes,
             memory_bytes=None,
             cpu_s=9,
         )
@@ -368,6 +370,7 @@ def test_the_version_of_the_validators_that_it_speaks_for_is_named(
     assert named == load_profile("sn38").read_from
 
 
+@pytest.mark.usefixtures("inspected_here")
 def test_exit_codes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -383,6 +386,7 @@ def test_exit_codes(
     assert "all values are zero" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("inspected_here")
 def test_gradients_of_other_shapes_than_the_models_are_rejected(tmp_path: Path) -> None:
     publish(tmp_path)
     repo = RepoSettings(kind="local", path=str(tmp_path))

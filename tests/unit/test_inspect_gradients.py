@@ -302,7 +302,7 @@ def test_subnet_38_counts_indices_within_rows(tmp_path: Path) -> None:
     assert "decoded as [1, 64, 192]" in wrong[0]
     document = rows()
     document["widxs"][0, 0, 0] = 192
-    report = inspect_file(saved(tmp_path, document), SN38, shapes=Shapes({"w": (128, 192)}))
+    report = looked_at(saved(tmp_path, document), Shapes({"w": (128, 192)}), SN38)
     assert "w: index 192 is out of bounds (0 to 191)" in report["problems"][0]
 
 
@@ -350,12 +350,9 @@ class Bomb:
 
 def test_a_pickle_bomb_is_refused_and_nothing_runs(tmp_path: Path) -> None:
     marker = tmp_path / "executed"
-    for number, path in enumerate(
-        (saved(tmp_path, {**good(), "x": Bomb(marker)}), tmp_path / "plain.pt")
-    ):
-        if number:
-            path.write_bytes(pickle.dumps({"x": Bomb(marker)}))
-        report = inspect_file(path, FLAT)
+    archive, plain = saved(tmp_path, {**good(), "x": Bomb(marker)}), tmp_path / "plain.pt"
+    plain.write_bytes(pickle.dumps({"x": Bomb(marker)}))
+    for report in (inspect_file(archive, FLAT), looked_at(plain)):
         assert "does not load with weights_only=True" in report["problems"][0]
         assert not marker.exists()
 
