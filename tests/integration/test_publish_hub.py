@@ -17,7 +17,7 @@ import pytest
 
 from miner_guard.config import RepoSettings
 from tests.servers import hub, s3
-from tests.servers.killing import push_and_kill, push_request, wait_for_the_recovery
+from tests.servers.killing import publishers, push_request, wait_for_the_recovery
 from tests.servers.revisions import inner_step_of, revision
 from tests.support import requires
 from uploads.journal import Journal, journal_path
@@ -263,24 +263,25 @@ def test_killed_after_any_request_the_view_is_whole(
     settings, state = server
     publish(settings, revision(tmp_path, 1000, LARGE), tmp_path)
     outcomes = []
-    for number in range(1, 40):
-        before, inner = shown(state, "main"), 1000 + number
-        ended = push_and_kill(
-            settings, state, revision(tmp_path, inner, LARGE), tmp_path, number, generation
-        )
-        assert shown(state, "main") in (before, {inner}), (
-            f"killed after request {number}, before anybody helped"
-        )
-        wait_for_the_recovery(open_repo(settings).label, tmp_path)
-        assert shown(state, "main") in (before, {inner}), f"killed after request {number}"
-        outcomes.append(shown(state, "main") == before)
-        if not outcomes[-1]:
-            assert shown(state, f"1.3.{inner}") == {inner}, f"killed after request {number}: no tag"
-            assert look_at(settings).revision == f"1.3.{inner}"
-        if ended:
-            break
-    else:
-        pytest.fail("the publisher never got to its end")
+    with publishers(settings, "huggingface_hub.hf_api", tmp_path, generation) as publisher:
+        for number in range(1, 40):
+            before, inner = shown(state, "main"), 1000 + number
+            ended = publisher.push_and_kill(state, revision(tmp_path, inner, LARGE), number)
+            assert shown(state, "main") in (before, {inner}), (
+                f"killed after request {number}, before anybody helped"
+            )
+            wait_for_the_recovery(open_repo(settings).label, tmp_path)
+            assert shown(state, "main") in (before, {inner}), f"killed after request {number}"
+            outcomes.append(shown(state, "main") == before)
+            if not outcomes[-1]:
+                assert shown(state, f"1.3.{inner}") == {inner}, (
+                    f"killed after request {number}: no tag"
+                )
+                assert look_at(settings).revision == f"1.3.{inner}"
+            if ended:
+                break
+        else:
+            pytest.fail("the publisher never got to its end")
     # Up to the large file's bytes the old revision stays; from the commit's first request on the
     # new one is finished.
     assert outcomes[0]

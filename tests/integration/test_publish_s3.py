@@ -16,7 +16,7 @@ import pytest
 
 from miner_guard.config import RepoSettings
 from tests.servers import s3
-from tests.servers.killing import push_and_kill, wait_for_the_recovery
+from tests.servers.killing import publishers, wait_for_the_recovery
 from tests.servers.revisions import inner_step_of, revision
 from tests.support import requires
 from uploads.journal import Journal, journal_path
@@ -129,19 +129,20 @@ def test_killed_after_any_request_the_view_is_whole(
     settings, faults = server
     publish(settings, revision(tmp_path, 1000), tmp_path)
     outcomes = []
-    for number in range(1, 60):
-        before = view(settings)
-        ended = push_and_kill(settings, faults, revision(tmp_path, 1000 + number), tmp_path, number)
-        wait_for_the_recovery(open_repo(settings).label, tmp_path)
-        after = view(settings)
-        assert len(after) == 1, (
-            f"killed after request {number}: {faults.requests[-1]}, the view is mixed: {after}"
-        )
-        outcomes.append(after == before)
-        if ended:
-            break
-    else:
-        pytest.fail("the publisher never got to its end")
+    with publishers(settings, "boto3", tmp_path) as publisher:
+        for number in range(1, 60):
+            before = view(settings)
+            ended = publisher.push_and_kill(faults, revision(tmp_path, 1000 + number), number)
+            wait_for_the_recovery(open_repo(settings).label, tmp_path)
+            after = view(settings)
+            assert len(after) == 1, (
+                f"killed after request {number}: {faults.requests[-1]}, the view is mixed: {after}"
+            )
+            outcomes.append(after == before)
+            if ended:
+                break
+        else:
+            pytest.fail("the publisher never got to its end")
     # Before the point of no return the old revision stays, after it the new one is finished; both
     # were walked through.
     assert outcomes[0]

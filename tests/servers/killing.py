@@ -5,18 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 from miner_guard.config import RepoSettings
+from tests.support.forks import Forks, forks
 from uploads.journal import PublishInProgress, exclusively, journal_path
 from uploads.publisher import Revision
 
@@ -54,35 +51,50 @@ def push_request(settings: RepoSettings, what: Revision, folder: Path) -> str:
     )
 
 
-def push_and_kill(
-    settings: RepoSettings,
-    server: Watched,
-    what: Revision,
-    folder: Path,
-    number: int,
-    env: Mapping[str, str] | None = None,
-) -> bool:
-    """Push, and SIGKILL the publisher at its request `number`. True where it came to its end before
-    that."""
-    first = len(server.requests)
-    with subprocess.Popen(
-        [sys.executable, "-m", "uploads.push"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, **(env or {})},
-    ) as child:
+_PUSH = """
+import importlib, os, sys
+from uploads import push
+importlib.import_module(sys.argv[1])
+def work():
+    sys.stdin = open(sys.argv[2])
+    try:
+        push.main()
+    except SystemExit as end:
+        os._exit(end.code)
+"""
+
+
+class Publishers:
+    """Publishers of one repo, each a fork of a process that has imported the repo's library."""
+
+    def __init__(self, forks: Forks, request: Path, settings: RepoSettings) -> None:
+        self._forks, self._request, self._settings = forks, request, settings
+
+    def push_and_kill(self, server: Watched, what: Revision, number: int) -> bool:
+        """Push, and SIGKILL the publisher at its request `number`. True where it came to its end
+        before that."""
+        first = len(server.requests)
 
         def kill(count: int) -> None:
             if count - first == number:
-                child.send_signal(signal.SIGKILL)
-                child.wait()
+                self._forks.signal_kill()
 
+        self._request.write_text(push_request(self._settings, what, self._request.parent))
         server.after = kill
-        child.communicate(push_request(settings, what, folder), timeout=60)
+        self._forks.start()
+        code = self._forks.wait()
         server.after = _nothing
-    return child.returncode == 0
+        return code == 0
+
+
+@contextlib.contextmanager
+def publishers(
+    settings: RepoSettings, library: str, folder: Path, env: Mapping[str, str] | None = None
+) -> Iterator[Publishers]:
+    """Publishers whose journal is in `folder`; `library` is what the repo's client imports."""
+    request = folder / "push-request.json"
+    with forks(_PUSH, library, request, env=env) as started:
+        yield Publishers(started, request, settings)
 
 
 def _nothing(_number: int) -> Any:

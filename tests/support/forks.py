@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import IO
 
 _FORKS = """
@@ -16,8 +17,8 @@ for _ in sys.stdin:
         print(os.getpid(), flush=True)
         work()
         os._exit(0)
-    os.waitpid(pid, 0)
-    print("ended", flush=True)
+    _, status = os.waitpid(pid, 0)
+    print("ended", os.waitstatus_to_exitcode(status), flush=True)
 """
 
 
@@ -39,17 +40,34 @@ class Forks:
 
     def kill(self) -> None:
         """End the current fork by SIGKILL, and discard what it printed last."""
+        self.signal_kill()
+        self.wait()
+
+    def signal_kill(self) -> None:
+        """SIGKILL the current fork, from any thread; returns once it is dead. `wait` then says
+        so."""
+        gone = os.pidfd_open(self._pid)
         os.kill(self._pid, signal.SIGKILL)
-        while self.prints.readline() != "ended\n":
-            pass
+        select.select([gone], [], [])
+        os.close(gone)
+
+    def wait(self) -> int:
+        """The exit code of the current fork, as subprocess has it, once it has ended."""
+        while not (line := self.prints.readline()).startswith("ended "):
+            assert line, "the process of the forks has died"
+        return int(line.split()[1])
 
 
 @contextlib.contextmanager
-def forks(script: str, *arguments: object) -> Iterator[Forks]:
+def forks(script: str, *arguments: object, env: Mapping[str, str] | None = None) -> Iterator[Forks]:
     """A process that has run `script`, which imports os and sys and defines `work`."""
     command = [sys.executable, "-c", script + _FORKS, *map(str, arguments)]
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **(env or {})},
     ) as process:
         yield Forks(process)
         process.communicate()
