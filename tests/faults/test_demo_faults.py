@@ -10,7 +10,7 @@ import pytest
 
 from tests.faults.guarded import MINERS, Guarded
 from tests.support import requires
-from tests.support.launcher import launch
+from tests.support.launcher import TRAINING, launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
@@ -60,6 +60,7 @@ def run(guarded: Guarded, tmp_path: Path, steps: int, *faults: str) -> list[dict
         "--inner-steps-per-outer",
         "1000",
         *(word for fault in faults for word in ("--fault", fault)),
+        imports=TRAINING,
     )
     process = guarded.start(miner, settings=SETTINGS)
     assert process.wait(MAX_LENGTH) == 0, guarded.tail()

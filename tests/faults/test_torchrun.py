@@ -1,4 +1,4 @@
-"""The same with the real thing: torchrun, two FSDP ranks of the demo miner, real signals."""
+"""The same with two FSDP ranks of the demo miner, real signals, and torchrun where it matters."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from tests.faults.guarded import Guarded, living, until
 from tests.support import requires
+from tests.support.launcher import TRAINING, launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -27,14 +28,12 @@ FAST = {
 SLOWEST = 300.0
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
 def demo(guarded: Guarded, tmp_path: Path, *flags: str, steps: int = 30) -> list[str]:
     requires.module("torch")
     return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
         "-m",
         "miner_guard.demo.train",
         "--work",
@@ -81,7 +80,11 @@ def test_a_hung_rank_is_named_and_the_miner_resumes_from_its_checkpoint(
     guarded: Guarded, tmp_path: Path
 ) -> None:
     """And a stop then gives the ranks time for their checkpoint."""
-    guarded.start(demo(guarded, tmp_path, "--fault", "hang@12:1", steps=100000), settings=FAST)
+    miner = demo(guarded, tmp_path, "--fault", "hang@12:1", steps=100000)
+    # The hung rank outlives its SIGTERM.
+    guarded.start(
+        launch(2, *miner, imports=TRAINING), settings={**FAST, "miner.stop_timeout_s": 20}
+    )
     hang = guarded.wait_for("hang_detected", seconds=SLOWEST)
     assert hang["culprits"] == [1]
     assert "rank 1 in data for" in hang["detail"]
@@ -105,7 +108,9 @@ def test_a_hung_rank_is_named_and_the_miner_resumes_from_its_checkpoint(
 
 @pytest.mark.long
 def test_every_rank_exiting_with_0_too_early_is_a_failure(guarded: Guarded, tmp_path: Path) -> None:
-    guarded.start(demo(guarded, tmp_path, "--fault", "exit0@6", steps=9), settings=FAST)
+    guarded.start(
+        [*TORCHRUN, *demo(guarded, tmp_path, "--fault", "exit0@6", steps=9)], settings=FAST
+    )
     ended = guarded.wait_for("miner_exited", seconds=SLOWEST)
     assert "MINER EXITED: code 0 without being asked" in ended["msg"]
     finished(guarded)
@@ -116,7 +121,7 @@ def test_every_rank_exiting_with_0_too_early_is_a_failure(guarded: Guarded, tmp_
 def test_a_rank_that_dies_takes_the_launch_with_it_and_the_next_one_finishes(
     guarded: Guarded, tmp_path: Path, fault: str
 ) -> None:
-    guarded.start(demo(guarded, tmp_path, "--fault", fault, steps=9), settings=FAST)
+    guarded.start([*TORCHRUN, *demo(guarded, tmp_path, "--fault", fault, steps=9)], settings=FAST)
     guarded.wait_for("miner_exited", seconds=SLOWEST)
     finished(guarded)
 
@@ -124,7 +129,7 @@ def test_a_rank_that_dies_takes_the_launch_with_it_and_the_next_one_finishes(
 def test_torchrun_or_the_guard_killed_leaves_no_rank_behind(
     guarded: Guarded, tmp_path: Path
 ) -> None:
-    guarded.start(demo(guarded, tmp_path, steps=100000), settings=FAST)
+    guarded.start([*TORCHRUN, *demo(guarded, tmp_path, steps=100000)], settings=FAST)
     stepping(guarded)
     pids = ranks(guarded)
     os.kill(guarded.named("miner_started")[0]["pid"], signal.SIGKILL)
@@ -138,12 +143,12 @@ def test_torchrun_or_the_guard_killed_leaves_no_rank_behind(
 
 @pytest.mark.long
 def test_a_damaged_checkpoint_is_passed_over_with_a_line(guarded: Guarded, tmp_path: Path) -> None:
-    guarded.start(demo(guarded, tmp_path, steps=11), settings=FAST)
+    guarded.start([*TORCHRUN, *demo(guarded, tmp_path, steps=11)], settings=FAST)
     assert guarded.processes[0].wait(SLOWEST) == 0, guarded.tail()
     newest = max(tmp_path.glob("work-*/checkpoints/step-*"))
     for file in newest.glob("*.distcp"):
         os.truncate(file, file.stat().st_size // 2)
-    guarded.start(demo(guarded, tmp_path, steps=14), settings=FAST)
+    guarded.start([*TORCHRUN, *demo(guarded, tmp_path, steps=14)], settings=FAST)
     assert guarded.processes[1].wait(SLOWEST) == 0, guarded.tail()
     assert guarded.named("checkpoint_skipped")[0]["path"].endswith(newest.name)
     assert guarded.named("checkpoint_resumed")[0]["step"] == 5
