@@ -241,6 +241,7 @@ def text(
     where = f"line {root.line}" + (f", rank {root.ranks[0]}" if len(root.ranks) == 1 else "")
     rows = [
         f"ROOT CAUSE {root.label} ({where})",
+        *(["  Severity    info: it stopped nothing"] if root.severity == "info" else []),
         *([] if of is None else [f"  Log         {of.log}"]),
         f"  Observed    {root.excerpt}",
         f"  Hypothesis  {root.cause}",
@@ -255,9 +256,10 @@ def text(
     others = [finding for finding in report.findings if not finding.root]
     rows += ["", "Also seen:"] if others else []
     rows += [f"  line {f.line}: {f.label}: {f.excerpt[:160]}" for f in others]
-    rows += [
-        "",
-        "Make one change, then check again. Write down what helped:",
-        f'  miner-guard explain {again} --note "…"',
-    ]
+    if root.severity != "info":
+        rows += [
+            "",
+            "Make one change, then check again. Write down what helped:",
+            f'  miner-guard explain {again} --note "…"',
+        ]
     return "\n".join(rows)

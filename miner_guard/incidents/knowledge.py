@@ -183,7 +183,9 @@ class Knowledge:
             known = pattern.label in found or (past and new.isdisjoint(pattern.literals))
             if not known and pattern.matches(text, words):
                 found[pattern.label] = pattern
-        if found or any(not past or (b.cancels and b.pattern.literals & new) for b in harmless):
+        if found or any(
+            not past or ((b.cancels or b.notice) and b.pattern.literals & new) for b in harmless
+        ):
             for benign in harmless:
                 if benign.pattern.matches(text, words):
                     return benign

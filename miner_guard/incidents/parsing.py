@@ -44,6 +44,7 @@ _PATTERN_KEYS = frozenset(
         "least",
         "cancels",
         "roles",
+        "notice",
         "instead",
     }
 )
@@ -113,7 +114,12 @@ def _document(file: str, text: str) -> dict[str, Any]:
 
 def _benign(where: str, entry: Mapping[str, Any]) -> Benign:
     pattern = _pattern(where, "benign", {"role": "cause", **entry})
-    return Benign(pattern, tuple(entry.get("cancels", ())), tuple(entry.get("roles", ())))
+    return Benign(
+        pattern,
+        tuple(entry.get("cancels", ())),
+        tuple(entry.get("roles", ())),
+        entry.get("notice", ""),
+    )
 
 
 def _with_words(
@@ -249,6 +255,8 @@ def _check_references(
     for entry in benign:
         if unknown := set(entry.cancels) - labels.keys():
             raise BadKnowledge(f"benign: cancels {sorted(unknown)[0]}, which is not a label")
+        if entry.notice and entry.notice not in labels:
+            raise BadKnowledge(f"benign: notice of {entry.notice}, which is not a label")
         if unknown := set(entry.roles) - set(ROLES):
             raise BadKnowledge(f"benign: {sorted(unknown)[0]} is not a role")
 

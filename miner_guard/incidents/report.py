@@ -38,6 +38,7 @@ class Explained:
         """The document that `explain --json` prints."""
         return {
             "label": self.label,
+            "severity": self.severity,
             "line": self.line,
             "excerpt": self.excerpt,
             "cause": self.cause,
@@ -73,7 +74,8 @@ def explain(
     log: BinaryIO, knowledge: Knowledge, training: oom.Training, redact: Callable[[str], str] = str
 ) -> LogExplanation:
     """Read `log` to its end and explain it. Raises only OSError, if the log cannot be read."""
-    scanner, case, size, unfinished = Scanner(knowledge), RootCauseAnalyzer(knowledge), 0, False
+    scanner, case = Scanner(knowledge, notices=True), RootCauseAnalyzer(knowledge)
+    size, unfinished = 0, False
     while chunk := log.read(_CHUNK):
         size += len(chunk)
         unfinished = not chunk.endswith(b"\n")
@@ -96,7 +98,8 @@ def in_words(
     seen = (sighting, *incident.kept)
     # The reason often follows on the line after the one that names the error.
     exact = next((s for s in seen if s.fix), sighting)
-    cause, fixes = sighting.cause or exact.cause or label.cause, list(label.fixes)
+    notice = sighting.role == "notice"
+    cause, fixes = sighting.cause or exact.cause or label.cause, list(label.fixes) * (not notice)
     if exact.fix:
         fixes.insert(0, Fix(exact.fix, exact.source))
     if incident.label == "cuda_oom":
@@ -104,8 +107,8 @@ def in_words(
     texts = [s.text for s in seen]
     return Explained(
         incident.label,
-        label.severity,
-        sighting.restart or label.restart,
+        "info" if notice else label.severity,
+        "never" if notice else sighting.restart or label.restart,
         label.applies,
         sighting.line,
         log_text.excerpt(redact(sighting.text)),

@@ -109,11 +109,17 @@ class RootCauseAnalyzer:
         """Sightings of errors from which the program reported a recovery, with the line of that
         report."""
 
+        self._notices = SightingHistory()
+        """All notices; they answer only where nothing else happened."""
+
         self._last = 0
 
     def add(self, seen: Iterable[Seen]) -> None:
         """Add a scanner's sightings, in order."""
         for item in seen:
+            if isinstance(item, Sighting) and item.role == "notice":
+                self._notices.add(item)
+                continue
             self._last = max(self._last, item.line)
             if isinstance(item, Launched):
                 self._launched()
@@ -174,6 +180,9 @@ class RootCauseAnalyzer:
         ):
             survived = {("code_bug", "exception"), *(key for key in trails if key[1] == "retry")}
             trails = {key: trail for key, trail in trails.items() if key not in survived}
+        if not trails and self._notices.kept:
+            label = self._notices.kept[0].label
+            trails = {(label, "notice"): self._notices}
         root = self._root(trails)
         return sorted(
             (self._incident(label, trails, root) for label in {label for label, _ in trails}),

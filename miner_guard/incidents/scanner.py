@@ -73,8 +73,10 @@ _LAUNCHED = Pattern("code_bug", "symptom", (), (), None)
 class Scanner:
     """Feed it a log in pieces of any size."""
 
-    def __init__(self, knowledge: Knowledge) -> None:
+    def __init__(self, knowledge: Knowledge, *, notices: bool = False) -> None:
+        """`notices`: whether to report them, too."""
         self._knowledge = knowledge
+        self._notices = notices
         self._carry = b""
         self._tracebacks = Tracebacks()
         self._raised: dict[int | None, Sighting] = {}
@@ -179,7 +181,7 @@ class Scanner:
         """The sightings of this block by line, with the errors that continued steps would clear."""
         tried: dict[int, set[PendingError]] = {}
         for s in seen:
-            if isinstance(s, Sighting) and s.line >= self.line:
+            if isinstance(s, Sighting) and s.line >= self.line and s.role != "notice":
                 trouble = pending(s, self._knowledge.labels[s.label])
                 tried.setdefault(s.line, set()).update(() if trouble is None else (trouble,))
         return tried
@@ -245,6 +247,10 @@ class Scanner:
             self._matched(line, matches, seen)
         elif matches.cancels:
             seen.append(Retraction(matches.cancels, line.number, roles=matches.roles, coped=True))
+        elif matches.notice and self._notices:
+            shown = excerpt(line.text, _TOLD, matches.pattern.first_word(line.lowered))
+            noticed = replace(matches.pattern, label=matches.notice)
+            seen.append(_sighting(noticed, line, "notice", shown))
 
     def _matched(self, line: LogLine, matches: list[Pattern], seen: list[Seen]) -> None:
         """Record the sightings on a line with these matches; an exception counts even without a

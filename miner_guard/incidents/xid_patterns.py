@@ -25,7 +25,10 @@ def expanded(entry: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     shared = {key: value for key, value in entry.items() if key != "xids"}
     for row in xids.catalogue():
         if row.tier in tiers:
-            cause = f"Xid {row.number}: {row.meaning}; the fault of {row.fault}."
+            whose = (
+                ". It stops no program." if "notice" in entry else f"; the fault of {row.fault}."
+            )
+            cause = f"Xid {row.number}: {row.meaning}{whose}"
             made = {
                 "regex": _regex(row),
                 "cause": cause,

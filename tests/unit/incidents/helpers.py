@@ -10,8 +10,9 @@ from miner_guard.incidents.scanner import Scanner
 
 
 def incidents(log: bytes | Iterable[bytes]) -> list[Incident]:
-    """The incidents of a log, given whole or in pieces."""
-    scanner, case = Scanner(knowledge.load()), RootCauseAnalyzer(knowledge.load())
+    """The incidents that `explain` finds in a log, given whole or in pieces."""
+    scanner = Scanner(knowledge.load(), notices=True)
+    case = RootCauseAnalyzer(knowledge.load())
     for chunk in [log] if isinstance(log, bytes) else log:
         case.add(scanner.feed(chunk))
     case.add(scanner.finish())

@@ -376,3 +376,23 @@ def test_a_server_that_is_neither_hub_nor_storage_is_not_called_one() -> None:
     assert root(refused.format("huggingface.co")) == "hub_or_storage_unavailable"
     assert root(refused.format("prices.example.org")) == "connection_failed"
     assert root(refused.format("api.wandb.ai")) == "tracker_unavailable"
+
+
+REMAPPED = (
+    "NVRM: Xid (PCI:0000:10:1c): 63, pid=1896, Row Remapper: New row marked for remapping, "
+    "reset gpu to activate.\n"
+)
+STEPS = "".join(f"step {n} loss 3.{n}\n" for n in range(20))
+
+
+def test_a_notice_of_the_driver_answers_only_where_nothing_else_happened() -> None:
+    assert root(STEPS + REMAPPED + STEPS) == "gpu_hardware"
+    broken = "RuntimeError: CUDA error: device-side assert triggered\n"
+    for log in (REMAPPED + broken, broken + REMAPPED, broken + "x\n" * 300 + REMAPPED):
+        [found] = incidents(log.encode())
+        assert found.label == "cuda_device_assert"
+
+
+def test_a_notice_between_a_bad_loss_and_good_ones_is_not_another_fault() -> None:
+    assert root("step 1 loss nan\n" + STEPS) is None
+    assert root("step 1 loss nan\n" + REMAPPED + STEPS) == "gpu_hardware"

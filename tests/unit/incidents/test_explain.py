@@ -89,7 +89,16 @@ def test_the_json_is_the_contracts(tmp_path: Path, capsys: pytest.CaptureFixture
     assert document["root_cause"] == "cuda_oom"
     assert set(document) == {"root_cause", "findings"}
     for finding in document["findings"]:
-        assert set(finding) == {"label", "line", "excerpt", "cause", "fixes", "sources", "root"}
+        assert set(finding) == {
+            "label",
+            "severity",
+            "line",
+            "excerpt",
+            "cause",
+            "fixes",
+            "sources",
+            "root",
+        }
     assert [f["label"] for f in document["findings"] if f["root"]] == ["cuda_oom"]
     assert next(f["line"] for f in document["findings"] if f["root"]) == 5
 
@@ -280,3 +289,24 @@ def test_a_note_with_a_trace_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
         == 64
     )
     assert "not with --trace" in capsys.readouterr().err
+
+
+NOTICE = (
+    b"NVRM: Xid (PCI:0018:01:00): 145, pid=876767, name=python3, RLW_RXPIPE Nonfatal XC0 i0 "
+    b"Link 13 (0x0409a0c2 0x00000008)\n"
+)
+
+
+def test_a_notice_is_named_with_its_own_action_and_without_alarm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A notice once was no answer at all; the label's other fixes would take a sound GPU out of
+    service."""
+    code, document = explained(capsys, write(tmp_path, NOTICE))
+    [found] = document["findings"]
+    assert (code, document["root_cause"], found["severity"]) == (0, "gpu_hardware", "info")
+    assert found["fixes"] == ["Nothing. If many come, report them to the owner of the machine."]
+    main.run(["explain", str(tmp_path / "miner.log")])
+    out = capsys.readouterr().out
+    assert "Severity    info" in out
+    assert "Make one change" not in out

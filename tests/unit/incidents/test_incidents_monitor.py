@@ -405,3 +405,12 @@ def test_a_miner_that_the_guard_killed_is_not_an_incident(tmp_path: Path) -> Non
     live = Live(tmp_path)
     live.ends(code=137, signal=9, asked=True)
     assert live.labels == []
+
+
+def test_a_notice_of_the_driver_wakes_nobody(tmp_path: Path) -> None:
+    live = Live(tmp_path)
+    live.prints(b"NVRM: Xid (PCI:0000:10:1c): 63, pid=1896, Row Remapper: New row remapped.\n")
+    live.after(CAUSELESS_S)
+    assert live.monitor.objection() is None
+    live.ends()
+    assert live.labels == []
