@@ -22,24 +22,14 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         why = facts.network.reason or "the master's repo was not read"
         return Verdict(RULE, "unknown", ours, None, f"the network's outer step is unknown: {why}")
     if ours is None:
-        return Verdict(
-            RULE,
-            "unknown",
-            None,
-            network,
-            "the caller did not pass the outer step that the state was loaded from",
-        )
+        words = "the caller did not pass the outer step that the state was loaded from"
+        return Verdict(RULE, "unknown", None, network, words)
     if ours < network:
-        return Verdict(
-            RULE,
-            "block",
-            ours,
-            network,
-            (
-                f"base outer_step ({ours}) < network ({network}): a gradient against an old "
-                "base. Reload the global state"
-            ),
+        words = (
+            f"base outer_step ({ours}) < network ({network}): a gradient against an old "
+            "base. Reload the global state"
         )
+        return Verdict(RULE, "block", ours, network, words)
     if ours > network + 1:
         words = f"base outer_step ({ours}) > network ({network}): is the right network configured?"
         return Verdict(RULE, "warn", ours, network, words)

@@ -92,13 +92,8 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     age = block - max(blocks)
     old = f"newest block in block_list is {age} blocks old"
     if limit is not None and age > limit:
-        return Verdict(
-            RULE,
-            "block",
-            age,
-            limit,
-            f"{old} (limit {limit:.0f}): rejected. Has this node stalled?",
-        )
+        words = f"{old} (limit {limit:.0f}): rejected. Has this node stalled?"
+        return Verdict(RULE, "block", age, limit, words)
     if limit is not None and age > 0.75 * limit:
         return Verdict(RULE, "warn", age, limit, f"{old} (limit {limit:.0f})")
     return Verdict(RULE, "pass", age, limit, old)

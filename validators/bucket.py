@@ -29,13 +29,8 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         )
     match = re.fullmatch(pattern, seen)
     if match is None:
-        return Verdict(
-            RULE,
-            "block",
-            seen,
-            pattern,
-            f"bucket {seen!r} does not match {pattern}; no validator reads it",
-        )
+        words = f"bucket {seen!r} does not match {pattern}; no validator reads it"
+        return Verdict(RULE, "block", seen, pattern, words)
     named, model = match.groupdict().get("uid"), match.groupdict().get("model")
     if model is not None and limits.global_model is not None and model != limits.global_model:
         words = (
@@ -47,13 +42,8 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         return Verdict(RULE, "pass", seen, pattern, f"bucket {seen}")
     if uid is None:
         why = facts.network.reason or "the chain was not read"
-        return Verdict(
-            RULE,
-            "unknown",
-            seen,
-            pattern,
-            f"bucket {seen} belongs to uid {int(named)}; ours is unknown: {why}",
-        )
+        words = f"bucket {seen} belongs to uid {int(named)}; ours is unknown: {why}"
+        return Verdict(RULE, "unknown", seen, pattern, words)
     if int(named) == uid and named != f"{uid:03d}":
         words = (
             f"bucket {seen!r} writes uid {uid} as {named}, but validators look for {uid:03d}; "

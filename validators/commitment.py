@@ -54,13 +54,8 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         )
         return Verdict(RULE, "block", length, chars, words)
     if facts.credentials is None:
-        return Verdict(
-            RULE,
-            "unknown",
-            length,
-            chars,
-            f"a commitment of {length} characters; the read keys are not known",
-        )
+        words = f"a commitment of {length} characters; the read keys are not known"
+        return Verdict(RULE, "unknown", length, chars, words)
     if facts.credentials != seen:
         words = (
             "the commitment on chain holds read keys other than those in use; `miner-guard "

@@ -62,47 +62,22 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     minimum, maximum = limits.gradients_min_bytes, limits.gradients_max_bytes
     problems = list(report.get("problems") or ())
     if problems == [ALL_ZERO] and facts.candidate.kind == "archive":
-        return Verdict(
-            RULE,
-            "pass",
-            size,
-            maximum,
-            f"gradients.pt: {ALL_ZERO}, as an archive's are after an outer step",
-        )
+        words = f"gradients.pt: {ALL_ZERO}, as an archive's are after an outer step"
+        return Verdict(RULE, "pass", size, maximum, words)
     if problems:
-        return Verdict(
-            RULE,
-            "block",
-            size,
-            None,
-            f"gradients.pt: {'; '.join(map(str, problems[:_PROBLEMS_KEPT]))}",
-        )
+        words = f"gradients.pt: {'; '.join(map(str, problems[:_PROBLEMS_KEPT]))}"
+        return Verdict(RULE, "block", size, None, words)
     if minimum is not None and size is not None and size < minimum:
-        return Verdict(
-            RULE,
-            "block",
-            size,
-            minimum,
-            f"gradients.pt has {size} bytes, fewer than a plausible {minimum}",
-        )
+        words = f"gradients.pt has {size} bytes, fewer than a plausible {minimum}"
+        return Verdict(RULE, "block", size, minimum, words)
     if maximum is not None and size is not None and size > maximum:
-        return Verdict(
-            RULE,
-            "block",
-            size,
-            maximum,
-            f"gradients.pt has {size} bytes, more than a plausible {maximum}",
-        )
+        words = f"gradients.pt has {size} bytes, more than a plausible {maximum}"
+        return Verdict(RULE, "block", size, maximum, words)
     if not report.get("params"):
         return Verdict(RULE, "block", 0, 1, "gradients.pt holds no parameter's gradient")
     if warnings := list(report.get("warnings") or ()):
-        return Verdict(
-            RULE,
-            "warn",
-            size,
-            maximum,
-            f"gradients.pt: {'; '.join(map(str, warnings[:_PROBLEMS_KEPT]))}",
-        )
+        words = f"gradients.pt: {'; '.join(map(str, warnings[:_PROBLEMS_KEPT]))}"
+        return Verdict(RULE, "warn", size, maximum, words)
     read = "all finite" if report.get("values_read", True) else "values not read"
     words = f"gradients.pt: {report['params']} parameters, {read}"
     return Verdict(RULE, "pass", size, maximum, words + _SHAPES.get(report.get("shapes_known"), ""))

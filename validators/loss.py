@@ -23,27 +23,17 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         return Verdict(RULE, "unknown", None, None, "the caller did not pass the loss")
     seen = recent[-1] if loss is None else loss
     if not math.isfinite(seen):
-        return Verdict(
-            RULE,
-            "block",
-            str(seen),
-            "finite",
-            f"loss is {seen}: gradient invalid. Restore the last good checkpoint",
-        )
+        words = f"loss is {seen}: gradient invalid. Restore the last good checkpoint"
+        return Verdict(RULE, "block", str(seen), "finite", words)
     if len(recent) >= POINTS and all(math.isfinite(v) for v in recent[-POINTS:]):
         p = rising_probability(recent[-POINTS:])
         if p > RISING_P:
             first = recent[-POINTS]
-            return Verdict(
-                RULE,
-                "warn",
-                round(p, 4),
-                RISING_P,
-                (
-                    f"loss rises over the last {POINTS} inner steps ({first:.3g} to "
-                    f"{seen:.3g}, P = {p:.3f})"
-                ),
+            words = (
+                f"loss rises over the last {POINTS} inner steps ({first:.3g} to "
+                f"{seen:.3g}, P = {p:.3f})"
             )
+            return Verdict(RULE, "warn", round(p, 4), RISING_P, words)
     return Verdict(RULE, "pass", round(seen, 4), "finite", f"loss {seen:.4g} is finite")
 
 

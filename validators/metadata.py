@@ -101,13 +101,8 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     inner = read_inner_step(seen)
     if inner is None and "inner_step" in needed:
         value = _short(seen["inner_step"])
-        return Verdict(
-            RULE,
-            "block",
-            value,
-            "a step",
-            f"metadata.json: inner_step is {value}, not a step; write a whole number",
-        )
+        words = f"metadata.json: inner_step is {value}, not a step; write a whole number"
+        return Verdict(RULE, "block", value, "a step", words)
     for name, ours in (
         ("outer_step", facts.candidate.outer_step),
         ("inner_step", facts.candidate.inner_step),
@@ -118,13 +113,8 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
             what = name.replace("_", " ")
             words = f"metadata.json names {what} {named}, but the gradient is of {ours}"
             return Verdict(RULE, "warn", named, ours, words)
-    return Verdict(
-        RULE,
-        "pass",
-        sorted(seen),
-        needed,
-        f"metadata.json has {', '.join(needed) or 'nothing that is needed'}",
-    )
+    words = f"metadata.json has {', '.join(needed) or 'nothing that is needed'}"
+    return Verdict(RULE, "pass", sorted(seen), needed, words)
 
 
 def judge_published(facts: Facts, limits: Limits) -> Verdict:

@@ -67,16 +67,11 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
         words = "the published inner step is not known: metadata.json does not name one"
         return Verdict(RULE, "unknown", None, required, words)
     if required is not None and 0 <= seen < required:
-        return Verdict(
-            RULE,
-            "block",
-            seen,
-            required,
-            (
-                f"published inner_step {seen} < {required}: validators reject it; publish "
-                "again after more inner steps"
-            ),
+        words = (
+            f"published inner_step {seen} < {required}: validators reject it; publish "
+            "again after more inner steps"
         )
+        return Verdict(RULE, "block", seen, required, words)
     if facts.candidate.kind == "archive":
         words = (
             f"this is the archive after an outer step (inner_step {seen}), not yet a "
@@ -84,11 +79,6 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
         )
         return Verdict(RULE, "warn", seen, limits.min_inner_step, words)
     if seen < limits.min_inner_step:
-        return Verdict(
-            RULE,
-            "warn",
-            seen,
-            limits.min_inner_step,
-            f"published inner_step {seen} < minimum {limits.min_inner_step}",
-        )
+        words = f"published inner_step {seen} < minimum {limits.min_inner_step}"
+        return Verdict(RULE, "warn", seen, limits.min_inner_step, words)
     return Verdict(RULE, "pass", seen, required, f"published inner_step {seen}")

@@ -24,30 +24,19 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     published, minimum = facts.published, limits.min_upload_interval_s
     age = age_now(published, facts.now)
     if published.empty:
-        return Verdict(
-            RULE,
-            "pass",
-            None,
-            limits.repo_age_limit_s,
-            "the repo is empty: the first upload is due",
-        )
+        words = "the repo is empty: the first upload is due"
+        return Verdict(RULE, "pass", None, limits.repo_age_limit_s, words)
     if age is None:
         return Verdict(
             RULE, "unknown", None, limits.repo_age_limit_s, f"repo age unknown: {published.reason}"
         )
     seen = round(age, 1)
     if age < minimum:
-        return Verdict(
-            RULE,
-            "block",
-            seen,
-            minimum,
-            (
-                f"repo age {age:.0f}s < minimum interval {minimum:.0f}s: too soon. Wait "
-                f"{minimum - age:.0f}s"
-            ),
-            retry_after_s=round(minimum - age, 1),
+        words = (
+            f"repo age {age:.0f}s < minimum interval {minimum:.0f}s: too soon. Wait "
+            f"{minimum - age:.0f}s"
         )
+        return Verdict(RULE, "block", seen, minimum, words, retry_after_s=round(minimum - age, 1))
     if age > limits.repo_age_limit_s:
         words = f"repo age {age:.0f}s > limit {limits.repo_age_limit_s:.0f}s: stale, upload now"
         return Verdict(RULE, "warn", seen, limits.repo_age_limit_s, words)
@@ -78,13 +67,8 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
     age = age_now(published, facts.now)
     limit = limits.validator_repo_age_s or limits.repo_age_limit_s
     if published.empty:
-        return Verdict(
-            RULE,
-            "block",
-            None,
-            limit,
-            "nothing is published: there is no gradients file; upload one",
-        )
+        words = "nothing is published: there is no gradients file; upload one"
+        return Verdict(RULE, "block", None, limit, words)
     if age is None:
         return Verdict(RULE, "unknown", None, limit, f"repo age unknown: {published.reason}")
     seen = round(age, 1)
@@ -103,13 +87,8 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
             if known
             else "the guard's limit; no profile defines when they score zero"
         )
-        return Verdict(
-            RULE,
-            "block",
-            seen,
-            limit,
-            f"gradients are {age:.0f}s old >= {limit:.0f}s: {why}; upload",
-        )
+        words = f"gradients are {age:.0f}s old >= {limit:.0f}s: {why}; upload"
+        return Verdict(RULE, "block", seen, limit, words)
     if age > limits.repo_age_limit_s:
         own = limits.repo_age_limit_s
         return Verdict(RULE, "warn", seen, own, f"gradients are {age:.0f}s old (keep < {own:.0f}s)")

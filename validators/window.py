@@ -37,13 +37,8 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         )
         return Verdict(RULE, "warn", seen, list(put), words)
     if put[0] <= into <= put[1]:
-        return Verdict(
-            RULE,
-            "pass",
-            seen,
-            list(put),
-            f"{into:.0f}s into the window, uploads count up to {put[1]:.0f}s",
-        )
+        words = f"{into:.0f}s into the window, uploads count up to {put[1]:.0f}s"
+        return Verdict(RULE, "pass", seen, list(put), words)
     early = into < put[0]
     wait = put[0] - into if early else length - into + put[0]
     word = "TOO_EARLY" if early else "TOO_LATE"

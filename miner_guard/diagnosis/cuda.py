@@ -22,13 +22,8 @@ def checks(s: Snapshot) -> Iterator[Check]:
         answered = "torch" not in s.unanswered
         level = "critical" if s.expectation.expects_gpus and answered else "unknown"
         seen = f"torch in the miner's interpreter: {s.unread['torch']}"
-        yield Check(
-            "cuda.torch",
-            level,
-            seen,
-            "it answers",
-            "run the miner's python -c 'import torch' by hand",
-        )
+        step = "run the miner's python -c 'import torch' by hand"
+        yield Check("cuda.torch", level, seen, "it answers", step)
         return
     yield _available(s)
     if s.torch["cuda_available"]:
@@ -39,11 +34,8 @@ def _available(s: Snapshot) -> Check:
     assert s.torch is not None
     version, build = s.torch["torch_version"], s.torch["cuda_version"]
     if s.torch["cuda_available"]:
-        return Check(
-            "cuda.available",
-            "ok",
-            f"CUDA is available: torch {version}, {s.torch['gpu_count']} devices",
-        )
+        seen = f"CUDA is available: torch {version}, {s.torch['gpu_count']} devices"
+        return Check("cuda.available", "ok", seen)
     if not build:
         seen, step = f"CUDA is not available: torch {version} is built without CUDA", _INSTALL
     else:
@@ -51,14 +43,8 @@ def _available(s: Snapshot) -> Check:
         seen = f"CUDA is not available: torch {version} for CUDA {build}: {why}"
         step = "fix the driver rows above, or compare the driver's CUDA version with torch's"
     if s.expectation.expects_gpus:
-        return Check(
-            "cuda.available",
-            "critical",
-            seen,
-            f"CUDA, for {s.expectation.count} GPUs",
-            step,
-            may_clear=bool(build),
-        )
+        limit = f"CUDA, for {s.expectation.count} GPUs"
+        return Check("cuda.available", "critical", seen, limit, step, may_clear=bool(build))
     return Check(
         "cuda.available",
         "ok",
@@ -84,17 +70,9 @@ def _devices(s: Snapshot) -> Iterator[Check]:
             yield Check("cuda.use", "unknown", seen, "allocation and matmul work", step)
         elif error:
             step = "this GPU can't be used: check the GPU's rows and dmesg"
-            yield Check(
-                "cuda.use",
-                "critical",
-                f"cuda:{index}: {error}",
-                "allocation and matmul work",
-                step,
-                may_clear=True,
-            )
+            seen = f"cuda:{index}: {error}"
+            limit = "allocation and matmul work"
+            yield Check("cuda.use", "critical", seen, limit, step, may_clear=True)
         else:
-            yield Check(
-                "cuda.use",
-                "ok",
-                f"cuda:{index}: allocation and matmul work, {result['seconds']:.1f} s",
-            )
+            seen = f"cuda:{index}: allocation and matmul work, {result['seconds']:.1f} s"
+            yield Check("cuda.use", "ok", seen)

@@ -52,13 +52,9 @@ def _matmul(results: Mapping[int, Mapping[str, Any]]) -> Iterator[Check]:
     middle = median(rates.values()) if rates else 0.0
     for index, result in sorted(results.items()):
         if index not in rates:
-            yield Check(
-                "deep.matmul",
-                "critical",
-                f"cuda:{index}: {result.get('error')}",
-                "a matmul runs",
-                "see the GPU's rows and dmesg",
-            )
+            seen = f"cuda:{index}: {result.get('error')}"
+            step = "see the GPU's rows and dmesg"
+            yield Check("deep.matmul", "critical", seen, "a matmul runs", step)
             continue
         rate = rates[index]
         sheet = datasheet_of(result.get("name")).get("bf16_tflops")

@@ -39,13 +39,8 @@ ERRORS = {
 def checks(s: Snapshot) -> Iterator[Check]:
     """NVML's state and the versions."""
     if s.nvml is None:
-        yield Check(
-            "driver.nvml",
-            "unknown",
-            s.unread.get("nvml", "not read"),
-            None,
-            "run miner-guard doctor again",
-        )
+        step = "run miner-guard doctor again"
+        yield Check("driver.nvml", "unknown", s.unread.get("nvml", "not read"), None, step)
         return
     yield _nvml(s)
     yield from _versions(s)
@@ -86,13 +81,10 @@ def _versions(s: Snapshot) -> Iterator[Check]:
     # CUDA's minor version compatibility: a driver runs newer minor builds of the same major
     # version.
     older = _major(driver) < _major(build)
-    yield Check(
-        "driver.cuda_version",
-        "critical" if older else "ok",
-        f"torch is built for CUDA {build}, the driver knows {driver}",
-        "a driver of torch's CUDA major version or newer",
-        "update the driver, or install a torch build for CUDA " + driver if older else None,
-    )
+    seen = f"torch is built for CUDA {build}, the driver knows {driver}"
+    limit = "a driver of torch's CUDA major version or newer"
+    step = "update the driver, or install a torch build for CUDA " + driver if older else None
+    yield Check("driver.cuda_version", "critical" if older else "ok", seen, limit, step)
 
 
 def _major(version: str) -> int:

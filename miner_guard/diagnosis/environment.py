@@ -77,41 +77,25 @@ def _packages(s: Snapshot) -> Iterator[Check]:
     yield from _hook(p)
     yield _output()
     if p["pynvml_shim"]:
-        yield Check(
-            "env.pynvml",
-            "warn",
-            (
-                f"the deprecated package pynvml {p['pynvml_shim']} is installed: it warns "
-                "at each import"
-            ),
-            "nvidia-ml-py alone",
-            "pip uninstall pynvml && pip install --force-reinstall nvidia-ml-py",
+        seen = (
+            f"the deprecated package pynvml {p['pynvml_shim']} is installed: it warns "
+            "at each import"
         )
+        step = "pip uninstall pynvml && pip install --force-reinstall nvidia-ml-py"
+        yield Check("env.pynvml", "warn", seen, "nvidia-ml-py alone", step)
     if not p["miner_guard"]:
         hooked = s.config.miner.attach is not None
-        yield Check(
-            "env.miner_guard",
-            "warn" if hooked else "unknown",
-            "the miner's interpreter can't import miner_guard",
-            "importable",
-            "install miner-guard into the miner's environment, or use --attach log",
-        )
+        seen = "the miner's interpreter can't import miner_guard"
+        step = "install miner-guard into the miner's environment, or use --attach log"
+        yield Check("env.miner_guard", "warn" if hooked else "unknown", seen, "importable", step)
     elif p["validators"] is None:
-        yield Check(
-            "env.validators",
-            "critical",
-            "miner_guard is installed, but its package `validators` is missing",
-            "the guard's own",
-            "reinstall miner-guard in the miner's environment",
-        )
+        seen = "miner_guard is installed, but its package `validators` is missing"
+        step = "reinstall miner-guard in the miner's environment"
+        yield Check("env.validators", "critical", seen, "the guard's own", step)
     elif not p["validators_ours"]:
-        yield Check(
-            "env.validators",
-            "critical",
-            f"`validators` is another package here ({p['validators']}): it shadows the guard's",
-            "the guard's own",
-            "pip uninstall validators in the miner's environment, then reinstall miner-guard",
-        )
+        seen = f"`validators` is another package here ({p['validators']}): it shadows the guard's"
+        step = "pip uninstall validators in the miner's environment, then reinstall miner-guard"
+        yield Check("env.validators", "critical", seen, "the guard's own", step)
     elif shared := p.get("validators_shared"):
         yield _shared_package(shared)
 
@@ -155,35 +139,27 @@ def _command(s: Snapshot) -> Iterator[Check]:
         if a.startswith("--") and redactor.text(f"{a} {b}") != f"{a} {b}"
     ]
     if named := sorted({*exposed, *pairs}):
-        yield Check(
-            "env.secret_on_command_line",
-            "warn",
-            f"a secret on the command line: {', '.join(named)}",
-            "none",
-            (
-                "pass it through the environment or a file: every user of this host can "
-                "read a command line"
-            ),
+        seen = f"a secret on the command line: {', '.join(named)}"
+        step = (
+            "pass it through the environment or a file: every user of this host can "
+            "read a command line"
         )
+        yield Check("env.secret_on_command_line", "warn", seen, "none", step)
 
 
 def _upstream(s: Snapshot) -> Iterator[Check]:
     """Secrets that subnet 38's own code exposes to others (research of its miner; ops/sn38)."""
     if "sn38" not in (s.config.miner.attach, s.config.miner.profile):
         return
-    yield Check(
-        "env.worker_keys",
-        "warn",
-        "subnet 38's upload worker gets the bucket's write keys on its command line",
-        "none",
+    seen = "subnet 38's upload worker gets the bucket's write keys on its command line"
+    step = (
         "every user of this host can read them while it runs: give the miner a dedicated host or "
-        "container, or mount /proc with hidepid=2",
+        "container, or mount /proc with hidepid=2"
     )
+    yield Check("env.worker_keys", "warn", seen, "none", step)
     if verbose := [a for a in s.command if a in ("--logging.debug", "--logging.trace")]:
-        yield Check(
-            "env.debug_log",
-            "warn",
-            f"with {verbose[0]}, subnet 38's miner writes its bucket's read credentials to the log",
-            "off",
-            "start the miner without it, and delete the log files that contain them",
+        seen = (
+            f"with {verbose[0]}, subnet 38's miner writes its bucket's read credentials to the log"
         )
+        step = "start the miner without it, and delete the log files that contain them"
+        yield Check("env.debug_log", "warn", seen, "off", step)

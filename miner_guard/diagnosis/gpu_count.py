@@ -96,27 +96,19 @@ def _ranks(s: Snapshot) -> Iterator[Check]:
             "critical": "lower --nproc_per_node: two ranks would share a GPU",
             "warn": "raise --nproc_per_node: GPUs idle",
         }
-    yield Check(
-        "gpu.ranks",
-        level,
-        f"{ranks} ranks on {working} GPUs",
-        "one per GPU",
-        step.get(level),
-        may_clear=True,
-    )
+    seen = f"{ranks} ranks on {working} GPUs"
+    yield Check("gpu.ranks", level, seen, "one per GPU", step.get(level), may_clear=True)
 
 
 def _device_files(s: Snapshot) -> Iterator[Check]:
     files = (s.host or {}).get("nvidia_devices") or {}
     closed = sorted(path for path, usable in files.items() if not usable)
     if closed:
-        yield Check(
-            "gpu.device_files",
-            "critical" if s.expectation.expects_gpus else "warn",
-            f"not readable: {', '.join(closed)}",
-            "readable and writable",
-            "add this user to the group that owns them (video or render)",
-        )
+        level = "critical" if s.expectation.expects_gpus else "warn"
+        seen = f"not readable: {', '.join(closed)}"
+        limit = "readable and writable"
+        step = "add this user to the group that owns them (video or render)"
+        yield Check("gpu.device_files", level, seen, limit, step)
 
 
 def visible(env: Mapping[str, str]) -> int | None:
@@ -158,10 +150,7 @@ def _visible(s: Snapshot) -> Iterator[Check]:
         return
     short = s.expectation.expects_gpus and shown < (s.expectation.count or 0) and not sliced(s)
     mask = s.env["CUDA_VISIBLE_DEVICES"]
-    yield Check(
-        "gpu.visible",
-        "critical" if short else "ok",
-        f"CUDA_VISIBLE_DEVICES={mask!r} shows {shown} GPUs",
-        str(s.expectation.count) if s.expectation.expects_gpus else None,
-        "unset CUDA_VISIBLE_DEVICES or name all GPUs" if short else None,
-    )
+    seen = f"CUDA_VISIBLE_DEVICES={mask!r} shows {shown} GPUs"
+    limit = str(s.expectation.count) if s.expectation.expects_gpus else None
+    step = "unset CUDA_VISIBLE_DEVICES or name all GPUs" if short else None
+    yield Check("gpu.visible", "critical" if short else "ok", seen, limit, step)

@@ -91,15 +91,8 @@ def of_row(row: Row) -> Iterator[Check]:
             row["state"], ("is not readable", "check permissions, then nvidia-smi")
         )
         level = "unknown" if row["state"] == "unreadable" else "critical"
-        yield Check(
-            "gpu.state",
-            level,
-            f"GPU {index} {words} ({row['error']})",
-            "answers",
-            step,
-            index,
-            may_clear=True,
-        )
+        seen = f"GPU {index} {words} ({row['error']})"
+        yield Check("gpu.state", level, seen, "answers", step, index, may_clear=True)
         # Xid 79 accompanies the loss of the GPU that it explains.
         yield from _xid(row)
         return

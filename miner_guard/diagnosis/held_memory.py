@@ -24,25 +24,16 @@ def checks(s: Snapshot) -> Iterator[Check]:
         held = min(levels)
         total = row.get("memory_total_bytes") or 0
         if held < HELD_BYTES:
-            yield Check(
-                "gpu.held_memory",
-                "ok",
-                f"GPU {row['index']}: {gib(held)} in use",
-                gib(HELD_BYTES),
-                None,
-                row["index"],
-            )
+            seen = f"GPU {row['index']}: {gib(held)} in use"
+            yield Check("gpu.held_memory", "ok", seen, gib(HELD_BYTES), None, row["index"])
             continue
         much = bool(total) and held > HELD_SHARE * total and s.expectation.count != 0
+        level = "critical" if much else "warn"
+        seen = (
+            f"GPU {row['index']}: {gib(held)} of {gib(total)} held before the launch, "
+            f"in {len(levels)} readings"
+        )
+        step = "an orphan of an earlier run, or another tenant: find it with nvidia-smi and kill it"
         yield Check(
-            "gpu.held_memory",
-            "critical" if much else "warn",
-            (
-                f"GPU {row['index']}: {gib(held)} of {gib(total)} held before the launch, "
-                f"in {len(levels)} readings"
-            ),
-            gib(HELD_BYTES),
-            "an orphan of an earlier run, or another tenant: find it with nvidia-smi and kill it",
-            row["index"],
-            may_clear=True,
+            "gpu.held_memory", level, seen, gib(HELD_BYTES), step, row["index"], may_clear=True
         )

@@ -18,13 +18,8 @@ MEMLOCK_BYTES = 64 * 1024**2
 def checks(s: Snapshot) -> Iterator[Check]:
     """All checks of the host in the startup table."""
     if s.host is None:
-        yield Check(
-            "host",
-            "unknown",
-            s.unread.get("host", "not read"),
-            None,
-            "run miner-guard doctor again",
-        )
+        step = "run miner-guard doctor again"
+        yield Check("host", "unknown", s.unread.get("host", "not read"), None, step)
         return
     yield from _shm(s)
     yield from _limits(s)
@@ -83,13 +78,9 @@ def _limits(s: Snapshot) -> Iterator[Check]:
             f"--ulimit {name}=-1"
         )
         seen = "unlimited" if value < 0 else f"{value // unit}" + (" KiB" if unit > 1 else "")
-        yield Check(
-            f"host.{name}",
-            "warn" if warn else "ok",
-            f"{name} is {seen}",
-            f"at least {minimum // unit}",
-            step if warn else None,
-        )
+        level = "warn" if warn else "ok"
+        limit = f"at least {minimum // unit}"
+        yield Check(f"host.{name}", level, f"{name} is {seen}", limit, step if warn else None)
 
 
 def _disks(s: Snapshot) -> Iterator[Check]:
@@ -97,23 +88,13 @@ def _disks(s: Snapshot) -> Iterator[Check]:
     minimum = s.config.health.disk_min_free_gb * 1024**3
     for path, free in s.host["disks"].items():
         if free is None:
-            yield Check(
-                "host.disk",
-                "unknown",
-                f"{path} could not be read",
-                None,
-                "is its file system mounted?",
-            )
+            seen = f"{path} could not be read"
+            yield Check("host.disk", "unknown", seen, None, "is its file system mounted?")
             continue
         low = free < minimum
         step = "free some space: checkpoints and logs will fail to be written" if low else None
-        yield Check(
-            "host.disk",
-            "warn" if low else "ok",
-            f"{gib(free)} free at {path}",
-            f"at least {gib(minimum)}",
-            step,
-        )
+        seen = f"{gib(free)} free at {path}"
+        yield Check("host.disk", "warn" if low else "ok", seen, f"at least {gib(minimum)}", step)
 
 
 def _ports(s: Snapshot) -> Iterator[Check]:
@@ -121,13 +102,8 @@ def _ports(s: Snapshot) -> Iterator[Check]:
     for port in s.host["ports"]:
         number, holder = port["port"], port.get("held_by")
         if port["free"] is None:
-            yield Check(
-                "host.port",
-                "unknown",
-                f"port {number} ({port['use']}): {port['error']}",
-                "free",
-                "choose a port above 1023",
-            )
+            seen = f"port {number} ({port['use']}): {port['error']}"
+            yield Check("host.port", "unknown", seen, "free", "choose a port above 1023")
         elif port["free"]:
             yield Check("host.port", "ok", f"port {number} ({port['use']}) is free", "free")
         else:
@@ -136,14 +112,8 @@ def _ports(s: Snapshot) -> Iterator[Check]:
                 f"another miner, or an orphan of one: kill it (ss -ltnp sport = :{number}), "
                 "or choose another port"
             )
-            yield Check(
-                "host.port",
-                "critical",
-                f"port {number} ({port['use']}) is in use{by}",
-                "free",
-                step,
-                may_clear=True,
-            )
+            seen = f"port {number} ({port['use']}) is in use{by}"
+            yield Check("host.port", "critical", seen, "free", step, may_clear=True)
 
 
 def _xids(s: Snapshot) -> Iterator[Check]:

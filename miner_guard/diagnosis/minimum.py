@@ -29,20 +29,10 @@ def checks(s: Snapshot) -> Iterator[Check]:
         name = f"minimum.{key.removeprefix('min_').removesuffix('_gb')}"
         limit = f"{minimum:g}{unit}"
         if seen is None:
-            yield Check(
-                name,
-                "unknown",
-                f"{what} could not be read",
-                limit,
-                f"compare by hand: the subnet requires {limit}",
-            )
+            by_hand = f"compare by hand: the subnet requires {limit}"
+            yield Check(name, "unknown", f"{what} could not be read", limit, by_hand)
             continue
         # Vendors count in 10^9: an "80 GB" GPU has 79.6 GiB or less.
         short = seen < minimum * (0.93 if unit else 1)
-        yield Check(
-            name,
-            "warn" if short else "ok",
-            f"{what}: {seen:.0f}{unit}",
-            limit,
-            f"below the subnet's minimum of {limit}: expect to score last" if short else None,
-        )
+        step = f"below the subnet's minimum of {limit}: expect to score last" if short else None
+        yield Check(name, "warn" if short else "ok", f"{what}: {seen:.0f}{unit}", limit, step)

@@ -27,13 +27,9 @@ def _clock(s: Snapshot) -> Iterator[Check]:
     limit = s.config.health.clock_skew_max_s
     if s.clock is None:
         if "clock" in s.unread:
-            yield Check(
-                "host.clock",
-                "unknown",
-                f"clock skew: {s.unread['clock']}",
-                f"{limit:g} s",
-                "can this host reach the storage?",
-            )
+            seen = f"clock skew: {s.unread['clock']}"
+            ask = "can this host reach the storage?"
+            yield Check("host.clock", "unknown", seen, f"{limit:g} s", ask)
         return
     skew = s.clock["skew_s"]
     level = "critical" if abs(skew) > REFUSED_SKEW_S else "warn" if abs(skew) > limit else "ok"
@@ -43,48 +39,29 @@ def _clock(s: Snapshot) -> Iterator[Check]:
         if level != "ok"
         else None
     )
-    yield Check(
-        "host.clock",
-        level,
-        f"this host is {abs(skew):.0f} s {word} of {s.clock['server']}",
-        f"{limit:g} s",
-        step,
-    )
+    seen = f"this host is {abs(skew):.0f} s {word} of {s.clock['server']}"
+    yield Check("host.clock", level, seen, f"{limit:g} s", step)
 
 
 def _repo(s: Snapshot) -> Iterator[Check]:
     if s.repo is None:
         why = s.unread.get("repo", "not asked")
-        yield Check(
-            "repo.read",
-            "unknown",
-            f"the repo did not answer: {why}",
-            "it answers",
-            "check network and endpoint",
-        )
+        seen = f"the repo did not answer: {why}"
+        yield Check("repo.read", "unknown", seen, "it answers", "check network and endpoint")
         return
     missing = s.repo.get("credentials")
     if missing is not None:
         present = not missing
         seen = "present (not shown)" if present else f"not set: {', '.join(missing)}"
-        yield Check(
-            "repo.credentials",
-            "ok" if present else "critical",
-            seen,
-            "all set",
-            None if present else "set them in the environment or the .env file",
-        )
+        step = None if present else "set them in the environment or the .env file"
+        yield Check("repo.credentials", "ok" if present else "critical", seen, "all set", step)
     for act in ("read", "write"):
         error = s.repo.get(f"{act}_error")
         if error:
             step = "uploads will fail: check bucket, endpoint and the key's permissions"
-            yield Check(
-                f"repo.{act}",
-                "critical",
-                f"{s.repo['label']}: {error}",
-                f"can be {'read' if act == 'read' else 'written'}",
-                step,
-            )
+            seen = f"{s.repo['label']}: {error}"
+            limit = f"can be {'read' if act == 'read' else 'written'}"
+            yield Check(f"repo.{act}", "critical", seen, limit, step)
         elif s.repo.get(act):
             done = (
                 "can be read"

@@ -370,7 +370,7 @@ def test_a_driver_that_falls_silent_is_a_fault_once_two_samples_are_missing(tmp_
     assert not bench.tick(1)
     (fault,) = bench.tick(21)
     assert catalog.message(fault).startswith(
-        "GPU FAULT: GPU all can't be read any more: failed: Unknown Error"
+        "GPU FAULT: GPU all can no longer be read: failed: Unknown Error"
     )
     assert fault.severity == "warning", "what can't be read may be well"
     assert not bench.tick(1)
