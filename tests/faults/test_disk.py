@@ -45,7 +45,7 @@ for n in range(10**6):
 
 
 def fill(path: Path) -> None:
-    """Write until there is no room for another byte."""
+    """Write until the disk is full."""
     with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(b"\0" * 512)

@@ -54,7 +54,7 @@ def test_with_every_descriptor_in_use_the_miner_keeps_running(guarded: Guarded) 
 def test_a_miner_that_dies_while_no_descriptor_is_left_is_ended_and_started_when_there_is_one(
     guarded: Guarded,
 ) -> None:
-    """The guard once took what it could not look at for gone, and then waited forever."""
+    """The guard once took a process that it could not inspect for gone, and then waited forever."""
     guard = guarded.start(guarded.miner("process_tree", "stay"), settings=FAST)
     until(lambda: b"family complete" in guarded.output.read_bytes(), 60, guarded.tail)
     _limit(guard.pid, 3)

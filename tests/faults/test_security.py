@@ -60,7 +60,7 @@ def test_a_line_that_resembles_the_guards_own_is_no_event(guarded: Guarded) -> N
     guarded.assert_nothing_left()
 
 
-def test_another_user_reads_nothing_and_orders_nothing(guarded: Guarded) -> None:
+def test_another_user_can_neither_read_nor_send_commands(guarded: Guarded) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
     guarded.start(["sleep", "600"], settings=FAST)

@@ -75,7 +75,9 @@ def _page(browser: Any, look: str) -> Any:
 
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("name", ["hang", "ranks", "gone"])
-def test_the_report(browser: Any, axe: str, states: Path, name: str, look: str) -> None:
+def test_the_report_has_no_accessibility_violation(
+    browser: Any, axe: str, states: Path, name: str, look: str
+) -> None:
     page = _page(browser, look)
     page.goto((states / f"{name}.html").as_uri())
     page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
@@ -120,7 +122,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_the_documentation(browser: Any, axe: str, site: Path, look: str) -> None:
+def test_the_documentation_has_no_accessibility_violation(
+    browser: Any, axe: str, site: Path, look: str
+) -> None:
     for name in (*PAGES, EVENTS):
         page = _page(browser, look)
         page.goto((site / name / "index.html").as_uri())

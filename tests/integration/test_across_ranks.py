@@ -40,7 +40,7 @@ def names(answer: Any) -> set[str]:
     return {s["event"] for s in answer["said"]}
 
 
-def test_a_cpu_run_that_asked_for_the_cpu_names_every_device_and_does_not_cry_wolf(
+def test_a_cpu_run_that_asked_for_the_cpu_names_every_device_and_raises_no_alarm(
     answers: Any,
 ) -> None:
     answer = answers["plain"]

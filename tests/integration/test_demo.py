@@ -153,7 +153,7 @@ def test_no_secret_of_the_environment_is_in_anything_written(run: Run) -> None:
             assert SECRET.encode() not in path.read_bytes(), path
 
 
-def test_a_healthy_cpu_run_cries_no_wolf(run: Run) -> None:
+def test_a_healthy_cpu_run_raises_no_alarm(run: Run) -> None:
     critical = {r["event"] for r in run.records if r["level"] == "critical"}
     assert critical == set(), [r["msg"] for r in run.records if r["level"] == "critical"]
 
@@ -174,7 +174,7 @@ def test_a_fresh_start_clears_a_demo_and_moves_a_real_miners_files_aside(tmp_pat
 
 
 @pytest.mark.parametrize("text", ["slow", "slow@0", "slow@x", "nonsense@3", "slow@3:"])
-def test_a_fault_that_is_no_fault_is_refused_with_the_form(text: str) -> None:
+def test_an_invalid_fault_is_refused_with_the_expected_form(text: str) -> None:
     with pytest.raises(ValueError, match=re.escape("KIND@STEP")):
         faults.parse(text)
 

@@ -42,7 +42,9 @@ def words(document: dict[str, Any], check: str) -> str:
     return " | ".join(c["seen"] for c in document["checks"] if c["check"] == check)
 
 
-def test_four_healthy_gpus_are_all_well(fake_nvml: FakeNvml, tmp_path: Path, python: Path) -> None:
+def test_four_healthy_gpus_pass_every_check(
+    fake_nvml: FakeNvml, tmp_path: Path, python: Path
+) -> None:
     code, document = doctor(fake_nvml, tmp_path, python, "--expect-gpus", "4")
     assert code == 0, document["checks"]
     assert document["counts"]["critical"] == 0
@@ -138,7 +140,7 @@ def test_a_driver_that_hangs_is_a_finding_and_not_a_hang(
     assert document["nvml"]["seconds"] < 60
 
 
-def test_no_permission_anywhere_is_not_readable_and_never_well(
+def test_without_any_permission_gpus_are_unknown_and_never_healthy(
     fake_nvml: FakeNvml, tmp_path: Path, python: Path
 ) -> None:
     fake_nvml.set({"fail.*": 4})
@@ -150,7 +152,7 @@ def test_no_permission_anywhere_is_not_readable_and_never_well(
     assert not levels(document, "gpu.ecc")
 
 
-def test_a_gpu_that_computes_nothing_is_found_though_nvml_is_content(
+def test_a_gpu_that_computes_nothing_is_found_although_nvml_calls_it_healthy(
     fake_nvml: FakeNvml, tmp_path: Path, python: Path
 ) -> None:
     fake_nvml.set({"torch.broken.1": 1})

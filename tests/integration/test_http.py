@@ -168,7 +168,7 @@ def test_addresses_localhost_and_trusted_names_are_answered(tmp_path: Path) -> N
         port.close()
 
 
-def test_with_a_token_any_name_will_do(tmp_path: Path) -> None:
+def test_with_a_token_the_port_answers_to_any_host_name(tmp_path: Path) -> None:
     """No page knows the token, and Prometheus may reach a miner by any name."""
     requires.module("uvicorn")
     port = Port(tmp_path, TOKEN)
@@ -207,7 +207,7 @@ def _attack(number: int) -> list[socket.socket]:
     return sockets
 
 
-def test_an_attack_leaves_the_port_answering_and_is_shown_the_door(port: Port) -> None:
+def test_an_attacker_is_disconnected_and_the_port_still_answers(port: Port) -> None:
     port.status()
     sockets = _attack(port.number)
     try:

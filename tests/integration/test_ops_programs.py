@@ -179,7 +179,7 @@ def test_prometheus_scrapes_the_guard_and_every_panel_of_the_dashboard_has_data(
     assert firing == [], "nothing is wrong with this miner"
 
 
-def test_a_guard_that_does_not_answer_calls_somebody_once_through_alertmanager(
+def test_alertmanager_notifies_once_about_a_guard_that_does_not_answer(
     tmp_path: Path, webhook: Webhook
 ) -> None:
     program, address = requires.tool("prometheus-alertmanager"), _free_address()

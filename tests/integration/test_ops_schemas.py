@@ -44,7 +44,7 @@ def linters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
-def test_kubernetes_takes_the_job_and_its_service(linters: Path, version: str) -> None:
+def test_kubernetes_accepts_the_job_and_its_service(linters: Path, version: str) -> None:
     files = [OPS / "kubernetes" / name for name in ("job.yaml", "service.yaml")]
     run(linters / "kubernetes-validate", "--strict", "-k", version, *files)
 
@@ -54,7 +54,7 @@ def test_kustomize_builds_every_resource_in_its_namespace() -> None:
     assert built.count("\n  namespace: miners\n") == built.count("apiVersion: ") == 3
 
 
-def test_compose_takes_its_file(linters: Path) -> None:
+def test_docker_compose_accepts_compose_yaml(linters: Path) -> None:
     schema = ["--builtin-schema", "vendor.compose-spec"]
     run(linters / "check-jsonschema", *schema, OPS / "compose.yaml")
 
@@ -67,7 +67,7 @@ def test_the_workflows_are_whole_and_every_action_is_pinned(linters: Path) -> No
     run(linters / "zizmor", "--offline", "--no-progress", *files)
 
 
-def test_skypilot_takes_its_task(tmp_path: Path) -> None:
+def test_skypilot_accepts_its_task(tmp_path: Path) -> None:
     programs = installed(tmp_path / "sky", "skypilot")
     answer = run(programs / "python", "-c", SKYPILOT, OPS / "skypilot.yaml")
     assert answer.split()[-3:] == ["2", "True", "3"]

@@ -82,7 +82,7 @@ def test_an_operation_that_is_throttled_is_due_on_all_ranks_or_on_none(
         assert other["due"] == first["due"]
 
 
-def test_they_would_differ_without_the_exchange(run: tuple[Path, Answers]) -> None:
+def test_ranks_would_differ_without_the_exchange(run: tuple[Path, Answers]) -> None:
     first, *others = run[1]
     assert any(other["each by itself"] != first["each by itself"] for other in others)
 

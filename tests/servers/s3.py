@@ -230,7 +230,7 @@ def rclone(
 
 @contextlib.contextmanager
 def silent() -> Iterator[str]:
-    """A server that accepts and never says a word."""
+    """A server that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0), backlog=50) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 

@@ -17,8 +17,7 @@ from uploads.repos.credentials import beside
 
 
 def context(folder: Path, **given: Any) -> Context:
-    """For a part in a test: as `given`, else quiet and at its default; jobs and control must not be
-    asked for."""
+    """For a monitor in a test: `given`, and else defaults; using jobs or control fails the test."""
     config: Config = given.get("config", Config())
     defaults: dict[str, Any] = {
         "config": config,
@@ -35,7 +34,7 @@ def context(folder: Path, **given: Any) -> Context:
 
 
 class JobsNever:
-    """Takes work and does none."""
+    """Accepts work and never runs it."""
 
     def every(
         self,
@@ -45,14 +44,14 @@ class JobsNever:
         *,
         first_after_s: float | None = None,
     ) -> None:
-        """Not done."""
+        """Does not run it."""
 
     def once(self, name: str, work: Callable[[], None]) -> None:
-        """Not done."""
+        """Does not run it."""
 
 
 class IdleJobs(JobsNever):
-    """Asking it for work is the failure."""
+    """Fails the test if a monitor schedules work."""
 
     def every(self, name: str, *_given: Any, **_more: Any) -> None:
         raise AssertionError("not used")
@@ -62,8 +61,7 @@ class IdleJobs(JobsNever):
 
 
 class JobsAtOnce(JobsNever):
-    """One-time work is done at once, in this thread; repeated work waits for the test to call it by
-    name."""
+    """Runs one-time work immediately, in this thread; the test runs repeated work by its name."""
 
     def __init__(self) -> None:
         self.repeated: dict[str, Callable[[], None]] = {}
@@ -84,7 +82,7 @@ class JobsAtOnce(JobsNever):
 
 
 class JobsLater(JobsAtOnce):
-    """One-time work waits too."""
+    """Keeps one-time work until the test calls `run`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +97,7 @@ class JobsLater(JobsAtOnce):
 
 
 class IdleControl:
-    """Asking it to steer is the failure."""
+    """Fails the test if a monitor controls the supervisor."""
 
     def finish(self, cause: str) -> None:
         raise AssertionError("not used")
@@ -118,7 +116,7 @@ class IdleControl:
 
 
 class Steered(IdleControl):
-    """Keeps what a monitor asked for, and why."""
+    """Records what a monitor requested, and why."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []

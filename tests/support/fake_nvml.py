@@ -41,7 +41,7 @@ class FakeNvml:
 
 
 def build(folder: Path) -> Path:
-    """Compile the library. Skips where there is no compiler."""
+    """Compile the library. Skips the test without a compiler."""
     library = folder / "libnvidia-ml.so.1"
     compiler = requires.tool("cc")
     flags = [

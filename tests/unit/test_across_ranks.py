@@ -58,7 +58,7 @@ def test_each_oddity_is_named(change: dict[str, Any], finding: str) -> None:
     assert finding in messages(ranks(change), 4)
 
 
-def test_what_is_as_it_should_be_is_not_named() -> None:
+def test_legitimate_differences_between_ranks_are_not_reported() -> None:
     """Pipeline stages under a mesh, launchers without LOCAL_RANK, two dtypes that are about as
     common."""
     stages = [
@@ -141,7 +141,9 @@ def test_a_driver_that_torch_cannot_use_is_an_accident_without_any_setting() -> 
         ((None, None, None, 0), None, "no source"),
     ],
 )
-def test_who_expects_gpus(known: tuple[int | None, ...], count: int | None, origin: str) -> None:
+def test_the_expected_number_of_gpus_names_its_origin(
+    known: tuple[int | None, ...], count: int | None, origin: str
+) -> None:
     assert expectation.expected(*known) == expectation.Expectation(count, origin)
 
 

@@ -60,7 +60,7 @@ def test_the_programs_own_path_stays_behind_the_guards() -> None:
     assert attach.environment("auto", env) == env, "twice is once"
 
 
-def test_an_unknown_way_is_refused_with_those_that_there_are() -> None:
+def test_an_unknown_attach_mode_is_refused_with_the_valid_ones() -> None:
     with pytest.raises(attach.UnknownAttach, match="sn38, auto, log"):
         attach.environment("sn39", {})
 

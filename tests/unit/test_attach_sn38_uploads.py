@@ -120,7 +120,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "distributed_training", package)
 
 
-def test_a_good_upload_goes_out_with_all_that_was_known_of_it(tmp_path: Path) -> None:
+def test_a_good_upload_is_published_with_everything_known_about_it(tmp_path: Path) -> None:
     attached = Attached(tmp_path, Miner())
     assert attached.upload(gradient()) is True
     (decision,) = attached.decisions()
@@ -214,7 +214,7 @@ def test_each_upload_keeps_its_own_decision_however_many_are_asked_before_its_th
     assert [u["decision_id"] for u in finished] == [d["decision_id"] for d in decided[1:3]]
 
 
-def test_a_miner_of_before_these_files_is_judged_by_what_it_has(tmp_path: Path) -> None:
+def test_a_miner_older_than_these_files_is_judged_by_what_it_has(tmp_path: Path) -> None:
     miner = Miner(model=SimpleNamespace())
     del miner.dht
     attached = Attached(tmp_path, miner)

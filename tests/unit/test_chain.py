@@ -144,7 +144,7 @@ def test_what_a_probe_lacks_is_named() -> None:
         ),
     ],
 )
-def test_whatever_bittensor_does_is_a_reason(
+def test_any_failure_of_bittensor_becomes_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, words: str
 ) -> None:
     look = with_bittensor(tmp_path, monkeypatch, source)
@@ -152,7 +152,7 @@ def test_whatever_bittensor_does_is_a_reason(
     assert look.registered is None
 
 
-def test_one_question_that_fails_leaves_the_others_their_answers(
+def test_a_failed_query_costs_only_its_own_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = NINE.replace("UID", "1").replace(

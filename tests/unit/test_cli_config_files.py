@@ -23,7 +23,9 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def test_a_file_is_checked_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_named_file_is_validated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("guard.toml").write_text("this is not read")
     Path("other.toml").write_text("[gpu]\nexpect = 4\n[restart]\nbackoff_s = 2\n")
     assert run(["config", "--validate", "other.toml"]) == 0

@@ -84,7 +84,7 @@ def test_the_last_lines_only(state: Path, capfdbinary: pytest.CaptureFixture[byt
         (["--since", "yesterday"], "'yesterday' is not a time"),
     ],
 )
-def test_a_question_that_makes_no_sense_is_refused(
+def test_an_invalid_request_is_refused(
     state: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
 ) -> None:
     assert run(["logs", "--state-dir", str(state), *arguments]) == 64

@@ -1,4 +1,4 @@
-"""control.sock at the limit of descriptors: it rests, and answers when there is one."""
+"""control.sock without free descriptors: it pauses, and answers once one is free."""
 
 from __future__ import annotations
 

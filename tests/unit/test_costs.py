@@ -261,7 +261,7 @@ def test_presets_set_the_budget_of_the_document(preset: str, budget: float) -> N
     assert Budget.from_settings(CostSettings(preset=preset)).budget_pct == budget  # type: ignore[arg-type]
 
 
-def test_words_for_impact() -> None:
+def test_each_share_has_its_word_for_impact() -> None:
     shares = {30.0: "critical", 6.0: "high", 3.0: "moderate", 0.5: "acceptable", 0.1: "negligible"}
     assert {share: impact(share) for share in shares} == shares
 

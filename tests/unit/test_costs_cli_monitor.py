@@ -168,7 +168,7 @@ def test_a_file_that_is_not_a_ledger_is_reported_without_a_traceback(
         (["costs"], 3, "no ledger"),
     ],
 )
-def test_bad_questions_are_refused(
+def test_invalid_requests_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, words: str
 ) -> None:
     assert run([*arguments, "--state-dir", str(tmp_path)]) == code

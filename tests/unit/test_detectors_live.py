@@ -24,7 +24,7 @@ def test_ten_clean_runs_say_nothing(tmp_path: Path, seed: int) -> None:
     assert run.alarms() == []
 
 
-def test_a_clean_cpu_run_on_a_busy_host_cries_no_wolf(tmp_path: Path) -> None:
+def test_a_clean_cpu_run_on_a_busy_host_raises_no_alarm(tmp_path: Path) -> None:
     run = Run(tmp_path)
     source = random.Random(3)
     for step in range(400):
@@ -47,7 +47,7 @@ def test_fault_slow(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_short_clean_run_on_a_busy_host_cries_no_wolf(tmp_path: Path, seed: int) -> None:
+def test_a_short_clean_run_on_a_busy_host_raises_no_alarm(tmp_path: Path, seed: int) -> None:
     run = Run(tmp_path)
     source = random.Random(seed)
     for number in range(90):

@@ -133,7 +133,7 @@ def test_the_documents_log_gets_a_remark_on_its_slow_decrease() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_loss_that_learns_gets_no_remark(seed: int) -> None:
+def test_a_falling_loss_gets_no_remark(seed: int) -> None:
     for noise in (0.005, 0.02):
         assert trace_of(loss=healthy(100, seed, noise)) == []
     window = [{"step": 5000 + 10 * n, "loss": 2.45 - 0.003 * n} for n in range(80)]

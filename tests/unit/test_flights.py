@@ -121,7 +121,7 @@ def test_a_lead_rank_that_never_steps_delays_the_others_only_briefly(ranks: _Ran
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf"), 1e308, -1.0])
-def test_a_step_whose_times_are_no_times_is_torn_and_the_next_one_is_read(
+def test_a_step_with_invalid_times_counts_as_torn_and_the_next_one_is_read(
     ranks: _Ranks, odd: float
 ) -> None:
     """Guards against a NaN in the ring: reading it raised at every tick, and in the end of a

@@ -62,7 +62,7 @@ def test_an_exit_that_was_asked_for_has_no_cross_before_it() -> None:
     assert "❌ MINER EXITED" in lines[1]
 
 
-def test_one_is_no_plural() -> None:
+def test_a_count_of_one_is_singular() -> None:
     left_out = [
         catalog.message(catalog.make_finding("step_lines_left_out", count=n, limit_per_s=5))
         for n in (1, 2)

@@ -96,7 +96,7 @@ def test_a_lost_gpu_keeps_what_stood_before_and_is_reported_itself() -> None:
         ),
     ],
 )
-def test_what_cannot_be_read_is_not_well_again(
+def test_a_fault_that_can_no_longer_be_read_is_not_reported_as_recovered(
     fault: dict[str, Any], unread: dict[str, Any]
 ) -> None:
     faults = Faults()
@@ -169,7 +169,7 @@ def test_an_xid_is_a_fault_of_its_weight_also_of_a_gpu_that_is_lost(
 @pytest.mark.parametrize(
     "field", [n for n in HEALTHY if n not in ("index", "state", "unread", "xids")]
 )
-def test_any_value_may_be_unreadable_and_is_then_neither_well_nor_a_fault(field: str) -> None:
+def test_an_unreadable_value_is_neither_healthy_nor_a_fault(field: str) -> None:
     paired = {
         "throttle_bits": ["throttle"],
         "remap_pending": ["rows_corrected", "rows_uncorrected", "remap_failed"],

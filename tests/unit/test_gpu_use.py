@@ -218,11 +218,11 @@ def test_the_argument_is_rewritten_in_either_form_and_nothing_else(form: list[st
 @pytest.mark.parametrize(
     "command", [["m.py"], ["m.py", "--b"], ["m.py", "--b", "auto"], ["m.py", "--bb", "3"]]
 )
-def test_an_argument_without_a_whole_number_is_not_there(command: list[str]) -> None:
+def test_an_argument_without_an_integer_counts_as_absent(command: list[str]) -> None:
     assert value_of(command, "--b") is None
 
 
-def test_three_relaunches_at_most() -> None:
+def test_the_batch_grows_by_three_relaunches_at_most() -> None:
     policy, batch = BatchPolicy(3), 128
     for expected in (256, 512, 1024):
         change = policy.larger(batch, 2.0, "low")

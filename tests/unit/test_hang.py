@@ -264,7 +264,7 @@ def test_the_culprit_is_behind(ranks: dict[int, Now], culprits: tuple[int, ...])
         (rank(""), ()),
     ],
 )
-def test_a_rank_alone_on_its_node_is_blamed_only_where_it_waits_for_no_other_node(
+def test_a_rank_alone_on_its_node_is_blamed_only_if_it_waits_for_no_other_node(
     alone: Now, culprits: tuple[int, ...]
 ) -> None:
     """Guards against a node that names its own rank while it waits for another node's."""

@@ -230,7 +230,7 @@ def test_what_is_short_is_reported_once_until_it_was_better(
         assert len(list(limits.observe(_host(**figures)))) == 1
 
 
-def test_unknown_figures_are_no_warning() -> None:
+def test_unknown_figures_raise_no_warning() -> None:
     assert list(HostLimits(HealthSettings()).observe(dict.fromkeys(NAMES))) == []
 
 

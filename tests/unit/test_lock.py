@@ -49,7 +49,9 @@ def test_a_removed_lock_is_taken_back_and_keeps_a_second_guard_out(
         Lock(state, 0.0).acquire()
 
 
-def test_so_is_that_of_a_removed_state_directory(state: StateDir, held: Lock) -> None:
+def test_the_lock_of_a_removed_state_directory_is_taken_back_and_keeps_a_second_guard_out(
+    state: StateDir, held: Lock
+) -> None:
     shutil.rmtree(state.root)
     assert held.keep() is None
     with pytest.raises(LockHeld, match="is running there"):

@@ -152,7 +152,7 @@ def test_the_documents_line_brings_its_own_time_and_memory(tmp_path: Path) -> No
         ),
     ],
 )
-def test_other_programs_lines(
+def test_step_lines_of_other_programs_are_read(
     tmp_path: Path, line: str, step: int, loss: float, seconds: float
 ) -> None:
     log = Log(tmp_path)
@@ -253,7 +253,7 @@ def test_a_pattern_that_can_never_give_a_step_is_named(tmp_path: Path) -> None:
     assert "names no group `step` or `inner`" in str(log.findings[0].fields["what"])
 
 
-def test_a_number_that_is_written_with_commas_or_missing(tmp_path: Path) -> None:
+def test_a_step_number_with_commas_is_read_and_a_missing_one_ignored(tmp_path: Path) -> None:
     log = Log(tmp_path, log_patterns=(r"batch (?P<step>\S+) cost (?P<loss>\S+)",))
     log.line("batch 1,234 cost 0.5")
     log.line("batch last cost 0.5")

@@ -95,7 +95,7 @@ def test_the_message_comes_back_unchanged(log: Path) -> None:
     assert "Rank 0" in first.console(emoji=True)
 
 
-def test_lines_that_are_no_events_are_counted_and_passed_over(tmp_path: Path) -> None:
+def test_lines_that_are_not_events_are_counted_and_skipped(tmp_path: Path) -> None:
     log = tmp_path / "guard.jsonl"
     _emitter(log, FakeClock()).emit(catalog.make_finding("rank_message", text="whole"))
     log.write_bytes(

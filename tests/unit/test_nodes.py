@@ -36,7 +36,9 @@ TABLE = """\
         ("python train.py", None),
     ],
 )
-def test_where_the_nodes_meet(command: str, where: tuple[str, int] | None) -> None:
+def test_the_rendezvous_address_is_read_from_the_command(
+    command: str, where: tuple[str, int] | None
+) -> None:
     assert reachability.rendezvous(command.split()) == where
 
 
@@ -46,7 +48,7 @@ def test_peers_are_the_other_hosts_on_that_port(tmp_path: Path) -> None:
     assert reachability.peers(0x72D8, [table, tmp_path / "absent"]) == {"10.0.0.2"}
 
 
-def test_a_refusal_is_an_answer_and_silence_is_not() -> None:
+def test_a_refused_connection_is_an_answer_and_silence_is_not() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,5 +1,5 @@
-"""ops/: the runbook knows every event by its real words, rules fire when they should, panels ask
-for what is there."""
+"""ops/: the runbook quotes every event's real line, alert rules fire when they should, and panels
+query metrics that exist."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_the_rules_are_valid_and_fire_when_they_should(tmp_path: Path) -> None:
         assert answer.returncode == 0, answer.stdout + answer.stderr
 
 
-def test_alertmanager_takes_its_file() -> None:
+def test_alertmanager_accepts_its_configuration() -> None:
     command = [requires.tool("amtool"), "check-config", OPS / "prometheus" / "alertmanager.yml"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert answer.returncode == 0, answer.stdout + answer.stderr
@@ -172,7 +172,7 @@ def _metric_names() -> set[str]:
 
 
 @pytest.mark.parametrize("file", ["grafana/miner-guard.json", "prometheus/rules.yml"])
-def test_only_metrics_are_asked_for_that_there_are(file: str) -> None:
+def test_dashboards_and_rules_ask_only_for_metrics_that_exist(file: str) -> None:
     asked = set(re.findall(r"minerguard_\w+", (OPS / file).read_text()))
     assert asked
     assert asked - _metric_names() == set()
@@ -278,7 +278,7 @@ def _yaml(name: str) -> dict[str, Any]:
     return document
 
 
-def test_compose_mounts_what_there_is_where_its_programs_look_for_it() -> None:
+def test_compose_mounts_existing_files_where_its_programs_look() -> None:
     services = _yaml("compose.yaml")["services"]
     foreign = {"prometheus", "alertmanager", "loki", "alloy", "grafana"}
     assert set(services) == {*foreign, "miner"}
@@ -304,7 +304,7 @@ def test_compose_mounts_what_there_is_where_its_programs_look_for_it() -> None:
     assert any(f":{provider}/" in mount for mount in services["grafana"]["volumes"])
 
 
-def test_compose_takes_its_file() -> None:
+def test_docker_compose_accepts_compose_yaml() -> None:
     """Compose's own parser and schema; neither needs a daemon."""
     environment = {**os.environ, "GRAFANA_PASSWORD": "x"}
     compose = [requires.tool("docker-compose"), "-f", OPS / "compose.yaml", "--profile", "miner"]
@@ -336,8 +336,8 @@ def test_composes_miner_is_an_option_that_its_own_monitoring_sees() -> None:
 
 
 def test_grafanas_own_types_know_every_key_of_the_dashboard() -> None:
-    """Guards against keys that are misspelt or in the wrong place: Grafana drops them without a
-    word."""
+    """Guards against keys that are misspelt or in the wrong place: Grafana drops them
+    silently."""
     requires.module("grafana_foundation_sdk")
     from grafana_foundation_sdk.cog.encoder import JSONEncoder
     from grafana_foundation_sdk.cog.plugins import register_default_plugins
@@ -416,7 +416,7 @@ def test_the_alloy_config_takes_guard_jsonl_to_loki_and_its_labels_are_fields_of
     assert process["stage__timestamp"][0]["source"].strip('"') == "ts"
 
 
-def test_what_is_asked_of_logs_and_events_there_is() -> None:
+def test_queries_of_logs_name_only_events_and_labels_that_exist() -> None:
     text = "".join(
         path.read_text(encoding="utf-8")
         for path in OPS.rglob("*.*")

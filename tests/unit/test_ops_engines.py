@@ -67,6 +67,6 @@ def test_under_slurm_the_guard_is_done_before_slurm_kills() -> None:
     assert (checked.returncode, checked.stderr) == (0, b"")
 
 
-def test_under_skypilot_too() -> None:
+def test_under_skypilot_the_guard_is_done_before_the_kill() -> None:
     task = read("skypilot.yaml")
     assert int(task["envs"]["MINER_GUARD_MINER__STOP_TIMEOUT_S"]) < SLURMS_KILL_WAIT_S

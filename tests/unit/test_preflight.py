@@ -49,7 +49,7 @@ def test_masked_gpus_are_remembered_as_masked(tmp_path: Path) -> None:
     assert '"gpu_count": 2' in looking.state.host_facts.read_text()
 
 
-def test_all_is_well_starts_at_once_and_remembers_the_gpus(tmp_path: Path) -> None:
+def test_a_healthy_machine_starts_at_once_and_its_gpus_are_remembered(tmp_path: Path) -> None:
     looking = Looking(tmp_path, [healthy()])
     outcome = looking.run()
     assert outcome.go, [c for c in outcome.checks if c.level == "critical"]

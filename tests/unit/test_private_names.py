@@ -74,7 +74,7 @@ def test_the_code_uses_the_listed_private_names_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(USED))
-def test_it_is_still_there(name: str) -> None:
+def test_each_private_name_still_exists(name: str) -> None:
     if name.startswith("re._") and sys.version_info < (3, 11):
         pytest.skip("Python 3.10 has it as sre_parse and sre_constants")
     requires.module(name.partition(".")[0])
@@ -87,6 +87,6 @@ def test_it_is_still_there(name: str) -> None:
         assert hasattr(found, each), each
 
 
-def test_each_way_to_use_one_is_found() -> None:
+def test_private_names_are_found_in_imports_attributes_and_strings() -> None:
     source = "import os\nfrom typer._click import echo\nos._exit(1)\nfind('torch._dynamo.utils')\n"
     assert set(private_names(source)) == {"os._exit", "typer._click.echo", "torch._dynamo.utils"}

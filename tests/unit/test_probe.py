@@ -27,7 +27,7 @@ def test_a_child_that_makes_progress_after_its_deadline_is_waited_for(tmp_path: 
 
 
 @pytest.mark.parametrize(("child", "patience_s"), [(_ASLEEP, 120), (_BUSY * 50, 1)])
-def test_one_that_makes_none_or_takes_too_long_did_not_answer(
+def test_a_child_without_progress_or_beyond_its_patience_did_not_answer(
     tmp_path: Path, child: str, patience_s: float
 ) -> None:
     answer = probe.ask(script(tmp_path, child), {}, 0.2, patience_s=patience_s)

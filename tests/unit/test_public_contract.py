@@ -1,4 +1,4 @@
-"""Guards against a rename that breaks somebody's grep, script or guard.toml without a word."""
+"""Guards against a rename that breaks somebody's grep, script or guard.toml silently."""
 
 from __future__ import annotations
 

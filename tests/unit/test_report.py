@@ -185,7 +185,7 @@ def test_unreadable_lines_and_strange_values_break_nothing(tmp_path: Path) -> No
     assert "2 unreadable lines" in _checked(render(log.state))
 
 
-def test_of_events_without_number_the_newest_are_shown_and_the_first(
+def test_of_very_many_events_the_newest_and_the_first_are_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against a page whose plots end long before the run, and a milestone that is reached
@@ -329,7 +329,7 @@ def test_the_first_step_does_not_flatten_the_others() -> None:
     assert "first step up to 122, off the axis" in page
 
 
-def test_a_limit_that_is_not_drawn_is_named_as_such() -> None:
+def test_a_limit_outside_the_axis_is_labelled_and_not_drawn() -> None:
     series = TimeSeries()
     series.add(0.0, 5.0)
     series.add(9.0, 6.0)
@@ -461,7 +461,7 @@ def test_the_smoothed_loss_does_not_hang_on_the_first_value() -> None:
     assert means[1] == pytest.approx(4.45, abs=0.05), "of two values about their mean"
 
 
-def test_a_run_that_ended_as_asked_is_not_wrong(tmp_path: Path) -> None:
+def test_a_run_that_ended_on_request_has_no_problem(tmp_path: Path) -> None:
     log = Log(tmp_path)
     log.step(1)
     verdict = {"state": "stopped", "cause": "the miner finished its work", "key": "finished"}

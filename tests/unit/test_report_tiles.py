@@ -71,7 +71,7 @@ def test_the_last_steps_figures_are_stale_while_no_rank_steps(
     assert stale == {"steps", "loss", "step p50 / p95"}
 
 
-def test_what_fails_is_not_denied_by_its_tile(tmp_path: Path) -> None:
+def test_no_tile_hides_a_failure(tmp_path: Path) -> None:
     health = {
         "gpus": {"gpus": [{"state": "ok"}, {"state": "lost"}], "state": "ok"},
         "host": {"disk_free_bytes": 0, "disk_free_by_folder_bytes": {"work": 9e12, "state": 0}},

@@ -100,6 +100,6 @@ def test_one_that_is_half_as_large_or_incomplete_is_reported(monitor: ReportsMon
     assert "incomplete" in message(incomplete)
 
 
-def test_a_miner_without_checkpoints_is_left_alone(monitor: ReportsMonitor) -> None:
+def test_a_miner_without_checkpoints_is_never_called_stale(monitor: ReportsMonitor) -> None:
     assert not list(monitor.on_tick(CLOCK_START + 1e6, {}))
     assert monitor.snapshot() == {"checkpoint": None, "checkpoint_age_s": None}

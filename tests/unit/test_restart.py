@@ -32,7 +32,7 @@ def test_waits_double_up_to_the_longest_and_the_budget_ends_it() -> None:
     assert "3s, 3s" in last.why
 
 
-def test_one_restart_that_did_not_help_is_no_plural() -> None:
+def test_a_single_restart_is_singular() -> None:
     own = RestartPolicy(RestartSettings(max_restarts=1))
     own.failed(failure())
     last = own.failed(failure())
@@ -92,7 +92,7 @@ def test_a_lost_gpu_says_restart_the_container() -> None:
     assert "restart the container" in decision.why
 
 
-def test_a_kind_that_is_not_known_counts_as_transient() -> None:
+def test_an_unknown_kind_of_failure_counts_as_transient() -> None:
     assert isinstance(policy().failed(failure("never", "sigterm")), Again)
 
 
@@ -120,7 +120,7 @@ def test_an_end_is_put_down_to_the_incident_that_came_shortly_before_it() -> Non
     assert own.failure(end) == Failure("cuda_oom, signal SIGKILL", 8.0, "once", "cuda_oom", "a fix")
 
 
-def test_an_incident_long_survived_or_of_the_launch_before_is_not_what_it_ended_of() -> None:
+def test_an_incident_survived_long_ago_or_in_an_earlier_launch_is_not_the_cause() -> None:
     clock = FakeClock()
     own = Attribution(clock)
     end = Exit(1, None, asked=False, finished=False, runtime_s=900.0)

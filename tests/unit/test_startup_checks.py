@@ -80,7 +80,7 @@ def test_the_doctor_tells_how_the_miners_processes_are_found(
     assert words in found["host.containment"].seen
 
 
-def test_a_host_that_could_not_be_read_is_unknown_and_not_well() -> None:
+def test_a_host_that_could_not_be_read_is_unknown_and_not_healthy() -> None:
     (check,) = host.checks(snapshot(host=None, unread={"host": "no answer within 20 s"}))
     assert check.level == "unknown"
     assert "no answer" in check.seen
@@ -280,7 +280,7 @@ def test_a_local_repo_is_read_and_written_and_left_as_it_was(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("kind", ["none", "local"])
 def test_a_keys_file_that_no_repo_needs_is_missed_too(tmp_path: Path, kind: Any) -> None:
-    """Guards against alerts that are dead without a word: their addresses are in a .env that can't
+    """Guards against alerts that are silently dead: their addresses are in a .env that can't
     be used."""
     file = tmp_path / ".env"
     asks = Config(

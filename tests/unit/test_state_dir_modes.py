@@ -168,7 +168,7 @@ def test_another_users_link_in_place_of_a_file_is_set_aside(
     assert (tmp_path / "victim").read_text() == "precious"
 
 
-def test_a_folder_that_no_parent_helps_raises_at_once() -> None:
+def test_a_folder_that_creating_its_parent_cannot_fix_raises_at_once() -> None:
     """Guards against endless recursion where HOME lies in a file system that creates nothing."""
     with pytest.raises(FileNotFoundError):
         state_dir.make_folder(Path("/proc/absent/state"))

@@ -16,7 +16,7 @@ def test_every_state_but_the_last_can_end() -> None:
     )
 
 
-def test_nothing_leaves_the_end() -> None:
+def test_no_transition_leaves_the_final_state() -> None:
     assert not [state for state, _ in TRANSITIONS if state is State.DONE]
 
 

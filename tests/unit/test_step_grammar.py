@@ -247,7 +247,7 @@ def test_the_bar_beside_hf_trainers_losses_numbers_them() -> None:
     )
 
 
-def test_a_bar_without_losses_counts_no_steps() -> None:
+def test_a_progress_bar_without_losses_counts_no_steps() -> None:
     """Guards against steps of a loop over files before the training."""
     assert steps_of(*(_bar(done) for done in range(1, 50))) == []
 

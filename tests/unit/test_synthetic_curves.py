@@ -23,7 +23,9 @@ def described(title: str, seen: Report) -> None:
     ("title", "judges", "least"),
     [("live", curve_judges.LIVE, 0.85), ("whole traces", curve_judges.WHOLE, 0.75)],
 )
-def test_both_sides(title: str, judges: dict[str, Judge], least: float) -> None:
+def test_anomalies_are_found_and_quiet_curves_stay_quiet(
+    title: str, judges: dict[str, Judge], least: float
+) -> None:
     """Periodic steps of 1.8 times the usual raised 149 alarms, an epoch's sawtooth eight."""
     seen = curve_judges.report(judges, _SEEDS)
     described(title, seen)

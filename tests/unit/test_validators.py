@@ -336,7 +336,9 @@ CASES: list[tuple[str, Judge, Facts, Limits, str]] = [
 @pytest.mark.parametrize(
     ("judge", "given", "limits", "outcome"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
 )
-def test_rule(judge: Judge, given: Facts, limits: Limits, outcome: str) -> None:
+def test_a_rule_answers_as_its_table_says(
+    judge: Judge, given: Facts, limits: Limits, outcome: str
+) -> None:
     verdict = judge(given, limits)
     assert verdict.outcome == outcome, verdict.sentence
     assert verdict.sentence

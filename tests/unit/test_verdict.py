@@ -219,7 +219,7 @@ def test_every_condition_names_an_event_of_the_catalogue() -> None:
     assert set(events) <= set(CATALOGUE)
 
 
-def test_every_next_step_names_a_command_that_there_is() -> None:
+def test_every_next_step_names_an_existing_command() -> None:
     """Guards against "check the log": at four in the morning a person wants a line to type."""
     memory = Memory()
     for finding in (GPU, STRAGGLER, OUT_OF_MEMORY):

@@ -54,7 +54,9 @@ OLD = Published(age_s=900.0, reason=None, outer_step=56, inner_step=50, checksum
         ),
     ],
 )
-def test_verification(after: Published, verified: bool | None, words: str) -> None:
+def test_a_push_is_verified_by_what_the_repo_shows(
+    after: Published, verified: bool | None, words: str
+) -> None:
     result = verify(OLD, after, Reported(56, 51, 20.0))
     assert result.verified is verified
     assert words in result.detail

@@ -82,7 +82,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     made.loop.close()
 
 
-def test_a_loop_that_turns_is_left_alone(scene: Scene) -> None:
+def test_a_loop_that_runs_is_left_alone(scene: Scene) -> None:
     scene.pass_time(600.0)
     assert not scene.findings
     assert scene.lives

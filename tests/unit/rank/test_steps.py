@@ -17,7 +17,7 @@ from tests.unit.rank.helpers import Clock, entries, messages, place, reader_of, 
 
 
 @pytest.mark.parametrize("name", ["grad_norm", "eval_loss"])
-def test_a_number_that_is_nan_is_not_one_that_was_not_given(
+def test_nan_is_distinguished_from_a_number_that_was_not_given(
     guard: Guard, state: StateDir, name: str
 ) -> None:
     guard.step(loss=2.5)
@@ -108,7 +108,7 @@ def test_nonsense_is_reported_and_never_raised(
 @pytest.mark.parametrize(
     "arguments", [{"inner_step": 1 << 63}, {"outer_step": 1e30}, {"tokens": 1 << 64}]
 )
-def test_a_number_without_room_in_the_record_is_unknown_and_the_step_is_recorded(
+def test_a_number_too_large_for_the_record_is_unknown_and_the_step_is_recorded(
     guard: Guard, state: StateDir, clock: Clock, arguments: dict[str, Any]
 ) -> None:
     clock.now += 2

@@ -102,7 +102,7 @@ def test_close_says_how_it_ended(guard: Guard, state: StateDir) -> None:
     assert state_of(state) == "finished"
 
 
-def test_close_in_a_finally_with_an_exception_in_flight_is_no_finish(
+def test_close_in_a_finally_with_an_exception_in_flight_does_not_count_as_finished(
     guard: Guard, state: StateDir
 ) -> None:
     def train() -> None:
@@ -222,7 +222,7 @@ def test_a_rank_without_home_or_working_directory_is_still_the_rank_it_is(
 
 
 @pytest.mark.parametrize("text", ["-1", "", "two", str(1 << 40)])
-def test_a_rank_that_is_not_a_number_of_ranks_is_reported(state: StateDir, text: str) -> None:
+def test_an_invalid_local_rank_is_reported_and_counts_as_0(state: StateDir, text: str) -> None:
     seen = find({"LOCAL_RANK": text}, state.root)
     assert seen.local_rank == 0
     assert f"LOCAL_RANK={text!r}" in seen.remarks[0]
@@ -327,7 +327,7 @@ def test_what_is_handed_to_the_guard_by_mistake_is_reported_and_raises_nothing(
 def test_a_finding_that_cannot_be_shown_does_not_silence_a_rank_that_logs_for_itself(
     state: StateDir,
 ) -> None:
-    """Guards against a log that ends without a word: one exception ended the thread that writes
+    """Guards against a log that ends silently: one exception ended the thread that writes
     it."""
     guard = Guard(place(state))
     guard.emit(Finding("no_such_event", {}))

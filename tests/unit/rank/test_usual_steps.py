@@ -169,7 +169,7 @@ def test_an_error_in_backward_reaches_the_program(loop: Loop) -> None:
 
 
 @pytest.mark.parametrize("odd", ["double", "bfloat16", "vector", "tensor_lr", "closure"])
-def test_what_is_not_usual_is_recorded_too(loop: Loop, odd: str) -> None:
+def test_unusual_steps_are_recorded_too(loop: Loop, odd: str) -> None:
     loop.steps(6)
     loss = loop.loss()
     if odd == "vector":
