@@ -74,7 +74,7 @@ class IncidentsMonitor(Monitor):
         self._training = Training(miner.batch_size, miner.effective_batch_size)
         self._counts: Counter[str] = Counter()
         self._latest: Explained | None = None
-        self._prepared = False
+        self._printed = self._prepared = False
         self._begin()
 
     def _begin(self) -> None:
@@ -108,11 +108,7 @@ class IncidentsMonitor(Monitor):
     def on_output(self, chunk: bytes) -> Iterable[Finding]:
         if not self.context.config.logs.classify:
             return ()
-        if not self._prepared:
-            # Prepare in a job, before the first traceback: doing it in this thread would delay the
-            # output.
-            self._prepared = True
-            self.context.jobs.once("incident knowledge", self._prepare)
+        self._printed = True
         self._tail.add(chunk)
         seen = self._scanner.feed(chunk)
         if seen:
@@ -169,6 +165,11 @@ class IncidentsMonitor(Monitor):
         return ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        if self._printed and not self._prepared:
+            # Before the first traceback and in a job, since this thread would delay the output;
+            # but after the first output, which may be a burst that a second thread would slow down.
+            self._prepared = True
+            self.context.jobs.once("incident knowledge", self._prepare)
         if self._first_s is None or (
             now - self._last_s < SETTLE_S and now - self._first_s < MAX_WAIT_S
         ):

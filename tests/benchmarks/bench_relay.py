@@ -26,14 +26,16 @@ _FLOOD_MEGABYTES = 400
 """More than the monitors may be behind with: what goes through forever."""
 
 _ROUNDS = 5
-_SETTLE_S = 2.0
-"""The writer waits for so long: the start of the guard is not the relay."""
+_SETTLE_S = 3.0
+"""The writer waits for so long after its first line: the start of the guard, which then reads what
+it knows of errors, is not the relay."""
 
 _WRITER = r"""
 import json, os, sys, time
 size, done = int(sys.argv[1]), sys.argv[2]
 line = b"2026-01-02 03:04:05 | INFO | Rank 0 | Outer Step: 1 | Inner Step: 5 | Loss: 3.4\n"
 block = line * max(1, size // len(line))
+os.write(1, line)
 time.sleep(float(sys.argv[4]))
 start = time.monotonic()
 for _ in range(int(sys.argv[3]) * 1000000 // len(block)):
@@ -197,7 +199,7 @@ def _guard(load: Load, idle_s: float) -> Figure:
 
 
 def _start_cost(folder: Path) -> float:
-    """CPU of a guard over `sleep`: what is not the relay's."""
+    """CPU of a guard over a line and a `sleep`: what is not the relay's."""
     command = [
         sys.executable,
         "-m",
@@ -208,8 +210,9 @@ def _start_cost(folder: Path) -> float:
         "--no-restart",
         "--no-preflight",
         "--",
-        "sleep",
-        str(_SETTLE_S),
+        "sh",
+        "-c",
+        f"echo; sleep {_SETTLE_S}",
     ]
     guard = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
     _, _, usage = os.wait4(guard.pid, 0)
