@@ -158,7 +158,7 @@ class Monitor:
         return ()
 
     def on_output(self, chunk: bytes) -> Iterable[Finding]:
-        """Raw output of the miner, up to 80 KiB, split at arbitrary positions; see `words`."""
+        """Raw output of the miner, up to 272 KiB, split at arbitrary positions; see `words`."""
         return ()
 
     def on_finding(self, finding: Finding) -> Iterable[Finding]:

@@ -73,16 +73,16 @@ class LineRouter:
 
     def pieces(self, chunk: bytes) -> Iterator[Delivery]:
         """The deliveries for a new `chunk`."""
-        data = self._rest + chunk if self._rest else chunk
-        begin = data.find(b"\n") + 1 if self._begun else 0
-        end = data.rfind(b"\n") + 1
-        self._rest = data[end:]
+        begin = chunk.find(b"\n") + 1 if self._begun else 0
+        end = chunk.rfind(b"\n") + 1
+        rest, self._rest = self._rest, chunk[end:] if end else self._rest + chunk
         if begin:
-            yield from self._to_raw(data[:begin])
-            yield from self._unrouted([*self._redraws(data[: begin - 1]), self._take_line()])
+            yield from self._to_raw(chunk[:begin])
+            yield from self._unrouted([*self._redraws(chunk[: begin - 1]), self._take_line()])
             self._begun = False
         if end > begin:
-            yield from self._block(LineChunk(data[begin:end] if begin or end < len(data) else data))
+            # A view, because copies of a flood cost as much as the search in it.
+            yield from self._block(LineChunk(b"".join((rest, memoryview(chunk)[begin:end]))))
         if self._begun or len(chunk) < _MORE_TO_COME or len(self._rest) > _MAX_REST_LENGTH:
             yield from self.rest()
 

@@ -43,6 +43,20 @@ def test_what_does_not_shrink_is_counted_as_it_is() -> None:
     assert backlog.held == backlog.size == 100 * CHUNK
 
 
+def test_chunks_that_fit_are_taken_together() -> None:
+    chance, backlog = random.Random(4), Backlog()
+    chunks = [lines(n) if n % 2 else chance.randbytes(CHUNK) for n in range(200)]
+    for chunk in chunks:
+        backlog.put(chunk)
+    taken = []
+    while backlog.size:
+        taken.append(backlog.take(4 * CHUNK))
+    assert b"".join(taken) == b"".join(chunks)
+    assert max(map(len, taken)) <= 4 * CHUNK
+    assert len(taken) < 100
+    assert backlog.held == 0
+
+
 def test_a_skipped_chunk_is_counted_out() -> None:
     backlog = Backlog()
     for number in range(100):

@@ -214,12 +214,12 @@ def test_monitors_that_do_not_keep_up_hold_a_burst_up_for_a_limited_time(
     monkeypatch.setattr(writer_module, "HIGH_WATER", 64 * 1024 * 1024)
     spent = 0.0
 
-    def slow(_data: bytes) -> None:
+    def slow(data: bytes) -> None:
         nonlocal spent
-        before = time.thread_time()
-        while time.thread_time() - before < 0.002:
+        before, takes = time.thread_time(), 0.002 * len(data) / relay_module.CHUNK
+        while time.thread_time() - before < takes:
             pass
-        spent += 0.002
+        spent += takes
 
     at = stage(slow)
     _flood(at, 20)

@@ -35,8 +35,17 @@ class Backlog:
         self.size += len(data)
         self.held += len(kept)
 
-    def take(self) -> bytes:
-        """Remove the first chunk and return it. Raises IndexError if there is none."""
+    def take(self, limit: int = 0) -> bytes:
+        """Remove the first chunk, with those after it that fit into `limit` bytes, and return
+        them. Raises IndexError if there is none."""
+        taken = [self._first()]
+        limit -= len(taken[0])
+        while self._chunks and self._chunks[0][0] <= limit:
+            taken.append(self._first())
+            limit -= len(taken[-1])
+        return taken[0] if len(taken) == 1 else b"".join(taken)
+
+    def _first(self) -> bytes:
         size, kept = self._chunks.popleft()
         self.size -= size
         self.held -= len(kept)

@@ -39,6 +39,10 @@ _SLICE_S = 0.05
 """Bytes and time per delivery to the monitors. A delivery takes less time than a pipe needs to
 fill, so that the miner does not wait for it."""
 
+_BLOCK = 4 * CHUNK
+"""Bytes of a burst per call of monitors that keep up: of smaller ones, the calls take as long as
+the search."""
+
 _COMPRESSION_S = 3e-9
 """About the time per byte that compressing a burst and expanding it take. The monitors get as much
 while a burst arrives: they read ordinary lines faster than that, so that nothing has to be kept."""
@@ -196,10 +200,8 @@ class Relay:
         try:
             if not self._fresh or self._behind:
                 self._show_up_to(_SLICE)
-            elif self._unseen.size > PLAIN // 2:
-                self._show_up_to(
-                    self._unseen.size - PLAIN // 2, self._fresh * _COMPRESSION_S, time.thread_time
-                )
+            else:
+                self._keep_up()
         finally:
             # Schedule the next delivery even after a failure, or the miner would block forever.
             self._fresh = 0
@@ -208,11 +210,18 @@ class Relay:
                 self._loop.after(0.0, self._show)
             self._resume()
 
-    def _show_up_to(
-        self, size: int, seconds: float = _SLICE_S, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        over = clock() + seconds
-        while self.unseen and size > 0 and clock() < over:
+    def _keep_up(self) -> None:
+        """Show the monitors enough of a burst that the backlog need not compress the next of it."""
+        begun, shown, spent = time.thread_time(), 0, 0.0
+        while self.unseen > PLAIN // 2 and spent < self._fresh * _COMPRESSION_S:
+            fast = spent < shown * _COMPRESSION_S
+            data = self._unseen.take(_BLOCK if fast else 0)
+            self._on_chunk(data)
+            shown, spent = shown + len(data), time.thread_time() - begun
+
+    def _show_up_to(self, size: int, seconds: float = _SLICE_S) -> None:
+        over = time.monotonic() + seconds
+        while self.unseen and size > 0 and time.monotonic() < over:
             data = self._unseen.take()
             size -= len(data)
             self._on_chunk(data)
