@@ -11,8 +11,9 @@ also compares the best past median with the median of the last 32 steps.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from miner_guard.config import StepSettings
 from miner_guard.detectors.window import SortedWindow
@@ -37,6 +38,12 @@ within `steps`."""
 
 _EPISODE = 8
 """Slow steps within this many steps of each other form one episode."""
+
+_IN_A_ROW = 8
+"""So many steps in a row, each beyond the limit of a regression, are one."""
+
+_MAX_HELD = 40
+"""Steps that a warning waits at most: RegressionWatch has decided by then."""
 
 _LASTING_S = 20.0
 """How long, in total step time, short steps must stay slower to count as a regression."""
@@ -68,6 +75,12 @@ class SlowStep:
     certain: bool = True
     """False for a step that comes at regular intervals, and for a single step of less than
     `_CLEAR_RATIO` times the median: scheduled work, or too little to act on."""
+
+    @property
+    def clear(self) -> bool:
+        """Whether the step counts without others near it."""
+        usual = self.median_s if self.rule == "relative" else None
+        return usual is None or self.seconds >= _CLEAR_RATIO * usual
 
 
 @dataclass(frozen=True)
@@ -126,6 +139,8 @@ class StepTimes:
         self._streak: dict[str, int] = {}
         self._seen = 0
         self._episodes = SlowEpisodes()
+        self._latest: deque[float] = deque(maxlen=_RECENT)
+        """The latest training steps, slow ones included."""
 
     def observe(
         self, seconds: float, kind: str = TRAINING, scheduled_s: float = 0.0
@@ -139,6 +154,8 @@ class StepTimes:
         absolute rule.
         """
         self._seen += 1
+        if kind == TRAINING:
+            self._latest.append(seconds)
         window = self._windows.get(kind)
         if window is None:
             if len(self._windows) >= _MAX_KINDS:
@@ -158,6 +175,13 @@ class StepTimes:
             return absolute or relative
         certain = self._episodes.certain(self._seen, seconds / relative.median_s)
         return replace(relative, certain=certain)
+
+    def rebase(self) -> None:
+        """Compare the next training steps with the latest ones, whose change was reported."""
+        if (window := self._windows.get(TRAINING)) is not None:
+            window.clear()
+            for seconds in list(self._latest)[-_IN_A_ROW:]:
+                window.add(seconds)
 
     def training_window(self) -> SortedWindow | None:
         """Durations of the recent training steps after the warm-up; those of the warm-up if no
@@ -207,6 +231,47 @@ class StepTimes:
             window.add(seconds)
 
 
+_Step = TypeVar("_Step")
+
+
+class SlowWarnings(Generic[_Step]):
+    """One alarm for one slowdown: a warning about training steps of less than `_CLEAR_RATIO` times
+    the usual waits until they have ended. If they last, RegressionWatch's report replaces it."""
+
+    def __init__(self) -> None:
+        self._held: tuple[_Step, SlowStep] | None = None
+        self._place = self._slow_at = self._held_at = 0
+
+    def observe(
+        self, step: _Step, slow: SlowStep | None, kind: str = TRAINING, *, lasts: bool
+    ) -> Iterator[tuple[_Step, SlowStep]]:
+        """Take the next step and yield the slow steps to report now; `lasts`: with this step, a
+        lasting slowdown is reported."""
+        if kind != TRAINING:
+            yield from () if slow is None else ((step, slow),)
+            return
+        self._place += 1
+        ended = slow is None and self._place - self._slow_at > _EPISODE
+        if lasts or ended or self._place - self._held_at > _MAX_HELD:
+            yield from self.release(certain=not lasts)
+        if slow is None:
+            return
+        self._slow_at = self._place
+        if lasts:
+            yield step, replace(slow, certain=False)
+        elif slow.certain and not slow.clear and self._held is None:
+            self._held, self._held_at = (step, slow), self._place
+        else:
+            yield step, slow
+
+    def release(self, *, certain: bool = True) -> Iterator[tuple[_Step, SlowStep]]:
+        """The slow step whose warning waits, if any; as a remark unless `certain`."""
+        if self._held is not None:
+            step, slow = self._held
+            self._held = None
+            yield step, replace(slow, certain=certain)
+
+
 def _regular(places: Sequence[int]) -> bool:
     """Whether the last three places are equally spaced, with other steps between them."""
     if len(places) < 3:
@@ -253,14 +318,15 @@ class TokenNormalizer:
 
 
 class RegressionWatch:
-    """Reports once when the median of the last 32 training steps has fallen behind the best one: by
-    `min_excess_s`, or by its share alone for 20 s. A busy host delays short steps by fractions of a
-    second, but not for that long."""
+    """Reports once when the median of the last 32 training steps, or each of the last eight, has
+    fallen behind the best median: by `min_excess_s`, or by its share alone for 20 s. A busy host
+    delays short steps by fractions of a second, but not for that long."""
 
     def __init__(self, ratio: float, min_excess_s: float = 0.0) -> None:
         self._ratio = ratio
         self._min_excess_s = min_excess_s
         self._recent = SortedWindow(_RECENT)
+        self._row = SortedWindow(_IN_A_ROW)
         self._since = 0
         self._best: float | None = None
         self._behind_s = 0.0
@@ -271,9 +337,14 @@ class RegressionWatch:
     def observe(self, seconds: float) -> Regression | None:
         """Judge one training step. Reports at most once until the speed recovers."""
         self._recent.add(seconds)
+        self._row.add(seconds)
         self._since += 1
         self._behind_s += seconds
-        if self._since % 8 or len(self._recent) < _RECENT:
+        if len(self._recent) < _RECENT:
+            return None
+        if self._best is not None and self._best < self._ratio * self._row.quantile(0):
+            return self._behind(self._row.median, self._best)
+        if self._since % 8:
             return None
         median = self._recent.median
         if self._best is None or median < self._best:
@@ -282,7 +353,8 @@ class RegressionWatch:
             self._reported.clear()
             self._behind_s = 0.0
             return None
-        lasting = median - self._best > self._min_excess_s or self._behind_s >= _LASTING_S
-        if not lasting or not self._reported.first():
-            return None
-        return Regression(median, self._best)
+        return self._behind(median, self._best)
+
+    def _behind(self, median: float, best: float) -> Regression | None:
+        lasting = median - best > self._min_excess_s or self._behind_s >= _LASTING_S
+        return Regression(median, best) if lasting and self._reported.first() else None

@@ -53,6 +53,7 @@ class StepsMonitor(Monitor):
         steps = self.context.config.steps
         self._times = step_time.StepTimes(steps)
         self._regression = step_time.RegressionWatch(steps.regression_ratio, steps.min_excess_s)
+        self._slowdowns = step_time.SlowWarnings[StepRecord]()
         self._work = step_time.TokenNormalizer(steps)
         self._timing = timing.TimingLog(steps)
         self._pauses = PauseWatch()
@@ -123,15 +124,17 @@ class StepsMonitor(Monitor):
             self._max = (step.seconds, step.inner_step)
         kind = step_time.kind_of(step.phases)
         slow = self._times.observe(step.seconds, kind, step_time.scheduled_seconds(step.phases))
-        as_usual = (
-            self._work.observe(step.seconds, step.tokens) if kind == step_time.TRAINING else None
-        )
-        if slow is not None and not (
-            slow.rule == "relative" and as_usual is not None and as_usual.explains
-        ):
-            yield from self._slow_line(rank, step, slow)
+        training = kind == step_time.TRAINING
+        as_usual = self._work.observe(step.seconds, step.tokens) if training else None
+        if slow is not None and slow.rule == "relative" and as_usual and as_usual.explains:
+            slow = None
         seconds = step.seconds if as_usual is None else as_usual.seconds
-        regression = self._regression.observe(seconds) if kind == step_time.TRAINING else None
+        regression = self._regression.observe(seconds) if training else None
+        if regression is not None:
+            self._times.rebase()
+        lasts = regression is not None
+        for late, seen in self._slowdowns.observe(step, slow, kind, lasts=lasts):
+            yield from self._slow_line(rank, late, seen)
         if regression is not None and not self._on_cpu:
             yield make_finding(
                 "steps_regressed",
@@ -289,7 +292,9 @@ class StepsMonitor(Monitor):
     def on_exit(self, end: Exit) -> Iterable[Finding]:
         now = self.context.clock.monotonic()
         self._goodput.exited(now, finished=end.finished)
-        return self._left_out(float("inf"))
+        for step, slow in self._slowdowns.release():
+            yield from self._slow_line(min(self._last, default=0), step, slow)
+        yield from self._left_out(float("inf"))
 
     def _left_out(self, now: float) -> Iterator[Finding]:
         if (count := self._limiter.left_out(now)) > 0:
@@ -304,6 +309,7 @@ class StepsMonitor(Monitor):
         median = window.median if window is not None else None
         since = max(0.0, now - lead.end) if lead is not None else 0.0
         inner = lead.inner_step if lead is not None else None
+        memory_gb = gb(lead.allocated_bytes) if lead else None
         return StepsStatus(
             outer_step=lead.outer_step if lead else None,
             inner_step=inner,
@@ -314,10 +320,8 @@ class StepsMonitor(Monitor):
             loss_last=json_number(lead.loss) if lead else None,
             lr=lead.lr if lead else None,
             grad_norm=json_number(lead.grad_norm) if lead else None,
-            gpu_mem_gb=gb(lead.allocated_bytes) if lead else None,
-            memory_grade=gpu_use.memory_grade(
-                gb(lead.allocated_bytes) if lead else None, self.context.config.gpu
-            ),
+            gpu_mem_gb=memory_gb,
+            memory_grade=gpu_use.memory_grade(memory_gb, self.context.config.gpu),
             step_time_s=lead.seconds if lead else None,
             last_step_age_s=since if lead else None,
             phase=self._phase,
@@ -325,9 +329,7 @@ class StepsMonitor(Monitor):
             p95_s=window.quantile(0.95) if window is not None else None,
             max_s=self._max[0] if self._max else None,
             max_at_inner_step=self._max[1] if self._max else None,
-            grade=step_time.grade(median, self.context.config.steps)
-            if median is not None
-            else None,
+            grade=None if median is None else step_time.grade(median, self.context.config.steps),
             tokens_per_s=self._facts.tokens_per_s(lead.tokens if lead else None, median),
             samples_per_s=self._facts.samples_per_s(median),
             eta_upload_s=self._facts.eta_upload_s(inner, median, since),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from miner_guard.config import LossSettings, StepSettings
 from miner_guard.detectors.eta import TrainingFacts
 from miner_guard.detectors.loss import LossWatch
-from miner_guard.detectors.step_time import RegressionWatch, StepTimes
+from miner_guard.detectors.step_time import RegressionWatch, SlowWarnings, StepTimes
 from miner_guard.detectors.trace import judge as whole
 from miner_guard.detectors.trace import reading
 from tests.support import synthetic_curves as curves
@@ -38,15 +38,16 @@ def live_loss(values: curves.Curve) -> list[Alarm]:
 def live_steps(values: curves.Curve) -> list[Alarm]:
     """The same of step times."""
     settings = StepSettings()
-    times = StepTimes(settings)
+    times, warnings = StepTimes(settings), SlowWarnings[int]()
     regression = RegressionWatch(settings.regression_ratio, settings.min_excess_s)
     found: list[Alarm] = []
     for index, value in enumerate(values):
-        slow = times.observe(value)
-        if slow is not None and slow.certain:
-            found.append(("slow_steps", index))
-        if regression.observe(value) is not None:
+        slow, lasts = times.observe(value), regression.observe(value) is not None
+        if lasts:
+            times.rebase()
             found.append(("regime_change", index))
+        seen = warnings.observe(index, slow, lasts=lasts)
+        found += [("slow_steps", earlier) for earlier, slow in seen if slow.certain]
     return found
 
 

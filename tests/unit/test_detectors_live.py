@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miner_guard.config import StepSettings
+from miner_guard.detectors.step_time import SlowWarnings, StepTimes
 from miner_guard.detectors.straggler import Straggler, judge
 from miner_guard.detectors.window import SortedWindow
 from tests.support.simulated_ranks import Run, healthy
@@ -44,6 +45,46 @@ def test_fault_slow(tmp_path: Path) -> None:
         )
     assert run.alarms() == ["slow_step"]
     assert run.of("slow_step")[0].fields["inner_step"] == 41
+
+
+def warnings_of(run: Run) -> list[str]:
+    return [f.event for f in run.seen if f.severity not in ("debug", "info")]
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("usual_s", [3.0, 15.0])
+def test_a_slowdown_that_lasts_is_one_alarm(tmp_path: Path, seed: int, usual_s: float) -> None:
+    """It was one for the slow steps and one for the lasting change."""
+    run, source = Run(tmp_path), random.Random(seed)
+    for number in range(400):
+        seconds = usual_s * source.gauss(1, 0.05) * (1 if number < 200 else 1.8)
+        run.step(seconds, 4.0, allocated_bytes=None)
+    assert warnings_of(run) == ["steps_regressed"]
+    assert run.of("steps_regressed")[0].fields["inner_step"] < 220
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_slow_steps_that_end_soon_are_one_alarm_about_slow_steps(tmp_path: Path, seed: int) -> None:
+    run, source = Run(tmp_path), random.Random(seed)
+    for number in range(400):
+        seconds = 15 * source.gauss(1, 0.05) * (1.8 if 200 <= number < 205 else 1)
+        run.step(seconds, 4.0, allocated_bytes=None)
+    assert warnings_of(run) == ["slow_step"]
+
+
+def test_slow_steps_right_before_the_end_are_reported_at_the_end(tmp_path: Path) -> None:
+    steps = StepTimes(StepSettings())
+    warnings = SlowWarnings[int]()
+    seen = [
+        late
+        for number in range(104)
+        for late in warnings.observe(
+            number, steps.observe(15.0 if number < 100 else 27.0), lasts=False
+        )
+    ]
+    assert not [slow for _, slow in seen if slow.certain]
+    [(number, slow)] = warnings.release()
+    assert (number, slow.certain) == (102, True)
 
 
 @pytest.mark.parametrize("seed", range(10))
