@@ -55,7 +55,7 @@ from miner_guard.supervisor.startup.runner import PreflightRunner
 from miner_guard.supervisor.startup.state_dir_check import check_state_dir
 from miner_guard.supervisor.supervisor import Supervisor
 from miner_guard.supervisor.watchdog import STOP_SIGNALS, Hands, Watchdog
-from miner_guard.system import inherited
+from miner_guard.system import free_memory, inherited
 from miner_guard.system.cgroup import Cgroup
 from miner_guard.system.clock import SystemClock
 from miner_guard.system.helpers import end_helpers
@@ -64,9 +64,8 @@ from miner_guard.system.processes import HELPER
 from uploads.repos.credentials import beside
 
 _LAST_WORDS_S = 2.0
-_SWITCH_S = 0.0001
-"""Thread switch interval. With Python's default of 5 ms, monitors that scan a flood of output would
-delay the output writer, and the miner with it."""
+_SWITCH_S = 0.001
+"""Thread switch interval: 5 ms, the default, would delay the output writer during a flood."""
 
 _SWEEP_GRACE_S = 5.0
 _GAVE_UP = (UNAVAILABLE, CRASH_LOOP)
@@ -204,6 +203,7 @@ class GuardApp:
         """Supervise until the run ends; returns the exit code."""
         inherited.settle_signals()
         sys.setswitchinterval(_SWITCH_S)
+        free_memory.retain()
         state = self.request.state
         found = [*self.lock.findings, *check_state_dir(state), *killed_guard(state)]
         self.log(
