@@ -94,7 +94,7 @@ class Known:
     model: Shapes | None = None
     """The shapes that the gradients must fit."""
 
-    memory: AuditMemory | None = None
+    memory: AuditMemory = field(default_factory=lambda: AuditMemory(MAX_BYTES))
     """Keeps repeated audits within a byte budget."""
 
     allreduce: AllReduce | None = None
@@ -133,55 +133,24 @@ def run(
     child: FetchChild | None = None,
 ) -> AuditReport:
     """Audit the repo. `commitment` is the hotkey's on chain, if known. Never raises."""
-    report = _outcome(
-        repo, limits, network, commitment, known=known or Known(), child=child or FetchChild()
-    )
-    return dataclasses.replace(report, read_from=limits.read_from, not_checked=limits.not_checked)
-
-
-def _outcome(
-    repo: RepoSettings,
-    limits: Limits,
-    network: Network,
-    commitment: str | None,
-    *,
-    known: Known,
-    child: FetchChild,
-) -> AuditReport:
-    if repo.kind == "none":
-        return AuditReport(
-            "unknown",
-            "no repo is configured; pass the same -c or --state-dir as to `run`, "
-            "or set [repo] kind",
-        )
     keys = None if commitment is None else keys_of(commitment, limits.commitment_form)
-    if keys is not None and placeholder(commitment or "", limits.commitment_form):
+    if repo.kind == "none":
+        words = (
+            "no repo is configured; pass the same -c or --state-dir as to `run`, or set [repo] kind"
+        )
+        report = AuditReport("unknown", words)
+    elif keys is not None and placeholder(commitment or "", limits.commitment_form):
         words = (
             "the commitment on chain is filled with x, which validators read as no keys; "
             "the miner must commit"
         )
         verdict = Verdict("commitment", "block", None, None, words)
-        return AuditReport("rejected", words, (verdict,), credentials="commitment")
-    access = _Access(keys, (configured(repo) or {}).get("R2_ACCOUNT_ID"))
-    try:
-        _sweep()
-        with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
-            return _Audit(
-                repo=repo,
-                limits=in_force(limits, network),
-                network=network,
-                access=access,
-                known=known,
-                memory=known.memory or AuditMemory(MAX_BYTES),
-                folder=Path(folder),
-                child=child,
-            ).report()
-    except OSError as error:
-        return AuditReport(
-            "unknown",
-            f"cannot store the files: {error.strerror or error}",
-            credentials=access.whose,
-        )
+        report = AuditReport("rejected", words, (verdict,), credentials="commitment")
+    else:
+        access = _Access(keys, (configured(repo) or {}).get("R2_ACCOUNT_ID"))
+        rules, known, child = in_force(limits, network), known or Known(), child or FetchChild()
+        report = _Audit(repo, rules, network, access, known, child).report()
+    return dataclasses.replace(report, read_from=limits.read_from, not_checked=limits.not_checked)
 
 
 def _sweep() -> None:
@@ -230,21 +199,27 @@ class _Audit:
     network: Network
     access: _Access
     known: Known
-    memory: AuditMemory
-    folder: Path
     child: FetchChild
     start: float = field(default_factory=time.monotonic)
 
     def report(self) -> AuditReport:
-        """Fetch what validators fetch, and judge it. Raises OSError."""
+        """Fetch what validators fetch, and judge it."""
+        try:
+            _sweep()
+            with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
+                return self._report(folder)
+        except OSError as error:
+            return self._ended("unknown", "", f"cannot store the files: {error.strerror or error}")
+
+    def _report(self, folder: str) -> AuditReport:
         network, limits = self.network, self.limits
         since = network.blocks_since_allreduce
         if (unknown := self._unknown_window()) is not None:
             return self._ended("unknown", "window", unknown)
         epoch = audit.epoch_scored(None, network.outer_step, since, limits)
-        answer = self._fetch(None if epoch is None else epoch.outer_step)
+        answer = self._fetch(folder, None if epoch is None else epoch.outer_step)
         fetched = answer.value if isinstance(answer.value, Mapping) else {}
-        self.memory.spent(time.monotonic(), int(fetched.get("fetched_bytes") or 0))
+        self.known.memory.spent(time.monotonic(), int(fetched.get("fetched_bytes") or 0))
         refused = fetched.get("refused")
         if refused is not None or answer.reason is not None or not fetched:
             reason = refused or answer.reason or "no answer"
@@ -298,7 +273,7 @@ class _Audit:
             outcome, words, verdicts, epoch.outer_step, round(seconds, 2), size, self.access.whose
         )
 
-    def _fetch(self, outer_step: int | None) -> probe.Answer:
+    def _fetch(self, folder: str, outer_step: int | None) -> probe.Answer:
         env: Mapping[str, str] = os.environ
         repo, limits, keys = self.repo, self.limits, self.access.keys
         if keys is not None and limits.endpoint is not None:
@@ -317,9 +292,9 @@ class _Audit:
             "repo": dataclasses.asdict(repo),
             "outer_step": window if window is not None else outer_step,
             "names": {"window": window, "uid": self.network.uid, "version": limits.version},
-            "folder": str(self.folder),
+            "folder": folder,
             "max_bytes": self._max_bytes(),
-            "known": self.memory.known(self.known.model),
+            "known": self.known.memory.known(self.known.model),
             "layout": dataclasses.asdict(Layout.of(limits)),
         }
         return probe.ask("uploads.audit_probe", request, self.child.deadline_s, env=env)
@@ -327,7 +302,7 @@ class _Audit:
     def _max_bytes(self) -> int:
         """Largest gradients file to fetch, in bytes."""
         plausible = min(self.limits.gradients_max_bytes or MAX_BYTES, MAX_BYTES)
-        return min(plausible, self.memory.left(time.monotonic()))
+        return min(plausible, self.known.memory.left(time.monotonic()))
 
     def _inspected(self, fetched: Mapping[str, Any]) -> Mapping[str, Any]:
         if fetched.get("empty"):
@@ -335,13 +310,13 @@ class _Audit:
             missing = f"{key} does not exist; upload gradients for this epoch: validators score it"
             return {"problems": [missing], "params": 0}
         if fetched.get("unchanged"):
-            return self.memory.report()
+            return self.known.memory.report()
         size, max_bytes = int(fetched.get("size_bytes") or 0), self.limits.gradients_max_bytes
         if fetched.get("file") is not None:
             path = Path(str(fetched["file"]))
             model = self.known.model
             found = inspect_file(path, self.limits, shapes=model, python=self.child.python)
-            self.memory.judged(fetched, model, found)
+            self.known.memory.judged(fetched, model, found)
             return found
         if max_bytes is not None and size > max_bytes:
             return {

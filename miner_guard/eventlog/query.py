@@ -86,14 +86,7 @@ class Hit(NamedTuple):
 
     def console(self, *, emoji: bool) -> str:
         """The line as shown on the console."""
-        head = {
-            "ts": self.ts,
-            "level": self.level,
-            "event": self.event,
-            "msg": self.msg,
-            "rank": self.rank,
-        }
-        return console_line(head, emoji=emoji)
+        return console_line(self._asdict(), emoji=emoji)
 
     def record(self) -> dict[str, Any]:
         """The whole event."""
@@ -276,33 +269,20 @@ def _parsed(raw: bytes) -> Hit | None:
     match = _HEAD.match(raw)
     if match is None:
         return _parsed_whole(raw)
-    ts, level, event, msg, rank = match.groups()
+    ts, level, event, msg, rank_text = match.groups()
     try:
         words = json.loads(b'"' + msg + b'"') if b"\\" in msg else msg.decode()
     except ValueError:
         return None
-    return Hit(
-        raw,
-        ts.decode(),
-        level.decode(),
-        event.decode(),
-        words,
-        None if rank == b"null" else int(rank),
-    )
+    rank = None if rank_text == b"null" else int(rank_text)
+    return Hit(raw, ts.decode(), level.decode(), event.decode(), words, rank)
 
 
 def _parsed_whole(raw: bytes) -> Hit | None:
     try:
         document = json.loads(raw)
-        rank = document.get("rank")
+        words, rank = str(document.get("msg", "")), document.get("rank")
         ts, level, event = (str(document[name]) for name in ("ts", "level", "event"))
-        return Hit(
-            raw,
-            ts,
-            level,
-            event,
-            str(document.get("msg", "")),
-            rank if isinstance(rank, int) else None,
-        )
+        return Hit(raw, ts, level, event, words, rank if isinstance(rank, int) else None)
     except (ValueError, KeyError, AttributeError):
         return None
