@@ -37,7 +37,7 @@ module.exports = {
     name   : 'distributed_training_miner',
     script : 'neurons/miner.py',
     interpreter: 'torchrun',
-    interpreter_args: '--nproc_per_node=2',
+    interpreter_args: '--nproc_per_node=1',
     min_uptime: '5m',
     max_restarts: '5',
     args: ['--netuid','38']
@@ -60,7 +60,7 @@ def _commands(first: str) -> str:
         "\n".join(lines)
         .replace("--netuid 38 …", ARGUMENTS)
         .replace("…", ARGUMENTS)
-        .replace("node=4", "node=2")
+        .replace("node=4", "node=1")
     )
 
 
@@ -161,7 +161,7 @@ def test_from_run_miner_to_the_guard_and_back(pm2: Pm2, tmp_path: Path) -> None:
         "an unguarded push again",
     )
     running = clone.environments()
-    assert len(running) >= 3, "launcher and two ranks"
+    assert len(running) >= 2, "launcher and rank"
     assert [name for env in running for name in env if name.startswith("_MINER_GUARD")] == []
     assert [env for env in running if "attach/site" in env.get("PYTHONPATH", "")] == []
     assert [
