@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.support import requires
+from tests.support.guard_log import Log
 from tests.support.http_port import Port
 from tests.support.waiting import until
-from tests.unit.test_report import Log
 
 pytestmark = pytest.mark.slow
 

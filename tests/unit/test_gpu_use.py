@@ -4,23 +4,16 @@ relaunch's limits."""
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from miner_guard.config import Config, GpuSettings
+from miner_guard.config import GpuSettings
 from miner_guard.detectors.batch_argument import BatchPolicy, rewritten, value_of
 from miner_guard.detectors.gpu_use import GpuUse, MemoryReading, Printed, decide, parse
 from miner_guard.detectors.model_sizes import size_of
 from miner_guard.eventlog import catalog
-from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.monitors.base import Launch
-from miner_guard.monitors.gpu import GpuMonitor
-from miner_guard.system.clock import FakeClock
-from tests.support.contexts import context
-from tests.support.output import show
+from miner_guard.eventlog.catalog import Finding
 
 SETTINGS = GpuSettings()
 
@@ -243,160 +236,3 @@ def test_never_past_an_out_of_memory_and_back_to_what_fitted() -> None:
     alone = BatchPolicy(3)
     assert alone.out_of_memory(128) is None
     assert alone.larger(128, 1.5, "low") is None
-
-
-class Control:
-    def __init__(self) -> None:
-        self.commands: list[tuple[str, ...]] = []
-        self.relaunches: list[str] = []
-
-    def use_command(self, command: Any) -> None:
-        self.commands.append(tuple(command))
-
-    def relaunch(self, cause: str) -> None:
-        self.relaunches.append(cause)
-
-
-class Bench:
-    """The part with a fake clock, a fake health part, and a control that notes what it is asked."""
-
-    def __init__(self, tmp_path: Path, **gpu: Any) -> None:
-        self.clock, self.control = FakeClock(), Control()
-        self.health: dict[str, Any] = {"gpus": None}
-        self.monitor = GpuMonitor(
-            context(
-                tmp_path,
-                config=Config(gpu=GpuSettings(**gpu)),
-                clock=self.clock,
-                control=self.control,
-                status=lambda: {"health": self.health},
-            )
-        )
-
-    def launch(self, *command: str) -> None:
-        self.monitor.on_launch(Launch(command or ("m.py",), 1, 0, self.clock.monotonic()))
-
-    def sample(self, used_gb: float, total_gb: float = 24.0, gpus: int = 1) -> None:
-        rows = [
-            {
-                "index": i,
-                "uuid": f"GPU-{i}",
-                "state": "ok",
-                "memory_used_bytes": int(used_gb * 1024**3),
-                "memory_total_bytes": int(total_gb * 1024**3),
-                "unread": {},
-                "xids": [],
-            }
-            for i in range(gpus)
-        ]
-        self.health = {"gpus": {"taken": self.clock.monotonic(), "gpus": rows}}
-
-    def tick(self, seconds: float, ranks: Any = None) -> list[Finding]:
-        self.clock.advance(seconds)
-        return list(self.monitor.on_tick(self.clock.monotonic(), ranks or {}))
-
-
-def test_first_after_60_s_then_every_150_s(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-    bench.launch()
-    bench.sample(18.3)
-    assert not bench.tick(59)
-    assert [f.event for f in bench.tick(2)] == ["gpu_usage"]
-    assert not bench.tick(140)
-    assert [f.event for f in bench.tick(15)] == ["gpu_usage"]
-
-
-def test_no_reading_at_60_s_is_a_finding_where_a_gpu_is_expected(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, expect=1)
-    bench.launch()
-    (finding,) = bench.tick(61)
-    assert finding.severity == "warning"
-    assert "no reading" in catalog.message(finding)
-    on_cpu = Bench(tmp_path)
-    on_cpu.launch()
-    assert not on_cpu.tick(61)
-    asked_for_cpu = Bench(tmp_path, expect=0)
-    asked_for_cpu.launch()
-    asked_for_cpu.sample(0.01)
-    assert not asked_for_cpu.tick(61)
-
-
-def test_the_miners_lines_count_before_nvml_and_the_hook_before_both(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-    bench.launch()
-    bench.sample(23.0)
-    show(bench.monitor, b"Model: EfficientNet-B4\nEpoch 3: Loss=0.542, GPU=18", b".1GB (75.4%)\n")
-    (usage,) = bench.tick(61)
-    assert usage.fields["source"] == "printed"
-    assert usage.fields["share_pct"] == pytest.approx(75.4, abs=0.1)
-    assert "large model (EfficientNet-B4)" in usage.fields["verdict"]
-    ranks = {0: SimpleNamespace(allocated_bytes=12.0 * 1024**3, inner_step=84)}
-    (usage,) = [f for f in bench.tick(151, ranks) if f.event == "gpu_usage"]
-    assert (usage.fields["source"], usage.fields["step"]) == ("hook", 84)
-    assert usage.fields["share_pct"] == pytest.approx(50.0)
-
-
-def test_relaunch_rewrites_the_argument_and_goes_back_after_an_out_of_memory(
-    tmp_path: Path,
-) -> None:
-    bench = Bench(
-        tmp_path, on_underuse="relaunch", batch_argument="--batch", model_name="EfficientNet-B4"
-    )
-    bench.launch("m.py", "--batch=128")
-    bench.sample(8.2)
-    found_now = bench.tick(61)
-    assert [f.event for f in found_now] == ["gpu_usage", "gpu_relaunch"]
-    assert (
-        catalog.message(found_now[1])
-        == "GPU RELAUNCH: --batch 128 -> 256: GPU memory at 34% (relaunch 1 of 3)"
-    )
-    assert bench.control.commands == [("m.py", "--batch=256")]
-    assert bench.control.relaunches == ["a larger batch: 128 -> 256"]
-    bench.launch("m.py", "--batch=256")
-    oom = make_finding("incident", label="cuda_oom", cause="x", fix="y", excerpt="z")
-    (back,) = bench.monitor.on_finding(oom)
-    assert (back.fields["old"], back.fields["new"]) == (256, 128)
-    assert bench.control.commands[-1] == ("m.py", "--batch=128")
-    bench.launch("m.py", "--batch=128")
-    assert [f.event for f in bench.tick(61)] == ["gpu_usage"]
-
-
-def test_a_driver_that_falls_silent_is_a_fault_once_two_samples_are_missing(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-    bench.launch()
-    bench.sample(18.3)
-    bench.tick(1)
-    bench.health = {"gpus": None, "unknown": {"gpus": "failed: Unknown Error"}}
-    assert not bench.tick(1)
-    (fault,) = bench.tick(21)
-    assert catalog.message(fault).startswith(
-        "GPU FAULT: GPU all can no longer be read: failed: Unknown Error"
-    )
-    assert fault.severity == "warning", "what can't be read may be well"
-    assert not bench.tick(1)
-    bench.sample(18.3)
-    assert [f.event for f in bench.tick(1)] == ["gpu_recovered"]
-
-
-def test_a_machine_without_gpus_has_no_faults(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-    bench.launch()
-    bench.health = {"gpus": None, "unknown": {"gpus": "absent"}}
-    assert not bench.tick(30)
-    assert not bench.tick(25)
-
-
-def test_by_default_nothing_is_relaunched(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, batch_argument="--batch")
-    bench.launch("m.py", "--batch=128")
-    bench.sample(8.2)
-    assert [f.event for f in bench.tick(61)] == ["gpu_usage"]
-    assert not bench.control.commands
-
-
-def test_a_missing_argument_is_reported_once(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, on_underuse="relaunch", batch_argument="--batch")
-    for expected in (["gpu_usage", "guard_degraded"], ["gpu_usage"]):
-        bench.launch("m.py")
-        bench.sample(8.2)
-        assert [f.event for f in bench.tick(61)] == expected

@@ -14,7 +14,7 @@ from miner_guard.detectors.verdict_history import VerdictWeek
 from miner_guard.reporting.report import render
 from miner_guard.state_dir import write_json
 from miner_guard.system.clock import iso_utc
-from tests.unit.test_report import Log
+from tests.support.guard_log import Log
 
 _STEPS = {
     "steps": 900,

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
 import subprocess
 import sys
-import threading
 from dataclasses import replace
-from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +22,13 @@ from miner_guard.config import (
     optional_deps,
 )
 from miner_guard.config.loading import read_toml
-from miner_guard.diagnosis import clock_probe, deep, environment, host, minimum, repo_probe, storage
+from miner_guard.diagnosis import deep, environment, host, minimum
 from miner_guard.diagnosis.check import Snapshot
 from miner_guard.diagnosis.expectation import Expectation
-from miner_guard.diagnosis.gpu_count import container_gpus, sliced
 from miner_guard.diagnosis.inside import miner_side
 from miner_guard.diagnosis.judge import judge
 from miner_guard.system import probe
 from tests.support.snapshots import FOUR, GIB, HEALTHY_HOST, PACKAGES, by_name, healthy, snapshot
-from uploads.repos import credentials
 
 
 @pytest.mark.parametrize(
@@ -240,104 +235,6 @@ def test_a_distribution_of_the_same_name_is_reported_in_either_order(
     assert ("a separate venv" in step) if users else ("pip uninstall validators" in step)
 
 
-@pytest.mark.parametrize(
-    ("skew", "level"),
-    [(0.4, "ok"), (-61.0, "warn"), (600.0, "warn"), (1000.0, "critical"), (-5000.0, "critical")],
-)
-def test_clock_skew_against_the_storage(skew: float, level: str) -> None:
-    config = Config(repo=RepoSettings(kind="s3"))
-    clock = {"skew_s": skew, "server": "s3.example"}
-    assert (
-        by_name(storage.checks(snapshot(config=config, clock=clock)))["host.clock"].level == level
-    )
-
-
-def test_the_storages_date_header_is_read_from_a_refusal_too() -> None:
-    class Refusing(http.server.BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            self.send_response_only(403)
-            self.send_header("Date", formatdate(4_000_000_000, usegmt=True))
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None: ...
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Refusing) as server:
-        threading.Thread(target=server.handle_request, daemon=True).start()
-        skew = clock_probe.skew_s(f"http://127.0.0.1:{server.server_port}", 20)
-    assert skew > 1e9
-
-
-def test_a_local_repo_is_read_and_written_and_left_as_it_was(tmp_path: Path) -> None:
-    document = {"repo": {"kind": "local", "path": str(tmp_path / "repo")}}
-    (tmp_path / "repo").mkdir()
-    answer = probe.ask("miner_guard.diagnosis.repo_probe", document, 30)
-    assert answer.value["read"]
-    assert answer.value["write"]
-    assert not [p for p in (tmp_path / "repo").rglob("*") if "probe" in p.name]
-    config = Config(repo=RepoSettings(kind="local", path=str(tmp_path / "repo")))
-    assert {c.level for c in storage.checks(snapshot(config=config, repo=answer.value))} == {"ok"}
-
-
-@pytest.mark.parametrize("kind", ["none", "local"])
-def test_a_keys_file_that_no_repo_needs_is_missed_too(tmp_path: Path, kind: Any) -> None:
-    """Guards against alerts that are silently dead: their addresses are in a .env that can't
-    be used."""
-    file = tmp_path / ".env"
-    asks = Config(
-        repo=RepoSettings(kind=kind, path="x", credentials="dotenv", credentials_file=str(file))
-    )
-    file.write_text("MINER_GUARD_ALERTS__URLS=json://127.0.0.1:9/")
-    file.chmod(0o600)
-    assert credentials.problem(asks.repo) is None
-    file.chmod(0o666)
-    problem = credentials.problem(asks.repo)
-    check = by_name(storage.checks(snapshot(config=asks, repo={"label": "x"}, keys_file=problem)))[
-        "repo.keys_file"
-    ]
-    assert (check.level, "chmod 600" in check.seen) == ("warn", True)
-    assert "alerts" in str(check.next_step)
-
-
-@pytest.mark.parametrize(
-    ("env", "missing"),
-    [
-        ({"R2_WRITE_ACCESS_KEY_ID": "a", "R2_WRITE_SECRET_ACCESS_KEY": "b"}, []),
-        ({"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}, []),
-        ({"R2_READ_ACCESS_KEY_ID": "a", "R2_READ_SECRET_ACCESS_KEY": "b"}, 2),
-        ({"R2_WRITE_ACCESS_KEY_ID": "a"}, 1),
-    ],
-)
-def test_credentials_are_named_and_never_shown(env: dict[str, str], missing: Any) -> None:
-    settings = RepoSettings(kind="s3", bucket="b")
-    answer = repo_probe.missing_credentials(settings, env)
-    assert answer is not None
-    assert len(answer) == (missing or 0)
-    checks = by_name(
-        storage.checks(
-            snapshot(config=Config(repo=settings), repo={"label": "b", "credentials": answer})
-        )
-    )
-    assert checks["repo.credentials"].level == ("critical" if missing else "ok")
-    assert repo_probe.missing_credentials(RepoSettings(kind="local", path="x"), {}) is None
-
-
-def test_a_repo_that_cannot_be_written_is_critical() -> None:
-    class ReadOnly:
-        label = "bucket:b"
-
-        def state(self) -> None: ...
-
-        def put(self, key: str, data: bytes) -> None:
-            raise repo_probe.RepoError("AccessDenied")
-
-    answer = repo_probe.examine(ReadOnly())  # type: ignore[arg-type]
-    config = Config(repo=RepoSettings(kind="s3"))
-    checks = by_name(storage.checks(snapshot(config=config, repo=answer)))
-    assert checks["repo.read"].level == "ok"
-    assert checks["repo.write"].level == "critical"
-    assert "AccessDenied" in checks["repo.write"].seen
-
-
 def test_the_subnets_minimum_compute() -> None:
     compute = {
         "min_gpus": 4,
@@ -459,50 +356,3 @@ def test_a_driver_that_gives_no_answer_is_unknown_and_refuses_no_start() -> None
     assert {c.check: c.level for c in checks}["driver.nvml"] == "unknown"
     assert {c.check: c.level for c in checks}["gpu.count"] == "unknown"
     assert not [c for c in checks if c.level == "critical"]
-
-
-@pytest.mark.parametrize(
-    ("mask", "gpus"),
-    [
-        *(("all", None), ("", None), ("void", None), ("none", 0)),
-        *(("0,1", 2), ("2", 1), ("GPU-fef8089b,GPU-1a", 2), ("0, 0", 1)),
-        *(("MIG-6e1c", None), ("MIG-GPU-1a/1/0", None), ("0:0,0:1", None)),
-    ],
-)
-def test_the_gpus_that_the_container_runtime_was_to_give(mask: str, gpus: int | None) -> None:
-    """NVIDIA Container Toolkit, "GPU Enumeration"."""
-    assert container_gpus({"NVIDIA_VISIBLE_DEVICES": mask}) == gpus
-    assert container_gpus({}) is None
-
-
-def test_a_container_with_fewer_gpus_than_expected_is_distinguished_from_lost_gpus() -> None:
-    two = healthy(
-        2, env={"NVIDIA_VISIBLE_DEVICES": "0,1"}, expectation=Expectation(4, "[gpu] expect")
-    )
-    (check,) = (c for c in judge(two) if c.check == "gpu.count")
-    assert (check.level, check.next_step) == ("critical", "start the container with --gpus all")
-    lost = healthy(1, env={"NVIDIA_VISIBLE_DEVICES": "0,1"}, expectation=two.expectation)
-    (check,) = (c for c in judge(lost) if c.check == "gpu.count")
-    assert "dmesg" in (check.next_step or "")
-
-
-def test_slices_that_the_container_runtime_gave_are_slices() -> None:
-    s = healthy(1, env={"NVIDIA_VISIBLE_DEVICES": "0:0,0:1"})
-    assert sliced(s)
-
-
-def test_a_revoked_gpu_is_not_taken_for_a_container_without_one() -> None:
-    """With CDI the variable is `void`, and the container has GPUs."""
-    nvml = {"state": "failed", "code": 999, "reason": "Unknown Error", "gpus": []}
-    s = replace(healthy(4), nvml=nvml, env={"NVIDIA_VISIBLE_DEVICES": "void"})
-    (check,) = (c for c in judge(s) if c.check == "driver.nvml")
-    assert "daemon-reload" in (check.next_step or "")
-
-
-@pytest.mark.parametrize("shown", ["", "void", "none"])
-def test_a_container_that_was_given_no_gpu_is_reported(shown: str) -> None:
-    nvml = {"state": "absent", "code": 12, "reason": "NVML Shared Library Not Found", "gpus": []}
-    s = replace(healthy(4), nvml=nvml, env={"NVIDIA_VISIBLE_DEVICES": shown})
-    (check,) = (c for c in judge(s) if c.check == "driver.nvml")
-    assert (check.level, "--gpus all" in (check.next_step or "")) == ("critical", True)
-    assert "NVIDIA_VISIBLE_DEVICES" in check.seen

@@ -1,0 +1,50 @@
+"""Gradients files for the tests of their inspection, and the inspection in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from validators.inspect_gradients import examine
+from validators.limits import Limits
+from validators.shapes import Shapes
+
+torch = pytest.importorskip("torch", reason="gradients.pt is torch's format")
+
+
+FLAT = Limits(gradients_metadata_key="metadata", gradients_max_bytes=10**9)
+
+
+SHAPES = Shapes({"w": (8, 16), "b": (10,)})
+
+
+def good() -> dict[str, Any]:
+    return {
+        "widxs": torch.tensor([0, 5, 127]),
+        "wvals": torch.tensor([0.5, -1.0, 2.0]),
+        "bidxs": torch.tensor([9]),
+        "bvals": torch.tensor([0.25]),
+        "metadata": {"outer_step": 56, "inner_step": 84, "loss": 3.4},
+    }
+
+
+def saved(tmp_path: Path, document: Any) -> Path:
+    path = tmp_path / "gradients.pt"
+    torch.save(document, path)
+    return path
+
+
+def looked_at(path: Path, shapes: Any = None, limits: Limits = FLAT) -> dict[str, Any]:
+    """The same look, in this process: for files that are merely wrong."""
+    return examine(
+        torch,
+        str(path),
+        path.stat().st_size,
+        limits=dataclasses.asdict(limits),
+        shapes=shapes,
+        memory_bytes=None,
+        cpu_s=9,
+    )

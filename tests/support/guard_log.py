@@ -1,0 +1,49 @@
+"""A guard's log and status as a test writes them, for the readers of both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from miner_guard.config import LogSettings
+from miner_guard.eventlog import catalog
+from miner_guard.eventlog.emitter import Emitter
+from miner_guard.eventlog.jsonl import JsonlSink
+from miner_guard.eventlog.redact import Redactor
+from miner_guard.state_dir import StateDir
+from miner_guard.system.clock import FakeClock
+
+
+class Log:
+    """Writes a state directory as a guard would."""
+
+    def __init__(self, root: Path) -> None:
+        self.state, self.clock = StateDir(root), FakeClock()
+        self._emitter = Emitter(
+            self.clock, "r1", Redactor(), [JsonlSink(self.state.log, LogSettings())]
+        )
+
+    def say(self, event: str, **fields: Any) -> None:
+        self._emitter.emit(catalog.make_finding(event, **fields))
+
+    def step(self, inner_step: int, seconds: float = 15.0, loss: float = 3.0) -> None:
+        self.clock.advance(seconds)
+        self.say(
+            "inner_step",
+            outer_step=1,
+            inner_step=inner_step,
+            lr=1e-4,
+            loss=loss,
+            step_time_s=seconds,
+            gpu_mem_gb=18.4,
+        )
+
+    def snapshot(self, age: float) -> None:
+        gpus = {"gpus": [{"memory_used_bytes": 18 * 1024**3, "utilization_ratio": 0.9}]}
+        document = {
+            "uploads": {"repo": {"age_s": age}},
+            "miner": {"goodput": 0.9},
+            "costs": {"share_pct": 0.1},
+            "gpus": gpus,
+        }
+        self.say("health_snapshot", summary="x", snapshot=document)

@@ -1,0 +1,86 @@
+"""A published gradient, and the audit's answer about it, with the inspection in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miner_guard.config import GateSettings, RepoSettings
+from uploads import audit
+from validators.facts import Network
+from validators.inspect_gradients import examine
+from validators.limits import Limits
+from validators.profiles import load_profile
+from validators.shapes import Shapes
+
+torch = pytest.importorskip("torch", reason="gradients.pt is torch's format")
+
+
+FLAT = Limits.of(GateSettings(), {**load_profile("sn38").limits, "gradients_chunk": None})
+
+
+@pytest.fixture
+def inspected_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same inspection without a child that imports torch again; the child itself has its own
+    tests."""
+
+    def inspect(
+        path: Path, limits: Limits, shapes: Shapes | None = None, **_: Any
+    ) -> dict[str, Any]:
+        return examine(
+            torch,
+            str(path),
+            path.stat().st_size,
+            limits=dataclasses.asdict(limits),
+            shapes=shapes,
+            memory_bytes=None,
+            cpu_s=9,
+        )
+
+    monkeypatch.setattr(audit, "inspect_file", inspect)
+
+
+def publish(
+    root: Path,
+    outer: int = 56,
+    inner: int = 84,
+    age_s: float = 0.0,
+    blocks: Any = (1000,),
+    **change: Any,
+) -> None:
+    folder = root / f"epoch-{outer}"
+    folder.mkdir(parents=True, exist_ok=True)
+    values = {
+        "widxs": torch.tensor([1, 2]),
+        "wvals": torch.tensor([0.5, -0.5]),
+        "metadata": {"inner_step": inner},
+    }
+    torch.save({**values, **change}, folder / "gradients.pt")
+    (folder / "config.json").write_text(json.dumps({"block_list": list(blocks)}))
+    metadata = {"run": "5", "outer_step": outer, "inner_step": inner, "peer_id": "12D3"}
+    (root / "metadata.json").write_text(json.dumps(metadata))
+    then = time.time() - age_s
+    os.utime(folder / "gradients.pt", (then, then))
+
+
+def ages_to_the_hundred(words: str) -> str:
+    """`2101s old` as `2100s old`: on a busy machine seconds pass between publishing and the
+    audit."""
+    return re.sub(r"\b(\d+)\d\ds old", r"\g<1>00s old", words)
+
+
+def chain(outer_step: int | None = 56, since: int | None = 300, block: int = 1100) -> Network:
+    return Network(block, outer_step, since, None, True, 7, None, time.monotonic())
+
+
+def look(
+    root: Path, network: Network | None = None, limits: Limits = FLAT, **repo: Any
+) -> audit.AuditReport:
+    return audit.run(RepoSettings(kind="local", path=str(root), **repo), limits, network or chain())

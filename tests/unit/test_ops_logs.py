@@ -1,0 +1,152 @@
+"""ops/: compose.yaml starts what its programs need, and Alloy takes guard.jsonl to Loki."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    pass
+else:
+    pass
+from miner_guard.config import MinerSettings
+from miner_guard.eventlog.catalog import CATALOGUE, RESERVED
+from miner_guard.state_dir import choose
+from tests.support import requires
+from tests.support.ops_files import OPS, yaml_of
+
+
+def test_compose_mounts_existing_files_where_its_programs_look() -> None:
+    services = yaml_of("compose.yaml")["services"]
+    foreign = {"prometheus", "alertmanager", "loki", "alloy", "grafana"}
+    assert set(services) == {*foreign, "miner"}
+    for name, service in services.items():
+        assert ":" in service["image"] or name not in foreign, f"{name}: a pinned version"
+        targets = [
+            mount.split(":")[-2 if mount.endswith(":ro") else -1] for mount in service["volumes"]
+        ]
+        for mount in service["volumes"]:
+            if mount.startswith("./"):
+                assert (OPS / mount.partition(":")[0]).exists(), mount
+        for word in service.get("command", []) if name in foreign else ():
+            path = word.rpartition("=")[2]
+            if path.startswith("/"):
+                assert any(path.startswith(target) for target in targets), word
+    sources = {
+        source["type"]: source["url"]
+        for source in yaml_of("grafana/datasources.yml")["datasources"]
+    }
+    assert set(sources) == {"prometheus", "loki"}
+    assert services["alloy"]["environment"]["LOKI_URL"].startswith(sources["loki"])
+    assert str(yaml_of("loki/loki.yml")["server"]["http_listen_port"]) in sources["loki"]
+    provider = yaml_of("grafana/dashboards.yml")["providers"][0]["options"]["path"]
+    assert any(f":{provider}/" in mount for mount in services["grafana"]["volumes"])
+
+
+def test_docker_compose_accepts_composeyaml_of() -> None:
+    """Compose's own parser and schema; neither needs a daemon."""
+    environment = {**os.environ, "GRAFANA_PASSWORD": "x"}
+    compose = [requires.tool("docker-compose"), "-f", OPS / "compose.yaml", "--profile", "miner"]
+    answer = subprocess.run(
+        [*compose, "config"], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "image: grafana/loki" in answer.stdout
+    del environment["GRAFANA_PASSWORD"]
+    refused = subprocess.run([*compose, "config"], env=environment, capture_output=True, text=True)
+    assert refused.returncode != 0
+    assert "set GRAFANA_PASSWORD" in refused.stderr
+
+
+def test_composes_miner_is_an_option_that_its_own_monitoring_sees() -> None:
+    compose = yaml_of("compose.yaml")
+    miner, alloy = compose["services"]["miner"], compose["services"]["alloy"]
+    assert miner["profiles"] == ["miner"], "monitoring a fleet starts no miner"
+    assert (OPS / miner["build"]["context"] / miner["build"]["dockerfile"]).samefile(
+        OPS / "Dockerfile"
+    )
+    assert int(miner["stop_grace_period"].rstrip("s")) > MinerSettings().stop_timeout_s
+    (state,) = [mount for mount in miner["volumes"] if mount.endswith(":/state")]
+    volume = state.partition(":")[0]
+    assert volume in compose["volumes"]
+    (seen,) = [mount for mount in alloy["volumes"] if mount.startswith(f"{volume}:")]
+    log = Path(seen.split(":")[1]) / "guard.jsonl"
+    assert any(fnmatch.fnmatch(str(log), path) for path in _alloys_paths())
+
+
+_EXPORTS = {
+    "local.file_match": {"targets"},
+    "loki.process": {"receiver"},
+    "loki.write": {"receiver"},
+}
+"""What other components may take from these, by Alloy's reference."""
+
+
+def _alloy() -> dict[str, dict[str, Any]]:
+    """The components of config.alloy by `kind.label`. Its grammar is HCL's, but for names with
+    dots."""
+    requires.module("hcl2")
+    import hcl2
+
+    text = (OPS / "loki" / "config.alloy").read_text(encoding="utf-8")
+    plain = re.sub(
+        r"\b[a-z_]+(?:\.[a-z_]+)+(?=\s*(?:\"\w+\"\s*)?[{(])",
+        lambda m: m[0].replace(".", "__"),
+        text,
+    )
+    kinds = {
+        kind.replace("__", "."): blocks
+        for kind, blocks in hcl2.loads(plain).items()
+        if kind != "__comments__"
+    }
+    return {
+        f"{kind}.{label.strip(chr(34))}": body
+        for kind, blocks in kinds.items()
+        for block in blocks
+        for label, body in block.items()
+    }
+
+
+def _alloys_paths() -> list[str]:
+    targets = _alloy()["local.file_match.guard"]["path_targets"]
+    return [value.strip('"') for target in targets for value in target.values()]
+
+
+def test_the_alloy_config_takes_guard_jsonl_to_loki_and_its_labels_are_fields_of_every_line() -> (
+    None
+):
+    components = _alloy()
+    taken = re.findall(r"\$\{([a-z_.]+)\.(\w+)\}", json.dumps(components))
+    assert {name for name, _ in taken} == set(components) - {"loki.source.file.guard"}, (
+        "each is fed, none dangles"
+    )
+    assert all(export in _EXPORTS[name.rpartition(".")[0]] for name, export in taken)
+    log = str(choose("miner", None, {"HOME": "/root"}).log)
+    assert any(fnmatch.fnmatch(log, path) for path in _alloys_paths())
+    process = components["loki.process.guard"]
+    read = set(process["stage__json"][0]["expressions"])
+    assert read <= RESERVED
+    assert set(process["stage__labels"][0]["values"]) <= read - {"ts"}, (
+        "a label per line would break Loki"
+    )
+    assert process["stage__timestamp"][0]["source"].strip('"') == "ts"
+
+
+def test_queries_of_logs_name_only_events_and_labels_that_exist() -> None:
+    text = "".join(
+        path.read_text(encoding="utf-8")
+        for path in OPS.rglob("*.*")
+        if path.suffix in (".md", ".yml")
+    )
+    text += (OPS / "grafana" / "miner-guard.json").read_text(encoding="utf-8").replace('\\"', '"')
+    asked = re.findall(r'event(?:=|!=|=~|!~)"([^"]+)"', text)
+    assert len(asked) > 3
+    assert {name for names in asked for name in names.split("|")} <= CATALOGUE.keys()
+    labels = set(_alloy()["loki.process.guard"]["stage__labels"][0]["values"])
+    assert {label for label, _ in re.findall(r'`\{(\w+)="(\w+)"\}`', text)} <= labels
