@@ -45,6 +45,8 @@ class Divergence:
     def reported(self) -> None:
         """Note that another rule has already reported the current climb."""
         self._reported = True
+        # Values from before the climb would look as if the loss had come back.
+        self._block.clear()
 
     def observe(self, step: int, loss: float, lr: float | None) -> Iterator[Anomaly]:
         """Judge one loss. Reports each climb once."""
@@ -58,12 +60,12 @@ class Divergence:
             first, middle, last = list(self._levels)[-3:]
             self._bends.add(abs(first - 2 * middle + last))
         if self._best is None or level < self._best[0]:
-            self._came_back(0.0)
+            self._came_back(0.0, level)
             self._best = (level, step)
             return
         best, best_step = self._best
         if level - best < self._rise / 2:
-            self._came_back(level - best)
+            self._came_back(level - best, best)
         self._rise = max(self._rise, level - best)
         if self._reported or not self._climbs(best):
             return
@@ -81,9 +83,11 @@ class Divergence:
             {"best": best, "best_step": best_step, "level": level, "window": window},
         )
 
-    def _came_back(self, rise: float) -> None:
+    def _came_back(self, rise: float, best: float) -> None:
         self._recovered = max(self._recovered, self._rise)
-        self._rise, self._reported, self.came_back = rise, False, True
+        self._rise, self.came_back = rise, True
+        # Half-way back, it is still the climb that was reported.
+        self._reported = self._reported and rise > self._GAP * abs(best)
 
     def _climbs(self, best: float) -> bool:
         if len(self._levels) < self._LASTING:

@@ -66,6 +66,10 @@ class LossWatch:
         """A spike warning held back because the spike may still prove to be the first step of an
         explosion."""
 
+        self._strong = False
+        """Whether the spike is known by its height. A lower one counts only if it ends soon: a loss
+        that jumps by a fifth at the end of each epoch takes the next one to come back."""
+
         self._dip = self._jump = self._top = 0.0
         self._not_finite = False
         self._trend = Divergence(settings)
@@ -85,7 +89,8 @@ class LossWatch:
         if spike is not None:
             yield spike
         if self._held is not None and self._alone():
-            yield self._held
+            if self._spikes_in_row == 0 or self._strong:
+                yield self._held
             self._held = None
         if self._spikes_in_row == 0:
             yield from self._trend.observe(step, loss, lr)
@@ -148,7 +153,7 @@ class LossWatch:
             {"loss": loss, "median": median, "limit": limit, "window": len(self._window)},
         )
         if certain:
-            self._held = replace(seen, severity="warning")
+            self._held, self._strong = replace(seen, severity="warning"), strong
         return None if self._held is not None and self._spikes_in_row > 1 else seen
 
     def _dipped(self, loss: float) -> float:

@@ -20,6 +20,7 @@ from miner_guard.detectors.memory import MemoryWatch
 from miner_guard.detectors.overfit import OverfitWatch
 from miner_guard.detectors.trace import evaluation, reading
 from miner_guard.detectors.trace import judge as whole
+from miner_guard.detectors.trace.restarts import restarts
 from miner_guard.detectors.trace.series import Series
 from miner_guard.detectors.trend import p_rising
 from miner_guard.eventlog import catalog
@@ -95,6 +96,46 @@ def test_an_explosion_is_one_alarm_and_not_also_a_spike(tmp_path: Path) -> None:
         run.step(0.3, loss * (5 if number >= 200 else 1), allocated_bytes=None)
     assert run.alarms() == ["loss_spike", "loss_divergence"]
     assert run.of("loss_spike")[0].severity == "info"
+
+
+@pytest.mark.parametrize("at", range(200, 215))
+def test_an_explosion_between_two_levels_is_not_reported_again(at: int) -> None:
+    """A level measured from values before and after it looked as if the loss had come back."""
+    watch, chance = LossWatch(LossSettings()), random.Random(at)
+    losses = [(3 + 3 / (1 + step / 80)) * chance.gauss(1, 0.01) for step in range(600)]
+    found = [
+        anomaly.type
+        for step, loss in enumerate(losses)
+        for anomaly in watch.observe(step, loss * (10 if step >= at else 1), UNKNOWN)
+        if anomaly.severity != "info"
+    ]
+    assert found == ["divergence"]
+
+
+@pytest.mark.parametrize("height", [0.2, 0.25, 0.3])
+def test_the_first_epochs_end_is_no_spike(height: float) -> None:
+    """A loss that falls within each epoch jumps back at its end, and takes the next one to fall."""
+    watch, chance = LossWatch(LossSettings()), random.Random(3)
+    for step in range(1000):
+        level = (3 + 3 / (1 + step / 80)) * (1 + height * (1 - step % 120 / 120))
+        for anomaly in watch.observe(step, level * chance.gauss(1, 0.01), UNKNOWN):
+            assert anomaly.severity == "info"
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_a_spike_as_high_as_the_first_losses_is_no_restart(width: int) -> None:
+    chance = random.Random(width)
+    losses = [(3 + 5 / (1 + step / 80)) * chance.gauss(1, 0.015) for step in range(600)]
+    assert restarts(losses) == []
+    for step in range(400, 400 + width):
+        losses[step] = losses[step - 400]
+    assert restarts(losses) == []
+    assert restarts(losses[:300] + losses[:300]) == [300]
+
+
+def test_a_flat_noisy_loss_does_not_restart_all_the_time() -> None:
+    chance = random.Random(5)
+    assert restarts([3 * chance.gauss(1, 0.03) for _ in range(600)]) == []
 
 
 @pytest.mark.parametrize("factor", [1.6, 6.0])

@@ -7,11 +7,20 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
+from miner_guard.detectors.trace.series import step_noise
+
 _ALIKE = 0.10
 _COMPARED = 5
 _FOLLOWED = 20
 """A restart descends as the run did over this many values, if available; an exploded loss stays
 up."""
+
+_MIN_LEVEL_RATIO = 0.8
+"""A spike is back at its own level, below that of the run's first values, at once."""
+
+_JUMP_SIGMAS = 5.0
+"""A restart exceeds the noise from value to value by this factor; a flat loss always looks like its
+own beginning."""
 
 _MIN_FALL = 1.02
 _AT_ONCE = 0.5
@@ -35,8 +44,9 @@ def restarts(values: Sequence[float]) -> list[int]:
         return []
     found: list[int] = []
     last = 0
+    min_jump = _JUMP_SIGMAS * step_noise([math.log(v) for v in values if v > 0])
     for place in range(_MIN_RUN, len(values) - 2):
-        if place - last < _MIN_RUN or not _jumps(values, place, last):
+        if place - last < _MIN_RUN or not _jumps(values, place, last, min_jump):
             continue
         again = values[place : place + _COMPARED]
         far = [
@@ -56,19 +66,21 @@ def restarts(values: Sequence[float]) -> list[int]:
 
 
 def _follows(values: Sequence[float], place: int) -> bool:
-    """Whether the values descend as far as the run did at its start; True if too few follow to
-    tell."""
+    """Whether the values descend as the run did at its start, and no faster; True if too few follow
+    to tell."""
     then, now = values[_COMPARED:_FOLLOWED], values[place + _COMPARED : place + _FOLLOWED]
     if len(now) < len(then):
         return True
-    return median(now) <= (1 + _ALIKE) * median(then)
+    return _MIN_LEVEL_RATIO * median(then) <= median(now) <= (1 + _ALIKE) * median(then)
 
 
-def _jumps(values: Sequence[float], place: int, last: int) -> bool:
-    """Whether the value is clearly above the preceding ones and reverses most of the descent at
-    once; a diverging loss returns to its first values gradually."""
+def _jumps(values: Sequence[float], place: int, last: int, min_jump: float) -> bool:
+    """Whether the value is clearly above the preceding ones, by the logarithm `min_jump` at least,
+    and reverses most of the descent at once; a diverging loss returns to its first values
+    gradually."""
     before = values[max(last, place - 4) : place]
     if not before or values[place] <= _MIN_FALL * (level := median(before)) or level <= 0:
         return False
     lowest = min(v for v in values[last:place] if v > 0)
-    return math.log(values[place] / level) >= _AT_ONCE * math.log(values[last] / lowest)
+    fallen = math.log(values[last] / lowest)
+    return math.log(values[place] / level) >= max(min_jump, _AT_ONCE * fallen)
