@@ -33,6 +33,15 @@ from miner_guard.demo.outer import OuterOptimizer
 from miner_guard.demo.upload import TrainingProgress, Uploader
 from miner_guard.eventlog.catalog import make_finding
 
+_SEED = 38
+_LR = 2e-3
+_WARMUP_STEPS = 10
+_LOG_STEPS = 10
+"""Inner steps between two fast logs (source 001): each computes the loss of a training example."""
+
+_EVAL_STEPS = 30
+"""Inner steps between two full evaluations."""
+
 
 class Miner:
     """One rank of the miner. All ranks must create it and call its methods identically."""
@@ -60,20 +69,18 @@ class Miner:
         self.uploader = Uploader(options, guard, self.lines)
 
     def _load(self) -> None:
-        torch.manual_seed(self.options.seed)
+        torch.manual_seed(_SEED)
         training, held_out = _split(standard_library())
-        self.corpus = Corpus(training, self.options.seed, self.rank)
+        self.corpus = Corpus(training, _SEED, self.rank)
         self.model = _sharded(ByteGPT(self.shape), self.device)
         self.evaluation = Evaluation(
             self.model,
-            Corpus(held_out, self.options.seed, self.rank),
+            Corpus(held_out, _SEED, self.rank),
             self.guard,
             lines=self.lines,
             device=self.device,
         )
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=self.options.lr, betas=(0.9, 0.95)
-        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=_LR, betas=(0.9, 0.95))
         self.outer = OuterOptimizer(self.model)
         self.checkpoints = Checkpointer(
             self.options.work / "checkpoints",
@@ -83,14 +90,11 @@ class Miner:
             optimizers=(self.optimizer, self.outer),
             on_memory_off=lambda reason: self.lines.info(f"No snapshots in memory: {reason}"),
         )
-        if self.options.resume != "none":
-            self._resume()
+        self._resume()
 
     def _resume(self) -> None:
         state = self._state()
-        path = self.checkpoints.resume(
-            state, self.options.resume, on_skipped=self._checkpoint_skipped
-        )
+        path = self.checkpoints.resume(state, on_skipped=self._checkpoint_skipped)
         if path is None:
             return
         set_state_dict(
@@ -195,9 +199,9 @@ class Miner:
         """Log or evaluate if due at this step. Returns the loss on held-out data after an
         evaluation."""
         tokens, targets = (part[:1] for part in batch)
-        if step % self.options.eval_steps == 0:
+        if step % _EVAL_STEPS == 0:
             return self.evaluation.full(step, tokens, targets)
-        if step % self.options.log_steps == 0:
+        if step % _LOG_STEPS == 0:
             self.evaluation.fast_log(tokens, targets)
         return None
 
@@ -240,7 +244,7 @@ class Miner:
         return total
 
     def _optimize(self, step: int, *, poison: bool) -> float:
-        lr = self.options.lr * min(1.0, step / self.options.warmup)
+        lr = _LR * min(1.0, step / _WARMUP_STEPS)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         if poison:

@@ -31,27 +31,14 @@ class Options:
     upload_steps: int = 15
     """Inner steps between two uploads; in source 004, the gate blocks the upload at 15."""
 
-    log_steps: int = 10
-    """Inner steps between two fast logs (source 001): each computes the loss of a training
-    example."""
-
-    eval_steps: int = 30
-    """Inner steps between two full evaluations."""
-
     batch_size: int = 4
     effective_batch_size: int = 16
-    warmup: int = 10
-    lr: float = 2e-3
     checkpoint_every: int = 20
-    resume: str = "latest"
-    seed: int = 38
     repo: RepoSettings = field(default_factory=RepoSettings)
     """Where the demo publishes; by default the folder `published` in `work`."""
 
     faults: tuple[Fault, ...] = ()
     fault_repeat: bool = False
-    guard: bool = True
-    """False: train without the hook, to measure its cost."""
 
 
 def parse(arguments: list[str] | None = None) -> Options:
@@ -69,22 +56,14 @@ def parse(arguments: list[str] | None = None) -> Options:
         ("steps", "inner steps of the whole run"),
         ("inner-steps-per-outer", "inner steps between two outer steps"),
         ("upload-steps", "inner steps between two uploads"),
-        ("log-steps", "inner steps between two fast logs"),
-        ("eval-steps", "inner steps between two evaluations"),
         ("batch-size", "samples per micro-batch and rank"),
         ("effective-batch-size", "samples per inner step over all ranks"),
-        ("warmup", "inner steps until the full learning rate"),
         ("checkpoint-every", "inner steps between two checkpoints"),
     ):
         default = getattr(Options, name.replace("-", "_"))
         parser.add_argument(
             f"--{name}", type=_at_least_one, default=default, help=f"{text} (default {default})"
         )
-    parser.add_argument("--lr", type=float, default=Options.lr)
-    parser.add_argument("--seed", type=int, default=Options.seed)
-    parser.add_argument(
-        "--resume", default=Options.resume, help="`latest`, `none`, or the name of a checkpoint"
-    )
     parser.add_argument(
         "--fault",
         dest="faults",
@@ -97,9 +76,6 @@ def parse(arguments: list[str] | None = None) -> Options:
         "--repo", type=_repo, help="the [repo] section as JSON (default: a folder below --work)"
     )
     parser.add_argument("--fault-repeat", action="store_true", help="fire again after a restart")
-    parser.add_argument(
-        "--no-guard", dest="guard", action="store_false", help="train without the hook"
-    )
     values = vars(parser.parse_args(arguments))
     repo = values["repo"] or RepoSettings(kind="local", path=str(values["work"] / "published"))
     return Options(**{**values, "faults": tuple(values["faults"]), "repo": repo})

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import miner_guard
 from miner_guard.demo.faults import FaultPlan
 from miner_guard.demo.miner import Miner
 from miner_guard.demo.miner_log import MinerLog
@@ -27,7 +28,7 @@ def main() -> None:
         repeat=options.fault_repeat,
     )
     device = _join(on_cpu=plan.on_cpu)
-    guard = _guard(options)
+    guard = miner_guard.init()
     finished = False
     try:
         finished = _train(options, plan, guard, device)
@@ -62,16 +63,6 @@ def _join(*, on_cpu: bool) -> torch.device:
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     return device
-
-
-def _guard(options: Options) -> Any:
-    if not options.guard:
-        from miner_guard.demo.unguarded import NoGuard
-
-        return NoGuard()
-    import miner_guard
-
-    return miner_guard.init()
 
 
 if __name__ == "__main__":

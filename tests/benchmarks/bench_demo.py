@@ -4,17 +4,16 @@ process."""
 from __future__ import annotations
 
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
-from miner_guard.demo.unguarded import NoGuard
 from miner_guard.rank.environment import find
 from miner_guard.rank.guard import Guard
-from tests.benchmarks.bench_hook import _READER
 from tests.benchmarks.frame import Row
+from tests.support.listener import listening
 
 TITLE = "The hook in the demo's own training loop"
 BLOCKS = 24
@@ -24,25 +23,16 @@ STEPS = 6
 def run() -> list[Row]:
     """Step time with and without, and the time inside `guard.step()` measured in place, caches
     cold."""
-    with tempfile.TemporaryDirectory() as folder:
-        reader = subprocess.Popen(
-            [sys.executable, "-c", _READER, f"{folder}/guard.sock"], stdout=subprocess.PIPE
-        )
-        assert reader.stdout is not None
-        reader.stdout.readline()
-        try:
-            return _rows(Guard(find({"RANK": "1", "WORLD_SIZE": "1"}, folder)))
-        finally:
-            reader.kill()
-            reader.wait()
+    with tempfile.TemporaryDirectory() as folder, listening(Path(folder, "guard.sock")):
+        return _rows(Guard(find({"RANK": "1", "WORLD_SIZE": "1"}, folder)))
 
 
 def _rows(guard: Guard) -> list[Row]:
     train = _loop()
-    train(NoGuard(), STEPS)
+    train(_NoGuard(), STEPS)
     off, on, inside = [], [], []
     for _ in range(BLOCKS // 2):
-        off.append(train(NoGuard(), STEPS)[0])
+        off.append(train(_NoGuard(), STEPS)[0])
         seconds, hook = train(guard, STEPS)
         on.append(seconds)
         inside.append(hook)
@@ -101,6 +91,16 @@ def _loop() -> Any:
         return statistics.median(totals), statistics.median(hooks)
 
     return train
+
+
+class _NoGuard:
+    """Stands in for the hook and does nothing."""
+
+    def phase(self, _name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def step(self, **_: Any) -> None:
+        return None
 
 
 class _Stopwatch:
