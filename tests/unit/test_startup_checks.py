@@ -316,8 +316,7 @@ def test_an_unreadable_snapshot_is_judged_without_a_crash() -> None:
     levels = {c.check: c.level for c in judge(empty)}
     assert levels["driver.nvml"] == "unknown"
     assert levels["cuda.torch"] == "critical"
-    fine = [check for check, level in levels.items() if level == "ok"]
-    assert fine == ["env.output"], "only the guard's own build is known"
+    assert "ok" not in levels.values()
 
 
 def test_a_probe_that_did_not_answer_is_unknown_and_refuses_no_start() -> None:
