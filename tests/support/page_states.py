@@ -75,7 +75,7 @@ def sixteen_ranks(root: Path) -> SimulatedGuard:
     """Sixteen ranks, and the others wait for the thirteenth."""
     guard = SimulatedGuard(root, ranks=16)
     guard.train(1)
-    guard.slow_rank = 12
+    guard.training.slow_rank = 12
     guard.train(0.5)
     return guard
 

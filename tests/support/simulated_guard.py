@@ -8,27 +8,24 @@ the guard's own answers to that, so they cannot contradict each other.
 from __future__ import annotations
 
 import math
-import random
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from miner_guard.config import Config, GpuSettings, LogSettings, MinerSettings, RepoSettings
+from miner_guard.config import Config, GpuSettings, MinerSettings, RepoSettings
 from miner_guard.detectors.verdict_memory import Memory
 from miner_guard.eventlog.catalog import make_finding
 from miner_guard.eventlog.emitter import Emitter
 from miner_guard.eventlog.formatters import rank_list
-from miner_guard.eventlog.jsonl import JsonlSink
 from miner_guard.eventlog.redact import Redactor
 from miner_guard.eventlog.run_status import LastExit, RankProcess, RunStatus
 from miner_guard.flight_recorder.journal import CheckpointEntry, DecisionEntry
-from miner_guard.flight_recorder.layout import FLAG_FIRST, FLAG_LOSS_ON_CPU
-from miner_guard.flight_recorder.records import Now, StepRecord
+from miner_guard.flight_recorder.records import Now
 from miner_guard.health.snapshot import assemble, summary
 from miner_guard.monitors import uploads as uploads_module
-from miner_guard.monitors.base import Context, Exit, Launch, Monitor
+from miner_guard.monitors.base import Exit, Launch, Monitor
 from miner_guard.monitors.curves import CurvesMonitor
 from miner_guard.monitors.diagnosis import DiagnosisMonitor
 from miner_guard.monitors.incidents import IncidentsMonitor
@@ -45,6 +42,8 @@ from miner_guard.supervisor.restart import Again, Failure, RestartPolicy
 from miner_guard.supervisor.startup.predecessor import killed_guard
 from miner_guard.system.clock import FakeClock, iso_utc
 from tests.support.contexts import IdleControl, JobsAtOnce, context
+from tests.support.simulated_parts import LogOnDisk, Source
+from tests.support.simulated_training import COSTS, SimulatedTraining, cost_ledger
 from uploads import inputs as gate_inputs
 from uploads.gate import decide
 from uploads.ledger import Ledger
@@ -54,44 +53,15 @@ RUN_ID = "3f9c21d7a04e"
 STEP_S = 15.0
 """Seconds of a usual step. A test that shows no curves may make them longer and so fewer."""
 
-_INNER_STEPS = 100
 _UPLOAD_EVERY = 10
 _CHECKPOINT_EVERY = 200
 _AUDIT_EVERY = 5
 _OBSERVE_EVERY = 4
 """Steps between two snapshots and two checks of the repo."""
 
-_GIB = 1024**3
 _GRADIENTS_BYTES = 812_345_678
-_HANG_LIMIT_S = 300.0
+_WATCHING = {"watching": True, "limit_s": 300.0}
 _TICK_S = 6.0
-_OWN = {"cpu_pct": 0.4, "memory_bytes": 58 * 2**20, "events_dropped": 0, "entries_lost": 0}
-_NO_DRIVER = {"gpus": [], "state": "absent", "reason": "NVML Shared Library Not Found"}
-
-
-class _Source(Monitor):
-    """Stands for a monitor that measures the host, the chain or the guard's cost."""
-
-    def __init__(self, around: Context, name: str, read: Callable[[], Mapping[str, Any]]) -> None:
-        super().__init__(around)
-        self.name = name
-        self._read = read
-
-    def snapshot(self) -> Mapping[str, Any]:
-        return self._read()
-
-
-class _Log:
-    """guard.jsonl, on a disk that may be full."""
-
-    def __init__(self, path: Path) -> None:
-        self._sink = JsonlSink(path, LogSettings())
-        self.full = False
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Append the record, unless the disk is full."""
-        if not self.full:
-            self._sink.write(record)
 
 
 class SimulatedGuard:
@@ -101,15 +71,13 @@ class SimulatedGuard:
         self, root: Path, *, ranks: int = 4, gpus: bool = True, step_s: float | None = None
     ) -> None:
         self.state, self.clock, self.step_s = StateDir(root), FakeClock(), step_s or STEP_S
-        self.slow_rank: int | None = None
+        self.training = SimulatedTraining(ranks, gpus=gpus)
         self.documents: Mapping[str, Any] = {}
-        self._ranks, self._gpus, self._random = ranks, gpus, random.Random(7)
-        self._total = self._inner = self._launches = self._uploads = 0
-        self._outer = self._network = 56
+        self._launches = self._uploads = 0
         self._stepped_at = self._launched_at = self.clock.monotonic()
         self._miner, self._hang, self._last_exit = "running", "", LastExit()
         self._published = Published(reason=None, empty=True)
-        self._jobs, self._log = JobsAtOnce(), _Log(self.state.log)
+        self._jobs, self._log = JobsAtOnce(), LogOnDisk(self.state.log)
         self._ledger = Ledger(self.state.ledger)
         self._emitter = Emitter(self.clock, RUN_ID, Redactor(), [self._log])
         self._attribution = Attribution(self.clock)
@@ -157,10 +125,10 @@ class SimulatedGuard:
         yield DiagnosisMonitor(around)
         yield ReportsMonitor(around)
         yield IncidentsMonitor(around)
-        yield _Source(around, "health", self._health)
-        yield _Source(around, "hang", self._hang_status)
-        yield _Source(around, "chain", lambda: {"registered": True, "incentive": 0.0123})
-        yield _Source(around, "costs", self._costs)
+        yield Source(around, "health", self._health)
+        yield Source(around, "hang", lambda: {**_WATCHING, "hang": self._hang or None})
+        yield Source(around, "chain", lambda: {"registered": True, "incentive": 0.0123})
+        yield Source(around, "costs", lambda: COSTS)
         yield VerdictMonitor(around)
 
     @contextmanager
@@ -189,30 +157,31 @@ class SimulatedGuard:
         """Start the miner; its ranks report where their model is."""
         self._attribution.launched()
         self._launched_at, self._miner, self._hang = self.clock.monotonic(), "running", ""
-        launched = Launch(self._command(), 4711, self._launches, self._launched_at)
+        launched = Launch(self.training.command, 4711, self._launches, self._launched_at)
         self._launches += 1
         self.runner.launch(launched)
-        words = {"pid": 4711, "command": " ".join(self._command()), "attempt": self._launches - 1}
+        words = {"pid": 4711, "command": " ".join(launched.command), "attempt": launched.attempt}
         self.runner.finding(make_finding("miner_started", **words))
         self.clock.advance(20.0)
-        for part in diagnosis_codec.pack([self._facts(rank) for rank in range(self._ranks)]):
+        facts = [self.training.facts(rank) for rank in range(self.training.ranks)]
+        for part in diagnosis_codec.pack(facts):
             self.runner.entry(0, {"kind": "diagnosis", "report": part})
-        self._first = True
+        self.training.first = True
 
     def train(self, hours: float, *, loss: float | None = None) -> None:
         """Steps until `hours` have passed; the loss falls as usual unless `loss` is given."""
         until = self.clock.monotonic() + 3600 * hours
         while self.clock.monotonic() < until:
-            self._step(self._usual_loss() if loss is None else loss)
+            self._step(self.training.usual_loss() if loss is None else loss)
 
     def hang(self, rank: int, frame: str, *, idle_s: float = 306.0) -> None:
         """A rank stops in its dataloader; the guard finds it, ends the launch and restarts it."""
         while self._silent_s() < idle_s:
             self._watch(min(_TICK_S, idle_s - self._silent_s()))
-        others = rank_list(r for r in range(self._ranks) if r != rank)
+        others = rank_list(r for r in range(self.training.ranks) if r != rank)
         detail = f"rank {rank} in data for {self._silent_s():.0f}s, {others} waiting in allreduce"
         self._hang = f"{detail}; at {frame}"
-        silent = {"idle_s": self._silent_s(), "limit_s": _HANG_LIMIT_S}
+        silent = {"idle_s": self._silent_s(), "limit_s": _WATCHING["limit_s"]}
         self.runner.finding(
             make_finding("hang_detected", detail=self._hang, culprits=[rank], **silent)
         )
@@ -228,15 +197,15 @@ class SimulatedGuard:
 
     def fall_behind(self) -> None:
         """The network begins an outer step, and the miner does not load its state."""
-        self._network += 1
+        self.training.network += 1
         network = Network(
             block=5_000_000,
-            outer_step=self._network,
+            outer_step=self.training.network,
             registered=True,
             reason=None,
             seen_at=self.clock.monotonic(),
         )
-        words = f"block 5000000, network outer step {self._network}"
+        words = f"block 5000000, network outer step {self.training.network}"
         finding = make_finding("chain_status", summary=words, network=vars(network))
         with self._repo():
             self.runner.finding(finding)
@@ -260,73 +229,30 @@ class SimulatedGuard:
 
     # the miner
 
-    def _command(self) -> tuple[str, ...]:
-        return ("torchrun", "--nproc_per_node", str(self._ranks), "miner.py")
-
-    def _usual_loss(self) -> float:
-        return 2.6 + 2.4 * math.exp(-self._total / 900) + self._random.gauss(0, 0.03)
-
     def _step(self, loss: float) -> None:
-        seconds = self.step_s * self._random.gauss(1.0, 0.03)
+        seconds = self.step_s * self.training.random.gauss(1.0, 0.03)
         self.clock.advance(seconds)
-        self._total += 1
-        self._inner += 1
-        if self._inner > _INNER_STEPS and self._network == self._outer:
-            self._outer, self._network, self._inner = self._outer + 1, self._network + 1, 1
+        self.training.step()
         self._stepped_at = self.clock.monotonic()
         with self._repo():
-            for rank in range(self._ranks):
-                self.runner.steps(rank, [self._record(rank, seconds, loss)])
-            self._first = False
+            for rank in range(self.training.ranks):
+                self.runner.steps(rank, [self.training.record(rank, seconds, loss, self.clock)])
+            self.training.first = False
             if self._runtime_s() > self._config.restart.healthy_s:
                 self._policy.healthy()
-            if self._inner % _UPLOAD_EVERY == 0:
+            if self.training.inner % _UPLOAD_EVERY == 0:
                 self._push(loss)
-            if self._total % _CHECKPOINT_EVERY == 0 and math.isfinite(loss):
-                path = f"/data/checkpoints/step-{self._total}.pt"
-                saved = CheckpointEntry(path=path, step=self._total, seconds=8.2)
+            if self.training.total % _CHECKPOINT_EVERY == 0 and math.isfinite(loss):
+                path = f"/data/checkpoints/step-{self.training.total}.pt"
+                saved = CheckpointEntry(path=path, step=self.training.total, seconds=8.2)
                 self.runner.entry(0, saved.to_json())
             self._tick()
-            if self._total % _OBSERVE_EVERY == 0:
+            if self.training.total % _OBSERVE_EVERY == 0:
                 self._observe()
 
-    def _record(self, rank: int, seconds: float, loss: float) -> StepRecord:
-        waits = 0.4 + 0.02 * self._random.random()
-        backward = 0.6 * (seconds - waits)
-        if self.slow_rank is not None:
-            backward = 0.35 * seconds
-            waits = 0.4 if rank == self.slow_rank else 0.42 * seconds
-        forward = seconds - waits - backward - 0.1
-        end = self.clock.monotonic()
-        flags = (FLAG_FIRST if self._first else 0) | (0 if self._gpus else FLAG_LOSS_ON_CPU)
-        return StepRecord(
-            number=self._total,
-            outer_step=self._outer,
-            inner_step=self._inner,
-            total_steps=self._total,
-            start=end - seconds,
-            end=end,
-            wall=self.clock.wall(),
-            loss=loss,
-            lr=2.1e-5,
-            allocated_bytes=18.4 * _GIB if self._gpus else 0.0,
-            flags=flags,
-            phases={"forward": forward, "backward": backward, "collective": waits},
-        )
-
-    def _facts(self, rank: int) -> dict[str, Any]:
-        """What the rank's diagnosis reports."""
-        facts = {"rank": rank, "local_rank": rank, "host": socket.gethostname()}
-        facts |= {"world_size": self._ranks, "pid": 4712 + rank, "cuda_available": self._gpus}
-        if not self._gpus:
-            return {**facts, "model_device": "cpu"}
-        device = {"model_device": f"cuda:{rank}", "gpu_count": self._ranks}
-        return {**facts, **device, "uuid": f"GPU-{rank}", "device_name": "NVIDIA A10G"}
-
     def _push(self, loss: float) -> None:
-        candidate = Candidate(
-            "gradient", self._outer, self._inner, loss=loss, base_outer_step=self._outer
-        )
+        outer, inner = self.training.outer, self.training.inner
+        candidate = Candidate("gradient", outer, inner, loss=loss, base_outer_step=outer)
         decided = decide(
             candidate,
             gate_inputs.read(self.state.gate_inputs),
@@ -341,8 +267,9 @@ class SimulatedGuard:
 
     def _upload(self, decision: str) -> None:
         self._uploads += 1
-        tag, checksum = f"5.{self._outer}.{self._inner}", f"{self._random.getrandbits(48):012x}"
-        steps = {"outer_step": self._outer, "inner_step": self._inner}
+        outer, inner = self.training.outer, self.training.inner
+        tag, checksum = f"5.{outer}.{inner}", f"{self.training.random.getrandbits(48):012x}"
+        steps = {"outer_step": outer, "inner_step": inner}
         entry = {"kind": "upload", "decision_id": decision, "tag": tag, **steps}
         entry |= {"upload_kind": "gradient", "bytes": _GRADIENTS_BYTES, "checksum": checksum}
         self.runner.entry(0, {**entry, "phase": "started", "t": self.clock.monotonic()})
@@ -409,25 +336,12 @@ class SimulatedGuard:
         self._document()
         now, phase = self.clock.monotonic(), "data" if self._silent_s() > self.step_s else "forward"
         at = self._stepped_at
-        header = Now(
-            "running",
-            phase,
-            at,
-            at,
-            self._outer,
-            self._inner,
-            self._total,
-            None,
-            None,
-            None,
-            None,
-            self._total,
-            0,
-            0,
-            0,
-        )
-        running = self._miner == "running" and not self._first
-        self.runner.tick(now, dict.fromkeys(range(self._ranks), header) if running else {})
+        training = self.training
+        place = (training.outer, training.inner, training.total)
+        unknown = (None, None, None, None)
+        header = Now("running", phase, at, at, *place, *unknown, training.total, 0, 0, 0)
+        running = self._miner == "running" and not self.training.first
+        self.runner.tick(now, dict.fromkeys(range(self.training.ranks), header) if running else {})
 
     def _observe(self) -> None:
         """What the guard does once a minute: it reads the repo and logs a snapshot."""
@@ -443,43 +357,9 @@ class SimulatedGuard:
         words = summary(snapshot)
         self.runner.finding(make_finding("health_snapshot", summary=words, snapshot=snapshot))
 
-    # what the guard measures
-
     def _health(self) -> dict[str, Any]:
-        busy = dict.fromkeys(range(self._ranks), 0.97)
-        if self.slow_rank is not None:
-            busy |= {rank: 0.58 for rank in busy if rank != self.slow_rank}
-        if self._miner != "running" or self._silent_s() > 4 * self.step_s:
-            busy = dict.fromkeys(busy, 0.0)
-        rows = [
-            {
-                "index": gpu,
-                "uuid": f"GPU-{gpu}",
-                "state": "ok",
-                "memory_used_bytes": 18.4 * _GIB,
-                "memory_total_bytes": 24 * _GIB,
-                "utilization_ratio": busy[gpu],
-                "temperature_c": 88.0 if gpu == self.slow_rank else 71.0,
-                "power_w": 310.0,
-            }
-            for gpu in range(self._ranks)
-        ]
-        free = 0 if self._log.full else 310 * _GIB
-        host = {
-            "cpu_pct": 41.0,
-            "memory_used_bytes": 30 * _GIB,
-            "memory_limit_bytes": 256 * _GIB,
-            "disk_free_bytes": free,
-            "disk_free_by_folder_bytes": {"state": free},
-        }
-        gpus = {"gpus": rows, "state": "ok", "reason": None} if self._gpus else _NO_DRIVER
-        return {"gpus": gpus, "host": host, "guard": dict(_OWN)}
-
-    def _hang_status(self) -> dict[str, Any]:
-        return {"watching": True, "limit_s": _HANG_LIMIT_S, "hang": self._hang or None}
-
-    def _costs(self) -> dict[str, Any]:
-        return {"share_pct": 0.21, "budget_pct": 5.0, "budget_status": "ok"}
+        idle = self._miner != "running" or self._silent_s() > 4 * self.step_s
+        return self.training.health(idle=idle, disk_full=self._log.full)
 
     # what the guard writes
 
@@ -490,7 +370,7 @@ class SimulatedGuard:
             run_id=RUN_ID,
             pid=4700,
             miner_pid=4711 if running else None,
-            command=self._command(),
+            command=self.training.command,
             host=socket.gethostname(),
             state_dir="/var/lib/miner-guard/sn38",
             start_command="pm2 restart sn38",
@@ -499,7 +379,7 @@ class SimulatedGuard:
             started=iso_utc(self.clock.wall() - self._runtime_s()) if running else None,
             last_exit=self._last_exit,
             rank_processes={
-                str(rank): RankProcess(4712 + rank, rank) for rank in range(self._ranks)
+                str(rank): RankProcess(4712 + rank, rank) for rank in range(self.training.ranks)
             },
         )
         with self._repo():
@@ -510,30 +390,11 @@ class SimulatedGuard:
     def write(self) -> StateDir:
         """Write status.json and the cost ledger, as they are now."""
         self._document()
-        operations = {
-            "guard.hook": _cost(self._total, 0.0003 * self._total, 0.0),
-            "guard.loop": _cost(self._total, 0.0, 0.02 * self._total),
-            "validation": _cost(self._total // 100 + 1, 0.9 * (self._total // 100 + 1), 0.0),
-        }
-        costs = self._costs()
-        document = {"operations": operations, "budget_status": costs["budget_status"]}
-        document |= {"total_percentage": costs["share_pct"]}
         self.state.costs.parent.mkdir(exist_ok=True)
-        write_json(self.state.costs, {**document, "budget_percentage": costs["budget_pct"]})
+        write_json(self.state.costs, cost_ledger(self.training.total))
         write_json(self.state.status, self.documents)
         return self.state
 
     def close(self) -> None:
         """Close the ledger."""
         self._ledger.close()
-
-
-def _cost(calls: int, blocking_s: float, background_s: float) -> dict[str, Any]:
-    return {
-        "calls": calls,
-        "total_time": blocking_s,
-        "background_time": background_s,
-        "percentage": blocking_s / 100,
-        "impact": "negligible",
-        "status": "active",
-    }

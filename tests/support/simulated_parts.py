@@ -1,0 +1,36 @@
+"""Stand-ins for what a simulated guard reads and writes: measurements and a disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from miner_guard.config import LogSettings
+from miner_guard.eventlog.jsonl import JsonlSink
+from miner_guard.monitors.base import Context, Monitor
+
+
+class Source(Monitor):
+    """Stands for a monitor that measures the host, the chain or the guard's cost."""
+
+    def __init__(self, around: Context, name: str, read: Callable[[], Mapping[str, Any]]) -> None:
+        super().__init__(around)
+        self.name = name
+        self._read = read
+
+    def snapshot(self) -> Mapping[str, Any]:
+        return self._read()
+
+
+class LogOnDisk:
+    """guard.jsonl, on a disk that may be full."""
+
+    def __init__(self, path: Path) -> None:
+        self._sink = JsonlSink(path, LogSettings())
+        self.full = False
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append the record, unless the disk is full."""
+        if not self.full:
+            self._sink.write(record)
