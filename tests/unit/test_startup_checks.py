@@ -27,6 +27,7 @@ from miner_guard.diagnosis.check import Snapshot
 from miner_guard.diagnosis.expectation import Expectation
 from miner_guard.diagnosis.inside import miner_side
 from miner_guard.diagnosis.judge import judge
+from miner_guard.eventlog import line_templates
 from miner_guard.system import probe
 from tests.support.snapshots import FOUR, GIB, HEALTHY_HOST, PACKAGES, by_name, healthy, snapshot
 
@@ -126,6 +127,16 @@ def test_packages_that_get_in_the_way(change: dict[str, Any], check: str, level:
         by_name(environment.checks(snapshot(packages={**PACKAGES, **change})))[check].level == level
     )
     assert {c.level for c in environment.checks(snapshot(packages=PACKAGES))} == {"ok"}
+
+
+@pytest.mark.parametrize(("compiled", "words"), [(True, "is compiled"), (False, "in Python")])
+def test_doctor_names_the_build_that_reads_the_output(
+    compiled: bool, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line_templates, "COMPILED", compiled)
+    check = by_name(environment.checks(snapshot(packages=PACKAGES)))["env.output"]
+    assert check.level == "ok"
+    assert words in check.seen
 
 
 def test_an_extra_that_the_settings_need_is_named_with_its_command(
