@@ -217,14 +217,16 @@ class Tracebacks:
 
     def ends(self, line: LogLine) -> Ended | None:
         """The exception that ends a traceback on this line, or that the line names without one."""
-        opened = self._open.get(line.rank)
+        # The message itself may name a rank; its traceback then stands without one.
+        rank = None if line.rank not in self._open and "[rank" in line.lowered else line.rank
+        opened = self._open.get(rank)
         inside = opened is not None and 0 <= line.number - opened.line < _MAX_LINES
         kinds = (EXCEPTION, _QUALIFIED, _IN_TRACEBACK) if inside else (EXCEPTION, _QUALIFIED)
         found = (kind.match(line.text, 0, _MAX_NAME) for kind in kinds)
         match = next((one for one in found if one), None)
         if match is None:
             return None
-        self._open.pop(line.rank, None)
+        self._open.pop(rank, None)
         if opened is not None and inside:
             return None if opened.ignored else Ended(match["name"], opened.frames)
         return Ended(match["name"], "")
