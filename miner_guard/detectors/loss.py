@@ -89,12 +89,18 @@ class LossWatch:
         if spike is not None:
             yield spike
         if self._held is not None and self._alone():
-            if self._spikes_in_row == 0 or self._strong:
+            if self._strong or self._returned(loss, self._held):
                 yield self._held
             self._held = None
         if self._spikes_in_row == 0:
             yield from self._trend.observe(step, loss, lr)
             yield from self._plateau.observe(step, loss, lr)
+
+    def _returned(self, loss: float, spike: Anomaly) -> bool:
+        """Whether the loss is back, by half of the jump at least."""
+        level = spike.evidence["median"]
+        back = _rise(loss, level) < _rise(spike.evidence["loss"], level) / 2
+        return self._spikes_in_row == 0 and back
 
     def _alone(self) -> bool:
         """Whether the outliers have ended, or do not amount to an explosion."""

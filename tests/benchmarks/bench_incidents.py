@@ -89,11 +89,11 @@ def long_tracebacks(count: int) -> bytes:
     """Tracebacks of 25 frames, out of 200 that a program has."""
     chance = random.Random(4)
     frames = [
-        '  File "/srv/lib/python3.11/site-packages/{0}/{1}.py", line {2}, in {3}\n'
-        "    return self.{3}({4})\n".format(
-            *("".join(chance.choices("abcdefgh", k=7)) for _ in range(5))
+        '  File "/srv/lib/python3.11/site-packages/{0}/{1}.py", line {n}, in {2}\n'
+        "    return self.{2}({3})\n".format(
+            *("".join(chance.choices("abcdefgh", k=7)) for _ in range(4)), n=n
         )
-        for _ in range(200)
+        for n in range(200)
     ]
     return "".join(
         "Traceback (most recent call last):\n"
