@@ -6,8 +6,11 @@ import pytest
 
 from miner_guard.diagnosis.faults import of_events
 from miner_guard.health import xids
+from miner_guard.incidents import knowledge
 from miner_guard.incidents.patterns import RESTARTS
-from tests.unit.incidents.helpers import incidents, root
+from miner_guard.incidents.root_cause import RootCauseAnalyzer
+from miner_guard.incidents.scanner import Scanner
+from tests.unit.incidents.helpers import incidents
 
 KERNEL = "[1234.5] NVRM: Xid (PCI:0000:3b:00): {}"
 
@@ -107,7 +110,13 @@ def test_the_number_tells_whose_fault_it_is(text: str, label: str, restart: str)
     ],
 )
 def test_what_asks_for_nothing_is_no_incident(text: str) -> None:
-    assert root(KERNEL.format(text)) is None
+    """The running guard does not see it; `explain` names it as a notice."""
+    line = KERNEL.format(text).encode() + b"\n"
+    scanner, case = Scanner(knowledge.load()), RootCauseAnalyzer(knowledge.load())
+    case.add(scanner.feed(line))
+    case.add(scanner.finish())
+    assert case.incidents(scanner.line) == []
+    assert [incident.first.role for incident in incidents(line)] == ["notice"]
 
 
 def test_the_driver_names_the_recovery_that_it_wants() -> None:
