@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# DiLoCo's 0.7 suits many miners, whose averaged update is shorter than each miner's own. A single
+# miner would overshoot: the first Nesterov step is (1 + momentum) * lr times the distance trained.
+_LR = 0.5
+_MOMENTUM = 0.9
+
 
 class OuterOptimizer(torch.optim.Optimizer):
     """SGD with Nesterov momentum over pseudo-gradients. Works on the local shards, so a step needs
     no collective. It is an optimizer of torch, so that its step waits for a snapshot's copy."""
 
-    def __init__(self, model: nn.Module, lr: float = 0.5, momentum: float = 0.9) -> None:
-        # DiLoCo's 0.7 suits many miners, whose averaged update is shorter than each miner's own. A
-        # single miner would overshoot: the first Nesterov step is (1 + momentum) * lr times the
-        # distance trained.
-        super().__init__(model.parameters(), {"lr": lr, "momentum": momentum})
-        self._lr = lr
-        self._momentum = momentum
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {"lr": _LR, "momentum": _MOMENTUM})
         self._model = model
         self.start = {name: p.detach().clone() for name, p in model.named_parameters()}
         self.velocity = {name: torch.zeros_like(p) for name, p in self.start.items()}
@@ -37,8 +37,8 @@ class OuterOptimizer(torch.optim.Optimizer):
         there."""
         for name, parameter in self._model.named_parameters():
             gradient = self.pseudo_gradient(name, parameter)
-            self.velocity[name].mul_(self._momentum).add_(gradient)
-            self.start[name].sub_(self._lr * (gradient + self._momentum * self.velocity[name]))
+            self.velocity[name].mul_(_MOMENTUM).add_(gradient)
+            self.start[name].sub_(_LR * (gradient + _MOMENTUM * self.velocity[name]))
             parameter.copy_(self.start[name])
 
     def state_dict(self) -> dict[str, Any]:

@@ -156,14 +156,14 @@ def read_cgroup_memory(
     return limit, None if used is None or cache is None else used - cache, kills
 
 
-def oom_kills(proc: Path = Path("/proc"), cgroup: Path = CGROUP) -> int | None:
+def oom_kills() -> int | None:
     """Out-of-memory kills so far: the sum of the cgroup's counter and the kernel's (which covers
     the whole machine). None if neither can be read. Only an increase of the sum has a meaning."""
     counters = []
     with contextlib.suppress(OSError, ValueError):
-        counters.append(read_cgroup_memory(proc, cgroup)[2])
+        counters.append(read_cgroup_memory()[2])
     with contextlib.suppress(OSError, ValueError):
-        counters.append(_entry(proc / "vmstat", "oom_kill"))
+        counters.append(_entry(Path("/proc/vmstat"), "oom_kill"))
     known = [count for count in counters if count is not None]
     return sum(known) if known else None
 

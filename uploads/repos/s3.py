@@ -47,7 +47,7 @@ from validators.layout import USUAL, Layout
 
 T = TypeVar("T")
 
-PART_BYTES = 16 * 1024 * 1024
+_PART_BYTES = 16 * 1024 * 1024
 """R2 and S3 accept parts from 5 MiB; R2 requires all but the last to have the same size."""
 
 _DOCUMENT_BYTES = 64 * 1024
@@ -72,10 +72,9 @@ class _Upload:
 class S3Repo:
     """One bucket. Thread-safe, as boto3's clients are."""
 
-    def __init__(self, client: Any, bucket: str, part_bytes: int = PART_BYTES) -> None:
+    def __init__(self, client: Any, bucket: str) -> None:
         self._client = client
         self._bucket = bucket
-        self._part_bytes = part_bytes
 
     @property
     def label(self) -> str:
@@ -136,7 +135,7 @@ class S3Repo:
             raise RepoError(f"{path} is empty; there is nothing to publish")
         if size <= _DOCUMENT_BYTES and key.endswith(".json"):
             return _held(key, path, progress)
-        part_bytes = max(self._part_bytes, math.ceil(size / _MAX_PARTS))
+        part_bytes = max(_PART_BYTES, math.ceil(size / _MAX_PARTS))
         upload, there = self._begun(key, notes, part_bytes)
         if upload is None:
             upload = self._begin(key, part_bytes)
@@ -320,12 +319,10 @@ class S3Repo:
             raise s3_errors.translated(error, self._bucket) from error
 
 
-def open_s3(
-    settings: RepoSettings, env: Mapping[str, str] | None = None, *, attempts: int = 1
-) -> S3Repo:
-    """The bucket that the settings name. Raises RepoError if a setting, a key or boto3 is missing.
-    `attempts` is boto3's count, which includes the first one."""
-    return S3Repo(s3_client.connect(settings, env, attempts=attempts), str(settings.bucket))
+def open_s3(settings: RepoSettings, env: Mapping[str, str] | None = None) -> S3Repo:
+    """The bucket that the settings name. Raises RepoError if a setting, a key or boto3 is
+    missing."""
+    return S3Repo(s3_client.connect(settings, env), str(settings.bucket))
 
 
 _DOCUMENT = "document"

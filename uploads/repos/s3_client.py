@@ -16,11 +16,9 @@ PARALLEL = 8
 _CONNECT_S = 5.0
 
 
-def connect(
-    settings: RepoSettings, env: Mapping[str, str] | None = None, *, attempts: int = 1
-) -> Any:
-    """boto3's client for the bucket in the settings; it connects on its first request. Raises
-    RepoError for missing settings or keys."""
+def connect(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Any:
+    """boto3's client for the bucket in the settings; it connects on its first request and never
+    retries by itself. Raises RepoError for missing settings or keys."""
     try:
         import boto3
         from botocore.config import Config
@@ -57,7 +55,7 @@ def connect(
             signature_version="s3v4",
             connect_timeout=_CONNECT_S,
             read_timeout=max(1.0, settings.timeout_s / 2),
-            retries={"total_max_attempts": attempts, "mode": "standard"},
+            retries={"total_max_attempts": 1, "mode": "standard"},
             max_pool_connections=4 * PARALLEL,
             # Newer boto3 adds trailers by default, which some S3 servers reject; md5 checks our
             # parts.
