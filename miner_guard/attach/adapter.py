@@ -90,7 +90,7 @@ class Adapter:
                 os.write(2, f"{message(finding)}\n".encode("utf-8", "replace"))
 
     def degraded(self, what: str) -> None:
-        """Report that a part of the program can't be hooked and stays as it is."""
+        """Report that a part of the program can't be hooked and stays unchanged."""
         self.emit(make_finding("guard_degraded", what=f"attach {self.way}: {what}"))
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
@@ -106,7 +106,7 @@ class Adapter:
             return None
 
     def failed(self, what: str, error: Exception) -> None:
-        """Report an exception of ours inside the program."""
+        """Report an exception of the guard inside the program."""
         self.degraded(f"{what}: {describe(error)}")
 
 

@@ -131,7 +131,7 @@ def span(seconds: float) -> str:
 
 
 def advice(verdict: VerdictStatus) -> str:
-    """The next step, and the command that explains it; empty if nothing is to be done."""
+    """The next step, and the command that explains it; empty if there is nothing to do."""
     if not verdict.next_step:
         return ""
     more = f" (more: `miner-guard runbook {verdict.event}`)" if verdict.event else ""

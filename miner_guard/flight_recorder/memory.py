@@ -153,8 +153,8 @@ class Copier:
         self._steps, self._entries = steps, entries
 
     def _open(self, before: tuple[int, int]) -> int | None:
-        """The copy, if it is still the file `before` and whole. The file system may give the same
-        inode to another file, so its identity counts too."""
+        """The copy, if it is complete and still the file `before`. The file system may give the
+        same inode to another file, so its identity counts too."""
         try:
             file = open_private(self.path, os.O_RDWR)
         except OSError:

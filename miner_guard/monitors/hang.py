@@ -235,7 +235,7 @@ class HangMonitor(Monitor):
         if self._hang is not hang:
             # Gathering takes seconds. If the ranks step again by now, or another launch has
             # replaced this one, leave the miner alone.
-            what = "it ended by itself while its evidence was gathered; the miner is left alone"
+            what = "it cleared while the guard collected evidence; the miner keeps running"
             self.context.emit(make_finding("hang_evidence", level="info", detail=what, ranks=[]))
         elif hang.finished:
             self.context.control.finish(f"hang at exit: {detail}")

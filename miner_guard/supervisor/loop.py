@@ -202,7 +202,7 @@ class Loop:
         """Make `close` leave signals ignored, so that they do not change the exit code of a process
         that is about to exit."""
         # At exit Python resets every handler except SIG_IGN to the default. SIGCHLD is left out:
-        # ignoring it would make the kernel reap children by itself.
+        # ignoring it would make the kernel reap children automatically.
         ignored = self._before.keys() - {signal.SIGCHLD}
         self._before |= dict.fromkeys(ignored, signal.SIG_IGN)
 

@@ -56,7 +56,7 @@ class HelperFilter:
 
     def _judged(self, seen: Stat) -> bool | None:
         known = self._known.get(seen.process)
-        # A zombie has no environment any more, and reading that of a process in D state can block
+        # A zombie no longer has an environment, and reading that of a process in D state can block
         # on a lock in the kernel.
         if known is not None or seen.state in "ZXD":
             return known

@@ -177,4 +177,4 @@ def why_stuck(process: Process) -> str:
         return "it waits in the kernel (D state)"
     if not processes.send(process, 0):
         return f"this user may not signal it (state {seen.state})"
-    return f"the signal was sent, and it is in state {seen.state}"
+    return f"the guard sent the signal, but the process is in state {seen.state}"
