@@ -82,7 +82,7 @@ class Network:
     """Monotonic time of the read."""
 
     blocks_per_allreduce: int | None = None
-    """Set if it differs from the profile's: the master's value grows with its first success."""
+    """Overrides the profile's value: the master uses a larger one after its first success."""
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         if name in seen and theirs != ours:
             named = _short(theirs)
             what = name.replace("_", " ")
-            words = f"metadata.json names {what} {named}, but the gradient is of {ours}"
+            words = f"metadata.json names {what} {named}, but the gradient is from {ours}"
             return Verdict(RULE, "warn", named, ours, words)
     words = f"metadata.json has {', '.join(needed) or 'nothing that is needed'}"
     return Verdict(RULE, "pass", sorted(seen), needed, words)

@@ -31,7 +31,7 @@ class Anomaly:
 
 
 def example_range(facts: TrainingFacts, step: int) -> tuple[int, int] | None:
-    """First and last example of `step`; None if the settings do not determine them.
+    """Indices of the first and last example of `step`; None if the settings do not give them.
 
     Source 003: start = batch · accumulation · step, end = start + batch · accumulation. With more
     than one rank a step takes `world_size` times as many examples, and the range covers all ranks.

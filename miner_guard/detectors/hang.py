@@ -208,7 +208,7 @@ class HangDetector:
             if waiting
             else "a rank did not ask together with the others"
         )
-        detail = f"{words}; the ranks can agree on no further upload in this launch"
+        detail = f"{words}; the ranks cannot agree on any further upload in this launch"
         if what and not culprits:
             detail += f": {what}"
         return Hang(
@@ -238,7 +238,9 @@ class HangDetector:
         if idle <= self._settings.exit_s:
             return None
         self._reported = True
-        detail = f"all ranks ended their training {idle:.0f}s ago, but the miner's process lives on"
+        detail = (
+            f"all ranks ended their training {idle:.0f}s ago, but the miner's process keeps running"
+        )
         finished = all(rank.state == "finished" for rank in ranks.values())
         return Hang((), detail, idle, self._settings.exit_s, finished=finished)
 

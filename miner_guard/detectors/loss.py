@@ -214,8 +214,8 @@ def hidden_nan(step: int, grad_norm: float, facts: TrainingFacts, lr: float | No
     """The finding for a loss of 0.0 with a non-finite gradient norm."""
     anomaly = not_finite(step, 0.0, facts, lr)
     detail = (
-        f"loss is 0.0 at step {step} with a gradient norm of {grad_norm}, which stands for "
-        "NaN in HF Trainer"
+        f"loss is 0.0 at step {step} with a gradient norm of {grad_norm}: HF Trainer prints "
+        "0 for NaN"
     )
     return replace(
         anomaly, detail=detail, evidence={**anomaly.evidence, "grad_norm": repr(grad_norm)}

@@ -106,7 +106,7 @@ def _loss_not_finite(status: StatusDocument, memory: Memory) -> str | None:
         return f"loss is {loss} at step {or_unknown(steps.inner_step)}"
     outer = memory.nan.get("outer_step")
     of = "" if outer is None else f" of outer step {outer}"
-    return f"loss is {loss} since step {memory.nan['step']}{of}"
+    return f"loss has been {loss} since step {memory.nan['step']}{of}"
 
 
 def _on_cpu(status: StatusDocument, memory: Memory) -> str | None:
@@ -157,7 +157,7 @@ def _overdue(status: StatusDocument, memory: Memory) -> str | None:
     if status.state != "running" or age < max(_QUIET_S, _QUIET_FACTOR * slowest):
         return None
     limit = hang.limit_s
-    until = f"; counted as a hang from {limit:.0f} s on" if limit is not None else ""
+    until = f"; the guard calls it a hang after {limit:.0f} s" if limit is not None else ""
     return f"no step for {age:.0f} s (the longest took {slowest:.1f} s){until}"
 
 
@@ -284,7 +284,7 @@ CONDITIONS: tuple[Condition, ...] = (
         "overdue",
         DEGRADED,
         _overdue,
-        always("wait for the guard's judgement; the ranks and their phases: `miner-guard top`"),
+        always("wait for the guard's verdict; the ranks and their phases: `miner-guard top`"),
         "hang_detected",
         "likely",
     ),

@@ -48,7 +48,7 @@ def shown(status: StatusDocument | None, age_s: float) -> VerdictStatus:
             confidence="unknown",
             earns="unknown",
         )
-    known = status.verdict or VerdictStatus(state=UNKNOWN, cause="the guard has not judged yet")
+    known = status.verdict or VerdictStatus(state=UNKNOWN, cause="the guard has no verdict yet")
     if not is_silent(status, age_s):
         return known
     return VerdictStatus(
@@ -145,7 +145,7 @@ def headline(verdict: VerdictStatus | None, now: str = "") -> str:
     `verdict` is the status document's; None if the guard wrote none. `now`: see `state_since`.
     """
     if not verdict:
-        return "UNKNOWN: the guard has not judged yet"
+        return "UNKNOWN: the guard has no verdict yet"
     return f"{state_since(verdict, now)}: {verdict.cause}"
 
 

@@ -73,7 +73,7 @@ def inner_step(fields: Mapping[str, Any]) -> str:
 
 
 def loss_nan(fields: Mapping[str, Any]) -> str:
-    """Source 003's line, with the numbers of the step's examples if the batch size is known."""
+    """Source 003's line, with the indices of the step's examples if the batch size is known."""
     examples = fields.get("examples")
     which = f" (examples {examples[0]}-{examples[1]})" if examples else ""
     return f"Loss is NaN or Inf at step {fields['step']}{which}"

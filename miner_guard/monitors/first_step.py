@@ -159,8 +159,8 @@ class FirstStepMonitor(Monitor):
         nearest = "" if self._nearest is None else f"; the nearest line is {self._nearest[1]}"
         return make_finding(
             "guard_degraded",
-            what=f"no step seen for {waited / 60:.0f} min, so slow steps and hangs are not "
-            f"either: {_WHY_NO_STEP[self.context.config.miner.attach]}{nearest}",
+            what=f"no step seen for {waited / 60:.0f} min, so the guard cannot see slow "
+            f"steps or hangs either: {_WHY_NO_STEP[self.context.config.miner.attach]}{nearest}",
         )
 
     def snapshot(self) -> Mapping[str, Any]:

@@ -66,10 +66,10 @@ class LineRouter:
 
         self._rest = b""
         self._begun = False
-        """The raw readers have received the beginning of the next line."""
+        """Whether the raw readers have already received the start of an unfinished line."""
 
         self._line = b""
-        """That beginning, kept for the line readers."""
+        """The start of that line, kept until the line readers can receive the line as a whole."""
 
     def pieces(self, chunk: bytes) -> Iterator[Delivery]:
         """The deliveries for a new `chunk`."""

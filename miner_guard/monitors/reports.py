@@ -76,7 +76,7 @@ class ReportsMonitor(Monitor):
         )
         if before and size is not None and size < before / 2:
             shrunk = (
-                f"{path} has {size} bytes, the one before had {before}: it may lack ranks "
+                f"{path} has {size} bytes, the previous one had {before}: it may lack ranks "
                 "or optimizer state"
             )
             return (saved, make_finding("checkpoint_stale", rank=rank, detail=shrunk))
@@ -91,7 +91,7 @@ class ReportsMonitor(Monitor):
         detail = (
             f"the newest checkpoint ({self._newest.path}, step "
             f"{self._newest.step}) is "
-            f"{now - self._at:.0f}s old (limit {limit:.0f}s); a restart would lose as much"
+            f"{now - self._at:.0f}s old (limit {limit:.0f}s); a restart would lose that much"
         )
         return (make_finding("checkpoint_stale", detail=detail),)
 

@@ -137,7 +137,7 @@ class Site:
             response = await answer(request)
         else:
             bearer = {"WWW-Authenticate": "Bearer"}
-            response = PlainTextResponse("a bearer token is needed\n", 401, bearer)
+            response = PlainTextResponse("a bearer token is required\n", 401, bearer)
         response.headers.update(_HEADERS)
         return response
 

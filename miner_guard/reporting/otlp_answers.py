@@ -26,7 +26,7 @@ class LatestAnswer:
         self.session.hooks["response"].append(self._remember)
 
     def forget(self) -> None:
-        """Call this before a request, which may get no answer."""
+        """Call this before each request: it may get no answer, and the last status would remain."""
         self.status = None
 
     def _remember(self, answer: requests.Response, **_options: Any) -> None:

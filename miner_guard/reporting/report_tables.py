@@ -73,8 +73,8 @@ def alarms(data: Data, gate: GateSettings) -> str:
     verdict = data.status.verdict
     if not rows and verdict is not None and verdict.state in (DEGRADED, NOT_EARNING, STOPPED):
         return (
-            "<h2>Incidents and alarms</h2><p class='none'>none in the log; the verdict is from the "
-            "guard's status, which it also writes while the log cannot grow</p>"
+            "<h2>Incidents and alarms</h2><p class='none'>none in the log; the verdict comes from "
+            "the guard's status, which the guard updates even while it cannot write its log</p>"
         )
     return _events("Incidents and alarms", rows[:_TABLE_ROWS])
 

@@ -208,7 +208,7 @@ def test_a_process_that_outlives_its_training_is_a_hang(detector: HangDetector) 
     ranks = {0: rank(state="closed", heartbeat=150.0), 1: rank(state="closed", heartbeat=151.0)}
     seen = watch(detector, 152.0, 2000.0, ranks)
     assert seen is not None
-    assert "lives on" in seen[1].detail
+    assert "keeps running" in seen[1].detail
 
 
 def test_torchruns_wait_for_the_other_nodes_at_its_end_is_no_hang() -> None:
@@ -372,7 +372,7 @@ def test_a_hang_of_many_ranks_fits_on_a_line(count: int) -> None:
 
 def test_a_late_node_is_named_where_no_rank_here_stands_out(detector: HangDetector) -> None:
     waiting = {n: rank("collective", 100.0) for n in range(2)}
-    what = "a rank on node b with rank 2 did not come in time"
+    what = "a rank on node b with rank 2 did not ask in time"
     assert detector.late(160.0, waiting, 60.0, what).detail.endswith(f": {what}")
     one_is_late = {**waiting, 1: rank("data", 100.0)}
     assert what not in detector.late(160.0, one_is_late, 60.0, what).detail

@@ -77,7 +77,7 @@ def test_ranks_that_have_lost_their_common_answer_are_ended_though_they_step_on(
         STARTING, state="running", phase="collective", phase_since=clock.monotonic() - 60.0
     )
     monitor.on_tick(clock.monotonic(), {0: waiting, 1: replace(waiting, phase="data")})
-    late = make_finding("guard_degraded", rank=0, what="a rank did not come in time", where=LATE)
+    late = make_finding("guard_degraded", rank=0, what="a rank did not ask in time", where=LATE)
     monitor.on_finding(late)
     monitor.on_finding(late)
     monitor.on_steps(0, [])
@@ -131,4 +131,4 @@ def test_a_finished_miner_that_does_not_exit_is_ended_as_finished(tmp_path: Path
     assert [f.event for f in emitted].count("hang_detected") == 1
     ((verb, cause),) = control.asked
     assert verb == "finish"
-    assert "the miner's process lives on" in cause
+    assert "the miner's process keeps running" in cause

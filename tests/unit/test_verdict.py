@@ -310,7 +310,7 @@ def test_a_nan_is_dated_by_its_first_step() -> None:
     memory = Memory()
     memory.take(NAN)
     assert judge(typed(steps__loss="NaN", steps__inner_step=40), memory).cause == (
-        "loss is NaN since step 72 of outer step 62"
+        "loss has been NaN since step 72 of outer step 62"
     )
 
 

@@ -80,10 +80,7 @@ def _not_finite(trace: Trace, facts: TrainingFacts) -> Iterator[Anomaly]:
         return
     for step in _hidden_nan(trace):
         yield _nan(
-            trace,
-            facts,
-            step,
-            f"loss is printed as 0 at step {step}, which stands for NaN in HF Trainer",
+            trace, facts, step, f"loss is printed as 0 at step {step}: HF Trainer prints 0 for NaN"
         )
 
 
@@ -181,8 +178,8 @@ def _climb(trace: Trace, loss: Series, index: int, seen: levels.Climb) -> Anomal
     step = loss.steps[index]
     cause, fixes = advice.for_divergence(trace.nearest("lr", step), loss.steps[index - 1])
     detail = (
-        f"loss left its level of {seen.best:.4g} at step {step} for good and ends at "
-        f"{seen.level:.4g}"
+        f"loss left its level of {seen.best:.4g} at step {step}, never returned to it "
+        f"and ends at {seen.level:.4g}"
     )
     return Anomaly(
         "divergence",

@@ -155,6 +155,5 @@ class CollectiveQueries:
             if isinstance(self._agreement, agree.Group) and self._agreement.late:
                 on = f" on {absent}" if (absent := self._agreement.absent) else ""
                 self._recorder.report_error(
-                    agree.LATE,
-                    f"a rank{on} did not come in time, and the ranks agree on nothing more",
+                    agree.LATE, f"a rank{on} did not ask in time, and the ranks cannot agree again"
                 )
