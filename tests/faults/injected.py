@@ -116,7 +116,7 @@ def all_helpers_killed(world: World) -> str:
 
 
 def suspended_helper(world: World) -> str:
-    """It stays suspended."""
+    """Suspend a helper for the rest of the sequence."""
     helpers = world.helpers()
     if not helpers:
         return "no helper to suspend"

@@ -132,8 +132,8 @@ def test_the_process_of_last_resort_is_started_again_when_it_is_killed(
 
 
 def test_a_last_resort_suspended_while_it_starts_still_does_its_duty(guarded: Guarded) -> None:
-    """Suspended before its first line ran, it stayed so, and the miner's children with it. Found by
-    a random sequence."""
+    """Guards against a process of last resort that is suspended before its first line, and
+    leaves the miner's children alive. Found by a random sequence."""
     started(guarded, "shedding", b"all hidden", {**FAST, "miner.cgroup": "false"})
     (killed,) = until(lambda: _last_resorts(guarded), 60, "the process of last resort")
     os.kill(killed, signal.SIGKILL)
@@ -147,7 +147,7 @@ def test_suspended_helpers_end_with_a_killed_guard_and_do_their_duty(
     guarded: Guarded, settings: dict[str, Any]
 ) -> None:
     """Guards against processes that wait for a SIGCONT forever, the process of last resort among
-    them: all were stopped, then the guard was killed. A random sequence found it."""
+    them: all were stopped, then the guard was killed. Found by a random sequence."""
     often = {"health.sample_every_s": 0.5, "health.snapshot_every_s": 0.5}
     started(guarded, "shedding", b"all hidden", {**settings, **often})
     helpers = until(lambda: _helpers(guarded), 60, guarded.tail)
@@ -214,7 +214,7 @@ def test_guard_and_last_resort_killed_at_once_leave_the_rest_to_the_next_guard(
 def test_a_removed_list_hides_nothing_from_the_next_guard_where_there_are_cgroups(
     guarded: Guarded,
 ) -> None:
-    """A random sequence found it: run.json was removed, then everything was killed at once."""
+    """Found by a random sequence, which removed run.json and then killed everything at once."""
     try:
         Cgroup.create("test", "2").remove()
     except OSError as error:

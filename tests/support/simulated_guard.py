@@ -332,7 +332,7 @@ class SimulatedGuard:
         return True
 
     def _tick(self) -> None:
-        """One turn of the guard: the status, then the monitors."""
+        """One iteration of the guard: the status, then the monitors."""
         self._document()
         now, phase = self.clock.monotonic(), "data" if self._silent_s() > self.step_s else "forward"
         at = self._stepped_at

@@ -62,7 +62,7 @@ class Recipe:
     """Parts of its output that differ from run to run: times."""
 
     spawns: bool = False
-    """It starts its ranks itself, which a fault in the first process does not reach."""
+    """The program starts its ranks itself; a fault in the first process does not reach them."""
 
     ranks: int = 0
     """Ranks under torchrun; 0: no torchrun."""

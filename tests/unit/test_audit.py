@@ -159,7 +159,7 @@ def test_gradients_that_have_not_changed_are_not_fetched_again(tmp_path: Path) -
 
 @pytest.mark.usefixtures("inspected_here")
 def test_audits_that_repeat_themselves_keep_within_their_bytes_per_hour(tmp_path: Path) -> None:
-    """Guards against a paid or slow line that the audits of a large model eat up."""
+    """Guards against audits of a large model that saturate a metered or slow connection."""
     publish(tmp_path)
     size = (tmp_path / "epoch-56" / "gradients.pt").stat().st_size
     repo, memory = RepoSettings(kind="local", path=str(tmp_path)), AuditMemory(2 * size - 1)

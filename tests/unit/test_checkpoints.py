@@ -206,8 +206,8 @@ def work():
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_what_bears_a_name_is_whole(tmp_path: Path) -> None:
-    """SIGKILLs at moments that are spread over the writing."""
+def test_a_sigkill_at_any_moment_leaves_only_complete_checkpoints(tmp_path: Path) -> None:
+    """Sends SIGKILL at several moments of the write."""
     with forks(_WRITES_FOREVER, tmp_path) as writer:
         for number in range(4):
             writer.start()

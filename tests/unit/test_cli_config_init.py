@@ -58,7 +58,7 @@ def test_config_names_the_origin_of_each_value_and_masks_secrets(
 def test_settings_that_hold_secrets_are_read_from_the_miners_env_file_below_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards against alerts that are lost under pm2, whose filter_env lets no secret through the
+    """Guards against alerts that are lost under pm2, whose filter_env removes secrets from the
     environment."""
     monkeypatch.chdir(tmp_path)
     Path(".env").write_text(

@@ -29,7 +29,8 @@ def loop() -> Iterator[Loop]:
 def test_a_guard_without_descriptors_does_not_spin_and_answers_later(
     loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against 27,000 turns a second: the waiting client made the socket ready each time."""
+    """Guards against 27,000 loop iterations a second: the waiting client made the socket
+    ready each time."""
     monkeypatch.setattr(loop_module, "REST_S", 0.3)
     control = ControlSocket(StateDir(tmp_path), loop, lambda _request: {"done": "yes"})
     whole, refused = control._socket, 0

@@ -332,9 +332,9 @@ def test_settings_of_the_run_are_in_the_fixes(tmp_path: Path) -> None:
     assert "halve the learning rate: 0.0002 to 0.0001" in run.of("loss_nan")[0].fields["fixes"]
 
 
-def test_after_a_new_rendezvous_the_losses_of_the_present_ranks_are_judged(tmp_path: Path) -> None:
-    """Guards against unwatched losses on a node, because a rank that moved to another node
-    still leads."""
+def test_after_a_new_rendezvous_the_losses_of_the_current_ranks_are_judged(tmp_path: Path) -> None:
+    """Guards against losses that no detector judges on a node whose leading rank moved to another
+    node."""
     run, losses = Run(tmp_path), [loss for _, (_, loss) in zip(range(60), healthy(1), strict=False)]
     for loss in losses:
         run.step(15.0, loss)

@@ -54,7 +54,7 @@ def warnings_of(run: Run) -> list[str]:
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("usual_s", [3.0, 15.0])
 def test_a_slowdown_that_lasts_is_one_alarm(tmp_path: Path, seed: int, usual_s: float) -> None:
-    """It was one for the slow steps and one for the lasting change."""
+    """Guards against two alarms: one for the slow steps, one for the lasting change."""
     run, source = Run(tmp_path), random.Random(seed)
     for number in range(400):
         seconds = usual_s * source.gauss(1, 0.05) * (1 if number < 200 else 1.8)

@@ -124,8 +124,8 @@ def test_a_lead_rank_that_never_steps_delays_the_others_only_briefly(ranks: _Ran
 def test_a_step_with_invalid_times_counts_as_torn_and_the_next_one_is_read(
     ranks: _Ranks, odd: float
 ) -> None:
-    """Guards against a NaN in the ring: reading it raised at every tick, and in the end of a
-    launch."""
+    """Guards against a NaN in the ring: reading it raised at every tick, and when the launch
+    ended."""
     ranks.step(0, 1)
     ranks.step(0, 2)
     memory_of_it = ranks.writers[0].map

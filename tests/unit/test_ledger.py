@@ -206,7 +206,7 @@ def test_a_miner_that_asks_at_every_step_does_not_fill_the_disk_in_a_month(
 
 
 def test_a_clock_that_was_wrong_for_a_while_costs_no_history(tmp_path: Path) -> None:
-    """Guards against one row of the year 2038, against which all others are older than 90 days."""
+    """Guards against one row dated 2039, next to which all others look older than 90 days."""
     ledger = Ledger(tmp_path / "ledger.sqlite3")
     for number in range(200):
         ledger.restart(1e9 + number, "crash", 1, 2.0)

@@ -128,7 +128,7 @@ def test_the_compiled_path_keeps_no_memory() -> None:
 def test_a_filter_finds_the_same_templates_first_and_later(
     templates: Templates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against a template that is remembered as quiet though it contains a word."""
+    """Guards against a cache that takes a template for irrelevant although it contains a word."""
     monkeypatch.setattr(line_templates, "templates", templates)
     sieve, quiet = TemplateFilter([b"error", b"loss"]), b"all well 1\n" * 50
     for _ in range(3):

@@ -149,7 +149,7 @@ def test_a_reciprocal_counts_like_a_quotient() -> None:
 
 def test_losses_that_nothing_divides_say_that_they_are_a_sum() -> None:
     """Guards against a number under `Loss:` that is four times the one that the trainer prints,
-    without a word."""
+    without an explanation."""
     losses = Losses()
     losses.note(Tensor(0.7))
     losses.note(Tensor(0.6))

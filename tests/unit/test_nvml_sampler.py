@@ -54,7 +54,7 @@ def test_all_fields_of_a_healthy_gpu_are_read(sampler: NvmlSampler) -> None:
 def test_an_unknown_error_of_a_side_field_condemns_no_gpu(
     sampler: NvmlSampler, fake_nvml: FakeNvml
 ) -> None:
-    """The fabric's was taken for the GPU's own, on four GPUs that were well."""
+    """Guards against the fabric's state taken for the GPU's own, on four healthy GPUs."""
     fake_nvml.set({"fail.nvmlDeviceGetPowerUsage.0": 999})
     sample = sampler.sample()
     assert states(sample) == ["ok"] * 4

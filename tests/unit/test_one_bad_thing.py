@@ -328,8 +328,8 @@ def test_a_long_command_line_does_not_cut_the_answer_of_the_guard(tmp_path: Path
 
 
 def test_terminal_control_sequences_are_shown_and_not_executed() -> None:
-    """Guards against a line of the miner that clears the screen, renames the window, or hides what
-    stands before it."""
+    """Guards against a line of the miner that clears the screen, renames the window, or hides the
+    text before it."""
     evil = "evil \x1b]0;title\x07 \x1b[2J \x9b31m\rfine"
     record = {
         "ts": "2026-01-02T03:04:05.678901Z",

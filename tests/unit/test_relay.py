@@ -142,8 +142,8 @@ def test_a_flood_that_the_parts_are_behind_with_is_cut_to_its_end(stage: Open) -
     assert at.written() == flood
 
 
-def test_a_slow_part_is_shown_output_in_slices_of_time(stage: Open) -> None:
-    """Guards against one turn of the loop that lasts as long as the monitors need for a whole
+def test_a_slow_monitor_receives_output_in_time_slices(stage: Open) -> None:
+    """Guards against one loop iteration that lasts as long as the monitors need for a whole
     burst."""
 
     def slow(_data: bytes) -> None:

@@ -114,7 +114,7 @@ def a_revision(folder: Path) -> Revision:
 def test_a_journal_that_cannot_be_written_fails_the_upload_and_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
-    """Guards against a publisher that ends with a traceback where its disk is full."""
+    """Guards against a publisher that dies with a traceback when its disk is full."""
     revision, whole, writes = a_revision(tmp_path), os.replace, 0
 
     def full(source: Path, target: Path) -> None:

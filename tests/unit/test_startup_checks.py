@@ -204,7 +204,7 @@ def test_a_foreign_validators_package_is_seen_by_the_miners_interpreter(tmp_path
 def test_a_distribution_of_the_same_name_is_reported_in_either_order(
     tmp_path: Path, order: str, users: list[str]
 ) -> None:
-    """Guards against no word of it: the later one overwrites files of the earlier one."""
+    """Guards against a silent conflict: the later package overwrites files of the earlier one."""
     package = tmp_path / "validators"
     package.mkdir()
     (package / "__init__.py").write_text("theirs" if order == "ours first" else "ours")

@@ -197,8 +197,8 @@ def test_a_repeated_stop_request_reports_what_it_waits_for(
 def test_a_stop_during_a_restart_is_heard(
     supervisor: Supervisor, launcher: Launcher, findings: list[Finding]
 ) -> None:
-    """Guards against a first Ctrl-C without a word, because the guard was already ending the launch
-    for a restart."""
+    """Guards against a first Ctrl-C without an answer, because the guard was already ending the
+    launch for a restart."""
     supervisor.request_stop(StopRequest("hang: rank 0 in data", Then.RESTART))
     supervisor.step()
     findings.clear()
@@ -245,7 +245,7 @@ def test_the_end_of_a_launch_survives_whatever_fails_in_it(
 def test_a_stop_is_honoured_after_a_failure_while_it_was_begun(
     supervisor: Supervisor, launcher: Launcher, defects: list[Exception]
 ) -> None:
-    """Guards against a request that is used up by a turn that failed."""
+    """Guards against a stop request that is lost when the step that handles it fails."""
 
     def fail() -> None:
         raise RuntimeError("a defect")

@@ -78,7 +78,7 @@ def test_a_block_says_when_asking_again_can_help() -> None:
 
 
 def test_the_operators_minimum_stands_beside_what_validators_accept() -> None:
-    """Guards against 50 steps without a score after each AllReduce, and no word of why."""
+    """Guards against 50 steps without a score after each AllReduce, and no reason given."""
     blocked = min_inner_step.judge(facts(inner_step=15), SN38)
     assert (
         blocked.note

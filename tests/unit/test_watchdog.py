@@ -120,8 +120,8 @@ def test_a_miner_that_ignores_sigterm_has_its_grace_and_no_more(scene: Scene) ->
     assert GRACE_S <= scene.clock.monotonic() - asked <= GRACE_S + SILENT_S + 10.0
 
 
-def test_a_stop_that_makes_no_progress_ends_though_the_loop_turns(scene: Scene) -> None:
-    """Guards against a defect that repeats at each turn of a stop."""
+def test_a_stop_without_progress_ends_although_the_loop_keeps_running(scene: Scene) -> None:
+    """Guards against a defect that recurs in each loop iteration of a stop."""
     scene.dog.stop_asked()
     with pytest.raises(Left):
         scene.pass_time(120.0)
@@ -136,9 +136,9 @@ def test_a_loop_that_wakes_up_ends_the_guard_itself(scene: Scene) -> None:
     assert not scene.exits
 
 
-def test_a_guard_that_was_stopped_for_a_while_is_no_hanging_one(scene: Scene) -> None:
-    """Guards against a false alarm after SIGSTOP, a debugger or a suspended host: nothing had a
-    turn."""
+def test_a_guard_that_was_suspended_is_not_reported_as_hung(scene: Scene) -> None:
+    """Guards against a false alarm after SIGSTOP, a debugger or a suspended host, while nothing
+    ran."""
     scene.clock.advance(3600.0)
     scene.dog.check()
     assert not scene.findings

@@ -266,7 +266,7 @@ asyncio.exceptions.TimeoutError
     "after", [WAITED, WAITED.replace("asyncio.exceptions.TimeoutError", "UploadError: no")]
 )
 def test_what_follows_from_a_known_error_is_not_the_root(words: str, after: str) -> None:
-    """A throttled bucket once ended the miner as a code defect that no restart fixes."""
+    """Guards against a throttled bucket that passes for a code defect: the guard gave up."""
     found = {i.label: i.root for i in incidents(f"{THROTTLED}\n{words}\n\n{after}".encode())}
     assert found == {"hf_rate_limit": True, "hub_or_storage_unavailable": False}
 

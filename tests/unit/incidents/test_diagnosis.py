@@ -41,7 +41,7 @@ def test_a_file_that_cannot_be_used_is_refused_in_words(
 
 
 def test_it_runs_where_only_the_package_is_installed(tmp_path: Path) -> None:
-    """It imported a test, which needs pytest: from a clean clone the command did not start."""
+    """The command once imported a test, which needs pytest, and did not start in a clean clone."""
     file = tmp_path / "mine.jsonl"
     file.write_text('{"label": "BENIGN", "text": "step 1 loss 3.4"}\n')
     absent = "import sys; sys.modules['pytest'] = None; from tests.diagnosis import main; "

@@ -204,7 +204,7 @@ def test_of_a_state_directory_the_guards_own_log_is_read(
     capsys: pytest.CaptureFixture[str],
     piped: bytes | None,
 ) -> None:
-    """It waited for standard input, or explained what happened to be there."""
+    """`explain` once waited for standard input, or explained whatever was piped in."""
     stdin = None if piped is None else io.TextIOWrapper(io.BytesIO(piped))
     monkeypatch.setattr(sys, "stdin", stdin)
     guards_log(tmp_path / "at" / "other")

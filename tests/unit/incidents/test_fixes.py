@@ -133,8 +133,8 @@ def test_the_first_fix_is_that_of_the_line(line: str, label: str, expected: str)
     assert expected in root.fixes[0]
 
 
-def test_a_torch_for_cpus_is_not_fixed_by_compiling_another_package_again() -> None:
-    """It suggested `--force-reinstall PACKAGE` without naming a package."""
+def test_rebuilding_another_package_does_not_fix_a_cpu_only_torch() -> None:
+    """`explain` once suggested `--force-reinstall PACKAGE` without naming a package."""
     root = found("OSError: libc10_cuda.so: cannot open shared object file: No such file")
     assert "CPU-only build" in root.cause
     assert "PACKAGE" not in " ".join(root.fixes)
@@ -157,7 +157,7 @@ def test_a_library_that_refuses_an_argument_is_not_the_miners_fault() -> None:
 
 
 def test_a_new_miner_that_has_no_state_yet_lost_nothing() -> None:
-    """It reported that local work was dropped, at the first start of every new miner."""
+    """`explain` once reported lost work at the first start of every new miner."""
     root = found("WARNING Failed to load local state, loading global model instead\n")
     assert root.label == "state_load_failed"
     assert "normal for a new miner" in root.cause

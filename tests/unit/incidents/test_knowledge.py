@@ -161,5 +161,5 @@ def test_every_fix_says_where_it_comes_from() -> None:
 
 
 def test_the_packages_expressions_take_linear_time() -> None:
-    """A guard does not check them at each start."""
+    """Checked here, because the guard skips this check at startup."""
     assert knowledge.parse(knowledge.shipped()).labels == knowledge.load().labels

@@ -28,7 +28,7 @@ STEPS = "".join(f"Outer Step: 3 | Inner Step: {n} | Loss: 3.40\n" for n in range
 
 
 def test_a_hang_that_the_guard_found_is_the_cause_and_its_own_sigterm_is_not() -> None:
-    """It answered `user_interrupt: not a fault of the run`."""
+    """`explain` once answered `user_interrupt: not a fault of the run`."""
     assert root(HANG) == "hang"
     assert root("[rank1]: torch.OutOfMemoryError: CUDA out of memory.\n" + HANG) == "cuda_oom", (
         "the rank that stood still"
@@ -36,7 +36,7 @@ def test_a_hang_that_the_guard_found_is_the_cause_and_its_own_sigterm_is_not() -
 
 
 def test_a_straggler_is_the_cause_if_nothing_worse_is_in_the_log() -> None:
-    """It answered `Nothing wrong found` about a run at a third of its speed."""
+    """`explain` once answered `Nothing wrong found` about a run at a third of its speed."""
     for waits in (" it waits 0.05s in collectives, they wait 0.60s", ""):
         found = Straggler(1, 0.6, 0.05 if waits else None, 0.6, 0.92, "data", 0.8, 0.2, 20)
         assert ("collectives" in found.detail()) == bool(waits)

@@ -120,7 +120,7 @@ def test_ranks_that_ask_different_questions_are_all_reported_and_agree_again(
 def test_rank_0_comes_to_the_others_without_an_answer_too(
     tmp_path: Path, answer: bytes | None
 ) -> None:
-    """Guards against ranks that wait out their timeout, and agree on nothing more, for want of an
+    """Guards against ranks that wait out their timeout, and can never agree again, for want of an
     answer."""
 
     def ask(group: Group, rank: int) -> object:

@@ -215,11 +215,11 @@ class _OneProcess:
         return 2
 
 
-def test_a_guard_begun_before_the_process_group_says_that_it_took_itself_for_another_rank(
+def test_a_guard_created_before_the_process_group_reports_its_wrong_rank(
     state: StateDir, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under Slurm or MPI, whose ranks have no RANK in their environment: all wrote into the record
-    of rank 0."""
+    """Slurm and MPI set no RANK in the environment, so every rank once wrote into the record of
+    rank 0."""
     guard = Guard(find({}, state.root))
     monkeypatch.setattr(environment, "initialised_distributed", _OneProcess)
     for _ in range(2):
