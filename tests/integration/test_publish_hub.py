@@ -263,7 +263,9 @@ def test_killed_after_any_request_the_view_is_whole(
     settings, state = server
     publish(settings, revision(tmp_path, 1000, LARGE), tmp_path)
     outcomes = []
-    with publishers(settings, "huggingface_hub.hf_api", tmp_path, generation) as publisher:
+    # Before 1.0 the library keeps the endpoint that it found at its import.
+    env = {**generation, "HF_ENDPOINT": str(settings.endpoint)}
+    with publishers(settings, "huggingface_hub.hf_api", tmp_path, env) as publisher:
         for number in range(1, 40):
             before, inner = shown(state, "main"), 1000 + number
             ended = publisher.push_and_kill(state, revision(tmp_path, inner, LARGE), number)
