@@ -264,7 +264,7 @@ def test_a_stopped_rank_is_reported_in_words(guarded: Guarded) -> None:
     guarded.assert_nothing_left()
 
 
-def test_a_suspended_guard_and_miner_are_no_hang(guarded: Guarded) -> None:
+def test_a_suspended_guard_and_miner_are_not_a_hang(guarded: Guarded) -> None:
     settings = {**FAST, "hang.min_s": 4}
     guard = guarded.start(guarded.miner("steps", 100000, 0.1, "exit0"), settings=settings)
     guarded.wait_for("inner_step", 3, seconds=60)

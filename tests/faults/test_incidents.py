@@ -68,7 +68,7 @@ def test_out_of_memory_is_retried_and_named_each_time(guarded: Guarded) -> None:
 
 
 @pytest.mark.parametrize("text", ["step 1 loss 3.2", "0 errors, 0 failed"])
-def test_a_failure_without_words_is_no_incident(guarded: Guarded, text: str) -> None:
+def test_a_failure_without_words_is_not_an_incident(guarded: Guarded, text: str) -> None:
     guard = guarded.start(miner(text), "--no-restart", settings=SETTINGS)
     assert guard.wait(60) == 1
     assert not guarded.named("incident")

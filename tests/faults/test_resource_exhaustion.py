@@ -112,7 +112,7 @@ MISPLACED: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("kind", MISPLACED)
-def test_what_is_no_file_at_all_is_set_aside_with_one_line(guarded: Guarded, kind: str) -> None:
+def test_what_is_not_a_file_is_set_aside_with_one_line(guarded: Guarded, kind: str) -> None:
     """A folder in place of guard.sock once left the ranks without a reader: each step stood in the
     log twice."""
     state: StateDir = guarded.state

@@ -50,7 +50,7 @@ for name, kind in (("control.sock", socket.SOCK_STREAM), ("guard.sock", socket.S
 """
 
 
-def test_a_line_that_resembles_the_guards_own_is_no_event(guarded: Guarded) -> None:
+def test_a_line_that_resembles_the_guards_own_is_not_an_event(guarded: Guarded) -> None:
     lines = ("2026-01-02T03:04:05.678Z | INFO | guard | AUDIT PASSED: epoch 56", FORGED)
     code = f"import time\nfor line in {lines!r}: print(line, flush=True)\ntime.sleep(600)"
     guarded.start([sys.executable, "-c", code, guarded.token], settings=FAST)

@@ -104,7 +104,7 @@ def test_each_bad_gpu_is_found_and_the_good_one_keeps_its_rows(
     assert {c["level"] for c in document["checks"] if c["gpu"] == 0} == {"ok"}
 
 
-def test_an_idle_link_that_has_clocked_down_is_no_finding(
+def test_an_idle_link_that_has_clocked_down_is_not_a_finding(
     fake_nvml: FakeNvml, tmp_path: Path, python: Path
 ) -> None:
     fake_nvml.set({"pcie.gen": 1, "pcie.width": 8, "util.gpu": 0})
@@ -173,7 +173,7 @@ def test_a_driver_older_than_torchs_cuda_is_critical(
     )
 
 
-def test_a_mask_on_the_gpus_is_no_missing_gpu(
+def test_a_mask_on_the_gpus_is_not_a_missing_gpu(
     fake_nvml: FakeNvml, tmp_path: Path, python: Path
 ) -> None:
     fake_nvml.set({"torch.count": 2})

@@ -215,7 +215,7 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def test_an_endpoint_that_is_no_url_is_refused_with_the_right_form(tmp_path: Path) -> None:
+def test_an_endpoint_that_is_not_a_url_is_refused_with_the_right_form(tmp_path: Path) -> None:
     run = guard(tmp_path, "127.0.0.1:4317", "true")
     run.wait(60)
     lines = (tmp_path / "state" / "guard.jsonl").read_text().splitlines()

@@ -107,7 +107,7 @@ def test_nodes_of_one_name_are_counted_each_for_itself() -> None:
     assert "fewer_gpus_than_ranks" in messages([{**r, "boot": "boot-0"} for r in same_places])
 
 
-def test_offload_under_a_cuda_mesh_is_no_fallback_but_a_cpu_mesh_is() -> None:
+def test_offload_under_a_cuda_mesh_is_not_a_fallback_but_a_cpu_mesh_is() -> None:
     change = {
         "model_device": "cpu",
         "shards": {"cpu": [1, 4]},

@@ -179,7 +179,7 @@ def test_an_output_that_cannot_be_written_is_reported(line: str, code: int, word
     assert words in ended.stderr
 
 
-def test_a_reader_that_goes_away_is_no_error() -> None:
+def test_a_reader_that_goes_away_is_not_an_error() -> None:
     line = f"{sys.executable} -m miner_guard plan | true; exit ${{PIPESTATUS[0]}}"
     ended = subprocess.run(["bash", "-c", line], stderr=subprocess.PIPE, timeout=120)
     assert (ended.returncode, ended.stderr) == (0, b"")
@@ -198,7 +198,7 @@ def test_a_defect_is_one_line_with_its_place(
     assert len(message.splitlines()) == 1
 
 
-def test_the_miners_own_exit_code_2_is_no_wrong_usage() -> None:
+def test_the_miners_own_exit_code_2_is_not_a_usage_error() -> None:
     """Guards against a miner whose arguments are wrong (argparse exits with 2) looking like a wrong
     guard command."""
     line = [

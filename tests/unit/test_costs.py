@@ -81,7 +81,7 @@ def test_over_5_per_cent_warns_once_and_over_10_is_critical_once() -> None:
     assert message(over[0]).startswith("MONITORING OVER BUDGET: 6.0% (limit 5%)")
 
 
-def test_the_first_second_of_a_run_is_no_alarm() -> None:
+def test_the_first_second_of_a_run_raises_no_alarm() -> None:
     account = Account()
     account.call("status", 0.5)
     assert account.events() == []

@@ -264,7 +264,7 @@ def test_the_guards_helpers_are_counted_once_and_never_backwards(tmp_path: Path)
     assert (row["background_time"], row["total_time"]) == (5.0, 0.0)
 
 
-def test_time_in_which_the_miner_does_not_run_is_no_training_time(monitor: CostsMonitor) -> None:
+def test_time_in_which_the_miner_does_not_run_is_not_training_time(monitor: CostsMonitor) -> None:
     clock = monitor.context.clock
     assert isinstance(clock, FakeClock)
     monitor.on_launch(Launch(["x"], 1, 0, clock.monotonic()))

@@ -31,7 +31,7 @@ def test_certain_cpu_fallback_names_rank_and_evidence(tmp_path: Path) -> None:
     assert len(run.of("cpu_fallback")) == 1
 
 
-def test_a_loss_copied_to_the_cpu_by_a_rank_that_holds_gpu_memory_is_no_fallback(
+def test_a_loss_copied_to_the_cpu_by_a_rank_that_holds_gpu_memory_is_not_a_fallback(
     tmp_path: Path,
 ) -> None:
     run = Run(tmp_path, replace(Config(), gpu=GpuSettings(expect=2)))
@@ -40,7 +40,7 @@ def test_a_loss_copied_to_the_cpu_by_a_rank_that_holds_gpu_memory_is_no_fallback
     assert run.alarms() == []
 
 
-def test_a_model_that_was_moved_after_its_diagnosis_or_is_small_is_no_fallback(
+def test_a_model_that_was_moved_after_its_diagnosis_or_is_small_is_not_a_fallback(
     tmp_path: Path,
 ) -> None:
     moved = ("cpu", {"allocated_bytes": 18 * GIB})

@@ -113,7 +113,7 @@ def test_an_explosion_between_two_levels_is_not_reported_again(at: int) -> None:
 
 
 @pytest.mark.parametrize("height", [0.2, 0.25, 0.3])
-def test_the_first_epochs_end_is_no_spike(height: float) -> None:
+def test_the_first_epochs_end_is_not_a_spike(height: float) -> None:
     """A loss that falls within each epoch jumps back at its end, and takes the next one to fall."""
     watch, chance = LossWatch(LossSettings()), random.Random(3)
     for step in range(1000):
@@ -123,7 +123,7 @@ def test_the_first_epochs_end_is_no_spike(height: float) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])
-def test_a_spike_as_high_as_the_first_losses_is_no_restart(width: int) -> None:
+def test_a_spike_as_high_as_the_first_losses_is_not_a_restart(width: int) -> None:
     chance = random.Random(width)
     losses = [(3 + 5 / (1 + step / 80)) * chance.gauss(1, 0.015) for step in range(600)]
     assert restarts(losses) == []

@@ -62,7 +62,7 @@ def test_healthy_curves_are_healthy(seed: int, noise: float) -> None:
     assert found(seen) == []
 
 
-def test_noise_beyond_all_numbers_is_no_climb_and_no_error() -> None:
+def test_noise_beyond_all_numbers_is_neither_a_climb_nor_an_error() -> None:
     values = [1e-300, 1e300] * 20 + [1e300] * 20
     trace_of(loss=values)
     trace_of(loss=[*values, *reversed(values), *[1.7e308] * 40])
@@ -183,7 +183,7 @@ def test_a_language_model_that_is_stuck_near_chance_is_a_plateau(seed: int) -> N
     assert found(trace_of(loss=tuned)) == []
 
 
-def test_a_loss_that_explodes_to_where_it_began_and_stays_is_no_restart() -> None:
+def test_a_loss_that_explodes_to_where_it_began_and_stays_is_not_a_restart() -> None:
     values = healthy(600)
     exploded = changed(values, lambda n, v: v if n < 400 else v * values[0] / values[400])
     assert found(trace_of(loss=exploded)) == [("divergence", 400)]
@@ -216,13 +216,13 @@ def test_memory_drop_leak_and_start_up() -> None:
         "  train_loss               =     4.6123",
     ],
 )
-def test_the_mean_that_a_trainer_prints_at_the_end_is_no_spike(summary: str) -> None:
+def test_the_mean_that_a_trainer_prints_at_the_end_is_not_a_spike(summary: str) -> None:
     """Every finished run of HF Trainer once ended in a spike."""
     lines = [f"{{'loss': {value:.4f}, 'learning_rate': 5e-05}}" for value in healthy(200)]
     assert found(judge(reading.read([*lines, summary]))) == []
 
 
-def test_memory_that_goes_with_the_length_of_the_sequences_is_no_change() -> None:
+def test_memory_that_follows_the_sequence_length_is_not_a_change() -> None:
     for seed in range(20):
         source = random.Random(seed)
         memory = [16 + 4 * source.random() for _ in range(600)]

@@ -73,7 +73,7 @@ def test_a_miner_that_prints_steps_which_no_hook_reports(
     assert advice in detail
 
 
-def test_a_miner_that_still_loads_is_no_warning(tmp_path: Path) -> None:
+def test_a_miner_that_still_loads_raises_no_warning(tmp_path: Path) -> None:
     quiet = Miner(tmp_path, "auto", {0: STARTING})
     (notice,) = quiet.waits(600, "Loading checkpoint shards: 1/3")
     assert notice.level is None or notice.level == "info"

@@ -127,7 +127,7 @@ def test_what_is_nested_in_a_long_phase_has_its_time_and_no_more(
     pytest.fail("a phase without an end is a hang")
 
 
-def test_short_phases_that_declare_an_allowance_again_and_again_are_no_progress(
+def test_short_phases_that_declare_an_allowance_again_and_again_are_not_progress(
     detector: HangDetector,
 ) -> None:
     now, shown = 101.0, Shown()
@@ -172,7 +172,7 @@ def test_the_first_step_has_its_own_allowance() -> None:
     assert seen[0] == pytest.approx(1800.0, abs=2)
 
 
-def test_entering_a_phase_again_and_again_is_no_progress(detector: HangDetector) -> None:
+def test_entering_a_phase_again_and_again_is_not_progress(detector: HangDetector) -> None:
     now = 101.0
     hang = None
     while hang is None and now < 1000.0:
@@ -211,7 +211,7 @@ def test_a_process_that_outlives_its_training_is_a_hang(detector: HangDetector) 
     assert "keeps running" in seen[1].detail
 
 
-def test_torchruns_wait_for_the_other_nodes_at_its_end_is_no_hang() -> None:
+def test_torchruns_wait_for_the_other_nodes_at_its_end_is_not_a_hang() -> None:
     """A node that is done first, or whose peer is lost, waits at torchrun's exit barrier: 300 s by
     default."""
     detector = HangDetector(HangSettings())

@@ -57,7 +57,7 @@ def watch(
     return [*found, *emitted]
 
 
-def test_lines_that_are_not_understood_are_no_hang(tmp_path: Path) -> None:
+def test_lines_that_are_not_understood_are_not_a_hang(tmp_path: Path) -> None:
     """Guards against a healthy miner ended every half hour, since its lines are of a form that is
     not known."""
     assert watch(tmp_path, "log", {0: STARTING}, printing=True) == []

@@ -109,7 +109,7 @@ def test_equal_templates_are_one_object() -> None:
 
 
 @pytest.mark.skipif(not line_templates.COMPILED, reason="built without a compiler")
-def test_what_is_no_bytes_is_refused() -> None:
+def test_a_line_that_is_not_bytes_is_refused() -> None:
     for wrong in ("text", None, bytearray(b"text"), 5):
         with pytest.raises(TypeError):
             line_templates.templates(wrong)  # type: ignore[arg-type]

@@ -174,7 +174,7 @@ def test_step_lines_of_other_programs_are_read(
         "Outer Step: 5 | Inner Step: 7 | Validation Loss: 3.20",
     ],
 )
-def test_the_loss_of_an_evaluation_is_no_step(tmp_path: Path, line: str) -> None:
+def test_the_loss_of_an_evaluation_is_not_a_step(tmp_path: Path, line: str) -> None:
     log = Log(tmp_path, profile="sn38")
     log.line(line)
     assert log.steps == []

@@ -108,7 +108,7 @@ def test_a_descriptor_whose_handler_fails_rests_and_comes_back(
     os.close(writing)
 
 
-def test_a_wait_that_fails_is_no_end(
+def test_a_wait_that_fails_does_not_end_the_guard(
     loop: Loop, errors: list[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against a kernel call that fails once: OSError from epoll would have ended the guard,

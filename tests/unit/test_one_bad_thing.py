@@ -146,12 +146,12 @@ def test_every_event_has_a_line_whatever_its_fields_hold(event: str) -> None:
         {"event": None},
     ],
 )
-def test_a_datagram_of_foreign_content_is_no_finding(document: dict[str, Any]) -> None:
+def test_a_datagram_of_foreign_content_is_not_a_finding(document: dict[str, Any]) -> None:
     """Guards against one that raises: the loop drops a socket whose handler fails."""
     assert Finding.from_dict(document) is None
 
 
-def test_bytes_that_are_no_text_in_a_command_do_not_stop_the_status(state: StateDir) -> None:
+def test_bytes_that_are_not_text_in_a_command_do_not_stop_the_status(state: StateDir) -> None:
     """Guards against a status that is never written again, and a systemd watchdog that is never fed
     behind it."""
     state.root.mkdir()
@@ -265,7 +265,7 @@ def test_redacting_twice_changes_nothing_more() -> None:
     assert Redactor().text(once) == once
 
 
-def test_checksums_cache_folders_and_counts_of_tokens_are_no_secrets_but_a_bare_key_is() -> None:
+def test_checksums_cache_folders_and_counts_of_tokens_are_not_secrets_but_a_bare_key_is() -> None:
     """Guards against masking paths, and every 100000 in the log."""
     digest = "0123456789abcdef" * 4
     env = {

@@ -57,7 +57,7 @@ def _runbook() -> str:
     return (OPS / "runbook.md").read_text(encoding="utf-8")
 
 
-def test_the_runbook_has_one_row_for_every_event_and_none_for_what_is_no_event() -> None:
+def test_the_runbook_has_one_row_for_every_event_and_none_for_what_is_not_an_event() -> None:
     counts = Counter(event for event, *_ in ROW.findall(_runbook()))
     assert {event for event, count in counts.items() if count > 1} == set()
     assert counts.keys() == CATALOGUE.keys()

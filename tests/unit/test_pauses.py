@@ -30,7 +30,7 @@ def test_checkpoints_by_the_clock_and_epochs_between_them_are_both_learned() -> 
     assert "recurring" not in kinds
 
 
-def test_three_slow_steps_in_twenty_are_no_pause() -> None:
+def test_three_slow_steps_in_twenty_are_not_a_pause() -> None:
     watch = PauseWatch()
     assert [watch.observe(step, 3.0) for step in (100, 107, 109)][-1] == "recurring"
 
@@ -108,7 +108,7 @@ def test_a_lasting_slowdown_is_an_alarm_for_short_steps_too(
     assert event in {name for name, step in seen if 200 <= step < 275}
 
 
-def test_a_busy_host_of_a_moment_is_no_regression() -> None:
+def test_a_momentarily_busy_host_is_not_a_regression() -> None:
     assert not list(run(lambda step: 0.002 if step % 900 < 850 else 0.005, 0.01))
 
 

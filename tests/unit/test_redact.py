@@ -79,7 +79,7 @@ def test_a_secret_is_gone_from_text_and_from_json_that_holds_it(name: str) -> No
 
 
 @pytest.mark.parametrize("text", HARMLESS)
-def test_what_is_no_secret_stays(text: str) -> None:
+def test_what_is_not_a_secret_stays(text: str) -> None:
     assert Redactor().text(text) == text
 
 

@@ -86,7 +86,7 @@ def test_a_miner_that_saves_every_two_hours_is_not_late_after_one(
     assert "(limit 10800s)" in message(stale)
 
 
-def test_a_restart_is_no_stale_checkpoint(monitor: ReportsMonitor) -> None:
+def test_a_restart_is_not_a_stale_checkpoint(monitor: ReportsMonitor) -> None:
     monitor.on_entry(0, checkpoint(20))
     monitor.on_launch(Launch(("x",), 1, 1, CLOCK_START + 5000))
     assert not list(monitor.on_tick(CLOCK_START + 5001, {}))

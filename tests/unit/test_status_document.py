@@ -50,7 +50,7 @@ def test_a_value_of_another_type_and_a_failed_section_are_unknown() -> None:
     assert status.uploads.decision.allowed is False
 
 
-def test_a_missing_or_torn_file_is_no_document(tmp_path: Path) -> None:
+def test_a_missing_or_torn_file_is_not_a_document(tmp_path: Path) -> None:
     state = StateDir(tmp_path)
     assert read_status(state) is None
     state.status.write_text('{"state": "run', encoding="utf-8")

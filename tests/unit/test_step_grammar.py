@@ -192,7 +192,7 @@ def test_step_loss_and_time_of_usual_trainers(
         "Micro Step 3/8 | Loss 0.0123 | Entropy 0.4",
     ],
 )
-def test_other_lines_are_no_steps(line: str) -> None:
+def test_other_lines_are_not_steps(line: str) -> None:
     """Guards against losses of an evaluation, and steps of a download, in the run's curve."""
     assert grammar().read(line) is None
 
@@ -270,7 +270,7 @@ def test_only_the_lowest_rank_counts() -> None:
     assert [(step, loss) for step, loss, _ in steps_of(*lines)] == [(1, 1.1), (2, 2.0)]
 
 
-def test_the_time_since_the_start_is_no_step_time() -> None:
+def test_the_time_since_the_start_is_not_a_step_time() -> None:
     """Guards against SLOW STEP of an hour in a loop that prints how long it has been running."""
     lines = [f"step {n}: loss 2.0, time: {10 * n}s" for n in range(1, 12)]
     assert steps_of(*lines, every_s=10.0)[-1][2] == 10.0

@@ -204,7 +204,7 @@ def test_a_finding_that_the_status_does_not_show_yet_counts_already() -> None:
         ({"last_step_age_s": 10.0, "max_s": 1.4, "phase": ""}, EARNING),
     ],
 )
-def test_a_step_that_is_overdue_is_no_silence_that_earns(steps: dict[str, Any], state: str) -> None:
+def test_an_overdue_step_does_not_count_as_earning(steps: dict[str, Any], state: str) -> None:
     """Guards against EARNING throughout the minutes before a hang is called one."""
     changes = {f"steps__{name}": value for name, value in steps.items()}
     assert judge(typed(**changes, hang__limit_s=300.0), Memory()).state == state

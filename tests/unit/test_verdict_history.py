@@ -139,7 +139,7 @@ def test_the_next_guard_continues_the_week(tmp_path: Path) -> None:
     assert strip.cells[-1] == UNWATCHED
 
 
-def test_the_time_of_a_suspended_host_is_no_verdict(tmp_path: Path) -> None:
+def test_no_verdict_counts_the_time_of_a_suspended_host(tmp_path: Path) -> None:
     clock, status = FakeClock(), {"state": "paused"}
     guard = VerdictMonitor(context(tmp_path, clock=clock, status=lambda: status))
     for seconds in (6.0, 6.0, 36_000.0, 6.0):

@@ -109,7 +109,7 @@ def test_the_number_tells_whose_fault_it_is(text: str, label: str, restart: str)
         "154, GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)",
     ],
 )
-def test_what_asks_for_nothing_is_no_incident(text: str) -> None:
+def test_an_xid_that_asks_for_nothing_is_not_an_incident(text: str) -> None:
     """The running guard does not see it; `explain` names it as a notice."""
     line = KERNEL.format(text).encode() + b"\n"
     scanner, case = Scanner(knowledge.load()), RootCauseAnalyzer(knowledge.load())

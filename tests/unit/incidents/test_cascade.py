@@ -324,7 +324,7 @@ def test_an_error_that_the_rank_logged_and_survived_is_not_why_it_misses_a_file(
         "ConnectionResetError: [Errno 104] reset",
     ],
 )
-def test_a_wait_or_a_connection_that_ended_is_no_defect_of_the_code(last: str) -> None:
+def test_a_wait_or_a_connection_that_ended_is_not_a_code_defect(last: str) -> None:
     [found] = incidents(WAITED.replace("asyncio.exceptions.TimeoutError", last).encode())
     assert (found.label, found.root) == ("connection_failed", True)
 

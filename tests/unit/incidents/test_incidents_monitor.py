@@ -190,7 +190,7 @@ def test_the_same_label_again_is_reported_after_the_cooldown_only_and_in_each_la
     assert live.labels == ["cuda_oom"] * 3
 
 
-def test_one_retry_is_no_incident_but_many_are_a_warning(tmp_path: Path) -> None:
+def test_one_retry_is_not_an_incident_but_many_are_a_warning(tmp_path: Path) -> None:
     live = Live(tmp_path)
     for attempt in range(1, 3):
         live.prints(b"Failed to fetch data, retrying. Attempt %d/100\n" % attempt)
@@ -202,7 +202,7 @@ def test_one_retry_is_no_incident_but_many_are_a_warning(tmp_path: Path) -> None
     assert live.findings[0].severity == "warning"
 
 
-def test_what_a_stop_by_the_guard_prints_is_no_incident(tmp_path: Path) -> None:
+def test_what_a_stop_by_the_guard_prints_is_not_an_incident(tmp_path: Path) -> None:
     live = Live(tmp_path)
     live.findings += live.monitor.on_finding(
         make_finding("miner_stopping", reason="SIGTERM", grace_s=45.0)
@@ -328,7 +328,7 @@ def test_the_evidence_is_stored_without_secrets(tmp_path: Path) -> None:
     assert "hf_abc" not in kept
 
 
-def test_ordinary_output_is_no_incident_and_the_snapshot_shows_none(tmp_path: Path) -> None:
+def test_ordinary_output_is_not_an_incident_and_the_snapshot_shows_none(tmp_path: Path) -> None:
     live = Live(tmp_path)
     for step in range(500):
         live.prints(f"Rank 0 | Inner Step: {step} | Average Loss: 3.{step} | 0 errors\n".encode())

@@ -168,7 +168,7 @@ def test_no_known_error_is_lost_by_the_search_for_trigger_words() -> None:
     assert not lost
 
 
-def test_noise_is_no_incident() -> None:
+def test_noise_is_not_an_incident() -> None:
     """Short words such as `xid` and `nan` turn up in any megabytes of letters."""
     chance = random.Random(11)
     noise = bytes(chance.choices(b"abcdefghijklmnopqrstuvwxyz 0123456789.:()[]\n", k=1 << 20))
@@ -241,7 +241,7 @@ def test_no_number_of_training_is_a_status_code(line: str) -> None:
         'INFO:     127.0.0.1:54321 - "GET /healthz HTTP/1.1" 503 Service Unavailable',
     ],
 )
-def test_a_count_of_none_and_ones_own_answers_are_no_incidents(line: str) -> None:
+def test_a_count_of_none_and_ones_own_answers_are_not_incidents(line: str) -> None:
     assert root(line) is None
 
 
@@ -294,7 +294,7 @@ def test_frames_taken_whole_are_the_same_however_the_output_is_cut(at: list[int]
     assert seen_of(cut(FRAMES, at)) == seen_of([FRAMES])
 
 
-def test_the_source_that_a_frame_quotes_is_no_error() -> None:
+def test_the_source_that_a_frame_quotes_is_not_an_error() -> None:
     labels = [getattr(item, "label", None) for item in seen_of([FRAMES])]
     assert labels == ["code_bug", "checkpoint_corrupt", "code_bug"]
 
@@ -330,6 +330,6 @@ def test_a_retry_far_from_an_error_on_a_long_line_is_seen() -> None:
     assert root(f"{line} {between}\n") == "hf_rate_limit"
 
 
-def test_a_harmless_line_is_no_exception() -> None:
+def test_a_harmless_line_is_not_an_exception() -> None:
     assert root("ValueError: finished with errors: 0\n") is None
     assert root("ValueError: finished with shards: 0\n") == "code_bug"

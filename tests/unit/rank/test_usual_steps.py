@@ -121,7 +121,7 @@ def test_losses_that_nothing_divides_are_marked_as_a_sum(loop: Loop) -> None:
     assert [r.loss_summed for r in loop.recorded()] == [False] * 6 + [True] * 2
 
 
-def test_another_optimizer_in_between_is_no_step(loop: Loop) -> None:
+def test_another_optimizers_step_in_between_is_not_a_step(loop: Loop) -> None:
     """Guards against DiLoCo's outer step counted as an inner one."""
     outer = loop.torch.optim.SGD(loop.model.parameters(), lr=0.5)
     for _ in range(3):
