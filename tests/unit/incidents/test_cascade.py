@@ -48,11 +48,12 @@ def causes() -> list[tuple[str, str]]:
         for row in rows
         if row["label"] in ROOTS and "skip" not in row
     ]
-    # Excerpts that name ranks are cascades themselves; a launcher's words are a consequence.
+    # Excerpts that name ranks are cascades themselves; the words of a launcher and a shell are a
+    # consequence, or come before any rank starts.
     return [
         (label, text)
         for label, text in texts
-        if not re.search(r"\[rank\d|Rank \d|launch\.py|exited unexp", text)
+        if not re.search(r"\[rank\d|Rank \d|launch\.py|exited unexp|command not found", text)
     ]
 
 
