@@ -151,7 +151,7 @@ class StepSettings:
     this."""
 
     straggler_critical_ratio: Share = 0.20
-    """The same ratio, above which a straggler is critical."""
+    """A straggler is critical if the ratio of `straggler_warn_ratio` is above this."""
 
     straggler_min_s: NotNegative = 0.1
     """A rank is a straggler only if the waits differ by at least this many seconds, however short

@@ -113,7 +113,7 @@ class TemplateFilter:
         return bool(self._search.find(text))
 
     def holding(self, texts: Sequence[bytes]) -> list[bytes]:
-        """Those of `texts`, which are parts of lines, whose template contains a word."""
+        """The `texts`, each a part of a line, whose template contains a word."""
         together = template(b"\n".join(texts))
         words = self._search.find(together)
         if not words:

@@ -24,7 +24,7 @@ WITHIN_S = 10.0
 """Time for the targets to accept one batch."""
 
 LAST_WITHIN_S = 7.0
-"""The same for the last attempt: together with the child's start, it fits into the 10 s for which
+"""Time for the last attempt: together with the child's start, it fits into the 10 s for which
 the guard delays its exit."""
 
 START_S = 10.0

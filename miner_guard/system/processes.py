@@ -99,7 +99,7 @@ def latest_pid() -> int:
 
 
 def descendants(roots: Iterable[int], among: Table) -> set[Process]:
-    """The living processes among `roots` and their descendants, including a zombie's children."""
+    """The live processes among `roots` and their descendants, including a zombie's children."""
     below: dict[int, list[int]] = {}
     for pid, seen in among.items():
         below.setdefault(seen.parent, []).append(pid)

@@ -95,7 +95,7 @@ _SUMMARY = "train_runtime"
 losses."""
 
 _SUMMED_UP = re.compile(r"(?:train|eval)_\w+\s{2,}=\s.*")
-"""The same summary, printed as a table."""
+"""A row of that summary, printed as a table."""
 
 EVALUATION_WORDS = frozenset(
     name.encode() for name, quantity in _PLAIN_NAMES.items() if quantity == "eval_loss"

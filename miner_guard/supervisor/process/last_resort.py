@@ -96,7 +96,7 @@ def finish(run: RunToEnd) -> None:
 
 
 class Search:
-    """Finds the run's living processes: those that the guard listed, the members of the cgroup, the
+    """Finds the run's live processes: those that the guard listed, the members of the cgroup, the
     descendants of both, and those with the run's marker in their environment."""
 
     def __init__(self, run: RunToEnd) -> None:

@@ -50,7 +50,7 @@ def end_orphans(state: StateDir, grace_s: float, report: Callable[[Finding], Non
 
 
 class _Search:
-    """Finds the earlier run's living processes, including any that they start during the
+    """Finds the earlier run's live processes, including any that they start during the
     cleanup."""
 
     def __init__(self, state: StateDir) -> None:

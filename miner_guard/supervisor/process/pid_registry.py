@@ -33,7 +33,7 @@ class PidRegistry:
         self._path = state.pid_registry
 
     def write(self, run: frozenset[Process], cgroup: Cgroup | None = None) -> None:
-        """Store the run's living processes."""
+        """Store the run's live processes."""
         listed = sorted([process.pid, process.start] for process in run)
         path = None if cgroup is None else str(cgroup.path)
         # Ignore a failed write: the next one writes the whole list.

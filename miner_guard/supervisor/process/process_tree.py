@@ -47,7 +47,7 @@ class ProcessTree:
 
         self._registry = PidRegistry(state)
         self.on_listed: Callable[[frozenset[Process]], None] = lambda _processes: None
-        """Called with the launch's living processes whenever they change."""
+        """Called with the launch's live processes whenever they change."""
 
         self._list_at = self._written_at = float("-inf")
         self._latest_pid = -1
@@ -80,7 +80,7 @@ class ProcessTree:
         self._child_ended = True
 
     def refresh(self, launcher: Process | None) -> None:
-        """Reap orphans that have ended and update the list of living processes.
+        """Reap orphans that have ended and update the list of live processes.
 
         Skips the search if no process has started on the host and no child has ended since the last
         one. Raises OSError if /proc can't be read.

@@ -41,7 +41,7 @@ class Teardown:
 
     clock: Clock
     leftovers: Callable[[], set[Process]]
-    """Returns the launch's living processes except the launcher."""
+    """Returns the launch's live processes except the launcher."""
 
     launcher: Process
     grace_s: float

@@ -42,7 +42,7 @@ def check_state_dir(state: StateDir) -> list[Finding]:
     Call this while holding the lock, before opening any file in the directory.
     """
     findings = list(make_private(state))
-    # Check the folders first: the contents of a folder that is no folder can't be checked.
+    # Check the folders first: the guard cannot check what is in something that is not a folder.
     for path, kind in itertools.chain(_folders(state), _within(state)):
         reason = wrong_kind(path, kind) or _not_ours(path)
         if reason is not None:
