@@ -71,7 +71,7 @@ def test_a_rank_that_comes_too_late_to_agree_is_a_hang_though_all_ranks_step_on(
     hang = guarded.wait_for("hang_detected", seconds=90)
     assert hang["culprits"] == [1]
     assert "rank 1 in data for" in hang["msg"]
-    assert "agree on no further upload" in hang["msg"]
+    assert "cannot agree on any further upload" in hang["msg"]
     assert "hang: rank 1 in data" in guarded.wait_for("miner_restarting", seconds=60)["msg"]
     assert "late.py" in (evidence(guarded) / "stacks-rank-0001.txt").read_text()
     assert guarded.stop() in (0, 75)
