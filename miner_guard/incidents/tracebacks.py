@@ -21,8 +21,8 @@ _MAX_NAME = 400
 """Longest exception name accepted: without a limit the search time is quadratic in the line's
 length."""
 
-_IN_TRACEBACK = re.compile(r"(?:[A-Za-z_]\w*\.)+(?P<name>[A-Z]\w*)(?::\s|$)")
-"""An exception whose name does not mark it as one, such as `queue.Empty`."""
+_IN_TRACEBACK = re.compile(r"(?:[A-Za-z_]\w*\.)+(?P<name>[A-Z]\w*|(?:gai|h)?error)(?::\s|$)")
+"""An exception whose name does not mark it as one, such as `queue.Empty` or `socket.gaierror`."""
 
 _FRAME = re.compile(
     r'file "([^"]+)", line \d|^file ([^\s:]{1,300}\.py|.:[^\s:]{1,300}\.py):\d+, in '

@@ -299,6 +299,21 @@ def test_the_source_that_a_frame_quotes_is_not_an_error() -> None:
     assert labels == ["code_bug", "checkpoint_corrupt", "code_bug"]
 
 
+@pytest.mark.parametrize(
+    ("path", "label"),
+    [
+        ("bittensor/core/subtensor.py", "chain_unreachable"),
+        ("huggingface_hub/file_download.py", "hub_or_storage_unavailable"),
+    ],
+)
+def test_an_exception_in_lower_case_is_judged_by_its_frames(path: str, label: str) -> None:
+    """`socket.gaierror` ended no traceback: a miner that could not resolve the chain's name was
+    told to fix its access to the Hub."""
+    frames = f'  File "/e/lib/python3.11/site-packages/{path}", line 7, in f\n    x()\n'
+    error = "socket.gaierror: [Errno -3] Temporary failure in name resolution\n"
+    assert root("Traceback (most recent call last):\n" + frames + error) == label
+
+
 def test_an_error_far_along_a_line_of_its_own_words_is_found() -> None:
     """Of a line's later pieces, only what has a new word is examined."""
     noise = "wallet permission password error retrying " * 10_000
