@@ -180,7 +180,7 @@ def test_the_node_whose_rank_is_late_is_named_on_the_others(tmp_path: Path) -> N
         shared(group, "both", b"go")
         return None if rank == 5 else (shared(group, "one is missing", b"go"), group.absent)
 
-    answers, _ = run(tmp_path, 6, 2, ask, timeout_s=1.0)
+    answers, _ = run(tmp_path, 6, 2, ask, timeout_s=3.0)
     for answer in answers[:4]:
         assert answer is not None
         words, absent = answer  # type: ignore[misc]
