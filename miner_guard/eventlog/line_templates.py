@@ -8,11 +8,11 @@ output into templates once and searches only new templates for words (the idea o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from functools import cached_property
 from itertools import islice
 
-from miner_guard.eventlog.literal_search import literal_search
+from miner_guard.eventlog.literal_search import literal_search, parts_with
 
 try:
     from miner_guard.eventlog import _templates
@@ -85,15 +85,6 @@ class LineChunk(bytes):
         self.__dict__.clear()
 
 
-def _lines_with(word: bytes, text: bytes) -> Iterator[bytes]:
-    at = text.find(word)
-    while at >= 0:
-        end = text.find(b"\n", at)
-        end = len(text) if end < 0 else end
-        yield text[text.rfind(b"\n", 0, at) + 1 : end]
-        at = text.find(word, end)
-
-
 class TemplateFilter:
     """Finds lines that contain one of the words, and remembers which templates contain one. Uses
     bounded memory."""
@@ -134,7 +125,7 @@ class TemplateFilter:
         together = b"\n".join(new)
         matching: set[bytes] = set()
         for word in self._search.find(together):
-            holding = set(_lines_with(word, together))
+            holding = set(parts_with(word, together, b"\n"))
             matching |= holding
             if len(holding) > _MANY:
                 together = b"\n".join(new - matching)

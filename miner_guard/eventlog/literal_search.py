@@ -112,7 +112,7 @@ class IndexSearch:
         learned: dict[bytes, Sequence[bytes]] = dict.fromkeys(words, ())
         together = b" ".join(words)
         for run in self._runs_in(together):
-            for word in set(_words_with(run, together)):
+            for word in set(parts_with(run, together, b" ")):
                 learned[word] = (*learned[word], *self._by_run[run])
         if len(words) <= _MAX_KNOWN:
             # Another thread may still use the old dictionary.
@@ -146,11 +146,11 @@ def _in_fours(text: bytes) -> Iterator[memoryview[int]]:
         yield view[start : start + (len(text) - start) // _GRAM * _GRAM].cast("I")
 
 
-def _words_with(run: bytes, text: bytes) -> Iterator[bytes]:
-    """The words of `text`, separated by blanks, that contain `run`."""
-    at = text.find(run)
+def parts_with(literal: bytes, text: bytes, separator: bytes) -> Iterator[bytes]:
+    """The parts of `text`, between separators, that contain `literal`."""
+    at = text.find(literal)
     while at >= 0:
-        end = text.find(b" ", at)
+        end = text.find(separator, at)
         end = len(text) if end < 0 else end
-        yield text[text.rfind(b" ", 0, at) + 1 : end]
-        at = text.find(run, end)
+        yield text[text.rfind(separator, 0, at) + 1 : end]
+        at = text.find(literal, end)
