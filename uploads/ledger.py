@@ -38,7 +38,6 @@ _UPLOAD_COLUMNS = (
     *("decision_id", "tag", "outer_step", "inner_step", "kind", "bytes", "seconds"),
     *("attempts", "checksum", "error", "verified"),
 )
-_AGE_COLUMNS = ("outer_step", "inner_step", "size_bytes", "checksum", "reason")
 
 _DAMAGED = (
     "malformed",
@@ -128,10 +127,28 @@ class Ledger:
         known = {name: fields.get(name) for name in _UPLOAD_COLUMNS}
         self._insert("uploads", wall=wall, outcome=outcome, **known)
 
-    def repo_age(self, wall: float, age_s: float | None, **fields: Any) -> None:
+    def repo_age(
+        self,
+        wall: float,
+        age_s: float | None,
+        *,
+        outer_step: int | None = None,
+        inner_step: int | None = None,
+        size_bytes: int | None = None,
+        checksum: str | None = None,
+        reason: str | None = None,
+    ) -> None:
         """Store one reading of the repo's age; a null age comes with its reason."""
-        known = {name: fields.get(name) for name in _AGE_COLUMNS}
-        self._insert("repo_age", wall=wall, age_s=age_s, **known)
+        self._insert(
+            "repo_age",
+            wall=wall,
+            age_s=age_s,
+            outer_step=outer_step,
+            inner_step=inner_step,
+            size_bytes=size_bytes,
+            checksum=checksum,
+            reason=reason,
+        )
 
     def incident(
         self, wall: float, label: str, *, cause: str, fix: str, excerpt: str, rank: int | None
