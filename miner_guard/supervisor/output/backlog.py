@@ -37,7 +37,7 @@ class Backlog:
 
     def take(self, limit: int = 0) -> bytes:
         """Remove the first chunk, with those after it that fit into `limit` bytes, and return
-        them. Raises IndexError if there is none."""
+        them. Raises IndexError if the backlog is empty."""
         taken = [self._first()]
         limit -= len(taken[0])
         while self._chunks and self._chunks[0][0] <= limit:
@@ -52,7 +52,8 @@ class Backlog:
         return kept if len(kept) == size else zlib.decompress(kept)
 
     def skip(self) -> int:
-        """Remove the first chunk; returns its size. Raises IndexError if there is none."""
+        """Remove the first chunk; returns its size. Raises IndexError if the backlog is
+        empty."""
         size, kept = self._chunks.popleft()
         self.size -= size
         self.held -= len(kept)
