@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -13,9 +12,9 @@ from typing import Any
 import pytest
 
 from miner_guard.config import GateSettings, RepoSettings
+from tests.support.gradient_files import looked_at
 from uploads import audit
 from validators.facts import Network
-from validators.inspect_gradients import examine
 from validators.limits import Limits
 from validators.profiles import load_profile
 from validators.shapes import Shapes
@@ -34,15 +33,7 @@ def inspected_here(monkeypatch: pytest.MonkeyPatch) -> None:
     def inspect(
         path: Path, limits: Limits, shapes: Shapes | None = None, **_: Any
     ) -> dict[str, Any]:
-        return examine(
-            torch,
-            str(path),
-            path.stat().st_size,
-            limits=dataclasses.asdict(limits),
-            shapes=shapes,
-            memory_bytes=None,
-            cpu_s=9,
-        )
+        return looked_at(path, shapes, limits)
 
     monkeypatch.setattr(audit, "inspect_file", inspect)
 
