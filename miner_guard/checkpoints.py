@@ -155,7 +155,7 @@ class Checkpointer:
 
     def due(self, step: int, *, asked: bool = False) -> bool:
         """Whether to save a checkpoint after `step`. All ranks get the same answer if they pass the
-        same `asked` and have all called `request`, or none has."""
+        same `asked` and either all of them or none have called `request`."""
         return step % self._every == 0 or asked or self._requested
 
     def save(self, step: int, state: dict[str, Any]) -> None:
@@ -284,8 +284,8 @@ class Checkpointer:
         return values
 
     def _agree_step(self, newest: int) -> int:
-        """Rank 0's step on every rank, because on a network disk another node may briefly see other
-        folders."""
+        """Rank 0's step on every rank, because on a network disk another node may briefly see
+        different folders."""
         return self._gather(newest)[0]
 
     def _choose(

@@ -25,7 +25,7 @@ class Forecast:
 
     @property
     def late(self) -> bool:
-        """Whether the repo goes stale first."""
+        """Whether the repo goes stale before training reaches the minimum."""
         return self.eta_s > self.stale_s
 
 

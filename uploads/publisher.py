@@ -80,7 +80,7 @@ class Revision:
 
     @property
     def tag(self) -> str:
-        """`5.56.84`."""
+        """The revision's tag, such as `5.56.84`."""
         return f"{self.run}.{self.outer_step}.{self.inner_step}"
 
     def files(self) -> list[tuple[str, Path]]:
@@ -160,8 +160,8 @@ class Publisher:
         self.cancelled = threading.Event()
 
     def recover(self) -> str | None:
-        """Finish or undo a dead publisher's upload; returns a human-readable line if it found
-        one."""
+        """Finish or undo the upload of a dead publisher, if there is one. Returns a human-readable
+        line about it, or None."""
         left = self._journal.read()
         if left is None:
             return None

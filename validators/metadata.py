@@ -27,8 +27,8 @@ class FileRecord:
 @dataclass(frozen=True)
 class RootMetadata:
     """What our publisher, probes and audit read from metadata.json; a field is None if it is
-    missing or has another type. The rules do not use this: they parse the document as validators do
-    (`read_inner_step`)."""
+    missing or has the wrong type. The rules do not use this: they parse the document as validators
+    do (`read_inner_step`)."""
 
     outer_step: int | None = None
     inner_step: int | None = None

@@ -13,8 +13,8 @@ RULE = "revision"
 
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
-    """Block a malformed revision or another outer step than the candidate's; warn of another inner
-    step.
+    """Block a malformed revision, or one whose outer step differs from the candidate's; warn if
+    only the inner step differs.
 
     Upstream writes the root metadata at the end of an upload with the inner step of that moment, so
     validators accept a revision whose inner steps differ.

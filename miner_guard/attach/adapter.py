@@ -63,7 +63,7 @@ class Adapter:
         self._pending: list[Finding] = []
 
     def begin(self, *, agree: bool) -> None:
-        """Create this process's guard. `agree`: also set up the agreement that the gate needs,
+        """Create this process's guard. With `agree`, also set up the agreement that the gate needs,
         which is collective."""
         if self.guard is not None:
             return
@@ -106,12 +106,13 @@ class Adapter:
             return None
 
     def failed(self, what: str, error: Exception) -> None:
-        """Report an exception of the guard inside the program."""
+        """Report an exception that the guard raised inside the program."""
         self.degraded(f"{what}: {describe(error)}")
 
 
 def in_phase(adapter: Adapter, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Wrap each call of `function` in the phase `name`. A coroutine function stays one."""
+    """Wrap each call of `function` in the phase `name`. The wrapper of a coroutine function is a
+    coroutine function too."""
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)

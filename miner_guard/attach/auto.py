@@ -32,8 +32,8 @@ class Leader:
 
     If the optimizers take turns, as in a GAN, the last one of each cycle ends the training step, so
     that the step includes the losses of all of them. If one steps more often than the others, it
-    counts: DiLoCo's inner optimizer steps many times per outer step, and a critic several times per
-    generator step.
+    counts the training steps: DiLoCo's inner optimizer steps many times per outer step, and a
+    critic several times per generator step.
     """
 
     def __init__(self) -> None:
@@ -173,8 +173,8 @@ class Auto:
             self._stepping_now.append(weakref.ref(leader))
 
     def _arm(self, optimizer: Any) -> None:
-        """Let the compiled loop record the next steps, if they are likely to be usual ones: of one
-        optimizer and with a loss on the CPU."""
+        """Let the compiled loop record the next steps if they are likely to be ordinary: one
+        optimizer, and a loss on the CPU."""
         if (
             self._loop is not None
             and self.adapter.guard is not None
@@ -186,7 +186,7 @@ class Auto:
             self.adapter.guard.arm(self._loop, leader, self.steps, self.losses.divided)
 
     def _due(self) -> None:
-        """The compiled loop has recorded a step, and the guard has something else to do."""
+        """Do the work that the compiled loop leaves to the guard, which it calls after a step."""
         guard = self.adapter.guard
         if guard is None or not guard.keep_house():
             self._disarm()
@@ -237,7 +237,7 @@ class Auto:
             self._ended(optimizer)
 
     def _ended(self, optimizer: Any) -> None:
-        """The optimizer has stepped, and no framework reports the steps."""
+        """End a step, because the optimizer has stepped and no framework reports the steps."""
         self._disarm()
         if self._leader.only() is optimizer or self._leader.leads(optimizer):
             self.steps += 1
@@ -290,7 +290,7 @@ class Auto:
         self.adapter.quiet(functools.partial(self.losses.note, whole=True), loss)
 
     def accumulates(self, micro_batches: int) -> None:
-        """Record how many micro-batches a framework says that a step has."""
+        """Record the number of micro-batches per step, as a framework reports it."""
         self.losses.micro_batches = micro_batches
 
     def evaluated(self, loss: float | None) -> None:

@@ -134,8 +134,8 @@ class Losses:
             self._scaled = (weakref.ref(result), raw.detach(), raw.grad_fn)
 
     def note(self, tensor: Any, *, whole: bool = False) -> None:
-        """Add `tensor`, on which the program calls `backward`, to the step's loss. `whole`: the
-        tensor is a share of the loss, as a trainer sums it."""
+        """Add `tensor`, on which the program calls `backward`, to the step's loss. `whole`: a
+        trainer has already divided the tensor by the number of micro-batches."""
         graph = tensor.grad_fn
         if self._scaled is not None:
             result, raw, raw_graph = self._scaled
@@ -193,7 +193,8 @@ class Losses:
 
     @property
     def divided(self) -> bool:
-        """Whether the program divides the losses of its micro-batches, so that they add up."""
+        """Whether the program divides the losses of its micro-batches by their number, so that
+        their sum is the step's loss."""
         return self._divided
 
     def add(self, total: float, count: int) -> None:
@@ -227,8 +228,8 @@ class Losses:
         self._in_flight.append(_InFlight(step, gathered.total, gathered.slots, event, summed))
 
     def _arrived(self, step: int) -> Loss | None:
-        """The loss that has arrived, if any. It queries and never waits: `event.synchronize()` or
-        `.item()` would stall the step."""
+        """The loss that has arrived, if any. It queries the event and never waits:
+        `event.synchronize()` or `.item()` would stall the step."""
         if not self._in_flight or self._device.capturing():
             return None
         latest: Loss | None = None

@@ -101,9 +101,8 @@ class Sn38Uploads:
         }
 
     def _documents(self, miner: Any) -> dict[str, Any]:
-        """The documents that the miner is about to publish with the gradient, as far as they exist
-        already. Older miners publish neither blocks nor metadata.
-        """
+        """The documents that the miner is about to publish with the gradient, if they already
+        exist. Older miners publish neither blocks nor metadata."""
         found: dict[str, Any] = {}
         config: Any = getattr(getattr(miner, "model", None), "config", None)
         if hasattr(config, "block_list"):

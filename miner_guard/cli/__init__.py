@@ -1,1 +1,1 @@
-"""Commands: one file each, thin."""
+"""The commands: one thin file each."""

@@ -30,7 +30,7 @@ _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
 def _params(text: str) -> float:
-    """`4e9` or `4B`."""
+    """Parse a parameter count such as `4e9` or `4B`."""
     factor = _SUFFIXES.get(text[-1:].lower())
     try:
         count = float(text[:-1]) * factor if factor else float(text)

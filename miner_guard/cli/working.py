@@ -31,7 +31,7 @@ class Working:
         self._done += amount
 
     def line(self, seconds: float) -> str:
-        """`reading the log: 42%, 3 s`."""
+        """The line to print, such as `reading the log: 42%, 3 s`."""
         share = f": {min(100, 100 * self._done // self._total)}%" if self._total else ""
         return f"{self._what}{share}, {seconds:.0f} s"
 

@@ -1,4 +1,4 @@
-"""Settings of supervision: hangs, restarts, health, and what monitoring may cost."""
+"""Supervision settings: hangs, restarts, health, and what monitoring may cost."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ EXTRAS = (
 
 
 def missing(extra: Extra) -> tuple[str, ...]:
-    """The extra's modules that this interpreter does not find."""
+    """The extra's modules that this interpreter cannot find."""
     return tuple(name for name in extra.modules if not _is_there(name))
 
 

@@ -1,4 +1,4 @@
-"""Settings of training: the miner, its steps, GPUs and curves."""
+"""Training settings: the miner, its steps, GPUs and curves."""
 
 from __future__ import annotations
 

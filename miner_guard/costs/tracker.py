@@ -126,7 +126,7 @@ class MonitoringCostTracker:
         return self._operations.setdefault(operation, Operation())
 
     def _judged(self) -> list[Finding]:
-        """A finding if the budget's status has become worse; an improvement is only recorded."""
+        """Return a finding if the budget's status has become worse; only record an improvement."""
         share = self.share_pct()
         level = self.budget.status(share) if self.blocking_s() >= _EVIDENCE_S else "ok"
         worse = _LEVELS[level] > _LEVELS[self._level]

@@ -28,7 +28,7 @@ class OuterOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def pseudo_gradient(self, name: str, parameter: Tensor) -> Tensor:
-        """start − now, with the parameter's shape and sharding."""
+        """The pseudo-gradient, start − now, with the parameter's shape and sharding."""
         return self.start[name] - parameter.detach()
 
     @torch.no_grad()

@@ -12,7 +12,7 @@ from miner_guard.detectors.eta import TrainingFacts
 
 @dataclass(frozen=True)
 class Anomaly:
-    """Something a curve shows."""
+    """One thing that a curve shows: an anomaly, or a remark."""
 
     type: str
     """As `explain --trace` names it: nan, spike, divergence, plateau_high, overfit, slow_steps,

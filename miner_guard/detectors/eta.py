@@ -91,7 +91,7 @@ class TrainingFacts:
 
 
 def next_multiple(minimum: int, of: int) -> int:
-    """The smallest positive multiple of `of` that is at least `least`."""
+    """The smallest positive multiple of `of` that is not less than `least`."""
     return max(-(-minimum // of), 1) * of
 
 

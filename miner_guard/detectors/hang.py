@@ -182,7 +182,7 @@ class HangDetector:
         self, now: float, ranks: Mapping[int, Now], processes: Processes, allowed_s: float
     ) -> Hang | None:
         """The hang if a rank died and its launcher did not end the others within `allowed_s`: they
-        would wait in vain."""
+        would wait forever."""
         if self._reported:
             return None
         return self._hang(now, ranks, processes, allowed_s)
@@ -321,7 +321,7 @@ def describe(
     culprits: Collection[int],
     processes: Processes = NOTHING_KNOWN,
 ) -> str:
-    """`rank 2 in data for 912s, ranks 0,1,3 waiting in allreduce`."""
+    """Describe the hang, as in `rank 2 in data for 912s, ranks 0,1,3 waiting in allreduce`."""
     words = _culprits(now, ranks, culprits, processes)
     if not culprits:
         words.append("no rank stands out")

@@ -97,7 +97,7 @@ class LossWatch:
             yield from self._plateau.observe(step, loss, lr)
 
     def _returned(self, loss: float, spike: Anomaly) -> bool:
-        """Whether the loss is back, by half of the jump at least."""
+        """Whether the loss has come back by at least half of the jump."""
         level = spike.evidence["median"]
         back = _rise(loss, level) < _rise(spike.evidence["loss"], level) / 2
         return self._spikes_in_row == 0 and back

@@ -115,7 +115,8 @@ class OverfitWatch:
         return self._judge_few(step) or self._judge(step, level, train_loss, self._best)
 
     def _judge_few(self, step: int) -> Anomaly | None:
-        """Judge the first few evaluations one by one: they are too few for levels of three."""
+        """Judge the first few evaluations one by one, because there are too few for levels of
+        three."""
         seen = self._all
         if self._reported or len(seen) < MIN_EVALUATIONS or len(seen) >= MIN_FOR_LEVEL:
             return None

@@ -78,7 +78,7 @@ class SlowStep:
 
     @property
     def clear(self) -> bool:
-        """Whether the step counts without others near it."""
+        """Whether the step counts even if no other slow step is near it."""
         usual = self.median_s if self.rule == "relative" else None
         return usual is None or self.seconds >= _CLEAR_RATIO * usual
 
@@ -110,14 +110,15 @@ class SlowEpisodes:
     """Decides which slow steps deserve a warning (see `SlowStep.certain`): one per episode."""
 
     def __init__(self, clear_ratio: float = _CLEAR_RATIO) -> None:
-        """A step of `clear_ratio` times the usual counts without others near it."""
+        """A step of at least `clear_ratio` times the usual time counts even if no other slow step
+        is near it."""
         self._clear_ratio = clear_ratio
         self._places: deque[int] = deque(maxlen=_OFTEN)
         self._warned = Once()
 
     def certain(self, place: int, ratio: float) -> bool:
-        """Take the next slow step: `place` is its ordinal, `ratio` its multiple of the usual
-        time."""
+        """Whether the next slow step deserves a warning. `place` is its number among the training
+        steps, `ratio` its duration as a multiple of the usual time."""
         earlier = list(self._places)
         self._places.append(place)
         if not earlier or place - earlier[-1] > _EPISODE:
@@ -245,8 +246,8 @@ class SlowWarnings(Generic[_Step]):
     def observe(
         self, step: _Step, slow: SlowStep | None, kind: str = TRAINING, *, lasts: bool
     ) -> Iterator[tuple[_Step, SlowStep]]:
-        """Take the next step and yield the slow steps to report now; `lasts`: with this step, a
-        lasting slowdown is reported."""
+        """Take the next step and yield the slow steps to report now. `lasts`: whether a lasting
+        slowdown is reported with this step."""
         if kind != TRAINING:
             yield from () if slow is None else ((step, slow),)
             return

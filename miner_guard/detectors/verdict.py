@@ -72,7 +72,8 @@ def judge(status: StatusDocument, memory: Memory) -> RunVerdict:
 
 
 def _healthy(status: StatusDocument) -> RunVerdict:
-    """No condition holds: earning after an accepted audit, or likely after a verified upload."""
+    """The verdict if no condition holds: earning after an accepted audit, or likely after a
+    verified upload."""
     earns, evidence = _evidence(status)
     cause = _progress(status)
     if earns == "yes":

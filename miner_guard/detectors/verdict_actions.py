@@ -22,7 +22,7 @@ def always(text: str) -> Action:
 
 
 def after_crash_loop(status: StatusDocument, memory: Memory) -> str:
-    """Fix what the last incident names, then start the guard."""
+    """Advise the reader to fix what the last incident names and then start the guard."""
     failures = "`miner-guard logs --event incident`"
     incident = memory.incident or {}
     if not incident.get("fix"):
@@ -32,12 +32,12 @@ def after_crash_loop(status: StatusDocument, memory: Memory) -> str:
 
 
 def start_again(status: StatusDocument, memory: Memory) -> str:
-    """Start the guard as it was started before."""
+    """Advise the reader to start the guard as it was started before."""
     return f"start it again: {_start(status)}"
 
 
 def restore(status: StatusDocument, memory: Memory) -> str:
-    """Go back to the last checkpoint from before the loss became NaN."""
+    """Advise the reader to go back to the last checkpoint from before the loss became NaN."""
     saved = memory.checkpoint
     if saved is None:
         which = "a checkpoint from before the NaN (the miner reported none to the guard)"
@@ -47,7 +47,7 @@ def restore(status: StatusDocument, memory: Memory) -> str:
 
 
 def free_space(status: StatusDocument, memory: Memory) -> str:
-    """Free space on the disk that holds the state directory."""
+    """Advise the reader to free space on the disk that holds the state directory."""
     path = shlex.quote(status.state_dir) if status.state_dir else "."
     return (
         f"free space on the disk that holds {status.state_dir or 'the state directory'}: "
@@ -56,7 +56,7 @@ def free_space(status: StatusDocument, memory: Memory) -> str:
 
 
 def satisfy_rule(status: StatusDocument, memory: Memory) -> str:
-    """Do what the rule that blocks the upload advises."""
+    """Pass on the advice of the rule that blocks the upload."""
     decision = status.uploads.decision
     _, advice = split_advice(decision.reason if decision else None)
     rules = "`miner-guard logs --event upload_blocked -n 1 --json`"
@@ -71,7 +71,7 @@ def split_advice(reason: str | None) -> tuple[str, str]:
 
 
 def inspect_straggler(status: StatusDocument, memory: Memory) -> str:
-    """Find out why one GPU is slower than the others."""
+    """Advise the reader to find out why one GPU is slower than the others."""
     rank = memory.straggler_rank
     place, option = "its GPU", ""
     if (gpu := _gpu_of(status, rank)) is not None:

@@ -149,7 +149,8 @@ def _no_step(status: StatusDocument, memory: Memory) -> str | None:
 
 
 def _overdue(status: StatusDocument, memory: Memory) -> str | None:
-    """A step takes far longer than any before it, and the guard has not called it a hang yet."""
+    """Whether a step takes far longer than any before it, and the guard has not called it a hang
+    yet."""
     steps, hang = status.steps, status.hang
     age, slowest = steps.last_step_age_s, steps.max_s
     if age is None or slowest is None or steps.phase not in _STEPPING:

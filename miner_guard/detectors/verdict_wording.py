@@ -88,7 +88,8 @@ def miner_state(status: StatusDocument, age_s: float) -> str:
 
 
 def now_of(status: StatusDocument, age_s: float) -> float | None:
-    """Seconds since 1970 of a reading `age_s` after the guard wrote; None if it named no time."""
+    """When the reader reads, in seconds since 1970: `age_s` after the guard wrote the status; None
+    if the status names no time."""
     with contextlib.suppress(ValueError):
         if status.updated is not None and math.isfinite(age_s):
             return parse_iso_utc(status.updated) + age_s

@@ -82,8 +82,8 @@ def _red_flags(answered: Sequence[Report], low_memory_bytes: float) -> Iterator[
 
 
 def _on_cpu(r: Report) -> bool:
-    """The model is on the CPU without an offload policy. Offload computes on the GPU: its mesh is
-    cuda."""
+    """Whether the model is on the CPU without an offload policy. Offload computes on the GPU: its
+    mesh is cuda."""
     legitimate = r.get("offload") and r.get("mesh_device") != "cpu"
     return str(r.get("model_device")) == "cpu" and not legitimate
 
@@ -381,7 +381,7 @@ def _grouped(reports: Sequence[Report], key: Callable[[Report], Any]) -> dict[An
 
 
 def _machine(r: Report) -> tuple[Any, Any]:
-    """Host names may repeat across nodes: a container's name can be set from outside."""
+    """Host and boot: a host name alone may repeat, since a container's can be set from outside."""
     return r.get("host"), r.get("boot")
 
 
@@ -390,7 +390,7 @@ def _ranks(reports: Sequence[Report]) -> list[int]:
 
 
 def _list(ranks: Any) -> str:
-    """`0-3, 7`: a thousand ranks fit on a line."""
+    """Format ranks as `0-3, 7`, so that a thousand of them fit on a line."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:

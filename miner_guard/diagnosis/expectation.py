@@ -18,7 +18,7 @@ class Expectation:
 
     @property
     def expects_gpus(self) -> bool:
-        """GPUs are expected, so a CPU run would be an accident."""
+        """Whether GPUs are expected, so that a CPU run would be an accident."""
         return bool(self.count)
 
 

@@ -266,7 +266,8 @@ def links_down(rows: Sequence[Row]) -> Iterator[Check]:
 
 
 def _fabric(row: Row) -> Iterator[Check]:
-    """Only machines with NVSwitch have a fabric; CUDA does not start until it is complete."""
+    """Check the fabric. Only machines with NVSwitch have one; CUDA does not start until it is
+    complete."""
     state = row.get("fabric")
     if state in ("not started", "in progress"):
         step = "start nvidia-fabricmanager, in the version of the driver"

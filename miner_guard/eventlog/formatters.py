@@ -243,8 +243,8 @@ def _first_rank(r: Mapping[str, Any]) -> list[str]:
 
 
 def _accumulation(r: Mapping[str, Any]) -> Any:
-    """Source 004 counts effective batch / batch: the micro-batches of all ranks. A rank that shares
-    them does its part, and then both numbers are given."""
+    """Source 004 counts effective batch / batch: the micro-batches of all ranks. If the ranks share
+    them, the line gives one rank's number as well."""
     steps, batch, effective, ranks = (
         r.get(name)
         for name in ("accumulation_steps", "batch_size", "effective_batch_size", "world_size")

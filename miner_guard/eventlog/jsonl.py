@@ -19,8 +19,9 @@ from miner_guard.state_dir import has_room, is_at, make_folder, open_private
 class JsonlSink:
     """Writes guard.jsonl and rotates it by size. Each line is complete and in exactly one file.
 
-    If a write fails, the line counts as lost, and the next line is tried normally; the miner is not
-    affected. `report` receives a finding when writing stops and when it works again.
+    If a write fails, that line counts as lost, and the sink tries to write the next one as usual;
+    the miner is not affected. `report` receives a finding when writing stops and when it works
+    again.
     """
 
     def __init__(

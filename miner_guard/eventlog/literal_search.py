@@ -106,7 +106,7 @@ class IndexSearch:
         return {literal for literal in possible if literal in text}
 
     def _learned(self, words: set[bytes]) -> Mapping[bytes, Sequence[bytes]]:
-        """The literals whose run each of `words` contains."""
+        """For each of `words`, the literals whose run it contains."""
         if not words:
             return {}
         learned: dict[bytes, Sequence[bytes]] = dict.fromkeys(words, ())
@@ -139,8 +139,9 @@ def _grams(text: bytes) -> Iterator[int]:
 
 
 def _in_fours(text: bytes) -> Iterator[memoryview[int]]:
-    """The substrings of four bytes, as numbers: those at offsets 0, 4, 8, …, then those at 1, 5, …:
-    making a number of four bytes takes a third of the time of copying them."""
+    """The substrings of four bytes, as numbers: those at offsets 0, 4, 8, …, then those at 1, 5, …,
+    and so on. Converting four bytes to a number takes a third of the time that copying them
+    takes."""
     view = memoryview(text)
     for start in range(min(_GRAM, len(text) - _GRAM + 1)):
         yield view[start : start + (len(text) - start) // _GRAM * _GRAM].cast("I")

@@ -80,7 +80,7 @@ class Hit(NamedTuple):
     @property
     def headline(self) -> str:
         """The first line of the message that contains a letter or digit, because a block starts
-        with a rule."""
+        with a horizontal line."""
         rows = visible(self.msg).splitlines()
         return next((row for row in rows if any(map(str.isalnum, row))), rows[0] if rows else "")
 

@@ -47,8 +47,8 @@ def create() -> tuple[mmap.mmap, int]:
 
 
 def _duplicate_of(fd: int) -> int:
-    """The other descriptor of the same file: a mapping keeps one of its own, so a rank needs no
-    second one. Raises OSError."""
+    """The second descriptor of the same file. A mapping keeps a descriptor of its own, so a rank
+    needs no other. Raises OSError."""
     target = _file_of(os.fstat(fd))
     for name in os.listdir("/proc/self/fd"):
         # Another thread may close a descriptor meanwhile.

@@ -160,10 +160,10 @@ def _own(
 
 
 def committed_text(stored: Any) -> str | None:
-    """The text of a `CommitmentOf` entry: `{"info": {"fields": [[{"Raw5": …}]]}}`; None if
-    nothing is committed.
+    """The text of a `CommitmentOf` entry: `{"info": {"fields": [[{"Raw5": …}]]}}`; None if nothing
+    is committed.
 
-    Raises TypeError for a commitment of another shape.
+    Raises TypeError for a commitment of any other shape.
     """
     return None if stored is None else _data_of(stored["info"]["fields"]).decode("utf-8", "replace")
 

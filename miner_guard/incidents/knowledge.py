@@ -119,7 +119,8 @@ class Knowledge:
 
     @cached_property
     def _paths(self) -> tuple[LiteralSearch, Mapping[bytes, frozenset[int]]]:
-        """The search for what patterns need in a path of a traceback, with their numbers."""
+        """Searches the path of a traceback for the texts that patterns require in it. Also returns
+        the numbers of the patterns that require each text."""
         paths = {path for pattern in self._framed for path in pattern.frames}
         by_path = {
             path.encode(): frozenset(n for n, p in enumerate(self._framed) if path in p.frames)

@@ -62,8 +62,8 @@ _BLOB_LINE = re.compile(rb"\s*[A-Za-z0-9+/=]{48,}\s*")
 
 
 def without_blobs(raw: bytes) -> bytes:
-    """`raw` without encoded data, such as base64, in which short words occur by chance; empty for
-    a line of nothing else."""
+    """`raw` without encoded data, such as base64, in which short words occur by chance; empty if
+    the line holds nothing else."""
     if b" " not in raw and _BLOB_LINE.fullmatch(raw):
         return b""
     if len(raw) < len(_BLOB):

@@ -270,8 +270,7 @@ def _triggers(words: Sequence[str]) -> tuple[bytes, ...]:
 
 
 def _shorter(word: str) -> Iterator[str]:
-    """The substrings of a word, without the word itself: there are fewer of them than of other
-    words to compare with."""
+    """The proper substrings of a word. There are fewer of them than other words to compare with."""
     for length in range(2, len(word)):
         for start in range(len(word) - length + 1):
             yield word[start : start + length]

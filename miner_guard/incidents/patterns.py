@@ -122,7 +122,8 @@ class Pattern:
         return self.any_of | self._server_words | self.none_of | needed
 
     def possible(self, words: Set[bytes]) -> bool:
-        """Whether a text may match in which `words` are the pattern's literals that occur."""
+        """Whether a text may match if `words` are those of the pattern's literals that occur in
+        it."""
         return (
             not self.any_of.isdisjoint(words)
             and self.none_of.isdisjoint(words)

@@ -129,8 +129,8 @@ class RecoveryTracker:
     ) -> Iterator[tuple[tuple[PendingError, ...], int]]:
         """Errors that the steps in this block show to be over, with the line that showed it.
 
-        `first`: the number of the block's first line. `tried`: by line, the pending errors among
-        its sightings; a line with an empty set shows another fault.
+        `first`: the number of the block's first line. `tried` maps each line to the pending errors
+        among its sightings; a line with an empty set shows a different fault.
         """
         if not self._tried and not any(tried.values()):
             return

@@ -94,7 +94,7 @@ class RegexSearch:
 
 
 class _Alternative:
-    """The search of a long text for one of the alternatives that an expression consists of."""
+    """Searches a long text for one of the alternatives that an expression consists of."""
 
     def __init__(self, expression: str) -> None:
         self._expression = expression
@@ -136,8 +136,7 @@ def requirement(regex: str) -> Requirement:
 
 
 def met(needed: Requirement, words: Collection[bytes]) -> bool:
-    """Whether a text that contains `words`, and no other word that the requirement names, may
-    match."""
+    """Whether a text can match if `words` are those of the requirement's words that occur in it."""
     if isinstance(needed, bytes):
         return needed in words
     every = isinstance(needed, AllOf)
@@ -157,7 +156,7 @@ def words_of(needed: Requirement) -> Iterator[bytes]:
 
 
 def marks(needed: Requirement) -> list[frozenset[bytes]]:
-    """Sets of words of which every match contains at least one word each."""
+    """Sets of words; every match contains at least one word of each set."""
     if isinstance(needed, bytes):
         return [frozenset({needed})]
     inner = [marks(part) for part in needed.of]

@@ -344,7 +344,7 @@ def _sighting(pattern: Pattern, line: LogLine, role: str, shown: str) -> Sightin
 
 
 def _says_little(matches: list[Pattern]) -> bool:
-    """Whether the matches name no cause: an unknown exception, or a wait that ran out."""
+    """Whether the matches name no cause: an unknown exception, or a wait that timed out."""
     return bool(matches) and all(
         pattern is _UNKNOWN_EXCEPTION or "" in pattern.frames for pattern in matches
     )

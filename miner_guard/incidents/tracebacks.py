@@ -258,7 +258,7 @@ def _last_raise(run: bytes, prefix: bytes) -> str:
 
 
 def _quoted(block: bytes, prefix: bytes) -> int:
-    """Length of the lines of source that the block begins with, behind this prefix."""
+    """Length of the source lines with which the block begins, each after this prefix."""
     end = 0
     while block.startswith(prefix, end) and (line := _QUOTED.match(block, end + len(prefix))):
         end = line.end()

@@ -145,7 +145,7 @@ class Monitor:
         return ()
 
     def reads_lines(self) -> bool:
-        """Whether `on_lines` needs lines at present: to pick them out costs as much as relaying
+        """Whether `on_lines` needs lines at present: picking them out costs as much as relaying
         them."""
         return True
 

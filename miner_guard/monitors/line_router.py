@@ -181,7 +181,7 @@ class LineRouter:
 
 
 def _whole_lines(texts: Iterable[bytes]) -> list[bytes]:
-    """`_lines_of` texts without carriage returns."""
+    """`_lines_of` for texts without carriage returns."""
     return [text[:MAX_LINE_BYTES] for text in texts if text]
 
 

@@ -44,7 +44,8 @@ def steps_of(entry: UploadEntry) -> tuple[int | None, int | None]:
 
 
 def took(entry: UploadEntry) -> str:
-    """Describe how long the push took, which a log does not show: it reports only the end."""
+    """Describe how long the push took. A log does not show that: it reports only the end of a
+    push."""
     seconds = entry.seconds
     return "pushed, says the miner's log" if seconds is None else f"pushed in {seconds:.1f}s"
 
@@ -59,6 +60,6 @@ def tag_of(entry: UploadEntry) -> str | None:
 
 
 def not_verified(entry: UploadEntry, tag: str | None, why: str) -> Finding:
-    """The finding for a push that the guard reports as the miner does."""
+    """The finding for a push that the guard reports on the miner's word alone."""
     detail = f"{took(entry)}; not verified: {why}"
     return make_finding("upload_reported", tag=tag, detail=detail, source="guard")

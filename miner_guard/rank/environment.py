@@ -84,7 +84,7 @@ def _folder(env: Mapping[str, str], given: str | Path | None, remarks: list[str]
 
 def mark(place: RankContext) -> None:
     """Mark child processes as belonging to this rank, because a spawned dataloader worker runs the
-    top level of the script again and would take itself for the rank."""
+    top level of the script again and would mistake itself for the rank."""
     if place.state is not None:
         os.environ[RANK_ABOVE] = (
             f"{os.getpid()} {process_start(os.getpid())} {place.rank} {place.world_size}"

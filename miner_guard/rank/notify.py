@@ -45,8 +45,8 @@ class Notifier:
 
     @property
     def reached(self) -> tuple[int, bytes] | None:
-        """Descriptor and address, for compiled code that sends by itself; None without a socket,
-        or where the path is no address, so that only `send` reaches it."""
+        """The socket's descriptor and address, for compiled code that sends by itself. None without
+        a socket, or if the path is not a valid address, so that only `send` can reach it."""
         name = b"" if self._path is None else os.fsencode(self._path)
         if self._socket is None or len(name) > MAX_LENGTH:
             return None

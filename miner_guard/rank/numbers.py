@@ -57,7 +57,7 @@ def whole(value: Any) -> int:
     """Return a step number as an int.
 
     Raises NotRead for a tensor on the GPU, ValueError if the number does not fit a record, and
-    ValueError, TypeError or OverflowError if `value` is no whole number.
+    ValueError, TypeError or OverflowError if `value` is not a whole number.
     """
     if getattr(getattr(value, "device", None), "type", "cpu") != "cpu":
         raise NotRead("a step number is a tensor on the GPU; pass an int")

@@ -67,8 +67,8 @@ class StandaloneLog:
         `keep_console` has run."""
 
     def keep_console(self) -> None:
-        """Hold the console open, for lines to come. A rank with a supervisor prints none until it
-        loses the supervisor, and needs no descriptor before."""
+        """Hold the console open for later lines. A rank with a supervisor prints none until it
+        loses the supervisor, so it needs no descriptor before then."""
         # Write to a duplicate of descriptor 1, because bittensor and others strip handlers from
         # loggers and replace sys.stdout.
         stdout, self._stdout = self._stdout, None

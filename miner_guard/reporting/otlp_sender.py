@@ -139,7 +139,8 @@ class EventExporter:
         return True
 
     def store(self, now: float, *, last: bool = False) -> None:
-        """Store the accepted position, at most once every few seconds; with `last`, immediately."""
+        """Store the accepted position, at most once every few seconds. With `last`, store it
+        immediately."""
         if self._accepted == self._stored or not (last or now - self._stored_at >= _STORE_EVERY_S):
             return
         self._stored, self._stored_at = self._accepted, now
@@ -196,7 +197,7 @@ class MetricExporter:
         self.sent = 0
 
     def pump(self, words: LastWords, now: float, *, last: bool = False) -> None:
-        """Export the metrics if they are due; with `last`, in any case."""
+        """Export the metrics if they are due. With `last`, export them in any case."""
         if not (last or (now >= self._due and self.channel.ready(now))):
             return
         status = read_status(self._state)

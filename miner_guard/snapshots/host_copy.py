@@ -207,7 +207,7 @@ class HostCopy:
         self._moved.set()
 
     def copy_at_once(self) -> None:
-        """From now on, copy everything before training continues."""
+        """Switch to copying everything before training continues."""
         if self._hook is not None:
             self._hook.remove()
         self._hook, self._optimizers = None, ()
@@ -219,8 +219,9 @@ class HostCopy:
 
 
 def _hooked(optimizer: Any) -> Any | None:
-    """The optimizer, or the one that it wraps, whose step calls torch's hooks; None if there is
-    none: then no step would wait for a copy. accelerate's wrapper calls none by itself."""
+    """The optimizer whose step calls torch's hooks: this one or the one that it wraps, because
+    accelerate's wrapper itself calls none. None if neither does: then no step would wait for a
+    copy."""
     while optimizer is not None and not getattr(type(optimizer).step, "hooked", False):
         optimizer = getattr(optimizer, "optimizer", None)
     return optimizer

@@ -1,10 +1,10 @@
 """The memory tier of checkpoints: keeps each rank's share of the state in /dev/shm for the next
 launch.
 
-A save first copies the state into memory of this process (`host_copy.py`). A thread then
-writes the copy to the older of two slots, and last renames a manifest into place. So one slot is
-complete at any moment, and a save that a crash interrupts has no manifest. The slots survive the
-processes but not a reboot; checkpoints on disk do.
+A save first copies the state into memory of this process (`host_copy.py`). A thread then writes the
+copy to the older of two slots, and finally renames a manifest into place. So one slot is complete
+at any moment, and a save that a crash interrupts has no manifest. The slots survive the processes
+but not a reboot; checkpoints on disk do.
 
 The slots are read and written as files and never mapped, because a rank that touches a mapped file
 dies of SIGBUS if something else has truncated the file.

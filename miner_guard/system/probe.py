@@ -1,5 +1,5 @@
-"""Probes: a query that may hang (on a driver, a node, storage, a pickle) runs in a child process
-with a deadline.
+"""Probes: queries that may hang (on a driver, a node, storage, a pickle) each run in a child
+process with a deadline.
 
 The child runs a module or a script. It reads one JSON document from stdin and writes one to the
 file descriptor whose number is in `_MINER_GUARD_PROBE_FD`. It may print anything: the guard uses

@@ -12,7 +12,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def _say(what):
-    """Print the one line by which a guard that could not be imported reports that. Never raises."""
+    """Report on one line that the guard could not be imported. Never raises."""
     try:
         os.write(
             2, f"GUARD DEGRADED: {what}; training continues without it\n".encode("utf-8", "replace")

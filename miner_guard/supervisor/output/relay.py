@@ -211,7 +211,8 @@ class Relay:
             self._resume()
 
     def _keep_up(self) -> None:
-        """Show the monitors enough of a burst that the backlog need not compress the next of it."""
+        """Show the monitors enough of a burst that the backlog does not have to compress what
+        follows."""
         begun, shown, spent = time.thread_time(), 0, 0.0
         while self.unseen > PLAIN // 2 and spent < self._fresh * _COMPRESSION_S:
             fast = spent < shown * _COMPRESSION_S

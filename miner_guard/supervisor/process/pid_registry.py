@@ -26,8 +26,8 @@ class LeftBehind:
 
 
 class PidRegistry:
-    """Writes run.json. If the disk refuses, only this list is lost; a search by parent process or
-    by marker still works."""
+    """Writes run.json. If a write fails, only this list is lost; a search by parent process or by
+    marker still works."""
 
     def __init__(self, state: StateDir) -> None:
         self._path = state.pid_registry
