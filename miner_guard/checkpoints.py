@@ -342,7 +342,7 @@ def damage(path: Path) -> str | None:
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != facts["size_bytes"]:
-            return f"{name} has {file.stat().st_size} bytes, {facts['size_bytes']} were written"
+            return f"{name} has {file.stat().st_size} bytes, but {facts['size_bytes']} were written"
         if _crc32(file) != facts["crc32"]:
             return f"{name} does not have the checksum that it was written with"
     return None

@@ -268,7 +268,7 @@ class _Audit:
         size = int(fetched.get("fetched_bytes") or 0)
         words = audit.detail(outcome, verdicts, epoch=epoch, seconds=seconds, fetched_bytes=size)
         if self.limits.read_from is not None:
-            words += f"; by {self.limits.read_from}"
+            words += f"; rules of {self.limits.read_from}"
         return AuditReport(
             outcome, words, verdicts, epoch.outer_step, round(seconds, 2), size, self.access.whose
         )

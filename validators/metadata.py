@@ -113,7 +113,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
             what = name.replace("_", " ")
             words = f"metadata.json names {what} {named}, but the gradient is from {ours}"
             return Verdict(RULE, "warn", named, ours, words)
-    words = f"metadata.json has {', '.join(needed) or 'nothing that is needed'}"
+    words = f"metadata.json has {', '.join(needed) or 'no field that is needed'}"
     return Verdict(RULE, "pass", sorted(seen), needed, words)
 
 

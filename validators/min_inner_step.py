@@ -75,7 +75,7 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
     if facts.candidate.kind == "archive":
         words = (
             f"this is the archive after an outer step (inner_step {seen}), not yet a "
-            "gradient; the next upload is one"
+            "gradient; the next upload will be one"
         )
         return Verdict(RULE, "warn", seen, limits.min_inner_step, words)
     if seen < limits.min_inner_step:

@@ -73,7 +73,7 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
         words = f"put {at:.0f}s after the window's end, counted up to {put[1]:.0f}s"
         return Verdict(RULE, "warn" if close else "pass", at, list(put), words)
     if put[0] - limits.block_s <= at <= put[1] + limits.block_s:
-        words = f"put about {at:.0f}s after the window's end, a block's time from a limit"
+        words = f"put about {at:.0f}s after the window's end, within one block's time of a limit"
         return Verdict(RULE, "unknown", at, list(put), words)
     word = "TOO_EARLY" if at < put[0] else "TOO_LATE"
     words = f"put {at:.0f}s after the window's end, counted from {put[0]:.0f}s to {put[1]:.0f}s"

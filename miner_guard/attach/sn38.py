@@ -203,7 +203,8 @@ class Subnet38:
             return
         # This is not an incident: rank 0's output already causes one, and every rank gets here.
         text = (
-            f"training loop failed, the miner swallows it and will exit with code 0: {what[:500]}"
+            "training loop failed; the miner swallows the error and will exit with "
+            f"code 0: {what[:500]}"
         )
         self.adapter.emit(make_finding("rank_message", level="error", text=text))
 

@@ -78,7 +78,9 @@ class Sn38Uploads:
     ) -> GateDecision | None:
         guard = self._adapter.guard
         if guard is None:
-            self._adapter.degraded("an upload began before the guard did; it is not gated")
+            self._adapter.degraded(
+                "an upload began before the guard started; the gate did not judge it"
+            )
             return None
         self._asked += 1
         # A rank that cannot read its candidate must still ask, because the others wait for it.
@@ -183,7 +185,7 @@ class Sn38Uploads:
                     "miner logs"
                 )
         if result is False:
-            record.error = "the upload was cancelled, the published files may be mixed"
+            record.error = "the upload was cancelled; the published files may be mixed"
 
 
 class UploadModel:

@@ -40,5 +40,5 @@ def command(
         answer = send_test(settings)
     if not answer.known:
         words = Redactor(settings.urls).text(answer.reason or "")
-        raise Refused(f"the test message did not arrive everywhere: {words}", FAILED)
+        raise Refused(f"the test message did not reach every target: {words}", FAILED)
     echo(f"sent to {counted(answer.value, 'target')} in {answer.seconds:.1f} s")

@@ -73,7 +73,7 @@ def report(result: LogCheck, profile: str | None) -> Iterator[str]:
         lines = ", ".join(f"{name} {count}" for name, count in sorted(result.phases.items()))
         yield f"lines of phases: {lines}"
     if result.misses:
-        yield "Not read as a step, the nearest first:"
+        yield "Not read as steps, the nearest first:"
     for place, miss, text in result.misses:
         yield f"  line {place}: {text!r}: {miss.why}"
     if not steps:

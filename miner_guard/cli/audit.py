@@ -52,7 +52,7 @@ def command(
 def _speaks_for(read_from: str | None) -> str:
     if read_from is None:
         return "judged by general rules: no [miner] profile names the network's validators"
-    return f"judged by the validators of {read_from}"
+    return f"judged by the rules of {read_from}"
 
 
 def _last_allreduce(state: statedir.StateDir) -> AllReduce | None:

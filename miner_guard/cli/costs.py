@@ -199,8 +199,8 @@ def _words(answer: dict[str, Any]) -> str:
     ]
     if answer["budget_status"] != "ok":
         lines.append(
-            f"it would fit every {answer['fits_every_steps']} steps; or with fewer "
-            "examples, or run after training"
+            f"it would fit every {answer['fits_every_steps']} steps, with fewer "
+            "examples, or after training"
         )
     if answer["advice"] is not None:
         lines.append(f"{answer['advice']}: {answer['why']}")
@@ -214,7 +214,7 @@ def _checklist(answer: dict[str, Any]) -> list[str]:
     cheaper = (
         "not needed"
         if fits
-        else f"{answer['fits_seconds']:.1f}s a call would fit, or every "
+        else f"{answer['fits_seconds']:.1f}s per call would fit, or one call every "
         f"{answer['fits_every_steps']} steps: sample 10-20 examples, not 100"
     )
     tracked = (

@@ -133,7 +133,7 @@ def _run(miner: tuple[str, ...], settings: Config, state: StateDir, finished_cod
         raise Refused(str(problem), CONFIG) from problem
     except OSError as error:
         raise Refused(
-            f"state directory {state.root} can't be cleared: {error}; give another", CONFIG
+            f"state directory {state.root} can't be cleared: {error}; choose another", CONFIG
         ) from error
     start, helpers = time.monotonic(), HelperCpu()
     code = GuardApp(Request(miner, settings, state, finished_code), lock).run()

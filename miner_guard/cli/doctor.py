@@ -34,7 +34,7 @@ def command(
         Optional[list[str]],
         typer.Argument(
             metavar="-- CMD…",
-            help="The miner's command: names its interpreter.",
+            help="The miner's command, which names its interpreter.",
             show_default=False,
         ),
     ] = None,
@@ -64,7 +64,7 @@ def command(
     question = PreflightRequest(
         place.settings.config, place.state, tuple(miner or ()), dict(os.environ), deep=deep
     )
-    with Working("asking GPUs, torch, host, clock and repo"):
+    with Working("checking GPUs, torch, host, clock and repo"):
         snapshot = collect_snapshot(question, _pause)
     checks = judge(snapshot)
     critical = any(c.level == "critical" for c in checks)

@@ -64,7 +64,7 @@ def command(
     texts = {files[0]: guard_toml(cmd), files[1]: ecosystem(cmd, name, _flags(config, state_dir))}
     if taken := [str(path) for path in texts if path.exists() or path.is_symlink()]:
         raise Refused(
-            f"{' and '.join(taken)} already there, nothing written; move it away or use --dir",
+            f"{' and '.join(taken)} already there; nothing was written. Move it away, or use --dir",
             FAILED,
         )
     try:

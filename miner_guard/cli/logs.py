@@ -64,7 +64,7 @@ def command(
         ),
     ] = None,
     emoji: Annotated[
-        bool, typer.Option("--emoji/--no-emoji", help="The emoji before the words.")
+        bool, typer.Option("--emoji/--no-emoji", help="Print an emoji before each line.")
     ] = True,
     config: options.Config = None,
     name: options.AnyName = None,
@@ -119,7 +119,7 @@ def _ledger(
     if ledger.unread is not None:
         raise Refused(f"{state.ledger} cannot be read: {ledger.unread}", FAILED)
     if not rows:
-        raise Refused(f"the ledger of {state.root} has no {table} there", FAILED)
+        raise Refused(f"the ledger of {state.root} has no {table}", FAILED)
     # The full document of a decision is for the replay: `miner-guard gate --replay ID`.
     shown = [{key: value for key, value in row.items() if key not in _FOR_REPLAY} for row in rows]
     if as_json:

@@ -203,7 +203,7 @@ def check_command(program: str) -> None:
         step = (
             "run a shell line as: sh -c 'LINE'"
             if shell
-            else "check the spelling, the PATH, or give its full path"
+            else "check the spelling and the PATH, or give its full path"
         )
         raise Refused(f"command {program!r} {problem}; {step}", USAGE)
 

@@ -335,7 +335,7 @@ def _changes(s: PlanSettings) -> Iterator[Suggestion]:
             smaller,
             batch.format(smaller.batch),
             effect=(
-                "less memory, same samples; slower where a micro-batch does not get faster "
+                "less memory, same samples; slower unless a micro-batch becomes faster "
                 "in proportion"
             ),
         )

@@ -54,7 +54,7 @@ EXTRAS = (
         ("apprise",),
         lambda c: bool(c.alerts.urls),
         "[alerts] urls",
-        "no alert reaches anybody",
+        "no alert is delivered",
     ),
     Extra(
         "http",

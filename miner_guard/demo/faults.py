@@ -17,7 +17,7 @@ KINDS = {
     "crash": "the rank raises",
     "sigkill": "the rank is killed, as by the host's out-of-memory killer",
     "oom": "the rank asks for more memory than there is and ends with the allocator's own error",
-    "nan": "a gradient becomes NaN and the weights with it",
+    "nan": "a gradient becomes NaN, and so do the weights",
     "slow": "one step takes much longer",
     "cpu-fallback": (
         "the model trains on the CPU; without a GPU: every step from then on takes eight "

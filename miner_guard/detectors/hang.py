@@ -204,9 +204,7 @@ class HangDetector:
             else ()
         )
         words = (
-            describe(now, ranks, culprits)
-            if waiting
-            else "a rank did not ask together with the others"
+            describe(now, ranks, culprits) if waiting else "a rank did not ask when the others did"
         )
         detail = f"{words}; the ranks cannot agree on any further upload in this launch"
         if what and not culprits:

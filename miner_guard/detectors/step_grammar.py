@@ -243,7 +243,7 @@ def _rank(text: str, before: int) -> int | None:
 
 def _miss(text: str, step: int | None) -> Miss | None:
     if _LOSS_WORD.search(text):
-        return Miss("it has a loss, but not as a name and a number that are known", 2)
+        return Miss("it has a loss, but not as a known name with a number", 2)
     if step is not None:
         return Miss("it has a step number, but no loss, step time or learning rate", 1)
     return None

@@ -85,7 +85,7 @@ def _healthy(status: StatusDocument) -> RunVerdict:
     if repo.reason == NO_REPO:
         step = "set [repo] in guard.toml; `miner-guard config --changed` shows it"
     elif repo.revision is None:
-        step = "wait for the first upload; what it waits for: `miner-guard top`"
+        step = "wait for the first upload; `miner-guard top` shows what it waits for"
     else:
         step = "check what is published: `miner-guard audit`"
     return RunVerdict(UNKNOWN, cause, step, None, "unknown", "not_audited", earns)

@@ -277,7 +277,9 @@ CONDITIONS: tuple[Condition, ...] = (
         "no_step",
         UNKNOWN,
         _no_step,
-        always("wait for the first step; after minutes: `miner-guard logs --event no_step_yet`"),
+        always(
+            "wait for the first step; if it takes minutes: `miner-guard logs --event no_step_yet`"
+        ),
         None,
         "unknown",
     ),

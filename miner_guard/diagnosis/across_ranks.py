@@ -339,7 +339,7 @@ def _unread(answered: Sequence[Report]) -> Iterator[Finding]:
                 "warning",
                 seen=f"rank {r['rank']}: {what} could not be read: {reason}",
                 limit=None,
-                next_step="the values under it are unknown",
+                next_step="the values that depend on it are unknown",
                 rank=r["rank"],
             )
 

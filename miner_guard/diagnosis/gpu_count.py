@@ -94,7 +94,7 @@ def _ranks(s: Snapshot) -> Iterator[Check]:
         level = "critical" if ranks > working else "warn" if ranks < working else "ok"
         step = {
             "critical": "lower --nproc_per_node: two ranks would share a GPU",
-            "warn": "raise --nproc_per_node: GPUs idle",
+            "warn": "raise --nproc_per_node: some GPUs are idle",
         }
     seen = f"{ranks} ranks on {working} GPUs"
     yield Check("gpu.ranks", level, seen, "one per GPU", step.get(level), may_clear=True)
@@ -150,7 +150,7 @@ def _visible(s: Snapshot) -> Iterator[Check]:
         return
     short = s.expectation.expects_gpus and shown < (s.expectation.count or 0) and not sliced(s)
     mask = s.env["CUDA_VISIBLE_DEVICES"]
-    seen = f"CUDA_VISIBLE_DEVICES={mask!r} shows {shown} GPUs"
+    seen = f"CUDA_VISIBLE_DEVICES={mask!r} exposes {shown} GPUs"
     limit = str(s.expectation.count) if s.expectation.expects_gpus else None
     step = "unset CUDA_VISIBLE_DEVICES or name all GPUs" if short else None
     yield Check("gpu.visible", "critical" if short else "ok", seen, limit, step)

@@ -259,7 +259,7 @@ def links_down(rows: Sequence[Row]) -> Iterator[Check]:
     if any(row["nvlinks_up"] for row in known):
         for row in known:
             if row["nvlinks_up"] == 0:
-                seen = f"0 of {row['nvlinks']} NVLinks are up, those of other GPUs are"
+                seen = f"0 of {row['nvlinks']} NVLinks are up, while other GPUs have theirs"
                 yield _check(
                     row, "gpu.nvlink", "warn", seen, limit=str(row["nvlinks"]), step=_LINK_STEP
                 )
@@ -280,7 +280,7 @@ def _fabric(row: Row) -> Iterator[Check]:
             step=step,
         )
     elif state == "completed":
-        yield _check(row, "gpu.fabric", "ok", "the NVSwitch fabric is completed", limit="completed")
+        yield _check(row, "gpu.fabric", "ok", "the NVSwitch fabric is complete", limit="completed")
 
 
 def _modes(row: Row) -> Iterator[Check]:

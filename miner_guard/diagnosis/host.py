@@ -40,7 +40,7 @@ def _containment(s: Snapshot) -> Iterator[Check]:
     elif seen["no_cgroup"] is None:
         how = "by a dedicated cgroup: no process of the miner escapes"
     else:
-        how = f"by parentage: no cgroup v2 can be made here ({seen['no_cgroup']})"
+        how = f"by parentage: a cgroup v2 can't be created here ({seen['no_cgroup']})"
     yield Check("host.containment", "ok", f"the miner's processes are found {how}")
     yield Check(
         "host.pidfd",
@@ -92,7 +92,7 @@ def _disks(s: Snapshot) -> Iterator[Check]:
             yield Check("host.disk", "unknown", seen, None, "is its file system mounted?")
             continue
         low = free < minimum
-        step = "free some space: checkpoints and logs will fail to be written" if low else None
+        step = "free some space: writing checkpoints and logs will fail" if low else None
         seen = f"{gib(free)} free at {path}"
         yield Check("host.disk", "warn" if low else "ok", seen, f"at least {gib(minimum)}", step)
 

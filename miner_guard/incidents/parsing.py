@@ -94,7 +94,7 @@ def parsed(texts: Mapping[str, str]) -> Document:
     _check_references(labels, patterns, benign)
     named = set().union(*(label.events for label in labels.values()))
     if unlisted := named - events:
-        raise BadKnowledge(f"event {sorted(unlisted)[0]} is missing in the list `events`")
+        raise BadKnowledge(f"event {sorted(unlisted)[0]} is missing from the list `events`")
     index = Index(_triggers(triggers), frozenset(events))
     return Document(labels, tuple(patterns), tuple(benign), index)
 

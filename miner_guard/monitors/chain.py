@@ -97,7 +97,8 @@ class ChainMonitor(Monitor):
                 f"{reading.block}"
             )
             yield make_finding(
-                "chain_unregistered", detail=f"{detail}: nothing earns until it is registered again"
+                "chain_unregistered",
+                detail=f"{detail}: the miner earns nothing until it is registered again",
             )
 
     def _frozen_s(self, reading: ChainReading, now: float) -> float | None:

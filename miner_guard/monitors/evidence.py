@@ -313,7 +313,7 @@ def faulthandler(source: Path, path: Path, process: processes.Process) -> str:
     except OSError:
         return "none: no py-spy, and the hook registered no signal"
     if before.split(b"\n", 1)[0] != b"pid %d" % process.pid:
-        return "none: no py-spy, and the stacks file is another process's"
+        return "none: no py-spy, and the stacks file belongs to another process"
     if not processes.catches(process.pid, STACKS_SIGNAL):
         return "none: no py-spy, and the program has replaced itself or dropped the handler"
     if not processes.send(process, STACKS_SIGNAL):

@@ -166,7 +166,7 @@ class HangMonitor(Monitor):
                 )
             named = [f"rank {rank}" for rank in had.stacks_of]
             named += [f"pid {place.pid}" for place in early]
-            ranks = ", ".join(named) or "no rank's stacks, the rest"
+            ranks = ", ".join(named) or "everything but stacks"
             self.context.emit(make_finding("stack_dump", ranks=ranks, path=str(folder)))
             evidence_folders.prune(self.context.state, self.context.config.logs.keep_incidents)
         except OSError as error:

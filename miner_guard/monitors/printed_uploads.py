@@ -48,5 +48,8 @@ class PrintedUploadsMonitor(Monitor):
                 )
             else:
                 yield make_finding(
-                    "upload_reported", tag=push.tag, detail="by the miner's own line", source="log"
+                    "upload_reported",
+                    tag=push.tag,
+                    detail="according to the miner's log",
+                    source="log",
                 )

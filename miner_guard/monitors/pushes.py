@@ -47,7 +47,9 @@ def took(entry: UploadEntry) -> str:
     """Describe how long the push took. A log does not show that: it reports only the end of a
     push."""
     seconds = entry.seconds
-    return "pushed, says the miner's log" if seconds is None else f"pushed in {seconds:.1f}s"
+    return (
+        "pushed, according to the miner's log" if seconds is None else f"pushed in {seconds:.1f}s"
+    )
 
 
 def tag_of(entry: UploadEntry) -> str | None:

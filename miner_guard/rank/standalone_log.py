@@ -133,7 +133,7 @@ class StandaloneLog:
         if count <= 0 or now < self._report_again:
             return
         self._left_out_reported, self._report_again = self.left_out, now + _LEFT_OUT_EVERY_S
-        what = f"{count} lines of this rank could not be logged, the last one: {self._why}"
+        what = f"{count} lines of this rank could not be logged; the last error: {self._why}"
         self._try(catalog.make_finding("guard_degraded", what=what))
 
     def _write(self, finding: Finding) -> None:

@@ -64,7 +64,7 @@ _ENDS = {
 """By event: the problems that it resolves."""
 
 BY_PROGRESS = frozenset({"hang_detected", "miner_exited", "miner_restarting"})
-"""Problems that are resolved once the miner completes steps again."""
+"""Problems that are resolved once the miner is completing steps again."""
 
 _SAME = ("label", "sampler", "job", "check", "gpu", "node", "what")
 """Fields that distinguish two findings of one event."""
@@ -103,7 +103,7 @@ class AlertPolicy:
     def progressed(self) -> Iterator[Alert]:
         """Resolve the problems that had stopped training: the miner has completed steps."""
         for event in BY_PROGRESS:
-            yield from self._ended(event, "the miner completes steps again", "")
+            yield from self._ended(event, "the miner is completing steps again", "")
 
     def _selected(self, finding: Finding) -> bool:
         if finding.event in _NEVER:

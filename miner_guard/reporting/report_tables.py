@@ -163,7 +163,7 @@ def runbook(data: Data, gate: GateSettings) -> str:
     ]
     if not rows:
         return ""
-    title = "Runbook: what these events ask for"
+    title = "Runbook: what to do about these events"
     head = _head("event", "what it means", "what to do")
     return f"<h2>{title}</h2>{_scrolling(title, head, rows, 'runbook')}"
 

@@ -131,7 +131,7 @@ def _machine(data: Data) -> Iterator[Tile]:
         f"budget {budget}" if budget else "",
     )
     incentive = data.status.chain.incentive
-    note = "" if incentive is not None else data.status.chain.reason or "no chain is read"
+    note = "" if incentive is not None else data.status.chain.reason or "no chain is configured"
     yield Tile("incentive", number(incentive, ".4f"), "", note[:40])
 
 

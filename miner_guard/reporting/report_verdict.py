@@ -115,7 +115,8 @@ def strip(data: Data) -> str:
     brief = span(BRIEF_SHARE * week.cell_s)
     how = (
         f"Each cell covers {span(week.cell_s)} and shows the worst verdict that held for {brief} "
-        "or longer (unknown: for most of it), the last cell also the verdict now. The record "
+        "or longer (unknown only if it held for most of the cell); the last cell also shows the "
+        "current verdict. The record "
         f"begins at {when(week.since)[:16]} UTC."
     )
     return (

@@ -341,7 +341,7 @@ class GuardApp:
         try:
             self.jobs.start()
         except Exception as error:  # noqa: BLE001 - without a schedule the miner still runs; it is reported
-            self._degraded(f"no schedule: {type(error).__name__}: {error}")
+            self._degraded(f"the scheduler cannot start: {type(error).__name__}: {error}")
 
     def _pulse(self) -> None:
         if not self._ended:

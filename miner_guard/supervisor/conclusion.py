@@ -75,7 +75,9 @@ class Conclusion:
                 )
             )
             return
-        asked = "without being asked" if stop_request is None else f"as asked: {stop_request.cause}"
+        asked = (
+            "without being asked" if stop_request is None else f"as requested: {stop_request.cause}"
+        )
         how = f"{how_it_ended(end)} {asked}"
         if end.code == 0 and not end.asked:
             how += (

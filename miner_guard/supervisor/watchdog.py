@@ -142,7 +142,7 @@ class Watchdog:
             self._wedged = False
             if self._asked_at is not None and now - self._asked_at >= self._longest_stop_s():
                 self._end_launch()
-                self._leave("the stop makes no progress")
+                self._leave("the stop is not making progress")
 
     def _longest_stop_s(self) -> float:
         return self._grace_s + TERM_TO_KILL_S + UNKILLABLE_S + _LAST_WORDS_S

@@ -306,7 +306,7 @@ class SimulatedGuard:
         self._miner = "ending"
         self.runner.exit(end)
         self._last_exit = LastExit(end.code, end.signal, end.asked, end.finished, end.runtime_s)
-        how = "without being asked" if asked is None else f"as asked: {asked}"
+        how = "without being asked" if asked is None else f"as requested: {asked}"
         words = {"how": f"{how_it_ended(end)} {how}", "code": end.code, "runtime_s": end.runtime_s}
         exited = make_finding("miner_exited", **words)
         self.runner.finding(exited if asked is None else exited.at("info"))

@@ -304,7 +304,7 @@ def test_the_version_of_the_validators_that_it_speaks_for_is_named(
     assert "judged by general rules: no [miner] profile" in capsys.readouterr().out
     (tmp_path / "guard.toml").write_text(f'[miner]\nprofile = "sn38"\n{repo}')
     run(["audit"])
-    assert "judged by the validators of dstrbtd/DistributedTraining at" in capsys.readouterr().out
+    assert "judged by the rules of dstrbtd/DistributedTraining at" in capsys.readouterr().out
     run(["audit", "--json"])
     named = json.loads(capsys.readouterr().out)["read_from"]
     assert named == load_profile("sn38").read_from

@@ -115,7 +115,7 @@ def test_init_overwrites_nothing_and_then_writes_nothing(
 ) -> None:
     (tmp_path / "ecosystem.config.js").write_text("mine")
     assert run(["init", "--dir", str(tmp_path), "--", "python", "train.py"]) == 1
-    assert "already there, nothing written" in capsys.readouterr().err
+    assert "already there; nothing was written" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["ecosystem.config.js"]
     assert (tmp_path / "ecosystem.config.js").read_text() == "mine"
 

@@ -86,7 +86,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (
             "run --state-dir file --no-preflight -- true",
             78,
-            "file can't be written: File exists; give another",
+            "file can't be written: File exists; choose another",
         ),
         ("doctor nosuchprogram", 64, "command 'nosuchprogram' was not found"),
         ("status", 3, "no guard runs in"),
@@ -141,7 +141,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("alerts test", 64, "no targets; set MINER_GUARD_ALERTS__URLS"),
         ("alerts test -c dotenv.toml", 64, "no targets, and the keys' file .env cannot be read"),
         ("init --dir file -- true", 1, "file cannot be written"),
-        ("init -c bad.toml -- true", 1, "bad.toml already there, nothing written"),
+        ("init -c bad.toml -- true", 1, "bad.toml already there; nothing was written"),
         ("demo --fault foo", 64, "fault 'foo' is not of the form KIND@STEP"),
         ("demo --fault slow@300", 64, "fault 'slow@300' never happens: the demo has 90 steps"),
         (

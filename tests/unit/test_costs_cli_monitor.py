@@ -75,7 +75,8 @@ def test_estimate_fills_in_the_documents_checklist(
         "[x] cost per 1000 steps: 360s",
         "[x] share of training time: 10.3%",
         "[ ] below 5% of training time: no",
-        "[ ] cheaper: 87.5s a call would fit, or every 1029 steps: sample 10-20 examples, not 100",
+        "[ ] cheaper: 87.5s per call would fit, or one call every 1029 steps: "
+        "sample 10-20 examples, not 100",
         "[ ] alternative: run it on a checkpoint, after training",
         "[ ] in the cost account: no call recorded here: "
         'wrap it in tracker.track("evolution_snapshot")',

@@ -41,7 +41,7 @@ def messages(monitor: PrintedUploadsMonitor, *chunks: bytes) -> list[str]:
 def test_a_push_is_reported_by_its_line_wherever_it_is_cut(
     tmp_path: Path, profile: str | None
 ) -> None:
-    reported = ["UPLOAD REPORTED: tag 5.56.51 by the miner's own line"]
+    reported = ["UPLOAD REPORTED: tag 5.56.51 according to the miner's log"]
     assert messages(monitor(tmp_path, profile), b"loss 3.4\n" + PUSHED) == reported
     assert messages(monitor(tmp_path, profile), PUSHED[:60], PUSHED[60:]) == reported
 

@@ -55,7 +55,7 @@ def test_the_readers_know_every_list_that_a_profile_may_have() -> None:
     ("text", "words"),
     [
         ("[limits]\nfoo = 1\n", "foo: no rule knows this limit; rules know "),
-        ("[gate]\nfoo = 1\n", "unknown: gate"),
+        ("[gate]\nfoo = 1\n", "unknown keys: gate"),
         (
             "[limits]\nvalidator_min_inner_steps = 1\n",
             "[limits] validator_min_inner_steps: no rule knows this limit; "

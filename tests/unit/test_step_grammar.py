@@ -201,7 +201,7 @@ def test_other_lines_are_not_steps(line: str) -> None:
     ("line", "why"),
     [
         ("step 10 done", "no loss, step time or learning rate"),
-        ("loss is 3.4 at 12", "not as a name and a number"),
+        ("loss is 3.4 at 12", "not as a known name with a number"),
     ],
 )
 def test_a_near_miss_says_what_the_line_lacks(line: str, why: str) -> None:

@@ -124,7 +124,7 @@ def test_a_push_that_only_the_log_reports_is_verified_too(bench: Bench) -> None:
 def test_a_push_that_only_the_miners_line_reports_is_checked(bench: Bench) -> None:
     bench.look()
     printed = make_finding(
-        "upload_reported", tag="5.56.51", detail="by the miner's own line", source="log"
+        "upload_reported", tag="5.56.51", detail="according to the miner's log", source="log"
     )
     assert not list(bench.monitor.on_finding(printed))
     bench.repo = Published(
@@ -133,7 +133,7 @@ def test_a_push_that_only_the_miners_line_reports_is_checked(bench: Bench) -> No
     bench.tick()
     (verified,) = bench.messages("upload_succeeded")
     assert verified.startswith("UPLOAD VERIFIED: tag 5.56.51 gradients 1s old")
-    assert verified.endswith("pushed, says the miner's log")
+    assert verified.endswith("pushed, according to the miner's log")
 
 
 def test_a_push_that_failed_says_why(bench: Bench) -> None:

@@ -85,7 +85,8 @@ def _of_answer(response: dict[str, Any], bucket: str) -> RepoError:
         )
     if code in _UNREADABLE:
         return RepoUnreadable(
-            f"bucket {bucket} denies every reader this object ({code}: {message}); upload it plain"
+            f"bucket {bucket} denies this object to every reader ({code}: {message}); "
+            "upload it unencrypted"
         )
     if code in _FULL:
         return RepoError(

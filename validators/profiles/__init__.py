@@ -68,7 +68,7 @@ def load_profile(name_or_path: str) -> Profile:
     )
     if not path.is_file():
         raise FileNotFoundError(
-            f"no profile {name_or_path!r}; there are {', '.join(names())}, or give a path"
+            f"no profile {name_or_path!r}; choose one of {', '.join(names())}, or give a path"
         )
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -91,7 +91,7 @@ def limits_of(miner: MinerSettings) -> Mapping[str, Any]:
 def _profile(document: Mapping[str, Any], path: Path) -> Profile:
     if foreign := sorted(set(document) - {*_TABLES, *_WORDS, "dated"}):
         raise ValueError(
-            f"{path}: unknown: {', '.join(foreign)}; allowed: "
+            f"{path}: unknown keys: {', '.join(foreign)}; allowed: "
             f"{', '.join((*_WORDS, 'dated', *_TABLES))}"
         )
     if missing := [word for word in (*_WORDS, "dated") if word not in document]:

@@ -319,6 +319,6 @@ def _memory(memory: Series) -> Iterator[Anomaly]:
             cause, fixes = advice.for_drop()
             text += ", and back soon after" if change.recovered else " and stayed there"
         else:
-            cause, fixes = "another process, another stage, or other batch sizes", ()
+            cause, fixes = "a different process, stage or batch size", ()
         evidence = {"before": change.before, "after": change.after}
         yield Anomaly(change.kind, step, "warning", text, fixes, cause, evidence)

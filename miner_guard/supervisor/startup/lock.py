@@ -60,7 +60,7 @@ class Lock:
             except OSError as error:
                 raise LockHeld(
                     f"state directory {self._state.root} can't be written: {error.strerror}; "
-                    "give another with --state-dir or make it writable"
+                    "choose another with --state-dir or make it writable"
                 ) from error
             holder = _holder(fd)
             os.close(fd)
@@ -70,7 +70,7 @@ class Lock:
                 raise LockHeld(
                     f"state directory {self._state.root} is in use: the guard with pid "
                     f"{holder.pid or 'unknown'} "
-                    f"{doing} there; stop it, or give another with --name or --state-dir"
+                    f"{doing} there; stop it, or choose another with --name or --state-dir"
                 )
             time.sleep(0.05)
             waited += 0.05

@@ -138,7 +138,7 @@ def _not_ours(path: Path) -> str | None:
     """Why this user can't use the file, which another user's guard may have left; None if the file
     is readable and writable, or does not exist."""
     return (
-        "not this user's to read and write"
+        "not readable and writable by this user"
         if path.exists() and not os.access(path, os.R_OK | os.W_OK)
         else None
     )

@@ -129,7 +129,7 @@ def test_corpus_and_subnet_labels_are_all_there() -> None:
         (
             'severity = "error"',
             'severity = "error"\nevents = ["loss_nan"]',
-            "event loss_nan is missing in the list",
+            "event loss_nan is missing from the list",
         ),
         ("[broken]", "[broken", "not valid TOML"),
     ],

@@ -336,7 +336,7 @@ def test_a_finding_that_cannot_be_shown_does_not_silence_a_rank_that_logs_for_it
     records = [json.loads(line)["msg"] for line in state.log.read_text().splitlines()]
     assert "still here" in records
     assert any(
-        "1 lines of this rank could not be logged, the last one: no_such_event" in m
+        "1 lines of this rank could not be logged; the last error: no_such_event" in m
         for m in records
     )
 
