@@ -22,5 +22,11 @@ setup(
             extra_compile_args=FLAGS,
             optional=True,
         ),
+        Extension(
+            "miner_guard.incidents._frames",
+            ["miner_guard/incidents/_frames.c"],
+            extra_compile_args=FLAGS,
+            optional=True,
+        ),
     ]
 )

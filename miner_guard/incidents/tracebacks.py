@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
+
+from miner_guard.incidents.frame_runs import FrameRun, frame_runs, last_raise, quoted_source
 
 EXCEPTION = re.compile(
     r"(?:[A-Za-z_]\w*\.)*(?P<name>[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Fault|Failure|Timeout|Violation)"
@@ -29,27 +29,6 @@ _FRAME = re.compile(
 )
 """Stack frame lines of Python and IPython."""
 
-_PREFIX = rb"(?:\[rank\d{1,5}\]: |\[default\d{1,5}\]:)?"
-"""The prefixes of torch and of torchrun --tee."""
-
-_SOURCE = rb" {4}(?:[^\s][^\n]*|[ ~^]*\r?)\n"
-"""Python strips the source that it quotes, and indents it by four; below it may be markers."""
-
-_AT = rb'  File "[^"\n]{1,1000}", line \d+, in [^\n]+\n'
-_RUN = re.compile(
-    rb"^(?P<prefix>" + _PREFIX + rb")"
-    rb"(?P<start>Traceback \(most recent call last\):\r?\n(?P=prefix))?" + _AT + rb""
-    rb"(?:(?P=prefix)(?:" + _SOURCE + rb"|" + _AT + rb"))*",
-    re.MULTILINE,
-)
-"""Consecutive frames of one rank, with the source lines that they quote."""
-
-_QUOTED = re.compile(_SOURCE)
-
-_PATHS = re.compile(rb"^" + _PREFIX + rb'  File "([^"\n]+)"', re.MULTILINE)
-_FRAME_BEGINS = b'  File "'
-_RAISES = b"    raise "
-
 BEGINS = "traceback (most recent call last)"
 IGNORED = "exception ignored in"
 CHAINED = ("exception was the direct cause of", "handling of the above exception")
@@ -60,7 +39,6 @@ MAX_STREAMS = 256
 _MAX_LINES = 2000
 """A traceback still open after this many lines was truncated."""
 
-_MAX_KEPT = 16_384
 _MAX_FRAMES = 8192
 """Characters kept of the paths in one traceback."""
 
@@ -80,26 +58,6 @@ class Ended(NamedTuple):
 
     name: str
     frames: str
-
-
-class Frames(NamedTuple):
-    """Consecutive frames in a block of lines, with the source that they quote."""
-
-    first: int
-    """Number of the first line in the block."""
-
-    end: int
-    """Number of the line after the last one."""
-
-    rank: int | None
-    starts: bool
-    """Begins with `Traceback (most recent call last):`."""
-
-    paths: str
-    """Lower-cased, with a blank between them."""
-
-    raises: str
-    """The last source line with a `raise`."""
 
 
 class CutOff(NamedTuple):
@@ -170,39 +128,30 @@ class Tracebacks:
         """Whether the next block may begin with the source that a frame quotes."""
         return self._quoting is not None
 
-    def runs(self, block: bytes) -> Iterator[Frames]:
-        """The frames in a block of lines, taken whole: most lines of a log full of errors are in
-        one. A block may begin with the source that the last frame of the block before quotes."""
+    def runs(self, block: bytes) -> list[FrameRun]:
+        """The frames in a block of lines. A block may begin with the source that the last frame of
+        the block before quotes."""
         quoting, self._quoting = self._quoting, None
-        index = end = 0
-        if quoting is not None and (rest := _quoted(block, quoting)):
-            index, end = block.count(b"\n", 0, rest), rest
-            yield Frames(0, index, _rank(quoting), False, "", _last_raise(block[:rest], quoting))
-            self._quoting = quoting if rest == len(block) else None
-        if _FRAME_BEGINS not in block:
-            return
-        for run in _RUN.finditer(block, end):
-            index += block.count(b"\n", end, run.start())
-            end = run.end()
-            length = block.count(b"\n", run.start(), end)
-            prefix, starts = run["prefix"], run["start"] is not None
-            read = _read if len(run[0]) <= _MAX_KEPT else _read.__wrapped__
-            paths, raises = read(run[0], prefix)
-            yield Frames(index, index + length, _rank(prefix), starts, paths, raises)
-            index += length
-            if end == len(block):
-                self._quoting = prefix
+        runs = frame_runs(block)
+        if quoting is not None and (rest := quoted_source(block, quoting)):
+            lines, raises = block.count(b"\n", 0, rest), last_raise(block[:rest], quoting)
+            runs = [FrameRun(0, lines, quoting, False, b"", raises), *runs]
+        if runs and block.endswith(b"\n") and runs[-1].end == block.count(b"\n"):
+            self._quoting = runs[-1].prefix
+        return runs
 
-    def take(self, frames: Frames, number: int) -> None:
+    def take(self, run: FrameRun, number: int) -> None:
         """Add frames to their rank's traceback; `number` is that of their first line."""
-        opened = self._open.get(frames.rank)
-        if frames.starts or opened is None:
+        rank = _rank(run.prefix)
+        opened = self._open.get(rank)
+        if run.starts or opened is None:
             ignored = opened is not None and opened.ignored
-            opened = self._begin(frames.rank, number, ignored=ignored)
+            opened = self._begin(rank, number, ignored=ignored)
         if opened is not None:
-            if frames.paths:
-                opened.passes(frames.paths)
-            opened.raises = frames.raises or opened.raises
+            if run.paths:
+                opened.passes(run.paths.decode("utf-8", "replace").lower()[:_MAX_FRAMES])
+            if run.raises:
+                opened.raises = run.raises.strip().decode("utf-8", "replace")
 
     def _begin(self, rank: int | None, number: int, *, ignored: bool = False) -> _Traceback | None:
         if rank not in self._open and len(self._open) >= MAX_STREAMS:
@@ -241,30 +190,5 @@ class Tracebacks:
         return max(cut, key=lambda c: c.line, default=None)
 
 
-@lru_cache(maxsize=128)
-def _read(run: bytes, prefix: bytes) -> tuple[str, str]:
-    """The paths of a run of frames, and the last source line with a `raise`. Cached, because ranks
-    and restarts print the same frames."""
-    paths = b" ".join(_PATHS.findall(run)).decode("utf-8", "replace").lower()
-    return paths[:_MAX_FRAMES], _last_raise(run, prefix)
-
-
-def _last_raise(run: bytes, prefix: bytes) -> str:
-    at = run.rfind(b"\n" + prefix + _RAISES)
-    if at < 0 and not run.startswith(prefix + _RAISES):
-        return ""
-    start = at + 1 + len(prefix)
-    return run[start : run.index(b"\n", start)].strip().decode("utf-8", "replace")
-
-
-def _quoted(block: bytes, prefix: bytes) -> int:
-    """Length of the source lines with which the block begins, each after this prefix."""
-    end = 0
-    while block.startswith(prefix, end) and (line := _QUOTED.match(block, end + len(prefix))):
-        end = line.end()
-    return end
-
-
 def _rank(prefix: bytes) -> int | None:
-    digits = prefix.strip(b"[defaultrank]: ")
-    return int(digits) if digits else None
+    return int(prefix.strip(b"[defaultrank]: ")) if prefix else None

@@ -1,0 +1,3 @@
+"""Compiled: the runs of stack frames, _frames.c; frame_runs.py holds the Python path."""
+
+def frame_runs(block: bytes, /) -> list[tuple[int, int, bytes, bool, bytes, bytes]]: ...

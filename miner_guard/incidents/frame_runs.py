@@ -1,0 +1,100 @@
+"""Finds the stack frames in a block of lines and takes them whole: most lines of a log full of
+errors are in one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+try:
+    from miner_guard.incidents import _frames
+except ImportError:
+    # Built without a compiler.
+    _frames = None  # type: ignore[assignment]
+
+_PREFIX = rb"(?:\[rank\d{1,5}\]: |\[default\d{1,5}\]:)?"
+"""The prefixes of torch and of torchrun --tee."""
+
+_SOURCE = rb" {4}(?:[^\s][^\n]*|[ ~^]*\r?)\n"
+"""Python strips the source that it quotes, and indents it by four; below it may be markers."""
+
+_AT = rb'  File "[^"\n]{1,1000}", line \d+, in [^\n]+\n'
+_RUN = re.compile(
+    rb"^(?P<prefix>" + _PREFIX + rb")"
+    rb"(?P<start>Traceback \(most recent call last\):\r?\n(?P=prefix))?" + _AT + rb""
+    rb"(?:(?P=prefix)(?:" + _SOURCE + rb"|" + _AT + rb"))*",
+    re.MULTILINE,
+)
+"""Consecutive frames of one rank, with the source lines that they quote."""
+
+_QUOTED = re.compile(_SOURCE)
+
+_PATHS = re.compile(rb"^" + _PREFIX + rb'  File "([^"\n]+)"', re.MULTILINE)
+_FRAME_BEGINS = b'  File "'
+_RAISES = b"    raise "
+
+
+class FrameRun(NamedTuple):
+    """Consecutive frames in a block of lines, with the source that they quote."""
+
+    first: int
+    """Number of the first line in the block."""
+
+    end: int
+    """Number of the line after the last one."""
+
+    prefix: bytes
+    """What each line begins with."""
+
+    starts: bool
+    """Begins with `Traceback (most recent call last):`."""
+
+    paths: bytes
+    """With a blank between them."""
+
+    raises: bytes
+    """The last source line with a `raise`, indented; empty if there is none."""
+
+
+FindRuns = Callable[[bytes], list[tuple[int, int, bytes, bool, bytes, bytes]]]
+
+
+def frame_runs_in_python(block: bytes) -> list[tuple[int, int, bytes, bool, bytes, bytes]]:
+    """The fields of each `FrameRun` in a block of lines."""
+    found = []
+    index = end = 0
+    for run in _RUN.finditer(block):
+        index += block.count(b"\n", end, run.start())
+        first, end = index, run.end()
+        index += block.count(b"\n", run.start(), end)
+        prefix, starts = run["prefix"], run["start"] is not None
+        paths = b" ".join(_PATHS.findall(run[0]))
+        found.append((first, index, prefix, starts, paths, last_raise(run[0], prefix)))
+    return found
+
+
+COMPILED = _frames is not None
+_runs: FindRuns = _frames.frame_runs if COMPILED else frame_runs_in_python
+
+
+def frame_runs(block: bytes) -> list[FrameRun]:
+    """The frames in a block of lines, in order."""
+    return [FrameRun(*run) for run in _runs(block)] if _FRAME_BEGINS in block else []
+
+
+def last_raise(lines: bytes, prefix: bytes) -> bytes:
+    """The last of these lines of source that raises an exception, without its prefix."""
+    at = lines.rfind(b"\n" + prefix + _RAISES)
+    if at < 0 and not lines.startswith(prefix + _RAISES):
+        return b""
+    start = at + 1 + len(prefix)
+    return lines[start : lines.index(b"\n", start)]
+
+
+def quoted_source(block: bytes, prefix: bytes) -> int:
+    """Length of the source lines with which the block begins, each after this prefix."""
+    end = 0
+    while block.startswith(prefix, end) and (line := _QUOTED.match(block, end + len(prefix))):
+        end = line.end()
+    return end
