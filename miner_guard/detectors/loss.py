@@ -32,6 +32,11 @@ _LOCAL_EXCESS = 0.25
 descent: an outlier exceeds the median of the last 8 values by 25 % and by 8 sigma of the
 step-to-step noise, with drift removed."""
 
+_MIN_FIRST = 3
+_FIRST_FACTOR = 5.0
+"""The rule for the first values of a run or a log: a loss begins high, so that one far above the
+highest of them is an outlier. Five in a row are an explosion, like later ones."""
+
 _STRONG_RATIO = 1.5
 """A value at this multiple of its level needs no second one to confirm it."""
 
@@ -172,7 +177,7 @@ class LossWatch:
     def _limit(self) -> float | None:
         """The highest acceptable next loss; None while there are too few values."""
         if len(self._local) < _MIN_LOCAL:
-            return None
+            return self._first_limit()
         level = self._local.median
         noise = MAD_TO_SIGMA * self._changes.mad() / math.sqrt(2)
         limit = level + max(_LOCAL_FACTOR * noise, _LOCAL_EXCESS * abs(level))
@@ -182,6 +187,11 @@ class LossWatch:
             limit,
             self._window.robust_limit(self._settings.mad_factor, self._settings.min_excess_ratio),
         )
+
+    def _first_limit(self) -> float | None:
+        """The limit before the level is known: only an explosion goes beyond it."""
+        highest = self._local.quantile(1.0) if len(self._local) >= _MIN_FIRST else 0.0
+        return _FIRST_FACTOR * highest if highest > 0 else None
 
     def _admit(self, loss: float) -> None:
         self._window.add(loss)

@@ -47,30 +47,38 @@ class Plateau:
     def __init__(self, settings: LossSettings) -> None:
         self._steps = settings.plateau_steps
         self._size = max(1, settings.plateau_steps // _BLOCKS)
+        """Steps that a block spans at least: a trainer may log only every 50th step."""
+
         self._sum = 0.0
         self._count = 0
+        self._ended: int | None = None
+        """The last step of the latest block."""
+
         self._blocks: deque[float] = deque(maxlen=_BLOCKS)
         self._first: float | None = None
         self._best = math.inf
-        self._since_best = 0
+        self._best_step = 0
         self._reported = False
 
     def observe(self, step: int, loss: float, lr: float | None) -> Iterator[Anomaly]:
         """Judge one loss. Reports each plateau once."""
+        if self._ended is None or step <= self._ended:
+            # The first step, or that of a checkpoint from which training resumed.
+            self._ended = step - 1
+            self._best_step = min(self._best_step, step)
         self._sum += loss
         self._count += 1
-        self._since_best += 1
-        if self._count < self._size:
+        if step - self._ended < self._size:
             return
         level = self._sum / self._count
-        self._sum, self._count = 0.0, 0
+        self._sum, self._count, self._ended = 0.0, 0, step
         self._blocks.append(level)
         self._first = level if self._first is None else self._first
         min_gain = max(_MIN_DELTA * abs(self._best), _GAIN_SIGMAS * self._noise())
         if self._best == math.inf or level < self._best - min_gain:
-            self._best, self._since_best, self._reported = level, 0, False
+            self._best, self._best_step, self._reported = level, step, False
             return
-        if self._reported or self._since_best < self._steps or len(self._blocks) < _BLOCKS:
+        if self._reported or step - self._best_step < self._steps or len(self._blocks) < _BLOCKS:
             return
         if self._falls(list(self._blocks)):
             return
@@ -93,17 +101,18 @@ class Plateau:
 
     def _anomaly(self, step: int, level: float, lr: float | None) -> Anomaly:
         assert self._first is not None
+        without_low = step - self._best_step
         fallen = (self._first - self._best) / abs(self._first) if self._first else 0.0
         seen = {
             "first": self._first,
             "best": self._best,
             "level": level,
-            "window": self._since_best,
+            "window": without_low,
         }
         if fallen >= _LEARNED:
             text = (
                 f"converged: loss {level:.4g}, {fallen:.0%} below its first level, no new low for "
-                f"{self._since_best} steps"
+                f"{without_low} steps"
             )
             return Anomaly(
                 "plateau_high",
@@ -116,7 +125,7 @@ class Plateau:
             )
         cause, fixes = advice.for_plateau(lr)
         text = (
-            f"loss {level:.4g}, {fallen:.1%} below its first level after {self._since_best} "
+            f"loss {level:.4g}, {fallen:.1%} below its first level after {without_low} "
             "steps without a decrease"
         )
         severity = "warning" if near_chance(self._first, self._best) else "info"

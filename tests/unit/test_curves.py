@@ -150,6 +150,28 @@ def test_a_loss_that_stays_above_its_level_without_exploding_is_reported_within_
     assert sum(f.severity != "info" for f in found) == 1
 
 
+def test_an_explosion_in_the_first_steps_is_reported_before_the_level_is_known() -> None:
+    """Five losses are too few for a level; the judge took the sixth and its like for the level."""
+    watch = LossWatch(LossSettings())
+    losses = [0.43, 0.48, 0.26, 0.27, 0.23, 3.6, 8.5, 5.3, 322.0, 21.9, 131.0]
+    found = [a for step, loss in enumerate(losses) for a in watch.observe(step, loss, UNKNOWN)]
+    assert [(a.type, a.at_step) for a in found if a.severity != "info"] == [("divergence", 9)]
+
+
+@pytest.mark.parametrize("stride", [1, 50, 118])
+def test_a_plateau_is_measured_in_steps_however_rarely_the_trainer_logs(stride: int) -> None:
+    """Counted in values, a plateau of 4,000 steps in a log of every 118th looked 40 steps long."""
+    watch, chance = LossWatch(LossSettings()), random.Random(stride)
+    steps = range(stride, 6000, stride)
+    found = [
+        anomaly
+        for step in steps
+        for anomaly in watch.observe(step, chance.gauss(7.6, 0.04), UNKNOWN)
+    ]
+    assert [anomaly.type for anomaly in found] == ["plateau_high"]
+    assert 1000 <= found[0].evidence["window"] <= found[0].at_step <= 4000
+
+
 def test_memory_leak_is_found_and_one_legitimate_allocation_is_not() -> None:
     leak, jump = MemoryWatch(LossSettings()), MemoryWatch(LossSettings())
     source = random.Random(2)

@@ -214,6 +214,8 @@ def one_repository(seen: list[tuple[dict[str, Any], list[Anomaly]]]) -> tuple[fl
 
 def test_the_live_judge_of_the_loss_stays_silent_on_healthy_curves() -> None:
     alarms: collections.Counter[str] = collections.Counter()
+    labelled: collections.Counter[str] = collections.Counter()
+    seen: collections.Counter[str] = collections.Counter()
     remarks = steps = nan_found = nan_labelled = 0
     for record in records():
         if record["kind"] != "loss":
@@ -229,15 +231,22 @@ def test_the_live_judge_of_the_loss_stays_silent_on_healthy_curves() -> None:
             steps += len(record["values"])
             alarms.update(a.type for a in found if a.severity != "info")
             remarks += sum(a.severity == "info" for a in found)
+        for kind in kinds & {"divergence", "plateau_high"}:
+            labelled[kind] += 1
+            seen[kind] += any(a.type == kind for a in found)
         if "nan" in kinds and any(value in ("NaN", "Infinity") for value in record["values"]):
             nan_labelled += 1
             nan_found += any(a.type == "nan" for a in found)
     print(
         f"live: {dict(alarms)} alarms and {remarks} remarks in {steps} healthy steps; "
-        f"NaN {nan_found}/{nan_labelled}"
+        f"NaN {nan_found}/{nan_labelled}, divergence {seen['divergence']}/{labelled['divergence']}, "
+        f"plateau {seen['plateau_high']}/{labelled['plateau_high']}"
     )
     assert alarms.total() <= steps / 10_000
     assert nan_found == nan_labelled
+    # The others are too short: fewer than 1,000 steps, or a climb of a half within 25 values.
+    assert seen["divergence"] >= 3
+    assert seen["plateau_high"] >= 4
 
 
 def test_the_live_judge_of_the_evaluation_finds_most_and_is_silent_on_the_rest() -> None:
