@@ -78,8 +78,7 @@ def test_a_second_guard_is_refused_and_names_the_first(guarded: Guarded) -> None
 
 
 def test_a_second_guard_is_refused_also_after_the_lock_was_removed(guarded: Guarded) -> None:
-    """Guards against a second guard that takes the first one's miner for a leftover, and ends
-    it."""
+    """Otherwise a second guard would take the first one's miner for an orphan and end it."""
     guarded.start(["sleep", "600"])
     guarded.wait_for("miner_started")
     guarded.state.lock.unlink()
@@ -148,7 +147,7 @@ def test_a_long_state_path_still_has_its_sockets(guarded: Guarded) -> None:
 
 
 def test_cutting_every_file_of_the_state_directory_short_stops_no_rank(guarded: Guarded) -> None:
-    """A rank that wrote into a mapped flight record was killed by SIGBUS when somebody cut it."""
+    """Truncating a mapped flight record killed the rank that wrote to it with SIGBUS."""
     guarded.start(guarded.miner("steps", 60, 0.05, "finish"))
     guarded.wait_for("inner_step")
     for _ in range(5):

@@ -83,8 +83,8 @@ def test_it_reaps_forwards_and_leaves_nothing(guarded: Guarded) -> None:
     guarded.assert_nothing_left()
 
 
-def test_what_the_image_is_given_is_enough_to_install_the_guard_from(tmp_path: Path) -> None:
-    """And no more: a clone's .venv, .git and state have no place in the image."""
+def test_the_image_holds_what_installing_the_guard_needs(tmp_path: Path) -> None:
+    """The image must not contain a clone's .venv, .git or state."""
     copied = re.findall(
         r"^COPY (.+) (\S+)$", (REPO / "ops" / "Dockerfile").read_text(), re.MULTILINE
     )

@@ -92,7 +92,7 @@ def _kill_guard(guarded: Guarded, number: int = signal.SIGKILL) -> None:
 def test_a_killed_guard_takes_every_kind_of_descendant_with_it(
     guarded: Guarded, settings: dict[str, Any]
 ) -> None:
-    """SIGKILL, and what the OOM killer sends: no handler of the guard runs."""
+    """No handler of the guard runs after SIGKILL, which the OOM killer sends, too."""
     started(guarded, "process_tree", b"family complete", settings)
     _kill_guard(guarded)
     guarded.assert_nothing_left(15)
@@ -101,7 +101,8 @@ def test_a_killed_guard_takes_every_kind_of_descendant_with_it(
 def test_children_that_shed_their_environment_end_with_a_killed_guard(
     guarded: Guarded, settings: dict[str, Any]
 ) -> None:
-    """`env -i` and setproctitle: no marker is left to find them by, nor a parent."""
+    """After `env -i` and setproctitle, neither a marker nor a parent shows whose children they
+    are."""
     started(guarded, "shedding", b"all hidden", settings)
     _kill_guard(guarded)
     guarded.assert_nothing_left(15)
@@ -116,8 +117,8 @@ def test_sigquit_leaves_nothing(guarded: Guarded, settings: dict[str, Any]) -> N
 def test_the_process_of_last_resort_is_started_again_when_it_is_killed(
     guarded: Guarded, settings: dict[str, Any]
 ) -> None:
-    """Guards against a process of last resort that dies unnoticed: a SIGKILL of the guard then left
-    six processes."""
+    """The process of last resort once died unnoticed, and a SIGKILL of the guard then left six
+    processes."""
     started(guarded, "shedding", b"all hidden", settings)
     for _ in range(2):
         (killed,) = until(lambda: _last_resorts(guarded), 60, "the process of last resort")
@@ -131,9 +132,9 @@ def test_the_process_of_last_resort_is_started_again_when_it_is_killed(
     guarded.assert_nothing_left(15)
 
 
-def test_a_last_resort_suspended_while_it_starts_still_does_its_duty(guarded: Guarded) -> None:
-    """Guards against a process of last resort that is suspended before its first line, and
-    leaves the miner's children alive. Found by a random sequence."""
+def test_a_last_resort_suspended_while_it_starts_still_works(guarded: Guarded) -> None:
+    """A process of last resort that was suspended before its first line once left the miner's
+    children alive. A random sequence found this."""
     started(guarded, "shedding", b"all hidden", {**FAST, "miner.cgroup": "false"})
     (killed,) = until(lambda: _last_resorts(guarded), 60, "the process of last resort")
     os.kill(killed, signal.SIGKILL)
@@ -143,11 +144,11 @@ def test_a_last_resort_suspended_while_it_starts_still_does_its_duty(guarded: Gu
     guarded.assert_nothing_left(15)
 
 
-def test_suspended_helpers_end_with_a_killed_guard_and_do_their_duty(
+def test_suspended_helpers_still_end_with_a_killed_guard(
     guarded: Guarded, settings: dict[str, Any]
 ) -> None:
-    """Guards against processes that wait for a SIGCONT forever, the process of last resort among
-    them: all were stopped, then the guard was killed. Found by a random sequence."""
+    """Suspended helpers, the process of last resort among them, once waited for a SIGCONT forever
+    after the guard was killed. A random sequence found this."""
     often = {"health.sample_every_s": 0.5, "health.snapshot_every_s": 0.5}
     started(guarded, "shedding", b"all hidden", {**settings, **often})
     helpers = until(lambda: _helpers(guarded), 60, guarded.tail)
@@ -186,8 +187,8 @@ def _lives(pid: int) -> bool:
 def test_pkill_by_the_guards_name_leaves_nothing(
     guarded: Guarded, settings: dict[str, Any], pattern: str
 ) -> None:
-    """`pkill -9 -f PATTERN`, over this test's processes: it took the guard and the process of last
-    resort together."""
+    """`pkill -9 -f PATTERN`, limited to this test's processes: it once killed the guard together
+    with the process of last resort."""
     started(guarded, "shedding", b"all hidden", settings)
     run = [guarded.processes[-1].pid, *_last_resorts(guarded)]
     run += [pid for pid, _ in (*living(guarded.token), *living(str(guarded.state.root)))]
@@ -232,7 +233,8 @@ def test_a_removed_list_hides_nothing_from_the_next_guard_where_there_are_cgroup
 def test_a_state_directory_behind_a_symlink_is_the_same_one(
     guarded: Guarded, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Started by one name and swept by another, two processes were missed."""
+    """A cleanup under one name once missed two processes that a guard had started under the
+    other."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to("disk")
     guarded.state = StateDir(tmp_path / "link" / "state")
@@ -250,8 +252,8 @@ def test_a_state_directory_behind_a_symlink_is_the_same_one(
 def test_without_pidfds_the_miner_is_signalled_anyway(
     guarded: Guarded, settings: dict[str, Any], error: int
 ) -> None:
-    """Before Linux 5.3, and in old containers, it was never signalled, and the log told of a D
-    state."""
+    """Before Linux 5.3, and in old containers, the guard never signalled the miner, and the log
+    blamed a D state."""
     started(
         guarded,
         "process_tree",
@@ -274,7 +276,8 @@ def cpu_s(pid: int) -> float:
 def test_many_deaf_children_are_stopped_soon_after_the_grace(
     guarded: Guarded, settings: dict[str, Any], children: int
 ) -> None:
-    """3,000 took 24 to 50 s: every environment of the host was read 50 times a second."""
+    """Stopping 3,000 took 24 to 50 s, because the guard read every environment of the host 50 times
+    a second."""
     guarded.start(guarded.miner("deaf", children), settings=settings)
     until(lambda: b"all deaf" in guarded.output.read_bytes(), 60, guarded.tail)
     guard = guarded.processes[-1]

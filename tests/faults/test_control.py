@@ -20,7 +20,7 @@ def ctl(guarded: Guarded, *words: str) -> str:
     return done.stdout
 
 
-def test_a_restart_by_hand_is_at_once_and_not_counted(guarded: Guarded) -> None:
+def test_a_manual_restart_is_immediate_and_not_counted(guarded: Guarded) -> None:
     guarded.start(guarded.miner("process_tree", "stay"), "--max-restarts", "0", settings=FAST)
     until(lambda: b"family complete" in guarded.output.read_bytes(), 60, "the miner")
     ctl(guarded, "ctl", "restart")
@@ -62,9 +62,9 @@ def test_a_checkpoint_request_reaches_the_rank(guarded: Guarded) -> None:
     guarded.assert_nothing_left()
 
 
-def test_sockets_that_somebody_removed_are_there_again(guarded: Guarded) -> None:
-    """Guards against a `status` that says that no guard runs, and ranks that log all they do a
-    second time."""
+def test_removed_sockets_are_recreated(guarded: Guarded) -> None:
+    """Otherwise `status` would say that no guard runs, and the ranks would log everything a second
+    time."""
     guarded.start(guarded.miner("steps", 100000, 0.3))
     guarded.wait_for("inner_step")
     for path in (guarded.state.socket, guarded.state.control):

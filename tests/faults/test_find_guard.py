@@ -76,7 +76,7 @@ def test_several_are_named_and_none_is_chosen(
 def test_after_the_demo_its_state_is_shown(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards against a `make demo` whose numbers `status` and `report` do not find."""
+    """Otherwise `status` and `report` would not show the numbers of `make demo`."""
     ended(home / "sn38", 500.0)
     demo = ended(tmp_path / "work" / ".demo" / "state", 5.0)
     assert find.find_guard(None, None).root == demo.root
@@ -85,13 +85,13 @@ def test_after_the_demo_its_state_is_shown(
     assert f"no guard runs in {demo.root}" in capsys.readouterr().err
 
 
-def test_the_default_goes_before_what_ended_elsewhere(home: Path) -> None:
+def test_the_default_guard_takes_precedence_over_one_that_ended_elsewhere(home: Path) -> None:
     usual = ended(home / "miner", 500.0)
     ended(home / "sn38", 5.0)
     assert find.find_guard(None, None).root == usual.root
 
 
-def test_the_environment_is_taken_at_its_word(
+def test_the_environment_variable_decides(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended(home / "sn38", 5.0)
@@ -99,10 +99,10 @@ def test_the_environment_is_taken_at_its_word(
     assert find.find_guard(None, None).root == tmp_path / "mine"
 
 
-def test_a_command_of_another_version_says_that_the_guard_still_runs_the_old_one(
+def test_a_command_of_a_new_version_says_that_the_guard_runs_the_old_one(
     guarded: Guarded, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards against an update that somebody believes in and that no guard runs yet."""
+    """Otherwise an operator would believe that an update is active before any guard runs it."""
     guarded.start(["sleep", "600"], settings=FAST)
     guarded.wait_for("miner_started")
     here = ["--state-dir", str(guarded.state.root)]

@@ -46,10 +46,10 @@ def printed(guarded: Guarded) -> int:
     return guarded.output.read_bytes().count(b"\nline ")
 
 
-def test_a_frozen_disk_neither_slows_the_miner_nor_keeps_a_stop(
+def test_a_frozen_disk_neither_slows_the_miner_nor_blocks_a_stop(
     guarded: Guarded, disk: OwnDisk
 ) -> None:
-    """Guards against training that stops silently with the guard's log: 0 steps in 8 s."""
+    """Training once stopped silently when the guard's log did: 0 steps in 8 s."""
     start(guarded)
     disk.freeze()
     before, begin = printed(guarded), time.monotonic()
@@ -64,7 +64,7 @@ def test_a_frozen_disk_neither_slows_the_miner_nor_keeps_a_stop(
 
 
 def test_a_frozen_disk_costs_a_rank_no_step(guarded: Guarded, disk: OwnDisk) -> None:
-    """Guards against a flight record on that disk: the rank hung in a write to its own memory."""
+    """With its flight record on that disk, a rank once hung in a write to its own memory."""
     guarded.start(
         guarded.miner("steps", 10**6, 0.02, "finish"), settings={"logs.step_lines_per_s": 100}
     )
@@ -79,7 +79,7 @@ def test_a_frozen_disk_costs_a_rank_no_step(guarded: Guarded, disk: OwnDisk) -> 
     guarded.assert_nothing_left()
 
 
-def test_what_was_logged_while_the_disk_was_frozen_is_there_after_the_thaw(
+def test_lines_logged_while_the_disk_was_frozen_are_there_after_the_thaw(
     guarded: Guarded, disk: OwnDisk
 ) -> None:
     start(guarded)

@@ -36,8 +36,8 @@ def start(guarded: Guarded, code: str = SLEEPER, *arguments: object) -> None:
 def test_a_pipe_in_place_of_the_log_holds_up_neither_the_guard_nor_its_stop(
     guarded: Guarded,
 ) -> None:
-    """Guards against a guard.jsonl that became a FIFO without a reader: the main thread hung in its
-    open, and the stop with it."""
+    """When guard.jsonl was a FIFO without a reader, the main thread hung while opening it, and the
+    stop hung too."""
     start(guarded)
     guarded.wait_for("miner_started")
     log = guarded.state.log
@@ -53,7 +53,7 @@ def test_a_pipe_in_place_of_the_log_holds_up_neither_the_guard_nor_its_stop(
 
 @pytest.mark.parametrize("count", [500, pytest.param(4000, marks=pytest.mark.long)])
 def test_status_answers_during_a_storm_of_zombies(guarded: Guarded, count: int) -> None:
-    """Guards against a supervisor that is busy with the dead: each orphan is its child."""
+    """Every orphan becomes the supervisor's child; reaping them must not keep it from answering."""
     start(guarded, ZOMBIES, count)
     guarded.wait_for("miner_started")
     slowest = 0.0

@@ -64,8 +64,8 @@ def late(guarded: Guarded, *arguments: object) -> list[str]:
 def test_a_rank_that_comes_too_late_to_agree_is_a_hang_though_all_ranks_step_on(
     guarded: Guarded,
 ) -> None:
-    """Guards against ranks that train on for a day, and may upload nothing: the group they agree in
-    stays broken."""
+    """The group in which the ranks agree stays broken, so they could train for a day without being
+    allowed to upload."""
     settings = {**FAST, "hang.min_s": 120, "gate.broadcast_timeout_s": 2}
     guarded.start(late(guarded, 6, "all"), "--max-restarts", "1", settings=settings)
     hang = guarded.wait_for("hang_detected", seconds=90)
@@ -116,7 +116,7 @@ def test_without_py_spy_the_rank_writes_its_stacks_itself(guarded: Guarded, tmp_
     guarded.assert_nothing_left()
 
 
-def test_a_program_that_is_known_by_its_lines_alone_hangs_too(guarded: Guarded) -> None:
+def test_a_hang_of_a_program_followed_only_by_its_lines_is_found(guarded: Guarded) -> None:
     lines = (
         "import time\nfor i in range(5): print(f'iter {i}: loss 2.5, time 9.0ms', "
         "flush=True); time.sleep(.1)"
@@ -141,7 +141,7 @@ def test_a_process_that_outlives_its_training_loop_is_a_hang(guarded: Guarded) -
 
 
 def test_a_finished_miner_that_hangs_at_its_exit_has_finished(guarded: Guarded) -> None:
-    """Guards against a training that is done and is trained from scratch, again and again."""
+    """Otherwise a finished training would start from scratch again and again."""
     guarded.start(guarded.miner("steps", 3, 0.1, "done"), settings=FAST)
     assert guarded.processes[0].wait(60) == 0, guarded.tail()
     assert "as asked" not in guarded.named("miner_finished")[0]["msg"]
@@ -149,7 +149,7 @@ def test_a_finished_miner_that_hangs_at_its_exit_has_finished(guarded: Guarded) 
     guarded.assert_nothing_left()
 
 
-def test_a_hang_before_the_hook_is_called_is_one_like_any_other(guarded: Guarded) -> None:
+def test_a_hang_before_the_hook_is_called_is_reported_like_any_other(guarded: Guarded) -> None:
     settings = {**FAST, "hang.first_step_s": 12, "hang.action": "stop"}
     guarded.start(guarded.miner("steps", 3, 0.1, "asleep"), settings=settings)
     hang = guarded.wait_for("hang_detected", seconds=60)
@@ -172,8 +172,9 @@ rendezvous()
 def test_a_hang_before_init_names_the_line_without_py_spy(
     guarded: Guarded, tmp_path: Path, stopped: bool
 ) -> None:
-    """Guards against a hang in `init_process_group` without any stack: under --attach a process
-    can dump its stacks from its import of torch on. The torch here is empty, to start at once."""
+    """Under --attach a process can dump its stacks as soon as it has imported torch, so a hang in
+    `init_process_group` has stacks, too. The torch here is an empty module, which imports at
+    once."""
     package = tmp_path / "lib" / "torch" / "optim"
     package.mkdir(parents=True)
     for module in (package.parent / "__init__.py", package / "__init__.py"):
@@ -213,7 +214,7 @@ def two_ranks(guarded: Guarded, first: str, second: str) -> list[str]:
 
 
 def test_a_killed_rank_is_named_within_seconds_though_its_launcher_waits(guarded: Guarded) -> None:
-    """Guards against a rank that is dead for five minutes before anything is printed."""
+    """Otherwise a rank could be dead for five minutes before anything is printed."""
     settings = {**FAST, "hang.min_s": 120, "hang.gone_s": 5, "hang.action": "stop"}
     guarded.start(two_ranks(guarded, "waits", "killed"), settings=settings)
     gone = guarded.wait_for("rank_gone", seconds=60)

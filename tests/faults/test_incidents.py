@@ -24,8 +24,8 @@ def miner(*lines: str) -> list[str]:
 
 
 def test_a_wrong_key_is_named_and_tried_once_more(guarded: Guarded) -> None:
-    """A restart cannot fix it: the guard says what a person must do instead of spinning; one line
-    may be misread."""
+    """A restart cannot fix it, so the guard says what a person must do instead of retrying on and
+    on. It restarts once, because it may have misread the line."""
     guard = guarded.start(
         miner(
             "step 1 loss 3.2",

@@ -36,7 +36,7 @@ def test_a_start_that_is_refused_is_reported_before_the_guard_ends(
     guarded.assert_nothing_left()
 
 
-def test_a_dead_webhook_holds_the_end_up_ten_seconds_at_most(guarded: Guarded) -> None:
+def test_a_dead_webhook_delays_the_end_by_ten_seconds_at_most(guarded: Guarded) -> None:
     requires.module("apprise")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"json://127.0.0.1:{silent.getsockname()[1]}/hook"

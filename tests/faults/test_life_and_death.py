@@ -33,8 +33,8 @@ def wait_until_listed(guarded: Guarded) -> None:
 
 
 def test_the_next_guard_reports_one_that_was_killed_and_left_nothing(guarded: Guarded) -> None:
-    """Guards against a guard that the OOM killer ends every night, unnoticed: the process of last
-    resort had ended its miner, so nothing was left to report."""
+    """Otherwise nobody would notice a guard that the OOM killer ends every night: the process of
+    last resort ends its miner, so nothing is left to report."""
     guarded.start(guarded.miner("process_tree", "stay"), settings=FAST)
     guarded.wait_for("miner_started")
     until(lambda: guarded.state.status.exists(), 30, "the status")
@@ -294,8 +294,7 @@ def test_waits_grow_between_restarts(guarded: Guarded) -> None:
 
 
 def test_the_end_of_the_terminal_is_not_the_guards_under_nohup(guarded: Guarded) -> None:
-    """Guards against a miner that is stopped by a logout, although it was started so that it is
-    not."""
+    """Otherwise a logout would stop a miner that was started with nohup."""
     guarded.start(
         guarded.miner("steps", 10000, 0.1),
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
@@ -311,8 +310,8 @@ def test_the_end_of_the_terminal_is_not_the_guards_under_nohup(guarded: Guarded)
 def test_a_signal_that_is_repeated_to_the_very_end_does_not_change_the_exit_code(
     guarded: Guarded,
 ) -> None:
-    """Guards against pm2 or a person who asks twice: the second signal met the guard with its
-    handlers given back."""
+    """pm2, or a person, may ask twice. The second signal once arrived after the guard had restored
+    the default handlers."""
     guard = guarded.start(["sleep", "600"])
     guarded.wait_for("miner_started")
     deadline = time.monotonic() + 60

@@ -32,7 +32,7 @@ def start(guarded: Guarded, *flags: str, code: str = SLEEPER, **popen: object) -
 def test_a_miner_that_dies_is_noticed_though_the_parent_blocked_every_signal(
     guarded: Guarded,
 ) -> None:
-    """Guards against a dead miner that stays `running`: the mask is inherited, and SIGCHLD never
+    """A dead miner once stayed `running`: the guard inherited the signal mask, and SIGCHLD never
     came."""
     start(guarded, "--max-restarts", "1", code="raise SystemExit(7)", preexec_fn=block_all)
     assert guarded.processes[0].wait(60) == 75
@@ -42,7 +42,7 @@ def test_a_miner_that_dies_is_noticed_though_the_parent_blocked_every_signal(
 def test_a_miner_that_dies_is_noticed_though_the_parent_ignores_its_children(
     guarded: Guarded,
 ) -> None:
-    """Guards against a kernel that reaps the miner itself: its exit code read 0."""
+    """The kernel then reaped the miner itself, and the guard read 0 as its exit code."""
     start(
         guarded,
         "--no-restart",
@@ -63,8 +63,7 @@ def test_a_stop_is_heard_though_the_parent_blocked_every_signal(
 
 
 def test_a_guard_without_standard_streams_runs_and_logs_to_its_file(guarded: Guarded) -> None:
-    """Guards against a traceback instead of a start, and against a lock file that is descriptor
-    1."""
+    """Otherwise the guard would end with a traceback, or open the lock file as descriptor 1."""
 
     def close_all() -> None:
         for fd in (0, 1, 2):
@@ -79,8 +78,8 @@ def test_a_guard_without_standard_streams_runs_and_logs_to_its_file(guarded: Gua
 
 
 def test_a_guard_in_the_background_of_a_terminal_that_stops_writers_runs(guarded: Guarded) -> None:
-    """Guards against SIGTTOU: with `stty tostop` the first line stopped the guard, and with it the
-    miner's output."""
+    """With `stty tostop`, SIGTTOU stopped the guard at its first line, and the miner's output with
+    it."""
     script = Path(__file__).with_name("miners") / "background.py"
     settings = {
         f"MINER_GUARD_{key.upper().replace('.', '__')}": str(value) for key, value in FAST.items()
@@ -116,8 +115,8 @@ def test_all_signals_pass_after_settling() -> None:
 def test_a_stop_of_a_guard_whose_loop_hangs_ends_the_miner_and_leaves_the_stacks(
     guarded: Guarded,
 ) -> None:
-    """Guards against a wedged guard: state `ending` forever, SIGTERM ignored, the miner kept alive
-    with it."""
+    """A wedged guard must not stay in the state `ending` forever, ignore SIGTERM and keep the miner
+    alive."""
     wedge = Path(__file__).with_name("miners") / "wedged_guard.py"
     guarded.entry = str(wedge)
     start(guarded)

@@ -21,7 +21,8 @@ FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1}
 
 
 def test_with_every_descriptor_in_use_the_miner_keeps_running(guarded: Guarded) -> None:
-    """The guard that may open nothing more says so, relays on, and works again when it may."""
+    """A guard that can open no more files reports that, keeps relaying, and recovers once it
+    can."""
     code = "import time\nfor n in range(100000): print('line', n, flush=True); time.sleep(0.05)"
     settings = {
         **FAST,
@@ -54,7 +55,8 @@ def test_with_every_descriptor_in_use_the_miner_keeps_running(guarded: Guarded) 
 def test_a_miner_that_dies_while_no_descriptor_is_left_is_ended_and_started_when_there_is_one(
     guarded: Guarded,
 ) -> None:
-    """The guard once took a process that it could not inspect for gone, and then waited forever."""
+    """The guard once assumed that a process that it could not inspect was gone, and then waited
+    forever."""
     guard = guarded.start(guarded.miner("process_tree", "stay"), settings=FAST)
     until(lambda: b"family complete" in guarded.output.read_bytes(), 60, guarded.tail)
     _limit(guard.pid, 3)
@@ -75,8 +77,8 @@ def _limit(pid: int, descriptors: int) -> None:
 
 
 def test_damaged_files_of_the_last_run_hold_up_nothing(guarded: Guarded) -> None:
-    """Torn by a full disk or a power cut: ledger, status, flight record, list of processes, host
-    memory, sockets."""
+    """A full disk or a power cut may damage the ledger, the status, a flight record, run.json,
+    host.json and the sockets."""
     state: StateDir = guarded.state
     state.flight.mkdir(parents=True)
     state.ledger.write_bytes(b"SQLite format 3\0" + b"\xff" * 5000)
@@ -113,8 +115,8 @@ MISPLACED: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("kind", MISPLACED)
 def test_what_is_not_a_file_is_set_aside_with_one_line(guarded: Guarded, kind: str) -> None:
-    """A folder in place of guard.sock once left the ranks without a reader: each step stood in the
-    log twice."""
+    """A folder in place of guard.sock once left the ranks without a reader: each step was logged
+    twice."""
     state: StateDir = guarded.state
     own = [
         state.socket,

@@ -82,7 +82,7 @@ def test_another_user_can_neither_read_nor_send_commands(guarded: Guarded) -> No
     guarded.assert_nothing_left()
 
 
-def test_no_token_stands_in_the_process_list(guarded: Guarded) -> None:
+def test_no_token_is_in_the_process_list(guarded: Guarded) -> None:
     secrets = {
         "MINER_GUARD_HTTP__TOKEN": "planted-token-of-the-port",
         "MINER_GUARD_ALERTS__URLS": "json://127.0.0.1:9/planted-path",
@@ -98,7 +98,7 @@ def test_no_token_stands_in_the_process_list(guarded: Guarded) -> None:
 
 
 def test_no_wallet_is_opened_by_the_guard_or_its_commands(guarded: Guarded, tmp_path: Path) -> None:
-    """Guards against a check, an archive or a query of the chain that touches keys."""
+    """No check, archive or query of the chain may touch keys."""
     wallet = tmp_path / "home" / ".bittensor" / "wallets" / "default"
     (wallet / "hotkeys").mkdir(parents=True)
     for key in (wallet / "coldkey", wallet / "coldkeypub.txt", wallet / "hotkeys" / "default"):

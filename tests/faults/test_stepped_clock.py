@@ -50,8 +50,8 @@ def resident_mb(pid: int) -> float:
 def test_a_guard_whose_clock_jumps_keeps_its_schedule_and_honours_a_stop(
     guarded: Guarded, step_clock: Callable[[int], None], seconds: int
 ) -> None:
-    """Guards against a schedule that enumerates every run missed since 2000: it hung, and had grown
-    by 170 MB after 14 s."""
+    """The schedule once enumerated every run missed since 2000: it hung, and had grown by 170 MB
+    after 14 s."""
     pid = guarded.processes[-1].pid
     before_mb, count = resident_mb(pid), len(guarded.named("health_snapshot"))
     step_clock(seconds)

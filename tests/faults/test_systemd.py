@@ -224,7 +224,7 @@ def test_the_unit_is_well_formed(tmp_path: Path) -> None:
 
 
 def test_the_unit_leaves_an_intruder_little(tmp_path: Path) -> None:
-    """A miner runs what its dependencies bring: it should find as little as it can train with."""
+    """A miner runs its dependencies' code, so the unit must expose no more than training needs."""
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd is not installed")
     done = subprocess.run(

@@ -79,7 +79,7 @@ def finished(guarded: Guarded) -> None:
 def test_a_hung_rank_is_named_and_the_miner_resumes_from_its_checkpoint(
     guarded: Guarded, tmp_path: Path
 ) -> None:
-    """And a stop then gives the ranks time for their checkpoint."""
+    """A stop afterwards gives the ranks time for their checkpoint."""
     miner = demo(guarded, tmp_path, "--fault", "hang@12:1", steps=100000)
     # The hung rank outlives its SIGTERM.
     guarded.start(

@@ -26,7 +26,7 @@ def start(guarded: Guarded, then: str, *flags: str, ranks: int = 0) -> None:
 
 
 def test_a_training_that_ran_to_its_end_is_not_started_again(guarded: Guarded) -> None:
-    """Guards against five trainings from scratch and a CRASH LOOP, for a script that is done."""
+    """Otherwise a finished script would start from scratch five times and end in a CRASH LOOP."""
     start(guarded, "ends", "--max-restarts", "1")
     assert guarded.processes[0].wait(120) == 0, guarded.tail()
     assert guarded.named("miner_finished")
@@ -52,7 +52,8 @@ def test_a_loop_that_prints_its_exception_and_exits_with_0_has_not_finished(
 
 
 def test_the_rank_that_left_is_named_and_not_the_network(guarded: Guarded) -> None:
-    """Guards against `INCIDENT nccl_network_error on rank 0` for a rank 1 that ended its loop."""
+    """The guard must not report `INCIDENT nccl_network_error on rank 0` when rank 1 has ended its
+    loop."""
     start(guarded, "leaves", "--no-restart", ranks=2)
     assert guarded.processes[0].wait(120) not in (0, None), guarded.tail()
     gone = guarded.named("rank_gone")
@@ -116,8 +117,8 @@ def explained(guarded: Guarded) -> str:
 def test_a_fault_in_a_foreign_trainer_is_named_live_and_afterwards(
     guarded: Guarded, fault: str, trainer: str, ranks: int
 ) -> None:
-    """Guards against `host_oom_kill` for a kill -9, a hang without its place and a network error
-    for a rank that left, in loops that we did not write."""
+    """In training loops that we did not write, the guard must not report `host_oom_kill` for a kill
+    -9, a hang without its place, or a network error for a rank that left."""
     event, words, label = FAULTS[fault]
     settings = {"hang.min_s": 8, "hang.action": "stop"}
     assert start_foreign(guarded, fault, trainer, ranks, settings) != 0, guarded.tail()
@@ -139,8 +140,8 @@ def test_a_fault_in_a_foreign_trainer_is_named_live_and_afterwards(
 def test_a_slow_rank_of_a_foreign_trainer_is_named_live_and_afterwards(
     guarded: Guarded, trainer: str, phase: str
 ) -> None:
-    """Guards against a rank 2.5 times as slow for seventy steps that nothing names, since all ranks
-    wait for it and their steps last the same."""
+    """A rank that is 2.5 times as slow must not go unnoticed for seventy steps: all ranks wait for
+    it, so their steps take equally long."""
     assert start_foreign(guarded, "slow", trainer, 2, {}, STEPS="115") == 0, guarded.tail()
     named = guarded.named("straggler")
     assert {(e["rank"], e["phase"]) for e in named} == {(1, phase)}, guarded.tail()

@@ -62,10 +62,10 @@ def test_every_reading_command_understands_it(
     assert run(["explain", str(state.log)]) == 0
 
 
-def test_the_decisions_of_then_are_judged_alike(
+def test_earlier_decisions_are_judged_the_same_today(
     state: StateDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Their words and checksums may differ, what was allowed may not."""
+    """The words and checksums of the decisions may differ, but not what they allow."""
     with sqlite3.connect(state.ledger) as ledger:
         decisions = [name for (name,) in ledger.execute("SELECT id FROM decisions")]
     for decision in decisions:
@@ -74,7 +74,7 @@ def test_the_decisions_of_then_are_judged_alike(
         assert answer["decision"]["allowed"] == answer["stored"]["allowed"]
 
 
-def test_no_event_of_then_is_unknown_today(state: StateDir) -> None:
+def test_no_earlier_event_is_unknown_today(state: StateDir) -> None:
     events = {hit.event for hit in search(state.log, Query())}
     assert len(events) > 15
     assert events <= CATALOGUE.keys()
@@ -88,7 +88,7 @@ def test_the_flight_records_name_their_runs_end(state: StateDir) -> None:
         reader.close()
 
 
-def test_a_guard_of_today_continues_in_it(guarded: Guarded) -> None:
+def test_todays_guard_continues_in_it(guarded: Guarded) -> None:
     state = unpack("24887bf", guarded.state.root)
     before = sum(1 for _ in search(state.log, Query()))
     guarded.start(guarded.miner("steps", 3, 0.01, "finish"), settings=FAST)

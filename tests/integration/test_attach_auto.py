@@ -137,7 +137,7 @@ def test_every_rank_of_a_launch_is_followed(run: Runs, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_ranks_without_an_environment_are_distinguished(run: Runs, tmp_path: Path) -> None:
-    """Guards against two processes of torch.multiprocessing.spawn that both pass for rank 0."""
+    """Two processes of torch.multiprocessing.spawn must not both pass for rank 0."""
     attached = start(tmp_path / "run", "spawned.py")
     for rank in (0, 1):
         assert [s.inner_step for s in attached.steps(rank)] == [1, 2, 3, 4, 5, 6]
@@ -161,8 +161,8 @@ def test_a_sharded_model_is_followed_on_every_rank(run: Runs, tmp_path: Path) ->
 def test_a_compiled_step_is_followed_and_nothing_of_the_guard_is_compiled(
     run: Runs, tmp_path: Path
 ) -> None:
-    """Clocks and counters in a graph would have it compiled at each step, until torch gives up the
-    whole function."""
+    """With clocks and counters in the graph, torch would recompile it at each step until it gives
+    up on the whole function."""
     attached = run(tmp_path / "attached", "compiled.py")
     assert [s.inner_step for s in attached.steps()] == [1, 2, 3, 4, 5, 6]
     assert [f"{s.loss:.4f}" for s in attached.steps()[1:]] == attached.losses()
@@ -187,8 +187,8 @@ def test_a_compiled_step_is_followed_and_nothing_of_the_guard_is_compiled(
 def test_the_loss_is_the_one_that_the_trainer_logs(
     run: Runs, tmp_path: Path, script: str, summed: bool, modules: Sequence[str]
 ) -> None:
-    """Guards against a loss times 65536 (GradScaler), of the discriminator alone (GAN), or a
-    quarter of it."""
+    """The guard must not show the loss times 65536 (GradScaler), only the discriminator's (GAN), or
+    a quarter of it."""
     for module in modules:
         requires.module(module)
     attached = run(tmp_path / "attached", script)
@@ -226,8 +226,8 @@ def test_hugging_faces_trainer_is_followed_by_its_callbacks(run: Runs, tmp_path:
 def test_a_training_with_a_loss_per_item_that_a_callback_stops_early_has_finished(
     run: Runs, tmp_path: Path
 ) -> None:
-    """Guards against a miner that has converged and is restarted forever, and against 1.18 for
-    4.636: the Trainer adds up what its model divided by the items of all micro-batches."""
+    """The guard must not restart a miner that has converged, nor report 1.18 instead of 4.636: the
+    Trainer adds up what its model divided by the items of all micro-batches."""
     requires.module("transformers")
     requires.module("accelerate")
     attached = run(tmp_path / "attached", "with_transformers.py", "out", "per-item", "stops")
@@ -254,8 +254,8 @@ def test_lightning_is_followed_by_its_callbacks(run: Runs, tmp_path: Path) -> No
 def test_a_checkpoint_of_lightning_is_reported_once_it_is_written(
     run: Runs, tmp_path: Path
 ) -> None:
-    """Guards against `LAST CHECKPOINT` without one, or with a file that is not there yet:
-    Lightning's own callbacks run before the write."""
+    """`LAST CHECKPOINT` must not be missing or name a file that does not exist yet: Lightning's own
+    callbacks run before the write."""
     requires.module("lightning")
     attached = run(tmp_path / "run", "with_lightning.py", "checkpoints")
     assert [s.inner_step for s in attached.steps()] == [1, 2, 3, 4, 5, 6]

@@ -205,7 +205,7 @@ def test_a_summary_of_nothing_says_unknown(tmp_path: Path) -> None:
 
 
 def test_a_summary_that_ends_in_nan_shows_it() -> None:
-    """Guards against `from 4.54 to 2.64` after forty steps of NaN."""
+    """The summary must not show `from 4.54 to 2.64` after forty steps of NaN."""
     steps = [{"event": "inner_step", "level": "info", "rank": 0, "loss": 4.5}] * 20
     steps += [{"event": "inner_step", "level": "info", "rank": 0, "loss": "NaN"}] * 40
     text = "\n".join(lines(summarise(steps, None, Usage(1.0, 10.0, 50.0))))

@@ -137,8 +137,8 @@ def test_with_a_token_only_health_and_the_empty_page_are_open(tmp_path: Path) ->
 
 
 def test_a_web_page_that_points_its_own_name_at_the_port_reads_nothing(port: Port) -> None:
-    """Guards against DNS rebinding: the browser of somebody with a tunnel would show the page all
-    of /status."""
+    """With DNS rebinding, the browser of someone with a tunnel could show all of /status to a
+    hostile page."""
     port.status(command=["python", "miner.py", "--wallet", "planted"])
     hosts = ("evil.example", "evil.example:9123", "127.0.0.1.evil.example", "", "x" * 300)
     for host, path in itertools.product(

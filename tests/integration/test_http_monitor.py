@@ -65,7 +65,7 @@ def test_a_port_in_use_is_reported_once_and_tried_again(tmp_path: Path) -> None:
     list(monitor.on_stop())
 
 
-def test_a_guard_that_ends_while_its_port_opens_says_nothing_of_it(
+def test_a_guard_that_ends_while_its_port_opens_does_not_report_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A miner that ended at once was followed by SAMPLER FAILED: readline of closed file."""

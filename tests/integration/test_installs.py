@@ -72,7 +72,7 @@ def test_the_sdist_alone_gives_a_guard_that_runs(sdist: Path, tmp_path: Path, ve
 def test_doctor_reports_pypis_validators_whichever_came_first(
     sdist: Path, tmp_path: Path, order: str
 ) -> None:
-    """Guards against a guard whose rules another package has replaced silently."""
+    """Otherwise another package could silently replace the guard's rules."""
     python = venv(tmp_path, f"{sys.version_info.major}.{sys.version_info.minor}")
     for package in ("validators", sdist) if order == "first" else (sdist, "validators"):
         run(python, "-m", "pip", "install", "--quiet", package, cwd=tmp_path)

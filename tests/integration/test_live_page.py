@@ -55,7 +55,7 @@ def _enter(tab: Any, token: str) -> None:
     tab.get_by_role("button", name="Open").click()
 
 
-def test_the_token_is_asked_for_once_and_stands_in_no_address(port: Port, tab: Any) -> None:
+def test_the_token_is_asked_for_once_and_is_in_no_address(port: Port, tab: Any) -> None:
     assert tab.goto(port.url).status == 200
     tab.locator("form").wait_for()
     assert RUN not in tab.content()
@@ -105,7 +105,7 @@ def test_the_page_updates_by_itself_and_says_when_the_guard_is_gone(port: Port, 
 
 
 def test_the_page_comes_back_by_itself_when_the_guard_does(tmp_path: Path, tab: Any) -> None:
-    """Guards against a tab that somebody has to reload after each restart of the guard."""
+    """Otherwise somebody would have to reload the tab after each restart of the guard."""
     requires.module("uvicorn")
     first = Port(tmp_path)
     first.status(run_id=RUN)
@@ -125,7 +125,7 @@ def test_the_page_comes_back_by_itself_when_the_guard_does(tmp_path: Path, tab: 
 
 
 def test_a_selection_survives_an_update(tmp_path: Path, tab: Any) -> None:
-    """Guards against a page that takes away what a person is about to copy."""
+    """An update must not take away text that a person is about to copy."""
     requires.module("uvicorn")
     port = Port(tmp_path)
     try:
@@ -213,8 +213,8 @@ def test_the_verdict_stands_first(tmp_path: Path, tab: Any) -> None:
         port.close()
 
 
-def test_what_the_log_says_runs_no_script_in_the_page(port: Port, tab: Any) -> None:
-    """Escaped by the report; and were it not, the policy forbids it."""
+def test_text_from_the_log_runs_no_script_in_the_page(port: Port, tab: Any) -> None:
+    """The report escapes it; if it did not, the policy would still forbid it."""
     port.status(run_id="<img src=x onerror='window.broken=1'><script>window.broken=1</script>")
     answer = tab.goto(port.url)
     assert "script-src 'self'" in answer.headers["content-security-policy"]
@@ -247,7 +247,7 @@ def test_without_a_token_the_page_is_there_at_once_and_its_policy_hinders_nothin
 def test_an_update_keeps_scroll_and_open_parts_and_each_range_is_asked_for(
     tmp_path: Path, tab: Any
 ) -> None:
-    """Guards against a page that jumps to its top every ten seconds."""
+    """The page must not jump to its top every ten seconds."""
     requires.module("uvicorn")
     log = Log(tmp_path)
     for number in range(1, 120):

@@ -18,8 +18,8 @@ supervisor, the socket to the ranks of the node."""
 def test_64_ranks_agree_and_the_guard_holds_four_descriptors_in_each_at_most(
     tmp_path: Path,
 ) -> None:
-    """Guards against an agreement whose connections grow with the ranks: past `ulimit -n` every
-    upload would be blocked."""
+    """If the agreement's connections grew with the ranks, every upload would be blocked beyond
+    `ulimit -n`."""
     requires.module("torch")
     answers = many_ranks.run(tmp_path, 64, 8, "gloo", 500)
     assert len(answers) == 64

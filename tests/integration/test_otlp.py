@@ -115,7 +115,7 @@ def plain_body(record: Any) -> str:
 def test_events_wait_on_the_disk_for_a_receiver_that_is_gone_and_the_next_guard_sends_them(
     tmp_path: Path,
 ) -> None:
-    """Guards against a collector's outage that hides the very night somebody asks about."""
+    """A collector's outage must not hide the very night that somebody asks about."""
     first = Receiver()
     mark = uuid.uuid4().hex
     run = guard(tmp_path, first.endpoint, "sleep", "600", _MARK=mark)
@@ -172,8 +172,8 @@ def test_what_the_receiver_rejects_is_skipped_and_what_it_cannot_take_now_waits(
 def test_a_collector_takes_and_forwards_every_event_and_metric(
     tmp_path: Path, receiver: Receiver
 ) -> None:
-    """Rotel, the OpenTelemetry collector that an index carries as a package (`pip install rotel`):
-    it decodes with code that shares nothing with the SDK's, batches, and sends on what it has."""
+    """Rotel is an OpenTelemetry collector that pip can install (`pip install rotel`). Its decoder
+    shares no code with the SDK; it batches and forwards what it receives."""
     requires.module("rotel")
     (program,) = Path(str(importlib.import_module("rotel").__file__)).parent.glob("rotel-agent")
     address = f"127.0.0.1:{free_port()}"

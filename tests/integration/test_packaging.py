@@ -118,7 +118,7 @@ def test_ci_runs_every_python_that_the_metadata_promises() -> None:
 def test_the_installed_wheel_writes_the_files_of_ops(
     built: Built, tmp_path: Path, way: str
 ) -> None:
-    """Without a source tree: what pip installed is all there is."""
+    """Without a source tree, only the files that pip installed exist."""
     python, env = _installed(built.wheel, tmp_path, way)
 
     def ops(folder: str) -> subprocess.CompletedProcess[str]:

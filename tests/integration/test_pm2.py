@@ -99,7 +99,7 @@ def _until(what: str, true: Callable[[], bool], seconds: float) -> None:
 
 @pytest.mark.timeout(500)
 def test_start_grep_restart_stop_delete(pm2: Pm2) -> None:
-    """The demo as it stands, but endless, with a slow step, and its second upload allowed."""
+    """Runs the demo without an end, with a slow step, and with its second upload allowed."""
     pm2.env["MINER_GUARD_GATE__MIN_INNER_STEP"] = "20"
     pm2.edit(["demo", "--steps", "100000", "--fault", "slow@30"])
     pm2("start", str(pm2.file))

@@ -182,9 +182,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_who_waits_for_a_killed_publisher_does_not_wait_for_its_recovery(tmp_path: Path) -> None:
-    """Guards against a miner that waits two more minutes: the recovery process held the pipe that
-    the miner reads."""
+def test_waiting_for_a_killed_publisher_does_not_include_its_recovery(tmp_path: Path) -> None:
+    """The miner once waited two more minutes, because the recovery process held the pipe that the
+    miner reads."""
     command = [sys.executable, "-c", _DIES, str(tmp_path / "journal")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as publisher:
         assert publisher.stdout is not None

@@ -82,8 +82,8 @@ def test_a_revision_is_one_commit_and_one_tag(
 def test_a_tag_that_is_published_again_names_what_was_published_last(
     server: tuple[RepoSettings, hub.HubState], tmp_path: Path
 ) -> None:
-    """Guards against a miner that trains from a checkpoint to the same step again: the tag named
-    the older files."""
+    """A miner that resumes from a checkpoint may reach the same step again. The tag then still
+    named the older files."""
     settings, state = server
     for folder in (tmp_path / "before", tmp_path / "after"):
         folder.mkdir()
@@ -133,7 +133,7 @@ def test_a_storm_of_503_is_survived_and_reported(
     assert shown(state, "main") == {60}
 
 
-def test_half_closed_connections_are_no_answer_and_may_be_tried_again(
+def test_half_closed_connections_do_not_count_as_an_answer_and_may_be_retried(
     server: tuple[RepoSettings, hub.HubState], tmp_path: Path
 ) -> None:
     settings, state = server
@@ -149,11 +149,10 @@ def test_half_closed_connections_are_no_answer_and_may_be_tried_again(
 
 
 @pytest.mark.parametrize("key", ["metadata.json", "epoch-3/gradients.pt"])
-def test_a_document_that_was_cut_off_on_its_way_is_no_answer_and_not_another_document(
+def test_a_truncated_document_does_not_count_as_an_answer(
     server: tuple[RepoSettings, hub.HubState], tmp_path: Path, key: str
 ) -> None:
-    """Guards against `not JSON; publish again`, and an audit that fails, where the connection was
-    cut."""
+    """A connection that was cut off must not cause `not JSON; publish again` and a failed audit."""
     settings, state = server
     publish(settings, revision(tmp_path, 50, LARGE), tmp_path)
     repo: Any = open_repo(settings)
@@ -179,8 +178,8 @@ def test_age_is_the_hubs_age_whatever_this_hosts_clock(
 def test_a_commit_to_another_file_makes_no_gradients_younger(
     server: tuple[RepoSettings, hub.HubState], tmp_path: Path
 ) -> None:
-    """Guards against a model card that is edited: the gradients were as if published again, and a
-    push as if arrived."""
+    """Editing a model card made the gradients look newly published, and a push look as if it had
+    arrived."""
     settings, state = server
     state.shift_s = -3000.0
     publish(settings, revision(tmp_path, 50, LARGE), tmp_path)

@@ -73,7 +73,7 @@ def test_a_part_that_arrives_changed_is_sent_again_before_anybody_sees_it(
     assert len(damaged) == 1
 
 
-def test_a_server_that_knows_no_checksums_is_published_to_without(
+def test_a_server_without_checksums_gets_uploads_without_them(
     server: tuple[S3Repo, s3.Faults], tmp_path: Path
 ) -> None:
     repo, faults = server
@@ -85,7 +85,7 @@ def test_a_server_that_knows_no_checksums_is_published_to_without(
 def test_a_bucket_that_encrypts_is_read_back_by_its_checksums(
     server: tuple[S3Repo, s3.Faults], tmp_path: Path
 ) -> None:
-    """Encrypted with a key of KMS an object's ETag is no md5: each part looked damaged."""
+    """The ETag of an object encrypted with a KMS key is not an md5, so each part looked damaged."""
     repo, faults = server
     _encrypt(repo._client)
     faults.requests.clear()

@@ -48,7 +48,8 @@ def _some_of_each_kind(rounds: Sequence[Round]) -> list[Round]:
 def test_rejects_of_each_kind_stop_before_the_upload_and_nothing_else_changes(
     tmp_path: Path,
 ) -> None:
-    """Guards against a command that only a checkout could show to be broken."""
+    """Otherwise only someone with a checkout of the miner would notice that the command is
+    broken."""
     rounds = _some_of_each_kind(rounds_and_beyond()[0])
     harmless = Round("harmless: as the compressor left it", gradients={})
     miner = miner_runs.Miner(IMITATION, 1, tmp_path)

@@ -214,7 +214,7 @@ def test_a_stop_during_a_preflight_that_hangs_ends_the_guard_at_once(
 def test_run_does_not_start_on_what_the_preflight_finds_critical(
     fake_nvml: FakeNvml, tmp_path: Path, python: Path, state: dict[str, int], says: str
 ) -> None:
-    """Guards against hours of training on a driver that is broken, or on a GPU that an orphan
+    """Otherwise the miner could train for hours on a broken driver, or on a GPU that an orphan
     holds."""
     fake_nvml.set(state)
     running = Running(fake_nvml, tmp_path, python, "--expect-gpus", "4")

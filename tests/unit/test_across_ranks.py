@@ -200,8 +200,7 @@ def test_the_last_runs_gpus_make_a_cpu_run_an_accident(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("count", [8, 64, 256, 1024])
 def test_the_block_does_not_grow_with_ranks_that_are_alike(count: int) -> None:
-    """Guards against a start that writes 145 KB: rows that differ in nothing but the GPU's number
-    become one."""
+    """A start once wrote 145 KB. Rows that differ only in the GPU's number now share one row."""
     reports = [report(r, allocated_bytes=(18 + r % 3) * GIB) for r in range(count)]
     reports[5] = {"rank": 5, "error": "no answer within 30 s"}
     (block,) = (f for f in across_ranks.findings(reports, count) if f.event == "gpu_diagnostics")
@@ -214,7 +213,7 @@ def test_the_block_does_not_grow_with_ranks_that_are_alike(count: int) -> None:
 
 
 def test_ranks_on_two_slices_of_one_gpu_do_not_share_it() -> None:
-    """Guards against a critical finding on every divided GPU: CUDA may give both ranks its UUID."""
+    """CUDA may give both ranks the GPU's UUID, which must not cause a critical finding."""
     slices = [
         report(rank, uuid="GPU-0", visible_devices=f"MIG-{rank}", model_device="cuda:0")
         for rank in range(2)

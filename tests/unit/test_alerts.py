@@ -50,9 +50,7 @@ def test_errors_are_reported_and_warnings_are_not() -> None:
     ]
 
 
-def test_overnight_also_tells_the_loss_and_what_was_not_saved_but_no_stop_that_was_asked_for() -> (
-    None
-):
+def test_the_overnight_set_adds_losses_and_failed_saves_but_no_requested_stop() -> None:
     policy = AlertPolicy(AlertSettings(preset="overnight"), FakeClock(), "h/m")
     asked = make_finding("miner_exited", level="info", how="as asked", code=0, runtime_s=1.0)
     sent = _sent(policy, SPIKE, asked, make_finding("checkpoint_stale", detail="2 h old"))
@@ -208,8 +206,7 @@ class Apprise:
 def test_no_target_is_lost_while_the_first_one_loads_the_plugins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against a second thread that finds Apprise's list of plugins half filled: seen in a
-    new container."""
+    """A second thread once found Apprise's list of plugins half filled, in a new container."""
     (tmp_path / "apprise.py").write_text(_LOADS_AT_THE_FIRST_ADDRESS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     answer = send_test(AlertSettings(urls=("json://127.0.0.1:1/a", "json://127.0.0.1:1/b")))
@@ -271,8 +268,8 @@ def test_the_test_message(
 def test_without_apprise_the_start_and_the_failed_alert_name_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against alerts that are silently dead: a ModuleNotFoundError at the first incident was
-    the only sign."""
+    """A ModuleNotFoundError at the first incident was once the only sign that alerts did not
+    work."""
     (tmp_path / "apprise.py").write_text("raise ModuleNotFoundError('apprise')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert "apprise can't be imported" in (

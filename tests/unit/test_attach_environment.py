@@ -140,7 +140,7 @@ def test_the_loop_of_the_first_continuous_miners_is_known() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_cannot_read_its_miner_asks_with_the_others(tmp_path: Path, rank: int) -> None:
-    """Guards against one rank that uploads ungated, while the others wait for it in the gate's
+    """Otherwise one rank would upload ungated while the others wait for it in the gate's
     collective."""
     allowed = GateDecision(True, "gradient", 1, 60, "as rank 0 says")
     asked, uploaded = list[str](), list[int]()

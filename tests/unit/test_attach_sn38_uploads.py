@@ -138,7 +138,8 @@ def test_a_good_upload_is_published_with_everything_known_about_it(tmp_path: Pat
 def test_a_block_list_that_validators_reject_is_seen_before_anything_is_gathered(
     tmp_path: Path, blocks: list[int], words: str
 ) -> None:
-    """Guards against a miner whose chain stands still, and whose uploads all score zero."""
+    """Otherwise a miner whose view of the chain stands still would keep uploading, and each upload
+    would score zero."""
     miner = Miner()
     miner.model.config.block_list = blocks
     attached = Attached(tmp_path, miner)
@@ -165,8 +166,8 @@ def test_a_block_list_that_validators_reject_is_seen_before_anything_is_gathered
 def test_a_gradient_that_validators_reject_is_not_written(
     tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
-    """Guards against a zero score that the miner's own log calls a success, and that only the audit
-    after the push would have shown: types, shapes, and the values themselves."""
+    """The miner's own log would call the upload a success, and only the audit after the push would
+    show its zero score. Covers types, shapes and values."""
     miner = Miner()
     attached = Attached(tmp_path, miner)
     assert attached.upload(gradient(**change)) is False
@@ -196,7 +197,7 @@ def test_the_archive_after_an_allreduce_goes_out_whatever_is_in_it(tmp_path: Pat
 def test_each_upload_keeps_its_own_decision_however_many_are_asked_before_its_thread_starts(
     tmp_path: Path,
 ) -> None:
-    """Guards against a rejected gradient that goes out on the archive's decision, made after its
+    """A rejected gradient must not go out on the archive's decision, which was made after its
     own."""
     miner = Miner()
     attached = Attached(tmp_path, miner)

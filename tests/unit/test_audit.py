@@ -90,7 +90,8 @@ def test_what_validators_reject_fails_with_rule_number_and_limit(
 def test_the_archive_after_an_outer_step_is_rejected_only_where_validators_do(
     tmp_path: Path,
 ) -> None:
-    """Guards against AUDIT FAILED right after UPLOAD VERIFIED, where no profile says why."""
+    """Where no profile rejects archives, AUDIT FAILED must not follow directly on UPLOAD
+    VERIFIED."""
     publish(tmp_path, inner=0, wvals=torch.zeros(2))
     free = Limits.of(GateSettings(), {})
     report = look(tmp_path, Network(reason="no [chain] configured"), free)
@@ -159,7 +160,7 @@ def test_gradients_that_have_not_changed_are_not_fetched_again(tmp_path: Path) -
 
 @pytest.mark.usefixtures("inspected_here")
 def test_audits_that_repeat_themselves_keep_within_their_bytes_per_hour(tmp_path: Path) -> None:
-    """Guards against audits of a large model that saturate a metered or slow connection."""
+    """Audits of a large model must not saturate a metered or slow connection."""
     publish(tmp_path)
     size = (tmp_path / "epoch-56" / "gradients.pt").stat().st_size
     repo, memory = RepoSettings(kind="local", path=str(tmp_path)), AuditMemory(2 * size - 1)
@@ -212,7 +213,7 @@ def test_a_repo_that_cannot_be_inspected_is_unknown_and_never_accepted(tmp_path:
 def test_a_document_that_no_validator_can_read_is_rejected(
     tmp_path: Path, key: str, text: str, words: str
 ) -> None:
-    """Guards against `AUDIT UNKNOWN: could not look` where the look has shown what is wrong."""
+    """The audit must not answer `AUDIT UNKNOWN: could not look` when it has seen what is wrong."""
     publish(tmp_path)
     (tmp_path / key).write_text(text)
     report = look(tmp_path)
@@ -223,7 +224,7 @@ def test_a_document_that_no_validator_can_read_is_rejected(
 def test_what_a_killed_audit_left_is_removed_by_a_later_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against a /tmp that fills by 2 GiB with each kill -9 of the guard."""
+    """Otherwise /tmp would grow by 2 GiB with each kill -9 of the guard."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     left, running = tmp_path / "miner-guard-audit-left", tmp_path / "miner-guard-audit-running"
     for folder in (left, running):

@@ -143,7 +143,7 @@ def group() -> Iterator[None]:
 def test_a_snapshot_is_the_state_of_its_step_though_a_forward_pass_ran_meanwhile(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, group: None, sharded: bool
 ) -> None:
-    """And the optimizer's step waits for it: the copy starts only when that step waits."""
+    """The optimizer's step waits for the copy, which here starts only when that step waits."""
     training = Training(tmp_path / "disk", sharded=sharded)
     training.forward_backward()
     training.step()
@@ -187,7 +187,7 @@ def test_many_steps_each_resume_exactly(tmp_path: Path, memory: Path, fused: boo
 def test_a_change_by_anything_else_costs_that_snapshot_and_the_overlap(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against a state that never existed."""
+    """Otherwise the snapshot would hold a state that never existed."""
     training = Training(tmp_path / "disk")
     training.forward_backward()
     training.step()
@@ -262,7 +262,7 @@ class Wrapper(torch.optim.Optimizer):
 
 
 def test_a_wrapped_optimizer_waits_and_without_hooks_everything_is_copied_at_once() -> None:
-    """Guards against a step that no hook announces: it would change what is being copied."""
+    """A step that calls no hook would change what is being copied."""
     parameter = nn.Parameter(torch.ones(4))
     inner = torch.optim.SGD([parameter], lr=0.1)
     assert HostCopy([Wrapper(Wrapper(inner))])._optimizers == (inner,)

@@ -85,7 +85,7 @@ def test_a_newer_one_on_disk_is_preferred_and_an_older_one_is_not(
     assert resumed(tmp_path / "disk")[1] == 20.0
 
 
-def test_an_end_that_was_wanted_leaves_nothing_in_memory(tmp_path: Path, memory: Path) -> None:
+def test_a_requested_end_leaves_nothing_in_memory(tmp_path: Path, memory: Path) -> None:
     first = launch(tmp_path / "disk")
     first.snapshot(1, lambda: state(1))
     first.close()
@@ -125,7 +125,7 @@ def test_a_model_that_has_changed_is_not_loaded_into(tmp_path: Path, memory: Pat
     assert "/model/weight has changed its shape or type" in skipped[0].reason
 
 
-def test_another_world_size_finds_nothing_of_its_own(tmp_path: Path, memory: Path) -> None:
+def test_a_different_world_size_resumes_nothing(tmp_path: Path, memory: Path) -> None:
     two = MemoryTier(memory, 0, world_size=2)
     two.save(5, state(5))
     two.wait()
@@ -199,7 +199,7 @@ for step in range(1, 60):
 def test_a_slot_that_something_truncates_does_not_kill_the_rank(
     tmp_path: Path, memory: Path
 ) -> None:
-    """Guards against SIGBUS, which no rank can catch: the slots are not mapped."""
+    """No rank can survive SIGBUS, so the slots are not mapped."""
     command = [sys.executable, "-c", TRUNCATED, str(tmp_path / "disk")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as miner:
         assert miner.stdout is not None

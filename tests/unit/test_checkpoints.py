@@ -112,7 +112,7 @@ def test_one_whose_content_does_not_fit_is_passed_over_too(tmp_path: Path) -> No
     assert "cannot be loaded" in skipped[0].reason
 
 
-def test_what_a_death_left_half_written_is_swept_and_never_resumed(tmp_path: Path) -> None:
+def test_half_written_checkpoints_are_removed_and_never_resumed(tmp_path: Path) -> None:
     saved(tmp_path, 10)
     half = tmp_path / ".draft-00000020"
     half.mkdir()
@@ -124,7 +124,7 @@ def test_what_a_death_left_half_written_is_swept_and_never_resumed(tmp_path: Pat
 def test_where_torch_refuses_to_write_asynchronously_training_waits_and_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against a default group of NCCL alone that ends training at its first checkpoint."""
+    """A default group of NCCL alone must not end training at its first checkpoint."""
     if dist.is_initialized():
         pytest.skip("another test has left a process group")
 
@@ -169,7 +169,7 @@ def test_a_full_disk_is_reported_and_leaves_the_old_one(
 
 
 @pytest.mark.parametrize("last", [10, 30], ids=["the same step again", "one more than is kept"])
-def test_a_death_while_an_old_one_is_removed_leaves_no_half_under_a_good_name(
+def test_a_death_during_a_removal_leaves_no_partial_checkpoint_with_a_valid_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int
 ) -> None:
     checkpoints = Checkpointer(tmp_path, every=10, keep=2)

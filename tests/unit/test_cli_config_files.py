@@ -36,7 +36,7 @@ def test_only_the_named_file_is_validated(
 def test_the_profile_that_a_file_names_is_checked_with_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Guards against a mistake in a profile that only the guard's start reports."""
+    """Otherwise only the guard's start would report a mistake in a profile."""
     head = 'name = "own"\ntitle = "x"\nread_from = "x"\ndated = 2026-01-01\n'
     Path("own.toml").write_text(f"{head}[settings.gate]\nmin_inner_stepp = 30\n")
     for profile, words in (
@@ -51,7 +51,7 @@ def test_the_profile_that_a_file_names_is_checked_with_it(
 def test_a_mistyped_name_in_a_profile_or_a_pattern_is_shown(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Guards against a group or a source that is accepted and read by nothing."""
+    """Otherwise a group or a source could be accepted although nothing reads it."""
     head = 'name = "own"\ntitle = "x"\nread_from = "x"\ndated = 2026-01-01\n'
     Path("own.toml").write_text(f"{head}[patterns]\npush = ['pushed (?P<tga>.+)']\n")
     for settings, words in (

@@ -58,7 +58,7 @@ def test_config_names_the_origin_of_each_value_and_masks_secrets(
 def test_settings_that_hold_secrets_are_read_from_the_miners_env_file_below_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards against alerts that are lost under pm2, whose filter_env removes secrets from the
+    """Otherwise alerts would be lost under pm2, whose filter_env removes secrets from the
     environment."""
     monkeypatch.chdir(tmp_path)
     Path(".env").write_text(
@@ -195,7 +195,7 @@ def test_the_written_pm2_file_has_the_settings_of_ours_and_the_command_word_for_
 def test_an_environment_in_a_folder_with_a_space_is_started_by_pm2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """pm2 makes a script with a space in it a line of bash, and drops its arguments."""
+    """pm2 runs a script with a space in its path as a line of bash, and drops its arguments."""
     monkeypatch.setattr(sys, "executable", "/home/me/my miner/.venv/bin/python")
     assert run(["init", "--dir", str(tmp_path), "--", "python", "train.py"]) == 0
     app = _app(tmp_path / "ecosystem.config.js")
@@ -206,8 +206,7 @@ def test_an_environment_in_a_folder_with_a_space_is_started_by_pm2(
 def test_init_says_how_the_other_commands_find_a_guard_of_another_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards against `status` beside the guard.toml of `init --name s9` that only says that no
-    guard runs."""
+    """Beside the guard.toml of `init --name s9`, `status` must not say only that no guard runs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MINER_GUARD_STATE_DIR", raising=False)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))

@@ -129,8 +129,8 @@ def test_following_shows_the_last_ten_and_then_what_comes(tmp_path: Path) -> Non
 def test_where_no_guard_runs_status_says_how_the_last_one_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], ended: bool, words: str
 ) -> None:
-    """Guards against an operator told to start a guard again that has just given up, and not why it
-    did."""
+    """An operator must not be told to start a guard that has just given up without being told why
+    it did."""
     emitter = Emitter(
         FakeClock(), "r1", Redactor(), [JsonlSink(tmp_path / "guard.jsonl", LogSettings())]
     )

@@ -199,8 +199,8 @@ def test_a_defect_is_one_line_with_its_place(
 
 
 def test_the_miners_own_exit_code_2_is_not_a_usage_error() -> None:
-    """Guards against a miner whose arguments are wrong (argparse exits with 2) looking like a wrong
-    guard command."""
+    """A miner with wrong arguments (argparse exits with 2) must not look like a wrong guard
+    command."""
     line = [
         sys.executable,
         "-m",

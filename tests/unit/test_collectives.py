@@ -67,8 +67,8 @@ def test_the_backends_of_one_group_count_for_themselves() -> None:
 def test_collectives_of_nccl_are_in_the_answer_beside_those_of_gloo(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A CPU build of torch has the other recorder only: of a hang on GPUs it would hold the guard's
-    own group alone."""
+    """A CPU build of torch has only the other recorder: of a hang on GPUs, it would show only the
+    guard's own group."""
 
     def dump(*entries: dict[str, Any]) -> Callable[[], bytes]:
         return lambda: json.dumps({"entries": entries}).encode()
@@ -93,7 +93,7 @@ def test_level_ranks_and_single_ones_name_no_culprit() -> None:
 
 
 def test_at_the_same_number_the_gpu_that_has_not_started_it_is_late() -> None:
-    """Guards against a spinning kernel that hides behind collectives which its CPU enqueued."""
+    """A spinning kernel must not hide behind collectives that its CPU has already enqueued."""
 
     def at(state: str) -> list[dict[str, Any]]:
         return [{**trace(7, name="nccl:all_reduce")[0], "state": state}]

@@ -89,7 +89,7 @@ def test_the_first_second_of_a_run_raises_no_alarm() -> None:
 
 
 def test_more_monitoring_than_training_is_all_of_it() -> None:
-    """Guards against a share of a million per cent for a first call at the very beginning."""
+    """A first call at the very beginning must not show a share of a million per cent."""
     account = Account()
     account.clock.advance(0.001)
     account.call("evolution_snapshot", 40)
@@ -325,8 +325,8 @@ def test_due_by_time_and_its_missing_interval() -> None:
 
 
 def test_steps_that_count_from_0_again_are_asked_about_like_the_first_ones() -> None:
-    """Inner steps do, with each outer step: nothing was due until they had passed the last ones of
-    the one before."""
+    """Inner steps start from 0 with each outer step. Nothing was due until they had passed the last
+    inner step of the outer step before."""
     account = Account()
     asked = [*range(401), *range(401)]
     due = [step for step in asked if account.tracker.due("eval", every_steps=200, step=step)]
@@ -356,7 +356,7 @@ def test_names_without_end_take_no_memory_without_end() -> None:
     assert len(account.tracker.get_report()["operations"]) <= 257
 
 
-def test_a_disk_that_refuses_is_reported_once_and_raises_nothing(tmp_path: Path) -> None:
+def test_a_failed_write_is_reported_once_and_raises_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     account = Account(output_dir=tmp_path / "file")
     for _ in range(5):
@@ -382,7 +382,7 @@ def test_another_process_reads_the_running_guards_ledger(tmp_path: Path) -> None
 
 
 def test_the_last_seconds_of_a_process_are_in_its_file(tmp_path: Path) -> None:
-    """Guards against a file that lacks up to 5 s of a process that ends."""
+    """The file must not lack the last 5 s of a process."""
     program = (
         "import sys; from miner_guard import MonitoringCostTracker as T\n"
         "t = T(output_dir=sys.argv[1])\n"

@@ -221,8 +221,7 @@ def test_only_the_lead_rank_is_counted(monitor: CostsMonitor) -> None:
 
 
 def test_after_a_new_rendezvous_the_present_ranks_bear_the_cost(monitor: CostsMonitor) -> None:
-    """Guards against monitoring that costs nothing any more, because a rank that went to another
-    node still leads."""
+    """Otherwise monitoring would seem free, because the leading rank has gone to another node."""
     monitor.on_steps(0, [_step(0, 10.0)])
     monitor.on_tick(10.0, headers(4, 5))
     monitor.on_steps(4, [_step(1, 10.0, {"inference": 3.0})])
@@ -253,7 +252,7 @@ def test_an_expensive_call_of_a_rank_is_called_out(
 
 
 def test_the_guards_helpers_are_counted_once_and_never_backwards(tmp_path: Path) -> None:
-    """Guards against an open page, rendered by the HTTP port's process, that costs nothing."""
+    """Otherwise an open page, which the HTTP port's process renders, would seem to cost nothing."""
     status: dict[str, Any] = {}
     monitor = CostsMonitor(context(tmp_path, status=lambda: status))
     readings: list[dict[str, Any] | None] = [{"helpers_cpu_s": 2.0}, None, {"helpers_cpu_s": 5.0}]

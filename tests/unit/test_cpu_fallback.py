@@ -68,7 +68,7 @@ def test_low_memory_and_slow_steps_are_suspected_then_cleared(tmp_path: Path) ->
 
 
 def test_what_cleared_before_it_was_reported_is_not_reported(tmp_path: Path) -> None:
-    """Guards against a `CPU FALLBACK … cleared` without a `CPU FALLBACK` before it."""
+    """`CPU FALLBACK … cleared` must not appear without a `CPU FALLBACK` before it."""
     monitor = RanksMonitor(context(tmp_path, config=replace(Config(), gpu=GpuSettings(expect=2))))
     small = {"allocated_bytes": 0.05 * GIB, "flags": FLAG_LOSS_ON_CPU}
     steps = [StepRecord(**(small if n == 1 else {"allocated_bytes": 18 * GIB})) for n in range(9)]
@@ -169,8 +169,7 @@ def test_source_004s_problem_2_is_explained_with_its_arithmetic() -> None:
 
 
 def test_the_entries_of_a_real_diagnosis_are_understood(tmp_path: Path) -> None:
-    """Guards against a format that only one of the two sides knows: the evidence of every rank was
-    lost."""
+    """When only one side knew the format, the evidence of every rank was lost."""
     run = Run(tmp_path)
     found_by_ranks = [
         {"rank": rank, "model_device": f"cuda:{rank}", "offload": False} for rank in range(2)

@@ -142,7 +142,7 @@ def test_a_flat_noisy_loss_does_not_restart_all_the_time() -> None:
 def test_a_loss_that_stays_above_its_level_without_exploding_is_reported_within_five_steps(
     tmp_path: Path, factor: float
 ) -> None:
-    """Guards against a warning that is held back until a loss returns that never does."""
+    """Otherwise the warning would wait for a loss that never returns."""
     run = Run(tmp_path)
     for number, (_, loss) in zip(range(208), healthy(1), strict=False):
         run.step(0.3, loss * (factor if number >= 200 else 1), allocated_bytes=None)
@@ -246,8 +246,7 @@ def test_evaluation_that_comes_with_the_steps_shows_overfitting(tmp_path: Path) 
 def test_an_evaluation_that_is_not_a_number_is_reported_once_until_it_is_one_again(
     tmp_path: Path, printed: bool
 ) -> None:
-    """Guards against an evaluation that is NaN for a week, stored at each step and never told to
-    anybody."""
+    """An evaluation must not be NaN for a week, stored at each step, without anybody being told."""
     run = Run(tmp_path)
     for number, (_, loss) in zip(range(1, 200), healthy(1), strict=False):
         evaluated = (
@@ -265,7 +264,7 @@ def test_an_evaluation_that_is_not_a_number_is_reported_once_until_it_is_one_aga
 
 @pytest.mark.parametrize("noise", [0.005, 0.02, 0.05])
 def test_a_noisy_evaluation_that_goes_nowhere_is_not_overfitting(noise: float) -> None:
-    """Guards against the best of many noisy evaluations as a yardstick: it is low by chance."""
+    """The best of many noisy evaluations is low by chance, so it must not be the yardstick."""
     alarms = 0
     for seed in range(50):
         source, watch = random.Random(seed), OverfitWatch(LossSettings())
@@ -355,7 +354,7 @@ def test_settings_of_the_run_are_in_the_fixes(tmp_path: Path) -> None:
 
 
 def test_after_a_new_rendezvous_the_losses_of_the_current_ranks_are_judged(tmp_path: Path) -> None:
-    """Guards against losses that no detector judges on a node whose leading rank moved to another
+    """Otherwise no detector would judge the losses on a node whose leading rank moved to another
     node."""
     run, losses = Run(tmp_path), [loss for _, (_, loss) in zip(range(60), healthy(1), strict=False)]
     for loss in losses:

@@ -54,7 +54,7 @@ def warnings_of(run: Run) -> list[str]:
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("usual_s", [3.0, 15.0])
 def test_a_slowdown_that_lasts_is_one_alarm(tmp_path: Path, seed: int, usual_s: float) -> None:
-    """Guards against two alarms: one for the slow steps, one for the lasting change."""
+    """There must not be two alarms, one for the slow steps and one for the lasting change."""
     run, source = Run(tmp_path), random.Random(seed)
     for number in range(400):
         seconds = usual_s * source.gauss(1, 0.05) * (1 if number < 200 else 1.8)
@@ -127,8 +127,8 @@ def test_straggler_is_named_by_waiting_though_all_steps_last_the_same_and_cleare
 
 
 def test_after_a_new_rendezvous_the_present_ranks_are_compared(tmp_path: Path) -> None:
-    """Guards against a straggler that is never found, or never over: a rank that went to another
-    node is waited for."""
+    """Otherwise the guard would wait for a rank that has gone to another node, and never name or
+    clear a straggler."""
     run = Run(tmp_path, ranks=2)
 
     def lag(culprit: int) -> None:

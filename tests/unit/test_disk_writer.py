@@ -71,8 +71,7 @@ def test_everything_is_written_in_order_before_the_end(writer: DiskWriter, tmp_p
 def test_a_file_can_be_removed_and_another_overwritten_in_its_place(
     writer: DiskWriter, tmp_path: Path
 ) -> None:
-    """Guards against a lock file that is replaced: anyone who holds the old one would hold
-    nothing."""
+    """If the lock file were replaced, whoever holds the old one would hold nothing."""
     gone, lock = tmp_path / "gone", tmp_path / "lock"
     gone.write_text("x")
     lock.write_text("a long content")
@@ -89,7 +88,8 @@ def test_a_file_can_be_removed_and_another_overwritten_in_its_place(
 def test_nothing_is_lost_when_the_process_is_killed(
     writer: DiskWriter, tmp_path: Path, findings: list[Finding], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against `pkill -9 -f miner-guard`; reported once, however often it happens."""
+    """`pkill -9 -f miner-guard` kills that process too. The guard reports it once, however often it
+    happens."""
     monkeypatch.setattr("miner_guard.system.backoff._MAX_S", 0.05)
     writer.start()
     killed: list[int] = []
@@ -107,7 +107,7 @@ def test_nothing_is_lost_when_the_process_is_killed(
 def test_a_disk_that_does_not_answer_costs_memory_within_bounds_and_is_reported(
     writer: DiskWriter, tmp_path: Path, findings: list[Finding], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against a log that stops the guard, or grows without bound; the drops are counted."""
+    """The log must neither stop the guard nor grow without bound; the drops are counted."""
     monkeypatch.setattr(writer_module, "STUCK_S", 0.2)
     monkeypatch.setattr(writer_module, "MAX_WAITING_BYTES", 64 * 1024)
     writer.start()
@@ -146,8 +146,8 @@ def test_an_end_does_not_wait_for_a_dead_disk(writer: DiskWriter, tmp_path: Path
 
 
 def test_a_write_of_an_exit_handler_reaches_no_disk(writer: DiskWriter, tmp_path: Path) -> None:
-    """Guards against a file of costs that the interpreter's end writes: on a frozen disk the guard
-    then never ended, not even by SIGKILL."""
+    """The cost file is written when the interpreter ends; on a frozen disk the guard then never
+    ended, not even by SIGKILL."""
     writer.start()
     writer.close(30.0)
     late: list[Exception] = []
@@ -178,7 +178,7 @@ def _is_zombie(pid: int) -> bool:
 def test_the_thread_of_a_job_learns_that_its_file_was_not_written(
     writer: DiskWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against evidence that is reported as stored and is not there; the main thread never
+    """Otherwise evidence could be reported as stored although it is missing. The main thread never
     waits."""
     monkeypatch.setattr(writer_module, "STUCK_S", 0.2)
     errors: list[OSError] = []
@@ -199,7 +199,7 @@ def test_the_thread_of_a_job_learns_that_its_file_was_not_written(
 def test_a_file_that_could_not_be_written_is_there_once_it_can(
     writer: DiskWriter, tmp_path: Path, findings: list[Finding]
 ) -> None:
-    """Guards against a status.json that stays as it was before the disk was full."""
+    """Otherwise status.json would stay as it was before the disk was full."""
     folder = tmp_path / "folder"
     folder.write_text("in the way")
     writer.start()

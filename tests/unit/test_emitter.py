@@ -71,8 +71,8 @@ def in_a_process(code: str) -> str:
 
 
 def test_the_supervisor_with_its_schedule_runs_without_asyncio() -> None:
-    """Guards against a new version of structlog or APScheduler that uses asyncio at once, and
-    against the cost of modules that the supervisor never uses."""
+    """A new version of structlog or APScheduler could start to use asyncio, and modules that the
+    supervisor never uses cost memory."""
     code = """
 import sys, threading
 import miner_guard.supervisor.app
@@ -100,7 +100,6 @@ asyncio.run(structlog.get_logger(wrapper_class=structlog.make_filtering_bound_lo
 
 
 def test_bytes_that_are_not_utf8_leave_a_document_readable() -> None:
-    """Guards against `status --json` that no JSON reader accepts, because of a path in the miner's
-    command."""
+    """A path in the miner's command must not make `status --json` unreadable for JSON parsers."""
     document = visible(json.dumps({"command": os.fsdecode(b"caf\xe9")}, ensure_ascii=False))
     assert json.loads(document.encode("utf-8")) == {"command": "caf\udce9"}

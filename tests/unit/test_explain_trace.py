@@ -332,7 +332,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_the_settings_say_which_examples_a_nan_came_from(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards against a `-c` that is accepted and ignored."""
+    """`-c` must not be accepted and ignored."""
     guard_toml, trace = tmp_path / "guard.toml", tmp_path / "trace"
     guard_toml.write_text("[miner]\neffective_batch_size = 16\n")
     trace.write_text('{"step": 7, "loss": 2.0}\n{"step": 8, "loss": NaN}\n')

@@ -124,8 +124,7 @@ def test_a_lead_rank_that_never_steps_delays_the_others_only_briefly(ranks: _Ran
 def test_a_step_with_invalid_times_counts_as_torn_and_the_next_one_is_read(
     ranks: _Ranks, odd: float
 ) -> None:
-    """Guards against a NaN in the ring: reading it raised at every tick, and when the launch
-    ended."""
+    """Reading a NaN in the ring once raised at every tick, and when the launch ended."""
     ranks.step(0, 1)
     ranks.step(0, 2)
     memory_of_it = ranks.writers[0].map
@@ -139,7 +138,7 @@ def test_a_step_with_invalid_times_counts_as_torn_and_the_next_one_is_read(
 def test_a_record_that_cannot_be_read_hides_no_other_rank(
     ranks: _Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against one bad record that blinds the hang watch of all ranks."""
+    """One bad record must not blind the hang detection for all ranks."""
     ranks.tick()
     ranks.step(0, 1)
     ranks.step(1, 1)
@@ -239,8 +238,8 @@ def _worker(state: StateDir, rank: int, local_rank: int, *, process: int) -> Fli
 def test_workers_that_the_launcher_restarts_under_other_ranks_replace_the_old_ones(
     tmp_path: Path,
 ) -> None:
-    """Guards against a hang of ranks that no longer exist, and a finish that they never report:
-    torchrun renumbers the ranks."""
+    """torchrun renumbers the ranks. Otherwise the guard would report hangs of ranks that no longer
+    exist, and wait for them to finish."""
     state, heard, gone = StateDir(tmp_path), _Heard(), 2**22
     flights = Flights(state, RUN, lambda finding: pytest.fail(str(finding)))
     old = [_worker(state, rank, rank - 2, process=gone) for rank in (2, 3)]
@@ -291,7 +290,7 @@ def test_the_copy_of_an_earlier_run_is_left_alone_until_this_run_has_a_record(
 def test_what_a_rank_wrote_before_it_was_killed_in_the_middle_of_its_header_is_read(
     tmp_path: Path,
 ) -> None:
-    """Guards against decisions and steps that are lost with a lock that is never released."""
+    """A killed rank never releases the lock; its decisions and steps must not be lost with it."""
     ranks = _Ranks(tmp_path, (0,))
     ranks.step(0, 1)
     writer = ranks.writers[0]
@@ -309,8 +308,8 @@ def test_what_a_rank_wrote_before_it_was_killed_in_the_middle_of_its_header_is_r
 def test_a_finish_needs_the_report_of_the_highest_local_rank(
     tmp_path: Path, variables: dict[str, str], finished: bool
 ) -> None:
-    """Guards against a miner that counts as finished and stays down: its last rank died before it
-    had a record."""
+    """Otherwise a miner whose last rank died before it had a record would count as finished and
+    stay down."""
     state = StateDir(tmp_path)
     for rank in (0, 1):
         Guard(place(state, rank=rank, world_size=3, LOCAL_RANK=str(rank), **variables)).close(

@@ -50,7 +50,7 @@ def test_step_line_is_word_for_word_and_unknown_is_reported() -> None:
 
 
 def test_an_exit_that_was_asked_for_has_no_cross_before_it() -> None:
-    """Guards against an on-call person who is frightened by the end that they asked for."""
+    """The end that an on-call person asked for must not frighten them."""
     lines: list[str] = []
     emitter = Emitter(FakeClock(), "r1", Redactor(), [ConsoleSink(lines.append, LogSettings())])
     exited = catalog.make_finding(
@@ -73,7 +73,7 @@ def test_a_count_of_one_is_singular() -> None:
     )
 
 
-def test_no_check_mark_stands_before_what_is_unknown() -> None:
+def test_an_unknown_value_gets_no_check_mark() -> None:
     shown = catalog.message(
         catalog.make_finding(
             "gpu_diagnostics", ranks=[{"rank": 0, "cuda_available": False, "world_size": 2}]
@@ -115,7 +115,7 @@ def test_bad_settings_name_the_key_and_what_is_allowed(
 
 @pytest.mark.parametrize("text", ["load", '{"load": 600}', "load=600,compile"])
 def test_a_table_in_the_environment_is_taken_whole_or_refused(text: str) -> None:
-    """Guards against an allowance that somebody has set, and that is not there."""
+    """Otherwise an allowance that somebody has set could be missing."""
     loaded = loading.load(env={"MINER_GUARD_HANG__PHASES": "load=600, compile=900"}).config
     assert loaded.hang.phases == {"load": 600.0, "compile": 900.0}
     with pytest.raises(

@@ -152,8 +152,8 @@ def test_a_sudden_drop_is_distinguished_from_a_gradual_decline_and_names_its_ste
 
 
 def test_a_healthy_large_gpu_gets_no_advice_to_double_its_batch() -> None:
-    """Guards against 24 warnings an hour on source 004's healthy machine: 28123 of 81920 MiB in
-    use, at 95 %."""
+    """Source 004's healthy machine (28123 of 81920 MiB in use, at 95 %) must not get 24 warnings an
+    hour."""
     reading = MemoryReading("rank 0", 28123 / 1024, 81920 / 1024, "nvml", busy_pct=95.0)
     given: dict[str, Any] = {"size": "large", "name": None, "step": 1}
     (finding,) = GpuUse(SETTINGS).check([reading], **given, seconds=60.0)

@@ -110,7 +110,7 @@ class Shown:
 def test_what_is_nested_in_a_long_phase_has_its_time_and_no_more(
     detector: HangDetector, outer: str, allowance: float | None, allowed: float
 ) -> None:
-    """A validation that fetches data and goes forward, over and over."""
+    """A validation fetches data and runs forward passes, over and over."""
     now, shown = 101.0, Shown()
     open_phases = Phases(shown, lambda: now)
     phases = PhaseNames(partial(Phase, open_phases), SETTINGS.allowances)
@@ -152,8 +152,8 @@ def test_after_a_long_phase_the_usual_limit_counts_from_its_end(detector: HangDe
 def test_an_allreduce_within_a_step_does_not_stretch_the_limit_of_the_steps_after(
     detector: HangDetector,
 ) -> None:
-    """Guards against a hang that is noticed after fifty minutes, since a step with an AllReduce
-    took ten."""
+    """Otherwise the guard would notice a hang only after fifty minutes, because a step with an
+    AllReduce took ten."""
     detector.stepped(700.0, 600.0, {"allreduce": 590.0, "forward": 6.0})
     seen = watch(detector, 701.0, 5000.0, {0: rank("data", 700.5)})
     assert seen is not None
@@ -267,7 +267,7 @@ def test_the_culprit_is_behind(ranks: dict[int, Now], culprits: tuple[int, ...])
 def test_a_rank_alone_on_its_node_is_blamed_only_if_it_waits_for_no_other_node(
     alone: Now, culprits: tuple[int, ...]
 ) -> None:
-    """Guards against a node that names its own rank while it waits for another node's."""
+    """A node must not name its own rank while it waits for another node's."""
     assert name_culprits({0: alone}, Processes(elsewhere=1)) == culprits
     assert name_culprits({0: alone}, Processes(gone={0}, elsewhere=1)) == (0,)
     assert name_culprits({0: alone}) == (0,)
@@ -288,7 +288,7 @@ def test_many_ranks_are_listed_as_ranges(ranks: Iterable[int], words: str) -> No
 
 
 def test_a_stopped_process_is_named_whatever_its_place_in_the_step(detector: HangDetector) -> None:
-    """Guards against `rank 0 in data` for a rank that merely waits, while rank 1 has had a
+    """The guard must not name `rank 0 in data`, which merely waits, when rank 1 has received
     SIGSTOP."""
     ranks = {0: rank("data", 101.0), 1: rank("backward", 101.0)}
     hang = detector.check(460.0, ranks, Processes(stopped={1})) or detector.check(
@@ -329,8 +329,7 @@ def before_init(cpu_share: float, prints: bool) -> float | None:
 
 
 def test_silence_without_cpu_time_before_init_is_a_hang_and_work_is_not() -> None:
-    """Guards against a miner that waits for a lock before `init` forever, and one that tokenizes
-    for hours."""
+    """A miner may wait for a lock before `init` forever, or tokenize for hours."""
     assert before_init(cpu_share=0.01, prints=False) == pytest.approx(1800.0, abs=12)
     assert before_init(cpu_share=0.9, prints=False) is None
     assert before_init(cpu_share=0.0, prints=True) is None
@@ -356,7 +355,7 @@ def test_a_rank_that_died_is_named_before_the_usual_limit(detector: HangDetector
 
 @pytest.mark.parametrize("count", [8, 64, 256, 1024])
 def test_a_hang_of_many_ranks_fits_on_a_line(count: int) -> None:
-    """Guards against a line of 4 KB: whole nodes hang at once."""
+    """Whole nodes hang at once, which must not make a line of 4 KB."""
     ranks = {
         number: rank("data" if number < count // 2 else "allreduce", -float(number % 7))
         for number in range(count)
@@ -382,7 +381,7 @@ def test_a_late_node_is_named_where_no_rank_here_stands_out(detector: HangDetect
 def test_where_no_rank_here_stands_out_the_other_nodes_are_pointed_to(
     world_size: int, expected: str
 ) -> None:
-    """Guards against a hang of another node in which no rank seems to be at fault."""
+    """Otherwise no rank would seem to be at fault in another node's hang."""
     who = [
         Subject(n, Identity(1, n, n, world_size, 1, "run", 0.0, 2), rank("backward"), False)
         for n in range(2)

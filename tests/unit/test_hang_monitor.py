@@ -58,8 +58,7 @@ def watch(
 
 
 def test_lines_that_are_not_understood_are_not_a_hang(tmp_path: Path) -> None:
-    """Guards against a healthy miner ended every half hour, since its lines are of a form that is
-    not known."""
+    """Otherwise a healthy miner whose lines have an unknown form would be ended every half hour."""
     assert watch(tmp_path, "log", {0: STARTING}, printing=True) == []
 
 
@@ -97,9 +96,9 @@ def idle(monitor: HangMonitor, clock: FakeClock, ranks: Mapping[int, Now], secon
         monitor.on_tick(clock.monotonic(), ranks)
 
 
-def test_while_the_miner_is_ended_no_hang_is_reported(tmp_path: Path) -> None:
-    """Guards against HANG DETECTED, and an alert at night, for ranks that wait for those that a
-    stop has ended."""
+def test_no_hang_is_reported_while_the_miner_is_being_stopped(tmp_path: Path) -> None:
+    """Ranks that wait for those that a stop has ended must not cause HANG DETECTED and an alert at
+    night."""
     jobs, control = JobsLater(), Steered()
     monitor, clock, emitted = hang_watch(tmp_path, jobs=jobs, control=control)
     monitor.on_steps(0, [])
@@ -114,8 +113,8 @@ def test_while_the_miner_is_ended_no_hang_is_reported(tmp_path: Path) -> None:
     assert not control.asked
 
 
-def test_after_the_end_of_a_launch_its_ranks_are_watched_no_more(tmp_path: Path) -> None:
-    """Guards against a hang in a miner that is paused, by the flight records of its last launch."""
+def test_the_ranks_of_an_ended_launch_are_no_longer_watched(tmp_path: Path) -> None:
+    """The flight records of the last launch must not make a paused miner look hung."""
     monitor, clock, emitted = hang_watch(tmp_path)
     monitor.on_exit(Exit(1, None, False, False, 60.0))
     idle(monitor, clock, {0: RUNNING}, 300)
@@ -123,7 +122,7 @@ def test_after_the_end_of_a_launch_its_ranks_are_watched_no_more(tmp_path: Path)
 
 
 def test_a_finished_miner_that_does_not_exit_is_ended_as_finished(tmp_path: Path) -> None:
-    """Guards against a training that is done and begins from scratch, again and again."""
+    """Otherwise a finished training would start from scratch again and again."""
     control = Steered()
     monitor, clock, emitted = hang_watch(tmp_path, control=control)
     done = replace(RUNNING, state="finished", heartbeat=clock.monotonic())

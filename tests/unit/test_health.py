@@ -160,7 +160,7 @@ def test_cgroup_2_inside_a_container_is_at_the_top(tmp_path: Path) -> None:
 def test_what_a_container_uses_is_unknown_where_its_cache_cannot_be_distinguished_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against an out-of-memory warning for a container that is full of page cache."""
+    """A container full of page cache must not cause an out-of-memory warning."""
     _tree(
         tmp_path,
         {
@@ -217,9 +217,7 @@ def _host(**figures: Any) -> dict[str, Any]:
         ({"oom_kills": 2}, "HOST WARNING: out-of-memory kill: 2 more"),
     ],
 )
-def test_what_is_short_is_reported_once_until_it_was_better(
-    figures: dict[str, Any], words: str
-) -> None:
+def test_a_shortage_is_reported_once_until_it_clears(figures: dict[str, Any], words: str) -> None:
     limits = HostLimits(HealthSettings())
     assert list(limits.observe(_host())) == []
     reported = [*limits.observe(_host(**figures)), *limits.observe(_host(**figures))]
@@ -322,7 +320,7 @@ def test_a_line_without_any_known_value_shows_unknown() -> None:
     assert catalog.make_finding("health_snapshot", summary="x", snapshot=snapshot)
 
 
-def test_the_guard_knows_what_it_takes_itself() -> None:
+def test_the_guard_measures_its_own_usage() -> None:
     own = OwnSampler()
     own.sample()
     sample = own.sample()

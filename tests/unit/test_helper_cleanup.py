@@ -57,7 +57,7 @@ def test_a_suspended_helper_ends(start: Start) -> None:
 
 
 def test_a_helper_whose_work_is_the_guards_last_lines_lives_on_and_is_resumed(start: Start) -> None:
-    """Guards against an incident that no collector hears of, because the guard ended with it."""
+    """Otherwise no collector would hear of an incident that ends the guard."""
     sender, other = start(True), start(True)
     let_outlive(sender.pid)
     sender.send_signal(signal.SIGSTOP)

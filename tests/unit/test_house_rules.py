@@ -34,7 +34,7 @@ def _sources() -> list[tuple[Path, ast.Module]]:
 
 
 def test_no_class_name_is_defined_twice() -> None:
-    """Guards against two things of one name, which a reader must tell apart by their imports."""
+    """A reader could tell two things of one name apart only by their imports."""
     places = defaultdict(list)
     for path, tree in _sources():
         for node in ast.walk(tree):
@@ -55,8 +55,8 @@ def _is_command(path: Path, node: ast.FunctionDef | ast.AsyncFunctionDef) -> boo
 
 
 def test_no_function_takes_more_than_seven_parameters() -> None:
-    """Guards against calls whose values a reader has to count. typer turns the parameters of a
-    command into its options."""
+    """A reader should not have to count a call's values. typer turns the parameters of a command
+    into its options."""
     long = []
     for place, path, node in _functions():
         given = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
@@ -67,7 +67,7 @@ def test_no_function_takes_more_than_seven_parameters() -> None:
 
 
 def test_no_function_takes_more_than_four_values_by_position() -> None:
-    """Guards against two values of one type that change places without an error."""
+    """Two values of one type could change places without an error."""
     long = []
     for place, path, node in _functions():
         names = [a.arg for a in (*node.args.posonlyargs, *node.args.args)]
@@ -136,8 +136,8 @@ def _room(module: str) -> str:
 
 
 def test_modules_and_rooms_import_in_no_circle() -> None:
-    """Guards against circles that the import contracts do not see: inside a room, in a function, or
-    for type checks only."""
+    """The import contracts do not see circles inside a room, in a function, or for type checks
+    only."""
     modules, rooms = _imports(), defaultdict(set)
     for name, imported in modules.items():
         rooms[_room(name)] |= {_room(other) for other in imported} - {_room(name)}

@@ -115,8 +115,7 @@ VALUES = torch.tensor([0.5, -1.0, 2.0])
 def test_tensors_of_odd_kinds_are_refused_and_not_unknown(
     tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
-    """Guards against a NaN that goes out as float8, or as a kind of tensor that torch's checks
-    raise on."""
+    """A NaN must not go out as float8, or as a kind of tensor on which torch's checks raise."""
     report = looked_at(saved(tmp_path, {**good(), **change}), SHAPES)
     assert len(report["problems"]) == 1, report
     assert words in report["problems"][0]
@@ -140,8 +139,7 @@ def test_small_types_of_numbers_are_taken(tmp_path: Path, change: dict[str, Any]
 def test_the_limits_hold_before_any_of_the_file_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against an archive that is a table of contents and nothing else: zipfile reads all of
-    it."""
+    """An archive may be a table of contents and nothing else, and zipfile reads all of it."""
 
     def limited(*_: object) -> None:
         raise MemoryError
@@ -163,8 +161,8 @@ def test_the_limits_hold_before_any_of_the_file_is_read(
 
 @pytest.mark.parametrize("place", range(5))
 def test_lists_of_lists_are_not_walked_through(tmp_path: Path, place: int) -> None:
-    """Guards against a file of 2 KB that keeps the child busy until its time is up, and is then
-    only unknown."""
+    """A file of 2 KB must not keep the child busy until its deadline and then be reported only as
+    unknown."""
     nested: Any = (1.0,)
     for _ in range(64):
         nested = (nested, nested)
@@ -188,8 +186,7 @@ def test_names_of_any_length_and_of_no_characters_never_make_an_answer_unreadabl
 
 
 def test_names_are_the_model_s_own_to_the_letter(tmp_path: Path) -> None:
-    """Guards against a file of torch.compile's names: validators skip them all, and the improvement
-    is exactly 0."""
+    """Validators skip all names that torch.compile wrote, and the improvement is then exactly 0."""
     wrapped = {f"_orig_mod.{k}" if k != "metadata" else k: v for k, v in good().items()}
     for known in (SHAPES, None):
         report = looked_at(saved(tmp_path, wrapped), known)
@@ -300,8 +297,7 @@ def test_the_layout_of_the_dct_is_refused_where_validators_run_without_it(tmp_pa
 def test_values_of_another_type_than_the_validators_parameter_are_refused(
     tmp_path: Path, kind: Any, shapes: Shapes | None
 ) -> None:
-    """Guards against a miner that saves half precision: every validator raises, and resets its
-    scores."""
+    """When a miner saves half precision, every validator raises and resets its scores."""
     report = looked_at(saved(tmp_path, rows(kind=kind)), shapes, SN38)
     assert (
         "validators add them to a float32 tensor, which raises. Upload float32"

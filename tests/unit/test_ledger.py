@@ -64,8 +64,8 @@ def test_a_full_disk_loses_rows_and_is_reported_once(
 
 
 def test_rows_wait_while_another_process_holds_the_file_and_block_no_caller(tmp_path: Path) -> None:
-    """Guards against a lock that is called a full disk, costs its rows and stops the supervisor 2 s
-    for each."""
+    """A lock must not be taken for a full disk, cost its rows, or stop the supervisor for 2 s
+    each."""
     findings, now = list[Finding](), 0.0
     ledger = Ledger(tmp_path / "ledger.sqlite3", findings.append, lambda: now)
     ledger.restart(1.0, "crash", 1, 2.0)
@@ -132,8 +132,8 @@ def test_a_row_that_sqlite_does_not_take_holds_back_none(tmp_path: Path) -> None
 
 
 def test_a_ledger_of_a_later_version_is_written_as_far_as_it_is_known(tmp_path: Path) -> None:
-    """Guards against a guard that was set back a version, and writes no row any more: a table had
-    one column more."""
+    """A guard that was set back a version once wrote no more rows, because a table had one column
+    more."""
     path, findings = tmp_path / "ledger.sqlite3", list[Finding]()
     ledger = Ledger(path, findings.append)
     ledger.restart(1.0, "crash", 1, 2.0)
@@ -187,7 +187,7 @@ def _decide(ledger: Ledger, number: int, wall: float) -> None:
 def test_a_miner_that_asks_at_every_step_does_not_fill_the_disk_in_a_month(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against a ledger that was only cleaned when it was opened: with 15 s steps 0.8 GB a
+    """The ledger was once cleaned only when it was opened: with 15 s steps it grew by 0.8 GB a
     month."""
     monkeypatch.setattr("uploads.ledger.MAX_DECISIONS", 50)
     monkeypatch.setattr("uploads.ledger._FORGET_EVERY", 20)
@@ -206,7 +206,7 @@ def test_a_miner_that_asks_at_every_step_does_not_fill_the_disk_in_a_month(
 
 
 def test_a_clock_that_was_wrong_for_a_while_costs_no_history(tmp_path: Path) -> None:
-    """Guards against one row dated 2039, next to which all others look older than 90 days."""
+    """One row dated 2039 must not make all others look older than 90 days."""
     ledger = Ledger(tmp_path / "ledger.sqlite3")
     for number in range(200):
         ledger.restart(1e9 + number, "crash", 1, 2.0)
@@ -231,8 +231,7 @@ def test_only_the_owner_may_read_it(tmp_path: Path) -> None:
 def test_a_row_that_still_fits_on_a_full_disk_does_not_end_the_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against hundreds of alarms a minute: a decision did not fit, what its inputs needed
-    did."""
+    """There were once hundreds of alarms a minute: a decision did not fit, but its inputs did."""
     findings = list[Finding]()
     ledger = Ledger(tmp_path / "ledger.sqlite3", findings.append)
     whole, room = ledger._done, False
@@ -257,8 +256,8 @@ def test_a_row_that_still_fits_on_a_full_disk_does_not_end_the_fault(
 def test_a_ledger_that_somebody_removed_is_recreated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against rows that go into a removed file, which also keeps the room that it was
-    removed for."""
+    """Otherwise rows would go into a removed file, which also keeps occupying the space that its
+    removal was to free."""
     path = tmp_path / "ledger.sqlite3"
     ledger = Ledger(path)
     for number in range(2):
@@ -301,8 +300,7 @@ print([row["wall"] for row in reader.rows("restarts")])
 
 
 def test_truncating_the_files_beside_the_ledger_kills_no_process(tmp_path: Path) -> None:
-    """Guards against a mapped -shm: truncating it killed its readers, the guard included, by
-    SIGBUS."""
+    """Truncating a mapped -shm file killed its readers, the guard included, with SIGBUS."""
     path = str(tmp_path / "ledger.sqlite3")
     run = subprocess.run([sys.executable, "-c", TRUNCATING, path], capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (0, "[0.0, 1.0, 2.0]\n"), run.stderr

@@ -119,8 +119,7 @@ PIECES = st.sampled_from(
 def test_lines_arrive_whole_and_once_however_the_output_is_cut(
     pieces: list[bytes], cut: random.Random
 ) -> None:
-    """Guards against five buffers that each cut long, redrawn or split lines by a rule of their
-    own."""
+    """Five buffers once cut long, redrawn or split lines, each by a rule of its own."""
     host, reader, seeker = MonitorRunner(lambda _f: None), *_line_readers()
     host.monitors = [reader, seeker]
     stream, at = b"".join(pieces), 0
@@ -177,8 +176,8 @@ WORDED = st.sampled_from(
 def test_each_monitor_gets_the_lines_of_its_own_words_however_the_output_is_cut(
     pieces: list[bytes], cut: random.Random
 ) -> None:
-    """Guards against a filter that serves several monitors and keeps from one of them a line that
-    no longer concerns another."""
+    """A filter that serves several monitors must not keep a line from one of them because it no
+    longer concerns another."""
     host, uploads = MonitorRunner(lambda _f: None), Uploads(cast(Context, None))
     few, losses = FewLines(cast(Context, None)), LineSeeker(cast(Context, None))
     host.monitors = [few, uploads, losses]
@@ -200,7 +199,7 @@ def _has_word(monitor: Monitor, line: bytes) -> bool:
 
 
 def test_a_template_without_a_monitors_own_words_is_not_delivered_to_it() -> None:
-    """Guards against monitors that search every ordinary line because another one asks for it."""
+    """Otherwise monitors would search every ordinary line because another monitor needs it."""
     host, uploads = MonitorRunner(lambda _f: None), Uploads(cast(Context, None))
     losses = LineSeeker(cast(Context, None))
     host.monitors = [uploads, losses]
@@ -210,7 +209,7 @@ def test_a_template_without_a_monitors_own_words_is_not_delivered_to_it() -> Non
 
 
 def test_a_monitor_that_fails_to_say_whether_it_reads_gets_its_lines() -> None:
-    """Guards against a defect in one monitor that keeps output from all of them."""
+    """A defect in one monitor must not keep output from all of them."""
     findings: list[Finding] = []
     host, broken = MonitorRunner(findings.append), Broken(cast(Context, None))
     everything = Everything(cast(Context, None))

@@ -68,8 +68,8 @@ def test_each_line_has_its_template(templates: Templates, lines: list[bytes]) ->
 def test_lines_that_differ_in_numbers_have_one_template(
     templates: Templates, lines: list[tuple[bytes, bytes, bytes]]
 ) -> None:
-    """Guards against a letter that passes for a digit where lines are compared with the latest one
-    of their length."""
+    """Lines are compared with the latest one of their length, where a letter must not pass for a
+    digit."""
     text = b"\n".join(b"step %s loss %s | %s" % numbers for numbers in lines)
     assert templates(text) == _expected(text)
 
@@ -103,7 +103,7 @@ def test_large_texts_have_the_same_templates(templates: Templates, text: bytes) 
 
 @pytest.mark.skipif(not line_templates.COMPILED, reason="built without a compiler")
 def test_equal_templates_are_one_object() -> None:
-    """Guards against the memory and time of an object for each line of a flood."""
+    """An object for each line of a flood would cost memory and time."""
     lines, distinct = line_templates.templates(b"Step 1 loss\nother\nstep 22 loss\n" * 1000)
     assert len({id(line) for line in lines}) == len(distinct) == 3
 
@@ -128,7 +128,7 @@ def test_the_compiled_path_keeps_no_memory() -> None:
 def test_a_filter_finds_the_same_templates_first_and_later(
     templates: Templates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against a cache that takes a template for irrelevant although it contains a word."""
+    """The cache must not take a template for irrelevant although it contains a word."""
     monkeypatch.setattr(line_templates, "templates", templates)
     sieve, quiet = TemplateFilter([b"error", b"loss"]), b"all well 1\n" * 50
     for _ in range(3):

@@ -23,7 +23,7 @@ if literal_search.hyperscan is not None:
     words=st.lists(st.text("ab(.", min_size=1, max_size=6).map(str.encode), min_size=1, max_size=8),
     text=st.text("ab(.\0", max_size=60).map(str.encode),
 )
-def test_it_finds_what_stands_in_the_text(
+def test_it_finds_the_literals_in_the_text(
     search: Callable[[Sequence[bytes]], LiteralSearch], words: list[bytes], text: bytes
 ) -> None:
     assert search(words).find(text) == {word for word in words if word in text}

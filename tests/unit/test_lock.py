@@ -32,7 +32,7 @@ def held(state: StateDir) -> Lock:
     return lock
 
 
-def test_a_lock_that_stands_is_left_alone(state: StateDir, held: Lock) -> None:
+def test_an_existing_lock_is_left_alone(state: StateDir, held: Lock) -> None:
     before = state.lock.stat()
     assert held.keep() is None
     assert state.lock.stat() == before
@@ -89,8 +89,7 @@ def test_a_lock_that_cannot_be_made_again_is_reported_once(state: StateDir, held
 def test_who_waits_for_a_lock_does_not_take_one_that_was_removed_meanwhile(
     state: StateDir, held: Lock
 ) -> None:
-    """Guards against two guards of which each has a lock: one the file, the other what was
-    removed."""
+    """Otherwise two guards could each hold a lock: one the file, the other what was removed."""
 
     class Waits(Lock):
         opened = 0

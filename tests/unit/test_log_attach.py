@@ -261,7 +261,7 @@ def test_a_step_number_with_commas_is_read_and_a_missing_one_ignored(tmp_path: P
 
 
 def test_an_allreduce_is_neither_a_hang_nor_a_slow_step(tmp_path: Path) -> None:
-    """Guards against a healthy miner ended in the middle of each AllReduce that is longer than
+    """Otherwise a healthy miner would be ended in the middle of each AllReduce that is longer than
     `[hang] min_s`."""
     log = Log(tmp_path, profile="sn38")
     log.line(
@@ -302,7 +302,7 @@ def test_the_record_ends_with_the_launch_and_does_nothing_unless_asked(tmp_path:
 
 
 def test_an_old_miner_under_attach_sn38_is_read_by_its_lines(tmp_path: Path) -> None:
-    """Guards against a miner of 2024, which has no method to hook, that trains unseen."""
+    """A miner of 2024 has no method to hook, and must not train unseen."""
     log = Log(tmp_path, attach="sn38", profile="sn38")
     for number in range(4):
         log.line(f"INFO | Index: {number} | Loss: {4 - number}.00", 2)

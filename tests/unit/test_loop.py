@@ -37,8 +37,8 @@ def fail() -> None:
 
 
 def test_a_signal_is_heard_after_its_handler_failed(loop: Loop, errors: list[Exception]) -> None:
-    """Guards against the deaf guard: one exception in any signal handler released the wake-up
-    pipe."""
+    """One exception in any signal handler once released the wake-up pipe and left the guard
+    deaf."""
     heard: list[int] = []
 
     def once() -> None:
@@ -57,7 +57,7 @@ def test_a_signal_is_heard_after_its_handler_failed(loop: Loop, errors: list[Exc
 def test_a_signal_that_does_not_wake_the_loop_is_heard_at_its_next_turn(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against a stop that waits for a byte in a pipe which never came."""
+    """A stop once waited for a byte that never came through the pipe."""
     heard: list[str] = []
     loop.on_signal(signal.SIGUSR1, lambda: heard.append("stop"))
     monkeypatch.setattr(loop, "wake", lambda: None)
@@ -73,7 +73,7 @@ def test_a_timer_that_fails_each_time_keeps_its_pace(loop: Loop, errors: list[Ex
 
 
 def test_a_report_that_fails_as_well_ends_nothing(loop: Loop) -> None:
-    """Guards against a log that breaks and takes the miner with it."""
+    """A log that breaks must not take the miner with it."""
 
     def broken(_error: Exception) -> None:
         raise OSError(28, "No space left on device")
@@ -90,8 +90,7 @@ def test_a_report_that_fails_as_well_ends_nothing(loop: Loop) -> None:
 def test_a_descriptor_whose_handler_fails_rests_and_comes_back(
     loop: Loop, errors: list[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against both: a control socket that is no longer read, and a loop that spins on
-    one that fails."""
+    """The loop must neither stop reading a control socket that fails nor spin on it."""
     monkeypatch.setattr(loop_module, "REST_S", 0.2)
     reading, writing = os.pipe()
     os.write(writing, b"x")
@@ -111,8 +110,7 @@ def test_a_descriptor_whose_handler_fails_rests_and_comes_back(
 def test_a_wait_that_fails_does_not_end_the_guard(
     loop: Loop, errors: list[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against a kernel call that fails once: OSError from epoll would have ended the guard,
-    and the miner."""
+    """A single OSError from epoll would otherwise have ended the guard, and the miner."""
     whole = loop._selector.select
     answers = iter([OSError(12, "Cannot allocate memory")])
 

@@ -124,8 +124,8 @@ def test_micro_batches_divided_by_their_number_add_up_to_their_mean() -> None:
 
 
 def test_losses_that_the_compiled_loop_has_read_count_like_others() -> None:
-    """Guards against a compiled loop that takes over before the program's division is judged, or
-    whose micro-batches are forgotten."""
+    """The compiled loop must not take over before the program's division is judged, nor forget its
+    micro-batches."""
     losses = Losses()
     for step in range(1, 5):
         assert not losses.settled
@@ -148,8 +148,7 @@ def test_a_reciprocal_counts_like_a_quotient() -> None:
 
 
 def test_losses_that_nothing_divides_say_that_they_are_a_sum() -> None:
-    """Guards against a number under `Loss:` that is four times the one that the trainer prints,
-    without an explanation."""
+    """Without an explanation, `Loss:` must not be four times the number that the trainer prints."""
     losses = Losses()
     losses.note(Tensor(0.7))
     losses.note(Tensor(0.6))
@@ -167,8 +166,8 @@ def test_what_a_framework_adds_up_itself_is_its_loss() -> None:
 
 
 def test_a_scaled_loss_is_read_before_its_scale() -> None:
-    """Guards against `Loss: 150956` for 2.30, which is times 65536 and halves when the scale
-    does."""
+    """The line must not read `Loss: 150956` for 2.30, which is times 65536 and halves when the
+    scale does."""
     losses = Losses()
     raw = divided(2.3 * 2, 2)
     for _ in range(2):

@@ -27,8 +27,7 @@ def _of_miner(
 
 
 def test_the_miner_sees_neither_pm2_nor_systemd_nor_the_keys_of_the_guard() -> None:
-    """Guards against a miner's debug output that prints its environment, token and alert addresses
-    included."""
+    """A miner's debug output may print its environment, token and alert addresses included."""
     given = {
         **PM2,
         "HOME": "/root",
@@ -53,7 +52,7 @@ def test_without_pm2_a_variable_called_name_is_the_miners_own() -> None:
 
 
 def test_the_guard_redacts_the_secrets_of_its_own_settings() -> None:
-    """Guards against keys given in guard.toml, which no environment variable names."""
+    """Keys given in guard.toml are in no environment variable."""
     config = replace(
         Config(),
         alerts=AlertSettings(urls=("json://user:pass@host",)),
@@ -73,7 +72,7 @@ def test_the_guard_redacts_the_secrets_of_its_own_settings() -> None:
 def test_the_flight_recorder_is_on_in_every_torch(
     monkeypatch: pytest.MonkeyPatch, installed: str | None, old_name: bool
 ) -> None:
-    """Guards against a hang under the miner's pinned torch 2.5.1 that no rank can be named for."""
+    """Otherwise no rank could be named for a hang under the miner's pinned torch 2.5.1."""
 
     def version(_: str) -> str:
         if installed is None:
@@ -89,7 +88,7 @@ def test_the_flight_recorder_is_on_in_every_torch(
 
 
 def test_a_miner_in_another_environment_gets_both_names(tmp_path: Path) -> None:
-    """Guards against a torch 2.5.1 of the miner's own that the guard's torch 2.9 hides."""
+    """The guard's torch 2.9 must not hide the miner's own torch 2.5.1."""
     other = tmp_path / "python3"
     other.write_text("#!/bin/sh\n")
     other.chmod(0o755)

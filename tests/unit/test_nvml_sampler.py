@@ -54,7 +54,8 @@ def test_all_fields_of_a_healthy_gpu_are_read(sampler: NvmlSampler) -> None:
 def test_an_unknown_error_of_a_side_field_condemns_no_gpu(
     sampler: NvmlSampler, fake_nvml: FakeNvml
 ) -> None:
-    """Guards against the fabric's state taken for the GPU's own, on four healthy GPUs."""
+    """The fabric's state must not be taken for the GPU's own: four healthy GPUs would look
+    broken."""
     fake_nvml.set({"fail.nvmlDeviceGetPowerUsage.0": 999})
     sample = sampler.sample()
     assert states(sample) == ["ok"] * 4
@@ -173,8 +174,8 @@ def test_the_event_that_explains_a_loss_comes_with_it(
 def test_an_event_between_two_children_is_not_lost(
     sampler: NvmlSampler, fake_nvml: FakeNvml
 ) -> None:
-    """The driver tells them only to a process that asked before: the old child is heard until the
-    new one has."""
+    """The driver reports events only to a process that has subscribed, so the old child keeps
+    listening until the new one has."""
     sampler.sample()
     fake_nvml.set(count=3)
     assert states(sampler.sample()) == ["ok", "ok", "ok", "gone"]
@@ -185,7 +186,7 @@ def test_an_event_between_two_children_is_not_lost(
 
 
 def test_a_child_that_is_killed_is_started_again_and_reported_once(sampler: NvmlSampler) -> None:
-    """Guards against a child that dies at each sample and costs a process each time, unseen."""
+    """A child that dies at each sample must not cost a process each time without a report."""
     ends: list[str] = []
     sampler.on_end = ends.append
     for state in ("ok", "ok", "unreadable"):

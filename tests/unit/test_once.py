@@ -23,7 +23,7 @@ def test_a_subject_is_reported_once_until_it_clears() -> None:
 
 
 def test_a_bounded_once_reports_no_further_subjects() -> None:
-    """Guards against memory that grows with names a miner invents."""
+    """Memory must not grow with names that a miner invents."""
     once = Once(max_subjects=2)
     assert [once.first(name) for name in "abca"] == [True, True, False, False]
 
@@ -39,7 +39,7 @@ def test_a_report_repeats_after_its_interval_or_when_its_content_changes() -> No
 
 @pytest.mark.parametrize(("error", "event"), [(_FULL, "disk_full"), (_DENIED, "guard_degraded")])
 def test_an_outage_of_a_file_is_two_findings(error: OSError, event: str) -> None:
-    """Guards against a line per failed write, and a recovery without a warning."""
+    """There must be neither a line per failed write nor a recovery without a warning."""
     outage = WriteOutage("status.json")
     assert outage.succeeded() is None
     first = outage.failed(error)

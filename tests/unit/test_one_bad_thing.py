@@ -84,8 +84,7 @@ def _messages(state: StateDir) -> list[str]:
 def test_an_entry_whose_fields_do_not_fit_its_words_is_shown_and_does_not_come_again(
     state: StateDir,
 ) -> None:
-    """Guards against an entry that raises in every look: no step, hang or decision was seen behind
-    it any more."""
+    """An entry that raised at every poll once hid every step, hang and decision behind it."""
     writer, host = _rank_with_an_odd_entry(state), _host(state)
     flights = Flights(state, RUN, pytest.fail)
     for _ in range(2):
@@ -99,7 +98,7 @@ def test_an_entry_whose_fields_do_not_fit_its_words_is_shown_and_does_not_come_a
 
 
 def test_an_entry_that_no_monitor_can_read_is_acknowledged_anyway(state: StateDir) -> None:
-    """Guards against a start that fails forever at what an earlier run has left."""
+    """Otherwise a start would fail forever on what an earlier run has left."""
     writer = _rank_with_an_odd_entry(state, "another run")
 
     class Refuses:
@@ -147,13 +146,13 @@ def test_every_event_has_a_line_whatever_its_fields_hold(event: str) -> None:
     ],
 )
 def test_a_datagram_of_foreign_content_is_not_a_finding(document: dict[str, Any]) -> None:
-    """Guards against one that raises: the loop drops a socket whose handler fails."""
+    """The loop drops a socket whose handler fails, so no datagram may raise."""
     assert Finding.from_dict(document) is None
 
 
 def test_bytes_that_are_not_text_in_a_command_do_not_stop_the_status(state: StateDir) -> None:
-    """Guards against a status that is never written again, and a systemd watchdog that is never fed
-    behind it."""
+    """Otherwise status.json would never be written again, and nothing would feed systemd's
+    watchdog."""
     state.root.mkdir()
     argument = os.fsdecode(b"name-\xff")
     Status(state, FakeClock(), pytest.fail).update({"command": ["train.py", argument]})
@@ -161,7 +160,7 @@ def test_bytes_that_are_not_text_in_a_command_do_not_stop_the_status(state: Stat
     assert [path.name for path in state.root.iterdir()] == ["status.json"]
 
 
-def test_a_status_that_cannot_be_written_is_no_full_disk_unless_it_is(
+def test_an_unwritable_status_is_called_a_full_disk_only_if_it_is_one(
     state: StateDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     findings: list[Finding] = []
@@ -180,7 +179,7 @@ def test_a_status_that_cannot_be_written_is_no_full_disk_unless_it_is(
 
 
 def test_a_quiet_guard_composes_its_status_seldom_and_a_change_at_once(state: StateDir) -> None:
-    """Guards against an idle guard that spends half its time on a document that stays the same."""
+    """An idle guard must not spend half its time on a document that stays the same."""
     clock = FakeClock()
     status = Status(state, clock, pytest.fail)
     assert status.due(("running", 1))
@@ -193,8 +192,7 @@ def test_a_quiet_guard_composes_its_status_seldom_and_a_change_at_once(state: St
 
 
 def test_a_reader_that_fails_once_does_not_leave_the_miners_pipe_unread() -> None:
-    """Guards against a miner that stalls at a full pipe, since the loop drops a handler
-    that raises."""
+    """The loop drops a handler that raises, and the miner would then stall at a full pipe."""
     errors: list[Exception] = []
     seen: list[bytes] = []
 
@@ -221,7 +219,7 @@ def test_a_reader_that_fails_once_does_not_leave_the_miners_pipe_unread() -> Non
 
 
 def test_a_defect_is_reported_once_though_its_words_change() -> None:
-    """Guards against a log and a set that grow with every tick."""
+    """Otherwise a log and a set would grow with every tick."""
     findings: list[str] = []
     app = SimpleNamespace(_defects=Once(), _degraded=findings.append)
     for number in range(100):
@@ -233,8 +231,7 @@ def test_a_defect_is_reported_once_though_its_words_change() -> None:
 
 
 def test_the_word_after_a_secret_flag_is_masked_in_a_command_that_is_a_list() -> None:
-    """Guards against status.json, which holds the command word by word, and the bundle made of
-    it."""
+    """status.json holds the command word by word, and the bundle is made of it."""
     command = [
         "train.py",
         "--hf-token",
@@ -289,8 +286,8 @@ def test_checksums_cache_folders_and_counts_of_tokens_are_not_secrets_but_a_bare
 def test_a_full_disk_below_the_console_costs_lines_and_not_the_console(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Guards against a log file that stays silent for the rest of the month, because the disk was
-    full for a minute."""
+    """A log file must not stay silent for the rest of the month because the disk was full for a
+    minute."""
     full, there = os.open("/dev/full", os.O_WRONLY), os.pipe2(os.O_NONBLOCK)
     full_pipe = OutputWriter(full, lambda: None)
     full_pipe.print_line("lost\n")
@@ -307,8 +304,8 @@ def test_a_full_disk_below_the_console_costs_lines_and_not_the_console(
 
 
 def test_a_long_command_line_does_not_cut_the_answer_of_the_guard(tmp_path: Path) -> None:
-    """Guards against `status` that says that no guard runs: a socket takes 200 KB at once, a
-    command has up to 2 MB."""
+    """`status` must not say that no guard runs: a socket takes 200 KB at once, and a command has up
+    to 2 MB."""
     command = "x" * 1_500_000
     loop = Loop(SystemClock(), lambda error: pytest.fail(repr(error)))
     control = ControlSocket(
@@ -328,8 +325,8 @@ def test_a_long_command_line_does_not_cut_the_answer_of_the_guard(tmp_path: Path
 
 
 def test_terminal_control_sequences_are_shown_and_not_executed() -> None:
-    """Guards against a line of the miner that clears the screen, renames the window, or hides the
-    text before it."""
+    """A line of the miner must not clear the screen, rename the window, or hide the text before
+    it."""
     evil = "evil \x1b]0;title\x07 \x1b[2J \x9b31m\rfine"
     record = {
         "ts": "2026-01-02T03:04:05.678901Z",
@@ -367,8 +364,8 @@ def test_without_a_home_the_state_directory_is_asked_for(monkeypatch: pytest.Mon
 
 
 def test_a_log_that_somebody_removed_is_recreated(state: StateDir) -> None:
-    """Guards against days of silence after a person made room on a full disk: the guard
-    kept writing to the removed file."""
+    """After a person made room on a full disk, the guard wrote to the removed file, and the log
+    stayed silent for days."""
     sink = JsonlSink(state.log, LogSettings())
     for text in ("one", "two", "three"):
         sink.write({"msg": text})

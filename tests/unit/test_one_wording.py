@@ -109,7 +109,7 @@ def test_all_surfaces_agree_word_for_word(stories: dict[str, SimulatedGuard], na
 
 @pytest.mark.parametrize("name", _SHORT)
 def test_log_ledger_status_and_verdict_agree(stories: dict[str, SimulatedGuard], name: str) -> None:
-    """Guards against pictures that contradict themselves, and so against a guard that does."""
+    """If the pictures contradicted each other, so would the guard."""
     state = stories[name].state
     status, records = read_status(state), list(summary.read_log(state.log))
     assert status is not None

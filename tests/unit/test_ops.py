@@ -239,8 +239,8 @@ def test_the_fleets_table_has_one_named_column_for_each_query_and_sorts_the_wors
 
 
 def test_counters_begin_at_zero_and_ages_before_the_first_step_and_push() -> None:
-    """Guards against increase() that misses the first event, and against alerts on ages that do
-    not exist while nothing has ever stepped or been pushed."""
+    """increase() must not miss the first event, and an alert on an age must not depend on a first
+    step or push."""
     status = {
         "updated": "2026-01-02T04:04:05.000000Z",
         "metrics": {"events": {}, "since": "2026-01-02T03:04:05.000000Z"},
@@ -267,8 +267,7 @@ def test_every_alert_has_the_runbooks_row_for_it() -> None:
 
 
 def test_grafanas_own_types_know_every_key_of_the_dashboard() -> None:
-    """Guards against keys that are misspelt or in the wrong place: Grafana drops them
-    silently."""
+    """Grafana silently drops keys that are misspelt or in the wrong place."""
     requires.module("grafana_foundation_sdk")
     from grafana_foundation_sdk.cog.encoder import JSONEncoder
     from grafana_foundation_sdk.cog.plugins import register_default_plugins

@@ -64,7 +64,7 @@ def test_docker_compose_accepts_composeyaml_of() -> None:
     assert "set GRAFANA_PASSWORD" in refused.stderr
 
 
-def test_composes_miner_is_an_option_that_its_own_monitoring_sees() -> None:
+def test_the_optional_miner_of_compose_is_seen_by_its_monitoring() -> None:
     compose = yaml_of("compose.yaml")
     miner, alloy = compose["services"]["miner"], compose["services"]["alloy"]
     assert miner["profiles"] == ["miner"], "monitoring a fleet starts no miner"

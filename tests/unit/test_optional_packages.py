@@ -35,9 +35,8 @@ def test_without_metadata_the_modules_are_named(
     assert optional_deps.install(extra.name) == f"pip install {' '.join(packages)}"
 
 
-def test_no_text_tells_anybody_to_install_a_name_that_is_not_published() -> None:
-    """Guards against a stranger who registers the name: what they upload would run beside hot
-    keys."""
+def test_no_text_suggests_installing_an_unpublished_name() -> None:
+    """A stranger could register the name, and what they upload would run beside hot keys."""
     texts = [
         p
         for folder in ("miner_guard", "uploads", "validators", "ops", "docs")

@@ -66,7 +66,7 @@ def test_names_units_and_attributes(
 
 
 def test_no_name_carries_its_unit() -> None:
-    """Guards against `…_seconds` in seconds, which the conventions forbid."""
+    """The conventions forbid `…_seconds` in seconds."""
     assert [p.name for p in points() if p.name.endswith(("_seconds", "_bytes", "_ratio"))] == []
 
 

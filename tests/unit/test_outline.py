@@ -73,7 +73,7 @@ dims = st.lists(st.integers(0, 4), min_size=0, max_size=4).map(tuple)
 def test_shapes_fit_where_torch_scatters_them(
     index: tuple[int, ...], values: tuple[int, ...], target: tuple[int, ...]
 ) -> None:
-    """Guards against an upload that is blocked and would be taken, or the other way round."""
+    """Otherwise an upload that validators would take is blocked, or the other way round."""
     zeros = torch.zeros(target)
     try:
         zeros.scatter_reduce(-1, torch.zeros(index, dtype=torch.int64), torch.ones(values), "mean")
@@ -100,7 +100,7 @@ def test_a_model_of_a_billion_parameters_takes_a_few_milliseconds_and_no_tensor_
 
 @pytest.mark.parametrize("where", ["wvals", "quantisation"])
 def test_values_on_a_gpu_are_left_to_the_audit(where: str) -> None:
-    """Guards against a rank that waits for its GPU: reading a tensor there synchronises it."""
+    """Reading a tensor on the GPU synchronises it, so the rank would wait."""
 
     class OnGpu(torch.Tensor):
         device = SimpleNamespace(type="cuda")
@@ -112,7 +112,7 @@ def test_values_on_a_gpu_are_left_to_the_audit(where: str) -> None:
 
 
 def test_more_bytes_than_are_worth_reading_are_left_to_the_audit() -> None:
-    """Guards against a view of a few bytes that claims terabytes."""
+    """A view of a few bytes may claim terabytes."""
     endless = torch.ones(1).expand(1 << 40)
     report = contents(torch, {**good(), "wvals": endless}, SN38, SHAPES)
     assert report["problems"] == []

@@ -16,8 +16,7 @@ from tests.faults.guarded import REPO
 def test_a_module_of_the_miners_directory_does_not_replace_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against a miner's `json.py` that kept the GPU sampler and the HTTP port from ever
-    starting."""
+    """A miner's `json.py` once kept the GPU sampler and the HTTP port from ever starting."""
     for name in ("json", "socket", "psutil"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('foreign')\n")
     monkeypatch.chdir(tmp_path)

@@ -78,14 +78,14 @@ def healthy(seed: int) -> Callable[[int], float]:
 
 
 def test_a_week_of_healthy_runs_alarms_at_most_twice() -> None:
-    """Guards against 1,440 alarms a week, each in the overnight set: fourteen runs of 12 hours."""
+    """Fourteen runs of 12 hours must not raise 1,440 alarms a week, each in the overnight set."""
     alarms = Counter(event for seed in range(14) for event, _ in run(healthy(seed), 12.0))
     assert alarms.total() <= 2, alarms
 
 
 def test_no_slowdown_of_75_steps_in_fourteen_runs_is_missed() -> None:
-    """Guards against a judge that is quiet because it hears nothing: 2.3 to 2.6 times slower, in
-    the same noise and among the same pauses."""
+    """The judge must not be quiet because it hears nothing: these steps are 2.3 to 2.6 times
+    slower, in the same noise and among the same pauses."""
     missed, others = [], 0
     for seed in range(14):
         usual, start, factor = healthy(seed), 800 + 137 * seed, 2.3 + 0.02 * seed
@@ -103,7 +103,7 @@ def test_no_slowdown_of_75_steps_in_fourteen_runs_is_missed() -> None:
 def test_a_lasting_slowdown_is_an_alarm_for_short_steps_too(
     usual: float, slowed: float, event: str
 ) -> None:
-    """Guards against 70 steps that take 0.92 s instead of 0.35 s without a warning."""
+    """70 steps must not take 0.92 s instead of 0.35 s without a warning."""
     seen = list(run(lambda step: usual if step < 200 else slowed if step < 275 else usual, 0.25))
     assert event in {name for name, step in seen if 200 <= step < 275}
 
@@ -113,8 +113,8 @@ def test_a_momentarily_busy_host_is_not_a_regression() -> None:
 
 
 def test_a_rank_that_is_slow_outside_every_phase_is_the_straggler() -> None:
-    """Guards against a slow data loader under DDP that nothing names: both ranks' steps last the
-    same, the fast one waits in its backward, the slow one's time is in no phase."""
+    """Under DDP a slow data loader must be named, although both ranks' steps take equally long: the
+    fast rank waits in its backward pass, and the slow rank's time is in no phase."""
     watch = StragglerWatch(StepSettings())
     found: list[Straggler] = []
     for step in range(70):
@@ -129,8 +129,8 @@ def test_a_rank_that_is_slow_outside_every_phase_is_the_straggler() -> None:
 
 
 def test_a_slow_data_loader_is_named_though_the_others_wait_in_no_phase() -> None:
-    """Guards against FSDP2 under `--attach auto`, whose gathers in forward are no phase, and a GPU
-    for which the program waits where it reads the loss."""
+    """Under `--attach auto`, FSDP2's gathers in the forward pass belong to no phase, and the
+    program waits for a GPU where it reads the loss."""
     watch = StragglerWatch(StepSettings())
     found: list[Straggler] = []
     for step in range(40):
@@ -147,7 +147,7 @@ def test_a_slow_data_loader_is_named_though_the_others_wait_in_no_phase() -> Non
 
 
 def test_ranks_that_differ_outside_all_phases_alone_name_no_straggler() -> None:
-    """Guards against a rank that is named since it waits least, though nothing shows its work."""
+    """A rank must not be named because it waits least if nothing shows its work."""
     watch = StragglerWatch(StepSettings())
     for step in range(60):
         for rank, seconds in ((0, 0.9), (1, 0.4)):
@@ -156,7 +156,7 @@ def test_ranks_that_differ_outside_all_phases_alone_name_no_straggler() -> None:
 
 
 def test_each_ranks_own_time_is_without_its_wait() -> None:
-    """Guards against two ranks at 0.92 s in `status`, of which one only waits."""
+    """`status` must not show two ranks at 0.92 s when one of them only waits."""
     steps = {0: (0.92, {"backward": 0.60}), 1: (0.92, {"backward": 0.05}), 2: (0.92, {})}
     assert work_seconds(steps) == pytest.approx({0: 0.32, 1: 0.87, 2: 0.92})
     assert work_seconds({}) == {}

@@ -35,8 +35,8 @@ def _refused(work: Callable[[], object]) -> str:
 
 @pytest.mark.parametrize("name", READS)
 def test_a_pipe_in_place_of_a_file_holds_up_no_reader(name: str, tmp_path: Path) -> None:
-    """Guards against a main thread that blocks in the open of a pipe: a dead miner stayed dead.
-    Found by a random sequence."""
+    """The main thread once blocked while opening a pipe, so a dead miner stayed dead. A random
+    sequence found this."""
     state = StateDir(tmp_path / "state")
     state.flight.mkdir(parents=True)
     for path in (state.status, state.pid_registry, state.gate_inputs, state.flight_of(0)):

@@ -65,7 +65,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_there(
 
 
 def test_the_block_counts_micro_batches_of_a_rank_and_in_all() -> None:
-    """Guards against an unexplained 64 where source 004 says 256: four ranks share the 256."""
+    """Source 004 says 256 where four ranks have 64 each, so a bare 64 would need an explanation."""
     report = {"rank": 0, "world_size": 4, "batch_size": 2, "effective_batch_size": 512}
     said = {}
     for steps in (64, 256, None):

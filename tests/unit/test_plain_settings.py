@@ -38,8 +38,8 @@ def test_a_plain_value_is_what_pydantic_makes_of_it(name: str, strict: bool) -> 
         assert (type(plain), plain) == (type(expected), expected), value
 
 
-def test_the_usual_settings_are_plain() -> None:
-    """Guards against a start that imports pydantic for a flag."""
+def test_the_usual_settings_need_no_pydantic() -> None:
+    """A single flag must not make the start import pydantic."""
     usual = {
         "gpu.preflight": "false",
         "miner.stop_timeout_s": "45",

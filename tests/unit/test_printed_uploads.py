@@ -46,7 +46,7 @@ def test_a_push_is_reported_by_its_line_wherever_it_is_cut(
     assert messages(monitor(tmp_path, profile), PUSHED[:60], PUSHED[60:]) == reported
 
 
-def test_a_push_that_every_rank_tells_of_is_one(tmp_path: Path) -> None:
+def test_a_push_that_every_rank_reports_is_one(tmp_path: Path) -> None:
     one = monitor(tmp_path)
     assert len(messages(one, PUSHED, PUSHED)) == 1
     assert len(messages(one, PUSHED.replace(b"5.56.51", b"5.56.61"))) == 1
@@ -71,7 +71,7 @@ def test_lines_that_push_no_model_are_ignored(tmp_path: Path, text: bytes) -> No
     assert messages(monitor(tmp_path), text) == []
 
 
-def test_a_hook_that_tells_of_pushes_is_believed_alone(tmp_path: Path) -> None:
+def test_once_a_hook_reports_pushes_only_the_hook_counts(tmp_path: Path) -> None:
     one = monitor(tmp_path)
     assert not list(one.on_entry(0, DecisionEntry(decision={})))
     assert not list(one.on_entry(0, UploadEntry(phase="started")))

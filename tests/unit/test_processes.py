@@ -94,7 +94,7 @@ def _seconds(tree: Searches, count: int) -> int:
 
 
 def test_an_idle_host_is_searched_seldom(tree: Searches) -> None:
-    """Guards against a walk over all threads twice a second: most of what an idle guard cost."""
+    """Walking over all threads twice a second was most of what an idle guard cost."""
     assert 1 <= _seconds(tree, 30) <= 4
 
 
@@ -139,8 +139,8 @@ def test_one_call_sends_several_signals(child: subprocess.Popen[bytes]) -> None:
 def test_the_pause_of_a_teardown_does_not_grow_with_the_machines_load(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against a stop that waits four times as long as its search took: 46 s for 3,000
-    processes, 33 of them asleep."""
+    """A stop once waited four times as long as its search took: 46 s for 3,000 processes, 33 of
+    them asleep."""
     living = {Process(2**22 + n, 1) for n in range(count)}
     commands: list[int] = []
     monkeypatch.setattr(processes, "send", lambda *_arguments: True)

@@ -153,7 +153,7 @@ def test_a_bad_profile_names_the_mistake(tmp_path: Path, text: str, words: str) 
 
 
 def test_one_key_of_a_layout_may_differ_from_subnet_38s() -> None:
-    """Guards against a `metadata_key` that is ignored unless `gradients_key` is set too."""
+    """`metadata_key` must not be ignored when `gradients_key` is not set."""
     limits = Limits.of(GateSettings(), {"metadata_key": "about.json"})
     assert Layout.of(limits) == replace(USUAL, metadata="about.json")
 

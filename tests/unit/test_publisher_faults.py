@@ -38,8 +38,8 @@ def answer(code: str, status: int) -> Exception:
 def test_an_upload_whose_parts_are_unlisted_begins_again(
     monkeypatch: pytest.MonkeyPatch, code: str, status: int
 ) -> None:
-    """Guards against a tag that a single 503 makes unpublishable: from then on, the publisher first
-    asks for its parts, which the server does not have."""
+    """A single 503 must not make a tag unpublishable: the publisher would from then on first ask
+    for its parts, which the server does not have."""
     repo = object.__new__(S3Repo)
 
     def call(_method: Any, **_given: Any) -> Any:
@@ -79,7 +79,7 @@ class Behind(LocalRepo):
 
 
 def test_a_read_that_is_behind_the_write_is_repeated_before_it_counts(tmp_path: Path) -> None:
-    """Guards against `publish again` after an upload that had arrived."""
+    """`publish again` must not follow an upload that has arrived."""
     repo = Behind(tmp_path / "repo")
     result = publisher(repo, tmp_path).publish(revision(tmp_path, 50))
     assert result.tag.endswith(".50")

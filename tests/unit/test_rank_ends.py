@@ -18,7 +18,7 @@ def rank(state: str, heartbeat: float = 100.0, steps: int = 15) -> Now:
 
 
 def test_a_rank_that_ended_early_is_named_with_its_step() -> None:
-    """Guards against `nccl_network_error on rank 0` for a rank 1 that left the loop."""
+    """The guard must not report `nccl_network_error on rank 0` when rank 1 has left the loop."""
     left = ended_early({0: rank("failed", 103.0), 1: rank("ended", 100.0)})
     assert left is not None
     assert left.ranks == (1,)
@@ -83,6 +83,6 @@ class States:
 def test_a_training_without_a_claim_has_finished_by_all_the_evidence_or_not(
     ranks: States, objections: list[str], finished: bool
 ) -> None:
-    """Guards against a training that is done and starts from scratch, and against a loop that
-    caught its exception, exits with 0 and stays down."""
+    """A finished training must not start from scratch, and a loop that caught its exception and
+    exited with 0 must not stay down."""
     assert ran_to_its_end(ranks, objections) is finished

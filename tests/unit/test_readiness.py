@@ -12,8 +12,8 @@ from miner_guard.system.readiness import ready
 
 
 def test_descriptors_beyond_those_of_select_are_waited_for() -> None:
-    """Guards against a guard that dies of `filedescriptor out of range in select()`, because it
-    inherited or opened 1,024 files."""
+    """A guard that inherited or opened 1,024 files must not die of `filedescriptor out of range in
+    select()`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 1400:
         if hard != resource.RLIM_INFINITY and hard < 1400:

@@ -83,7 +83,7 @@ def test_what_is_not_a_secret_stays(text: str) -> None:
     assert Redactor().text(text) == text
 
 
-def test_what_stands_around_a_block_stays() -> None:
+def test_the_text_around_a_block_stays() -> None:
     assert Redactor().text(f"before\n{BEGIN}\n{BODY}\n{END}\nafter") == "before\n[redacted]\nafter"
     assert (
         Redactor().text(f"{BEGIN}\n{BODY}\nTraceback (most recent")
@@ -135,7 +135,7 @@ def test_a_phrase_in_a_command_that_is_a_list_is_masked_to_its_last_word() -> No
     ids=lambda text: repr(text[:40]),
 )
 def test_what_nearly_is_a_secret_takes_the_time_of_any_text(text: str) -> None:
-    """Guards against a guard that stalls: a pattern search holds the interpreter's lock."""
+    """A slow pattern search would stall the guard, because it holds the interpreter's lock."""
     started = time.process_time()
     Redactor().text(text)
     assert time.process_time() - started < 5.0

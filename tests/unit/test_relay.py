@@ -126,7 +126,7 @@ def test_the_last_words_are_shown_before_the_end(stage: Open) -> None:
 
 
 def test_a_flood_that_the_parts_are_behind_with_is_cut_to_its_end(stage: Open) -> None:
-    """Guards against an end that waits half a minute for the monitors to read output that no longer
+    """The end must not wait half a minute for the monitors to read output that no longer
     matters."""
     shown: list[bytes] = []
     at = stage(shown.append)
@@ -143,8 +143,7 @@ def test_a_flood_that_the_parts_are_behind_with_is_cut_to_its_end(stage: Open) -
 
 
 def test_a_slow_monitor_receives_output_in_time_slices(stage: Open) -> None:
-    """Guards against one loop iteration that lasts as long as the monitors need for a whole
-    burst."""
+    """Otherwise one loop iteration would last as long as the monitors need for a whole burst."""
 
     def slow(_data: bytes) -> None:
         time.sleep(0.06)
@@ -211,7 +210,7 @@ def _flood(at: Stage, megabytes: int) -> None:
 def test_monitors_that_keep_up_with_a_flood_are_shown_it_while_it_arrives(
     stage: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against a flood that is compressed, at more cost than the monitors' reading of it."""
+    """Compressing a flood costs more than letting the monitors read it."""
     monkeypatch.setattr(zlib, "compress", lambda *_given: pytest.fail("compressed"))
     shown: list[int] = []
     at = stage(lambda data: shown.append(len(data)))
@@ -223,7 +222,7 @@ def test_monitors_that_keep_up_with_a_flood_are_shown_it_while_it_arrives(
 def test_monitors_that_do_not_keep_up_hold_a_burst_up_for_a_limited_time(
     stage: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against a miner that waits for monitors which have time until the burst is over."""
+    """A miner must not wait for monitors that have time until the burst is over."""
     monkeypatch.setattr(writer_module, "HIGH_WATER", 64 * 1024 * 1024)
     spent = 0.0
 
@@ -244,7 +243,7 @@ def test_monitors_that_do_not_keep_up_hold_a_burst_up_for_a_limited_time(
 def test_the_memory_of_a_burst_is_given_back_once_the_reader_has_it_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Guards against memory given back while the writer still holds the burst: it would stay."""
+    """If memory is given back while the writer still holds the burst, it stays with the process."""
     given_back: list[int] = []
     monkeypatch.setattr(relay_module, "_BURST", 1024 * 1024)
     monkeypatch.setattr(free_memory, "give_back", lambda: given_back.append(1))
@@ -280,8 +279,8 @@ def test_memory_below_what_is_still_in_use_goes_back_to_the_system() -> None:
 
 
 def test_blocks_of_a_flood_use_the_same_memory_again() -> None:
-    """Guards against a page fault for every 4 KiB of a flood, which took a third of its time. In a
-    separate process: other tests leave free memory."""
+    """A page fault for every 4 KiB once took a third of a flood's time. Runs in a separate process,
+    because other tests leave free memory."""
     measured = subprocess.run(
         [sys.executable, "-c", RETAINS], capture_output=True, text=True, timeout=60, check=True
     )
@@ -291,7 +290,7 @@ def test_blocks_of_a_flood_use_the_same_memory_again() -> None:
 def test_a_stopped_terminal_that_another_program_made_non_blocking_costs_no_core(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Guards against 100 % of a core while ^S holds a terminal that ssh or node set to
+    """The guard must not use 100 % of a core while ^S holds a terminal that ssh or node set to
     O_NONBLOCK."""
     controller, terminal = os.openpty()
     os.set_blocking(terminal, False)

@@ -55,8 +55,7 @@ def test_age_is_the_age_of_the_gradients(tmp_path: Path) -> None:
 
 
 def test_files_of_the_future_have_no_age(tmp_path: Path) -> None:
-    """Guards against a clock that was set back: for as long as it was, the repo looked as if just
-    published."""
+    """After a clock was set back, the repo looked newly published for as long as that."""
     LocalRepo(tmp_path).commit(publish(LocalRepo(tmp_path), tmp_path, 1, 50), "5.1.50")
     os.utime(tmp_path / "epoch-1" / "gradients.pt", (7_000, 7_000))
     assert LocalRepo(tmp_path, wall=lambda: 6_999.0).state().age_s == 0.0
@@ -114,7 +113,7 @@ def a_revision(folder: Path) -> Revision:
 def test_a_journal_that_cannot_be_written_fails_the_upload_and_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
-    """Guards against a publisher that dies with a traceback when its disk is full."""
+    """A full disk must not end the publisher with a traceback."""
     revision, whole, writes = a_revision(tmp_path), os.replace, 0
 
     def full(source: Path, target: Path) -> None:

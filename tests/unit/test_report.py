@@ -146,8 +146,7 @@ def test_unreadable_lines_and_strange_values_break_nothing(tmp_path: Path) -> No
 def test_of_very_many_events_the_newest_and_the_first_are_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against a page whose plots end long before the run, and a milestone that is reached
-    later each time."""
+    """The plots must not end long before the run, nor a milestone be reached later each time."""
     monkeypatch.setattr("miner_guard.reporting.report_data._KEPT", 10)
     log = Log(tmp_path)
     for number in range(100):
@@ -201,8 +200,8 @@ def test_the_command_writes_the_file(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_live_report_reads_only_what_was_written_since(tmp_path: Path) -> None:
-    """Guards against a page that parses a week of log at every look, and against lines lost or
-    counted twice over a rotation."""
+    """The page must not parse a week of log at every refresh, nor lose lines or count them twice
+    across a rotation."""
     log = Log(tmp_path)
     for number in range(50):
         log.step(number)
@@ -286,7 +285,7 @@ def test_a_week_of_verdicts_is_a_strip_and_its_shares_are_reported(tmp_path: Pat
 
 
 def test_a_crash_loop_is_one_row_with_a_count_and_another_day_another_row(tmp_path: Path) -> None:
-    """Guards against a first screen of fifteen equal rows."""
+    """The first screen must not hold fifteen equal rows."""
     log = Log(tmp_path)
     for start in (0, 86_400):
         log.clock.advance(start)
@@ -300,7 +299,7 @@ def test_a_crash_loop_is_one_row_with_a_count_and_another_day_another_row(tmp_pa
 
 
 def test_a_link_of_the_verdict_leads_to_its_runbook_row_on_the_same_page(tmp_path: Path) -> None:
-    """Guards against advice that needs a checkout or a network at four in the morning."""
+    """At four in the morning, advice must not need a checkout or a network."""
     log = Log(tmp_path)
     log.step(1)
     verdict = {"state": "not earning", "cause": "loss is NaN", "event": "loss_nan"}

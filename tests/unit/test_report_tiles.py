@@ -53,7 +53,7 @@ def test_each_figure_with_a_limit_names_it(tmp_path: Path) -> None:
 
 
 def test_all_figures_of_a_guard_that_is_gone_are_stale(tmp_path: Path) -> None:
-    """Guards against a first screen of healthy figures under UNKNOWN."""
+    """The first screen must not show healthy figures under UNKNOWN."""
     assert {kind for kind, *_ in _tiles(tmp_path, age_s=900).values()} == {"tile old"}
 
 
@@ -65,7 +65,7 @@ def test_all_figures_of_a_guard_that_is_gone_are_stale(tmp_path: Path) -> None:
 def test_the_last_steps_figures_are_stale_while_no_rank_steps(
     tmp_path: Path, changes: dict[str, Any]
 ) -> None:
-    """Guards against a loss and a step time of before the hang that look current."""
+    """A loss and a step time from before the hang must not look current."""
     tiles = _tiles(tmp_path, **changes)
     stale = {name for name, (kind, *_) in tiles.items() if kind == "tile old"}
     assert stale == {"steps", "loss", "step p50 / p95"}
@@ -82,7 +82,7 @@ def test_no_tile_hides_a_failure(tmp_path: Path) -> None:
 
 
 def test_a_block_below_the_minimum_inner_step_does_not_count_as_a_problem(tmp_path: Path) -> None:
-    """Guards against "uploads blocked 34" on the page of a healthy miner."""
+    """The page of a healthy miner must not read "uploads blocked 34"."""
     log = Log(tmp_path)
     for inner in (10, 20, 30, 60):
         log.say(
@@ -111,7 +111,7 @@ def test_a_block_below_the_minimum_inner_step_does_not_count_as_a_problem(tmp_pa
 def test_the_strip_has_dates_a_legend_and_its_rule(
     tmp_path: Path, hours: float, labels: list[str]
 ) -> None:
-    """Guards against "last 7 days" over a log of three hours."""
+    """The page must not say "last 7 days" over a log of three hours."""
     log = Log(tmp_path)
     now = log.clock.wall() + 3600 * hours
     week = VerdictWeek({})

@@ -91,7 +91,7 @@ def test_a_failing_job_is_reported_once_and_its_recovery_too(made: Make) -> None
 def test_a_stepped_wall_clock_neither_delays_nor_hurries_a_job(
     made: Make, monkeypatch: pytest.MonkeyPatch, step: float
 ) -> None:
-    """Guards against a clock set from 2000 to today: every run since then was enumerated, under a
+    """After the clock was set from 2000 to today, every run since then was enumerated, under a
     lock, forever."""
     clock = Stepped()
 
@@ -126,7 +126,7 @@ def test_a_stepped_wall_clock_neither_delays_nor_hurries_a_job(
 
 
 def test_asking_for_a_job_never_waits_for_the_plan(made: Make) -> None:
-    """Guards against a supervisor that blocks while APScheduler holds its lock."""
+    """The supervisor must not block while APScheduler holds its lock."""
     scheduler, _ = made(SystemClock())
     scheduler.start()
     ran = threading.Event()

@@ -25,7 +25,7 @@ def test_every_named_test_exists() -> None:
 
 
 def test_every_attack_runs_with_the_others() -> None:
-    """Guards against a sentence whose test waits for a target that people seldom run."""
+    """A sentence's test must not wait for a target that people seldom run."""
     for path, test in re.findall(r"`(tests/[^:`]+)::(\w+)`", PAGE):
         source = (requires.REPO / path).read_text(encoding="utf-8")
         head = source.partition(f"\ndef {test}(")[0].rpartition("\n\n\n")[2]

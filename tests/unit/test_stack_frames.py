@@ -60,7 +60,8 @@ ASLEEP = """Thread 4243 (idle): "MainThread"
 
 
 def test_the_rank_outside_the_collective_is_the_one_that_the_others_wait_for() -> None:
-    """Guards against `no rank stands out` under FSDP2, where no phase tells the ranks apart."""
+    """Under FSDP2 the guard must not report `no rank stands out` because no phase tells the ranks
+    apart."""
     assert [waits_for_ranks(dump) for dump in (PY_SPY, FAULTHANDLER, ASLEEP)] == [True, True, False]
     assert outside_the_collective({0: True, 1: False, 2: True}) == (1,)
     assert outside_the_collective({0: True, 1: True}) == ()

@@ -36,8 +36,8 @@ _ARGV = ["/opt/venv/bin/miner-guard", "run", "--name", "a b", "--", "torchrun", 
 def test_it_is_the_service_managers_or_the_command_line(
     env: dict[str, str], cgroup: str, command: str
 ) -> None:
-    """Guards against "start the guard" at four in the morning, and against `systemctl restart
-    cron`."""
+    """At four in the morning, "start the guard" is not enough, and `systemctl restart cron` is
+    wrong."""
     assert start_command(env, _ARGV, cgroup, "/home/me/my miner") == command
 
 

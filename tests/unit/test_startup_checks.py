@@ -67,7 +67,7 @@ def test_each_shortage_of_the_host_is_found(change: dict[str, Any], check: str, 
 
 
 @pytest.mark.parametrize(("reason", "words"), [(None, "dedicated cgroup"), ("Read-only", "Read-")])
-def test_the_doctor_tells_how_the_miners_processes_are_found(
+def test_the_doctor_reports_how_the_miners_processes_are_found(
     reason: str | None, words: str
 ) -> None:
     seen = {"pidfd": True, "no_cgroup": reason}
@@ -142,8 +142,7 @@ def test_doctor_names_the_build_that_reads_the_output(
 def test_an_extra_that_the_settings_need_is_named_with_its_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Guards against alerts that are silently dead: with addresses set and no Apprise all was well
-    until the first."""
+    """With addresses set and no Apprise, all seemed well until the first alert."""
     for name in ("apprise", "starlette", "boto3", "bittensor"):
         monkeypatch.setitem(sys.modules, name, None)
     asks = Config(
@@ -202,7 +201,7 @@ def test_a_foreign_validators_package_is_seen_by_the_miners_interpreter(tmp_path
 def test_a_distribution_of_the_same_name_is_reported_in_either_order(
     tmp_path: Path, order: str, users: list[str]
 ) -> None:
-    """Guards against a silent conflict: the later package overwrites files of the earlier one."""
+    """The later package silently overwrites files of the earlier one."""
     package = tmp_path / "validators"
     package.mkdir()
     (package / "__init__.py").write_text("theirs" if order == "ours first" else "ours")

@@ -57,8 +57,7 @@ def test_a_local_repo_is_read_and_written_and_left_as_it_was(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("kind", ["none", "local"])
 def test_a_keys_file_that_no_repo_needs_is_missed_too(tmp_path: Path, kind: Any) -> None:
-    """Guards against alerts that are silently dead: their addresses are in a .env that can't
-    be used."""
+    """Otherwise alerts would be silently dead: their addresses are in a .env that can't be used."""
     file = tmp_path / ".env"
     asks = Config(
         repo=RepoSettings(kind=kind, path="x", credentials="dotenv", credentials_file=str(file))

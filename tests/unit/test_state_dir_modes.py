@@ -96,7 +96,7 @@ def test_a_file_that_became_readable_later_is_tightened_when_it_is_opened(state:
 
 
 def test_a_shared_directory_keeps_its_mode_and_is_reported(state: StateDir) -> None:
-    """`--state-dir /tmp` by root: a chmod of it would lock everybody out."""
+    """If root passes `--state-dir /tmp`, a chmod of it would lock everybody out."""
     state.root.mkdir()
     state.root.chmod(0o1777)
     [finding] = check_state_dir(state)
@@ -169,6 +169,6 @@ def test_another_users_link_in_place_of_a_file_is_set_aside(
 
 
 def test_a_folder_that_creating_its_parent_cannot_fix_raises_at_once() -> None:
-    """Guards against endless recursion where HOME lies in a file system that creates nothing."""
+    """A HOME in a file system that creates nothing must not cause endless recursion."""
     with pytest.raises(FileNotFoundError):
         state_dir.make_folder(Path("/proc/absent/state"))

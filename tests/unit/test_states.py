@@ -10,7 +10,7 @@ from miner_guard.supervisor.states import TRANSITIONS, IllegalTransition, RunEve
 
 
 def test_every_state_but_the_last_can_end() -> None:
-    """Guards against a state from which a stop leads nowhere."""
+    """A stop must lead somewhere from every state."""
     assert all(
         after(state, RunEvent.FINISHED) is State.DONE for state in State if state is not State.DONE
     )

@@ -34,7 +34,7 @@ JSON = st.recursive(
 
 @given(st.dictionaries(st.sampled_from([f.name for f in fields(StatusDocument)]), JSON))
 def test_any_document_can_be_read(document: dict[str, Any]) -> None:
-    """Guards against a reader that ends with a traceback on the file of another version."""
+    """A file of another version must not end a reader with a traceback."""
     status = StatusDocument.from_json(document)
     assert StatusDocument.from_json(status.to_json()) == status
 
@@ -64,8 +64,8 @@ def _names(section: type[Section]) -> set[str]:
 
 
 def test_monitors_write_the_fields_that_readers_read(tmp_path: Path) -> None:
-    """Guards against a field that is renamed on one side. The other sections are written through
-    the model."""
+    """A field must not be renamed on one side only. The other sections are written through the
+    model."""
     config = Config()
     health = HealthMonitor(context(tmp_path, config=config, jobs=JobsNever()))
     chain = ChainMonitor(context(tmp_path, config=config, jobs=JobsNever()))

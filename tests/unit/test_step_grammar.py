@@ -193,7 +193,7 @@ def test_step_loss_and_time_of_usual_trainers(
     ],
 )
 def test_other_lines_are_not_steps(line: str) -> None:
-    """Guards against losses of an evaluation, and steps of a download, in the run's curve."""
+    """Losses of an evaluation, and steps of a download, must stay out of the run's curve."""
     assert grammar().read(line) is None
 
 
@@ -212,8 +212,8 @@ def test_a_near_miss_says_what_the_line_lacks(line: str, why: str) -> None:
 
 @pytest.mark.parametrize("part", ["loss ", "1", "[ ", "━", "step (", "1/1 ", "epoch 1:"])
 def test_a_long_line_of_one_word_is_not_a_step(part: str) -> None:
-    """Guards against a guard that stalls on one line: these are the words that its regular
-    expressions repeat."""
+    """The guard must not stall on one line: these are the words that its regular expressions
+    repeat."""
     assert not isinstance(grammar().read(part * (2000 // len(part))), StepLine)
 
 
@@ -248,7 +248,7 @@ def test_the_bar_beside_hf_trainers_losses_numbers_them() -> None:
 
 
 def test_a_progress_bar_without_losses_counts_no_steps() -> None:
-    """Guards against steps of a loop over files before the training."""
+    """A loop over files before the training must not count as steps."""
     assert steps_of(*(_bar(done) for done in range(1, 50))) == []
 
 
@@ -271,7 +271,7 @@ def test_only_the_lowest_rank_counts() -> None:
 
 
 def test_the_time_since_the_start_is_not_a_step_time() -> None:
-    """Guards against SLOW STEP of an hour in a loop that prints how long it has been running."""
+    """A loop that prints how long it has been running must not cause SLOW STEP of an hour."""
     lines = [f"step {n}: loss 2.0, time: {10 * n}s" for n in range(1, 12)]
     assert steps_of(*lines, every_s=10.0)[-1][2] == 10.0
     steady = [f"step {n}: loss 2.0, time: {3 + n % 3}s" for n in range(1, 12)]

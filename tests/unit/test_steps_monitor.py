@@ -46,7 +46,7 @@ def test_a_cpu_like_step_is_slow_in_the_documents_words(tmp_path: Path) -> None:
 
 
 def test_a_slow_step_without_a_gpu_does_not_advise_to_check_one(tmp_path: Path) -> None:
-    """Guards against `Check GPU usage!` on a machine that has none."""
+    """`Check GPU usage!` is useless on a machine that has no GPU."""
     clock = FakeClock()
     status = {"health": {"gpus": {"state": "absent"}}}
     monitor = StepsMonitor(context(tmp_path, clock=clock, status=lambda: status))
@@ -93,7 +93,7 @@ def test_each_ranks_peak_memory_is_in_the_status(tmp_path: Path) -> None:
 
 
 def test_a_miner_that_prints_its_steps_shows_each_step_once(tmp_path: Path) -> None:
-    """Guards against `grep "Outer Step:" | tail -50` that shows 25 steps, each twice."""
+    """`grep "Outer Step:" | tail -50` must not show 25 steps, each twice."""
     clock = FakeClock()
     monitor = StepsMonitor(context(tmp_path, clock=clock))
     monitor.on_lines([b"Outer Step: 5 | Inner Step: 1 | Learning Rate: 0.00002100 | Loss: 3.00"])
@@ -119,7 +119,7 @@ def test_a_step_is_slow_against_its_like(tmp_path: Path) -> None:
 
 
 def test_steps_with_more_tokens_are_longer_and_not_slow(tmp_path: Path) -> None:
-    """Longer sequences, or a larger batch, after a warm-up; and a step that is slow at that."""
+    """Covers longer sequences, a larger batch after a warm-up, and a step that is slow even so."""
     clock, noise = FakeClock(), random.Random(1)
     monitor = StepsMonitor(context(tmp_path, clock=clock))
     seen = []
@@ -206,7 +206,7 @@ def test_time_lost_to_a_hang_and_to_a_restart_is_distinguished(tmp_path: Path) -
 
 
 def test_goodput_falls_while_a_hang_waits_for_its_detection(tmp_path: Path) -> None:
-    """Guards against goodput that rises through the minutes in which no rank steps."""
+    """Goodput must not rise through the minutes in which no rank steps."""
     clock = FakeClock()
     monitor = StepsMonitor(context(tmp_path, clock=clock))
     list(monitor.on_launch(Launch((), 1, 0, clock.monotonic())))
@@ -253,8 +253,7 @@ def test_ordinary_noise_is_silent_and_each_slow_step_is_found(noise: float) -> N
 
 
 def test_a_slow_step_that_evaluates_too_is_found_before_there_are_others_of_its_kind() -> None:
-    """Guards against a slow step that hides behind the first evaluation: nothing was there to
-    compare it with."""
+    """The first evaluation has nothing to compare with, so a slow step must not hide behind it."""
     for scheduled, step_s, slow in ((0.9, 1.9, False), (9.0, 10.0, False), (0.9, 8.9, True)):
         judge = StepTimes(StepSettings())
         assert not any(judge.observe(1.0) for _ in range(29))
@@ -281,8 +280,8 @@ def test_now_is_not_needed_for_a_snapshot(tmp_path: Path) -> None:
 
 
 def test_after_a_new_rendezvous_only_the_present_ranks_report(tmp_path: Path) -> None:
-    """Guards against a node that is silent to its end, because a rank that went to another node
-    still leads."""
+    """Otherwise a node would be silent to its end, because a rank that went to another node still
+    leads."""
     monitor = StepsMonitor(context(tmp_path))
     list(monitor.on_steps(0, [make_step(1, 0.0, 15.0)]))
     list(monitor.on_tick(16.0, headers(4, 5)))
@@ -293,8 +292,7 @@ def test_after_a_new_rendezvous_only_the_present_ranks_report(tmp_path: Path) ->
 def test_a_loss_that_is_not_a_number_is_reported_everywhere_in_the_same_word(
     tmp_path: Path,
 ) -> None:
-    """Guards against `loss ?` and null while the loss is NaN: they say that nothing was
-    measured."""
+    """`loss ?` and null say that nothing was measured, so they must not stand for NaN."""
     clock = FakeClock()
     monitor = StepsMonitor(context(tmp_path, clock=clock))
     (line,) = [
@@ -336,8 +334,7 @@ def test_a_loss_that_is_not_a_number_is_reported_everywhere_in_the_same_word(
 def test_a_loss_that_is_not_simply_the_steps_is_marked(
     tmp_path: Path, flags: int, remark: str
 ) -> None:
-    """Guards against a loss of another step, or of several objectives, that reads like the step's
-    own."""
+    """A loss of another step, or of several objectives, must not read like the step's own."""
     monitor = StepsMonitor(context(tmp_path))
     (line,) = lines(monitor.on_steps(0, [make_step(84, 0.0, 15.0, flags=flags)]), "inner_step")
     assert f"| Loss: 3.00{remark} |" in line

@@ -140,7 +140,7 @@ def launcher(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> Launche
 def test_a_launch_without_descriptors_is_a_failure_that_is_tried_again(
     supervisor: Supervisor, findings: list[Finding]
 ) -> None:
-    """Guards against a guard that waits forever with nothing running and nothing planned."""
+    """The guard must not wait forever with nothing running and nothing planned."""
     supervisor._first_launch()
     assert supervisor.state is State.WAITING
     assert [finding.event for finding in findings] == ["miner_exited", "miner_restarting"]
@@ -150,8 +150,8 @@ def test_a_launch_without_descriptors_is_a_failure_that_is_tried_again(
 def test_a_restart_meant_for_a_launch_that_has_ended_does_not_cut_the_wait_short(
     supervisor: Supervisor, findings: list[Finding]
 ) -> None:
-    """Guards against the watchdog of a hang whose miner gave up first: its wish came while the next
-    start waited."""
+    """The watchdog of a hang once asked for a restart after its miner had given up by itself, while
+    the next start waited."""
     supervisor._first_launch()
     supervisor.request_stop(StopRequest("hang: rank 0 in data for 912s", Then.RESTART))
     supervisor.step()
@@ -161,7 +161,7 @@ def test_a_restart_meant_for_a_launch_that_has_ended_does_not_cut_the_wait_short
 def test_a_launcher_that_sigkill_does_not_end_does_not_keep_the_guard(
     supervisor: Supervisor, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against a stop that never comes: a process in D state is never reaped."""
+    """A process in D state is never reaped, so the stop would never come."""
     monkeypatch.setattr(processes, "alive", lambda _process: True)
     monkeypatch.setattr(processes, "send", lambda _process, *_numbers: True)
     supervisor.request_stop(StopRequest("SIGTERM", Then.STOP))
@@ -177,8 +177,8 @@ def test_a_launcher_that_sigkill_does_not_end_does_not_keep_the_guard(
 def test_a_repeated_stop_request_reports_what_it_waits_for(
     supervisor: Supervisor, launcher: Launcher, findings: list[Finding]
 ) -> None:
-    """Guards against a second Ctrl-C that is swallowed for 45 s, so that the next one is SIGKILL to
-    the guard."""
+    """A second Ctrl-C must not be swallowed for 45 s, so that the next signal is a SIGKILL to the
+    guard."""
     supervisor.request_stop(StopRequest("SIGINT", Then.STOP))
     supervisor.step()
     assert supervisor.state is State.STOPPING
@@ -197,8 +197,8 @@ def test_a_repeated_stop_request_reports_what_it_waits_for(
 def test_a_stop_during_a_restart_is_heard(
     supervisor: Supervisor, launcher: Launcher, findings: list[Finding]
 ) -> None:
-    """Guards against a first Ctrl-C without an answer, because the guard was already ending the
-    launch for a restart."""
+    """A first Ctrl-C must not go without an answer because the guard is already ending the launch
+    for a restart."""
     supervisor.request_stop(StopRequest("hang: rank 0 in data", Then.RESTART))
     supervisor.step()
     findings.clear()
@@ -213,7 +213,7 @@ def test_a_stop_during_a_restart_is_heard(
 def test_a_dead_launcher_is_noticed_without_any_signal(
     supervisor: Supervisor, launcher: Launcher
 ) -> None:
-    """Guards against a lost or blocked SIGCHLD, which left a dead miner `running`."""
+    """A lost or blocked SIGCHLD once left a dead miner `running`."""
     launcher.ended = 7
     supervisor.step()
     assert supervisor.state is State.WAITING
@@ -229,8 +229,8 @@ def test_the_end_of_a_launch_survives_whatever_fails_in_it(
     defects: list[Exception],
     asked: bool,
 ) -> None:
-    """Guards against a NaN in a ring record, which left the state `ending` forever and every later
-    SIGTERM unheard."""
+    """A NaN in a ring record once left the state `ending` forever and every later SIGTERM
+    unheard."""
     cast(Any, supervisor.flights).failing = cast(Any, supervisor.relay).failing = True
     if asked:
         supervisor.request_stop(StopRequest("SIGTERM", Then.STOP))
@@ -245,7 +245,7 @@ def test_the_end_of_a_launch_survives_whatever_fails_in_it(
 def test_a_stop_is_honoured_after_a_failure_while_it_was_begun(
     supervisor: Supervisor, launcher: Launcher, defects: list[Exception]
 ) -> None:
-    """Guards against a stop request that is lost when the step that handles it fails."""
+    """A stop request must not be lost when the step that handles it fails."""
 
     def fail() -> None:
         raise RuntimeError("a defect")
@@ -262,7 +262,7 @@ def test_a_stop_is_honoured_after_a_failure_while_it_was_begun(
 def test_a_wait_for_gpu_memory_that_fails_does_not_keep_the_next_launch(
     supervisor: Supervisor, launcher: Launcher
 ) -> None:
-    """Guards against a guard that waits forever for a probe that failed."""
+    """The guard must not wait forever for a probe that failed."""
 
     def fail(_proceed: object) -> None:
         raise RuntimeError("a defect")
@@ -280,7 +280,7 @@ def test_a_wait_for_gpu_memory_that_fails_does_not_keep_the_next_launch(
 def test_every_tick_reaches_the_monitors_though_the_records_cannot_be_read(
     supervisor: Supervisor, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against one unreadable record that blinds the hang watch of all ranks."""
+    """One unreadable record must not blind the hang detection for all ranks."""
     cast(Any, supervisor.flights).failing = True
     ticks: list[float] = []
     monkeypatch.setattr(supervisor.runner, "tick", lambda now, _ranks: ticks.append(now))
@@ -294,8 +294,8 @@ def test_every_tick_reaches_the_monitors_though_the_records_cannot_be_read(
 def test_a_hang_that_is_over_when_its_evidence_is_there_is_left_alone(
     tmp_path: Path, findings: list[Finding], meanwhile: str, restarts: int
 ) -> None:
-    """Guards against a launch that pays for the one before it: gathering stacks takes up to half a
-    minute."""
+    """Gathering stacks takes up to half a minute; a new launch must not pay for the hang of the one
+    before it."""
     clock, jobs, steered = FakeClock(), JobsLater(), Steered()
     config = replace(Config(), hang=HangSettings(min_s=5.0, first_step_s=5.0, action="restart"))
     watch = HangMonitor(

@@ -108,8 +108,8 @@ def test_the_expected_patterns_of_source_001(
 
 @pytest.mark.parametrize("phase", ["val_loss", "inference"])
 def test_an_evaluation_of_one_part_has_no_shares(tmp_path: Path, phase: str) -> None:
-    """Guards against a red flag at each evaluation of a trainer that only validates: 100 % of it is
-    validation."""
+    """A trainer that only validates must not raise a red flag at each evaluation because validation
+    is 100 % of it."""
     clock = FakeClock()
     monitor = StepsMonitor(context(tmp_path, clock=clock))
     drive(monitor, clock, [15.0] * 199)

@@ -109,7 +109,7 @@ def test_an_80_by_24_terminal_shows_what_matters() -> None:
 
 @pytest.mark.parametrize("width", [40, 60, 80])
 def test_the_verdict_its_next_step_and_the_state_wrap_and_lose_no_word(width: int) -> None:
-    """Guards against a first line that ends with "loss 2.92; th…"."""
+    """The first line must not end with "loss 2.92; th…"."""
     verdict = {
         "state": "degraded",
         "earns": "yes",
@@ -139,7 +139,7 @@ def test_the_verdict_its_next_step_and_the_state_wrap_and_lose_no_word(width: in
 def test_nothing_is_valid_now_while_the_verdict_is_not_earning(
     state: str, inner: int, words: str
 ) -> None:
-    """Guards against `loss NaN` and `valid now` on one screen."""
+    """`loss NaN` and `valid now` must not be on one screen."""
     document = StatusDocument.from_json(
         {**STATUS, "verdict": {"state": state}, "uploads": {}, "steps": {"inner_step": inner}}
     )
@@ -205,7 +205,7 @@ def _screen(shown: ShownPart, events: int = 100) -> str:
 
 
 def test_of_sixteen_ranks_the_slow_one_is_first_unless_sorted_by_number() -> None:
-    """Guards against a straggler hidden behind "and 8 more"."""
+    """A straggler must not hide behind "and 8 more"."""
     assert _screen(ShownPart()).index("rank 12:") < _screen(ShownPart()).index("rank 0:")
     assert "rank 12:" not in _screen(ShownPart().after("sort"))
 

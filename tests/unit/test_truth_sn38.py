@@ -78,8 +78,8 @@ IN_MEMORY = [
 
 @pytest.mark.filterwarnings("ignore")
 def test_before_it_is_written_a_gradient_is_judged_as_validators_judge_the_file() -> None:
-    """Guards against a gradient that goes out and scores zero, and against one that would score and
-    is held back."""
+    """A gradient that scores zero must not go out, and one that would score must not be held
+    back."""
     limits = Limits.of(GateSettings(), load_profile("sn38").limits)
     wrong = []
     for line in IN_MEMORY:

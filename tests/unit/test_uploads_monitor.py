@@ -61,7 +61,7 @@ def test_the_inputs_are_kept_fresh_while_nothing_changes(bench: Bench) -> None:
 def test_a_slow_probe_does_not_undo_a_newer_one(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against a repo that is old again after its push was seen, and an upload that is due
+    """Otherwise the repo would be old again after its push was seen, and an upload would be due
     once more."""
     before = bench.repo
 
@@ -218,8 +218,8 @@ def test_no_forecast_where_the_minimum_comes_first_or_nothing_is_known(bench: Be
 
 
 def test_numbers_that_no_ledger_accepts_still_reach_the_gate(bench: Bench) -> None:
-    """Guards against a metadata.json with an inner step of 20 digits: the gate never heard of the
-    repo again."""
+    """After a metadata.json with an inner step of 20 digits, the gate never heard of the repo
+    again."""
     bench.repo = Published(
         age_s=7.0, reason=None, outer_step=10**20, inner_step=51, checksum="\ud800"
     )
@@ -229,8 +229,8 @@ def test_numbers_that_no_ledger_accepts_still_reach_the_gate(bench: Bench) -> No
 
 
 def test_after_a_restart_of_the_guard_the_status_shows_the_last_of_each(bench: Bench) -> None:
-    """Guards against a status that knows no upload and no restart just when somebody looks why the
-    guard began again."""
+    """Otherwise the status would know no upload and no restart just when somebody looks why the
+    guard restarted."""
     bench.entry(**bench.decide(15))
     bench.push("started")
     list(bench.monitor.on_exit(Exit(137, 9, False, False, 60.0)))

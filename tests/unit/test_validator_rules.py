@@ -34,8 +34,8 @@ def test_whether_shapes_were_compared_is_reported() -> None:
 
 
 def test_the_inner_step_is_read_as_validators_read_it() -> None:
-    """Guards against a state that we accept and they reset: they put it into a revision, and take
-    it out again."""
+    """We must not accept a state that validators reset: they put it into a revision and parse it
+    back."""
     written = [84, 84.0, 84.5, "84", " 84 ", "", None, True, "0", -1]
     read = [metadata.read_inner_step({"inner_step": value}) for value in written]
     assert read == [84, 0, 5, 84, 84, None, None, None, 0, -1]
@@ -77,8 +77,8 @@ def test_a_block_says_when_asking_again_can_help() -> None:
     assert "TOO_LATE" in late.sentence
 
 
-def test_the_operators_minimum_stands_beside_what_validators_accept() -> None:
-    """Guards against 50 steps without a score after each AllReduce, and no reason given."""
+def test_the_operators_minimum_is_shown_with_the_validators_own() -> None:
+    """50 steps must not pass without a score after each AllReduce, and without a reason."""
     blocked = min_inner_step.judge(facts(inner_step=15), SN38)
     assert (
         blocked.note

@@ -138,7 +138,7 @@ def test_a_step_ends_what_kept_the_miner_from_stepping() -> None:
 
 
 def test_a_hang_stays_the_cause_while_its_miner_is_stopped_and_restarted() -> None:
-    """Guards against "the miner is stopping" in place of the rank that hangs."""
+    """The verdict must name the rank that hangs, not "the miner is stopping"."""
     memory = Memory()
     memory.take(HANG)
     stopping = judge(typed(state="stopping"), memory)
@@ -169,7 +169,7 @@ def test_a_straggler_is_named_with_its_rank() -> None:
 def test_a_degraded_miner_states_first_whether_it_earns(
     uploads: dict[str, Any], words: str
 ) -> None:
-    """Guards against a first screen that names a problem and leaves open whether it costs money."""
+    """A first screen that names a problem must also say whether it costs money."""
     memory = Memory()
     memory.take(GPU)
     judged = judge(typed(uploads=uploads), memory)
@@ -185,7 +185,7 @@ def test_a_fault_that_recovers_is_forgotten() -> None:
 
 
 def test_a_finding_that_the_status_does_not_show_yet_counts_already() -> None:
-    """Guards against an alert for a NaN that begins with EARNING."""
+    """An alert for a NaN must not begin with EARNING."""
     memory = Memory()
     memory.take(make_finding("loss_nan", step=512, loss=None))
     assert judge(typed(), memory).cause == "Loss is NaN or Inf at step 512"
@@ -205,7 +205,7 @@ def test_a_finding_that_the_status_does_not_show_yet_counts_already() -> None:
     ],
 )
 def test_an_overdue_step_does_not_count_as_earning(steps: dict[str, Any], state: str) -> None:
-    """Guards against EARNING throughout the minutes before a hang is called one."""
+    """The verdict must not be EARNING throughout the minutes before a hang is called one."""
     changes = {f"steps__{name}": value for name, value in steps.items()}
     assert judge(typed(**changes, hang__limit_s=300.0), Memory()).state == state
 
@@ -220,7 +220,7 @@ def test_every_condition_names_an_event_of_the_catalogue() -> None:
 
 
 def test_every_next_step_names_an_existing_command() -> None:
-    """Guards against "check the log": at four in the morning a person wants a line to type."""
+    """At four in the morning a person wants a command to type, not "check the log"."""
     memory = Memory()
     for finding in (GPU, STRAGGLER, OUT_OF_MEMORY):
         memory.take(finding)
@@ -277,8 +277,7 @@ def test_every_next_step_names_an_existing_command() -> None:
 def test_the_next_step_finishes_the_job(
     status: dict[str, Any], findings: tuple[Finding, ...], words: str
 ) -> None:
-    """Guards against "restore the last good checkpoint" that leaves the path for the reader to
-    find."""
+    """The step must not leave the checkpoint's path for the reader to find."""
     memory = Memory()
     for finding in findings:
         memory.take(finding)
@@ -295,7 +294,7 @@ def test_a_crash_loops_fix_is_the_next_step_and_not_the_cause() -> None:
 
 
 def test_a_median_near_the_limit_does_not_change_the_verdict_with_each_step() -> None:
-    """Guards against a week of "steps take 60.0 s" and EARNING in turn."""
+    """The verdict must not alternate for a week between "steps take 60.0 s" and EARNING."""
     memory = Memory()
     medians = ((60.1, "bad"), (59.9, "poor"), (60.1, "bad"), (53.0, "poor"), (59.0, "poor"))
     states = [
@@ -306,7 +305,7 @@ def test_a_median_near_the_limit_does_not_change_the_verdict_with_each_step() ->
 
 
 def test_a_nan_is_dated_by_its_first_step() -> None:
-    """Guards against a page that names step 40 above a log that names step 72."""
+    """The page must not name step 40 above a log that names step 72."""
     memory = Memory()
     memory.take(NAN)
     assert judge(typed(steps__loss="NaN", steps__inner_step=40), memory).cause == (
@@ -329,7 +328,7 @@ class Bench:
         return lines
 
 
-def test_one_line_tells_each_change_and_since_when(tmp_path: Path) -> None:
+def test_one_line_reports_each_change_and_since_when(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     (earning,) = bench.run(60)
     assert earning.startswith("VERDICT: EARNING since ")
@@ -340,7 +339,7 @@ def test_one_line_tells_each_change_and_since_when(tmp_path: Path) -> None:
 
 
 def test_what_comes_and_goes_within_seconds_changes_nothing(tmp_path: Path) -> None:
-    """Guards against a verdict that flaps with each blocked upload or slow read."""
+    """The verdict must not flap with each blocked upload or slow read."""
     bench = Bench(tmp_path)
     bench.run(60)
     assert bench.run(3, steps__loss="NaN") + bench.run(60) == []
@@ -373,7 +372,7 @@ def test_a_date_is_named_where_since_is_of_another_day() -> None:
 
 
 def test_a_guard_that_stops_does_not_stay_earning(tmp_path: Path) -> None:
-    """Guards against a status.json that says EARNING while no miner runs."""
+    """status.json must not say EARNING while no miner runs."""
     bench = Bench(tmp_path)
     bench.run(60)
     (finding,) = bench.monitor.on_stop()

@@ -40,7 +40,7 @@ def test_a_cell_has_its_worst_lasting_state_and_the_strip_begins_with_the_record
 
 
 def test_a_start_of_some_minutes_does_not_hide_two_hours_of_earning() -> None:
-    """Guards against a grey cell for a first upload that was awaited for ten minutes."""
+    """A first upload that was awaited for ten minutes must not make the cell grey."""
     week = VerdictWeek({})
     week.add("unknown", START, START + 600)
     week.add("earning", START + 600, START + CELL_S)
@@ -50,7 +50,7 @@ def test_a_start_of_some_minutes_does_not_hide_two_hours_of_earning() -> None:
 
 
 def test_time_without_a_guard_is_unwatched_and_counts_as_nothing_else() -> None:
-    """Guards against hours of a dead guard that are left out of the shares, or stay green."""
+    """The hours of a dead guard must neither be left out of the shares nor stay green."""
     week = VerdictWeek({})
     week.add("earning", START, START + CELL_S)
     week.add("earning", START + 2.5 * CELL_S, START + 4 * CELL_S)
@@ -60,7 +60,7 @@ def test_time_without_a_guard_is_unwatched_and_counts_as_nothing_else() -> None:
 
 
 def test_a_record_of_an_older_guard_has_a_start_too() -> None:
-    """Guards against a first cell that is unwatched because status.json names no start."""
+    """A status.json that names no start must not make the first cell unwatched."""
     week = VerdictWeek({"245000": {"earning": 600.0}, "245001": {"earning": 7200.0}})
     strip = strip_of(week, START + 2 * CELL_S - 1)
     assert (strip.since, strip.shares) == (START + CELL_S - 600, {"earning": 1.0})
@@ -81,8 +81,8 @@ def test_wider_cells_show_the_same_week() -> None:
     assert (len(wide.cells), wide.since, wide.shares) == (20, narrow.since, narrow.shares)
 
 
-def test_a_hang_that_is_found_late_was_no_earning() -> None:
-    """Guards against minutes of silence that stay green because they were judged afterwards."""
+def test_a_hang_found_late_does_not_count_as_earning() -> None:
+    """Minutes of silence must not stay green because they were judged afterwards."""
     week = VerdictWeek({})
     week.add("earning", START, START + 3600)
     week.correct("earning", "not earning", START + 2700, START + 3600)
@@ -121,7 +121,7 @@ def test_percentages_never_exceed_the_whole_and_never_read_0(parts: list[float])
 
 
 def test_the_next_guard_continues_the_week(tmp_path: Path) -> None:
-    """Guards against a strip that begins with each restart of the guard."""
+    """The strip must not begin again with each restart of the guard."""
     clock, status = FakeClock(), {"state": "paused"}
     guard = VerdictMonitor(context(tmp_path, clock=clock, status=lambda: status))
     for _ in range(100):

@@ -6,7 +6,7 @@ from tests.support.version_bounds import constraints, promised
 
 
 def test_the_lowest_end_pins_what_the_guard_and_each_extra_need() -> None:
-    """Guards against a lower bound that is promised to users and that no test has run with."""
+    """Otherwise users could be promised a lower bound that no test has run with."""
     pinned = {line.partition("==")[0] for line in constraints("lowest")}
     assert pinned == {need.name for need in promised()}
     assert {"structlog", "starlette", "torch", "opentelemetry-sdk"} <= pinned

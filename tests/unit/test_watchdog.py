@@ -100,7 +100,7 @@ def test_a_hanging_loop_is_reported_once_with_its_stack_and_the_miner_keeps_runn
 
 
 def test_a_stop_of_a_hanging_loop_ends_the_miner_and_leaves_the_stacks(scene: Scene) -> None:
-    """Guards against a stop that a wedged guard never honours."""
+    """A wedged guard must still honour a stop."""
     scene.dog.stop_asked()
     with pytest.raises(Left):
         scene.pass_time(60.0, turning=False)
@@ -121,7 +121,7 @@ def test_a_miner_that_ignores_sigterm_has_its_grace_and_no_more(scene: Scene) ->
 
 
 def test_a_stop_without_progress_ends_although_the_loop_keeps_running(scene: Scene) -> None:
-    """Guards against a defect that recurs in each loop iteration of a stop."""
+    """A defect may recur in each loop iteration of a stop."""
     scene.dog.stop_asked()
     with pytest.raises(Left):
         scene.pass_time(120.0)
@@ -137,15 +137,14 @@ def test_a_loop_that_wakes_up_ends_the_guard_itself(scene: Scene) -> None:
 
 
 def test_a_guard_that_was_suspended_is_not_reported_as_hung(scene: Scene) -> None:
-    """Guards against a false alarm after SIGSTOP, a debugger or a suspended host, while nothing
-    ran."""
+    """After SIGSTOP, a debugger or a suspended host nothing has run, so an alarm would be false."""
     scene.clock.advance(3600.0)
     scene.dog.check()
     assert not scene.findings
 
 
 def test_the_process_ends_with_its_own_code_though_its_last_steps_hang(scene: Scene) -> None:
-    """Guards against a job in a dead disk that keeps the interpreter from ending."""
+    """A job on a dead disk must not keep the interpreter from ending."""
     scene.dog.leaving(75, 5.0)
     with pytest.raises(Left):
         scene.pass_time(6.0)
@@ -155,8 +154,8 @@ def test_the_process_ends_with_its_own_code_though_its_last_steps_hang(scene: Sc
 def test_a_stop_signal_is_noted_without_the_loop(
     monkeypatch: pytest.MonkeyPatch, scene: Scene, tmp_path: Path
 ) -> None:
-    """Guards against a main thread that runs no Python: the C handler's byte is read by the
-    watchdog's thread."""
+    """The main thread may be running no Python; the watchdog's thread then reads the C handler's
+    byte."""
     before = signal.signal(signal.SIGPWR, lambda _number, _frame: None)
     wakeup = signal.set_wakeup_fd(-1)
     try:

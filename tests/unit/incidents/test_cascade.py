@@ -139,8 +139,9 @@ def steps(count: int) -> str:
     return "".join(f"Outer Step: 3 | Inner Step: {n} | Loss: 3.40\n" for n in range(count))
 
 
-def test_a_chain_that_was_asked_again_is_not_why_training_ends_later() -> None:
-    """One retry, hours before, was once the root of a rank that the kernel killed."""
+def test_a_retried_chain_request_is_not_the_cause_of_a_later_end() -> None:
+    """A retry hours earlier was once reported as the root cause when the kernel had killed a
+    rank."""
     assert root(CHAIN) == "chain_unreachable"
     assert root(CHAIN + steps(5)) is None, "it came back"
     assert root(CHAIN + steps(5) + "failed (exitcode: -9) local_rank: 0\n") == "host_oom_kill"
@@ -158,7 +159,7 @@ NAN = "Outer Step: 3 | Inner Step: 99 | Loss: nan\n"
 ENDED = "failed (exitcode: -9) local_rank: 0\n"
 
 
-def test_a_nan_that_training_got_over_is_not_why_it_ends_later() -> None:
+def test_a_nan_that_training_survived_is_not_the_cause_of_a_later_end() -> None:
     assert root(NAN + steps(3)) == "nan_loss", "the other ranks may print a while"
     assert root(NAN + 4 * steps(1)) == "nan_loss", "one step, by four ranks"
     assert root(NAN + steps(4)) is None
@@ -177,9 +178,9 @@ def test_a_nan_that_training_got_over_is_not_why_it_ends_later() -> None:
         "Loss exploded: 2.1 -> 98.3\n" + steps(9),
     ],
 )
-def test_what_the_losses_after_it_do_not_undo(log: str) -> None:
-    """HF Trainer prints 0.0 for NaN; a restart prints steps again after the end that the NaN led
-    to."""
+def test_later_losses_do_not_clear_every_nan(log: str) -> None:
+    """HF Trainer prints 0.0 for NaN, and a restart prints steps after the end that the NaN
+    caused."""
     assert root(log) == "nan_loss"
 
 
@@ -267,7 +268,7 @@ asyncio.exceptions.TimeoutError
     "after", [WAITED, WAITED.replace("asyncio.exceptions.TimeoutError", "UploadError: no")]
 )
 def test_what_follows_from_a_known_error_is_not_the_root(words: str, after: str) -> None:
-    """Guards against a throttled bucket that passes for a code defect: the guard gave up."""
+    """A throttled bucket once passed for a code defect, and the guard gave up."""
     found = {i.label: i.root for i in incidents(f"{THROTTLED}\n{words}\n\n{after}".encode())}
     assert found == {"hf_rate_limit": True, "hub_or_storage_unavailable": False}
 
@@ -290,7 +291,7 @@ def test_a_stop_that_the_program_handled_is_not_an_incident(last: str) -> None:
 @pytest.mark.parametrize(
     "line", ["RuntimeError: CUDA out of memory; emergency checkpoint saved", "OOM, model saved"]
 )
-def test_what_was_saved_hides_no_fault_on_its_line(line: str) -> None:
+def test_a_saved_checkpoint_hides_no_fault_on_its_line(line: str) -> None:
     assert (
         root(f"RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB\n{line}\n")
         == "cuda_oom"
@@ -331,8 +332,8 @@ def test_a_wait_or_a_connection_that_ended_is_not_a_code_defect(last: str) -> No
 
 
 def test_an_import_error_that_the_program_handled_is_not_an_incident() -> None:
-    """`miner ended: version_mismatch, exit code 0` after 50 steps: the miner had caught it and gone
-    on."""
+    """`miner ended: version_mismatch, exit code 0` after 50 steps: the miner had caught it and
+    continued."""
     caught = (
         'Traceback (most recent call last):\n  File "/srv/miner.py", line 3, in <module>\n '
         "   import flash_attn\n"
@@ -353,7 +354,7 @@ BROKEN_OFF = 'Traceback (most recent call last):\n  File "train.py", line 30, in
 
 
 def test_an_error_that_the_program_wrongly_called_handled_is_the_cause() -> None:
-    """Guards against a report of nothing but an unknown exception."""
+    """The report must name more than an unknown exception."""
     assert root(COPED) is None
     assert root(COPED + BROKEN_OFF) == "cuda_oom"
     assert root(COPED + BROKEN_OFF + "AttributeError: 'NoneType' object\n") == "cuda_oom"
@@ -371,7 +372,7 @@ def test_a_signal_to_the_launcher_is_distinguished_from_its_clean_up() -> None:
 
 
 def test_a_server_that_is_neither_hub_nor_storage_is_not_called_one() -> None:
-    """The first fix was the Hub's status page."""
+    """The first fix was once the Hub's status page."""
     refused = "requests.exceptions.ConnectionError: HTTPSConnectionPool(host='{}', port=443): Max"
     refused += " retries exceeded with url: / (Caused by NewConnectionError('refused'))\n"
     assert root(refused.format("huggingface.co")) == "hub_or_storage_unavailable"

@@ -86,7 +86,7 @@ take two minutes."""
 
 
 @pytest.mark.parametrize("number", range(len(PREFIXES)), ids=PREFIXES)
-def test_what_stands_before_each_line_changes_nothing(number: int) -> None:
+def test_a_prefix_of_each_line_changes_nothing(number: int) -> None:
     prefix = PREFIXES[number]
     stride = len(PREFIXES) // PREFIXES_PER_EXCERPT
     for row in _excerpts()[number % stride :: stride]:
@@ -103,7 +103,8 @@ def test_lines_of_healthy_runs_are_silent_one_by_one() -> None:
 
 
 def test_root_causes_of_our_own_excerpts() -> None:
-    """Guards the families of messages that the corpus has few of; each excerpt stands for one."""
+    """Covers families of messages that are rare in the corpus; each excerpt stands for one
+    family."""
     rows = [row for row in _toml(EXCERPTS)["excerpt"] if "skip" not in row]
     wrong = [
         f"{row['label']} taken for {answer}: {row['text'].strip()[:120]}"

@@ -32,8 +32,7 @@ def write(tmp_path: Path, content: bytes) -> str:
 def test_a_few_kilobytes_of_gzip_that_unpack_to_gigabytes_are_refused_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards against a helper's machine that is kept busy for minutes by an attachment of 300
-    KB."""
+    """An attachment of 300 KB must not keep a helper's machine busy for minutes."""
     zeros = gzip.compress(bytes(1 << 20), 9)
     assert main.run(["explain", write(tmp_path, zeros * 2000)]) == 64
     assert "unpacks to more than 200 times its size" in capsys.readouterr().err
@@ -54,8 +53,7 @@ def test_a_repetitive_log_is_unpacked_whole(
 def test_no_character_of_a_log_turns_what_its_reader_sees(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
-    """Guards against a line that reads as another one (Trojan Source), or that clears the
-    screen."""
+    """A line must not read as a different one (Trojan Source), or clear the screen."""
     log = write(
         tmp_path,
         "RuntimeError: CUDA out of memory \u202eegarots eht dna\x9b2J\u2066\u2028".encode(),

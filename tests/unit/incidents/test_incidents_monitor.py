@@ -134,8 +134,8 @@ def test_a_consequence_that_is_printed_first_does_not_take_the_roots_place(tmp_p
 
 
 def test_a_symptom_waits_for_the_launcher_to_say_how_the_lost_rank_ended(tmp_path: Path) -> None:
-    """Guards against `training_loop_failed` for a rank that was killed: on a busy host torchrun
-    took 7 s to say so."""
+    """A killed rank was once reported as `training_loop_failed`: on a busy host torchrun took 7 s
+    to say how it had ended."""
     live = Live(tmp_path)
     live.prints(
         b"ERROR | Rank 0 | Training Loop Failed with error: [gloo] Read error: "
@@ -229,8 +229,8 @@ def test_a_loss_that_the_guard_has_called_nan_itself_is_not_reported_twice(tmp_p
 def test_a_crash_after_nan_is_one_incident_and_the_root_that_the_whole_log_has(
     tmp_path: Path, printed: bytes
 ) -> None:
-    """The exit once had no incident where the miner printed the NaN, and the exception alone where
-    it did not."""
+    """Once, the exit had no incident if the miner printed the NaN, and only the exception if it did
+    not."""
     live, nan = Live(tmp_path), make_finding("loss_nan", step=512, loss=float("nan"))
     live.findings += live.monitor.on_finding(nan)
     live.prints(printed)
@@ -250,7 +250,7 @@ def test_a_crash_after_nan_is_one_incident_and_the_root_that_the_whole_log_has(
 @pytest.mark.parametrize(
     ("losses", "labels"), [((float("nan"), 2.5), ["code_bug"]), ((2.5, float("nan")), ["nan_loss"])]
 )
-def test_a_nan_that_training_got_over_is_not_why_it_crashes(
+def test_a_nan_that_training_survived_is_not_the_cause_of_a_crash(
     tmp_path: Path, losses: tuple[float, ...], labels: list[str]
 ) -> None:
     """The second crash after such a NaN once ended the guard: a restart does not fix a NaN."""
@@ -265,7 +265,7 @@ def test_a_nan_that_training_got_over_is_not_why_it_crashes(
     assert live.labels == labels
 
 
-def test_a_nan_of_long_ago_is_not_why_it_ends(tmp_path: Path) -> None:
+def test_an_old_nan_is_not_the_cause_of_the_exit(tmp_path: Path) -> None:
     live = Live(tmp_path)
     live.findings += live.monitor.on_finding(make_finding("loss_nan", step=512, loss=float("nan")))
     live.after(3600)
@@ -286,10 +286,11 @@ FULL = b"OSError: [Errno 28] No space left on device: '/ckpt/step_99.pt'\n"
     ],
     ids=["an exception", "no word", "training got over it", "a separate cause"],
 )
-def test_a_nan_of_long_ago_that_is_still_there_is_why_it_fails_without_a_known_cause(
+def test_a_persistent_nan_is_the_cause_if_no_other_is_known(
     tmp_path: Path, last: float, printed: bytes, labels: list[str]
 ) -> None:
-    """Guards against restarting from the same state again and again: the exception looked transient."""
+    """The exception looked transient, so the guard would restart from the same state again and
+    again."""
     live = Live(tmp_path)
     live.findings += live.monitor.on_finding(
         make_finding("loss_nan", rank=1, step=3, loss=float("nan"))
@@ -367,7 +368,7 @@ def test_an_incident_that_training_survived_is_retracted(tmp_path: Path) -> None
 
 
 def test_a_sigkill_without_an_out_of_memory_kill_is_not_called_one(tmp_path: Path) -> None:
-    """Guards against advice to buy memory for what was somebody's kill -9."""
+    """Otherwise the guard would advise buying memory after somebody's kill -9."""
     live = Live(tmp_path)
     live.oom_kills = repeat(7)
     live.launch()
@@ -393,7 +394,8 @@ def test_a_rank_that_left_is_the_cause_of_what_the_others_report_of_the_network(
 
 
 def test_a_miner_killed_without_a_word_is_an_incident(tmp_path: Path) -> None:
-    """Guards against `explain` that blames the OOM killer, which counted nothing, for a kill -9."""
+    """`explain` must not blame the OOM killer for a kill -9 when the kernel counted no such
+    kill."""
     live = Live(tmp_path)
     live.oom_kills = repeat(7)
     live.launch()
@@ -407,7 +409,7 @@ def test_a_miner_that_the_guard_killed_is_not_an_incident(tmp_path: Path) -> Non
     assert live.labels == []
 
 
-def test_a_notice_of_the_driver_wakes_nobody(tmp_path: Path) -> None:
+def test_a_driver_notice_raises_no_alert(tmp_path: Path) -> None:
     live = Live(tmp_path)
     live.prints(b"NVRM: Xid (PCI:0000:10:1c): 63, pid=1896, Row Remapper: New row remapped.\n")
     live.after(CAUSELESS_S)

@@ -52,7 +52,7 @@ def test_a_word_that_is_enough_by_itself_holds_a_trigger() -> None:
 
 
 def test_the_guards_start_reads_the_index_alone() -> None:
-    """Guards against a start that parses all knowledge before the miner runs."""
+    """Otherwise the guard would parse all known errors before it starts the miner."""
     known = knowledge.load()
     lazy = knowledge.Knowledge(knowledge.index_of(knowledge.shipped()["words.toml"]), _unread)
     assert lazy.triggers == known.triggers

@@ -63,7 +63,7 @@ def test_the_alternatives_of_an_expression(regex: str, parts: list[str]) -> None
 
 
 def test_a_long_line_is_searched_around_its_rarest_word() -> None:
-    """Around the first and the last places of a frequent word there was only noise."""
+    """Only noise surrounded the first and the last occurrences of a frequent word."""
     line = "error " * 2000 + "error in shard 7 " + "error " * 2000
     assert RegexSearch(r"error in (?:shard|part) \d").found_in(line)
     assert not RegexSearch(r"error in (?:shard|part) [a-z]").found_in(line)
@@ -107,8 +107,8 @@ def test_what_is_linear_is_not(regex: str) -> None:
 
 @pytest.mark.parametrize("entry", distinct(knowledge.load().entries))
 def test_a_long_line_shows_what_a_short_one_shows(entry: Pattern) -> None:
-    """An expression is searched for around its words only where a line is long; one that may match
-    any length of text, at the line's beginning."""
+    """Only in a long line does the scanner search just around an expression's words. It searches
+    for an expression of unbounded length at the line's beginning."""
     assert entry.search is not None
     before = "" if width(entry.search.expression) is None else ". " * 600 + entry.has[0] + " "
     for text in adversaries(entry.search.expression, 80):

@@ -229,7 +229,8 @@ def test_a_warning_in_json_counts_as_a_retry() -> None:
     ],
 )
 def test_no_number_of_training_is_a_status_code(line: str) -> None:
-    """A gradient norm of 1.429 beside `learning_rate` was a rate limit once, HTTP status 429."""
+    """A gradient norm of 1.429 beside `learning_rate` was once read as HTTP status 429, a rate
+    limit."""
     log = "".join(line % ((f"{number:03d}",) * 4) + "\n" for number in range(1000))
     assert incidents(log.encode()) == []
 
@@ -307,8 +308,8 @@ def test_the_source_that_a_frame_quotes_is_not_an_error() -> None:
     ],
 )
 def test_an_exception_in_lower_case_is_judged_by_its_frames(path: str, label: str) -> None:
-    """`socket.gaierror` ended no traceback: a miner that could not resolve the chain's name was
-    told to fix its access to the Hub."""
+    """`socket.gaierror` did not end a traceback: a miner that could not resolve the chain's name
+    was told to fix its access to the Hub."""
     frames = f'  File "/e/lib/python3.11/site-packages/{path}", line 7, in f\n    x()\n'
     error = "socket.gaierror: [Errno -3] Temporary failure in name resolution\n"
     assert root("Traceback (most recent call last):\n" + frames + error) == label

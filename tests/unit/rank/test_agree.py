@@ -120,8 +120,7 @@ def test_ranks_that_ask_different_questions_are_all_reported_and_agree_again(
 def test_rank_0_comes_to_the_others_without_an_answer_too(
     tmp_path: Path, answer: bytes | None
 ) -> None:
-    """Guards against ranks that wait out their timeout, and can never agree again, for want of an
-    answer."""
+    """Otherwise the other ranks would wait out their timeout, and could never agree again."""
 
     def ask(group: Group, rank: int) -> object:
         return [shared(group, "q", answer), shared(group, "q", b"go")]
@@ -136,8 +135,8 @@ def test_rank_0_comes_to_the_others_without_an_answer_too(
 def test_all_ranks_have_the_same_outcome_however_late_one_is(
     tmp_path: Path, late: int, by_s: float
 ) -> None:
-    """Guards against an upload that goes out on some ranks while the others were told that it is
-    blocked. Around the timeout either outcome is right, two are not."""
+    """An upload must not go out on some ranks after others were told that it is blocked. Around the
+    timeout either outcome is right, but it must be the same on every rank."""
 
     def ask(group: Group, rank: int) -> object:
         first = shared(group, "q1", b"go")
@@ -160,8 +159,8 @@ def test_all_ranks_have_the_same_outcome_however_late_one_is(
 def test_a_rank_that_comes_after_the_others_gave_up_is_blocked_like_them(
     tmp_path: Path, late: int
 ) -> None:
-    """Guards against the late leader of a node: it finds the question of a rank that has given up
-    and would let the upload go out alone."""
+    """The late leader of a node finds the question of a rank that has given up, and must not let
+    the upload go out alone."""
 
     def ask(group: Group, rank: int) -> object:
         shared(group, "q1", b"go")
@@ -174,7 +173,7 @@ def test_a_rank_that_comes_after_the_others_gave_up_is_blocked_like_them(
 
 
 def test_the_node_whose_rank_is_late_is_named_on_the_others(tmp_path: Path) -> None:
-    """Guards against a hang caused by another node that no guard blames on it."""
+    """Otherwise no guard would blame the node that causes the hang."""
 
     def ask(group: Group, rank: int) -> object:
         shared(group, "both", b"go")
@@ -189,7 +188,7 @@ def test_the_node_whose_rank_is_late_is_named_on_the_others(tmp_path: Path) -> N
 
 
 def test_a_rank_holds_one_descriptor_and_asks_the_store_for_its_node_alone(tmp_path: Path) -> None:
-    """Guards against a mesh: 67 descriptors a rank at 64 ranks, past `ulimit -n` at 1,024."""
+    """A mesh needs 67 descriptors per rank at 64 ranks, and exceeds `ulimit -n` at 1,024."""
 
     def ask(group: Group, rank: int) -> object:
         return [shared(group, f"q{n}", b"go") for n in range(10)]

@@ -69,11 +69,10 @@ def test_an_error_in_the_rules_blocks_with_its_reason(
     assert "the gate failed: KeyError: 'limit'" in decision.reason
 
 
-def test_a_loss_that_may_not_be_read_here_is_unknown_and_no_nan(
+def test_a_loss_that_must_not_be_read_here_is_unknown_and_not_nan(
     guard: Guard, state: StateDir
 ) -> None:
-    """Guards against a loss handed in as a tensor on the GPU: every upload was blocked as
-    poisoned."""
+    """When the loss was a tensor on the GPU, every upload was blocked as poisoned."""
     on_gpu: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"))
     for loss in (on_gpu, "n/a"):
         decision = guard.may_upload(outer_step=1, inner_step=50, loss=loss, base_outer_step=on_gpu)
@@ -88,8 +87,8 @@ def test_a_loss_that_may_not_be_read_here_is_unknown_and_no_nan(
 def test_what_the_ranks_agreed_on_holds_where_it_cannot_be_recorded(
     guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against rank 0 alone staying away from an upload that the others are in a collective
-    for."""
+    """Otherwise rank 0 alone would stay away from an upload for which the others wait in a
+    collective."""
 
     def no_thread(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -252,8 +251,7 @@ def test_an_error_in_rank_0s_reading_does_not_keep_it_from_the_others(
 
 
 def test_a_local_block_has_a_new_id_in_every_launch(state: StateDir) -> None:
-    """Guards against a ledger that takes the first such block of all launches, and leaves the
-    others out."""
+    """Otherwise the ledger would keep the first such block of all launches and drop the others."""
     ids = set()
     for launch in range(3):
         settings = {

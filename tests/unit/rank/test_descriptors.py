@@ -51,7 +51,7 @@ def held() -> dict[str, str]:
 def test_a_supervised_rank_holds_its_record_and_one_socket(
     state: StateDir, listener: socket.socket
 ) -> None:
-    """Guards against 1,024 ranks of a machine at `ulimit -n`: a mapping keeps a descriptor of its
+    """1,024 ranks on one machine must fit into `ulimit -n`. A mapping keeps a descriptor of its
     own, and each of its users kept one more."""
     before = held()
     guard = Guard(place(state))

@@ -130,7 +130,7 @@ def test_an_exception_passes_through_a_phase_and_leaves_no_phase_open(
 
 
 def test_a_phase_inside_a_compiled_model_breaks_no_graph(guard: Guard, state: StateDir) -> None:
-    """A clock in the graph breaks it, and fails where `fullgraph` is asked for."""
+    """Reading a clock breaks the graph, and fails under `fullgraph`."""
     torch = pytest.importorskip("torch")
 
     def forward(x: Any) -> Any:

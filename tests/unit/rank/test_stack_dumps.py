@@ -59,8 +59,8 @@ def test_a_signal_that_the_program_uses_itself_is_left_alone(
 def test_a_signal_that_the_program_takes_later_is_not_sent_any_more(
     state: StateDir, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slurm and the like save and requeue on it: a guard that asks for stacks must not start
-    that."""
+    """Slurm, among others, makes programs save and requeue on this signal, so a guard that wants
+    stacks must not send it."""
     monkeypatch.setattr(hook, "_current", None)
     guard = hook.init(state.root)
     guard.step(inner_step=1)

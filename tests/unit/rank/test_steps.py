@@ -156,8 +156,8 @@ class FakeCuda:
 def test_memory_is_that_of_the_gpu_in_use_where_another_is_current(
     guard: Guard, state: StateDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A script that names `cuda:2` and sets no device would else look as if its model were on the
-    CPU."""
+    """Otherwise the model of a script that names `cuda:2` without setting the device would seem to
+    be on the CPU."""
     monkeypatch.setitem(sys.modules, "torch.cuda", cuda := FakeCuda(0, 0, 18, 3))
     guard.step()
     cuda.allocated[2] = 19

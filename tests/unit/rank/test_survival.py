@@ -46,8 +46,8 @@ def test_no_memory_for_the_record_costs_the_record_and_not_the_training(
 def test_a_disk_that_has_room_later_shows_the_record_from_its_first_step_on(
     state: StateDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No room at the launch was no record for the whole launch, no step lines, and a finished miner
-    that was restarted forever."""
+    """Without room at the launch, there was once no record for the whole launch: no step lines, and
+    a finished miner that was restarted forever."""
     published = memory.publish
 
     def full(*_: object) -> None:
@@ -67,7 +67,7 @@ def test_a_disk_that_has_room_later_shows_the_record_from_its_first_step_on(
 
 
 def test_no_other_process_can_truncate_the_record(guard: Guard, state: StateDir) -> None:
-    """Anyone who wrote into a mapped file after it was cut short was killed by SIGBUS."""
+    """SIGBUS killed any process that wrote to a mapped file after someone had truncated it."""
     with (state.flight / "rank-0000.live").open("r+b") as file, pytest.raises(PermissionError):
         file.truncate(0)
     with pytest.raises(PermissionError):
@@ -208,7 +208,7 @@ def test_a_forked_child_does_not_write_into_its_parents_record(
 def test_a_rank_without_home_or_working_directory_is_still_the_rank_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Guards against ranks that each take themselves for rank 0 of 1, and upload alone."""
+    """Otherwise each rank would take itself for rank 0 of 1 and upload alone."""
     place = find({"RANK": "2", "WORLD_SIZE": "4"}, "~no-such-user/state")
     assert (place.rank, place.world_size, place.state) == (2, 4, None)
     assert "the state directory ~no-such-user/state can't be found" in place.remarks[0]
@@ -276,8 +276,8 @@ def test_init_gives_the_same_guard_until_it_is_closed(
 def test_a_spawned_worker_that_runs_the_script_again_leaves_the_ranks_record_alone(
     state: StateDir, listener: socket.socket, tmp_path: Path
 ) -> None:
-    """Guards against a hang that is not one: a dataloader's worker replaced the record that the
-    rank wrote into."""
+    """A dataloader's worker once replaced the record that its rank wrote to, which looked like a
+    hang."""
     script = tmp_path / "train.py"
     script.write_text(
         "import multiprocessing, sys, miner_guard\n"
@@ -298,7 +298,7 @@ def test_a_spawned_worker_that_runs_the_script_again_leaves_the_ranks_record_alo
 def test_what_is_handed_to_the_guard_by_mistake_is_reported_and_raises_nothing(
     guard: Guard, state: StateDir
 ) -> None:
-    """Guards against a training that ends because of a line that was only to be logged."""
+    """A line that only logs something must not end the training."""
     circle: dict[str, object] = {}
     circle["itself"] = circle
     assert guard.journal(circle) is False
@@ -327,8 +327,7 @@ def test_what_is_handed_to_the_guard_by_mistake_is_reported_and_raises_nothing(
 def test_a_finding_that_cannot_be_shown_does_not_silence_a_rank_that_logs_for_itself(
     state: StateDir,
 ) -> None:
-    """Guards against a log that ends silently: one exception ended the thread that writes
-    it."""
+    """One exception once ended the thread that writes the log, and the log ended silently."""
     guard = Guard(place(state))
     guard.emit(Finding("no_such_event", {}))
     guard.emit(make_finding("rank_message", text="still here"))

@@ -122,7 +122,7 @@ def test_losses_that_nothing_divides_are_marked_as_a_sum(loop: Loop) -> None:
 
 
 def test_another_optimizers_step_in_between_is_not_a_step(loop: Loop) -> None:
-    """Guards against DiLoCo's outer step counted as an inner one."""
+    """DiLoCo's outer step must not count as an inner one."""
     outer = loop.torch.optim.SGD(loop.model.parameters(), lr=0.5)
     for _ in range(3):
         loop.steps(5)
@@ -148,8 +148,7 @@ def test_a_step_that_raises_leaves_no_phase_open(loop: Loop) -> None:
 
 
 def test_an_optimizer_that_calls_its_parents_step_takes_one_step(loop: Loop) -> None:
-    """Guards against steps that count twice: torch runs the hooks for the subclass and for its
-    parent."""
+    """torch runs the hooks for the subclass and for its parent; the step must not count twice."""
 
     class Subclass(loop.torch.optim.SGD):  # type: ignore[misc, name-defined]
         def step(self, closure: Any = None) -> Any:
@@ -200,7 +199,7 @@ def test_a_program_continues_without_its_guard(loop: Loop) -> None:
 def test_without_a_supervisor_the_rank_logs_its_steps_itself(
     loop: Loop, listener: socket.socket
 ) -> None:
-    """Guards against compiled steps that no one reads or prints once the guard is gone."""
+    """Otherwise no process would read or print the compiled steps once the guard is gone."""
     loop.steps(6)
     listener.close()
     loop.state.socket.unlink()
