@@ -103,12 +103,7 @@ class Plateau:
         assert self._first is not None
         without_low = step - self._best_step
         fallen = (self._first - self._best) / abs(self._first) if self._first else 0.0
-        seen = {
-            "first": self._first,
-            "best": self._best,
-            "level": level,
-            "window": without_low,
-        }
+        seen = {"first": self._first, "best": self._best, "level": level, "window": without_low}
         if fallen >= _LEARNED:
             text = (
                 f"converged: loss {level:.4g}, {fallen:.0%} below its first level, no new low for "
