@@ -37,6 +37,10 @@ _FIRST_FACTOR = 5.0
 """The rule for the first values of a run or a log: a loss begins high, so that one far above the
 highest of them is an outlier. Five in a row are an explosion, like later ones."""
 
+_MAX_FIRST_SPREAD = 3.0
+"""Beyond this ratio of the highest to the lowest first value, such as in a policy gradient around
+zero, they show no level."""
+
 _STRONG_RATIO = 1.5
 """A value at this multiple of its level needs no second one to confirm it."""
 
@@ -190,8 +194,11 @@ class LossWatch:
 
     def _first_limit(self) -> float | None:
         """The limit before the level is known: only an explosion goes beyond it."""
-        highest = self._local.quantile(1.0) if len(self._local) >= _MIN_FIRST else 0.0
-        return _FIRST_FACTOR * highest if highest > 0 else None
+        if len(self._local) < _MIN_FIRST:
+            return None
+        lowest, highest = self._local.quantile(0.0), self._local.quantile(1.0)
+        steady = 0 < highest <= _MAX_FIRST_SPREAD * lowest
+        return _FIRST_FACTOR * highest if steady else None
 
     def _admit(self, loss: float) -> None:
         self._window.add(loss)
