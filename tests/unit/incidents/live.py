@@ -1,0 +1,91 @@
+"""The incidents monitor under a clock that the test moves, and lines that miners print."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+from miner_guard.config import Config
+from miner_guard.eventlog.catalog import Finding
+from miner_guard.flight_recorder.records import StepRecord
+from miner_guard.monitors.base import Exit, Launch
+from miner_guard.monitors.incidents import IncidentsMonitor
+from miner_guard.state_dir import StateDir
+from miner_guard.system.clock import FakeClock
+from tests.support.contexts import JobsAtOnce, context
+
+OOM = (
+    b"[rank2]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 2 has "
+    b"a total capacity of "
+    b"24.00 GiB of which 1.00 GiB is free.\n"
+)
+WATCHDOG = (
+    b"[rank0]:[E] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, "
+    b"OpType=ALLREDUCE)\n"
+)
+BUG = (
+    b'Traceback (most recent call last):\n  File "/srv/miner/train.py", line 3, in '
+    b"<module>\nKeyError: 'loss'\n"
+)
+
+
+KILLED = (
+    b"torch/distributed/elastic/multiprocessing/api.py: failed (exitcode: -9) local_rank: 1 "
+    b"(pid: 7416)\n"
+)
+
+
+class Live:
+    """The part under a clock that the test moves."""
+
+    def __init__(self, tmp_path: Path, config: Config | None = None) -> None:
+        self.oom_kills: Iterator[int] = count()
+        """By the kernel, each time it is asked: it has killed one more."""
+
+        self.clock = FakeClock()
+        self.findings: list[Finding] = []
+        self.state = StateDir(tmp_path)
+        self.monitor = IncidentsMonitor(
+            context(
+                tmp_path,
+                config=config or Config(),
+                clock=self.clock,
+                emit=self.findings.append,
+                jobs=JobsAtOnce(),
+                status=lambda: {"steps": 1},
+            ),
+            lambda: next(self.oom_kills),
+        )
+        self.launch()
+
+    def launch(self, attempt: int = 0) -> None:
+        self.findings += self.monitor.on_launch(
+            Launch(["miner"], 1, attempt, self.clock.monotonic())
+        )
+
+    def prints(self, text: bytes) -> None:
+        self.findings += self.monitor.on_output(text)
+
+    def after(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        self.findings += self.monitor.on_tick(self.clock.monotonic(), {})
+
+    def steps(self, rank: int, number: int, loss: float) -> None:
+        step = StepRecord(
+            number=number,
+            outer_step=1,
+            inner_step=number,
+            total_steps=number,
+            end=1.0,
+            wall=1e9,
+            loss=loss,
+        )
+        self.findings += self.monitor.on_steps(rank, [step])
+
+    def ends(self, *, code: int = 1, signal: int | None = None, asked: bool = False) -> None:
+        self.findings += self.monitor.on_exit(Exit(code, signal, asked, False, 10.0))
+
+    @property
+    def labels(self) -> list[str]:
+        return [str(f.fields["label"]) for f in self.findings if f.event == "incident"]
