@@ -60,14 +60,14 @@ class AuditReport:
     seconds: float = 0.0
     fetched_bytes: int = 0
     credentials: str = "configured"
-    """Whose read keys the audit used: `commitment` (those on chain, as validators do) or
+    """Whose read keys the audit used: `commitment` (the ones on chain, as validators do) or
     `configured`."""
 
     read_from: str | None = None
     """The version of the validators whose rules the audit applied; None without a profile."""
 
     not_checked: tuple[str, ...] = ()
-    """What validators check and no audit can, in words."""
+    """What validators check and an audit cannot, in words."""
 
     def as_dict(self) -> dict[str, Any]:
         verdicts = [v.as_dict() for v in self.verdicts]

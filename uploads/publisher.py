@@ -12,7 +12,8 @@ revisions of an outer step share, so no order of requests can switch them all to
 there:
 
 - The bytes arrive before the first name switches: the switch is a few short requests, however large
-  the files (docs/figures.md has its duration), and a death within it is repaired.
+  the files (docs/figures.md has its duration), and if the publisher dies in between, its successor
+  completes the switch.
 - Whatever the root metadata names exists. In between it may be older than the gradients, never
   newer: a validator reads complete new gradients under the previous inner step. A new outer step
   has new names, so its metadata comes first.

@@ -13,7 +13,8 @@ from validators.facts import Published
 from validators.metadata import mixed
 
 _SLACK_S = 5.0
-"""Server timestamps have whole seconds, and the probe itself takes a moment."""
+"""Tolerance in seconds: server timestamps have whole seconds, and the probe itself takes a
+moment."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def _not_moved(before: Published | None, after: Published, reported: Reported) -
         if after.age_s <= reported.since_start_s + _SLACK_S:
             return None
         ages = (
-            f"the gradients are {after.age_s:.0f}s old, the push began "
+            f"the gradients are {after.age_s:.0f}s old, but the push began "
             f"{reported.since_start_s:.0f}s ago"
         )
         return f"LastModified did not move: {ages}"
@@ -113,8 +114,8 @@ def _not_moved(before: Published | None, after: Published, reported: Reported) -
 
 
 def _is_that(after: Published, reported: Reported) -> bool:
-    """The earlier probe may have run after the files arrived but before the log line; compare the
-    steps."""
+    """Whether the earlier probe already saw the reported push: it may have run after the files
+    arrived but before the log line. Compares the steps."""
     return (
         (after.outer_step, after.inner_step)
         == (reported.outer_step, reported.inner_step)
@@ -129,7 +130,7 @@ def _other_steps(after: Published, reported: Reported) -> str | None:
     ):
         return (
             f"metadata.json names outer step {after.outer_step}, "
-            f"the miner reported {reported.outer_step}"
+            f"but the miner reported {reported.outer_step}"
         )
     # Upstream writes the root metadata last, with the inner step of that moment: a later step is
     # fine, an earlier one is not.
@@ -140,7 +141,7 @@ def _other_steps(after: Published, reported: Reported) -> str | None:
     ):
         return (
             f"metadata.json names inner step {after.inner_step}, "
-            f"the miner reported {reported.inner_step}"
+            f"but the miner reported {reported.inner_step}"
         )
     return None
 
@@ -169,6 +170,6 @@ def _other_content(after: Published, reported: Reported) -> str | None:
     if after.checksum.startswith(reported.checksum) or reported.checksum.startswith(after.checksum):
         return None
     return (
-        f"the gradients have checksum {after.checksum[:12]}, the publisher read "
+        f"the gradients have checksum {after.checksum[:12]}, but the publisher read "
         f"{reported.checksum[:12]}"
     )

@@ -73,7 +73,8 @@ class Decoded:
     """The effect of applying one parameter's values."""
 
     something: bool
-    """At least one value is neither zero nor denormal, so applying it would change the model."""
+    """Whether at least one value is neither zero nor denormal, so that applying it would change the
+    model."""
 
     values: int
     enormous: int
@@ -139,8 +140,8 @@ def _conversion(
 
 
 def _blocks(indices: Any, values: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield both in blocks of rows with at most `_BLOCK_ELEMENTS` elements: an embedding has
-    millions of values, and the checks copy them to wider types."""
+    """Yield indices and values in blocks of rows with at most `_BLOCK_ELEMENTS` elements: an
+    embedding has millions of values, and the checks copy them to wider types."""
     if indices.dim() < 2:
         yield indices, values
         return
@@ -212,7 +213,7 @@ def _check_topk(index: Sequence[int], target: tuple[int, ...], topk: int) -> Non
         given = index[-1] if index else 1
         raise Unusable(f"{given} values per chunk; validators accept exactly {expected}")
     if tuple(index[:-1]) != target[:-1]:
-        raise Unusable(f"chunks of {list(index[:-1])}, the parameter has {list(target[:-1])}")
+        raise Unusable(f"chunks of {list(index[:-1])}, but the parameter has {list(target[:-1])}")
 
 
 def _dequantised(torch: Any, values: Any, parameters: Any, size: int) -> Any:
@@ -344,7 +345,7 @@ def _partial(index: Sequence[int], target: tuple[int, ...] | None) -> str | None
     return (
         None
         if covered == rows
-        else f"covers {covered} of {rows} rows, the rest of the parameter stays unchanged"
+        else f"covers {covered} of {rows} rows; the rest of the parameter stays unchanged"
     )
 
 

@@ -118,7 +118,7 @@ def _decoded(
         if entry.indices is None or entry.values is None:
             if entry.indices is not None or entry.values is not None:
                 absent = "indices" if entry.indices is None else "values"
-                warned.append(f"{name}: {absent} are missing, validators skip the parameter")
+                warned.append(f"{name}: {absent} are missing; validators skip the parameter")
             continue
         try:
             applied[name] = decode(

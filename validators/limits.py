@@ -126,7 +126,7 @@ class Limits:
 
     gradients_min_bytes: int | None = None
     gradients_max_bytes: int | None = None
-    """Smaller or larger sizes are implausible."""
+    """Sizes outside this range are implausible."""
 
     min_inner_step_after_allreduce: int | None = None
     """The operator's minimum while the archive of an AllReduce is published; None: the usual

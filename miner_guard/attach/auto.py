@@ -46,7 +46,7 @@ class Leader:
         their losses."""
 
         self.only: Callable[[], Any] = lambda: None
-        """The optimizer that has taken the last two steps: `leads` is true for its next one."""
+        """The optimizer that took the last two steps. For its next step, `leads` returns True."""
 
     def leads(self, optimizer: Any) -> bool:
         """Record a step of `optimizer`; return whether it ends a training step."""
@@ -163,7 +163,7 @@ class Auto:
         loader.__next__ = followed
 
     def _disarm(self) -> None:
-        """Take the current step back from the compiled loop, because it is not a usual one."""
+        """Take the current step back from the compiled loop, because it is unusual."""
         if self._loop is None or not self._loop.armed:
             return
         total, count, self.steps, stepping = self._loop.disarm()

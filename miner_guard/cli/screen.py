@@ -33,7 +33,7 @@ from miner_guard.health.snapshot import number
 from miner_guard.system.clock import parse_iso_utc
 
 _CELLS_OF_A_WEEK = 28
-"""Six hours each; a shorter record has shorter cells."""
+"""Each cell covers six hours; a shorter record has shorter cells."""
 
 WEEK_MARKS = {EARNING: "█#", DEGRADED: "▅+", UNKNOWN: "??", NOT_EARNING: "▁!", STOPPED: "xx"}
 """By verdict: the mark for a cell of the week, in Unicode and in ASCII. The marks differ even
@@ -79,7 +79,7 @@ class ShownPart:
     """How many of the newest events are below the last one shown."""
 
     def after(self, key: str, page: int = 10) -> ShownPart:
-        """The choice after a key; `page` is the number of lines of `page up`."""
+        """What to show after a key press; `page` is the number of lines that PgUp scrolls."""
         if self.help:
             return replace(self, help=False)
         steps = {"up": 1, "down": -1, "page up": page, "page down": -page}

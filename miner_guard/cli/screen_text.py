@@ -11,7 +11,7 @@ from miner_guard.eventlog.rendering import visible
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.-=+*%#"
 _INDENT = " " * 7
-"""Before the further lines of a line that wraps."""
+"""Indents the continuation lines of a line that wraps."""
 
 
 def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) -> str:

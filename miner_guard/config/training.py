@@ -34,9 +34,8 @@ class MinerSettings:
 
     finite: bool | None = None
     """True: exit code 0 means that the miner has finished its work, even without
-    `guard.close(finished=True)`. False: only that call means it. None: as False; but with
-    `attach = "auto"`, a loop that ran to its end on every rank without an error has finished
-    too."""
+    `guard.close(finished=True)`. False: only that call means it. None: like False, except that with
+    `attach = "auto"` a loop that ran to its end on every rank without an error has finished too."""
 
     stop_timeout_s: Positive = 45.0
     """Time between SIGTERM and SIGKILL. Keep it longer than torchrun's own 30 s."""

@@ -40,7 +40,7 @@ class Divergence:
         self._rise = self._recovered = 0.0
         self._reported = False
         self.came_back = False
-        """Since the last finding."""
+        """Whether the loss has come back since the last finding."""
 
     def reported(self) -> None:
         """Note that another rule has already reported the current climb."""

@@ -39,8 +39,8 @@ _ORDER = {
     "optimizer": 3,
     **dict.fromkeys(_COLLECTIVE, 9),
 }
-"""Order of the phases within a step; a phase missing here (upload, validation) comes before the
-collectives."""
+"""Order of the phases within a step; a phase that is not listed (upload, validation) comes before
+the collectives."""
 
 _MAY_WAIT = frozenset({"", "forward", "backward", "optimizer", *_COLLECTIVE})
 
@@ -63,7 +63,7 @@ class Hang:
     idle_s: float
     limit_s: float
     lasting: bool = False
-    """Steps that follow do not end this hang."""
+    """Whether the hang lasts even if steps follow."""
 
     finished: bool = False
     """Every rank had finished its training: only the exit hangs."""

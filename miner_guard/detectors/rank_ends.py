@@ -9,7 +9,8 @@ from miner_guard.eventlog.formatters import rank_list
 from miner_guard.flight_recorder.records import Now
 
 _WELL = ("ended", "closed", "finished")
-"""States of a rank that reached the end of its program, planned or not."""
+"""States of a rank that reached the end of its program, with or without reporting that it
+finished."""
 
 
 @dataclass(frozen=True)

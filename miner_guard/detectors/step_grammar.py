@@ -213,7 +213,7 @@ def _step(
 
 
 def _seconds(text: str, fields: Mapping[str, _Field]) -> tuple[float | None, bool]:
-    """The step's duration, and whether it may be the time since the start."""
+    """The step's duration, and whether it might be the time since the run began."""
     named = fields.get("step_time")
     if named is not None and named.unit in _SECONDS:
         return _scaled(named, _SECONDS), False

@@ -40,7 +40,7 @@ _EPISODE = 8
 """Slow steps within this many steps of each other form one episode."""
 
 _IN_A_ROW = 8
-"""So many steps in a row, each beyond the limit of a regression, are one."""
+"""This many steps in a row, each beyond the limit, count as a regression."""
 
 _MAX_HELD = 40
 """Steps that a warning waits at most: RegressionWatch has decided by then."""
@@ -320,8 +320,8 @@ class TokenNormalizer:
 
 class RegressionWatch:
     """Reports once when the median of the last 32 training steps, or each of the last eight, has
-    fallen behind the best median: by `min_excess_s`, or by its share alone for 20 s. A busy host
-    delays short steps by fractions of a second, but not for that long."""
+    fallen behind the best median by the ratio, and either by more than `min_excess_s` or for 20 s.
+    A busy host delays short steps by fractions of a second, but not for that long."""
 
     def __init__(self, ratio: float, min_excess_s: float = 0.0) -> None:
         self._ratio = ratio

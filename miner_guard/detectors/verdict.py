@@ -45,7 +45,7 @@ class RunVerdict:
     """Whether the miner earns: `yes`, `probably`, `no` or `unknown`."""
 
     def status(self, since: str | None = None) -> VerdictStatus:
-        """As in status.json; `since` is UTC, ISO 8601."""
+        """The verdict as status.json stores it; `since` is UTC, ISO 8601."""
         return VerdictStatus(**asdict(self), since=since)
 
 

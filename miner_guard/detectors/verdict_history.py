@@ -25,7 +25,8 @@ BRIEF_SHARE = 0.05
 not turn an hour red."""
 
 _UNCOUNTED_S = 60.0
-"""Fewer seconds of a cell without a verdict are rounding and the guard's own start."""
+"""Up to this many seconds of a cell without a verdict are ignored: they come from rounding and the
+guard's own start."""
 
 
 @dataclass(frozen=True)

@@ -281,7 +281,7 @@ def _sizes_apart(sizes: Mapping[int, int]) -> Iterator[Finding]:
                     f"rank {rank} holds {size / 1024**3:.2f} GB, the ranks' median is "
                     f"{middle / 1024**3:.2f} GB"
                 ),
-                limit=f"within a factor {SHARD_RATIO}",
+                limit=f"within a factor of {SHARD_RATIO}",
                 next_step="check that this rank shards the model as the others do",
                 rank=rank,
             )

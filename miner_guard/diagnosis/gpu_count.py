@@ -37,7 +37,7 @@ def _count(s: Snapshot) -> Check:
         return Check(
             "gpu.count",
             "ok",
-            seen + (", the settings ask for none" if expected == 0 else ", none is expected"),
+            seen + ("; the settings ask for none" if expected == 0 else ", none is expected"),
         )
     limit = f"{expected} (by {s.expectation.origin})"
     if working >= expected:

@@ -312,7 +312,7 @@ def _modes(row: Row) -> Iterator[Check]:
 def _judged(
     row: Row, name: str, bad: bool, seen: str, *, limit: str, step: str, level: str = "warn"
 ) -> Check:
-    """ok, or `level` with the next step."""
+    """A check at level ok, or at `level` with the next step."""
     return (
         _check(row, name, level, seen, limit=limit, step=step)
         if bad

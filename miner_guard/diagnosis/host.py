@@ -45,7 +45,7 @@ def _containment(s: Snapshot) -> Iterator[Check]:
     yield Check(
         "host.pidfd",
         "ok" if seen["pidfd"] else "warn",
-        "processes are signalled by pidfd"
+        "processes are signalled through pidfds"
         if seen["pidfd"]
         else "no pidfd here: processes are signalled by pid, after their start time is checked",
         "Linux 5.3, and a container that permits pidfd_open",

@@ -35,7 +35,8 @@ def _clock(s: Snapshot) -> Iterator[Check]:
     level = "critical" if abs(skew) > REFUSED_SKEW_S else "warn" if abs(skew) > limit else "ok"
     word = "behind" if skew > 0 else "ahead"
     step = (
-        "set the clock (chronyc makestep, timedatectl set-ntp true); S3 refuses at 15 min"
+        "set the clock (chronyc makestep, timedatectl set-ntp true); "
+        "S3 refuses requests that are 15 min off"
         if level != "ok"
         else None
     )

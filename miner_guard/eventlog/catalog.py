@@ -52,7 +52,7 @@ class Finding:
         return self.level or CATALOGUE[self.event].level
 
     def at(self, level: str) -> Finding:
-        """The same finding at another level."""
+        """The same finding at a different level."""
         return replace(self, level=level)
 
     @staticmethod

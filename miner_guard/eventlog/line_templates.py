@@ -39,7 +39,7 @@ _ENCODED_LINE = re.compile(rb"^[A-Za-z0-9+/=]{48,}\r?$", re.MULTILINE)
 
 def without_encoded_lines(text: bytes) -> bytes:
     """`text` with its lines of base64 emptied, because short words occur in base64 by chance. Text
-    that begins with other lines remains unchanged, which is correct, but slower to search."""
+    whose first line is not base64 stays unchanged: that is correct, but slower to search."""
     if _ENCODED_LINE.search(text, 0, _SAMPLE) is None and len(text) > _SAMPLE:
         return text
     return _ENCODED_LINE.sub(b"", text)

@@ -2,8 +2,8 @@
 
 A query inspects a line only if the line contains one of the query's needles, and then only the head
 of the line: the guard writes `ts, level, event, msg, run_id, host, rank` first and in this order
-(`emitter.Emitter`). A line with another head is parsed as JSON; a line that is not JSON is counted
-and not returned. Standard library only, so that a query does not wait for imports.
+(`emitter.Emitter`). A line with a different head is parsed as JSON; a line that is not JSON is
+counted and not returned. Standard library only, so that a query does not wait for imports.
 """
 
 from __future__ import annotations

@@ -27,10 +27,10 @@ _NO_SECRET = re.compile(r"[\d._,]+|true|false", re.IGNORECASE)
 masking their values would mask common words everywhere."""
 
 _MIN_SECRET_LENGTH = 6
-"""Ignore shorter values: masking them would mask ordinary words (`KEY=1`)."""
+"""Ignore values shorter than this: masking them would mask ordinary words (`KEY=1`)."""
 
 _MIN_WORD_LENGTH = 4
-"""Ignore shorter values after `--token` and similar flags."""
+"""Ignore values shorter than this after `--token` and similar flags."""
 
 _SHAPES = tuple(
     re.compile(pattern)

@@ -17,7 +17,7 @@ _PREFIX = rb"(?:\[rank\d{1,5}\]: |\[default\d{1,5}\]:)?"
 """The prefixes of torch and of torchrun --tee."""
 
 _SOURCE = rb" {4}(?:[^\s][^\n]*|[ ~^]*\r?)\n"
-"""Python strips the source that it quotes, and indents it by four; below it may be markers."""
+"""Python strips the source that it quotes, and indents it by four. Markers may follow below it."""
 
 _AT = rb'  File "[^"\n]{1,1000}", line \d+, in [^\n]+\n'
 _RUN = re.compile(
@@ -48,10 +48,10 @@ class FrameRun(NamedTuple):
     """What each line begins with."""
 
     starts: bool
-    """Begins with `Traceback (most recent call last):`."""
+    """Whether the run begins with `Traceback (most recent call last):`."""
 
     paths: bytes
-    """With a blank between them."""
+    """The frames' paths, with a blank between them."""
 
     raises: bytes
     """The last source line with a `raise`, indented; empty if there is none."""

@@ -39,7 +39,7 @@ _OTHERS = rf"process \d+ has {_SIZE} memory in use"
 _GPU = r"(?:gpu|xpu|device)[ :](\d+)"
 
 _NOTABLE_RATIO = 0.1
-"""Smaller shares of the GPU's memory explain nothing."""
+"""The explanation ignores shares of the GPU's memory below this."""
 
 _ROUNDED = 0.98
 """Tolerance: the message rounds its numbers, and the allocator reads them one after another."""

@@ -36,7 +36,7 @@ _SERVER = regexes.RegexSearch(r"host=\\?['\"]|https?://|connect call failed \('|
 """How a line names a server."""
 
 _NEAR = 300
-"""Characters shown of a line together with the lines after it."""
+"""How many characters to show of a line together with the lines after it."""
 
 
 class BadKnowledge(Exception):
@@ -131,7 +131,8 @@ class Pattern:
         )
 
     def matches(self, text: str, words: Set[bytes]) -> bool:
-        """Whether `text`, lower-cased and cleaned, matches, if that is `possible`."""
+        """Whether `text`, lower-cased and cleaned, matches. Call it only if `possible` returns
+        True."""
         if self.search is not None and not self.search.found_in(text, self.has, words):
             return False
         others = self.servers and self._server_words.isdisjoint(words)

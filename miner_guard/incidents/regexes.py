@@ -236,7 +236,8 @@ def superlinear(regex: str) -> str | None:
 def _all_places(
     text: str, words: Iterable[bytes], present: Collection[bytes] | None
 ) -> list[tuple[int, int]]:
-    """Offset and length of those of `words` that occur in `text`; `present` are those that may."""
+    """Offset and length of each of `words` in `text`; `present` names those that may occur in
+    it."""
     return [
         (at, len(word))
         for word in words

@@ -15,8 +15,8 @@ _KEPT = 4
 
 _MAX_RANKS = 1024
 _SURVIVED_AFTER = 200
-"""If this many lines follow an exception or a retry without an exit, the program recovered from
-it."""
+"""If this many lines follow an exception or a retry without an exit, the program is considered to
+have recovered from it."""
 
 
 _STILL_COPING = 30

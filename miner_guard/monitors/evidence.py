@@ -56,7 +56,7 @@ STATES = {
     ),
     "T": "stopped by a signal (SIGSTOP, SIGTSTP) or a debugger; SIGCONT lets it continue",
     "t": "stopped by a debugger",
-    "Z": "ended, its parent has not reaped it",
+    "Z": "ended, but its parent has not reaped it",
 }
 
 

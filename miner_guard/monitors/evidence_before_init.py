@@ -29,8 +29,8 @@ class Place:
 
 
 def places(state: StateDir, folder: Path, launcher: int, timeout_s: float) -> list[Place]:
-    """Find where `launcher` and its descendants that run Python are, those without children first,
-    and write their stacks to `folder`. Raises OSError."""
+    """Find where in their code `launcher` and its Python descendants are, processes without
+    children first, and write their stacks to `folder`. Raises OSError."""
     deadline = time.monotonic() + timeout_s
     among = processes.table()
     tree = processes.descendants([launcher], among)

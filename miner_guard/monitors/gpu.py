@@ -61,7 +61,7 @@ class GpuMonitor(Monitor):
         self._printed: Printed | None = None
         self._totals: dict[int, float] = {}
         self._busy_pct: list[float] = []
-        """Utilization of the least busy GPU, one value per sample since the last check."""
+        """Utilization of the least busy GPU, with one value per sample since the last check."""
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
         self._forget_launch()

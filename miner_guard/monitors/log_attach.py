@@ -143,8 +143,8 @@ class LogAttachMonitor(Monitor):
         if now - self._unhooked_since < _UNHOOKED_S:
             return []
         detail = (
-            "this miner has no method that --attach sn38 hooks, as before 2025-02: its steps are "
-            "read from its log lines, and its uploads are not gated"
+            "like those before 2025-02, this miner has no method that --attach sn38 hooks: "
+            "its steps are read from its log lines, and its uploads are not gated"
         )
         return [make_finding("log_attached", detail=detail), *self._open(launch)]
 

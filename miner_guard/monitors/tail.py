@@ -23,8 +23,8 @@ class Tail:
             self._cut = True
 
     def text(self) -> bytes:
-        """The last 64 KiB, or less if less was added. Truncated text starts at a line boundary,
-        because redaction would miss a key that was cut in half."""
+        """The last 64 KiB, or everything if less was added. Truncated text starts at a line
+        boundary, because redaction would miss a key that was cut in half."""
         whole = b"".join(self._chunks)
         if not self._cut and len(whole) <= _BYTES:
             return whole

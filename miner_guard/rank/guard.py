@@ -160,8 +160,8 @@ class Guard:
 
     @harmless_or(lambda: False)
     def keep_house(self) -> bool:
-        """Do what is due now and then after a compiled step. Returns whether a compiled loop may
-        record further steps."""
+        """Do periodic work after a compiled step. Returns whether a compiled loop may record
+        further steps."""
         self._keep_house()
         return not self._recorder.notifier.alone
 

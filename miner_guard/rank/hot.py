@@ -74,7 +74,8 @@ class HotPath:
     """Seconds spent in `step` since the last call, and the number of those steps."""
 
     watch: Callable[[int], None]
-    """Let `step` return 2 once this signal's handler is another than now; 0: watch none."""
+    """Makes `step` return 2 once this signal has a different handler than now; 0: watch no
+    signal."""
 
 
 def hot_path(

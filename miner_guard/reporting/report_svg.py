@@ -83,7 +83,7 @@ class Plot:
     bands: Sequence[Bands] = ()
     limit: float | None = None
     zero: bool = True
-    """The axis starts at 0."""
+    """Whether the axis starts at 0."""
 
     breaks: Sequence[float] = ()
     """Times, in order, at which lines break: a restart leaves a gap in the measurements."""

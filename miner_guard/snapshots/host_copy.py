@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from miner_guard.snapshots.layout import Leaf, Part, local_part, tensor_over
 
 _Tensors = list[tuple[Leaf, torch.Tensor]]
-"""Places and this rank's shards."""
+"""Each tensor's place, with this rank's shard."""
 
 _PATIENCE_S = 60.0
 """How long an optimizer's step waits for a copy at most; then the copy is not used. Copying takes a

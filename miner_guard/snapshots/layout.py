@@ -28,10 +28,10 @@ class Part:
     """A tensor of a state."""
 
     value: torch.Tensor
-    """As the state holds it."""
+    """The value as the state holds it."""
 
     local: torch.Tensor
-    """This rank's shard of it, detached from its graph."""
+    """This rank's shard of the value, detached from its graph."""
 
 
 def local_part(value: torch.Tensor) -> torch.Tensor:

@@ -221,7 +221,7 @@ class MemoryTier:
         if needed > free * (1 - _KEPT_FREE):
             raise NoRoom(
                 f"a copy and a slot of {size / 2**30:.2f} GiB each need {needed / 2**30:.2f} GiB "
-                f"of memory, {free / 2**30:.2f} GiB are free"
+                f"of memory, but only {free / 2**30:.2f} GiB are free"
             )
         if not fits:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

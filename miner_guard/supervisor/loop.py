@@ -97,9 +97,9 @@ class Loop:
         return timer
 
     def every(self, seconds: float | Callable[[], float], call: Callable[[], None]) -> None:
-        """Run `call` every `seconds`, even after it has failed; a function is asked before each
-        wait. Calls are due at multiples of `seconds`, so that several intervals wake the loop
-        together."""
+        """Run `call` every `seconds`, even after it has failed. If `seconds` is a function, the
+        loop calls it before each wait. Calls are due at multiples of `seconds`, so that several
+        intervals wake the loop together."""
 
         def wait() -> None:
             interval = seconds() if callable(seconds) else seconds

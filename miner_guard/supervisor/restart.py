@@ -72,7 +72,7 @@ class Again:
 
     wait_s: float
     attempt: int
-    """The attempt's number, out of `max_restarts`, since the last healthy stretch."""
+    """The number of this attempt since the last healthy stretch, out of `max_restarts`."""
 
 
 @dataclass(frozen=True)

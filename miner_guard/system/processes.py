@@ -267,7 +267,8 @@ def _handle(pid: int) -> int | None:
 
 @functools.cache
 def pidfd_works() -> bool:
-    """Whether this process can send signals through pidfds, which exclude hitting a reused pid."""
+    """Whether this process can send signals through pidfds, which cannot reach a process that
+    reuses a pid."""
     try:
         handle = os.pidfd_open(os.getpid())
     except (AttributeError, PermissionError):

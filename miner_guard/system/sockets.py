@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 MAX_LENGTH = 107
-"""Of a path in bytes: `sun_path` without its final null byte."""
+"""Maximum length of a path in bytes: `sun_path` without its final null byte."""
 
 
 @contextmanager

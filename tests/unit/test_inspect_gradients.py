@@ -215,7 +215,7 @@ def test_another_model_s_file_is_refused_since_validators_skip_all_of_it(tmp_pat
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"wvals": None}, "w: values are missing, validators skip the parameter"),
+        ({"wvals": None}, "w: values are missing; validators skip the parameter"),
         (
             {"xidxs": torch.tensor([0]), "xvals": torch.tensor([NAN])},
             "skip 1 parameters whose names",

@@ -184,8 +184,8 @@ def digest_of(read: Callable[[int], bytes], algorithm: str = "sha256") -> str:
 
 
 def server_time(date: str | None, server: str) -> float:
-    """The server's clock from its Date header, so that skew of ours cannot make an old object look
-    young. Raises RepoError."""
+    """The server's clock from its Date header, so that this host's clock skew cannot make an old
+    object look young. Raises RepoError."""
     try:
         return parsedate_to_datetime(date or "").timestamp()
     except (TypeError, ValueError) as error:

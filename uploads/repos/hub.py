@@ -342,7 +342,7 @@ def _check_whole(key: str, answer: Any) -> None:
     """Raise RepoError for a truncated body: http.client does not report it."""
     if answer.length:
         raise RepoError(
-            f"no answer from the Hub: {key} was cut off, {answer.length} bytes are missing",
+            f"no answer from the Hub: {key} was cut off; {answer.length} bytes are missing",
             transient=True,
         )
 

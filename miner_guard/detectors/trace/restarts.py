@@ -75,7 +75,7 @@ def _follows(values: Sequence[float], place: int) -> bool:
 
 
 def _jumps(values: Sequence[float], place: int, last: int, min_jump: float) -> bool:
-    """Whether the value is clearly above the preceding ones, by the logarithm `min_jump` at least,
+    """Whether the value is clearly above the preceding ones, by a logarithm of at least `min_jump`,
     and reverses most of the descent at once; a diverging loss returns to its first values
     gradually."""
     before = values[max(last, place - 4) : place]

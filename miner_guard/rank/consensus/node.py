@@ -18,7 +18,7 @@ from miner_guard.system.sockets import address
 _MAX_DATAGRAM = 16384
 _RETRY_S = 0.01
 _LOOK_S = 0.5
-"""Interval at which a waiting follower checks in the store whether its leader has given up."""
+"""Interval at which a waiting follower checks the store for a sign that its leader has given up."""
 
 _NOT_THERE = frozenset({errno.ENOENT, errno.ECONNREFUSED, errno.ENOTDIR})
 

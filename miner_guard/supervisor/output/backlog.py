@@ -10,8 +10,8 @@ PLAIN = 4 * 1024 * 1024
 
 _WORTH = 4
 _DENSE_CHUNKS = 15
-"""After a chunk that does not shrink to a quarter, as lines of a log do, so many are kept as they
-are: other data costs as much time to compress as the monitors need to read it."""
+"""After a chunk that does not shrink to a quarter, as lines of a log do, this many chunks are kept
+uncompressed: other data costs as much time to compress as the monitors need to read it."""
 
 
 class Backlog:
@@ -19,7 +19,7 @@ class Backlog:
 
     def __init__(self) -> None:
         self._chunks: deque[tuple[int, bytes]] = deque()
-        """Each chunk's size, and the chunk; a shorter one is compressed."""
+        """Each chunk with its size; a chunk shorter than its size is compressed."""
 
         self._dense = 0
         self.size = 0

@@ -19,9 +19,9 @@ _PIPE_SIZE = 1024 * 1024
 F_SETPIPE_SZ = 1031
 
 _NAP_S = 0.002
-"""Pause before the next read of a pipe whose writer prints many small pieces: to wake up for each
-piece would cost both sides more than reading it. During the pause the pipe absorbs up to
-500 MB/s."""
+"""Pause before the next read of a pipe whose writer prints many small pieces: waking up for each
+piece would cost both sides more than reading it. During the pause the pipe absorbs up to 500
+MB/s."""
 
 _SMALL = CHUNK // 4
 
@@ -40,12 +40,12 @@ _SLICE_S = 0.05
 fill, so that the miner does not wait for it."""
 
 _BLOCK = 4 * CHUNK
-"""Bytes of a burst per call of monitors that keep up: of smaller ones, the calls take as long as
-the search."""
+"""Bytes of a burst per call of the monitors that keep up: with smaller blocks, the calls take as
+long as the search."""
 
 _COMPRESSION_S = 3e-9
-"""About the time per byte that compressing a burst and expanding it take. The monitors get as much
-while a burst arrives: they read ordinary lines faster than that, so that nothing has to be kept."""
+"""About the time per byte that compressing and expanding a burst takes. The monitors get that much
+time while a burst arrives: they read ordinary lines faster, so nothing has to be kept."""
 
 LAST_WORDS = 256 * 1024
 LAST_WORDS_S = 2.0

@@ -29,8 +29,8 @@ UNFINISHED_LINE_S = 1.0
 
 _BATCH = 64
 _MAY_PASS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM})
-"""Errors that may pass: the output goes to a file on a disk that is full, over quota or temporarily
-unavailable."""
+"""Errors that may clear by themselves: the output goes to a file on a disk that is full, over quota
+or temporarily unavailable."""
 
 
 class OutputWriter:

@@ -18,7 +18,7 @@ TERM_TO_KILL_S = 2.0
 """Time between the SIGTERM and the SIGKILL that the launcher's leftovers get."""
 
 SETTLE_S = 0.25
-"""Time that the launcher's children get to exit after it; until then they do not count as
+"""Time that the launcher's children get to exit after the launcher; until then they do not count as
 orphans."""
 
 UNKILLABLE_S = 5.0
