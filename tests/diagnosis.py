@@ -2,8 +2,8 @@
 
 FILE is TOML (`[[excerpt]]` tables) or JSON lines; each entry has `label` and `text`, and may have
 `source`. `label` is one of the labels of miner_guard/incidents, or `BENIGN` where nothing is wrong.
-Every text is judged three times: alone, buried in a busy log, and with what the other ranks and a
-launcher print after a fault. docs/diagnosis.md explains it.
+Every text is judged three times: alone, buried in a busy log, and followed by what the other ranks
+and a launcher print after a fault. docs/diagnosis.md explains it.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ def load(path: Path) -> list[Excerpt]:
 
 
 def alone(excerpt: Excerpt) -> str:
-    """The text as it was found."""
+    """The text as its thread shows it."""
     return excerpt.text
 
 
 def buried(excerpt: Excerpt) -> str:
-    """Behind `BURIED_LINES` ordinary lines, and interleaved with those of other ranks."""
+    """The text after `BURIED_LINES` ordinary lines, interleaved with the lines of other ranks."""
     chance = random.Random(excerpt.text)
     lines = [_busy(chance, _BUSY) for _ in range(BURIED_LINES)]
     for line in excerpt.text.splitlines():
@@ -109,8 +109,8 @@ def buried(excerpt: Excerpt) -> str:
 
 
 def after_teardown(excerpt: Excerpt) -> str:
-    """Followed by the other ranks' words and torchrun's; a benign text has no such end, and stays
-    as it is."""
+    """The text followed by the output of the other ranks and torchrun; a benign text has no such
+    end, so it stays unchanged."""
     if excerpt.label == BENIGN:
         return excerpt.text
     others = [CONSEQUENCES[rank % len(CONSEQUENCES)].format(rank=rank) for rank in range(1, 4)]
@@ -125,7 +125,7 @@ SETTINGS: dict[str, Callable[[Excerpt], str]] = {
 
 
 def answers(excerpts: Sequence[Excerpt], setting: Callable[[Excerpt], str]) -> list[str]:
-    """What is made of each excerpt in this setting."""
+    """The answer for each excerpt in this setting."""
     return [root(setting(excerpt)) or BENIGN for excerpt in excerpts]
 
 
@@ -142,7 +142,7 @@ def rows(excerpts: Sequence[Excerpt], answered: Sequence[str]) -> list[Row]:
 
 
 def wilson(right: int, of: int) -> tuple[float, float]:
-    """The 95 % interval of a share (Wilson 1927); (0, 1) where nothing was counted."""
+    """The 95 % interval of a share (Wilson 1927); (0, 1) if nothing was counted."""
     if not of:
         return 0.0, 1.0
     share, z2 = right / of, _95**2
@@ -152,7 +152,7 @@ def wilson(right: int, of: int) -> tuple[float, float]:
 
 
 def table(figures: Sequence[Row]) -> str:
-    """One line a label: precision and recall, each with its interval."""
+    """One line per label: precision and recall, each with its interval."""
     lines = [f"{'label':28} {'n':>4}  {'recall':22} precision"]
     for row in figures:
         recall, precision = _share(row.right, row.labelled), _share(row.right, row.answered)
@@ -161,7 +161,8 @@ def table(figures: Sequence[Row]) -> str:
 
 
 def summary(excerpts: Sequence[Excerpt], answered: Sequence[str]) -> str:
-    """Faults named right, wrongly and not at all; quiet texts that were alarmed."""
+    """How many faults got the right label, a wrong one and none, and how many benign texts raised
+    an alarm."""
     pairs = [(e.label, answer) for e, answer in zip(excerpts, answered, strict=True)]
     faults = [(label, answer) for label, answer in pairs if label != BENIGN]
     right = sum(label == answer for label, answer in faults)
@@ -188,7 +189,8 @@ def _busy(chance: random.Random, lines: Sequence[str]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the figures of one file; 0 once they are printed, 2 where the file can't be used."""
+    """Print the figures of one file. Returns 0 if they were printed, 2 if the file can't be
+    used."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.diagnosis", description=(__doc__ or "").splitlines()[0]
     )

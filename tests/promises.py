@@ -45,7 +45,8 @@ def promises() -> Iterator[Promise]:
 
 
 class _Outcomes:
-    """Keeps the outcome of each test by file and name; the worst of its parameters counts."""
+    """Keeps the outcome of each test by file and name; the worst of its parameters' outcomes
+    counts."""
 
     def __init__(self) -> None:
         self.by_test: dict[tuple[str, str], str] = {}

@@ -1,5 +1,5 @@
-"""The ranks' agreement as processes: descriptors that the hook holds, and the time of a question,
-as the ranks grow."""
+"""The agreement of ranks that are processes: the descriptors that the hook holds and the time per
+question, as the number of ranks grows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SECONDS = 500.0
 
 
 def run() -> list[Row]:
-    """Connections and the time of a question, for each size."""
+    """Connections and the time per question, for each number of ranks."""
     rows: list[Row] = []
     for ranks, backend in SIZES:
         name = f"{ranks} ranks, {'gloo mesh' if backend == 'gloo' else 'no mesh'}"

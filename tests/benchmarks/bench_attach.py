@@ -1,5 +1,5 @@
-"""What attaching costs: at the start of every Python, and per step of a script that knows nothing
-of it."""
+"""What attaching costs: when any Python starts, and per step of a script that does not use the
+hook."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ millisecond in 50, would hide it."""
 
 
 def run() -> list[Row]:
-    """Start-up of a Python that is no miner, and a training step, with and without, in
+    """Start-up of a Python that is not a miner, and a training step, with and without the guard, in
     alternation."""
     return [*_start(), *_step()]
 
@@ -58,7 +58,8 @@ def _start() -> list[Row]:
 
 
 def _cpu_seconds_of_start(env: Mapping[str, str]) -> float:
-    """CPU time, not wall time: what else runs on the machine is not the attach's cost."""
+    """CPU time rather than wall time, because other work on the machine is not a cost of
+    attaching."""
     pid = os.posix_spawn(sys.executable, [sys.executable, "-c", "pass"], env)
     _, _, usage = os.wait4(pid, 0)
     return usage.ru_utime + usage.ru_stime
@@ -86,7 +87,8 @@ def _step() -> list[Row]:
         return (time.thread_time() - start) / STEPS
 
     def steps(number: int, products: int) -> float:
-        """CPU seconds of this thread per step: what else runs on the machine is not the cost."""
+        """CPU seconds of this thread per step, because other work on the machine is not a cost of
+        attaching."""
         seconds = []
         for _ in range(number + 1):
             for _ in range(products):

@@ -1,4 +1,5 @@
-"""The audit: wall time, bytes fetched and memory, against loading the same file in this process."""
+"""The audit's wall time, bytes fetched and memory, compared with loading the same file in this
+process."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ def _published(torch: Any, root: Path, size_mb: int) -> Path:
 
 
 def main() -> None:
-    """Audit the repo in the folder on the command line; print what it took as JSON."""
+    """Audit the repo in the folder that the command line names; print the cost as JSON."""
     limits = Limits.of(GateSettings(), load_profile("sn38").limits)
     network = Network(1100, 1, 300, None, True, 7, None, time.monotonic())
     report = audit.run(RepoSettings(kind="local", path=sys.argv[1]), limits, network)

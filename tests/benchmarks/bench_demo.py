@@ -21,8 +21,8 @@ STEPS = 6
 
 
 def run() -> list[Row]:
-    """Step time with and without, and the time inside `guard.step()` measured in place, caches
-    cold."""
+    """Step time with and without the guard, and the time inside `guard.step()` measured in place
+    with cold caches."""
     with tempfile.TemporaryDirectory() as folder, listening(Path(folder, "guard.sock")):
         return _rows(Guard(find({"RANK": "1", "WORLD_SIZE": "1"}, folder)))
 
@@ -61,7 +61,7 @@ def _loop() -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
     def train(guard: Any, steps: int) -> tuple[float, float]:
-        """Median seconds of a step, and of what the hook took of it."""
+        """Median seconds of a step, and the hook's part of it."""
         totals, hooks = [], []
         for number in range(steps):
             start = time.perf_counter()
@@ -104,8 +104,8 @@ class _NoGuard:
 
 
 class _Stopwatch:
-    """Adds up what passes while it runs; the two reads of the clock it costs are counted with the
-    hook."""
+    """Adds up the time while it runs; the figures of the hook include its two reads of the
+    clock."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -1,5 +1,5 @@
-"""What judging a step costs, hot in a loop and cold after the caches were swept, and how soon a
-fault is seen."""
+"""The cost of judging a step, hot in a loop and cold after sweeping the caches, and how soon a
+fault is detected."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _trace() -> Iterator[Row]:
 
 
 def _delays() -> Iterator[Row]:
-    """Steps from the first bad one to the finding, on simulated runs with 3 % noise; the median of
+    """Steps from the first bad one to the finding, in simulated runs with 3 % noise; the median of
     20 runs."""
     for name, event, change in (
         ("slow step (4 times)", "slow_step", lambda n, t, v: (4 * t if n == 200 else t, v)),

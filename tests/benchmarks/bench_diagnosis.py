@@ -1,5 +1,5 @@
-"""Diagnosis: what the look before a start costs, a sampling round, and how `diagnose` grows with
-the ranks."""
+"""The cost of the checks before a start and of a sampling round, and how `diagnose` grows with the
+number of ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _library(folder: Path) -> FakeNvml | None:
 
 
 def _first_line_s(folder: Path, env: dict[str, str], python: str, *flags: str) -> float:
-    """Seconds from the start of `run` to the miner's first line, the median of some starts."""
+    """Seconds from the start of `run` to the miner's first line; the median of several starts."""
     seconds = []
     for number in range(_STARTS):
         state = folder / f"state-{len(flags)}-{number}-{time.monotonic_ns()}"

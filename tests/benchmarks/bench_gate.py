@@ -1,4 +1,4 @@
-"""The gate: what one decision costs rank 0, without the broadcast."""
+"""The cost of one gate decision in rank 0, without the broadcast."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _LOSSES = tuple(3.4 - 0.01 * n + 0.003 * (n % 3) for n in range(10))
 
 
 def run() -> list[Row]:
-    """A decision as rank 0 takes it: the inputs read from their file, every rule that is in force,
-    the record."""
+    """A decision as rank 0 makes it: it reads the inputs from their file, applies every rule in
+    force and writes the record."""
     published = Published(
         age_s=600.0, reason=None, seen_at=1000.0, outer_step=56, inner_step=50, revision="5.56.50"
     )
@@ -71,7 +71,7 @@ def run() -> list[Row]:
 
 
 def _headers(settings: GateSettings) -> Row:
-    """Names, types and shapes of what is about to be written; no tensor is read, none is needed."""
+    """Names, types and shapes of what is about to be written; reads no tensor."""
     limits = Limits.of(settings, load_profile("sn38").limits)
     names = [f"model.layers.{n // 9}.part{n % 9}.weight" for n in range(300)]
     tensor = SimpleNamespace(shape=(32, 64, 32), dtype="torch.float32")
@@ -85,7 +85,7 @@ def _headers(settings: GateSettings) -> Row:
 
 
 def _values(settings: GateSettings) -> Row:
-    """What the upload thread reads before it writes, beside training."""
+    """The values that the upload thread reads before it writes them, while training continues."""
     import resource
 
     import torch

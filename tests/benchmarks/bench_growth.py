@@ -1,4 +1,4 @@
-"""How the guard's lines and records grow with the ranks, on synthetic records."""
+"""How the guard's lines and records grow with the number of ranks, on synthetic records."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ SIZES = (8, 64, 256, 1024)
 
 
 def run() -> list[Row]:
-    """One row per quantity: its value at the most ranks, the others in the note."""
+    """One row per quantity: its value at the largest number of ranks, with the other values in the
+    note."""
     measured: list[tuple[str, Callable[[int], float], str, str]] = [
         ("the line of a hang: half in data, half waiting", _hang_line, "bytes", "< 300"),
         ("the line of a late rank", _late_line, "bytes", "< 300"),

@@ -1,4 +1,5 @@
-"""What a health snapshot costs with 0, 4 and 8 GPUs; scraping /metrics; a report of a week."""
+"""The cost of a health snapshot with 0, 4 and 8 GPUs, of a scrape of /metrics, and of a report of a
+week."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ def _both(what: str, work: Callable[[], object], calls: int) -> list[Row]:
 
 
 def run() -> list[Row]:
-    """One row each for CPU and wall time of what happens all the time."""
+    """One row each for CPU and wall time of everything that recurs."""
     own, redactor = OwnSampler(), Redactor()
     samplers = Samplers(
         SystemClock(), 5.0, {**HostSampler({"state": Path("/")}).reads, "guard": own.sample}

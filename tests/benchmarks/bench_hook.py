@@ -1,4 +1,4 @@
-"""What the hook costs inside a rank."""
+"""The cost of the hook inside a rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CALLS = 20_000
 
 
 def run() -> list[Row]:
-    """Step and phase beside an empty loop and beside others' hooks, and the ranks' agreement."""
+    """Step and phase compared with an empty loop and with other hooks, and the ranks' agreement."""
     rows = _steps("Python", "5 µs", "2.5 µs")
     if compiled()[0] is not None:
         rows += _steps("compiled", "1 µs", "1 µs")

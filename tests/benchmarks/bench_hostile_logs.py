@@ -1,5 +1,5 @@
-"""Logs that once held the guard up, through `explain` and through the running guard: MB per
-CPU-second, and the resident memory of each."""
+"""Logs that once held up the guard, through `explain` and through the running guard: MB per
+CPU-second, and resident memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CLI = [sys.executable, "-c", "from miner_guard.cli.main import main; main()"]
 
 
 class Cost(NamedTuple):
-    """What a process took."""
+    """The resources that a process used."""
 
     cpu_s: float
     peak_mib: float
@@ -41,7 +41,7 @@ class Cost(NamedTuple):
 
 
 def run() -> list[Row]:
-    """Each kind of text through both."""
+    """Run each kind of text through both."""
     with tempfile.TemporaryDirectory(prefix="bench-hostile-") as folder:
         log = Path(folder) / "miner.log"
         rows: list[Row] = []
@@ -90,7 +90,7 @@ def _guard(log: Path) -> Cost:
 
 
 def _cost(process: subprocess.Popen[bytes]) -> Cost:
-    """Sampled until the process ends: it may have children, whose usage would be added."""
+    """Sample until the process ends. Its rusage would include its children."""
     observed = psutil.Process(process.pid)
     cost = Cost(0.0, 0.0)
     while process.poll() is None:

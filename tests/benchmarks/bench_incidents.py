@@ -1,5 +1,5 @@
-"""How fast a miner's output is searched for incidents, beside `cat` and `grep`; how much memory a
-whole log takes."""
+"""How fast the guard searches a miner's output for incidents, compared with `cat` and `grep`, and
+the memory for a whole log."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _EXPLAIN = (
 
 
 def run() -> list[Row]:
-    """Ordinary output, ever new output, and tracebacks; then a large log through `explain`."""
+    """Ordinary output, output that never repeats, and tracebacks; then a large log through
+    `explain`."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "miner.log"
         log.write_bytes(ordinary(_LINES))
@@ -62,7 +63,7 @@ def ordinary(lines: int) -> bytes:
 
 
 def ever_new(lines: int) -> bytes:
-    """Lines that never repeat: the worst case for what is remembered of their shapes."""
+    """Lines that never repeat: the worst case for the cache of templates."""
     chance = random.Random(2)
     word = "abcdghjklpqsuvwyz"
     return b"".join(
@@ -72,7 +73,7 @@ def ever_new(lines: int) -> bytes:
 
 
 def tracebacks(count: int) -> bytes:
-    """Nothing but errors: the slowest text there is."""
+    """Nothing but errors: the slowest kind of text."""
     frame = (
         '  File "/srv/miner/part_{0}.py", line {0}, in step_{0}\n    raise '
         'ValueError("case {0} failed")\n'
@@ -104,7 +105,7 @@ def long_tracebacks(count: int) -> bytes:
 
 
 def hostile() -> dict[str, bytes]:
-    """Text that holds no error and once held the guard up."""
+    """Text without an error that once held up the guard."""
     chance = random.Random(5)
     raw = chance.randbytes(3_000_000)
 
@@ -163,7 +164,8 @@ def _rate(content: bytes) -> float:
 
 
 def _grep(log: Path, folder: Path, megabytes: float, scan: float) -> list[Row]:
-    """`grep` for the same words: the literals of all patterns, case ignored as the scanner does."""
+    """`grep` for the same words: the literals of all patterns, ignoring case as the scanner
+    does."""
     if shutil.which("grep") is None:
         return [Row("`grep` with the same words", None, "MB/s", note="no grep here")]
     words = sorted({word for pattern in knowledge.load().patterns for word in pattern.has})
@@ -193,7 +195,7 @@ def _grep(log: Path, folder: Path, megabytes: float, scan: float) -> list[Row]:
 
 
 def _memory(folder: Path) -> Row:
-    """Peak memory of `explain` over a log ten times as large, against one of a tenth."""
+    """Peak memory of `explain` over a whole log, compared with a tenth of it."""
     block = ordinary(20_000)
     peaks = []
     for name, times in (("small", 2), ("large", 100)):
@@ -236,7 +238,7 @@ def _run(*command: str) -> None:
 
 
 def _seconds(work: Callable[[], None]) -> float:
-    """The fastest of three: the machine may be busy."""
+    """The fastest of three runs, because the machine may be busy."""
     times = []
     for _ in range(3):
         start = time.perf_counter()

@@ -1,4 +1,5 @@
-"""What an installation takes: disk by extra, and memory and time of the process that uses it."""
+"""The cost of an installation: disk space by extra, and memory and CPU time of the process that
+uses it."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ print(resident() - before, time.process_time() - start)
 
 
 def _closure(specifiers: list[str]) -> set[str]:
-    """The distributions behind these requirements, as far as they are installed here."""
+    """The distributions that these requirements pull in, as far as they are installed here."""
     found: set[str] = set()
     waiting = [Requirement(text) for text in specifiers]
     while waiting:
@@ -74,7 +75,7 @@ def _process(module: str) -> tuple[float, float] | None:
 
 
 def run() -> list[Row]:
-    """Sizes without bytecode; memory is what the import adds, time is CPU time."""
+    """Sizes without bytecode; memory is what the import adds, and time is CPU time."""
     declared = metadata.requires("miner-guard") or []
     base = _closure([text for text in declared if "extra ==" not in text])
     rows = [Row("the guard's dependencies, disk", _mib(base), "MiB", note=f"{len(base)} packages")]

@@ -1,5 +1,5 @@
-"""Queries over a million lines of guard.jsonl: `miner-guard logs` against `grep` and `jq`, in one
-run."""
+"""Queries over a million lines of guard.jsonl: `miner-guard logs` compared with `grep` and `jq` in
+one run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Checkpoints in memory beside their peers: the time that training waits, the bytes, and the time
-from a fault to the first new step."""
+"""Checkpoints in memory compared with their peers: the time that training waits, the bytes, and the
+time from a fault to the first new step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Way:
 
 
 def run() -> list[Row]:
-    """Blocking time and bytes of each way in one process, then the demo's recovery."""
+    """Blocking time and bytes of each way to save, in one process, then the demo's recovery."""
     if importlib.util.find_spec("torch") is None:
         return [Row("a snapshot", None, "s", note="torch is not installed")]
     return [*_blocking(), *_recovery()]
@@ -84,7 +84,7 @@ class Training:
 
 @dataclass
 class _Times:
-    """Of one way, by round; each round follows a step without a save."""
+    """Times of one way to save, by round; each round follows a step without a save."""
 
     waits: list[float] = field(default_factory=list)
     own: list[float] = field(default_factory=list)
@@ -133,7 +133,7 @@ def _blocking() -> Iterator[Row]:
 
 
 def _measure(training: Training, way: Way, number: int, times: _Times) -> float:
-    """Seconds of the step before the save."""
+    """Time one save and the steps around it; returns the seconds of the step before it."""
     alone = training.step()
     start, cpu = time.monotonic(), time.thread_time()
     way.save(number)
@@ -167,7 +167,7 @@ def _ours(training: Training, folder: Path) -> Iterator[Way]:
 
 @contextmanager
 def _dcp(training: Training, folder: Path) -> Iterator[Way]:
-    """torch.distributed.checkpoint.async_save into /dev/shm, which keeps the last two."""
+    """torch.distributed.checkpoint.async_save into /dev/shm, keeping the last two."""
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict_saver import async_save
 
@@ -240,8 +240,8 @@ WAYS = {
 
 
 def _recovery() -> Iterator[Row]:
-    """The demo with two ranks under a guard: SIGKILL of one rank until the first new step; from
-    memory, and from disk, where the launch before kept none."""
+    """The demo with two ranks under a guard: time from SIGKILL of one rank to the first new step,
+    resumed from memory, and from disk when the last launch kept no snapshot."""
     every = f"from disk, every {ON_DISK_EVERY} steps"
     for name, memory in (("from memory", True), (every, False)):
         with tempfile.TemporaryDirectory() as folder:
@@ -257,7 +257,7 @@ def _recovery() -> Iterator[Row]:
 
 
 def _recover(folder: Path, *, memory: bool) -> tuple[float, int]:
-    """Seconds from the kill to the first new step, and steps lost."""
+    """Seconds from the kill to the first new step, and the number of steps lost."""
     guarded = Guarded(folder)
     demo = RestartedDemo(guarded, folder)
     try:

@@ -56,7 +56,7 @@ def _line(number: int) -> str:
 
 @contextmanager
 def _sender(folder: Path) -> Iterator[tuple[psutil.Process, subprocess.Popen[str]]]:
-    """The sender and the receiver, whose stdout counts the events that arrived."""
+    """The sender, and a receiver whose stdout counts the events that arrive."""
     receiver = subprocess.Popen(
         [sys.executable, "-c", _RECEIVER], stdout=subprocess.PIPE, text=True
     )

@@ -1,5 +1,5 @@
-"""Publishing to a local S3 server against `boto3.upload_file` and `rclone copy` alone, alternating,
-on the same file."""
+"""Publishing to a local S3 server, compared with `boto3.upload_file` and `rclone copy`,
+alternating, with the same file."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _rclone() -> str | None:
 
 
 def _serves_s3(program: str) -> bool:
-    """Since 1.65; Debian 12 has 1.60."""
+    """Whether rclone can serve S3: it can since 1.65, and Debian 12 has 1.60."""
     return "\n  s3 " in _run([program, "serve", "--help"], {}).stdout
 
 
@@ -161,7 +161,7 @@ def _processor_s() -> float:
 
 
 class _Switch:
-    """How long each switch to a new revision took, from the first object shown to the last."""
+    """How long each switch to a new revision took, from the first visible object to the last."""
 
     def __init__(self, repo: S3Repo) -> None:
         self._show = repo._show

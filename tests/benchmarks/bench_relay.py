@@ -1,5 +1,5 @@
-"""The output through the guard, beside a plain file, `cat`, pm2 and supervisord: wall as a ratio,
-CPU per MB."""
+"""The miner's output through the guard, compared with a plain file, `cat`, pm2 and supervisord:
+wall time as a ratio, CPU per MB."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ json.dump({"wall": time.monotonic() - start, "cpu": time.process_time()}, open(d
 
 @dataclass(frozen=True)
 class Figure:
-    """One way to carry the output."""
+    """Figures of one way to carry the output."""
 
     wall_s: float
     cpu_s: float | None
@@ -57,7 +57,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Load:
-    """What the writer writes, and where it reports how long that took."""
+    """What the writer writes, and where it reports the time."""
 
     folder: Path
     size: int
@@ -81,8 +81,8 @@ class Load:
 
 
 def run() -> list[Row]:
-    """Both ways of writing through each carrier; each ratio is to the plain file that was written
-    just before."""
+    """Both ways of writing through each carrier; each ratio refers to the plain file that was
+    written just before."""
     rows: list[Row] = []
     for name, size, megabytes, target in (
         ("one write per line", 1, _MEGABYTES, "<= 1.0 x"),
@@ -177,7 +177,7 @@ def _cat(load: Load) -> Figure:
 
 
 def _guard(load: Load) -> Figure:
-    """Its CPU includes its start."""
+    """Carry the output through the guard. Its CPU time includes its start."""
     done = load.folder / "guard.json"
     command = [
         sys.executable,
@@ -201,7 +201,7 @@ def _guard(load: Load) -> Figure:
 
 
 def _start_cost(folder: Path) -> float:
-    """CPU of a guard over a line and a `sleep`: what is not the relay's."""
+    """CPU time of a guard over one line and a `sleep`, to subtract from the relay's."""
     command = [
         sys.executable,
         "-m",
@@ -262,8 +262,8 @@ def _pm2(load: Load) -> Figure | None:
 
 
 def _supervisord(load: Load) -> Figure | None:
-    """It classifies nothing: its CPU is that of passing bytes on. None where the package
-    `supervisor` is not there."""
+    """Carry the output through supervisord, which classifies nothing, so its CPU time is that of
+    copying bytes. None if the package `supervisor` is missing."""
     if importlib.util.find_spec("supervisor") is None:
         return None
     folder = load.folder

@@ -1,4 +1,4 @@
-"""The page: CPU of a render and of a scrape, its weight, and the report of a month."""
+"""The page: CPU time of a render and of a scrape, its size, and the report of a month."""
 
 from __future__ import annotations
 

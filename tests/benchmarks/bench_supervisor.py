@@ -1,4 +1,4 @@
-"""The supervisor: how soon it acts, and what it costs while it has nothing to do."""
+"""The supervisor: how soon it acts, and what it costs while idle."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _IDLE_S = 60.0
 
 
 def run() -> list[Row]:
-    """Relaunch, hang, stop, start, memory, idle CPU."""
+    """Measure relaunch, hang, stop, start, memory and idle CPU."""
     return [
         _relaunch(),
         _hang(),
@@ -81,7 +81,7 @@ def _guard(command: list[str], *flags: str, **settings: object) -> Iterator[Guar
 
 
 def _relaunch() -> Row:
-    """SIGKILL of the miner until the next one runs its first line, without backoff."""
+    """Seconds from SIGKILL of the miner to the first line of the next launch, without backoff."""
     with tempfile.TemporaryDirectory() as folder:
         born = Path(folder) / "born"
         command = ["sh", "-c", f"date +%s.%N >> {born}; exec sleep 600"]
@@ -101,7 +101,7 @@ def _relaunch() -> Row:
 
 
 def _hang() -> Row:
-    """The end of the last step until HANG DETECTED, beyond the timeout of 3 s."""
+    """Seconds from the end of the last step to HANG DETECTED, beyond the timeout of 3 s."""
     command = [sys.executable, str(_MINERS / "steps.py"), "5", "0.05", "hang", "bench"]
     with _guard(command, hang__min_s=3, hang__factor=1, hang__action="warn") as guard:
         late = guard.wait_for("hang_detected")["idle_s"] - 3.0
@@ -111,7 +111,7 @@ def _hang() -> Row:
 
 
 def _stop_of_fifty() -> Row:
-    """SIGTERM to the guard until it and a tree of 50 processes are gone."""
+    """Seconds from SIGTERM to the guard until it and a tree of 50 processes are gone."""
     code = (
         "import subprocess, time; c = [subprocess.Popen(['sleep', '600']) for _ in "
         "range(49)]; time.sleep(600)"
@@ -133,7 +133,7 @@ def _stop_of_fifty() -> Row:
 
 
 def _stop_of_deaf(children: int) -> Row:
-    """SIGTERM to the guard until it and children that ignore SIGTERM are gone."""
+    """Seconds from SIGTERM to the guard until it and children that ignore SIGTERM are gone."""
     miner = [sys.executable, str(_MINERS / "deaf.py"), str(children), "bench"]
     with _guard(miner, miner__stop_timeout_s=1) as guard:
         pid = guard.wait_for("miner_started")["pid"]
@@ -169,8 +169,8 @@ def _true() -> Row:
 
 
 def _commands() -> list[Row]:
-    """CPU of whole commands with all their processes: the least of several, as other work on the
-    machine only adds."""
+    """CPU time of whole commands with all their processes; the lowest of several runs, because
+    other work on the machine only adds time."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         state = ["--state-dir", folder]
@@ -222,8 +222,8 @@ def _idle() -> list[Row]:
 
 
 def _cpu_s(pid: int) -> float:
-    """Of the threads that live, by the scheduler's own count: that of /proc/PID/stat has steps of
-    10 ms, a quarter of what an idle guard may use in 20 s."""
+    """CPU seconds of the living threads, by the scheduler's own count: /proc/PID/stat counts in
+    steps of 10 ms, a quarter of what an idle guard may use in 20 s."""
     total = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         # A thread of a job may end meanwhile.

@@ -1,4 +1,4 @@
-"""The results of a benchmark and how they are printed. Where possible, figures are ratios measured
+"""The results of a benchmark, and how they are printed. Where possible, figures are ratios measured
 in one run."""
 
 from __future__ import annotations
@@ -34,10 +34,7 @@ def per_call(
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
     """Seconds of one call by `clock` (`time.process_time` for CPU): the median of `repeats` rounds
-    of `calls`.
-
-    Garbage collection is off meanwhile.
-    """
+    of `calls`. Garbage collection is off during the rounds."""
     rounds = []
     enabled = gc.isenabled()
     gc.disable()

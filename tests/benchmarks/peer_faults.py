@@ -1,7 +1,7 @@
 """`python -m tests.benchmarks.peer_faults [NAME…]`: ten faults under miner-guard and its peers.
 
-A `yes` is a fault that the supervisor handled by itself within the limit; `no` says what was seen.
-A peer that can't be had here says why. Freezing a disk takes root.
+`yes` means that the supervisor handled the fault by itself within the limit; `no` is followed by
+what happened. For a peer that can't run here the table says why. Freezing a disk requires root.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The supervisors that the guard is compared with: the same child under each, with the settings
+"""The supervisors with which we compare the guard: the same child under each, with the settings
 that its manual recommends for a tree of processes."""
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Peer:
     """What must be installed."""
 
     def __init__(self, folder: Path, logs: Path, fault: str) -> None:
-        """`logs`: where its own files and the child's output go."""
+        """`logs`: the folder for the peer's own files and the child's output."""
         self.folder, self.logs = folder, logs
         self.token = uuid.uuid4().hex
         script = folder / "child.py"
@@ -90,15 +90,15 @@ class Peer:
 
     @classmethod
     def missing(cls) -> str | None:
-        """Why it can't run here."""
+        """Why this peer can't run here."""
         return None if shutil.which(cls.program) else f"{cls.program} is not installed"
 
     def command(self) -> Sequence[str]:
-        """What supervises the child, in the foreground."""
+        """The command that supervises the child in the foreground."""
         raise NotImplementedError
 
     def start(self, *, blocked: bool = False) -> None:
-        """Start it, from a parent that blocked every signal where `blocked`."""
+        """Start the peer; if `blocked`, from a parent that has blocked every signal."""
 
         def block() -> None:
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -119,33 +119,33 @@ class Peer:
         return self.process.pid
 
     def stop(self) -> None:
-        """Ask it to end, as its manual says."""
+        """Ask the peer to stop, as its manual says."""
         self.process.terminate()
 
     def births(self) -> list[Birth]:
-        """The child's starts."""
+        """All starts of the child."""
         path = self.folder / "born"
         lines = path.read_text().splitlines() if path.exists() else []
         return [Birth(float(at), int(pid)) for at, pid in map(str.split, lines)]
 
     def failed(self) -> float | None:
-        """When the child's own fault struck, in seconds since 1970; None before it."""
+        """When the child's own fault occurred, in seconds since 1970; None before that."""
         path = self.folder / "fault"
         return float(text) if path.exists() and (text := path.read_text()) else None
 
     def last_line(self) -> str:
-        """The end of its output, for a peer that did not start."""
+        """The end of the output of a peer that did not start."""
         path = self.logs / "output.log"
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         return next((line for line in reversed(lines) if line.strip()), "no output")[:120]
 
     def steps(self) -> int:
-        """How many steps all its starts made."""
+        """How many steps all the child's starts took together."""
         path = self.folder / "steps"
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
     def left(self) -> set[int]:
-        """Living processes of the child's, by the token on their command lines."""
+        """The child's living processes, found by the token on their command lines."""
         found = set()
         for name in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):
@@ -159,7 +159,7 @@ class Peer:
         return found
 
     def clean(self) -> None:
-        """After a test, whatever came of it."""
+        """Clean up after a test, whatever its result."""
         for _ in range(3):
             with contextlib.suppress(OSError, ProcessLookupError, ValueError):
                 os.kill(self.supervisor, signal.SIGKILL)
@@ -302,7 +302,7 @@ PEERS: tuple[type[Peer], ...] = (MinerGuard, Pm2, Supervisord, Circus, S6, Torch
 
 
 def until(condition: Callable[[], object], seconds: float) -> bool:
-    """Whether it came true in time."""
+    """Wait for the condition; returns whether it became true in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

@@ -1,6 +1,7 @@
-"""`python -m tests.benchmarks.side_by_side [NAME…]`: how soon each supervisor is back.
+"""`python -m tests.benchmarks.side_by_side [NAME…]`: how soon each supervisor restarts its child.
 
-Seconds from the fault to the child's next start, and the processes left after its own SIGKILL.
+Prints the seconds from the fault to the child's next start, and the processes left after the
+supervisor's own SIGKILL.
 """
 
 from __future__ import annotations

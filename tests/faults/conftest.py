@@ -1,4 +1,4 @@
-"""A guard for each test. Each test ends with the look through /proc: nothing of it outlives the
+"""A guard for each test. Each test ends with a search through /proc: no process outlives the
 guard."""
 
 from __future__ import annotations
@@ -13,6 +13,6 @@ from tests.faults.guarded import Guarded, guarding
 
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[Guarded]:
-    """A guard that is not started yet."""
+    """A guard that has not been started yet."""
     with guarding(tmp_path) as guard:
         yield guard

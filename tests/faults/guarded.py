@@ -1,4 +1,4 @@
-"""A guard that really runs, for the tests of what happens to it and to its miner."""
+"""A real guard, for tests of what happens to it and to its miner."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ redacted."""
 
 
 def when(record: Mapping[str, Any]) -> float:
-    """Seconds since 1970 of an event."""
+    """The time of an event, in seconds since 1970."""
     return datetime.fromisoformat(record["ts"].replace("Z", "+00:00")).timestamp()
 
 
 def living(needle: str) -> list[tuple[int, str]]:
-    """Living processes that have `needle` in their command line or environment."""
+    """Living processes with `needle` in their command line or environment."""
     found: list[tuple[int, str]] = []
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) == os.getpid():
@@ -48,7 +48,8 @@ def living(needle: str) -> list[tuple[int, str]]:
 
 
 class Guarded:
-    """`miner-guard run` over a command, with its state directory and everything that it logged."""
+    """`miner-guard run` over a command, with its state directory and everything that it has
+    logged."""
 
     def __init__(self, folder: Path) -> None:
         self.state = StateDir(folder / "state")
@@ -108,7 +109,8 @@ class Guarded:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """Every line of guard.jsonl. Parses what is new only: tests ask many times a second."""
+        """Every line of guard.jsonl. Parses only new lines, because tests ask many times a
+        second."""
         try:
             text = self.state.log.read_bytes()
         except FileNotFoundError:
@@ -124,7 +126,7 @@ class Guarded:
         return [e for e in self.events if e["event"] == event]
 
     def listed(self) -> list[tuple[int, int]]:
-        """The run's processes by the guard's own list, as (pid, start)."""
+        """The run's processes according to the guard's own list, as (pid, start)."""
         try:
             return [
                 (pid, start)
@@ -134,7 +136,7 @@ class Guarded:
             return []
 
     def wait_for(self, event: str, count: int = 1, seconds: float = 60.0) -> dict[str, Any]:
-        """The `count`th event of this name."""
+        """Wait for the `count`th event of this name."""
         found: list[dict[str, Any]] = until(
             lambda: e if len(e := self.named(event)) >= count else None,
             seconds,
@@ -146,20 +148,20 @@ class Guarded:
         return self.output.read_text(errors="replace")[-3000:] if self.output.exists() else ""
 
     def stop(self, number: int = signal.SIGINT, seconds: float = 60.0) -> int:
-        """Signal the last guard; its exit code."""
+        """Send a signal to the last guard; returns its exit code."""
         self.processes[-1].send_signal(number)
         return self.processes[-1].wait(seconds)
 
     def assert_nothing_left(self, seconds: float = 10.0) -> None:
-        """No process of this run lives: by the token, which also those carry that shed their
-        environment."""
+        """Assert that no process of this run is alive, by the token: processes that cleared their
+        environment still carry it."""
         deadline = time.monotonic() + seconds
         while left := living(self.token):
             assert time.monotonic() < deadline, f"left: {left}"
             time.sleep(0.05)
 
     def clean(self) -> None:
-        """After a test, whatever came of it."""
+        """Clean up after a test, whatever its result."""
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
@@ -173,7 +175,7 @@ class Guarded:
 
 @contextlib.contextmanager
 def guarding(folder: Path) -> Iterator[Guarded]:
-    """A guard that is not started yet; nothing of it outlives the block."""
+    """A guard that has not been started yet; none of its processes outlives the block."""
     guard = Guarded(folder)
     try:
         yield guard

@@ -1,8 +1,5 @@
-"""Faults around a running guard, for random sequences of them and for the soak.
-
-Each fault acts on a `World` and returns what it did, in words. None may raise because its object is
-gone.
-"""
+"""Faults around a running guard, for random sequences and for the soak. Each fault acts on a
+`World` and returns a description of what it did. No fault may raise because its object is gone."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ class World:
         return self.guarded.processes[-1].pid
 
     def helpers(self) -> list[int]:
-        """The guard's children but the miner."""
+        """The guard's children except the miner."""
         return self._children(miners=False)
 
     def launchers(self) -> list[int]:
@@ -168,7 +165,7 @@ def pipe_for_a_file(world: World) -> str:
 
 
 def undo(world: World) -> None:
-    """End the faults that last: continue suspended helpers, remove pipes."""
+    """Undo the faults that last: continue suspended helpers, remove pipes."""
     while world.suspended:
         world.send(world.suspended.pop(), signal.SIGCONT)
     for name in FILES:
@@ -202,7 +199,7 @@ def clock_step(world: World) -> str:
 
 
 def output_flood(world: World) -> str:
-    """The guard passes SIGUSR1 on; the miner prints a megabyte."""
+    """Make the miner print a megabyte: the guard forwards SIGUSR1 to it."""
     world.send(world.guard, signal.SIGUSR1)
     return "a megabyte of output"
 
@@ -232,7 +229,7 @@ def connection_flood(world: World) -> str:
 
 
 def order(world: World) -> str:
-    """What people ask of a guard; a pause is undone at once."""
+    """Send the guard a command as people do; a pause is undone immediately."""
     what = world.random.choice(["status", "checkpoint", "pause", "resume", "?"])
     for word in (what, "resume") if what == "pause" else (what,):
         with contextlib.suppress(NotRunning, OSError, json.JSONDecodeError):

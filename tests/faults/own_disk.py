@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class OwnDisk:
-    """An ext4 file system in a file. Raises OSError with the reason where none can be mounted."""
+    """An ext4 file system in a file. Raises OSError with the reason if none can be mounted."""
 
     def __init__(self, folder: Path, megabytes: int = 32) -> None:
         self.place = folder / "disk"
@@ -28,19 +28,20 @@ class OwnDisk:
                 raise OSError(f"no file system can be mounted here: {done.stderr.strip()}")
 
     def freeze(self) -> None:
-        """From now on anyone who writes waits in the kernel, and not even SIGKILL ends it."""
+        """Freeze the disk: from now on every writer waits in the kernel, and not even SIGKILL ends
+        it."""
         subprocess.run(["fsfreeze", "-f", str(self.place)], check=True)
         self.frozen = True
 
     def thaw(self) -> None:
-        """Let the writers continue; a no-op on a disk that is not frozen."""
+        """Let the writers continue; a no-op if the disk is not frozen."""
         if self.frozen:
             self.frozen = False
             subprocess.run(["fsfreeze", "-u", str(self.place)], check=True)
 
     @contextlib.contextmanager
     def full(self) -> Iterator[None]:
-        """Take all its room."""
+        """Fill the disk."""
         ballast = self.place / "ballast"
         with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:
@@ -51,7 +52,7 @@ class OwnDisk:
             ballast.unlink()
 
     def close(self) -> None:
-        """Thaw, unmount and remove it."""
+        """Thaw, unmount and remove the disk."""
         self.thaw()
         subprocess.run(["umount", "-l", str(self.place)], check=True)
         self._image.unlink()

@@ -1,4 +1,4 @@
-"""The demo's two ranks under a guard, killed and started again and again."""
+"""The demo's two ranks under a guard, killed and restarted again and again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SETTINGS = {
 
 
 class RestartedDemo:
-    """Its steps, its ranks, and what it resumed from."""
+    """The demo's steps, its ranks, and what it resumed from."""
 
     def __init__(self, guarded: Guarded, folder: Path) -> None:
         requires.module("torch")
@@ -44,18 +44,18 @@ class RestartedDemo:
         return [identity.pid for identity in found if identity is not None]
 
     def at(self) -> int:
-        """The last step that is known to be done."""
+        """The last step that is known to be complete."""
         steps = self.guarded.named("inner_step")
         return int(steps[-1]["inner_step"]) if steps else 0
 
     def reach(self, more: int) -> int:
-        """Wait for so many steps more; the step reached."""
+        """Wait for this many more steps; returns the step reached."""
         goal = self.at() + more
         until(lambda: self.at() >= goal, 150, lambda: f"step {goal}: {self.guarded.tail()}")
         return self.at()
 
     def resume(self) -> dict[str, Any]:
-        """Wait for the next launch to resume, and to make two steps."""
+        """Wait until the next launch has resumed and taken two steps."""
         self.resumed += 1
         event = self.guarded.wait_for("checkpoint_resumed", self.resumed, seconds=150)
         before = len(self.guarded.named("inner_step"))
@@ -63,7 +63,7 @@ class RestartedDemo:
         return event
 
     def past_a_checkpoint(self) -> int:
-        """Wait until disk and memory differ by more than a step; the step reached."""
+        """Wait until disk and memory differ by more than a step; returns the step reached."""
         while (at := self.reach(3)) % ON_DISK_EVERY not in range(3, ON_DISK_EVERY - 1):
             pass
         return at

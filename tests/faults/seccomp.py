@@ -13,8 +13,8 @@ _ERRNO, _ALLOW = 0x00050000, 0x7FFF0000
 
 
 def refuse_pidfds(error: int) -> None:
-    """For `preexec_fn`: this process and what it starts get `error` from both system calls (the
-    same on all CPUs)."""
+    """For `preexec_fn`: make both system calls return `error` for this process and its children.
+    Their numbers are the same on all CPUs."""
     program = b"".join(
         struct.pack("HBBI", *instruction)
         for instruction in (

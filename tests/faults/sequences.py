@@ -1,9 +1,9 @@
 """`python -m tests.faults.sequences SEED…`: random sequences of faults around a running guard.
 
-A seed decides everything: which faults, in which order, and how the run ends. After each fault the
-miner must still step. Three invariants hold after each sequence: a stop ends the guard within its
-grace; nothing of the run is left; no step is lost, and the guard took at most 5 % of the training's
-time. `FIRST-LAST` stands for all seeds from FIRST to LAST.
+The seed determines everything: which faults, in which order, and how the run ends. After each fault
+the miner must still step. Three invariants hold after each sequence: a stop ends the guard within
+its grace; nothing of the run is left; no step is lost, and the guard took at most 5 % of the
+training's time. `FIRST-LAST` stands for all seeds from FIRST to LAST.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ ENDS = ("SIGTERM", "SIGINT", "SIGINT SIGINT", "SIGQUIT", "SIGKILL", "SIGKILL to 
 
 
 class Step(NamedTuple):
-    """A line of the miner's."""
+    """A line that the miner wrote about a step."""
 
     pid: int
     number: int
@@ -83,7 +83,8 @@ class Sequence:
         self._folder = folder
 
     def run(self) -> str:
-        """Make it all happen; what happened, in words. Raises AssertionError naming the seed."""
+        """Run the sequence; returns a description of what happened. Raises AssertionError naming
+        the seed."""
         guarded = Guarded(self._folder)
         with mounted(self._folder) as disk:
             if disk is not None:
@@ -137,8 +138,8 @@ class Sequence:
         self._check_steps(world)
 
     def _check_steps(self, world: World) -> None:
-        """Each launch's steps follow each other, none waited for the guard, and the miner started
-        as often as the faults made it."""
+        """Check that each launch's steps follow each other, that none waited for the guard, and
+        that the miner started as often as the faults imply."""
         each_launch = itertools.groupby(steps_of(world), lambda step: step.pid)
         launches = [list(steps) for _, steps in each_launch]
         assert len(launches) <= world.launches, "the miner restarted"
@@ -191,13 +192,13 @@ class Sequence:
             guard.send_signal(signal.Signals[name])
 
     def _needs_successor(self, world: World, end: str) -> bool:
-        """Whether the process of last resort may be gone too: killed again and again, it is started
-        with pauses. Then the rest is the next guard's first duty."""
+        """Whether the process of last resort may be gone too: after repeated kills the guard
+        restarts it with pauses. Then cleaning up is the next guard's first task."""
         kills = sum("last-resort" in words or "all helpers" in words for words in self.done)
         return end == "SIGKILL to all its processes" or kills > 1
 
     def _check_output(self, world: World) -> None:
-        """Every line of every launch is there, in order."""
+        """Check that every line of every launch arrived, in order."""
         numbers: dict[str, int] = {}
         output = world.guarded.output.read_bytes()
         for match in re.finditer(rb"launch (\d+) line (\d+)\n", output):
@@ -206,8 +207,8 @@ class Sequence:
             numbers[launch] = number
 
     def _check_record(self, world: World, *, exact: bool) -> None:
-        """The record has all steps of the last launch; that of a killed guard, but those
-        that no copy has yet."""
+        """Check that the record has all steps of the last launch or, if the guard was killed, all
+        but those that no copy contained yet."""
         last = steps_of(world)[-1]
         reader = FlightReader(world.guarded.state.flight_of(0))
         recorded = {step.inner_step for step in reader.steps()}
@@ -219,8 +220,8 @@ class Sequence:
 
 
 def _ended(process: subprocess.Popen[bytes]) -> int:
-    """The exit code. Raises AssertionError if it takes longer than `STOP_S` without the time in
-    which the guard waited for a processor: on a busy machine that is most of it."""
+    """The exit code. Raises AssertionError if the guard takes longer than `STOP_S`, excluding the
+    time that it waited for a processor, which on a busy machine is most of it."""
     began, before_s = time.monotonic(), _delayed_s(process.pid)
     while (code := process.poll()) is None:
         delayed_s = _delayed_s(process.pid) - before_s
@@ -231,14 +232,14 @@ def _ended(process: subprocess.Popen[bytes]) -> int:
 
 
 def _delayed_s(pid: int) -> float:
-    """Seconds for which the main thread was ready to run and did not."""
+    """Seconds in which the main thread was ready but did not run."""
     with contextlib.suppress(OSError, IndexError):
         return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1]) / 1e9
     return 0.0
 
 
 def waits_of(guarded: Guarded) -> list[str]:
-    """Where the kernel holds each thread of the last guard."""
+    """Where in the kernel each thread of the last guard waits."""
     found = []
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{guarded.processes[-1].pid}/task").iterdir():
@@ -247,7 +248,7 @@ def waits_of(guarded: Guarded) -> list[str]:
 
 
 def steps_of(world: World) -> list[Step]:
-    """The whole lines."""
+    """The steps in the complete lines."""
     found = []
     for line in world.steps.read_text().splitlines():
         words = line.split()
@@ -258,7 +259,7 @@ def steps_of(world: World) -> list[Step]:
 
 @contextlib.contextmanager
 def mounted(folder: Path) -> Iterator[OwnDisk | None]:
-    """A separate file system; None where that is not permitted."""
+    """A separate file system; None if mounting is not permitted."""
     try:
         disk = OwnDisk(folder)
     except OSError:

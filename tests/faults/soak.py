@@ -1,6 +1,6 @@
 """`python -m tests.faults.soak MINUTES [SEED]`: four ranks, 200 steps a second, a fault each 20 s.
 
-Prints a table of what the guard holds; `grown` tells what did not stay flat.
+Prints a table of the guard's resources; `grown` names those that did not stay flat.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FAULT_EVERY_S = 20.0
 
 @dataclass(frozen=True)
 class Sample:
-    """What the guard's own process holds."""
+    """The resources of the guard's own process."""
 
     minute: float
     rss_mb: float
@@ -45,7 +45,8 @@ class Sample:
 
 
 def soak(minutes: float, seed: int, folder: Path) -> list[Sample]:
-    """Run it; a sample per fault. Raises AssertionError where the run or its end fails."""
+    """Run the soak; returns one sample per fault. Raises AssertionError if the run or its end
+    fails."""
     guarded = Guarded(folder)
     samples: list[Sample] = []
     with mounted(folder) as disk:
@@ -89,7 +90,8 @@ def soak(minutes: float, seed: int, folder: Path) -> list[Sample]:
 
 
 def _last_step(path: Path) -> int:
-    """The number of the last whole line. The file has a line for each of 720,000 steps an hour."""
+    """The number in the last complete line. The file has a line for each of 720,000 steps an
+    hour."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 4096))
         lines = file.read().split(b"\n")
@@ -119,7 +121,7 @@ def _resident_mb(pids: list[int]) -> float:
 
 
 def grown(samples: Rows[Sample]) -> list[str]:
-    """Figures that grew from the second third to the last; in the first third, caches fill."""
+    """Figures that grew from the second third to the last; caches fill in the first third."""
     third = len(samples) // 3
     second, last = samples[third : 2 * third], samples[2 * third :]
     found = []

@@ -1,4 +1,4 @@
-"""What can't be run is refused with the reason and an exit code, and changes nothing."""
+"""The guard refuses what it can't run, with the reason and an exit code, and changes nothing."""
 
 from __future__ import annotations
 

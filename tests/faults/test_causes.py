@@ -1,4 +1,4 @@
-"""What a restart cannot fix is not tried again and again."""
+"""The guard does not retry forever what a restart cannot fix."""
 
 from __future__ import annotations
 

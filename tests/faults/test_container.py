@@ -32,7 +32,7 @@ while True:
 
 
 class Container:
-    """The entry point, and the process that it is for the host."""
+    """The entry point, and its process as the host sees it."""
 
     def __init__(self, guarded: Guarded, *command: str, **settings: object) -> None:
         requires.tool("unshare")
@@ -61,7 +61,7 @@ class Container:
 
     @property
     def guard(self) -> int:
-        """The guard's pid outside."""
+        """The guard's pid outside the namespace."""
         return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text())
 
 

@@ -1,5 +1,5 @@
-"""Whatever the miner starts ends with it, and with the guard, however that ends: with a cgroup, and
-without."""
+"""Whatever the miner starts ends with the miner and with the guard, however the guard ends: with a
+cgroup, and without."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def settings(request: pytest.FixtureRequest) -> dict[str, Any]:
 def started(
     guarded: Guarded, miner: str, words: bytes, settings: dict[str, Any], **popen: Any
 ) -> None:
-    """A guard whose miner has all its children, in the guard's list too."""
+    """A guard whose miner has started all its children, and which has listed them."""
     guarded.start(
         guarded.miner(miner, *(["stay"] if miner == "process_tree" else [])),
         settings=settings,
@@ -54,7 +54,8 @@ def started(
 
 
 def _miners(guarded: Guarded) -> list[tuple[int, str]]:
-    """By the token on the command line: the guard itself has it in its environment alone."""
+    """The miner's processes, by the token on the command line: the guard itself has the token only
+    in its environment."""
     return [
         (pid, words)
         for pid, words in living(guarded.token)
@@ -162,7 +163,7 @@ def test_suspended_helpers_still_end_with_a_killed_guard(
 
 
 def _helpers(guarded: Guarded) -> list[int]:
-    """The guard's own children, once there are two or more and each has run for three seconds: a
+    """The guard's own children, once there are at least two and each has run for three seconds: a
     helper arms its signal when it starts."""
     guard, found = guarded.processes[-1].pid, []
     try:

@@ -1,4 +1,4 @@
-"""Each fault of the demo miner's numbers yields its event and only its event; steps before it yield
+"""Each fault in the demo's numbers yields its own event and no other; the steps before it yield
 none."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ JUDGED = {
 
 
 def run(guarded: Guarded, tmp_path: Path, steps: int, *faults: str) -> list[dict[str, Any]]:
-    """The events that judged the run of a demo miner with `faults`, in order."""
+    """The events that judge the run of a demo miner with `faults`, in order."""
     requires.module("torch")
     miner = launch(
         2,

@@ -1,5 +1,5 @@
-"""A full disk stops the guard's writing, not the miner; reported once, and resumed when there is
-room."""
+"""A full disk stops the guard's writing, not the miner; the guard reports it once and resumes when
+there is room."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_full_disk_is_reported_once_and_writing_resumes(
     guarded.wait_for("health_snapshot", 2)
 
     def counted(event: str) -> int:
-        """How often the monitors have heard of an event, according to status.json."""
+        """How often the monitors have received an event, according to status.json."""
         status = read_status(guarded.state)
         return 0 if status is None else status.metrics.events.get(event, 0)
 

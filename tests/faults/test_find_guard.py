@@ -1,4 +1,4 @@
-"""`status`, `logs` and the others without a flag: the guard that runs is the one that is meant."""
+"""`status`, `logs` and other commands without a flag use the guard that is running."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FAST = {"miner.stop_timeout_s": 3, "health.sample_every_s": 600, "gpu.preflight"
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user without a guard of the default name; other tests' guards are not hers."""
+    """The home of a user without a guard of the default name, hidden from other tests' guards."""
     monkeypatch.delenv("MINER_GUARD_STATE_DIR", raising=False)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
     (tmp_path / "work").mkdir()

@@ -1,4 +1,5 @@
-"""A state directory on a disk that does not answer: training, its output and a stop do not wait."""
+"""The state directory is on a disk that does not answer: neither training, its output nor a stop
+waits for it."""
 
 from __future__ import annotations
 

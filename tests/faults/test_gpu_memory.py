@@ -1,5 +1,5 @@
-"""GPU memory is back at its level from before the launch, or that is reported, before the miner is
-started again."""
+"""Before the guard restarts the miner, GPU memory is back at its level from before the launch, or
+the guard reports that it is not."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_memory_that_stays_held_is_reported_and_the_miner_started_anyway(
 
 
 def _die_holding(guarded: Guarded, fake_nvml: FakeNvml) -> None:
-    """The miner is killed, and something still holds what it allocated."""
+    """Kill the miner while something else holds its GPU memory."""
     guarded.wait_for("miner_started")
     # The level from before is read in a job, as soon as the miner was started.
     time.sleep(3)

@@ -1,4 +1,4 @@
-"""What goes wrong around the guard itself: a stop is honoured, `status` answers, nothing spins."""
+"""Problems around the guard itself: it honours a stop, `status` answers, and nothing spins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Hangs: seen in time, the culprit named, the evidence kept, the miner started again."""
+"""Hangs: the guard detects them in time, names the culprit, keeps the evidence and restarts the
+miner."""
 
 from __future__ import annotations
 
@@ -204,7 +205,7 @@ def test_a_hang_before_init_names_the_line_without_py_spy(
 
 
 def two_ranks(guarded: Guarded, first: str, second: str) -> list[str]:
-    """Two ranks under a shell that waits for both, whatever becomes of one."""
+    """Two ranks under a shell that waits for both, whatever happens to either."""
 
     def rank(number: int, then: str) -> str:
         variables = f"RANK={number} LOCAL_RANK={number} WORLD_SIZE=2 LOCAL_WORLD_SIZE=2"

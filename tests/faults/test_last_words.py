@@ -1,5 +1,5 @@
-"""Alerts of the guard's end: they arrive before it ends, and a dead webhook holds the end up 10 s
-at most."""
+"""Alerts at the guard's end: they arrive before it exits, and a dead webhook delays the exit by 10
+s at most."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Life and death of the miner: nothing escapes, nothing is left, nothing is killed that need not
-be."""
+"""How the miner's processes start and end: none escapes, none is left behind, and the guard kills
+no other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def wait_for_family(guarded: Guarded) -> None:
 
 
 def wait_until_listed(guarded: Guarded) -> None:
-    """Until the guard has noted all processes of the run, of which one has shed its environment."""
+    """Wait until the guard has listed all processes of the run, one of which has cleared its
+    environment."""
     whole = len(
         [
             words
@@ -115,16 +116,16 @@ def test_the_reaper_finishes_a_stop_in_which_the_guard_is_killed(guarded: Guarde
 
 
 def _next_guard_ends_the_rest(guarded: Guarded) -> None:
-    """A process that dropped its environment is known only by its parent: the list that the killed
-    guard kept has it."""
+    """Check that the next guard ends the rest: only the list of the killed guard leads to a process
+    that dropped its environment."""
     guarded.start(["true"], settings={**FAST, "miner.finite": "true"})
     assert guarded.processes[-1].wait(60) == 0
     guarded.assert_nothing_left(5)
 
 
 def _marked(guarded: Guarded) -> list[tuple[int, str]]:
-    """Those that carry the run's marker; a process with an empty environment is found by parentage
-    only."""
+    """The processes that carry the run's marker; a process with an empty environment can be found
+    only through its parent."""
     needle = f"_MINER_GUARD_STATE_DIR={guarded.state.root}"
     return [p for p in living(needle) if "last-resort" not in p[1]]
 

@@ -1,4 +1,4 @@
-"""No signal is needed to notice what is, and none that comes is lost: whatever the guard's parent
+"""The guard needs no signal to notice a change, and loses none that arrives, whatever its parent
 blocked or closed."""
 
 from __future__ import annotations

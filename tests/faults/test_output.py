@@ -1,4 +1,5 @@
-"""The miner's output: unchanged, never in the way of the miner, anyone who reads it or does not."""
+"""The miner's output passes through unchanged and never blocks the miner, whether anyone reads it
+or not."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Real pm2, with a separate home: whatever pm2 does, no orphan, never two guards, checkpoints
-where there was time."""
+"""Real pm2 with a separate home: whatever pm2 does, there are no orphans, never two guards, and
+checkpoints if there was time."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Pm2:
         self.ready(1)
 
     def ready(self, count: int) -> None:
-        """Wait until the miner was started `count` times and would write its checkpoint."""
+        """Wait until the miner has started `count` times and can write its checkpoint."""
         needle = b"graceful ready"
         until(
             lambda: (
@@ -120,7 +120,7 @@ class Pm2:
         ]
 
     def gone(self, seconds: float = 30) -> None:
-        """Neither guard nor miner lives."""
+        """Whether neither guard nor miner is alive."""
         until(
             lambda: not self.guards() and not self.miners(),
             seconds,

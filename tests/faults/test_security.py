@@ -1,4 +1,4 @@
-"""Attacks on a running guard that SECURITY.md says are of no use."""
+"""Attacks on a running guard that SECURITY.md says fail."""
 
 from __future__ import annotations
 

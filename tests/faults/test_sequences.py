@@ -1,6 +1,7 @@
-"""Random sequences of faults: the miner steps on through each, and nothing is left of the run.
+"""Random sequences of faults: the miner keeps stepping through each, and the run leaves nothing
+behind.
 
-The faults, what is checked and how to repeat one seed: `sequences`.
+`sequences` documents the faults, the checks and how to repeat a seed.
 """
 
 from __future__ import annotations

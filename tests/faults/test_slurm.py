@@ -46,7 +46,7 @@ for step in range(int(state["step"]) + 1, 10**6):
 
 
 def left(mark: str) -> list[str]:
-    """Command lines of the job's processes that still run."""
+    """Command lines of the job's processes that are still running."""
     return [words for _, words in living(mark) if "slurm" not in words]
 
 

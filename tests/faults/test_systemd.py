@@ -1,5 +1,5 @@
-"""systemd: sd_notify as it would hear it, and the unit of ops/ under a real one, PID 1 of
-namespaces of its own."""
+"""systemd: the sd_notify messages that it would receive, and the unit of ops/ under a real systemd,
+PID 1 of separate namespaces."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ class Systemd:
         )
 
     def _edited(self, miner: str) -> str:
-        """What a person edits, and times that a test can wait for; every line must be there."""
+        """The unit as a person would edit it, with times that a test can wait for; every edited
+        line must exist."""
         text, writable = UNIT.read_text(), f"{self.folder} {self.guarded.state.root.parent}"
         output = f"StandardOutput=append:{self.guarded.output}\nStandardError=inherit\nLimitCORE=0"
         for pattern, new in (
@@ -148,7 +149,7 @@ class Systemd:
         (self._group / "cgroup.procs").write_text("0")
 
     def __call__(self, *words: str) -> str:
-        """What systemctl answers."""
+        """Run systemctl; returns its output."""
         try:
             inner = (
                 Path(f"/proc/{self.outer.pid}/task/{self.outer.pid}/children").read_text().split()
@@ -188,7 +189,7 @@ def _removed(group: Path) -> bool:
 
 @pytest.fixture
 def systemd(guarded: Guarded, tmp_path: Path) -> Iterator[Systemd]:
-    """Not booted yet; its miner writes a checkpoint when it is told to stop."""
+    """A systemd that has not booted yet; its miner writes a checkpoint when it is told to stop."""
     # It belongs to the machine, not to what the project can install: without it these tests are
     # skipped, also in CI.
     if shutil.which("systemd-analyze") is None or shutil.which("nsenter") is None:

@@ -55,7 +55,7 @@ def demo(guarded: Guarded, tmp_path: Path, *flags: str, steps: int = 30) -> list
 
 
 def ranks(guarded: Guarded) -> dict[int, int]:
-    """Rank to pid, as the running guard says."""
+    """Pid by rank, as the running guard reports them."""
 
     def ask() -> dict[int, int]:
         document = json.loads(guarded.state.status.read_text())

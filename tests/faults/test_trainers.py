@@ -1,4 +1,4 @@
-"""Training scripts that know nothing of the guard: when they have finished, and who is to blame."""
+"""Training scripts without the hook: whether they have finished, and which rank is to blame."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ LAUNCHED = [("plain", 2), ("with_accelerate", 2), ("with_transformers", 2)]
 def start_foreign(
     guarded: Guarded, fault: str, trainer: str, ranks: int, settings: dict[str, Any], **env: str
 ) -> int:
-    """The exit code of a guard over a foreign trainer in which the fault happens."""
+    """Run a guard over a foreign trainer with the fault; returns the guard's exit code."""
     requires.module(MODULES.get(trainer, "torch"))
     out = guarded.state.root.parent / "out"
     script = [fault, str(SCRIPTS / f"{trainer}.py"), str(out)]
@@ -101,7 +101,7 @@ def start_foreign(
 
 
 def explained(guarded: Guarded) -> str:
-    """What `explain` answers about the guard's own log, after the run."""
+    """The answer of `explain` about the guard's own log, after the run."""
     explain = [sys.executable, "-m", "miner_guard", "explain", "--state-dir"]
     answer = subprocess.run(
         [*explain, str(guarded.state.root)], capture_output=True, text=True, env=dict(os.environ)

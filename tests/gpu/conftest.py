@@ -1,6 +1,5 @@
-"""Acceptance on one GPU: what was measured becomes a table and gpu-acceptance.json. Without a GPU
-the same tests run on the CPU under a fake NVML library, and what needs the hardware says so in its
-row."""
+"""Acceptance on one GPU: the measurements become a table and gpu-acceptance.json. Without a GPU the
+same tests run on the CPU under a fake NVML library, and rows that need the hardware say so."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ class Measured:
 
 
 class Table:
-    """The rows so far."""
+    """The rows collected so far."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -47,7 +46,7 @@ class Table:
 
 @pytest.fixture(scope="session")
 def cuda() -> bool:
-    """A CUDA device is there."""
+    """Whether there is a CUDA device."""
     requires.module("torch")
     import torch
 
@@ -79,13 +78,13 @@ def table(cuda: bool) -> Iterator[Table]:
 
 @pytest.fixture(scope="session")
 def fake_library(cuda: bool, tmp_path_factory: pytest.TempPathFactory) -> Path | None:
-    """The fake NVML library; None where a GPU is there."""
+    """The fake NVML library; None if there is a GPU."""
     return None if cuda else build(tmp_path_factory.mktemp("nvml"))
 
 
 @pytest.fixture
 def machine(cuda: bool, fake_library: Path | None, tmp_path: Path) -> Machine:
-    """The GPU, or one fake H200 of this test alone."""
+    """The GPU, or a fake H200 for this test alone."""
     if fake_library is None:
         return Machine(cuda, None)
     fake = FakeNvml(tmp_path, fake_library)
@@ -95,6 +94,6 @@ def machine(cuda: bool, fake_library: Path | None, tmp_path: Path) -> Machine:
 
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[Guarded]:
-    """A guard that is not started yet; nothing of it outlives the test."""
+    """A guard that has not been started yet; none of its processes outlives the test."""
     with guarding(tmp_path) as guard:
         yield guard

@@ -37,11 +37,11 @@ class Machine:
 
     @property
     def env(self) -> Mapping[str, str]:
-        """What a process needs to see this machine's GPU, or the fake one."""
+        """The variables with which a process sees this machine's GPU, or the fake one."""
         return {} if self.fake is None else self.fake.env
 
     def needs_hardware(self, what: str) -> None:
-        """Skip the test where there is no GPU; `what` says which property a CPU can't have."""
+        """Skip the test if there is no GPU; `what` names the property that a CPU can't have."""
         if not self.cuda:
             pytest.skip(f"needs a GPU: {what}")
 

@@ -68,7 +68,8 @@ def processes_on_the_gpu() -> set[int]:
 
 
 def libraries(pid: int) -> set[str]:
-    """The CUDA and torch libraries that a process has mapped: without libcuda it has no context."""
+    """The CUDA and torch libraries that a process has mapped: without libcuda it can't have a
+    context."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     names = {Path(words[5]).name for line in lines if len(words := line.split()) > 5}
     return {name for name in names if name.startswith(("libcuda", "libtorch", "libnccl"))}

@@ -21,8 +21,8 @@ FAKE_TORCH = Path(__file__).parent.parent / "support" / "fakes" / "torch_with_cu
 
 
 def doctor(machine: Machine, folder: Path, *flags: str) -> dict[str, Any]:
-    """The document of `doctor --json`. Under the fake library the interpreter it asks has the fake
-    torch, whose CUDA devices are those of the library."""
+    """The document of `doctor --json`. With the fake library, the interpreter that it asks has a
+    fake torch with the library's CUDA devices."""
     python = folder / "python3"
     path = "" if machine.cuda else f"PYTHONPATH={FAKE_TORCH} "
     python.write_text(f'#!/bin/sh\n{path}exec {sys.executable} "$@"\n')

@@ -1,4 +1,4 @@
-"""What a GPU does to a rank: a kernel without end, an illegal access, a full memory, memory that a
+"""GPU faults in a rank: a kernel that never ends, an illegal access, full memory, memory that a
 killed rank still holds. On the CPU the same paths run with what the script can imitate."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def start(
 
 
 def collectives(guarded: Guarded) -> list[dict[str, Any]]:
-    """Rank 0's entries of the Flight Recorder, from the hang's folder."""
+    """Rank 0's entries of the Flight Recorder, from the hang's evidence folder."""
     (path,) = guarded.state.incidents.glob("*/collectives-rank-0000.json")
     entries: list[dict[str, Any]] = json.loads(path.read_text())["entries"]
     return entries

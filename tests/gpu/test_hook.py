@@ -1,4 +1,4 @@
-"""The hook beside a real device: it never synchronises, and costs nothing that can be measured."""
+"""The hook on a real device: it never synchronises, and its cost is too small to measure."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_training_is_as_fast_with_the_guard(guard: Guard, cuda: bool, table: Tab
 
 
 def _median_and_bounds(values: list[float]) -> tuple[float, float, float]:
-    """The median between the order statistics that hold it with 95 % confidence (the binomial's
+    """The median, and the order statistics that enclose it with 95 % confidence (the binomial's
     normal approximation)."""
     ordered = sorted(values)
     half = 0.98 * len(ordered) ** 0.5

@@ -1,4 +1,4 @@
-"""Snapshots in memory beside a real device: exact, without synchronisation, next to no wait."""
+"""Snapshots in memory on a real device: exact, without synchronisation, and with almost no wait."""
 
 from __future__ import annotations
 

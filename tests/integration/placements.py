@@ -1,5 +1,4 @@
-"""A rank that calls `diagnose` on purpose in a given state; run by
-test_across_ranks.py."""
+"""A rank that calls `diagnose` in a given state on purpose; test_across_ranks.py runs it."""
 
 from __future__ import annotations
 
@@ -70,7 +69,7 @@ def build(case: str, rank: int) -> torch.nn.Module:
 
 
 def facts_of(case: str, rank: int) -> Any:
-    """What a machine with GPUs would answer; two ranks share a UUID in `same_uuid`."""
+    """The answers of a machine with GPUs; in `same_uuid` two ranks share a UUID."""
     if case in ("plain", "silent", "meta"):
         return placement.cuda_facts
     uuid = 0 if case == "same_uuid" else rank

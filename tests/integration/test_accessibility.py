@@ -51,7 +51,8 @@ def axe() -> str:
 
 @pytest.fixture(scope="module")
 def states(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder of three miners: one that hangs, one with sixteen ranks, one without a guard."""
+    """The state directories of three miners: one that hangs, one with sixteen ranks, one without a
+    guard."""
     folder = tmp_path_factory.mktemp("states")
     for name, write_state in (("hang", hang), ("ranks", sixteen_ranks), ("gone", no_gpu)):
         (folder / name).mkdir()
@@ -66,7 +67,7 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def violations(page: Any, axe: str) -> list[str]:
-    """What axe objects to, with the first element of each."""
+    """The violations that axe reports, with the first element of each."""
     page.evaluate(axe)
     found = page.evaluate("(tags) => axe.run({runOnly: tags}).then((r) => r.violations)", TAGS)
     return [f"{v['id']}: {v['help']}: {v['nodes'][0]['html'][:200]}" for v in found]

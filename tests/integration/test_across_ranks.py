@@ -1,5 +1,5 @@
-"""`diagnose` over three real ranks: silent ranks are named in time, wrong placements found, right
-ones left alone."""
+"""`diagnose` over three real ranks: the guard names silent ranks in time, finds wrong placements
+and leaves correct ones alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANKS = 3
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What rank 0 of three gathered and said in each case of placements.py."""
+    """What rank 0 gathered and printed in each case of placements.py."""
     out = tmp_path_factory.mktemp("ranks") / "rank0.json"
     done = subprocess.run(
         launch(RANKS, str(SCRIPT), str(out)),

@@ -1,4 +1,4 @@
-"""Training scripts that know nothing of the guard, under `--attach auto`."""
+"""Training scripts without the hook, under `--attach auto`."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def finished(state: StateDir, done: subprocess.CompletedProcess[str]) -> Run:
 
 
 def start(folder: Path, script: str, *arguments: str) -> Run:
-    """A Python of its own that runs the script in `folder`."""
+    """A separate Python that runs the script in `folder`."""
     requires.module("torch")
     command = [sys.executable, str(SCRIPTS / script), *arguments]
     with supervised(folder, "auto") as (state, env):
@@ -96,7 +96,7 @@ def run() -> Iterator[Runs]:
     def forked(
         folder: Path, script: str, *arguments: str, ranks: int = 0, mode: str | None = "auto"
     ) -> Run:
-        """The script in `folder`; under a launcher where `ranks` is given."""
+        """The script in `folder`; under a launcher if `ranks` is given."""
         with supervised(folder, mode) as (state, env):
             command = (str(SCRIPTS / script), *arguments)
             done = python.run(*command, ranks=ranks, cwd=folder, env=env)

@@ -1,4 +1,4 @@
-"""The unmodified miner under `--attach sn38`: the guard sees it all, and it does what it did
+"""The unmodified miner under `--attach sn38`: the guard sees everything, and the miner behaves as
 before."""
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def run() -> Iterator[Runs]:
     def forked(
         folder: Path, *, ranks: int = 2, mode: str | None = "sn38", minimum: int = 0, **env: str
     ) -> Run:
-        """The imitation in `folder`, under a launcher where `ranks` is more than one."""
+        """The imitation in `folder`, under a launcher if there is more than one rank."""
         folder.mkdir(parents=True)
         if env.pop("FAIL_UPLOADS", None):
             (folder / "fail-uploads").touch()
@@ -96,7 +96,7 @@ def run() -> Iterator[Runs]:
 
 @pytest.fixture(scope="module")
 def today(run: Runs, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The shape of today on two ranks, with a gate that lets everything through."""
+    """Today's version on two ranks, with a gate that allows everything."""
     return run(tmp_path_factory.mktemp("today") / "run")
 
 
@@ -165,8 +165,8 @@ def test_no_key_of_a_worker_command_line_is_kept(today: Run) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The same under the whole guard, with a gate that blocks before inner step 4. Under torchrun
-    as well in test_sn38_way."""
+    """The same under the whole guard, with a gate that blocks before inner step 4. test_sn38_way
+    also runs it under torchrun."""
     requires.module("torch")
     folder = tmp_path_factory.mktemp("whole")
     guard = ["-m", "miner_guard", "run", "--no-preflight", "--no-restart", "--attach", "sn38"]

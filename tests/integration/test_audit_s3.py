@@ -1,4 +1,4 @@
-"""The audit as a validator does it: with the keys that are committed on chain, from a server that
+"""The audit works like a validator: it uses the keys committed on chain, against a server that
 checks them."""
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def limits(tmp_path: Path) -> Iterator[Limits]:
-    """The profile's, with a server of ours where R2 would be, which lets in the committed keys
-    alone."""
+    """The profile's limits, with a local server in place of R2 that accepts only the committed
+    keys."""
     requires.module("boto3")
     served = tmp_path / "served"
     (served / BUCKET / "epoch-56").mkdir(parents=True)

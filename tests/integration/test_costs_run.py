@@ -1,5 +1,5 @@
-"""Source 000's disaster in a real run, much faster: called out, kept in one ledger, throttled when
-allowed."""
+"""Source 000's disaster in a real run, much faster: the guard warns, keeps one ledger, and
+throttles if allowed."""
 
 from __future__ import annotations
 

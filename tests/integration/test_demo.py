@@ -1,4 +1,4 @@
-"""`miner-guard demo`, whole: a newcomer's first run, with a crash and a slow step on the way."""
+"""The whole `miner-guard demo`: a newcomer's first run, with a crash and a slow step."""
 
 from __future__ import annotations
 

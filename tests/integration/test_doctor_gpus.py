@@ -1,5 +1,5 @@
-"""`doctor --json` and `run` with a fake NVML library, end to end: each fault its finding, the
-others their rows."""
+"""`doctor --json` and `run` with a fake NVML library, end to end: each fault has its finding, and
+the other GPUs keep their rows."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Export: what TensorBoard and Weights & Biases read back is what the guard logged; nothing goes
-online."""
+"""Export: TensorBoard and Weights & Biases read back what the guard logged; nothing goes online."""
 
 from __future__ import annotations
 

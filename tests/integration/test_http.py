@@ -1,4 +1,4 @@
-"""The HTTP port: what it tells, who may ask, and that attacks on it reach neither guard nor
+"""The HTTP port: what it shows and to whom, and that attacks on it affect neither guard nor
 miner."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Installing the guard as a stranger does: from the sdist, on each Python, beside PyPI's
+"""Installing the guard as a stranger does: from the sdist, on each Python, next to PyPI's
 `validators`."""
 
 from __future__ import annotations

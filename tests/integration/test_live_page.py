@@ -1,5 +1,5 @@
-"""The live page in a real browser, where the port wants a token: asked for once, sent as a header
-only."""
+"""The live page in a real browser, if the port needs a token: the page asks for it once and sends
+it only as a header."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def port(tmp_path: Path) -> Iterator[Port]:
 
 @pytest.fixture
 def tab(browser: Any) -> Iterator[Any]:
-    """A tab with a clock of the test's; `asked` has its addresses, `trouble` what its scripts
-    tripped over."""
+    """A tab with a clock that the test controls; `asked` holds the addresses that it requested,
+    `trouble` its scripts' errors."""
     context = browser.new_context()
     page = context.new_page()
     page.clock.install()
@@ -146,7 +146,7 @@ def test_a_selection_survives_an_update(tmp_path: Path, tab: Any) -> None:
 
 
 def _span_s(tab: Any) -> float:
-    """Seconds that the curves show."""
+    """The seconds that the curves cover."""
     return float(tab.locator(".area").first.get_attribute("data-span"))
 
 

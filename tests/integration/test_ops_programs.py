@@ -1,4 +1,4 @@
-"""ops/, opened by the programs that it is for: Prometheus scrapes a real guard, logrotate rotates
+"""ops/, loaded by the programs that it is for: Prometheus scrapes a real guard, logrotate rotates
 what pm2 writes."""
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _free_address() -> str:
 
 
 class Prometheus:
-    """The real server, with our configuration, over our targets; its alerts go nowhere but to
+    """The real server, with our configuration and targets; it sends its alerts only to
     `alertmanager`."""
 
     def __init__(self, folder: Path, target: str, alertmanager: str = NOBODY) -> None:
@@ -216,7 +216,8 @@ def test_alertmanager_notifies_once_about_a_guard_that_does_not_answer(
 
 
 def _rotate(folder: Path, config: str) -> None:
-    """A forced rotation by the real logrotate, after it has found nothing to complain of."""
+    """Force a rotation with the real logrotate, after it has checked the file without
+    complaints."""
     file = folder / "rotate.conf"
     file.write_text(config)
     file.chmod(0o600)

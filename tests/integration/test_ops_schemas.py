@@ -1,5 +1,5 @@
-"""ops/ and the workflows by the schemas and linters of those who read them; `make soak` runs this,
-since it installs them."""
+"""ops/ and the workflows, checked with the schemas and linters of the programs that read them;
+`make soak` runs this, because it installs them."""
 
 from __future__ import annotations
 

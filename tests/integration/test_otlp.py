@@ -1,4 +1,4 @@
-"""OTLP: what a receiver gets from a guard that runs, and what the guard does without a receiver."""
+"""OTLP: what a receiver gets from a running guard, and what the guard does without a receiver."""
 
 from __future__ import annotations
 

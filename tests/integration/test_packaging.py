@@ -1,4 +1,5 @@
-"""sdist and wheel: what is in them, that they are reproducible, that the wheel alone is enough."""
+"""sdist and wheel: their contents, that builds are reproducible, and that the wheel alone is
+enough."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def tracked(*folders: str) -> set[str]:
 
 @pytest.fixture
 def in_tokyo() -> Iterator[None]:
-    """The time zone holds for the whole process, also for the tests that follow in it."""
+    """Set the time zone, which affects the whole process, including later tests in it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TZ", "Asia/Tokyo")
         time.tzset()

@@ -25,7 +25,7 @@ GREPS = ("GPU DIAGNOSTICS", "Step Time", "UPLOAD BLOCKED", "Outer Step:", "Succe
 
 
 class Pm2:
-    """A pm2 of its own, with an edited copy of our ecosystem file."""
+    """A separate pm2, with an edited copy of our ecosystem file."""
 
     def __init__(self, folder: Path) -> None:
         self.program = requires.tool("pm2")
@@ -67,12 +67,12 @@ class Pm2:
         return self("logs", "miner", "--nostream", "--lines", "2000")
 
     def printed(self) -> str:
-        """The file that `logs` reads, without a node process for each reading."""
+        """The file that `logs` reads, without starting a node process for each read."""
         file = Path(self.env["PM2_HOME"]) / "logs" / "miner.log"
         return file.read_text() if file.exists() else ""
 
     def left(self) -> list[str]:
-        """Processes of this test that still run: pm2 has no part in them but its own daemon."""
+        """Command lines of this test's processes that still run, except pm2's daemon."""
         marked = []
         for process in psutil.process_iter():
             try:

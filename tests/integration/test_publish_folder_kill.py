@@ -1,5 +1,5 @@
-"""kill -9 of a publisher to a folder at each of its file operations: what is shown is whole, or is
-made whole."""
+"""kill -9 of a publisher to a folder at each of its file operations: what readers see is complete,
+or becomes complete."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FILE_OPERATIONS = ("open", "os.rename", "os.remove", "os.utime", "os.mkdir")
 
 
 def contents(of: Revision) -> dict[str, bytes]:
-    """What is shown of a revision: its files, and in its metadata what they go with."""
+    """What readers see of a revision: its files, and the files that its metadata describes."""
     files = {key: path.read_bytes() for key, path in of.files()}
     described = {
         key.rpartition("/")[2]: {
@@ -63,8 +63,8 @@ class Folder:
         return {key: (self.root / "repo" / key).read_bytes() for key in SHOWN}
 
     def killed_at(self, operation: int, what: Revision) -> bool:
-        """Publish in a child that is killed before its `operation`-th file operation; whether it
-        came to that."""
+        """Publish in a child that is killed before its `operation`-th file operation; returns
+        whether it got that far."""
         child = multiprocessing.get_context("fork").Process(
             target=self._publish_until, args=(operation, what)
         )

@@ -292,7 +292,7 @@ def test_killed_after_any_request_the_view_is_whole(
 
 
 def shown(state: hub.HubState, revision: str) -> set[int]:
-    """The inner steps that the files of a branch or tag are of: one for a whole revision."""
+    """The inner steps to which the files of a branch or tag belong: one for a complete revision."""
     expected = state.tags.get(revision)
     files = next(c for c in state.repos[REPO_ID] if expected in (None, c.id)).files
     read = {key: state.contents[digest] for key, digest in files.items()}

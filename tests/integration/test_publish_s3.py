@@ -1,5 +1,5 @@
-"""Publishing to S3: whole or not at all, read back, and a clear line for everything that can go
-wrong."""
+"""Publishing to S3: complete or not at all, read back, and with a clear line for everything that
+can go wrong."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def publish(
 
 
 def view(settings: RepoSettings) -> set[int]:
-    """The inner steps that a validator's three files are of: one for a whole revision."""
+    """The inner steps to which a validator's three files belong: one for a complete revision."""
     repo = open_repo(settings)
     metadata = json.loads(repo.get("metadata.json"))
     config = json.loads(repo.get(epoch_key(metadata["outer_step"], "config.json")))

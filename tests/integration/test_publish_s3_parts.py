@@ -1,5 +1,5 @@
-"""Parts on their way to S3: none arrives changed unnoticed, whatever the server tells of what it
-received."""
+"""Parts on their way to S3: no corrupted part goes unnoticed, whatever the server reports about
+what it received."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[S3Repo, s3.Faults]
 
 
 def publish(repo: Repo, folder: Path) -> list[str]:
-    """Publish a revision of inner step 50; returns what the publisher said."""
+    """Publish a revision of inner step 50; returns the publisher's output."""
     lines: list[str] = []
     journal = Journal(journal_path(folder, repo.label))
     Publisher(repo, journal, lines.append, Retry(backoff_s=0.02)).publish(
@@ -51,7 +51,7 @@ def published(repo: Repo) -> int:
 
 @pytest.fixture
 def damaged(server: tuple[S3Repo, s3.Faults]) -> list[Any]:
-    """The request whose body is changed on the way: the first part."""
+    """The request whose body is corrupted on the way: the first part."""
     requests: list[Any] = []
 
     def damage(request: Any, **_: Any) -> None:

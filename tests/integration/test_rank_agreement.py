@@ -1,5 +1,5 @@
-"""In FSDP a rank that goes its own way leaves the others in a collective forever: the answers are
-the same on all."""
+"""Under FSDP, a rank that acts differently leaves the others in a collective forever, so all ranks
+must get the same answers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ SETTINGS = {"gate": {"min_upload_interval_s": 600.0, "broadcast_timeout_s": TIME
 
 
 def change_forever(path: Path, stop: threading.Event) -> None:
-    """Published just now (too soon), published long ago (go), and back, as fast as the disk takes
-    it."""
+    """Alternate between published just now (too soon) and long ago (allowed), without pause."""
     for age_s in itertools.cycle((1.0, 5000.0)):
         if stop.is_set():
             return

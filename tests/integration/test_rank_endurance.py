@@ -1,5 +1,5 @@
-"""Over 100 000 steps (a million in `make soak`) the hook's memory is flat, and the supervisor's
-death in the middle is nothing to training."""
+"""Over 100 000 steps (a million in `make soak`) the hook's memory stays flat, and training does not
+notice when the supervisor dies in the middle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README's commands and code work as they stand."""
+"""The README's commands and code work as printed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a newcomer would be: an empty folder with the README's train.py."""
+    """A newcomer's starting point: an empty folder with the README's train.py."""
     place = tmp_path_factory.mktemp("readme")
     (place / "train.py").write_text(next(code for code in PYTHON if "miner_guard.init()" in code))
     return place

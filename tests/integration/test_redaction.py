@@ -1,5 +1,5 @@
-"""Secrets planted in the environment, on the command line and in the miner's output are in nothing
-the guard wrote."""
+"""The guard writes none of the secrets that the test plants in the environment, on the command line
+and in the miner's output."""
 
 from __future__ import annotations
 

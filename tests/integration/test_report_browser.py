@@ -1,5 +1,5 @@
-"""The report in a real browser: nothing overflows on a phone, curves are drawn, dark is dark,
-nothing is fetched."""
+"""The report in a real browser: nothing overflows on a phone, curves are drawn, dark mode is dark,
+and the page requests nothing."""
 
 from __future__ import annotations
 

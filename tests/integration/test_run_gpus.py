@@ -1,5 +1,5 @@
-"""`run` with a fake NVML library, end to end: what stops the start, and what is reported while the
-miner continues."""
+"""`run` with a fake NVML library, end to end: what prevents the start, and what the guard reports
+while the miner continues."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ SCRIPT = requires.REPO / "ops" / "sn38" / "auto_update.sh"
 
 
 class Clone:
-    """A miner's clone, its origin, and what was called on the way."""
+    """A miner's clone, its origin, and the commands that were called."""
 
     def __init__(self, folder: Path) -> None:
         requires.tool("git")

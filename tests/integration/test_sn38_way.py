@@ -50,8 +50,8 @@ pm2 start app.config.js
 
 
 def _commands(first: str) -> str:
-    """The block of the README that has this text, with a person's arguments and our names filled
-    in."""
+    """The block of the README that contains this text, with a person's arguments and our names
+    filled in."""
     (block,) = [
         block for block in re.findall(r"(?:^    .*\n)+", WAY, re.MULTILINE) if first in block
     ]
@@ -65,7 +65,7 @@ def _commands(first: str) -> str:
 
 
 class Clone:
-    """The imitation as a person's clone, with a pm2 of its own."""
+    """The imitation as a person's clone, with a separate pm2."""
 
     def __init__(self, folder: Path, pm2: Pm2) -> None:
         requires.module("torch")
@@ -108,7 +108,7 @@ class Clone:
         return [str(app["name"]) for app in json.loads(text[text.index("[") :])]
 
     def environments(self) -> list[dict[str, str]]:
-        """Of all processes that run in the clone."""
+        """The environments of all processes that run in the clone."""
         found = []
         for process in psutil.process_iter():
             try:

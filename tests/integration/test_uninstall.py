@@ -1,4 +1,4 @@
-"""`init --remove` after a life under pm2: what stood there before `init` is all that is left."""
+"""`init --remove` after a run under pm2: only what existed before `init` is left."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GUARD = Path(sys.executable).with_name("miner-guard")
 
 
 class Account:
-    """A user's home with a miner in it, and the commands this user runs there."""
+    """A user's home with a miner in it, and the commands that this user runs."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.miner = root, root / "home" / "miner"

@@ -1,5 +1,5 @@
-"""The gate beside a real miner: from the hook's question to the line, the ledger, status.json and
-the replay."""
+"""The gate in a real miner: from the hook's question to the line, the ledger, status.json and the
+replay."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 def guarded(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """`miner-guard run` in `folder`, with flags and the command in `arguments`."""
+    """Run `miner-guard run` in `folder`, with the flags and the command in `arguments`."""
     command = [sys.executable, "-c", GUARD, "run", "--state-dir", "state", "--no-preflight"]
     return subprocess.run(
         [*command, *arguments], capture_output=True, text=True, timeout=90, check=False, cwd=folder

@@ -37,7 +37,7 @@ class Commit:
 
 @dataclass
 class HubState:
-    """Everything the stub knows; tests read it, and set what goes wrong."""
+    """Everything that the stub knows; tests read it, and set what goes wrong."""
 
     repos: dict[str, list[Commit]] = field(default_factory=dict)
     """Commits of each repo, newest first."""
@@ -297,8 +297,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_bytes(data, ETag=f'"{hashlib.sha1(data).hexdigest()}"')
 
     def cdn(self, match: re.Match[str], _body: bytes) -> None:
-        """The storage behind signed URLs: it takes one authorization, not two, and has ETags of its
-        own."""
+        """The storage behind signed URLs: it accepts one authorization, not two, and has its own
+        ETags."""
         if "Authorization" in self.headers:
             self._fail(400, "InvalidArgument", "Only one auth mechanism allowed")
             return

@@ -1,5 +1,4 @@
-"""A publisher that is killed when a server has done its k-th request, for walks through all of
-them."""
+"""A publisher that is killed after a server's k-th request, for tests that try every k."""
 
 from __future__ import annotations
 
@@ -19,21 +18,21 @@ from uploads.publisher import Revision
 
 
 class Requests(list[str]):
-    """What a server was asked, numbered from one. Thread-safe."""
+    """The requests that a server received, numbered from one. Thread-safe."""
 
     def __init__(self) -> None:
         super().__init__()
         self._mutex = threading.Lock()
 
     def note(self, request: str) -> int:
-        """Add one; returns its number."""
+        """Add a request; returns its number."""
         with self._mutex:
             self.append(request)
             return len(self)
 
 
 class Watched(Protocol):
-    """A server that tells of each request when it has done it and has not answered yet."""
+    """A server that reports each request when it has handled it but not answered yet."""
 
     after: Callable[[int], None]
     requests: Requests
@@ -71,7 +70,7 @@ class Publishers:
         self._forks, self._request, self._settings = forks, request, settings
 
     def push_and_kill(self, server: Watched, what: Revision, number: int) -> bool:
-        """Push, and SIGKILL the publisher at its request `number`. True where it came to its end
+        """Push, and SIGKILL the publisher at its request `number`. Returns True if it finished
         before that."""
         first = len(server.requests)
 

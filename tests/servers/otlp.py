@@ -1,4 +1,4 @@
-"""An OTLP/HTTP receiver for tests: decodes what arrives with OpenTelemetry's own messages."""
+"""An OTLP/HTTP receiver for tests that decodes requests with OpenTelemetry's own messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support import requires
 
 
 def plain(value: Any) -> Any:
-    """An AnyValue as Python has it."""
+    """Convert an AnyValue to a Python value."""
     kind = value.WhichOneof("value")
     if kind == "kvlist_value":
         return attributes(value.kvlist_value.values)
@@ -27,7 +27,7 @@ def attributes(pairs: Any) -> dict[str, Any]:
 
 
 class Receiver:
-    """Answers 200 and keeps what it accepts; `answer` is sent instead while it is not 200."""
+    """Answers 200 and keeps what it accepts; if `answer` is not 200, it sends that instead."""
 
     def __init__(self, port: int = 0) -> None:
         requires.module("opentelemetry.proto")

@@ -1,5 +1,4 @@
-"""Revisions to publish, whose every file tells the inner step that it is of, so that a mixed view
-shows."""
+"""Revisions to publish; each file names its inner step, so that a mixed view is visible."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ OUTER_STEP = 3
 
 
 def revision(folder: Path, inner: int, size_bytes: int = 1024) -> Revision:
-    """One of run 1 and outer step 3, in a subdirectory of `folder`."""
+    """A revision of run 1 and outer step 3, in a subdirectory of `folder`."""
     own = folder / f"revision-{inner}"
     own.mkdir()
     with open(own / "gradients.pt", "wb") as file:
@@ -27,5 +26,5 @@ def revision(folder: Path, inner: int, size_bytes: int = 1024) -> Revision:
 
 
 def inner_step_of(gradients: bytes) -> int:
-    """What the gradients of a `revision` tell."""
+    """The inner step that the gradients of a `revision` name."""
     return int(gradients.split(b"\n", 1)[0])

@@ -161,8 +161,8 @@ def moto() -> Iterator[tuple[str, Faults]]:
 def moto_apart() -> Iterator[tuple[str, int]]:
     """The same in a separate process, without faults: yields its endpoint and its pid.
 
-    For benchmarks: in this process it would share the interpreter's lock with the client that is
-    measured.
+    Benchmarks use it, because in this process the server would share the interpreter's lock with
+    the client.
     """
     with subprocess.Popen(
         [sys.executable, "-m", "tests.servers.s3"],
@@ -179,7 +179,7 @@ def moto_apart() -> Iterator[tuple[str, int]]:
 
 @contextlib.contextmanager
 def bucket(name: str) -> Iterator[tuple[RepoSettings, Faults]]:
-    """`moto` with an empty bucket; yields the settings of the repo that it is."""
+    """`moto` with an empty bucket; yields the settings of a repo in that bucket."""
     with moto() as (endpoint, faults):
         settings = RepoSettings(kind="s3", bucket=name, endpoint=endpoint, timeout_s=20.0)
         client(settings).create_bucket(Bucket=name)
@@ -200,7 +200,7 @@ def client(settings: RepoSettings) -> Any:
 
 
 def keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put `KEYS` where the repo looks for them. Skips where a library is missing."""
+    """Put `KEYS` where the repo looks for them. Skips the test if a library is missing."""
     for module in ("moto", "boto3"):
         requires.module(module)
     for name, value in KEYS.items():

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Webhook:
-    """A real HTTP server that keeps what it gets; it refuses the first posts where `refuse` is
+    """A real HTTP server that keeps what it receives; it refuses the first posts if `refuse` is
     set."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Webhook:
         return [body for _, body in self.posted]
 
     def count(self, words: str) -> int:
-        """How many of the titles hold `words`."""
+        """How many of the titles contain `words`."""
         return sum(words in body["title"] for body in self.bodies)
 
     def close(self) -> None:

@@ -17,7 +17,8 @@ from uploads.repos.credentials import beside
 
 
 def context(folder: Path, **given: Any) -> Context:
-    """For a monitor in a test: `given`, and else defaults; using jobs or control fails the test."""
+    """The context for a monitor in a test: `given`, and defaults for the rest; using jobs or
+    control fails the test."""
     config: Config = given.get("config", Config())
     defaults: dict[str, Any] = {
         "config": config,

@@ -1,4 +1,4 @@
-"""The live judges and that of whole traces, asked the same: what is wrong, and where?"""
+"""Asks the live judges and those of whole traces the same question: what is wrong, and where?"""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Judge = Callable[[curves.Curve], list[Alarm]]
 
 
 def live_loss(values: curves.Curve) -> list[Alarm]:
-    """What the supervisor warns of while the losses come in."""
+    """The supervisor's warnings while the losses arrive."""
     watch, facts = LossWatch(LossSettings()), TrainingFacts()
     return [
         ("divergence" if a.type == "explosion" else a.type, index)
@@ -36,7 +36,7 @@ def live_loss(values: curves.Curve) -> list[Alarm]:
 
 
 def live_steps(values: curves.Curve) -> list[Alarm]:
-    """The same of step times."""
+    """The supervisor's warnings while the step times arrive."""
     settings = StepSettings()
     times, warnings = StepTimes(settings), SlowWarnings[int]()
     regression = RegressionWatch(settings.regression_ratio, settings.min_excess_s)
@@ -81,7 +81,7 @@ _MEANINGLESS = {"near_zero", "policy_gradient"}
 
 @dataclass
 class Report:
-    """Both sides."""
+    """The results of both judges."""
 
     quiet: dict[str, tuple[int, int]]
     """By kind of curve: how many were alarmed, of how many."""
@@ -103,7 +103,7 @@ class Report:
 
 
 def report(judges: dict[str, Judge], seeds: int) -> Report:
-    """Every kind of curve, quiet and with every anomaly that fits it, `seeds` times each."""
+    """Every kind of curve, quiet and with every anomaly that suits it, `seeds` times each."""
     makers = {"loss": curves.LOSSES, "step_time": curves.STEP_TIMES}
     quiet = {
         kind: (sum(bool(judges[what](made(kind, n))) for n in range(seeds)), seeds)

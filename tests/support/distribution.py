@@ -1,7 +1,8 @@
 """sdist and wheel of a source tree, the same bytes for the same source: `python -m
 tests.support.distribution TREE OUT`, with SOURCE_DATE_EPOCH in the environment.
 
-setuptools writes reproducible wheels, but gives the sdist the files' own times and owner.
+setuptools writes reproducible wheels, but gives the sdist the original times and owners of the
+files.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ print(getattr(build_meta, sys.argv[1])(sys.argv[2]))
 
 
 def build(tree: Path, out: Path) -> tuple[Path, Path]:
-    """The sdist, made of what git tracks in `tree`, and the wheel, made from that sdist."""
+    """The sdist, built from what git tracks in `tree`, and the wheel, built from that sdist."""
     source = out / "source"
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=tree, capture_output=True, text=True, check=True
@@ -58,7 +59,7 @@ def _run(step: str, source: Path, out: Path) -> Path:
 
 
 def _normalise(sdist: Path, epoch: int) -> None:
-    """Sorted, with one time and no owner."""
+    """Sort the entries and give them one time and no owner."""
     packed = io.BytesIO()
     with (
         tarfile.open(sdist) as old,

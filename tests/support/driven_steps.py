@@ -13,7 +13,7 @@ from miner_guard.system.clock import FakeClock
 
 
 def make_step(number: int, start: float, seconds: float, **extra: Any) -> StepRecord:
-    """A step record; `phases` and whatever else the test is about in `extra`."""
+    """A step record with `phases`; `extra` overrides any other field."""
     values: dict[str, Any] = {
         "outer_step": 5,
         "inner_step": number,

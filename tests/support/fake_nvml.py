@@ -24,7 +24,7 @@ class FakeNvml:
         self.set(count=4)
 
     def set(self, values: dict[str, object] | None = None, **more: object) -> None:
-        """Change values; None removes one. Running processes see it at their next call."""
+        """Change values; None removes one. Running processes see the change at their next call."""
         for key, value in {**(values or {}), **more}.items():
             if value is None:
                 self._values.pop(key, None)
@@ -36,7 +36,8 @@ class FakeNvml:
 
     @property
     def env(self) -> dict[str, str]:
-        """Must be there before exec: the loader reads LD_LIBRARY_PATH once."""
+        """The environment must be set before exec, because the loader reads LD_LIBRARY_PATH
+        once."""
         return {"LD_LIBRARY_PATH": str(self._library.parent), "FAKE_NVML_STATE": str(self.path)}
 
 

@@ -1,4 +1,4 @@
-"""Files that fail or hang for real processes: a library preloaded into them; see
+"""Makes files fail or hang for real processes, through a library preloaded into them; see
 fakes/faulty_files.c."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SOURCE = Path(__file__).with_name("fakes") / "faulty_files.c"
 
 
 class FaultyFiles:
-    """Which paths fail or hang, and the environment that a process needs for it."""
+    """Which paths fail or hang, and the environment that a process needs for that."""
 
     def __init__(self, folder: Path, library: Path) -> None:
         self._state = folder / "faulty.state"
@@ -24,8 +24,7 @@ class FaultyFiles:
         self.set()
 
     def set(self, *, fail: Iterable[str] = (), hang: Iterable[str] = ()) -> None:
-        """From now on these patterns of paths (as a shell's) fail with EIO, or hang, and no
-        others."""
+        """From now on exactly these patterns of paths (as in a shell) fail with EIO, or hang."""
         draft = self._state.with_suffix(".tmp")
         draft.write_text(
             "".join([*(f"fail {path}\n" for path in fail), *(f"hang {path}\n" for path in hang)])
@@ -45,5 +44,5 @@ def faulty_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def faulty_files(tmp_path: Path, faulty_library: Path) -> FaultyFiles:
-    """All is well, until told otherwise."""
+    """A library under which nothing fails until the test says so."""
     return FaultyFiles(tmp_path, faulty_library)

@@ -39,20 +39,20 @@ class Forks:
         self._pid = int(self.prints.readline())
 
     def kill(self) -> None:
-        """End the current fork by SIGKILL, and discard what it printed last."""
+        """End the current fork with SIGKILL, and discard what it printed last."""
         self.signal_kill()
         self.wait()
 
     def signal_kill(self) -> None:
-        """SIGKILL the current fork, from any thread; returns once it is dead. `wait` then says
-        so."""
+        """SIGKILL the current fork, from any thread; returns once it is dead. `wait` then reports
+        it."""
         gone = os.pidfd_open(self._pid)
         os.kill(self._pid, signal.SIGKILL)
         select.select([gone], [], [])
         os.close(gone)
 
     def wait(self) -> int:
-        """The exit code of the current fork, as subprocess has it, once it has ended."""
+        """The exit code of the current fork once it has ended, in the form that subprocess uses."""
         while not (line := self.prints.readline()).startswith("ended "):
             assert line, "the process of the forks has died"
         return int(line.split()[1])

@@ -38,7 +38,7 @@ def saved(tmp_path: Path, document: Any) -> Path:
 
 
 def looked_at(path: Path, shapes: Any = None, limits: Limits = FLAT) -> dict[str, Any]:
-    """The same look, in this process: for files that are merely wrong."""
+    """The same inspection in this process, for files that are merely wrong."""
     return examine(
         torch,
         str(path),

@@ -1,4 +1,4 @@
-"""A guard's log and status as a test writes them, for the readers of both."""
+"""A guard's log and status written by a test, for the readers of both."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Starts ranks with torchrun's variables: `launcher.py RANKS IMPORTS SCRIPT ARGUMENT…`, or with
-`-m MODULE` in place of a script.
+"""Starts ranks with torchrun's variables: `launcher.py RANKS IMPORTS SCRIPT ARGUMENT…`, or with `-m
+MODULE` in place of a script.
 
 The ranks are forks of one process that has imported torch: the import, seconds of CPU, is paid once
-instead of once for each rank and once for torchrun. For the tests of what ranks do; the tests of
-what a launcher does start torchrun. `Preloaded` keeps such a process for many runs.
+instead of once for each rank and once for torchrun. The tests of ranks use it; the tests of the
+launcher itself start torchrun. `Preloaded` keeps such a process for many runs.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Preloaded:
     def run(
         self, *script: str, ranks: int, cwd: Path, env: Mapping[str, str]
     ) -> subprocess.CompletedProcess[str]:
-        """The script, with what it printed, once it has ended; without a launcher where `ranks` is
-        0. Attaches as a Python does that is started with this environment."""
+        """Run the script; returns its output once it has ended. Without a launcher if `ranks` is 0.
+        Attaches as a Python started with this environment would."""
         output = [cwd / "printed.stdout", cwd / "printed.stderr"]
         request = {"ranks": ranks, "script": script, "cwd": str(cwd), "env": dict(env)}
         print(
@@ -71,7 +71,8 @@ def preloaded(*modules: str) -> Iterator[Preloaded]:
 
 
 def main(ranks: int, imports: str, *script: str) -> int:
-    """The exit code of the first rank that fails, after the others have ended; else 0."""
+    """Returns the exit code of the first rank that fails, after the others have ended; otherwise
+    0."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -111,7 +112,7 @@ def main(ranks: int, imports: str, *script: str) -> int:
 
 
 def serve(*modules: str) -> int:
-    """Runs in forks what the lines of stdin ask for, one after the other."""
+    """Run in forks what the lines of stdin request, one after the other."""
     os.environ["OMP_NUM_THREADS"] = "1"
     _preload(*TRAINING, *modules)
     signal.signal(signal.SIGALRM, lambda *_: os.killpg(pid, signal.SIGKILL))

@@ -1,4 +1,4 @@
-"""A process that takes a rank's notifications, as a supervisor does."""
+"""A process that receives a rank's notifications, as a supervisor does."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Answers:
 
     @property
     def connections(self) -> int:
-        """Sockets that the hook holds: what could grow with the number of ranks."""
+        """Sockets that the hook holds: their number could grow with the number of ranks."""
         return max(
             sum(target.startswith("socket:") for target in held) for held in self.opened.values()
         )
@@ -65,8 +65,8 @@ def run(folder: Path, ranks: int, per_node: int, backend: str, seconds: float) -
 
 
 def _descriptors() -> dict[str, str]:
-    """This process's open descriptors and their targets, without those that a thread of the guard
-    opens for a moment: once a second it copies the flight record."""
+    """This process's open descriptors and their targets, except those that a thread of the guard
+    opens briefly: once a second it copies the flight record."""
     first = _listed()
     time.sleep(0.1)
     second = _listed()
@@ -131,7 +131,8 @@ def _rank(folder: Path, rank: int, ranks: int, per_node: int, backend: str, port
 
 
 def _supervisor(node: Path) -> socket.socket:
-    """A supervisor's socket that is never read: a rank that finds it keeps no log and no copy."""
+    """A supervisor's socket that is never read: a rank that finds it keeps neither a log nor a
+    copy."""
     node.mkdir(parents=True)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     with address(StateDir(node).socket) as name:

@@ -1,4 +1,5 @@
-"""A status that knows everything: for tests of the metrics and for their page of the site."""
+"""A status in which every value is known, for the tests of the metrics and for their page of the
+site."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which files of a folder any process of this machine opens, told by the kernel (inotify)."""
+"""Reports which files of a folder any process on this machine opens, as the kernel tells it
+(inotify)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ _HEADER = struct.Struct("iIII")
 
 
 class OpenedFiles:
-    """Watches `folders`, not what is below them."""
+    """Watches `folders`, not their subfolders."""
 
     def __init__(self, *folders: Path) -> None:
         libc = ctypes.CDLL(None, use_errno=True)

@@ -8,7 +8,7 @@ from miner_guard.monitors.line_router import LineRouter
 
 
 def show(monitor: Monitor, *chunks: bytes) -> list[Finding]:
-    """What the monitor finds in these chunks, the last of which ends the output."""
+    """The monitor's findings about these chunks, the last of which ends the output."""
     router = LineRouter([monitor])
     deliveries = [delivery for chunk in chunks for delivery in router.pieces(chunk)]
     return [

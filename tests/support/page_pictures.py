@@ -43,7 +43,7 @@ def page_of(name: str, folder: Path) -> Path:
 
 
 def take(browser: Any, folder: Path, images: Path) -> None:
-    """The first screen of each state, and the healthy one whole in each other look."""
+    """Take the first screen of each state, and the healthy state completely in each other look."""
     pages = {name: page_of(name, folder) for name in TITLES}
     for name, page in pages.items():
         _shot(browser, page, images / f"state-{name}.png", size=(1000, 640))

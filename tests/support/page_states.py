@@ -1,5 +1,5 @@
-"""Ten states of a miner, as a guard leaves them in its state directory: for pictures and tests.
-Each says only what happened to the miner; `simulated_guard` lets the guard answer."""
+"""Ten states of a miner, as a guard leaves them in its state directory, for pictures and tests.
+Each scenario describes only what happens to the miner; `simulated_guard` lets the guard respond."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def healthy(root: Path) -> SimulatedGuard:
 
 
 def hang(root: Path) -> SimulatedGuard:
-    """Forty seconds after a hang was found: the guard has restarted the miner."""
+    """Forty seconds after the guard detected a hang: it has restarted the miner."""
     guard = SimulatedGuard(root)
     guard.train(2)
     guard.hang(1, "train.py:212 next_batch")
@@ -60,7 +60,7 @@ def disk_full(root: Path) -> SimulatedGuard:
 
 
 def guard_gone(root: Path) -> SimulatedGuard:
-    """The guard was killed: its last status is old. The caller ages the file."""
+    """The guard was killed, and its last status is old. The caller ages the file."""
     return healthy(root)
 
 
@@ -72,7 +72,7 @@ def no_gpu(root: Path) -> SimulatedGuard:
 
 
 def sixteen_ranks(root: Path) -> SimulatedGuard:
-    """Sixteen ranks, and the others wait for the thirteenth."""
+    """Sixteen ranks; the others wait for the thirteenth."""
     guard = SimulatedGuard(root, ranks=16)
     guard.train(1)
     guard.training.slow_rank = 12
@@ -81,7 +81,7 @@ def sixteen_ranks(root: Path) -> SimulatedGuard:
 
 
 def crash_loop(root: Path) -> SimulatedGuard:
-    """It ran out of memory, and again after each restart; the guard has given up."""
+    """The miner ran out of memory, and did so again after each restart; the guard has given up."""
     guard = SimulatedGuard(root)
     guard.train(2)
     while guard.crash(_OUT_OF_MEMORY):
@@ -90,7 +90,7 @@ def crash_loop(root: Path) -> SimulatedGuard:
 
 
 def week(root: Path) -> SimulatedGuard:
-    """Seven days with two hangs, two hours of NaN, and five hours without a guard in them."""
+    """Seven days with two hangs, two hours of NaN, and five hours without a guard."""
     guard = SimulatedGuard(root, ranks=2, step_s=30.0)
     for day in range(7):
         guard.train(11)

@@ -62,7 +62,7 @@ def publish(
 
 
 def ages_to_the_hundred(words: str) -> str:
-    """`2101s old` as `2100s old`: on a busy machine seconds pass between publishing and the
+    """Replace `2101s old` by `2100s old`: on a busy machine seconds pass between publishing and the
     audit."""
     return re.sub(r"\b(\d+)\d\ds old", r"\g<1>00s old", words)
 

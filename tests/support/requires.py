@@ -1,5 +1,5 @@
-"""What a test needs of the machine: locally a missing thing skips with its reason, under CI=true it
-fails."""
+"""What a test needs from the machine: locally, if something is missing, the test skips with the
+reason; under CI=true it fails."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def module(name: str) -> None:
 
 
 def corpus(name: str) -> Path:
-    """A file of the corpus beside the repository; never a failure, since a clone does not have
-    it."""
+    """A file of the corpus next to the repository. A missing file is never a failure, because a
+    clone does not have it."""
     path = CORPUS / name
     if not path.exists():
         pytest.skip(f"{path} is not on this machine")

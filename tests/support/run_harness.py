@@ -1,5 +1,4 @@
-"""A supervisor's parts and sinks over ranks that are made up, all on a clock that the test
-moves."""
+"""A supervisor's monitors and sinks over simulated ranks, all on a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ RANKS = 2
 
 
 class WholeRun:
-    """Every monitor of the guard, fed by `step` and `host`; what it logs is in `state.log`."""
+    """Every monitor of the guard, fed by `step` and `host`; `state.log` holds what it logs."""
 
     def __init__(
         self, folder: Path, clock: FakeClock, jobs: Jobs, report: Callable[[Finding], None] | None
     ) -> None:
-        """`report` takes what jobs find, in their threads; without it they log at once."""
+        """`report` receives what jobs find, in their threads; without it they log immediately."""
         self.clock, self.state = clock, StateDir(folder)
         self.printed = self.steps = 0
         self.degraded: list[Finding] = []
@@ -59,7 +58,7 @@ class WholeRun:
         self.printed += len(text)
 
     def step(self, seconds: float) -> None:
-        """All ranks have ended a step of `seconds`, now."""
+        """All ranks end a step of `seconds` now."""
         self.steps += 1
         end, number = self.clock.monotonic(), self.steps
         for rank in range(RANKS):
@@ -89,6 +88,6 @@ class WholeRun:
         self.host.tick(end, dict.fromkeys(range(RANKS), now))
 
     def entries(self, *entries: dict[str, Any]) -> None:
-        """Rank 0 has journaled these."""
+        """Rank 0 journals these entries."""
         for entry in entries:
             self.host.entry(0, entry)

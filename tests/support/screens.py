@@ -1,4 +1,4 @@
-"""Makes docs/screens.md and its pictures again from a real run of the demo: `make screens`, about
+"""Regenerates docs/screens.md and its pictures from a real run of the demo: `make screens`, about
 four minutes."""
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ Each begins with the verdict, its start, its cause and the next step. These mine
 
 
 def _ask(state: StateDir, *words: str) -> str:
-    """What a command prints; its exit code is not judged: `costs` has one for over budget."""
+    """A command's output; its exit code is ignored, because `costs` returns one for over budget."""
     command = [Path(sys.executable).with_name("miner-guard"), *words, "--state-dir", state.root]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONUTF8": "1"}
@@ -133,7 +133,7 @@ def _pictures(page: Path, state: StateDir, folder: Path) -> None:
 
 
 def main() -> None:
-    """Run the demo, look at it while it runs and after, write."""
+    """Run the demo, record it while it runs and afterwards, and write the page."""
     with tempfile.TemporaryDirectory() as folder:
         state = StateDir(Path(folder) / "state")
         command = [

@@ -1,8 +1,8 @@
 """A guard over a simulated miner: the guard's own monitors, gate and restart policy, on a clock
 that moves only as the miner works.
 
-A scenario says only what happens to the miner. The log, status.json, the ledger and the verdict are
-the guard's own answers to that, so they cannot contradict each other.
+A scenario describes only what happens to the miner. The log, status.json, the ledger and the
+verdict are the guard's own responses, so they cannot contradict each other.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _TICK_S = 6.0
 
 
 class SimulatedGuard:
-    """A run of a guard and its miner. Let things happen to it, then `write` what it knows."""
+    """A run of a guard and its miner. Make things happen to it, then `write` its state."""
 
     def __init__(
         self, root: Path, *, ranks: int = 4, gpus: bool = True, step_s: float | None = None
@@ -169,13 +169,14 @@ class SimulatedGuard:
         self.training.first = True
 
     def train(self, hours: float, *, loss: float | None = None) -> None:
-        """Steps until `hours` have passed; the loss falls as usual unless `loss` is given."""
+        """Run steps until `hours` have passed; the loss falls as usual unless `loss` is given."""
         until = self.clock.monotonic() + 3600 * hours
         while self.clock.monotonic() < until:
             self._step(self.training.usual_loss() if loss is None else loss)
 
     def hang(self, rank: int, frame: str, *, idle_s: float = 306.0) -> None:
-        """A rank stops in its dataloader; the guard finds it, ends the launch and restarts it."""
+        """A rank stops in its dataloader; the guard detects the hang, ends the launch and restarts
+        the miner."""
         while self._silent_s() < idle_s:
             self._watch(min(_TICK_S, idle_s - self._silent_s()))
         others = rank_list(r for r in range(self.training.ranks) if r != rank)
@@ -189,14 +190,14 @@ class SimulatedGuard:
         self._retry(Failure(f"hang: {self._hang}", self._runtime_s()))
 
     def crash(self, output: str, code: int = 1) -> bool:
-        """The miner prints `output` and ends; returns whether the guard has restarted it."""
+        """The miner prints `output` and exits; returns whether the guard has restarted it."""
         self.runner.output(output.encode())
         end = Exit(code, None, False, False, self._runtime_s())
         self._end(end, None)
         return self._retry(self._attribution.failure(end))
 
     def fall_behind(self) -> None:
-        """The network begins an outer step, and the miner does not load its state."""
+        """The network begins an outer step, but the miner does not load its state."""
         self.training.network += 1
         network = Network(
             block=5_000_000,
@@ -222,7 +223,7 @@ class SimulatedGuard:
         self.clock.advance(3600 * hours)
 
     def wait(self, seconds: float) -> None:
-        """Time passes; no rank steps."""
+        """Time passes without a step."""
         until = self.clock.monotonic() + seconds
         while self.clock.monotonic() < until:
             self._watch(_TICK_S)
@@ -332,7 +333,7 @@ class SimulatedGuard:
         return True
 
     def _tick(self) -> None:
-        """One iteration of the guard: the status, then the monitors."""
+        """One iteration of the guard: first the status, then the monitors."""
         self._document()
         now, phase = self.clock.monotonic(), "data" if self._silent_s() > self.step_s else "forward"
         at = self._stepped_at
@@ -344,7 +345,7 @@ class SimulatedGuard:
         self.runner.tick(now, dict.fromkeys(range(self.training.ranks), header) if running else {})
 
     def _observe(self) -> None:
-        """What the guard does once a minute: it reads the repo and logs a snapshot."""
+        """The guard's work once a minute: read the repo and log a snapshot."""
         self._jobs.repeated["repo"]()
         health = self._health()
         snapshot = assemble(

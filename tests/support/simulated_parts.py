@@ -12,7 +12,7 @@ from miner_guard.monitors.base import Context, Monitor
 
 
 class Source(Monitor):
-    """Stands for a monitor that measures the host, the chain or the guard's cost."""
+    """Stands in for a monitor that measures the host, the chain or the guard's cost."""
 
     def __init__(self, around: Context, name: str, read: Callable[[], Mapping[str, Any]]) -> None:
         super().__init__(around)

@@ -27,8 +27,8 @@ QUIET = {"inner_step", "step_lines_left_out", "fast_log", "timing_breakdown", "s
 
 
 class Run:
-    """A simulated run: steps of several ranks through all monitors of this room, on a fake
-    clock."""
+    """A simulated run: the steps of several ranks, on a fake clock, through all monitors that judge
+    steps."""
 
     def __init__(self, folder: Path, config: Config | None = None, ranks: int = 2) -> None:
         self.clock = FakeClock()
@@ -68,7 +68,7 @@ class Run:
             self._take(getattr(monitor, method)(argument))
 
     def renumber(self, *ranks: int) -> None:
-        """The nodes meet again, and this one's workers get other ranks."""
+        """A new rendezvous: the workers of this node get different ranks."""
         self.ranks = ranks
         for each in self.monitors:
             self._take(each.on_tick(self.clock.monotonic(), headers(*ranks)))
@@ -110,7 +110,7 @@ class Run:
                 self._take(each.on_tick(self.clock.monotonic() + later, {}))
 
     def alarms(self) -> list[str]:
-        """Events that a person would see, apart from the ordinary lines."""
+        """Events that alert a person, excluding the ordinary lines."""
         return [f.event for f in self.seen if f.event not in QUIET]
 
     def of(self, event: str) -> list[Finding]:
@@ -118,7 +118,7 @@ class Run:
 
 
 def headers(*ranks: int) -> dict[int, Now]:
-    """What the supervisor reads of ranks that run."""
+    """The headers that the supervisor reads from running ranks."""
     return {
         rank: Now("running", "", 0.0, 0.0, 5, 1, 1, None, None, None, None, 1, 0, 0, 0)
         for rank in ranks

@@ -29,7 +29,7 @@ class SimulatedTraining:
         """Whether the next step is the first of its launch."""
 
     def step(self) -> None:
-        """Count one inner step more, and an outer one after a hundred."""
+        """Count one more inner step, and an outer step after every hundred."""
         self.total += 1
         self.inner += 1
         if self.inner > _INNER_STEPS and self.network == self.outer:
@@ -41,11 +41,11 @@ class SimulatedTraining:
         return ("torchrun", "--nproc_per_node", str(self.ranks), "miner.py")
 
     def usual_loss(self) -> float:
-        """The loss of a run in which nothing goes wrong."""
+        """The loss of a healthy run."""
         return 2.6 + 2.4 * math.exp(-self.total / 900) + self.random.gauss(0, 0.03)
 
     def record(self, rank: int, seconds: float, loss: float, clock: FakeClock) -> StepRecord:
-        """The step that the rank ends now."""
+        """The record of the step that the rank ends now."""
         waits = 0.4 + 0.02 * self.random.random()
         backward = 0.6 * (seconds - waits)
         if self.slow_rank is not None:
@@ -79,7 +79,7 @@ class SimulatedTraining:
         return {**facts, **device, "uuid": f"GPU-{rank}", "device_name": "NVIDIA A10G"}
 
     def health(self, *, idle: bool, disk_full: bool) -> dict[str, Any]:
-        """What the guard measures of GPUs, host and itself."""
+        """What the guard measures about GPUs, host and itself."""
         busy = dict.fromkeys(range(self.ranks), 0.97)
         if self.slow_rank is not None:
             busy |= {rank: 0.58 for rank in busy if rank != self.slow_rank}
@@ -115,7 +115,7 @@ COSTS = {"share_pct": 0.21, "budget_pct": 5.0, "budget_status": "ok"}
 
 
 def cost_ledger(steps: int) -> dict[str, Any]:
-    """The ledger of operations after so many steps."""
+    """The ledger of operations after this many steps."""
     return {
         "operations": {
             "guard.hook": _cost(steps, 0.0003 * steps, 0.0),

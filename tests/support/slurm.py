@@ -1,5 +1,5 @@
-"""A Slurm of its own on this machine: munged, slurmctld and one slurmd per node, all on loopback
-ports, with nothing shared with a Slurm that may be installed."""
+"""A private Slurm on this machine: munged, slurmctld and one slurmd per node, all on loopback
+ports, sharing nothing with an installed Slurm."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Slurm:
             )
 
     def run(self, *command: str) -> str:
-        """The output of a command; raises for one that fails."""
+        """The output of a command; raises if the command fails."""
         done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout.strip()

@@ -1,7 +1,7 @@
-"""Curves that look like training: quiet ones of many kinds, and the same with one anomaly put in.
+"""Curves that look like training: quiet ones of many kinds, and the same with one anomaly inserted.
 
-Everything comes from a seed. What a judge makes of them is reported on both sides: anomalies found,
-and quiet curves alarmed.
+A seed determines everything. The results of a judge have two sides: anomalies found, and quiet
+curves that raised an alarm.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def finetuning(chance: random.Random) -> Curve:
 
 
 def heavy_tails(chance: random.Random) -> Curve:
-    """Noise of Student's t with three degrees of freedom: some batches are much harder."""
+    """Noise with Student's t distribution of three degrees of freedom: some batches are much
+    harder."""
     share = chance.uniform(0.02, 0.05)
     levels = _decay(9, 3)
     return [
@@ -49,7 +50,7 @@ def heavy_tails(chance: random.Random) -> Curve:
 
 
 def near_zero(chance: random.Random) -> Curve:
-    """A task that is learned: losses of thousandths that jump by factors."""
+    """A task that the model has learned: losses of thousandths that jump by factors."""
     spread = chance.uniform(0.4, 0.8)
     return [x * math.exp(chance.gauss(0, spread)) for x in _decay(0.9, 0.002, 8)]
 
@@ -68,7 +69,7 @@ def sawtooth(chance: random.Random) -> Curve:
 
 
 def staircase(chance: random.Random) -> Curve:
-    """Data seen again: the loss falls by a step at each epoch."""
+    """The data repeats: the loss falls by a step at each epoch."""
     period = chance.randrange(150, 300)
     return _noisy([3.0 * 0.8 ** (n // period) for n in range(LENGTH)], chance, 0.03)
 
@@ -112,7 +113,7 @@ LOSSES: dict[str, Maker] = {
 
 
 def steady_steps(chance: random.Random) -> Curve:
-    """Step times with 1 to 5 % of noise."""
+    """Step times with 1 to 5 % noise."""
     return _noisy([chance.uniform(3, 30)] * LENGTH, chance, chance.uniform(0.01, 0.05))
 
 
@@ -123,7 +124,7 @@ def jittery_steps(chance: random.Random) -> Curve:
 
 
 def periodic_steps(chance: random.Random) -> Curve:
-    """Every so many steps one with more to do: 1.8 times as long."""
+    """Every few steps, one has more to do and takes 1.8 times as long."""
     period = chance.choice((2, 4, 5, 8, 10, 16, 25, 50, 100))
     levels = [12 * (1.8 if n % period == period - 1 else 1) for n in range(LENGTH)]
     return _noisy(levels, chance, 0.02)

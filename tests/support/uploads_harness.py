@@ -1,4 +1,4 @@
-"""The part that watches uploads, with everything around it faked but the files."""
+"""The uploads monitor, with everything around it faked except the files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from validators.facts import Candidate, Published
 
 
 class Bench:
-    """One part with everything around it faked but the files."""
+    """One monitor with everything around it faked except the files."""
 
     def __init__(
         self,

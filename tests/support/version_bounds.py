@@ -26,7 +26,7 @@ _HOOKED = {"transformers", "accelerate", "lightning"}
 
 
 def constraints(end: str) -> list[str]:
-    """One line for pip's `--constraint` for each package that this end pins."""
+    """A line for pip's `--constraint` for each package that this end pins."""
     pinned = _pins()
     if end == "newest":
         return [str(pin) for pin in pinned]
@@ -36,7 +36,8 @@ def constraints(end: str) -> list[str]:
 
 
 def promised() -> Iterator[Requirement]:
-    """What the guard, its extras and its hooks need, here, of other projects."""
+    """The requirements of the guard, its extras and its hooks on other projects, as they apply
+    here."""
     project = read_toml(requires.REPO / "pyproject.toml")["project"]
     extras = project["optional-dependencies"]
     lists = [needs for extra, needs in extras.items() if extra not in _TOOLS]
@@ -47,7 +48,7 @@ def promised() -> Iterator[Requirement]:
 
 
 def _lowest(need: Requirement) -> Version:
-    """The lower bound of a requirement. Raises ValueError where it has none."""
+    """The lower bound of a requirement. Raises ValueError if it has none."""
     bounds = [Version(each.version) for each in need.specifier if each.operator in (">=", "==")]
     if len(bounds) != 1:
         raise ValueError(f"{need} has no lower bound")

@@ -10,7 +10,8 @@ from typing import Any
 def until(
     condition: Callable[[], Any], seconds: float = 60.0, what: str | Callable[[], str] = ""
 ) -> Any:
-    """Wait for a true answer. Raises AssertionError naming what did not come."""
+    """Wait until the function returns something true. Raises AssertionError naming what did not
+    happen."""
     deadline = time.monotonic() + seconds
     while not (answer := condition()):
         assert time.monotonic() < deadline, (

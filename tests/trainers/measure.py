@@ -59,7 +59,7 @@ def _owners(modules: Sequence[Any]) -> list[Any]:
 
 
 class Toggle:
-    """Attaches and detaches the hook, and takes the CPU time of each step."""
+    """Attaches and detaches the hook, and measures the CPU time of each step."""
 
     def __init__(self, frameworks: Sequence[str]) -> None:
         """`frameworks`: modules with a Trainer, hooked too."""

@@ -109,7 +109,7 @@ class Trial:
         return Ended(ended.returncode, printed, events, state)
 
     def row(self) -> dict[str, str]:
-        """What the guard saw of a healthy run, beside what the trainer prints alone."""
+        """What the guard saw of a healthy run, and what the trainer prints without the guard."""
         recipe = self.recipe
         alone = self.run("alone", guarded=False)
         if alone.code != 0:
@@ -129,7 +129,7 @@ class Trial:
         }
 
     def fault(self, fault: str) -> str:
-        """`named`, or what the guard said instead."""
+        """`named`, or the guard's report if it named something else."""
         event, words, label = FAULTS[fault]
         seen = self.run(fault, guarded=True, fault=fault)
         wrong = [e["msg"][:60] for e in seen.named(event) if words not in e["msg"]]
@@ -148,7 +148,7 @@ class Trial:
         )
 
     def overhead(self) -> str:
-        """What attaching adds to a step, in CPU time, in alternation within one process."""
+        """The CPU time that attaching adds to a step, in alternation within one process."""
         if self.recipe.ranks or self.recipe.spawns:
             return "not measured: several processes"
         work = self._folder / "measured"
@@ -194,14 +194,14 @@ def _torchrun(ranks: int) -> list[str]:
 
 
 def _of_the_trainer(printed: str, events: Sequence[dict[str, Any]]) -> str:
-    """The output without the guard's own lines, of which a block has several."""
+    """The trainer's output without the guard's own lines; a block of the guard has several."""
     own = tuple({line for event in events for line in event["msg"].splitlines() if line.strip()})
     lines = printed.splitlines()
     return "\n".join(line for line in lines if not _GUARD_LINE.match(line) and not _is(line, own))
 
 
 def _is(line: str, own: Sequence[str]) -> bool:
-    """Whether it is one of these lines; the first line of a block has an emoji before it."""
+    """Whether the line is one of these; an emoji precedes the first line of a block."""
     return any(line.endswith(each) and len(line) - len(each) <= _EMOJI for each in own)
 
 

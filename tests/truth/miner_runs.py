@@ -1,4 +1,4 @@
-"""Starts the real miner of a checkout, with and without the guard, and keeps what it did."""
+"""Starts the real miner of a checkout, with and without the guard, and records what it did."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ upload has already ended."""
 
 
 class Storage(Server):
-    """R2: the buckets of the miner and of the global model. Logs all requests."""
+    """Replaces R2: the buckets of the miner and of the global model. Logs all requests."""
 
     def __init__(self, folder: Path) -> None:
         self._calls = folder / "calls.jsonl"
@@ -96,7 +96,7 @@ class Miner:
 
     def run(self, name: str, plan: Plan, guarded: str | None) -> Ran:
         """Run it once. `guarded`: None, `run` (under `miner-guard run`) or `hook` (in a state
-        directory of which this process reads the decisions)."""
+        directory whose decisions this process reads)."""
         folder = self.folder / name
         (folder / "work").mkdir(parents=True)
         (folder / "calls.jsonl").touch()

@@ -1,4 +1,4 @@
-"""Our own verdict on a state: the audit, with its children's work done in this process."""
+"""Our own verdict on a state: the audit, with the work of its children done in this process."""
 
 from __future__ import annotations
 
@@ -83,10 +83,8 @@ class Ours:
         self._limits = Limits.of(GateSettings(), numbers)
 
     def audit(self, state: states.State, earlier: Mapping[str, Any] | None = None) -> audit.Report:
-        """Our verdict; the network is the one that validators of that state would be in.
-
-        `earlier`: limits in which an earlier version differs; none of those raised its age limit.
-        """
+        """Our verdict, with the network that validators of that state would see. `earlier`: limits
+        that an earlier version changed; none of those versions raised its age limit."""
         self._server.set(state)
         limits = dataclasses.replace(self._limits, **(earlier or {}))
         if state.max_upload_interval is not None and earlier is None:
@@ -113,5 +111,5 @@ class Ours:
 
 
 def expected(real: Mapping[str, Any]) -> str:
-    """`accepted` where the real validator scores it and the score can be more than zero."""
+    """`accepted` if the real validator scores the state and the score can be more than zero."""
     return "accepted" if real["accepts"] and real["worth"] == "something" else "rejected"

@@ -132,7 +132,7 @@ def uploaded_alone(ran: Ran, rounds: Sequence[Round]) -> Iterator[Row]:
 
 
 def plan_of(rounds: Sequence[Round]) -> list[Round]:
-    """The rounds between good ones: the miner must continue after each stop."""
+    """The rounds, each between good ones: the miner must continue after each stop."""
     middle = len(rounds) // 2
     first, last = rounds[:middle], rounds[middle:]
     goods = [Round(f"{GOOD}: {when}") for when in ("at the start", "halfway", "at the end")]

@@ -1,4 +1,5 @@
-"""A miner's bucket on a real S3 server (moto): one account, its keys, a clock that stands still."""
+"""A miner's bucket on a real S3 server (moto): one account, its keys, and a clock that stands
+still."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from tests.truth.states import ACCOUNT, NOW, State
 
 
 class Server:
-    """Serves one state at a time: `set` makes the bucket hold exactly that."""
+    """Serves one state at a time: `set` makes the bucket hold exactly that state."""
 
     def __init__(self) -> None:
         from moto.server import create_backend_app
@@ -42,7 +43,7 @@ class Server:
         self._server.server_close()
 
     def _door(self, environ: Any, start: Any) -> Iterable[bytes]:
-        """Accounts and keys are checked here; moto knows neither."""
+        """Checks accounts and keys, which moto does not know."""
         path = environ["PATH_INFO"]
 
         def answer(status: str, headers: Any, info: Any = None) -> Any:
@@ -71,7 +72,7 @@ class Server:
         return served
 
     def set(self, state: State) -> None:
-        """Make the state's bucket hold exactly its objects, all of them as old as it says."""
+        """Make the bucket hold exactly the state's objects, all as old as the state says."""
         from moto.core.models import DEFAULT_ACCOUNT_ID
         from moto.s3.models import s3_backends
 

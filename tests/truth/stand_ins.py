@@ -1,4 +1,4 @@
-"""Empty modules in the place of what a validator imports and no verdict passes through."""
+"""Empty modules in place of a validator's imports that no verdict depends on."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 
 class _Anything(type):
-    """A class that has every attribute, and can be called, indexed and inherited from; so have and
-    can its instances."""
+    """A class that has every attribute and can be called, indexed and inherited from, as can its
+    instances."""
 
     def __getattr__(cls, name: str) -> Any:
         return _anything(name)
@@ -44,7 +44,7 @@ class _StandIn(types.ModuleType):
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Gives an empty module for each of these names, and for all below it."""
+    """Provides an empty module for each of these names, and for all names below it."""
 
     def __init__(self, only: tuple[str, ...]) -> None:
         self._only = only
@@ -60,4 +60,4 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _StandIn(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Nothing is run."""
+        """Runs nothing."""

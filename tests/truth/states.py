@@ -57,7 +57,7 @@ _WORDS = {
 
 @dataclass
 class State:
-    """Everything that a verdict may depend on."""
+    """Everything on which a verdict may depend."""
 
     network_epoch: int = 56
     blocks_per_allreduce: int = 400
@@ -86,8 +86,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def compressed(seed: int = 1, k: int = 32, scale: float = 1e-3) -> dict[str, Any]:
-    """A gradient as the miner's own compressor leaves it without the DCT: of each row the k largest
-    values."""
+    """A gradient as the miner's own compressor produces it without the DCT: the k largest values of
+    each row."""
     return copy.deepcopy(_compressed(seed, k, scale))
 
 
@@ -111,7 +111,7 @@ def _compressed(seed: int, k: int, scale: float) -> dict[str, Any]:
 
 
 def quantised(d: dict[str, Any]) -> dict[str, Any]:
-    """The document with values of 8 bits and their lookup tables."""
+    """The document with 8-bit values and their lookup tables."""
     g = torch.Generator().manual_seed(2)
     for name in SHAPES:
         shape = d[name + "vals"].shape
@@ -122,7 +122,7 @@ def quantised(d: dict[str, Any]) -> dict[str, Any]:
 
 
 def dct_layout(d: dict[str, Any], bound: int = 4096) -> dict[str, Any]:
-    """The matrices as the compressor leaves them with the DCT."""
+    """The matrices as the compressor produces them with the DCT."""
     g = torch.Generator().manual_seed(3)
     for name, rows in (("embed_weight", 4), ("head_weight", 4), ("layer_weight", 2)):
         d[name + "idxs"] = torch.randint(0, bound, (rows, 2, 32), generator=g).to(torch.int16)
@@ -152,7 +152,7 @@ _SCOPE = {
 
 
 def saved(document: Any, **how: Any) -> bytes:
-    """What torch.save writes of it."""
+    """The bytes that torch.save writes for it."""
     buffer = io.BytesIO()
     torch.save(document, buffer, **how)
     return buffer.getvalue()
@@ -202,7 +202,7 @@ def _gradients(line: Mapping[str, Any]) -> bytes:
 
 
 def edited(document: Any, pattern: str, expression: str | None) -> Any:
-    """The document with the keys that match replaced, or dropped."""
+    """The document with the matching keys replaced or dropped."""
     if pattern == "":
         return _value(expression, d=document)
     matching = fnmatch.filter(list(document), pattern) or [pattern]

@@ -59,7 +59,7 @@ _ABSENT = (
 
 
 class TinyModel(torch.nn.Module):
-    """Enough of a Llama (SiLU, RMSNorm) that its loss answers to each of its parameters."""
+    """Enough of a Llama (SiLU, RMSNorm) for the loss to depend on each parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class TinyModel(torch.nn.Module):
 
 
 class _Pages:
-    """The data set: batches drawn by block and uid, in the real loader's place."""
+    """The data set: batches drawn by block and uid, in place of the real loader."""
 
     def __init__(self, seed: int) -> None:
         g = torch.Generator().manual_seed(seed % 2**31)
@@ -105,7 +105,7 @@ class _OfDatetime(type):
 
 
 class _Clock(metaclass=_OfDatetime):
-    """`datetime`, of which validators ask the time and whether a value is one."""
+    """`datetime`, which validators ask for the time and use to test whether a value is one."""
 
     @staticmethod
     def now(tz: Any = None) -> Any:
@@ -113,7 +113,7 @@ class _Clock(metaclass=_OfDatetime):
 
 
 class Validator:
-    """The real functions, and what stands around them."""
+    """The real functions, and what they need around them."""
 
     def __init__(self, checkout: Path, server: Server) -> None:
         sys.path.insert(0, str(checkout))
@@ -198,7 +198,8 @@ class Validator:
         }
 
     def _around(self, state: states.State) -> Any:
-        """The `self` of the real functions: their own update, and everything else small."""
+        """The `self` of the real functions: their own update, and minimal versions of everything
+        else."""
         boto3 = importlib.import_module("boto3")
         model = TinyModel()
         full = {name: p.detach() for name, p in model.named_parameters()}
@@ -267,7 +268,7 @@ class _Around(types.SimpleNamespace):
 
 
 class _Notes:
-    """The logger: what it is told is kept, since a caught exception shows nowhere else."""
+    """The logger: it keeps its messages, because a caught exception appears nowhere else."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -279,7 +280,7 @@ class _Notes:
 
 
 class _Session:
-    """boto3's, with the local server where R2 would be."""
+    """boto3's session, with the local server in place of R2."""
 
     def __init__(self, session: Any, endpoint: str) -> None:
         self._session, self._endpoint = session, endpoint

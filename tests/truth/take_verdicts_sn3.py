@@ -66,7 +66,7 @@ class Validator:
         )
 
     def genuine(self) -> dict[str, Any]:
-        """A gradient as the real compressor leaves it."""
+        """A gradient as the real compressor produces it."""
         g = torch.Generator().manual_seed(5)
         document: dict[str, Any] = {}
         for name, shape in SHAPES.items():
@@ -78,7 +78,7 @@ class Validator:
         return document
 
     def accepts(self, document: Any) -> bool:
-        """Whether gather takes it."""
+        """Whether gather accepts it."""
         shapes, totals = {}, {}
         for name, shape in SHAPES.items():
             encoded = self.transformer.encode(torch.zeros(shape))

@@ -1,4 +1,5 @@
-"""Alerts: what they report, how often, what ends them; a slow delivery delays nothing else."""
+"""Alerts: what they report, how often, and what resolves them; a slow delivery delays nothing
+else."""
 
 from __future__ import annotations
 
@@ -136,7 +137,7 @@ def test_an_alert_arrives_after_a_refusal_and_is_reported(
 
 @pytest.fixture
 def silent() -> Iterator[str]:
-    """The address of a webhook that takes connections and never answers."""
+    """The address of a webhook that accepts connections and never answers."""
     requires.module("apprise")
     server = socket.create_server(("127.0.0.1", 0))
     yield f"json://127.0.0.1:{server.getsockname()[1]}/planted-secret-path"

@@ -1,4 +1,4 @@
-"""What attaching adds to the miner's environment, also for a Python without the guard's
+"""What attaching adds to the miner's environment, and that it works in a Python without the guard's
 packages."""
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_an_unknown_attach_mode_is_refused_with_the_valid_ones() -> None:
 
 
 def run(tmp_path: Path, base: str) -> tuple[StateDir, subprocess.CompletedProcess[str]]:
-    """An older miner in a Python that does not have the guard installed."""
+    """An older miner in a Python in which the guard is not installed."""
     package = tmp_path / "template" / "base"
     package.mkdir(parents=True)
     for folder in (package, package.parent):

@@ -39,7 +39,7 @@ def gradient(**change: Any) -> dict[str, Any]:
 
 
 class Miner:
-    """The names and signatures of v1.2.7."""
+    """A miner with the names and signatures of v1.2.7."""
 
     def __init__(self, **has: Any) -> None:
         self.local_progress = SimpleNamespace(epoch=56, inner_step=84, loss=3.1)
@@ -93,19 +93,19 @@ class Attached:
         miner.__class__ = type("Hooked", (Miner,), hooks)
 
     def start(self, document: Any, *, archive: bool = False) -> None:
-        """As the miner's training thread does."""
+        """Start an upload as the miner's training thread does."""
         self.miner.gradient = document
         self.miner.start_background_upload(56, archive=archive)
 
     def queued(self) -> list[Any]:
-        """Run what the miner queued in its upload thread: the uploads' results."""
+        """Run what the miner queued in its upload thread; returns the uploads' results."""
         with ThreadPoolExecutor(max_workers=1) as executor:
             done = [executor.submit(upload) for upload in self.miner.queued]
         self.miner.queued.clear()
         return [upload.result() for upload in done]
 
     def upload(self, document: Any, *, archive: bool = False) -> Any:
-        """Start an upload and wait for its end; None if it did not start."""
+        """Start an upload and wait until it ends; None if it did not start."""
         self.start(document, archive=archive)
         return next(iter(self.queued()), None)
 

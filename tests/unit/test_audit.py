@@ -1,5 +1,5 @@
-"""The audit: what a validator would fetch now, by the profile's rules; and never `accepted` without
-a look."""
+"""The audit: what a validator would fetch now, judged by the profile's rules, and never `accepted`
+without reading it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Audits run by themselves, and know what the miner's log said of AllReduces."""
+"""Audits run on their own, and know what the miner's log said about AllReduces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bundle holds what source 004 asks for, and no secret that was planted anywhere."""
+"""The bundle holds what source 004 asks for, and none of the secrets that the test plants."""
 
 from __future__ import annotations
 

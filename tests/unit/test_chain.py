@@ -1,5 +1,5 @@
-"""The chain: the same answers from every generation of bittensor, and a node that hangs costs its
-deadline only."""
+"""The chain: the same answers from every generation of bittensor, and a node that hangs costs only
+its deadline."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 class Model(nn.Module):
-    """With buffers that the forward pass changes, random numbers, and a parameter whose memory is
-    not contiguous, which FSDP refuses."""
+    """A model with buffers that the forward pass changes, random numbers, and a parameter whose
+    memory is not contiguous, which FSDP refuses."""
 
     def __init__(self, *, sharded: bool) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def assert_resumes(folder: Path, expected: dict[str, torch.Tensor], *, sharded: 
 
 
 class Gate:
-    """Holds back the thread that copies."""
+    """Holds back the copying thread."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._open = threading.Event()
@@ -121,7 +121,7 @@ class Gate:
         self._open.set()
 
     def open_when_waited_for(self, held: HostCopy) -> None:
-        """Not before `settle` waits."""
+        """Opens the gate only once `settle` waits."""
         gate = self._open
 
         class Waited(threading.Event):
@@ -251,7 +251,7 @@ def test_an_optimizer_that_was_not_passed_waits_too_and_its_parameters_are_copie
 
 
 class Wrapper(torch.optim.Optimizer):
-    """As accelerate's: torch does not patch its step."""
+    """A wrapper like accelerate's: torch does not patch its step."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer

@@ -1,4 +1,5 @@
-"""The memory tier: a launch that was killed resumes one step back at most, never from a half."""
+"""The memory tier: after a kill the next launch resumes at most one step back, never from a partial
+slot."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Checkpoints are complete or absent, the newest whole one is resumed, and a damaged one is
-reported and passed over."""
+"""Checkpoints are complete or absent; the newest complete one is resumed; a damaged one is reported
+and skipped."""
 
 from __future__ import annotations
 

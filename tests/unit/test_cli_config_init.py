@@ -1,4 +1,4 @@
-"""`config` tells values and origins without secrets; `init` writes files that work, and overwrites
+"""`config` shows values and origins without secrets; `init` writes files that work, and overwrites
 nothing."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A wrong command line: what happened, the value seen, what to do; the right exit code, and never a
-traceback."""
+"""A wrong command line: the message says what happened, the value seen and what to do; the exit
+code is right, and there is never a traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is late to a collective."""
+"""Which rank is late to a collective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPUs that a container was given, against those that are expected."""
+"""The GPUs that a container was given, compared with those that are expected."""
 
 from __future__ import annotations
 

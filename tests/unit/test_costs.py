@@ -20,7 +20,7 @@ from tests.support import requires
 
 
 class Account:
-    """A tracker on a fake clock, with what it said."""
+    """A tracker on a fake clock, with its warnings."""
 
     def __init__(self, budget: Budget | None = None, output_dir: Path | None = None) -> None:
         self.clock = FakeClock()
@@ -267,8 +267,8 @@ def test_each_share_has_its_word_for_impact() -> None:
 
 
 def _disaster(throttle: bool) -> tuple[Account, int]:
-    """Source 000: 60-300 s every 500 steps at 3.5 s a step, beside a cheap operation every 200
-    steps."""
+    """Source 000's disaster: 60-300 s every 500 steps at 3.5 s a step, next to a cheap operation
+    every 200 steps."""
     account = Account(Budget(throttle=throttle))
     calls = 0
     for step in range(1, 20_001):

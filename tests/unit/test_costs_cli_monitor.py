@@ -1,4 +1,4 @@
-"""`miner-guard costs` and the supervisor's cost part."""
+"""`miner-guard costs` and the monitor `costs`."""
 
 from __future__ import annotations
 

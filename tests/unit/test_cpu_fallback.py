@@ -1,4 +1,4 @@
-"""A model that is not on its GPU: by what evidence it is suspected or certain, and what else
+"""A model that is not on its GPU: the evidence for suspected and for certain, and what else
 explains slow steps."""
 
 from __future__ import annotations

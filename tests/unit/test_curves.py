@@ -1,5 +1,5 @@
-"""Loss and memory of a running miner: NaN, spike, divergence, plateau, overfitting, leak; and none
-of them in noise."""
+"""Loss and memory of a running miner: NaN, spike, divergence, plateau, overfitting and leak are
+found, and none of them in noise."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ def test_five_evaluations_are_enough_where_each_is_worse_than_the_one_before() -
 
 
 def judged_after(evaluations: list[float]) -> evaluation.Overfit | None:
-    """What the judge of finished traces says of the same run."""
+    """The verdict of the judge of finished traces on the same run."""
     steps = list(range(len(evaluations)))
     training = Series(steps, [2.6 - 0.4 * n for n in steps])
     return evaluation.overfit(Series(steps, evaluations), training)

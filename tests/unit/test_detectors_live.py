@@ -1,5 +1,5 @@
-"""The live detectors together: clean runs say nothing, a slow step and a straggler are named and
-nothing else is."""
+"""The live detectors together: clean runs are silent, and a slow step and a straggler are named and
+nothing else."""
 
 from __future__ import annotations
 

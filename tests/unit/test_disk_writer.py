@@ -1,5 +1,5 @@
-"""A separate process writes the guard's files: nothing waits for the disk, and what was
-not confirmed is written again."""
+"""A separate process writes the guard's files: nothing waits for the disk, and unconfirmed data is
+written again."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def lines(folder: Path) -> list[int]:
 
 
 def running(writer: DiskWriter) -> int:
-    """The pid of its process, once it runs."""
+    """The pid of the writer's process, once it runs."""
     pid: int = until(lambda: writer._child and writer._child.pid, 30, "the process")
     return pid
 

@@ -1,4 +1,4 @@
-"""The documentation's site builds without a warning, and its reference says what the code says."""
+"""The documentation's site builds without a warning, and its reference agrees with the code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site. --strict: a dead link or anchor fails the build."""
+    """The built site. --strict makes a dead link or anchor fail the build."""
     requires.module("material")
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(

@@ -1,4 +1,5 @@
-"""Evidence: kernel states in words, what SIGKILL does not end, and how much of it is kept."""
+"""Evidence: kernel states in words, processes that survive SIGKILL, and how much evidence is
+kept."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def trace_of(facts: TrainingFacts | None = None, **series: Sequence[float]) -> l
 
 
 def healthy(count: int = 600, seed: int = 1, noise: float = 0.02) -> list[float]:
-    """A power-law descent with noise in proportion to the loss."""
+    """A power-law descent with noise proportional to the loss."""
     source = random.Random(seed)
     return [(2 + 6 * (n + 1) ** -0.4) * source.gauss(1, noise) for n in range(count)]
 

@@ -1,4 +1,5 @@
-"""The guard reports within two minutes that it sees no steps, with the line that came nearest."""
+"""The guard reports within two minutes that it sees no steps, with the line that most resembles
+one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""How the supervisor reads the ranks' flight records: in which order it delivers their steps, and
-that it withholds none forever."""
+"""How the supervisor reads the ranks' flight records: the order in which it delivers their steps,
+and that it holds none back forever."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_on_another_node_the_lowest_rank_there_leads(tmp_path: Path) -> None:
 
 
 def _worker(state: StateDir, rank: int, local_rank: int, *, process: int) -> FlightWriter:
-    """A worker of this launch, under the pid of a process that lives or is gone."""
+    """A worker of this launch, with the pid of a process that is alive or gone."""
     writer = FlightWriter(
         state.flight_of(rank), rank=rank, local_rank=local_rank, world_size=4, run_id=RUN
     )

@@ -1,5 +1,5 @@
-"""The gate: nothing invalid goes out, unknown is reported and does not block, and a decision can be
-replayed."""
+"""The gate: nothing invalid goes out, unknown values are reported and do not block, and decisions
+can be replayed."""
 
 from __future__ import annotations
 

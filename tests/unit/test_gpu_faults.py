@@ -1,5 +1,5 @@
-"""Faults of GPUs over successive samples: reported once when they come, once when they go, not for
-what wobbles."""
+"""GPU faults over successive samples: reported once when they appear and once when they clear, but
+not for readings that fluctuate."""
 
 from __future__ import annotations
 

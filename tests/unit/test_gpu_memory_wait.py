@@ -1,4 +1,4 @@
-"""No launch on GPUs that the last one still fills."""
+"""No launch starts on GPUs that the last one still fills."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GIB = 1024**3
 
 
 class Gpus:
-    """Readings one after another; the last one stays."""
+    """Successive readings; the last one repeats."""
 
     def __init__(self, *readings: dict[str, int] | None) -> None:
         self.readings = list(readings)

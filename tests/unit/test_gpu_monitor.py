@@ -31,7 +31,8 @@ class Control:
 
 
 class Bench:
-    """The part with a fake clock, a fake health part, and a control that notes what it is asked."""
+    """The monitor with a fake clock, a fake health monitor, and a control that records the requests
+    it receives."""
 
     def __init__(self, tmp_path: Path, **gpu: Any) -> None:
         self.clock, self.control = FakeClock(), Control()

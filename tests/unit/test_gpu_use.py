@@ -1,5 +1,5 @@
-"""Source 002's continuous check: every row of its matrix, its examples, its lines, and the
-relaunch's limits."""
+"""Source 002's continuous check: every row of its matrix, its examples, its lines, and the limits
+of a relaunch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No progress: when it is a hang, when it is not, and who holds the others up."""
+"""No progress: when it is a hang, when it is not, and which rank holds the others up."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rank(
 def watch(
     detector: HangDetector, start: float, end: float, ranks: dict[int, Now]
 ) -> tuple[float, Hang] | None:
-    """Look once a second; the time and the hang, or None."""
+    """Check once a second; returns the time and the hang, or None."""
     now = start
     while now <= end:
         hang = detector.check(now, ranks)
@@ -50,7 +50,7 @@ def watch(
 
 @pytest.fixture
 def detector() -> HangDetector:
-    """Launched at 0, with one step of 10 s that ended at 100."""
+    """A detector launched at 0, with one step of 10 s that ended at 100."""
     detector = HangDetector(SETTINGS)
     detector.launched(0.0)
     detector.stepped(100.0, 10.0)
@@ -97,7 +97,7 @@ def test_a_phase_with_an_allowance_may_take_it_and_no_more(
 
 
 class Shown:
-    """What the hook shows of a rank's phases, as the detector reads it."""
+    """The hook's view of a rank's phases, as the detector reads it."""
 
     def show_phase(self, name: bytes, since: float, heartbeat: float, allowance_s: float) -> None:
         known = None if math.isnan(allowance_s) else allowance_s
@@ -315,7 +315,7 @@ def test_ranks_that_wait_in_init_for_one_that_never_comes_name_it() -> None:
 
 
 def before_init(cpu_share: float, prints: bool) -> float | None:
-    """When a miner of which no rank reports is called a hang, within two hours."""
+    """When the detector calls a miner without reporting ranks a hang, within two hours."""
     detector = HangDetector(SETTINGS)
     detector.launched(0.0)
     for now in range(1, 7200):

@@ -1,5 +1,4 @@
-"""The part that watches for hangs: a miner whose steps it can't see is reported to be unseen, not
-hanging."""
+"""The hang monitor: it reports a miner whose steps it can't see as unseen, not as hanging."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ STARTING = Now("starting", "", 0.0, 0.0, None, None, 0, None, None, None, None, 
 
 
 def hang_watch(folder: Path, **given: Any) -> tuple[HangMonitor, FakeClock, list[Finding]]:
-    """The part after a launch, its clock, and what it emits from its jobs."""
+    """The monitor after a launch, its clock, and what it emits from its jobs."""
     clock, emitted = FakeClock(), []  # type: ignore[var-annotated]
     defaults: dict[str, Any] = {
         "config": replace(Config(), hang=HANG),
@@ -45,7 +44,7 @@ def watch(
     *,
     printing: bool,
 ) -> list[Finding]:
-    """What is found in five minutes of a miner that shows no step."""
+    """The findings in five minutes of a miner that shows no step."""
     config = replace(Config(), hang=HANG, miner=MinerSettings(attach=attach))
     monitor, clock, emitted = hang_watch(folder, config=config)
     found: list[Finding] = []

@@ -1,4 +1,5 @@
-"""Health: samplers that fail, hang and recover; a container's limits; one line that fits."""
+"""Health: samplers that fail, hang and recover; a container's limits; a summary that fits one
+line."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ GIB = 1024**3
 
 
 class Moody:
-    """A sampler whose mood the test sets."""
+    """A sampler that fails, hangs or answers as the test says."""
 
     def __init__(self) -> None:
         self.mood = "well"
@@ -88,7 +89,7 @@ def test_a_sampler_that_hangs_is_cut_and_takes_one_thread_and_no_other_along() -
 
 
 def _sampled(sampler: HostSampler) -> tuple[dict[str, Any] | None, dict[str, str | None]]:
-    """The host's figures after two rounds, and why those that are null are."""
+    """The host's figures after two rounds, and the reasons for those that are null."""
     samplers = Samplers(SystemClock(), 5.0, sampler.reads)
     samplers.sample()
     samplers.sample()

@@ -1,5 +1,5 @@
-"""No helper of the guard outlives it, whichever thread started it and whatever suspended it; the
-miner's processes are not its helpers."""
+"""None of the guard's helpers outlives it, whichever thread started it and whatever suspended it;
+the miner's processes are not helpers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the guard costs: its helpers count, ended or running; the miner's processes do not."""
+"""The guard's cost: its helpers count, ended or running; the miner's processes do not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COMMAND = [sys.executable, "-S", "-c", _BURN]
 
 
 def _helper(seconds: float) -> subprocess.Popen[bytes]:
-    """A helper that has used so much CPU time and waits until its stdin ends."""
+    """A helper that has used this much CPU time and waits until its stdin ends."""
     child = subprocess.Popen(
         [*_COMMAND, str(seconds)],
         stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""A part that fails is reported once; the others and the supervisor continue."""
+"""A monitor that fails is reported once; the other monitors and the supervisor continue."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Half an hour of a run on a simulated clock, with the real schedule, monitors, samplers and files:
-on time, flat, cheap."""
+on time, flat and cheap."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HOOK_S = 0.00027
 
 
 class Hour(WholeRun):
-    """The supervisor's pulse, once a simulated second; jobs run in the schedule's real threads."""
+    """The supervisor's tick, once per simulated second; jobs run in the schedule's real threads."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         clock = FakeClock()
@@ -103,8 +103,8 @@ class Hour(WholeRun):
             assert time.monotonic() < deadline
 
     def _plan_is_old(self) -> bool:
-        """The wall clock was stepped and the schedule's thread, which sleeps in real time, has not
-        shifted its plan yet."""
+        """Whether the wall clock was stepped and the schedule's thread, which sleeps in real time,
+        has not shifted its plan yet."""
         return abs(self.clock.wall() - self.clock.monotonic() - self.jobs._offset) >= 1.0
 
     def at(self, event: str) -> list[float]:

@@ -1,4 +1,4 @@
-"""The house's rules on names and signatures, so that one word means one thing."""
+"""The house rules on names and signatures, so that one word means one thing."""
 
 from __future__ import annotations
 
@@ -112,7 +112,8 @@ def test_limits_are_named_max_and_min() -> None:
 
 
 def _imports() -> dict[str, set[str]]:
-    """Every import of one of our modules by another: at the top, in a function, for type checks."""
+    """Every import of one of our modules by another: at the top, in a function, or for type
+    checks."""
     modules = {
         ".".join(path.relative_to(REPO).with_suffix("").parts).removesuffix(".__init__"): tree
         for path, tree in _sources()
@@ -131,7 +132,7 @@ def _imports() -> dict[str, set[str]]:
 
 
 def _room(module: str) -> str:
-    """`miner_guard.cli`, `miner_guard.exits`, `uploads`."""
+    """The room of a module, such as `miner_guard.cli`, `miner_guard.exits` or `uploads`."""
     return ".".join(module.split(".")[: 2 if module.startswith("miner_guard") else 1])
 
 

@@ -1,5 +1,5 @@
-"""gradients.pt from anybody: what validators would reject is refused, nothing runs, memory is
-bounded."""
+"""gradients.pt from an untrusted miner: what validators would reject is refused, no code runs,
+memory is bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layout of a repo is the profile's: probes and audits find its files under any key."""
+"""The profile determines the layout of a repo: probes and audits find its files under any key."""
 
 from __future__ import annotations
 

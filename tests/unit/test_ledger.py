@@ -1,4 +1,5 @@
-"""The ledger of decisions and uploads: survives damage and a full disk, and a reader makes none."""
+"""The ledger of decisions and uploads survives damage and a full disk, and a reader never creates
+one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The router delivers all output to the monitors, once, and to each only the lines that can concern
-it."""
+"""The router delivers all output to the monitors, once, and to each monitor only the lines that may
+concern it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class LineSeeker(LineReader):
 
 @pytest.fixture(autouse=True, scope="module", params=["compiled", "in Python"])
 def _templates(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test runs with both ways to find templates."""
+    """Every test runs with both ways to compute templates."""
     compiled = request.param == "compiled"
     if compiled and not line_templates.COMPILED:
         pytest.skip("built without a compiler")
@@ -146,7 +146,7 @@ def test_a_line_without_an_end_is_cut_and_takes_no_more_memory() -> None:
 
 
 class FewLines(LineReader):
-    """Reads no further line after its third with its word."""
+    """A monitor that reads no further line after the third one with its word."""
 
     words = frozenset({b"loss"})
 

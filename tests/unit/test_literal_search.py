@@ -1,4 +1,4 @@
-"""Every search for literals gives the answer that asking for each of them gives."""
+"""Every literal search gives the same answer as asking for each literal separately."""
 
 from __future__ import annotations
 

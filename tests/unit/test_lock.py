@@ -1,4 +1,4 @@
-"""One guard per state directory, also where somebody removes the lock file under it."""
+"""One guard per state directory, even if somebody removes its lock file."""
 
 from __future__ import annotations
 

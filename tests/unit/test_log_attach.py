@@ -1,4 +1,4 @@
-"""Log-only: a miner's lines give the same steps as its code would."""
+"""Log-only mode: a miner's lines give the same steps as the hook would."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TODAY = (
 
 
 class Log:
-    """A launch of a miner whose lines are all there is."""
+    """A launch of a miner that is known only by its lines."""
 
     def __init__(self, folder: Path, **miner: object) -> None:
         settings = MinerSettings(**{"attach": "log", **miner})  # type: ignore[arg-type]

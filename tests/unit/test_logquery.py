@@ -1,4 +1,4 @@
-"""Queries over guard.jsonl find exactly what was asked, over rotated files, and never trip over a
+"""Queries over guard.jsonl find exactly what was asked, across rotated files, and never fail on a
 bad line."""
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def _emitter(log: Path, clock: FakeClock, max_bytes: int = 2000) -> Emitter:
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    """120 events over several rotated files: a slow step each minute, a message each from ranks 0
-    and 1."""
+    """120 events over several rotated files: a slow step each minute, and one message each from
+    ranks 0 and 1."""
     path, clock = tmp_path / "guard.jsonl", FakeClock()
     emitter = _emitter(path, clock)
     for minute in range(40):

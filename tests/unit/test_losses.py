@@ -15,7 +15,7 @@ from tests.support import requires
 
 
 class Graph:
-    """A node of autograd: `DivBackward0` and the like."""
+    """A node of autograd, such as `DivBackward0`."""
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class Device:
 
 
 class Tensor:
-    """A scalar of torch. One on the GPU must not be asked for its value: that would wait for the
-    GPU."""
+    """A scalar of torch. One on the GPU must not be asked for its value, because that would wait
+    for the GPU."""
 
     requires_grad = False
 
@@ -63,7 +63,7 @@ class Tensor:
 
 
 class Slot:
-    """Pinned memory: what was copied is there when the GPU has come so far."""
+    """Pinned memory: a copied value appears once the GPU has reached that point."""
 
     value = math.nan
 
@@ -76,7 +76,8 @@ class Slot:
 
 
 class Event:
-    """Done when the test decides. Waiting for it fails, because it has no method for that."""
+    """An event that is done when the test decides. Waiting for it fails, because it has no method
+    for that."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -249,12 +250,12 @@ def test_a_loss_that_can_not_be_read_is_unknown_with_all_that_belongs_to_it() ->
 
 
 class Optimizer:
-    """What steps."""
+    """An optimizer that can step."""
 
 
 def steps_counted(names: str) -> tuple[str, bool]:
-    """Which of the optimizers' steps end a training step, as letters; and whether each takes part
-    in each."""
+    """Which of the optimizers' steps end a training step, as letters, and whether each optimizer
+    takes part in each."""
     leader, optimizers = Leader(), {name: Optimizer() for name in names}
 
     def ends(optimizer: Optimizer) -> bool:

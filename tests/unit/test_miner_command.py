@@ -1,5 +1,5 @@
-"""What a miner's command and environment say before it is started: interpreter, ranks, GPUs,
-ports."""
+"""What the guard learns from a miner's command and environment before it starts: interpreter,
+ranks, GPUs, ports."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ OOM = (
 
 
 class Jobs(JobsNever):
-    """One-time work is done at once; samplers, which ask real devices, do not run."""
+    """Runs one-time work immediately; samplers, which would query real devices, do not run."""
 
     def once(self, name: str, work: Callable[[], None]) -> None:
         if name.endswith("evidence"):

@@ -1,4 +1,4 @@
-"""Other nodes: found in the launcher's own command and connections."""
+"""Other nodes, found through the launcher's own command and connections."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The NVML child with a fake library: a GPU that hangs or is lost costs the others nothing, and no
-call outlasts its deadline."""
+"""The NVML child with a fake library: a GPU that hangs or is lost does not affect the others, and
+no call outlasts its deadline."""
 
 from __future__ import annotations
 

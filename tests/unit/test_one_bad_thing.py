@@ -1,4 +1,4 @@
-"""One bad entry, byte or argument costs itself, and nothing that comes after it."""
+"""One bad entry, byte or argument affects only itself, and nothing that comes after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every surface tells the same verdict in the same words: state, since when, cause, next step."""
+"""Every surface shows the same verdict in the same words: state, since when, cause, next step."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_every_fault_of_the_runbook_is_made_by_the_test_it_names() -> None:
 
 
 def _with_helpers(source: str, name: str) -> str:
-    """The code of a function of a test file, and of the file's own functions that it calls."""
+    """The code of a function in a test file, and of the file's own functions that it calls."""
     functions = {
         node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)
     }

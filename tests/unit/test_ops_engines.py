@@ -1,4 +1,4 @@
-"""ops/ for Slurm, Kubernetes and SkyPilot: what they agree with the guard about."""
+"""ops/ for Slurm, Kubernetes and SkyPilot: the agreements between these files and the guard."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ _EXPORTS = {
 
 
 def _alloy() -> dict[str, dict[str, Any]]:
-    """The components of config.alloy by `kind.label`. Its grammar is HCL's, but for names with
+    """The components of config.alloy by `kind.label`. Its grammar is HCL's, except for names with
     dots."""
     requires.module("hcl2")
     import hcl2

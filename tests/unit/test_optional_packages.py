@@ -1,4 +1,4 @@
-"""What people are told to install: packages that are on an index, never a name that anybody could
+"""What people are told to install: packages that exist on an index, never a name that anybody could
 register."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names in OpenTelemetry: one for every metric of /metrics, by convention where there is one."""
+"""Names in OpenTelemetry: one for every metric of /metrics, by convention if there is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is reported of gradients before they are written, and that no tensor is read for it."""
+"""What is reported about gradients before they are written, and that no tensor is read for that."""
 
 from __future__ import annotations
 

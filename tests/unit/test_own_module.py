@@ -1,4 +1,4 @@
-"""A helper runs our code and never a file that lies in the miner's directory."""
+"""A helper runs our code and never a file from the miner's directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slow steps that a person should hear of, and pauses that a program makes by itself."""
+"""Slow steps that a person should hear about, and pauses that a program makes on purpose."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def run(seconds_of: Callable[[int], float], hours: float) -> Iterator[tuple[str,
 
 
 def healthy(seed: int) -> Callable[[int], float]:
-    """Steps of 2-5 s with the noise of a shared machine, an evaluation, an epoch's end and a
-    checkpoint by the clock."""
+    """Steps of 2-5 s with the noise of a shared machine, an evaluation, the end of an epoch, and
+    checkpoints at fixed times."""
     chance = random.Random(seed)
     usual, every, epoch = (
         chance.uniform(2, 5),

@@ -1,4 +1,5 @@
-"""A pipe stands where the guard, a rank or a command expects a file: none waits for a writer."""
+"""If there is a pipe where the guard, a rank or a command expects a file, none of them waits for a
+writer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a rank reads of itself: no CUDA context where none was, and local counts rather than global
-ones."""
+"""What a rank reads about itself: it creates no CUDA context, and counts local rather than global
+values."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_shapes_that_a_rank_cannot_know_are_unknown_and_older_ones_forgotten(
 
 
 class Alone:
-    """A rank without others and without a supervisor."""
+    """A rank without other ranks and without a supervisor."""
 
     rank, local_rank, world_size, supervised = 0, 0, 1, False
 

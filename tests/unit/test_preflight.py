@@ -1,4 +1,4 @@
-"""The preflight's patience: what it waits for, what it remembers, and what stops a start."""
+"""The preflight's patience: what it waits for, what it remembers, and what prevents a start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.snapshots import healthy
 
 
 class Looking:
-    """A preflight whose looks are given, and whose clock moves only while it waits."""
+    """A preflight with given snapshots, whose clock moves only while it waits."""
 
     def __init__(self, tmp_path: Path, looks: list[Snapshot], **gpu: Any) -> None:
         self.clock, self.findings, self.waited = FakeClock(), [], 0.0  # type: ignore[var-annotated]

@@ -1,5 +1,5 @@
-"""Pushes that the miner's own lines alone tell of: looked for, unless a hook tells of them as
-well."""
+"""Pushes known only from the miner's own lines: the monitor reads the lines unless a hook reports
+pushes as well."""
 
 from __future__ import annotations
 

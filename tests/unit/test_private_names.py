@@ -41,7 +41,8 @@ NEEDED = {
 
 
 def private_names(source: str) -> Iterator[str]:
-    """Dotted names with a private part that this code imports, reads of a module or has as text."""
+    """Dotted names with a private part that this code imports, reads from a module or contains as
+    text."""
     tree = ast.parse(source)
     modules: dict[str, str] = {}
     found: list[str] = []

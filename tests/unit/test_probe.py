@@ -1,4 +1,4 @@
-"""Questions to a child with a deadline: how long to wait for one that is late."""
+"""Questions to a child with a deadline: how long to wait for a late child."""
 
 from __future__ import annotations
 

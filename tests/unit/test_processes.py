@@ -1,4 +1,4 @@
-"""Of a process only pid and start time together identify it; signals go to exactly that one."""
+"""Only pid and start time together identify a process, and a signal goes to exactly that one."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Searches:
 
 
 def _seconds(tree: Searches, count: int) -> int:
-    """The searches of so many seconds."""
+    """The searches of this many seconds."""
     before = tree.searches
     for _ in range(count):
         cast(FakeClock, tree._clock).advance(1.01)

@@ -174,7 +174,7 @@ def test_nothing_is_gated_where_no_validator_judges_uploads(name: str) -> None:
 
 
 class Log:
-    """A launch under `attach = "log"`: every line comes 10 s after the one before."""
+    """A launch under `attach = "log"`: each line arrives 10 s after the one before."""
 
     def __init__(self, folder: Path, profile: str) -> None:
         self.clock = FakeClock()

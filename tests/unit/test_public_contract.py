@@ -1,4 +1,4 @@
-"""Guards against a rename that breaks somebody's grep, script or guard.toml silently."""
+"""A rename must not silently break somebody's grep, script or guard.toml."""
 
 from __future__ import annotations
 

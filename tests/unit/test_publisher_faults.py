@@ -1,4 +1,4 @@
-"""Storages that do less than they should: no list of parts, late reads, keys that end."""
+"""Storages that do less than they should: no list of parts, stale reads, keys that expire."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_server_that_is_busy_is_asked_for_the_parts_again(
 
 
 class Behind(LocalRepo):
-    """Shows for some looks what was there before."""
+    """Shows the earlier state for the first few reads."""
 
     looks = 2
 

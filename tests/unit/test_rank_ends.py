@@ -1,4 +1,4 @@
-"""Ranks that end while others train: who left, how, and when that is worth a line."""
+"""Ranks that end while others train: which rank left, how, and when that is worth a line."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_dead_rank_under_a_living_launcher_is_reported_with_its_cause(
 
 
 class States:
-    """What a launch's ranks wrote last."""
+    """The last records of a launch's ranks."""
 
     def __init__(self, stepped: bool, *states: str) -> None:
         self._stepped, self._states = stepped, set(states)

@@ -1,4 +1,4 @@
-"""Secrets that a subnet miner prints, by their shapes; lookalikes stay."""
+"""Secrets that a subnet miner prints, recognised by their shapes; lookalikes stay."""
 
 from __future__ import annotations
 

@@ -65,7 +65,8 @@ NO_SECRETS = {
 
 
 def detectors() -> dict[str, Any]:
-    """Every detector that knows secrets by their shape; the others guess by entropy or by words."""
+    """Every detector that recognises secrets by their shape; the others guess by entropy or by
+    words."""
     requires.module("detect_secrets")
     import detect_secrets.plugins as plugins
     from detect_secrets.plugins.base import RegexBasedDetector

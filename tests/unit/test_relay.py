@@ -1,5 +1,5 @@
-"""The relay passes on before the monitors look: neither a slow part nor one that fails holds the
-miner up."""
+"""The relay passes output on before the monitors read it: neither a slow monitor nor one that fails
+delays the miner."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ OUTPUT = b"".join(b"%06d Inner Step\n" % n for n in range(40_000))
 
 
 class Stage:
-    """A relay from a pipe to a file, turned by hand."""
+    """A relay from a pipe to a file, driven by the test."""
 
     def __init__(self, passed_on: Path, show: Callable[[bytes], None]) -> None:
         self._passed_on = passed_on
@@ -68,7 +68,7 @@ class Stage:
             self.loop.turn()
 
     def written(self) -> bytes:
-        """What has left the guard when it ends now."""
+        """The output that has left the guard if it ends now."""
         self.relay.finish(10.0)
         return self._passed_on.read_bytes()
 
@@ -195,7 +195,7 @@ def test_a_miner_that_prints_faster_than_the_monitors_read_waits_for_them(
 
 
 def _flood(at: Stage, megabytes: int) -> None:
-    """Print as fast as the relay reads, so that it never sees an empty pipe."""
+    """Print as fast as the relay reads, so that it never finds an empty pipe."""
     os.set_blocking(at.miner, False)
     sent, deadline = 0, time.monotonic() + 60
     while sent < megabytes * 1024 * 1024:

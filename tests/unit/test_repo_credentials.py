@@ -1,4 +1,4 @@
-"""Keys come from where the miner has them, and what is missing or unsafe is reported without
+"""Keys come from where the miner keeps them, and the guard reports missing or unsafe ones without
 showing a key."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A local directory as a repo, probed like the supervisor probes it."""
+"""A local directory as a repo, probed as the supervisor probes it."""
 
 from __future__ import annotations
 

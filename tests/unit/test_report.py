@@ -1,4 +1,4 @@
-"""The report: one page that stands alone, whatever the log holds; a week of it within seconds and
+"""The report: one self-contained page, whatever the log holds; a week of log takes seconds and
 megabytes."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tiles name their limits and admit when their time is over; the strip explains itself."""
+"""The tiles name their limits and show when they are out of date; the strip explains itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank journals is reported, and a checkpoint that grows old is reported once."""
+"""The guard reports what a rank journals, and reports once that the newest checkpoint is old."""
 
 from __future__ import annotations
 

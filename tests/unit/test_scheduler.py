@@ -1,5 +1,5 @@
-"""The parts' jobs: no pile-up, failures told once, a stepped wall clock does not move an
-interval."""
+"""The monitors' jobs: they do not pile up, failures are reported once, and a stepped wall clock
+does not change an interval."""
 
 from __future__ import annotations
 

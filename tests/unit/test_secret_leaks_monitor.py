@@ -1,4 +1,4 @@
-"""What the miner prints of its secrets is warned of once, and never repeated."""
+"""The guard warns once of a secret that the miner prints, and never repeats it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SECURITY.md: each of its sentences is attacked by a test that exists."""
+"""SECURITY.md: an existing test attacks each of its sentences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which line of its own program a rank stands at, from py-spy's dump and from faulthandler's."""
+"""The line of its own program at which a rank is, from py-spy's dump and from faulthandler's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The startup checks of what a miner publishes to: the clock, the repo and its keys."""
+"""The startup checks of the repo that a miner publishes to: the clock, the repo and its keys."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The state directory quotes logs, stacks and command lines: no other user may read it, whatever it
-was before."""
+"""The state directory quotes logs, stacks and command lines, so no other user may read it, whatever
+its mode was before."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def state(tmp_path: Path) -> StateDir:
 
 
 def open_to_others(root: Path) -> list[str]:
-    """What other users may do something with, as paths below `root`."""
+    """The paths below `root` that other users may access."""
     paths = [root, *root.rglob("*")]
     return [
         str(p.relative_to(root))

@@ -1,4 +1,4 @@
-"""The table of states: a run can end from everywhere, and never leaves its end."""
+"""The table of states: a run can end from every state, and never leaves the final one."""
 
 from __future__ import annotations
 

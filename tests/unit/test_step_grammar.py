@@ -1,4 +1,4 @@
-"""One grammar reads the step lines of trainers, each of which prints a different form."""
+"""One grammar reads the step lines of all trainers, each of which prints a different form."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The monitor `steps` reports what the flight record shows, in the documents' words, and no more
-often than asked."""
+often than configured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The supervisor's states where things come in the wrong order, or do not come."""
+"""The supervisor's states if events arrive in the wrong order, or not at all."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Pipes:
 
 
 class Records:
-    """Flight records, each question to which fails when the test says so."""
+    """Flight records; any query fails when the test says so."""
 
     def __init__(self) -> None:
         self.failing = False
@@ -109,7 +109,7 @@ def defects() -> list[Exception]:
 def supervisor(
     tmp_path: Path, findings: list[Finding], defects: list[Exception]
 ) -> Iterator[Supervisor]:
-    """One without a miner: its pipes can't be had, so that every launch fails at once."""
+    """A supervisor without a miner: it can't create pipes, so every launch fails immediately."""
     clock = FakeClock()
     loop = Loop(clock, defects.append)
     order = LaunchSpec(
@@ -128,7 +128,7 @@ def supervisor(
 
 @pytest.fixture
 def launcher(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> Launcher:
-    """A launch that runs, with nothing below its launcher."""
+    """A running launch without any process below its launcher."""
     launcher = Launcher()
     now = supervisor.clock.monotonic()
     nothing: Any = SimpleNamespace(leftovers=lambda _launcher: set(), kill_all=lambda: None)

@@ -1,4 +1,4 @@
-"""Anomalies put into curves of many kinds are found, and the curves without them are quiet."""
+"""Anomalies inserted into curves of many kinds are found, and the curves without them are quiet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SEEDS = 3
 
 
 def described(title: str, seen: Report) -> None:
-    """The figures, for the log of the tests."""
+    """The figures, for the tests' log."""
     print(f"\n{title}: {seen.quiet_share():.1%} of the quiet curves alarmed")
     print({kind: n for kind, (n, _) in seen.quiet.items() if n})
     for anomaly, (found, count) in seen.found.items():

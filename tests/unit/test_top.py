@@ -1,4 +1,4 @@
-"""`miner-guard top`: fits any terminal, says unknown where nothing is known, restores the
+"""`miner-guard top` fits any terminal, shows unknown values as unknown, and restores the
 terminal."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Real curves: what share of the labelled anomalies is found at its step, and how often healthy
 ones raise an alarm.
 
-The corpus is other people's data beside the checkout; without it these tests are skipped.
+The corpus is other people's data next to the checkout; without it these tests are skipped.
 Repositories that give many similar runs count as much as those that give one.
 """
 
@@ -45,12 +45,12 @@ VALUES_OFF = 2
 
 @dataclass
 class Score:
-    """What was found of a type, by repository."""
+    """What was found of one type, by repository."""
 
     hits: dict[str, list[bool]] = field(default_factory=lambda: collections.defaultdict(list))
 
     def recall(self) -> float:
-        """Mean of the repositories' recalls."""
+        """The mean of the repositories' recalls."""
         return sum(sum(h) / len(h) for h in self.hits.values()) / len(self.hits)
 
 
@@ -155,7 +155,8 @@ def best_of(results: dict[Any, dict[str, tuple[float, int, int]]], without: str)
     """The thresholds with the highest recall over all repositories but one, among those with few
     false alarms.
 
-    Few: half of what is allowed, because what is chosen on some repositories does worse on others.
+    Few means half of what is allowed, because thresholds chosen on some repositories do worse on
+    others.
     """
 
     def merit(setting: Any) -> tuple[float, ...]:

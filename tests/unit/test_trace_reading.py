@@ -1,4 +1,4 @@
-"""Which lines and tables are read as a trace, and that no text makes the reader raise."""
+"""Which lines and tables the reader accepts as a trace, and that no text makes it raise."""
 
 from __future__ import annotations
 

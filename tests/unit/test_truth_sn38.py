@@ -95,7 +95,7 @@ def test_before_it_is_written_a_gradient_is_judged_as_validators_judge_the_file(
 
 
 def verdicts_changed(version: str) -> list[dict[str, Any]]:
-    """States of which an earlier version says something else than the profile's, and good ones."""
+    """States on which an earlier version disagrees with the profile's, and good ones."""
     return [
         line
         for line in LINES

@@ -1,5 +1,5 @@
-"""Uploads beside the miner: what is reported and how often, what is kept, and that nothing is
-believed unseen."""
+"""Uploads: what the guard reports and how often, what it stores, and that it believes nothing
+unverified."""
 
 from __future__ import annotations
 

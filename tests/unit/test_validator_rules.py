@@ -1,4 +1,4 @@
-"""How single rules read what they judge, and that no input makes one raise."""
+"""How single rules read their input, and that no input makes one raise."""
 
 from __future__ import annotations
 

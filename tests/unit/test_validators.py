@@ -1,4 +1,4 @@
-"""Every rule passes, warns, blocks and is unknown where it should."""
+"""Every rule passes, warns, blocks and is unknown when it should."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Rules about what is in no file: the axon, AllReduces, and the limit that a failed one raises."""
+"""Rules about what is in no file: the axon, AllReduces, and the limit that a failed AllReduce
+raises."""
 
 from __future__ import annotations
 

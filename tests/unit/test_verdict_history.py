@@ -1,4 +1,4 @@
-"""A week of verdicts: counted as it happens, shown as cells and shares."""
+"""A week of verdicts: counted as it passes, shown as cells and shares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The monitor of uploads checks that each reported push arrived."""
+"""The uploads monitor checks that each reported push arrived."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a push that was reported can be seen in the repo: verified, refuted, or not known."""
+"""Whether the repo shows a reported push: verified, refuted, or unknown."""
 
 from __future__ import annotations
 

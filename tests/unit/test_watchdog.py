@@ -24,12 +24,12 @@ GRACE_S = 10.0
 
 
 class Left(Exception):
-    """Stands for the end of the process."""
+    """Stands in for the end of the process."""
 
 
 class Scene:
-    """A loop that turns when the test says so, a launch that ends when it is signalled, a clock
-    that is moved."""
+    """A loop that runs when the test says so, a launch that ends when it is signalled, and a clock
+    that the test moves."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = FakeClock()
@@ -67,7 +67,7 @@ class Scene:
         raise Left
 
     def pass_time(self, seconds: float, *, turning: bool = True) -> None:
-        """In looks of half a second."""
+        """Let time pass, in checks of half a second."""
         for _ in range(int(seconds * 2)):
             self.clock.advance(0.5)
             if turning:

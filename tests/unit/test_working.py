@@ -1,4 +1,4 @@
-"""Progress of commands that take over a second: on a terminal only, and gone at the end."""
+"""The progress of commands that take over a second: only on a terminal, and removed at the end."""
 
 from __future__ import annotations
 

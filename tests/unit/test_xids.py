@@ -1,4 +1,5 @@
-"""Xid numbers, by NVIDIA's catalogue: whose fault, what to do, what a line with one means."""
+"""Xid numbers, by NVIDIA's catalogue: which component is at fault, what to do, what a line with one
+means."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Runs a command in the background of a terminal that stops anyone who writes there from the
-background."""
+"""Runs a command in the background of a terminal that stops background processes that write to
+it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Many children that ignore SIGTERM: deaf.py CHILDREN TOKEN. They are shells' `sleep`s, to be had
-in thousands."""
+"""Many children that ignore SIGTERM: deaf.py CHILDREN TOKEN. They are `sleep`s started by shells,
+which makes thousands of them affordable."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Writes a checkpoint when it is told to stop: graceful.py SECONDS FILE TOKEN. Takes SECONDS for
-it."""
+"""Writes a checkpoint when it is told to stop: graceful.py SECONDS FILE TOKEN. Writing takes
+SECONDS."""
 
 from __future__ import annotations
 

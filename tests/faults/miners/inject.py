@@ -1,4 +1,4 @@
-"""Injects a fault into a training script that knows nothing of it: inject.py FAULT SCRIPT ARG…
+"""Injects a fault into an unmodified training script: inject.py FAULT SCRIPT ARG…
 
 After the third optimizer step of rank 1 (of the only rank, without torchrun) FAULT happens:
 `raises` an exception, `killed` by SIGKILL, `stopped` by SIGSTOP, `hangs` in its own code, `leaves`
@@ -52,7 +52,7 @@ def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def loading(load: Callable[..., Any]) -> Callable[..., Any]:
-    """`load`, as slow as the rank is to be in its present step."""
+    """`load`, as slow as this rank should be in the current step."""
 
     def loaded(*args: Any, **kwargs: Any) -> Any:
         time.sleep(SLOW_BATCH_S if culprit and steps in SLOW_STEPS else BATCH_S)

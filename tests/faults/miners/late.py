@@ -1,8 +1,5 @@
-"""A rank of a miner whose last rank comes late to a question that all ranks answer alike, and then
-continues.
-
-late.py LATE_S all|alone TOKEN
-"""
+"""A rank of a miner whose last rank answers a collective question late, and then continues. late.py
+LATE_S all|alone TOKEN"""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ STEPS, LATE_AT = 600, 10
 
 
 def asks(rank: int, step: int) -> bool:
-    """Whether this rank asks at this step. `alone`: rank 0 asks, and no other ever does."""
+    """Whether this rank asks at this step. `alone`: only rank 0 ever asks."""
     return step % 5 == 0 and (rank == 0 or sys.argv[2] != "alone")
 
 

@@ -1,4 +1,4 @@
-"""A launcher with descendants of every kind that supervisors lose: process_tree.py MODE TOKEN.
+"""A launcher with every kind of descendant that supervisors lose: process_tree.py MODE TOKEN.
 
 `stay` waits for its end, `leave` exits with 0 at once and leaves them all. Children: plain, setsid,
 double-forked, double-forked with an empty environment, one that ignores SIGTERM, one stopped by

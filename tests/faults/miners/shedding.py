@@ -1,9 +1,6 @@
-"""Children that hide: shedding.py TOKEN. One clears its environment by `env -i`, one overwrites it
-in place.
-
-Both leave parent, session and process group behind first, so that only membership or a list finds
-them.
-"""
+"""Children that hide: shedding.py TOKEN. One clears its environment with `env -i`, one overwrites
+it in place. Both first leave their parent, session and process group, so that only a cgroup's
+members or a list lead to them."""
 
 from __future__ import annotations
 

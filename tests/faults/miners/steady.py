@@ -1,8 +1,8 @@
 """One rank that steps until it is stopped: steady.py FILE STEP_S TOKEN.
 
 Appends a line per step to FILE: pid, number, time of its end, seconds inside the hook and in
-prints. Both leave out the time in which it waited for a processor: then it waited for other
-programs of this machine, not for the guard. SIGUSR1 makes a thread of it print a megabyte. It has
+prints. Both exclude the time that it waited for a processor, because then it waited for other
+programs on this machine, not for the guard. On SIGUSR1 one of its threads prints a megabyte. It has
 a child that ignores SIGTERM and has no environment.
 """
 
@@ -38,7 +38,7 @@ waits = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
 
 
 def clock() -> float:
-    """Monotonic seconds without those in which this thread was ready to run and did not."""
+    """Monotonic seconds, excluding those in which this thread was ready but did not run."""
     return time.monotonic() - int(os.pread(waits, 64, 0).split()[1]) / 1e9
 
 

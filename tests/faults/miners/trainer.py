@@ -1,4 +1,4 @@
-"""A training script that knows nothing of the guard: trainer.py STEPS THEN TOKEN.
+"""A training script without the hook: trainer.py STEPS THEN TOKEN.
 
 DDP under torchrun.
 

@@ -1,4 +1,4 @@
-"""A guard whose loop hangs some seconds after its miner has started."""
+"""A guard whose loop hangs a few seconds after its miner has started."""
 
 from __future__ import annotations
 

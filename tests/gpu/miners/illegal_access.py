@@ -14,7 +14,7 @@ CLAIMED = 1 << 40
 
 
 class Overstated:
-    """An array of another library that claims to be larger than its memory.
+    """An array of a different library that claims to be larger than its memory.
 
     https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html, which torch.as_tensor
     reads without a copy.

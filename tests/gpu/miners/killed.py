@@ -1,4 +1,4 @@
-"""Holds GPU memory and dies by SIGKILL when told; each launch first records what is free."""
+"""Holds GPU memory and dies by SIGKILL when told to; each launch first records the free memory."""
 
 from __future__ import annotations
 

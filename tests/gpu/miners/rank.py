@@ -1,4 +1,4 @@
-"""One rank of a process group, on the GPU where there is one; the miners here share it."""
+"""One rank of a process group, on the GPU if there is one; the miners here share it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Rank:
         self.guard.step(outer_step=1, inner_step=self.number, loss=float(loss))
 
     def first_time(self, what: str) -> bool:
-        """Whether no earlier call of this test, in any launch, asked the same."""
+        """Whether no earlier call in this test, in any launch, asked the same."""
         path = self.folder / what
         if path.exists():
             return False
@@ -54,7 +54,7 @@ class Rank:
         return True
 
     def finish(self) -> None:
-        """Some steps more, then the configured end."""
+        """Take a few more steps, then finish as configured."""
         for _ in range(4):
             self.step()
         self.guard.close(finished=True)

@@ -1,5 +1,4 @@
-"""A program that knows nothing of the guard: after three steps any call that waits for the GPU
-raises."""
+"""A program without the hook: after three steps, any call that waits for the GPU raises."""
 
 from __future__ import annotations
 

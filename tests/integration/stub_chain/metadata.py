@@ -1,5 +1,5 @@
-"""A small runtime's metadata, self-made: the types, storage and runtime calls that the guard's
-questions touch.
+"""The handmade metadata of a small runtime: the types, storage and runtime calls that the guard's
+queries use.
 
 bittensor decodes every answer by the node's metadata, so a stub node must describe itself as a real
 one does: version 14 for bittensor 9, version 15 for 10 and 11.
@@ -17,8 +17,8 @@ Field = tuple["str | None", int]
 
 
 class Registry:
-    """Types by number, as metadata holds them. Each method answers the number of the type it adds
-    or finds."""
+    """Types by number, as metadata holds them. Each method returns the number of the type that it
+    adds or finds."""
 
     def __init__(self) -> None:
         self._types: list[bytes] = []
@@ -275,7 +275,7 @@ def v14() -> bytes:
 
 
 def v15() -> bytes:
-    """For bittensor 10 and 11, and the runtime calls of all."""
+    """For bittensor 10 and 11, with the runtime calls of all versions."""
     calls = vector(
         text(api)
         + vector(

@@ -1,5 +1,5 @@
-"""A chain node made of nothing: a websocket that answers what bittensor 9 to 11 ask, all values
-synthetic.
+"""A fake chain node: a websocket that answers the queries of bittensor 9 to 11 with synthetic
+values.
 
 `python node.py STATE.json` prints its port. STATE: `{"block", "netuid", "hotkeys": [public key in
 hex], "commitments": {uid: text}, "salt"}`; the salt changes the genesis hash, by which bittensor 11

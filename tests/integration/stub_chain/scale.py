@@ -1,4 +1,4 @@
-"""SCALE, the chain's encoding, as far as the stub needs it."""
+"""SCALE, the chain's encoding, limited to what the stub needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In the place of bittensor: a chain on which the block stands still."""
+"""Replaces bittensor: a chain whose block stands still."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""In the place of data/dataset.py: batches made up here, and the plan's next round with each
-fetch."""
+"""Replaces data/dataset.py: synthetic batches, and the plan's next round at each fetch."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from tests.truth.miner import neuron, plan
 
 
 class _OnCpu(torch.Tensor):
-    """Tokens that stay where they are when they are sent to the GPU of this rank's number."""
+    """Tokens that stay on the CPU when they are sent to the GPU of this rank's number."""
 
     def to(self, *_: Any, **__: Any) -> Any:
         return self.as_subclass(torch.Tensor)

@@ -1,4 +1,4 @@
-"""In the place of huggingface_hub, for miners that publish there: a folder and its tags."""
+"""Replaces huggingface_hub, for miners that publish there: a folder and its tags."""
 
 from __future__ import annotations
 

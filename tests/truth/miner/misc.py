@@ -1,4 +1,4 @@
-"""In the place of utils/misc.py and utils/logger.py: no DHT, no wandb, no speed test."""
+"""Replaces utils/misc.py and utils/logger.py: no DHT, no wandb, no speed test."""
 
 from __future__ import annotations
 

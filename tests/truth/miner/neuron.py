@@ -1,4 +1,4 @@
-"""In the place of base/neuron.py: wallet, chain and storage of a registered miner without a GPU."""
+"""Replaces base/neuron.py: wallet, chain and storage of a registered miner without a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ miner: Any = None
 
 
 class BaseNeuron:
-    """What the real class gives the miner, as far as uploads and steps go."""
+    """What the real class gives the miner, as far as uploads and steps need it."""
 
     neuron_type = "BaseNeuron"
 
@@ -87,8 +87,9 @@ class BaseNeuron:
 
 
 class _Quick:
-    """`time`, as the miner's script sees it: it sleeps fifty times less, and once the miner stops,
-    a thread beside its own that would sleep ends. Some versions have one that never does."""
+    """`time` as the miner's script sees it: it sleeps a fiftieth of the time. Once the miner stops,
+    a thread other than its own ends when it sleeps, because some versions have a thread that never
+    ends."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(time, name)

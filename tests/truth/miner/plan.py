@@ -61,7 +61,8 @@ def read() -> Plan:
 
 
 class Rounds:
-    """Goes through the plan beside the miner: before each round it waits for the last upload."""
+    """Steps through the plan while the miner runs: before each round it waits for the last
+    upload."""
 
     def __init__(self, miner: Any) -> None:
         self._miner = miner
@@ -85,7 +86,7 @@ class Rounds:
         return self._now
 
     def break_(self, now: Round) -> None:
-        """Do to the miner what the round says; on rank 0, once its block list has grown."""
+        """Do to the miner what the round says, on rank 0, once its block list has grown."""
         miner = self._miner
         if now.inner_step is not None:
             # On all ranks: the optimizer's step then makes it that.
@@ -144,7 +145,7 @@ class Rounds:
 
 
 def miner_state(miner: Any) -> list[Any]:
-    """The tensors that a difference in the miner's own work would show in."""
+    """The tensors in which a difference in the miner's own work would be visible."""
     feedback = getattr(miner, "error_feedback", {})
     return [*miner.model.parameters(), *(feedback[name] for name in sorted(feedback))]
 

@@ -1,5 +1,4 @@
-"""Which rejects of the truth table a miner can bring about before its upload, and why not the
-others."""
+"""Which rejects of the truth table a miner can cause before its upload, and why not the others."""
 
 from __future__ import annotations
 
@@ -29,14 +28,14 @@ _KEYS = "whether keys open the bucket only storage tells: the gate warns of othe
 
 @dataclass(frozen=True)
 class Beyond:
-    """A reject that nothing beside the miner can see before its upload."""
+    """A reject that cannot be seen from the miner before its upload."""
 
     name: str
     why: str
 
 
 def all_of(lines: Sequence[Mapping[str, Any]]) -> Iterator[Round | Beyond]:
-    """Each state that the real validator gives nothing for."""
+    """Each state that the real validator scores with nothing."""
     for line in lines:
         real = line["real"][VERSION]
         if not (real["accepts"] and real["worth"] == "something"):
@@ -44,8 +43,8 @@ def all_of(lines: Sequence[Mapping[str, Any]]) -> Iterator[Round | Beyond]:
 
 
 def rounds_and_beyond() -> tuple[list[Round], list[Beyond]]:
-    """The table's rejects, and two that no bucket shows: an early step, and a list that the miner
-    empties itself."""
+    """The table's rejects, and two that no bucket shows: an early step, and a block list that the
+    miner empties itself."""
     found = list(all_of(states.lines(TABLE)))
     early = Round("inner_step: 7, of at least 50 by the operator's setting", inner_step=7)
     return (

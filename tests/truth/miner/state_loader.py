@@ -1,5 +1,5 @@
-"""In the place of utils/state_loader.py: a small model that all ranks hold a shard of, its
-optimizers, and the averager, which in truth exchanges gradients with other miners."""
+"""Replaces utils/state_loader.py: a small model, of which each rank holds a shard, its optimizers,
+and the averager, which in reality exchanges gradients with other miners."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Model(TinyModel):
 
 
 class Averager:
-    """The pseudo-gradients of rank 0, not averaged with anybody's."""
+    """The pseudo-gradients of rank 0, not averaged with any other miner's."""
 
     def __init__(self, parameters: list[Any]) -> None:
         self._tensors = [torch.zeros_like(parameter) for parameter in parameters]
@@ -69,7 +69,7 @@ def load_state_from_peer(
 def load_model_optimizer_gradient_averager(
     miner: Any, repo: Any = None, epoch: int | None = None, **_: Any
 ) -> int:
-    """How miners of before October 2025 call it."""
+    """The name under which miners from before October 2025 call it."""
     _build(miner)
     return 1
 

@@ -86,7 +86,7 @@ class _Replaced(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> None:
-    """Stand in for the network. Called before the miner's script runs."""
+    """Replace the network. Call this before the miner's script runs."""
     # Behind the guard's import hook, which watches some of these names; before the finder of files.
     last = next(i for i, f in enumerate(sys.meta_path) if f is importlib.machinery.PathFinder)
     sys.meta_path[last:last] = [_Replaced(), StandIns(_ABSENT)]

@@ -1,4 +1,5 @@
-"""Texts made to cost a pattern the most: each of its beginnings, over and over, and no end."""
+"""Texts designed to make each pattern as slow as possible: each of its beginnings repeated, without
+an end."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def _repeat(unit: str, size: int) -> str:
 
 
 def _beginnings(items: list[Any]) -> Iterator[tuple[str, str]]:
-    """What matches the first items of a sequence, with a unit that one of its loops takes."""
+    """The texts that match the first items of a sequence, with a unit that one of its loops
+    accepts."""
     done = ""
     for op, argument in items:
         for inner, loop in _inside(op, argument):
@@ -69,7 +71,7 @@ def _inside(op: Any, argument: Any) -> Iterator[tuple[str, str]]:
 
 
 def _witness(op: Any, argument: Any) -> str:
-    """A short text that the item matches; of choices the first."""
+    """A short text that the item matches; the first alternative of a choice."""
     if op is sre.LITERAL:
         return chr(argument)
     if op is sre.NOT_LITERAL:
@@ -111,6 +113,6 @@ def _holds(member: Any, text: str) -> bool:
 
 
 def distinct(entries: Iterable[Pattern]) -> list[Pattern]:
-    """Entries with a regex; of those that differ in numbers alone, such as Xid's, one."""
+    """Entries with a regex; of entries that differ only in numbers, such as Xid's, one."""
     kinds = {re.sub(r"\d+", "0", e.expression): e for e in entries if e.expression is not None}
     return list(kinds.values())

@@ -10,7 +10,7 @@ from miner_guard.incidents.scanner import Scanner
 
 
 def incidents(log: bytes | Iterable[bytes]) -> list[Incident]:
-    """The incidents that `explain` finds in a log, given whole or in pieces."""
+    """The incidents that `explain` finds in a log, passed whole or in pieces."""
     scanner = Scanner(knowledge.load(), notices=True)
     case = RootCauseAnalyzer(knowledge.load())
     for chunk in [log] if isinstance(log, bytes) else log:
@@ -20,6 +20,6 @@ def incidents(log: bytes | Iterable[bytes]) -> list[Incident]:
 
 
 def root(log: str | bytes) -> str | None:
-    """The root's label, None where nothing is wrong."""
+    """The root's label; None if nothing is wrong."""
     found = incidents(log if isinstance(log, bytes) else log.encode())
     return next((incident.label for incident in found if incident.root), None)

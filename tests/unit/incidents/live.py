@@ -37,7 +37,7 @@ KILLED = (
 
 
 class Live:
-    """The part under a clock that the test moves."""
+    """The monitor under a clock that the test moves."""
 
     def __init__(self, tmp_path: Path, config: Config | None = None) -> None:
         self.oom_kills: Iterator[int] = count()

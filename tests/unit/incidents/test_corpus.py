@@ -1,4 +1,4 @@
-"""The corpus beside the repository: real excerpts, each with its root cause. Prints the confusion
+"""The corpus next to the repository: real excerpts, each with its root cause. Prints the confusion
 table."""
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def test_root_causes_of_the_corpus_and_silence_on_the_benign() -> None:
 
 
 def confusion(pairs: Counter[tuple[str, str]]) -> str:
-    """One row a label: excerpts, how many were named right, and what the others were taken for."""
+    """One row per label: its excerpts, how many got the right label, and the labels that the others
+    got."""
     rows = [f"{'label':28} {'n':>4} {'right':>5}  taken for"]
     for label in sorted({label for label, _ in pairs}):
         answers = {answer: n for (name, answer), n in pairs.items() if name == label}

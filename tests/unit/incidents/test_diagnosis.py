@@ -1,4 +1,4 @@
-"""`python -m tests.diagnosis`: its intervals, and what it says of a file that it can't use."""
+"""`python -m tests.diagnosis`: its intervals, and its message about a file that it can't use."""
 
 from __future__ import annotations
 

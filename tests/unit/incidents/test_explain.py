@@ -1,4 +1,4 @@
-"""`miner-guard explain`: the exact JSON, the exit codes, and an answer to anything."""
+"""`miner-guard explain`: its exact JSON, its exit codes, and an answer to any input."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_stdin_is_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 
 
 def guards_log(folder: Path) -> None:
-    """A guard's log whose first part was rotated away."""
+    """A guard's log whose first part is in a rotated file."""
     folder.mkdir(parents=True)
     seen = {
         "event": "hang_detected",

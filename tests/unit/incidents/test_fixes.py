@@ -1,4 +1,4 @@
-"""The first thing to do is chosen by the line that was seen, and names what the line names."""
+"""The line that was seen determines the first fix, which names what the line names."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The live part: one line per incident, the root and not its consequences; silent while the guard
-stops the miner."""
+"""The live monitor: one line per incident, which names the root and not its consequences; silent
+while the guard stops the miner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The knowledge files: complete, checked at load, and with messages that say what is wrong."""
+"""The knowledge files: complete, checked when they are loaded, and with clear error messages."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A long line holds the guard up no longer than its length: every pattern meets the text made to
-cost it the most."""
+"""A long line delays the guard only in proportion to its length: every pattern is tested with the
+text that costs it the most."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def test_no_pattern_takes_more_than_linear_time_on_its_own_adversary() -> None:
 
 
 def prepared() -> Scanner:
-    """A scanner whose first loud line has been, which prepares the search for all later ones."""
+    """A scanner that has seen its first line with a trigger, which prepares the search for all
+    later ones."""
     knowledge.load().match("error")
     return Scanner(knowledge.load())
 

@@ -1,4 +1,5 @@
-"""Out-of-memory messages of every era become numbers, and the numbers order the fixes."""
+"""The numbers in out-of-memory messages of every PyTorch version, and the order of fixes that they
+imply."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A log that holds the guard's own lines: its findings are evidence, its signals are its own
-doing."""
+"""A log that contains the guard's own lines: its findings are evidence, and its own signals are not
+faults."""
 
 from __future__ import annotations
 

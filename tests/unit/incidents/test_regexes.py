@@ -1,4 +1,5 @@
-"""What is read off an expression holds for every text that it matches."""
+"""The facts that the guard derives from an expression hold for every text that the expression
+matches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scanner gives the same answer however the bytes are cut, and an answer to any bytes."""
+"""The scanner gives the same answer however the bytes are split, and answers any bytes."""
 
 from __future__ import annotations
 

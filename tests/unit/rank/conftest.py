@@ -1,4 +1,4 @@
-"""A rank with its clock, its state directory and a supervisor that listens."""
+"""A rank with its clock, its state directory and a listening supervisor."""
 
 from __future__ import annotations
 

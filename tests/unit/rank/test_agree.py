@@ -1,4 +1,4 @@
-"""The ranks' agreement: one outcome everywhere, anyone who is late; few descriptors and
+"""The ranks' agreement: the same outcome on every rank, whichever rank is late; few descriptors and
 requests."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from miner_guard.rank.consensus.agree import Group, Member, NoConsensus
 
 
 class CountingStore:
-    """torch's store as threads of one process share it; counts requests by rank."""
+    """torch's store, shared by threads of one process; counts requests by rank."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -66,7 +66,7 @@ Ask = Callable[[Group, int], object]
 def run(
     folder: Path, ranks: int, per_node: int, ask: Ask, timeout_s: float = 20.0
 ) -> tuple[list[object], CountingStore]:
-    """What `ask(group, rank)` gives on each rank, and the store."""
+    """The result of `ask(group, rank)` on each rank, and the store."""
     store = CountingStore()
     answers: list[object] = [None] * ranks
 

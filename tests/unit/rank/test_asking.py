@@ -1,5 +1,5 @@
-"""What a rank asks the guard: may it upload, is one due, is a checkpoint wanted; and how an upload
-is told."""
+"""What a rank asks the guard: whether it may upload, whether an upload is due, whether a checkpoint
+was requested; and how it reports an upload."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_a_requested_checkpoint_is_seen_once(guard: Guard, state: StateDir) -> N
 
 
 class _OneProcess:
-    """torch.distributed of two ranks, as far as one process can be it."""
+    """torch.distributed with two ranks, as far as one process can imitate it."""
 
     def get_rank(self) -> int:
         return 0

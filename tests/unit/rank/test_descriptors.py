@@ -1,4 +1,4 @@
-"""The descriptors that the guard holds open in a rank; without them nothing is lost."""
+"""The descriptors that the guard holds open in a rank; nothing is lost without them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Phases of a step: what each takes, nested, across steps, in other threads, and when an exception
-passes."""
+"""Phases of a step: their durations, nested, across steps, in other threads, and when an exception
+passes through."""
 
 from __future__ import annotations
 

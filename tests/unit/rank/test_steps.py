@@ -1,5 +1,5 @@
-"""A step and its costs as the hook writes them: what is known, what is not, and nothing that would
-stop the GPU."""
+"""A step and its costs as the hook writes them: which values are known, which are not, and that
+nothing makes the GPU wait."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_nan_is_distinguished_from_a_number_that_was_not_given(
 
 
 class FakeTensor:
-    """As much of a tensor as the hook may touch; its value can be told to be out of reach."""
+    """As much of a tensor as the hook may touch; a test can make its value unreadable."""
 
     def __init__(self, device: str, value: float | None) -> None:
         self.device = type("device", (), {"type": device})()
@@ -133,8 +133,8 @@ def test_a_loss_that_still_has_its_graph_is_read_without_a_word_of_torch(
 
 
 class FakeCuda:
-    """As much of `torch.cuda` as the hook may touch: bytes allocated on each GPU, the first one
-    being current."""
+    """As much of `torch.cuda` as the hook may touch: bytes allocated on each GPU, of which the
+    first is current."""
 
     def __init__(self, *allocated: int) -> None:
         self.allocated = list(allocated)
@@ -175,7 +175,7 @@ def test_memory_is_that_of_the_gpu_in_use_where_another_is_current(
 
 
 class PeakCuda(FakeCuda):
-    """With the peak counter of a real allocator."""
+    """A FakeCuda with the peak counter of a real allocator."""
 
     peak = 0
 

@@ -1,5 +1,5 @@
-"""The hook never stands in training's way: no disk, no supervisor, a fork, a hang, a foreign
-signal, an odd end."""
+"""The hook never gets in the way of training: without a disk, without a supervisor, after a fork,
+in a hang, with a foreign signal, at an odd end."""
 
 from __future__ import annotations
 

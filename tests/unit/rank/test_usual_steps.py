@@ -64,14 +64,15 @@ class Loop:
 
     @property
     def compiled(self) -> bool:
-        """Whether the next step goes through compiled code."""
+        """Whether compiled code records the next step."""
         return self.auto._loop is not None and self.auto._loop.armed
 
     def recorded(self) -> list[StepRecord]:
         return list(reader_of(self.state).steps())
 
     def check(self, expected: list[float] | None = None) -> None:
-        """Every step is recorded once, with its own loss, and nothing is degraded."""
+        """Check that every step is recorded once, with its own loss, and that nothing is
+        degraded."""
         losses = self.losses if expected is None else expected
         records = self.recorded()
         assert [r.inner_step for r in records] == list(range(1, len(losses) + 1))

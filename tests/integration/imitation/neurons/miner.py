@@ -1,4 +1,4 @@
-"""Imitates the miner's class in its shapes so far; SHAPE names one by the month it stems from."""
+"""Imitates the miner's class in all its versions so far; SHAPE names one by its month."""
 
 from __future__ import annotations
 

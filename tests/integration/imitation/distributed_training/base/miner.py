@@ -1,4 +1,5 @@
-"""An imitation of the structure of subnet 38's base miner: as much as an attached guard can see of it."""
+"""An imitation of the structure of subnet 38's base miner, limited to what an attached guard sees
+of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imitates the upload worker: its exit code is the only truth about an upload."""
+"""Imitates the upload worker: only its exit code tells whether an upload succeeded."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""As much of torch as the doctor asks, with as many CUDA devices as FAKE_NVML_STATE has GPUs. For
-subprocesses only."""
+"""As much of torch as the doctor queries, with as many CUDA devices as FAKE_NVML_STATE has GPUs.
+For subprocesses only."""
 
 from __future__ import annotations
 
