@@ -175,8 +175,7 @@ class SimulatedGuard:
             self._step(self.training.usual_loss() if loss is None else loss)
 
     def hang(self, rank: int, frame: str, *, idle_s: float = 306.0) -> None:
-        """A rank stops in its dataloader; the guard detects the hang, ends the launch and restarts
-        the miner."""
+        """A rank stops in its dataloader; the guard detects the hang and restarts the miner."""
         while self._silent_s() < idle_s:
             self._watch(min(_TICK_S, idle_s - self._silent_s()))
         others = rank_list(r for r in range(self.training.ranks) if r != rank)
