@@ -67,7 +67,7 @@ class AuditReport:
     """The version of the validators whose rules the audit applied; None without a profile."""
 
     not_checked: tuple[str, ...] = ()
-    """What validators check and an audit cannot, in words."""
+    """What validators check and an audit cannot, as text."""
 
     def as_dict(self) -> dict[str, Any]:
         verdicts = [v.as_dict() for v in self.verdicts]

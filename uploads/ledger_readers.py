@@ -1,5 +1,5 @@
-"""The ledger for processes other than its writer: commands beside a running guard, and the guard
-itself."""
+"""The ledger for processes other than its writer: commands that run alongside a guard, and the
+guard itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from uploads.ledger import Ledger
 
 
 class ReadOnlyLedger(Ledger):
-    """For commands beside a running guard: reads existing files, creates and moves nothing."""
+    """For commands that run alongside a guard: reads existing files, creates and moves nothing."""
 
     def since(self, table: str, time: str, *, limit: int) -> list[dict[str, Any]]:
         """The rows since a time in `iso_utc` format; an empty string means all."""

@@ -40,7 +40,7 @@ class Limits:
     """Share of the score for taking part in AllReduces."""
 
     not_checked: tuple[str, ...] = ()
-    """What validators check and an audit can't, in words."""
+    """What validators check and an audit cannot, as text."""
 
     block_list_max_age: int | None = None
     """Maximum blocks between the newest of `block_list` and the current block."""

@@ -94,7 +94,7 @@ class Adapter:
         self.emit(make_finding("guard_degraded", what=f"attach {self.way}: {what}"))
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
-        """The guard's phase; a null context as long as there is no guard."""
+        """The guard's phase; a null context while there is no guard."""
         return NO_PHASE if self.guard is None else self.guard.phase(name)
 
     def quiet(self, work: Callable[..., Any], *arguments: Any) -> Any:

@@ -158,7 +158,7 @@ def _opened(file: str | None, state: StateDir) -> Iterator[BinaryIO]:
         parts = query.files_of(state.log)
         if not parts:
             raise Refused(
-                f"there is no log of the guard in {state.root}; give a log file, or pipe one in: "
+                f"there is no guard log in {state.root}; give a log file, or pipe one in: "
                 "miner-guard explain - < miner.log",
                 USAGE,
             )

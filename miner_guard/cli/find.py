@@ -125,7 +125,7 @@ def listens(state: StateDir) -> bool:
 
 
 def _last_ended(usual: StateDir) -> StateDir | None:
-    """The guard with the newest status.json, among the demo and the guards beside the default
+    """The guard with the newest status.json, among the demo and the guards next to the default
     one."""
     try:
         roots = [*usual.root.parent.iterdir(), _DEMO.absolute()]

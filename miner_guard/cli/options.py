@@ -151,7 +151,7 @@ def choose_state(name: str, state_dir: str | None) -> statedir.StateDir:
 
 
 def start_or_name(state: statedir.StateDir) -> str:
-    """What to do if no guard is running: start one, or name one that ran beside this state
+    """What to do if no guard is running: start one, or name one that ran next to this state
     directory."""
     start = "start it with `miner-guard run`"
     folder = state.root.parent

@@ -86,7 +86,7 @@ class RankWatch:
 
         self.offloaded = False
         self.unused: str | None = None
-        """NVML's evidence that no GPU is used, in words."""
+        """NVML's evidence that no GPU is used, as text."""
 
         self.verdict: FallbackVerdict | None = None
 

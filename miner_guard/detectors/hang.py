@@ -83,7 +83,8 @@ class Processes:
     """Ranks that have not called `init`."""
 
     elsewhere: int = 0
-    """Number of ranks on other nodes, as far as the launcher told; these processes are not seen."""
+    """Number of ranks on other nodes, if the launcher reported it; the guard cannot see these
+    processes."""
 
 
 NOTHING_KNOWN = Processes()

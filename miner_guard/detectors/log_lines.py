@@ -209,7 +209,7 @@ class LogSteps:
         self._unnumbered = 0
         self._numbered = False
         self._bar_total: int | None = None
-        """The total of the progress bar that counts steps: the one beside which a loss was
+        """The total of the progress bar that counts steps: the one next to which a loss was
         printed."""
 
         self._elapsed = _ElapsedWatch()
@@ -238,8 +238,8 @@ class LogSteps:
         return rank is not None and rank != self._rank
 
     def _observe_unnumbered(self, line: StepLine, now: float) -> Iterator[LoggedStep]:
-        """A loss without a step number belongs to the step that the bar beside it shows (HF
-        Trainer), or is the next step of a program that prints no numbers."""
+        """A loss without a step number belongs to the step that the progress bar next to it shows
+        (HF Trainer), or is the next step of a program that prints no numbers."""
         pending = self._pending
         if pending is not None and pending.inner is not None and pending.loss is None:
             self._bar_total, self._pending, self._numbered = pending.total, None, True

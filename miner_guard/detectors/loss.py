@@ -222,8 +222,8 @@ def not_finite(step: int, loss: float, facts: TrainingFacts, lr: float | None) -
 
 
 def hides_nan(loss: float, grad_norm: float | None) -> bool:
-    """Whether a loss of exactly 0 hides a NaN: HF Trainer prints 0 beside a non-finite gradient
-    norm."""
+    """Whether a loss of exactly 0 hides a NaN: HF Trainer prints 0 together with a non-finite
+    gradient norm."""
     return loss == 0.0 and grad_norm is not None and not math.isfinite(grad_norm)
 
 

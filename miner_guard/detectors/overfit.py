@@ -181,7 +181,7 @@ def evaluation_not_finite(step: int, eval_loss: float, train_loss: float) -> Ano
     """The finding for an evaluation at `step` that is NaN or infinite."""
     cause, fixes = advice.for_evaluation_nan()
     detail = (
-        f"evaluation loss is {eval_loss} at step {step}, beside a training loss of {train_loss:.4g}"
+        f"evaluation loss is {eval_loss} at step {step}, with a training loss of {train_loss:.4g}"
     )
     return Anomaly(
         "eval_nan", step, "warning", detail, fixes, cause, {"eval_loss": repr(eval_loss)}

@@ -79,7 +79,7 @@ def waits_for_ranks(dump: str) -> bool:
 
 
 def outside_the_collective(waiting: Mapping[int, bool]) -> tuple[int, ...]:
-    """The ranks that the others wait for. `waiting` says of each rank whether it waits in
+    """The ranks that the others wait for. `waiting` maps each rank to whether it waits in
     torch.distributed; empty if all do or none does."""
     outside = tuple(sorted(rank for rank, waits in waiting.items() if not waits))
     return outside if len(outside) < len(waiting) else ()

@@ -270,7 +270,7 @@ def _fabric(row: Row) -> Iterator[Check]:
     complete."""
     state = row.get("fabric")
     if state in ("not started", "in progress"):
-        step = "start nvidia-fabricmanager, in the version of the driver"
+        step = "start nvidia-fabricmanager in the driver's version"
         yield _check(
             row,
             "gpu.fabric",

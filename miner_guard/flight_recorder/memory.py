@@ -63,7 +63,7 @@ def _file_of(seen: os.stat_result) -> tuple[int, int]:
 
 
 def publish(path: Path, fd: int) -> None:
-    """Link this process's memory `fd` beside `path`, where readers find it. Raises OSError."""
+    """Link this process's memory `fd` next to `path`, where readers find it. Raises OSError."""
     make_folder(path.parent)
     draft = path.with_name(f".{path.stem}.{os.getpid()}.live")
     draft.unlink(missing_ok=True)

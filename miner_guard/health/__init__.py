@@ -1,1 +1,1 @@
-"""Samples taken beside the miner (NVML, host, chain), and the snapshot built from them."""
+"""Samples taken alongside the miner (NVML, host, chain), and the snapshot built from them."""

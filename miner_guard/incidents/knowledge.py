@@ -1,4 +1,4 @@
-"""The known errors, read from the `*.toml` files beside this module.
+"""The known errors, read from the `*.toml` files next to this module.
 
 A file holds one table per label: `severity`, `restart`, `applies`, `role`, `cause`, `fixes`,
 `follows`, `events` and `patterns`. A pattern matches a line (lower-cased, without colour codes and

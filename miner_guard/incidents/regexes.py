@@ -20,13 +20,14 @@ _MIN_WORD_LENGTH = 3
 """Shorter words, and numbers, occur in nearly every line."""
 
 _LONG = 1024
-"""Of a longer text, only the beginning and the places around certain words are searched."""
+"""In a longer text, only the beginning and the places around certain words are searched."""
 
 _REACH = 300
-"""Characters searched beside a word for an expression without a maximum length."""
+"""Characters searched on either side of a word for an expression without a maximum length."""
 
 _SEEN_BESIDE = 100
-"""Upper bound on the characters that an assertion without a repeat reads beside a match."""
+"""Upper bound on the characters that an assertion without a repeat reads on either side of a
+match."""
 
 _MAX_PLACES = 8
 """Places of a word in one line that are searched, from each end. A megabyte of one word would

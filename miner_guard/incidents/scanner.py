@@ -352,8 +352,8 @@ def _says_little(matches: list[Pattern]) -> bool:
 
 def _role(pattern: Pattern, matches: list[Pattern], lowered: str) -> str:
     """The role in which the line counts. A cause in a warning or retry counts as a retry, or as a
-    warning if the program falls back to something else; a summary beside a symptom counts as a
-    symptom."""
+    warning if the program falls back to something else; a summary together with a symptom counts as
+    a symptom."""
     if pattern.role in ("cause", "retry") and _FELL_BACK.found_in(lowered):
         return "warning"
     if pattern.role == "cause" and (

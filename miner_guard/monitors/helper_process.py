@@ -1,5 +1,5 @@
-"""A helper process that a monitor keeps running beside the guard. It works from files
-that the guard has written, so its failures affect neither the guard nor the miner."""
+"""A helper process that a monitor keeps running alongside the guard. It works from files that the
+guard has written, so its failures affect neither the guard nor the miner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP port: `python -m miner_guard.reporting.http_server`, a separate process beside the
+"""The HTTP port: `python -m miner_guard.reporting.http_server`, a separate process alongside the
 supervisor.
 
 It reads status.json and guard.jsonl like any other reader, so abuse of the port never reaches the

@@ -1,5 +1,5 @@
 """Exports events and metrics over OTLP/HTTP: `python -m miner_guard.reporting.otlp_sender`, a
-separate process beside the supervisor.
+separate process alongside the supervisor.
 
 It reads guard.jsonl and status.json like any other reader, so a receiver that is slow, down or
 hostile does not affect the guard, and events wait on disk, not in memory. The sender stores the
@@ -7,9 +7,8 @@ position up to which the receiver has accepted events, and a later guard's sende
 there (at-least-once delivery, not exactly-once).
 
 It receives its settings as one line of JSON on stdin. On stdout it writes one line of JSON per
-change:
-`{"sent": N, "metrics": N}`, `{"failing": SIGNAL, "reason": …}`, `{"recovered": SIGNAL, "seconds":
-…}`, `{"refused": N, "reason": …}`. At EOF on stdin it exports what is left and exits.
+change: `{"sent": N, "metrics": N}`, `{"failing": SIGNAL, "reason": …}`, `{"recovered": SIGNAL,
+"seconds": …}`, `{"refused": N, "reason": …}`. At EOF on stdin it exports what is left and exits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Draws plots as inline SVG that scale to any width: the drawing stretches, strokes and text do
 not.
 
-Axis labels are HTML beside the drawing, so that they keep their size on a phone. The script that
+Axis labels are HTML next to the drawing, so that they keep their size on a phone. The script that
 shows values and zooms reads the points from the paths, so a page contains each point only once.
 """
 

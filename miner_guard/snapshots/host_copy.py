@@ -5,8 +5,9 @@ as the next forward and backward pass: the next step of any optimizer waits for 
 else is copied before training continues: buffers such as those of BatchNorm, which a forward pass
 changes, and the states of random generators.
 
-If something else changes a parameter meanwhile, the copy mixes two steps. torch counts most changes
-of a tensor (not those through `.data`), and a copy of a tensor with such a change is not used.
+If something else changes a parameter in the meantime, the copy mixes two steps. torch counts most
+changes of a tensor (not those through `.data`), and a copy of a tensor with such a change is not
+used.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class HostCopy:
 
     @property
     def size(self) -> int:
-        """Bytes of the memory; 0 if there is none."""
+        """Size of the memory in bytes; 0 if there is none."""
         return 0 if self._memory is None else len(self._memory)
 
     def resize(self, size: int, *, on_gpu: bool) -> mmap.mmap:

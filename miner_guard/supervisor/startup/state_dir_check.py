@@ -1,8 +1,8 @@
 """Prepares the state directory: revokes other users' access and sets aside files of the wrong type.
 
-If a folder stands where a socket belongs, a pipe where a file belongs, or a link dangles, opening
-it would fail or hang. A file of the right type with damaged content is left to its readers
-(`Flights`, the ledger, `read_json`).
+If a folder is where a socket belongs, a pipe where a file belongs, or a link dangles, opening it
+would fail or hang. A file of the right type with damaged content is left to its readers (`Flights`,
+the ledger, `read_json`).
 """
 
 from __future__ import annotations

@@ -223,7 +223,7 @@ def test_without_a_file_it_reads_what_is_piped_in_and_else_the_guards_log(
     with open(os.devnull, encoding="utf-8") as nothing:
         monkeypatch.setattr(sys, "stdin", nothing)
         assert main.run(["explain"]) == 64
-        assert "there is no log of the guard in" in capsys.readouterr().err
+        assert "there is no guard log in" in capsys.readouterr().err
         guards_log(tmp_path / "state")
         assert explained(capsys)[1]["root_cause"] == "hang"
 
