@@ -130,7 +130,7 @@ def _other_steps(after: Published, reported: Reported) -> str | None:
     ):
         return (
             f"metadata.json names outer step {after.outer_step}, "
-            f"but the miner reported {reported.outer_step}"
+            f"the miner reported {reported.outer_step}"
         )
     # Upstream writes the root metadata last, with the inner step of that moment: a later step is
     # fine, an earlier one is not.
@@ -141,7 +141,7 @@ def _other_steps(after: Published, reported: Reported) -> str | None:
     ):
         return (
             f"metadata.json names inner step {after.inner_step}, "
-            f"but the miner reported {reported.inner_step}"
+            f"the miner reported {reported.inner_step}"
         )
     return None
 
