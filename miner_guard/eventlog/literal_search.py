@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from threading import Lock
-from typing import Protocol
+from typing import Any, Protocol
 
 try:
     import hyperscan
@@ -63,13 +63,13 @@ class HyperscanSearch:
     def find(self, text: bytes) -> set[bytes]:
         """See LiteralSearch."""
         found: list[int] = []
-
-        def matched(number: int, *_: object) -> None:
-            found.append(number)
-
         with self._scratch:
-            self._database.scan(text, match_event_handler=matched)
-        return {self._literals[number] for number in found}
+            self._database.scan(text, match_event_handler=_matched, context=found)
+        return set(map(self._literals.__getitem__, found))
+
+
+def _matched(number: int, *place_and_found: Any) -> None:
+    place_and_found[-1].append(number)
 
 
 class IndexSearch:

@@ -4,7 +4,7 @@ errors are in one."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
 try:
@@ -81,6 +81,19 @@ _runs: FindRuns = _frames.frame_runs if COMPILED else frame_runs_in_python
 def frame_runs(block: bytes) -> list[FrameRun]:
     """The frames in a block of lines, in order."""
     return [FrameRun(*run) for run in _runs(block)] if _FRAME_BEGINS in block else []
+
+
+def lines_outside(
+    runs: Sequence[FrameRun], templates: Sequence[bytes], wanted: Set[bytes]
+) -> set[int]:
+    """The numbers of the lines in no run whose template is among those wanted."""
+    found: set[int] = set()
+    start = 0
+    for run in runs:
+        found.update([i for i in range(start, run.first) if templates[i] in wanted])
+        start = run.end
+    found.update([i for i in range(start, len(templates)) if templates[i] in wanted])
+    return found
 
 
 def last_raise(lines: bytes, prefix: bytes) -> bytes:

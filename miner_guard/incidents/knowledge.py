@@ -10,16 +10,17 @@ table `[words]`: a line that names a server must contain one of them.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cached_property, lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar, Union
 
 from miner_guard.eventlog.literal_search import LiteralSearch, literal_search
+from miner_guard.incidents.log_lines import BEGINS, CHAINED, IGNORED
 from miner_guard.incidents.parsing import Document, Index, check_expressions, index_of, parsed
 from miner_guard.incidents.patterns import ROLES, Benign, Label, Pattern
-from miner_guard.incidents.tracebacks import BEGINS, CHAINED, IGNORED
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")
@@ -32,6 +33,28 @@ _MARKS = frozenset(word.encode() for word in (BEGINS, IGNORED, *CHAINED))
 
 _MAX_ANSWERS = 1024
 _MAX_ANSWERED_LENGTH = 400
+
+_WITHOUT_DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
+_DIGIT = re.compile(rb"\d")
+_NONE: frozenset[bytes] = frozenset()
+
+_Shape = tuple[bytes, frozenset[bytes]]
+"""A text with each digit replaced by 0, and those words of patterns in it that hold digits. Two
+texts of one shape hold the same words."""
+
+_Key = Union[str, _Shape]
+
+
+class _Possible(NamedTuple):
+    """What a text with certain words may match, in order."""
+
+    harmless: list[Benign]
+    patterns: list[Pattern]
+    framed: list[int]
+    """The patterns with frames, by number, that such an exception may match with its traceback."""
+
+    tells_digits_apart: bool
+    """Whether two texts of one shape may match differently."""
 
 
 class Knowledge:
@@ -50,15 +73,24 @@ class Knowledge:
         self._latest: tuple[str, frozenset[bytes]] = ("", frozenset())
         """The last text searched and its words, because an exception is searched twice."""
 
-        self._answers: dict[str, list[Pattern] | Benign] = {}
-        """Results for recent lines: ranks and restarts print the same lines."""
+        self._answers: dict[_Key, list[Pattern] | Benign] = {}
+        """Results for recent lines: ranks, restarts and loops print the same lines, or the same
+        ones with other numbers."""
 
-        self._possible: dict[frozenset[bytes], tuple[list[Benign], list[Pattern]]] = {}
+        self._raised: dict[_Key, list[int]] = {}
+        """For recent exceptions, the patterns with frames that match each."""
+
+        self._passed: dict[bytes, frozenset[int]] = {}
+        """For recent tracebacks, the patterns with frames whose files they pass through."""
+
+        self._latest_shape: tuple[str, _Shape] = ("", (b"", frozenset()))
+        self._possible: dict[frozenset[bytes], _Possible] = {}
         """By the words of recent lines, what such a line may match."""
 
     def prepare(self) -> None:
         """Read the files and build the search now. Raises BadKnowledge."""
         assert self._search
+        assert self._numeric
         assert self._by_word
         assert self._framed_by_word
         assert self._paths
@@ -105,8 +137,15 @@ class Knowledge:
 
     @cached_property
     def _search(self) -> LiteralSearch:
-        words = (word for entry in self.entries for word in entry.literals)
-        return literal_search((*_MARKS, *words))
+        return literal_search((*_MARKS, *self._words))
+
+    @cached_property
+    def _words(self) -> frozenset[bytes]:
+        return frozenset(word for entry in self.entries for word in entry.literals)
+
+    @cached_property
+    def _numeric(self) -> LiteralSearch:
+        return literal_search(word for word in self._words if _DIGIT.search(word))
 
     @cached_property
     def _by_word(self) -> dict[bytes, list[Pattern | Benign]]:
@@ -148,13 +187,33 @@ class Knowledge:
         before it: patterns with no other word were searched for there.
         """
         if past:
-            return self._look_up(text, past)
-        answer = self._answers.get(text)
-        if answer is None:
-            answer = self._look_up(text, past)
-            if len(text) <= _MAX_ANSWERED_LENGTH:
-                _keep(self._answers, text, answer, _MAX_ANSWERS)
-        return answer
+            return self._look_up(text, past)[0]
+        return self._recalled(self._answers, text, self._look_up)
+
+    def _recalled(
+        self, cache: dict[_Key, _V], text: str, compute: Callable[[str], tuple[_V, bool]]
+    ) -> _V:
+        """What `compute` returns for `text`, or returned for a text of the same shape unless it
+        told digits apart."""
+        if len(text) > _MAX_ANSWERED_LENGTH:
+            return compute(text)[0]
+        shape = self._shape(text)
+        found = cache.get(shape)
+        if found is None:
+            found = cache.get(text)
+        if found is None:
+            found, apart = compute(text)
+            _keep(cache, text if apart else shape, found, _MAX_ANSWERS)
+        return found
+
+    def _shape(self, text: str) -> _Shape:
+        latest, shape = self._latest_shape
+        if latest != text:
+            encoded = text.encode(errors="replace")
+            masked = encoded.translate(_WITHOUT_DIGITS)
+            shape = masked, frozenset(self._numeric.find(encoded)) if b"0" in masked else _NONE
+            self._latest_shape = (text, shape)
+        return shape
 
     def adds(self, text: str, past: Set[bytes]) -> bool:
         """Whether this piece of a long line may show more than the pieces before it, whose words
@@ -163,7 +222,7 @@ class Knowledge:
         new = words - past
         if not new:
             return False
-        harmless, patterns = self._possible_with(words)
+        harmless, patterns, *_ = self._possible_with(words)
         possible = chain((benign.pattern for benign in harmless), patterns)
         return not new.isdisjoint(_MARKS) or any(not new.isdisjoint(p.literals) for p in possible)
 
@@ -175,10 +234,13 @@ class Knowledge:
             self._latest = (text, words)
         return words
 
-    def _look_up(self, text: str, past: Set[bytes]) -> list[Pattern] | Benign:
+    def _look_up(
+        self, text: str, past: Set[bytes] = frozenset()
+    ) -> tuple[list[Pattern] | Benign, bool]:
+        """See `match`; and whether a text of the same shape may have another answer."""
         words = self.words(text)
         new = words - past
-        harmless, patterns = self._possible_with(words)
+        harmless, patterns, _, apart = self._possible_with(words)
         found: dict[str, Pattern] = {}
         for pattern in patterns:
             known = pattern.label in found or (past and new.isdisjoint(pattern.literals))
@@ -189,12 +251,12 @@ class Knowledge:
         ):
             for benign in harmless:
                 if benign.pattern.matches(text, words):
-                    return benign
+                    return benign, apart
         if len(found) > 1:
             found = {label: p for label, p in found.items() if not p.alone} or found
-        return sorted(found.values(), key=lambda p: ROLES.index(p.role))
+        return sorted(found.values(), key=lambda p: ROLES.index(p.role)), apart
 
-    def _possible_with(self, words: frozenset[bytes]) -> tuple[list[Benign], list[Pattern]]:
+    def _possible_with(self, words: frozenset[bytes]) -> _Possible:
         """The entries that a text with these words may match, in order."""
         possible = self._possible.get(words)
         if possible is None:
@@ -204,36 +266,63 @@ class Knowledge:
                 for entry in sorted(entries, key=self._order.__getitem__)
                 if _pattern(entry).possible(words)
             ]
-            possible = (
+            numbers = {n for word in words for n in self._framed_by_word.get(word, ())}
+            framed = [n for n in sorted(numbers) if self._framed[n].possible(words)]
+            every = (*map(_pattern, fit), *map(self._framed.__getitem__, framed))
+            possible = _Possible(
                 [entry for entry in fit if isinstance(entry, Benign)],
                 [entry for entry in fit if isinstance(entry, Pattern)],
+                framed,
+                any(pattern.tells_digits_apart for pattern in every),
             )
             _keep(self._possible, words, possible, _MAX_ANSWERS)
         return possible
 
-    def _fit(self, frames: str) -> frozenset[int]:
-        """The patterns with `frames` that match a traceback through these files."""
-        search, by_path = self._paths
-        passed = search.find(frames.encode(errors="replace"))
-        return by_path[b""].union(*(by_path[path] for path in passed))
-
     def match_in(self, frames: str, text: str, matches: Sequence[Pattern] = ()) -> list[Pattern]:
         """The matches of an exception together with the files of its traceback; `matches` are those
         of the exception alone."""
-        words = self.words(text)
+        raised = self._recalled(self._raised, text, self._raised_by)
+        if not raised:
+            return list(matches)
         named = {p.label for p in matches if not p.alone}
-        numbers = {n for word in words for n in self._framed_by_word.get(word, ())}
-        for p in map(self._framed.__getitem__, sorted(numbers & self._fit(frames))):
-            if (
-                (p.instead & named if named else not p.instead)
-                and p.possible(words)
-                and p.matches(text, words)
-            ):
+        fit = self._fit(frames)
+        for number in raised:
+            p = self._framed[number]
+            if number in fit and (p.instead & named if named else not p.instead):
                 others = (
                     m for m in matches if m.label not in p.instead | {p.label} and not m.alone
                 )
                 return [p, *others]
         return list(matches)
+
+    def _raised_by(self, text: str) -> tuple[list[int], bool]:
+        """The patterns with frames that an exception matches if its traceback does, in order; and
+        whether one of the same shape may match others."""
+        words = self.words(text)
+        *_, framed, apart = self._possible_with(words)
+        return [n for n in framed if self._framed[n].matches(text, words)], apart
+
+    def _fit(self, frames: str) -> frozenset[int]:
+        """The patterns with `frames` that match a traceback through these files."""
+        shape = frames.encode(errors="replace").translate(_WITHOUT_DIGITS)
+        fit = self._passed.get(shape)
+        if fit is None:
+            fit = self._passed_by(frames)
+            alike = not any(path in shape for path in self._numeric_paths)
+            if alike and len(shape) <= _MAX_ANSWERED_LENGTH:
+                _keep(self._passed, shape, fit, _MAX_ANSWERS)
+        return fit
+
+    def _passed_by(self, frames: str) -> frozenset[int]:
+        search, by_path = self._paths
+        passed = search.find(frames.encode(errors="replace"))
+        return by_path[b""].union(*(by_path[path] for path in passed))
+
+    @cached_property
+    def _numeric_paths(self) -> list[bytes]:
+        """The paths that hold digits, each replaced by 0."""
+        by_path = self._paths[1]
+        return [path.translate(_WITHOUT_DIGITS) for path in by_path if _DIGIT.search(path)]
 
 
 def _pattern(entry: Pattern | Benign) -> Pattern:

@@ -55,8 +55,10 @@ _MAX_PREFIX = 400
 
 _ENCODED = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=_-"
 _IS_ENCODED = bytes(1 if code in _ENCODED else 0 for code in range(256))
-_BLOB = bytes([1]) * 256
-"""Encoded data: no word, path or symbol is that long."""
+MAX_BLOBLESS = 256
+"""Encoded data is this long or a whole line: no word, path or symbol is."""
+
+_BLOB = bytes([1]) * MAX_BLOBLESS
 
 _BLOB_LINE = re.compile(rb"\s*[A-Za-z0-9+/=]{48,}\s*")
 
@@ -79,15 +81,18 @@ def without_blobs(raw: bytes) -> bytes:
     return b" ".join([*kept, raw[start:]]) if kept else raw
 
 
-def clean(raw: bytes) -> tuple[int | None, str]:
-    """The rank named in a line's prefix, and the line's text; blanks after the prefix are kept."""
+def without_colours(raw: bytes) -> bytes:
+    """`raw` without the codes that colour a terminal."""
     # Two searches that each begin with a fixed byte are several times as fast as one with
     # alternatives.
     if b"\x1b" in raw:
         raw = _ANSI.sub(b"", raw)
-    if b"[" in raw:
-        raw = _ANSI_WITHOUT_ESC.sub(b"", raw)
-    text = raw.translate(None, _CONTROL).decode("utf-8", "replace")
+    return _ANSI_WITHOUT_ESC.sub(b"", raw) if b"[" in raw else raw
+
+
+def clean(raw: bytes) -> tuple[int | None, str]:
+    """The rank named in a line's prefix, and the line's text; blanks after the prefix are kept."""
+    text = without_colours(raw).translate(None, _CONTROL).decode("utf-8", "replace")
     rank: int | None = None
     # A stack frame has no prefix, and is the most frequent line in a log full of errors.
     for _ in range(0 if text.startswith(_FRAME) else _MAX_PREFIXES):
@@ -172,3 +177,13 @@ def excerpt(text: str, limit: int = 400, at: int = 0) -> str:
     if before:
         short = "…" + short
     return short if len(short) <= limit else short[: limit - 1] + "…"
+
+
+def pieces(line: bytes) -> Iterator[bytes]:
+    """A long line in overlapping pieces; the cuts depend on the line alone, not on how it
+    arrived."""
+    start = 0
+    while len(line) - start > MAX_LINE:
+        yield line[start : start + MAX_LINE]
+        start += MAX_LINE - OVERLAP
+    yield line[start:]

@@ -121,6 +121,12 @@ class Pattern:
         needed = frozenset(regexes.words_of(self.needs))
         return self.any_of | self._server_words | self.none_of | needed
 
+    @property
+    def tells_digits_apart(self) -> bool:
+        """Whether two texts may match differently in which the same literals occur and that differ
+        in digits alone."""
+        return self.search is not None and self.search.tells_digits_apart
+
     def possible(self, words: Set[bytes]) -> bool:
         """Whether a text may match if `words` are those of the pattern's literals that occur in
         it."""

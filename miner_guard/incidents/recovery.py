@@ -4,14 +4,13 @@ finished before it."""
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from miner_guard.incidents.log_lines import EXCEPTION
 from miner_guard.incidents.patterns import Label
 from miner_guard.incidents.sightings import Sighting
-from miner_guard.incidents.tracebacks import EXCEPTION
 
 _LOSS = re.compile(rb"loss\b\W{0,4}\d")
 _NOT_TRAINING = (b"val_", b"valid_", b"validation_", b"test_")
@@ -134,8 +133,10 @@ class RecoveryTracker:
         """
         if not self._tried and not any(tried.values()):
             return
-        seen, number, end = sorted(tried), first - 1, first + len(lines)
-        while (number := number + 1 if self._tried else _next(seen, number, end)) < end:
+        losses = (number for number, shape in enumerate(shapes, first) if b"loss" in shape)
+        for number in sorted({*tried, *losses}):
+            if number - self._latest > _AWAITED + (number in tried):
+                self._tried.clear()
             if number in tried:
                 # A later fault may be a consequence of the non-finite loss.
                 self._tried = {
@@ -143,12 +144,10 @@ class RecoveryTracker:
                 }
                 self._tried.update((trouble, set()) for trouble in tried[number])
                 self._latest = number
-            elif number - self._latest > _AWAITED:
-                self._tried.clear()
-            elif b"loss" in shapes[number - first] and (
-                past := self._step(lines[number - first].lower(), number)
-            ):
+            elif self._tried and (past := self._step(lines[number - first].lower(), number)):
                 yield past, number
+        if first + len(lines) - self._latest > _AWAITED + 1:
+            self._tried.clear()
 
     def _step(self, line: bytes, number: int) -> tuple[PendingError, ...]:
         """Errors that `line` shows to be over, if it prints a step."""
@@ -175,8 +174,3 @@ def _prints_step(line: bytes) -> bool:
         if not before[-1:].isalnum() and not before.endswith(_NOT_TRAINING):
             return True
     return _STEP.search(line) is not None
-
-
-def _next(numbers: Sequence[int], number: int, end: int) -> int:
-    place = bisect_right(numbers, number)
-    return numbers[place] if place < len(numbers) else end

@@ -39,6 +39,9 @@ _PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 _REPEATS = (ops.MAX_REPEAT, ops.MIN_REPEAT)
 _ASSERTIONS = (ops.ASSERT, ops.ASSERT_NOT)
 _ONE_CHARACTER = (ops.LITERAL, ops.NOT_LITERAL, ops.IN, ops.ANY)
+_WITHOUT_CHARACTERS = (ops.AT, ops.ANY, ops.CATEGORY, ops.NEGATE)
+_DIGITS = frozenset(map(ord, "0123456789"))
+_ALL_OR_NO_DIGITS = (len(_DIGITS), 0)
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,11 @@ class RegexSearch:
         """Words without which the expression cannot match."""
         needs = tuple(each.needs for each in self._alternatives)
         return needs[0] if len(needs) == 1 else NOTHING if NOTHING in needs else AnyOf(needs)
+
+    @cached_property
+    def tells_digits_apart(self) -> bool:
+        """Whether the answer may change if digits of the text become other digits."""
+        return tells_digits_apart(_items(self.expression))
 
     def found_in(
         self, text: str, near: Iterable[str] = (), words: Collection[bytes] | None = None
@@ -203,6 +211,38 @@ def alternatives(regex: str) -> list[str]:
         else:
             found[-1] += part
     return found
+
+
+def tells_digits_apart(items: Iterable[Any]) -> bool:
+    """Whether a parsed expression accepts one digit where it refuses another."""
+    for op, argument in items:
+        if op in (ops.LITERAL, ops.NOT_LITERAL):
+            apart = argument in _DIGITS
+        elif op is ops.IN:
+            apart = len(_DIGITS.intersection(_listed(argument))) not in _ALL_OR_NO_DIGITS
+        elif op is ops.BRANCH:
+            apart = any(map(tells_digits_apart, argument[1]))
+        elif op is ops.SUBPATTERN:
+            apart = tells_digits_apart(argument[3])
+        elif op in _REPEATS:
+            apart = tells_digits_apart(argument[2])
+        elif op in _ASSERTIONS:
+            apart = tells_digits_apart(argument[1])
+        else:
+            apart = op not in _WITHOUT_CHARACTERS
+        if apart:
+            return True
+    return False
+
+
+def _listed(characters: Iterable[Any]) -> Iterator[int]:
+    """The codes of the characters that a set lists, without those of its categories: a category
+    has all digits or none."""
+    for op, argument in characters:
+        if op is ops.LITERAL:
+            yield argument
+        elif op is ops.RANGE:
+            yield from _DIGITS.intersection(range(argument[0], argument[1] + 1))
 
 
 def superlinear(regex: str) -> str | None:

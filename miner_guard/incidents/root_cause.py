@@ -146,7 +146,10 @@ class RootCauseAnalyzer:
         self._history(found).add(found)
 
     def _history(self, found: Sighting) -> SightingHistory:
-        return self._trails.setdefault((found.label, found.role), SightingHistory())
+        kind = found.label, found.role
+        if kind not in self._trails:
+            self._trails[kind] = SightingHistory()
+        return self._trails[kind]
 
     def _retract(self, item: Retraction) -> None:
         gone = [

@@ -13,12 +13,15 @@ from dataclasses import replace
 
 from miner_guard.eventlog.line_templates import LineChunk, TemplateFilter, template
 from miner_guard.incidents import own
+from miner_guard.incidents.frame_runs import lines_outside
 from miner_guard.incidents.knowledge import Knowledge
+from miner_guard.incidents.log_lines import CHAINED, LineReader, LogLine, log_line
 from miner_guard.incidents.log_text import (
+    MAX_BLOBLESS,
     MAX_LINE,
-    OVERLAP,
     clean,
     excerpt,
+    pieces,
     unwrapped,
     without_blobs,
 )
@@ -26,14 +29,7 @@ from miner_guard.incidents.patterns import Benign, Pattern
 from miner_guard.incidents.recovery import PendingError, RecoveryTracker, pending
 from miner_guard.incidents.regexes import RegexSearch
 from miner_guard.incidents.sightings import Launched, Passed, Retraction, Seen, Sighting
-from miner_guard.incidents.tracebacks import (
-    CHAINED,
-    MAX_STREAMS,
-    CutOff,
-    Ended,
-    LogLine,
-    Tracebacks,
-)
+from miner_guard.incidents.tracebacks import MAX_STREAMS, CutOff, Ended, Tracebacks
 
 _CHAIN_LINES = 6
 """Maximum lines between an exception and the words that chain it to the next one."""
@@ -78,6 +74,7 @@ class Scanner:
         self._knowledge = knowledge
         self._notices = notices
         self._carry = b""
+        self._reader = LineReader()
         self._tracebacks = Tracebacks()
         self._raised: dict[int | None, Sighting] = {}
         """The latest exception of each rank."""
@@ -106,7 +103,7 @@ class Scanner:
         data = self._carry + chunk if self._carry else chunk
         cut = data.rfind(b"\n") + 1
         seen = self._block(data[:cut]) if cut else []
-        *complete, self._carry = _pieces(data[cut:])
+        *complete, self._carry = pieces(data[cut:])
         for piece in complete:
             seen += self._block(piece)
         return seen
@@ -125,7 +122,7 @@ class Scanner:
             text_shown = "a traceback cut off by the end of the log"
             return [Sighting("code_bug", "symptom", cut.line, text_shown, cut.rank)]
         shown = excerpt(cut.raises, _TOLD)
-        line = LogLine(cut.rank, cut.line, cut.raises, cut.raises.lower())
+        line = log_line(cut.rank, cut.line, cut.raises)
         return [_sighting(p, line, p.role, shown) for p in matches]
 
     def _block(self, block: bytes) -> list[Seen]:
@@ -134,16 +131,15 @@ class Scanner:
         seen: list[Seen] = []
         known = block if isinstance(block, LineChunk) else LineChunk(block)
         shapes, hot = known.templates, self._sieve.matching(known)
-        hits = {index for index, text in enumerate(shapes) if text in hot} if hot else set()
         # Each line that begins a frame is hot: `file "` is one of the words.
-        runs = self._tracebacks.runs(block) if hot or self._tracebacks.quoting else ()
+        runs = self._tracebacks.runs(block) if hot or self._tracebacks.quoting else []
         frames = {run.first: run for run in runs}
-        for run in frames.values():
-            hits.difference_update(range(run.first, run.end))
+        hits = lines_outside(runs, shapes, hot) if hot else set()
         indices = hits | self._tails(shapes, hits) | frames.keys()
         lines = block.split(b"\n") if indices or self._course.waits else []
         for index in sorted(indices):
-            self._go_on(lines[index], self.line + index, seen)
+            if self._tail is not None:
+                self._go_on(lines[index], self.line + index, seen)
             if index in frames:
                 self._tracebacks.take(frames[index], self.line + index)
             elif index in hits:
@@ -199,8 +195,11 @@ class Scanner:
 
     def _line(self, line: bytes, number: int, seen: list[Seen]) -> None:
         whole = len(line) < MAX_LINE and self._past[0] != number
+        if whole and len(line) < MAX_BLOBLESS and b" " in line and b"\r" not in line:
+            self._piece(line, number, seen)
+            return
         past = None if whole else self._past_words(number)
-        for piece in _pieces(line):
+        for piece in pieces(line):
             short = without_blobs(piece)
             if b"\r" in short:
                 for redraw in self._sieve.holding(short.split(b"\r")):
@@ -217,30 +216,37 @@ class Scanner:
     def _piece(
         self, raw: bytes, number: int, seen: list[Seen], past: set[bytes] | None = None
     ) -> None:
-        rank, text = clean(raw)
-        if text.startswith("{"):
-            for teller, message in unwrapped(rank, text):
-                self._text(LogLine(teller, number, message, message.lower()), seen)
+        line = self._reader.read(raw, number)
+        if line.text.startswith("{"):
+            for teller, message in unwrapped(line.rank, line.text):
+                self._text(log_line(teller, number, message), seen)
             return
-        line = LogLine(rank, number, text, text.lower())
         if not past or self._knowledge.adds(line.lowered, past):
             self._text(line, seen, past or frozenset())
         if past is not None:
             past |= self._knowledge.words(line.lowered)
 
     def _text(self, line: LogLine, seen: list[Seen], past: Set[bytes] = frozenset()) -> None:
+        if line.shape.ordinary or not self._belongs(line, seen):
+            self._examine(line, seen, past)
+
+    def _belongs(self, line: LogLine, seen: list[Seen]) -> bool:
+        """Whether the line only belongs to a traceback or to the guard's own output."""
         if self._tracebacks.follow(line):
-            return
+            return True
         if own.launches(line.lowered):
             seen.append(Launched(line.number))
-            return
+            return True
         if (incident := own.named(line.lowered, self._knowledge)) is not None:
             label, role = incident
             shown = excerpt(line.text, _TOLD)
             seen.append(Sighting(label.name, role, line.number, shown, line.rank))
-            return
+            return True
         if any(words in line.lowered for words in CHAINED):
             self._chain(line, seen)
+        return False
+
+    def _examine(self, line: LogLine, seen: list[Seen], past: Set[bytes]) -> None:
         ignored = self._tracebacks.ignores(line)
         matches = [] if ignored else self._knowledge.match(line.lowered, past)
         if not isinstance(matches, Benign):
@@ -365,13 +371,3 @@ def _role(pattern: Pattern, matches: list[Pattern], lowered: str) -> str:
     if pattern.role == "summary" and any(other.role == "symptom" for other in matches):
         return "symptom"
     return pattern.role
-
-
-def _pieces(line: bytes) -> Iterator[bytes]:
-    """A long line in overlapping pieces; the cuts depend on the line alone, not on how it
-    arrived."""
-    start = 0
-    while len(line) - start > MAX_LINE:
-        yield line[start : start + MAX_LINE]
-        start += MAX_LINE - OVERLAP
-    yield line[start:]

@@ -7,31 +7,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from miner_guard.incidents.frame_runs import FrameRun, frame_runs, last_raise, quoted_source
-
-EXCEPTION = re.compile(
-    r"(?:[A-Za-z_]\w*\.)*(?P<name>[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Fault|Failure|Timeout|Violation)"
-    r"|[A-Z]\w{0,80}(?:Error|Exception)\w{0,80})(?::\s|\s*$|:$|\()"
-)
-"""An exception at the beginning of a line."""
-
-_QUALIFIED = re.compile(r"(?:\w+\.)+(?:exc|exceptions?|errors?)\.(?P<name>[A-Z]\w*)(?::\s|\s*$)")
-"""An exception whose module marks it as one, such as `torch._dynamo.exc.Unsupported`."""
-
-_MAX_NAME = 400
-"""Longest exception name accepted: without a limit the search time is quadratic in the line's
-length."""
-
-_IN_TRACEBACK = re.compile(r"(?:[A-Za-z_]\w*\.)+(?P<name>[A-Z]\w*|(?:gai|h)?error)(?::\s|$)")
-"""An exception whose name does not mark it as one, such as `queue.Empty` or `socket.gaierror`."""
+from miner_guard.incidents.log_lines import BEGINS, IGNORED, LogLine
 
 _FRAME = re.compile(
     r'file "([^"]+)", line \d|^file ([^\s:]{1,300}\.py|.:[^\s:]{1,300}\.py):\d+, in '
 )
 """Stack frame lines of Python and IPython."""
-
-BEGINS = "traceback (most recent call last)"
-IGNORED = "exception ignored in"
-CHAINED = ("exception was the direct cause of", "handling of the above exception")
 
 MAX_STREAMS = 256
 """Maximum number of ranks whose lines are tracked separately."""
@@ -41,15 +22,6 @@ _MAX_LINES = 2000
 
 _MAX_FRAMES = 8192
 """Characters kept of the paths in one traceback."""
-
-
-class LogLine(NamedTuple):
-    """A cleaned line of a log."""
-
-    rank: int | None
-    number: int
-    text: str
-    lowered: str
 
 
 class Ended(NamedTuple):
@@ -100,8 +72,8 @@ class Tracebacks:
         return rank in self._open
 
     def follow(self, line: LogLine) -> bool:
-        """Follow a line. Returns True if it only gives a file position or quotes source: the error
-        itself comes at the end."""
+        """Follow a line that is not ordinary. Returns True if it only gives a file position or
+        quotes source: the error itself comes at the end."""
         lowered = line.lowered
         inner = lowered.lstrip()
         starts = BEGINS in lowered
@@ -170,15 +142,13 @@ class Tracebacks:
         rank = None if line.rank not in self._open and "[rank" in line.lowered else line.rank
         opened = self._open.get(rank)
         inside = opened is not None and 0 <= line.number - opened.line < _MAX_LINES
-        kinds = (EXCEPTION, _QUALIFIED, _IN_TRACEBACK) if inside else (EXCEPTION, _QUALIFIED)
-        found = (kind.match(line.text, 0, _MAX_NAME) for kind in kinds)
-        match = next((one for one in found if one), None)
-        if match is None:
+        name = line.exception(inside)
+        if name is None:
             return None
         self._open.pop(rank, None)
         if opened is not None and inside:
-            return None if opened.ignored else Ended(match["name"], opened.frames)
-        return Ended(match["name"], "")
+            return None if opened.ignored else Ended(name, opened.frames)
+        return Ended(name, "")
 
     def cut_off(self, number: int) -> CutOff | None:
         """The latest traceback still open at line `number`, where the log ends."""

@@ -1,0 +1,135 @@
+"""Reads the lines of a log: rank, text, and what stands in it that concerns a traceback.
+
+Ranks, restarts and loops print the same lines with other numbers, so what lines of one shape (the
+bytes with every digit replaced by 0) have in common is found out once.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from miner_guard.incidents.log_text import clean, without_colours
+
+EXCEPTION = re.compile(
+    r"(?:[A-Za-z_]\w*\.)*(?P<name>[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Fault|Failure|Timeout|Violation)"
+    r"|[A-Z]\w{0,80}(?:Error|Exception)\w{0,80})(?::\s|\s*$|:$|\()"
+)
+"""An exception at the beginning of a line."""
+
+_QUALIFIED = re.compile(r"(?:\w+\.)+(?:exc|exceptions?|errors?)\.(?P<name>[A-Z]\w*)(?::\s|\s*$)")
+"""An exception whose module marks it as one, such as `torch._dynamo.exc.Unsupported`."""
+
+_MAX_NAME = 400
+"""Longest exception name accepted: without a limit the search time is quadratic in the line's
+length."""
+
+_IN_TRACEBACK = re.compile(r"(?:[A-Za-z_]\w*\.)+(?P<name>[A-Z]\w*|(?:gai|h)?error)(?::\s|$)")
+"""An exception whose name does not mark it as one, such as `queue.Empty` or `socket.gaierror`."""
+
+BEGINS = "traceback (most recent call last)"
+IGNORED = "exception ignored in"
+CHAINED = ("exception was the direct cause of", "handling of the above exception")
+
+INCIDENT = "incident "
+LAUNCH = "miner started"
+"""The guard's own lines hold one of these."""
+
+_REMARKABLE = (BEGINS, IGNORED, *CHAINED, INCIDENT, LAUNCH, "file ")
+"""A line without any of these, that is not indented either, only has its message."""
+
+_WITHOUT_DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
+_A_RANK_OR_NONE = (b"000: ", b"000:\t")
+"""Three digits are a rank that srun prints or not: it depends on the first one. Such lines have no
+shape in common."""
+
+_MAX_SHAPES = 1024
+_MAX_SHAPE_LENGTH = 400
+
+_Span = tuple[int, int]
+
+
+class LineShape(NamedTuple):
+    """What a line's text has in common with those that differ from it in digits alone."""
+
+    ordinary: bool
+    """Neither a part of a traceback or chain of exceptions nor printed by the guard."""
+
+    exception: _Span | None
+    """Where the name of an exception stands, if the line begins with one."""
+
+    within: _Span | None
+    """The same at the end of a traceback, where any name counts."""
+
+
+class LogLine(NamedTuple):
+    """A cleaned line of a log."""
+
+    rank: int | None
+    number: int
+    text: str
+    lowered: str
+    shape: LineShape
+
+    def exception(self, within: bool) -> str | None:
+        """The name of the exception that the line begins with; `within` a traceback?"""
+        span = self.shape.within if within else self.shape.exception
+        return None if span is None else self.text[span[0] : span[1]]
+
+
+class LineReader:
+    """Reads lines, and remembers the shapes of recent ones. Uses bounded memory."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, tuple[slice | None, LineShape]] = {}
+        """By a line's bytes without their digits: where its text stands, unless `clean` has to
+        tell, and its shape."""
+
+    def read(self, raw: bytes, number: int) -> LogLine:
+        """Line `number`."""
+        if len(raw) > _MAX_SHAPE_LENGTH:
+            rank, text = clean(raw)
+            return log_line(rank, number, text)
+        masked = raw.translate(_WITHOUT_DIGITS)
+        known = self._known.get(masked)
+        if known is None:
+            return self._learn(raw, masked, number)
+        stands, shape = known
+        rank, text = clean(raw) if stands is None else (None, raw[stands].decode())
+        return LogLine(rank, number, text, text.lower(), shape)
+
+    def _learn(self, raw: bytes, masked: bytes, number: int) -> LogLine:
+        rank, text = clean(raw)
+        line = log_line(rank, number, text)
+        if any(words in masked for words in _A_RANK_OR_NONE):
+            return line
+        stripped = raw.rstrip()
+        same = rank is None and raw.isascii() and without_colours(raw) == raw
+        if len(self._known) >= _MAX_SHAPES:
+            self._known.clear()
+        self._known[masked] = (
+            slice(len(stripped) - len(text), len(stripped))
+            if same and stripped.endswith(text.encode())
+            else None,
+            line.shape,
+        )
+        return line
+
+
+def log_line(rank: int | None, number: int, text: str) -> LogLine:
+    """The line with this text."""
+    lowered = text.lower()
+    exception = _named(EXCEPTION, text) or _named(_QUALIFIED, text)
+    shape = LineShape(
+        not text.startswith("    ")
+        and not lowered.lstrip().startswith("raise ")
+        and not any(words in lowered for words in _REMARKABLE),
+        exception,
+        exception or _named(_IN_TRACEBACK, text),
+    )
+    return LogLine(rank, number, text, lowered, shape)
+
+
+def _named(kind: re.Pattern[str], text: str) -> _Span | None:
+    match = kind.match(text, 0, _MAX_NAME)
+    return None if match is None else match.span("name")
