@@ -1,5 +1,5 @@
-"""Settings for what connects the guard with the outside: gate, repo, chain, alerts, HTTP port and
-logs."""
+"""Settings for what connects the guard with the outside world: gate, repo, chain, alerts, HTTP port
+and logs."""
 
 from __future__ import annotations
 

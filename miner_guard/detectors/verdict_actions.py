@@ -88,7 +88,7 @@ def _start(status: StatusDocument) -> str:
 
 
 def _on_host(status: StatusDocument) -> str:
-    return f" of host {status.host}" if status.host else ""
+    return f" on host {status.host}" if status.host else ""
 
 
 def _gpu_of(status: StatusDocument, rank: int | None) -> int | None:

@@ -255,7 +255,7 @@ def _differences(answered: Sequence[Report]) -> Iterator[Finding]:
                 level,
                 seen=f"{what} differ: {seen}",
                 limit="the same on all ranks",
-                next_step=f"make the {what} equal",
+                next_step=f"give all ranks the same {what}",
             )
 
 

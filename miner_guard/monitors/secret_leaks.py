@@ -59,7 +59,7 @@ class SecretLeaksMonitor(Monitor):
         self._tail = text[-(self._max_length - 1) :]
         shown = [f"the value of {name}" for name, value in self._values.items() if value in text]
         if _COMMITMENT in text:
-            shown.append("a commitment, with read credentials in it")
+            shown.append("a commitment that contains read credentials")
         return [
             make_finding(
                 "secret_exposed", where="the miner's output", kind=kind, next_step=_NEXT_STEP

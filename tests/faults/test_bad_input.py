@@ -77,7 +77,7 @@ def test_a_second_guard_is_refused_and_names_the_first(guarded: Guarded) -> None
     guarded.assert_nothing_left()
 
 
-def test_a_second_guard_is_refused_also_after_the_lock_was_removed(guarded: Guarded) -> None:
+def test_a_second_guard_is_refused_even_after_the_lock_was_removed(guarded: Guarded) -> None:
     """Otherwise a second guard would take the first one's miner for an orphan and end it."""
     guarded.start(["sleep", "600"])
     guarded.wait_for("miner_started")
@@ -114,7 +114,7 @@ def test_a_second_guard_waits_for_one_that_is_stopping(guarded: Guarded, tmp_pat
     guarded.assert_nothing_left()
 
 
-def test_foreign_files_of_our_names_are_set_aside_and_others_left_alone(guarded: Guarded) -> None:
+def test_foreign_files_with_our_names_are_set_aside_and_others_left_alone(guarded: Guarded) -> None:
     state: StateDir = guarded.state
     state.flight.mkdir(parents=True)
     state.flight_of(0).write_bytes(b"not a flight record")
@@ -146,7 +146,7 @@ def test_a_long_state_path_still_has_its_sockets(guarded: Guarded) -> None:
     assert not [e for e in guarded.named("guard_degraded") if "sock" in e["msg"]]
 
 
-def test_cutting_every_file_of_the_state_directory_short_stops_no_rank(guarded: Guarded) -> None:
+def test_truncating_every_file_of_the_state_directory_stops_no_rank(guarded: Guarded) -> None:
     """Truncating a mapped flight record killed the rank that wrote to it with SIGBUS."""
     guarded.start(guarded.miner("steps", 60, 0.05, "finish"))
     guarded.wait_for("inner_step")

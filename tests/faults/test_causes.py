@@ -51,7 +51,7 @@ STRANGER = (
 @pytest.mark.parametrize(
     ("line", "advice"), [(GONE, "restart the container"), (STRANGER, "egister")]
 )
-def test_what_only_a_person_can_fix_ends_with_what_to_do(
+def test_a_fault_that_only_a_person_can_fix_ends_with_what_to_do(
     guarded: Guarded, line: str, advice: str
 ) -> None:
     code = (

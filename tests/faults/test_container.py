@@ -65,7 +65,7 @@ class Container:
         return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text())
 
 
-def test_it_reaps_forwards_and_leaves_nothing(guarded: Guarded) -> None:
+def test_it_reaps_forwards_signals_and_leaves_nothing(guarded: Guarded) -> None:
     container = Container(guarded, sys.executable, "-c", ORPHANS)
     until(lambda: b"orphans made" in guarded.output.read_bytes(), 60, "the miner")
     assert guarded.named("guard_started")[0]["pid"] == 1

@@ -67,7 +67,7 @@ def run(guarded: Guarded, tmp_path: Path, steps: int, *faults: str) -> list[dict
     return [e for e in guarded.events if e["event"] in JUDGED and e["level"] != "debug"]
 
 
-def test_slow_spike_and_nan_are_each_seen_at_their_step_and_nothing_else(
+def test_slow_spike_and_nan_are_each_reported_at_their_step_and_nothing_else(
     guarded: Guarded, tmp_path: Path
 ) -> None:
     # On both ranks: noise in half of the samples is within what so small a batch does by itself.

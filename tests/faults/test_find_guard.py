@@ -63,7 +63,7 @@ def test_the_running_guard_is_found_anywhere(
     assert guarded.stop() == 0
 
 
-def test_several_are_named_and_none_is_chosen(
+def test_several_guards_are_listed_and_none_is_chosen(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     two = [StateDir(home / "sn38"), StateDir(tmp_path / "elsewhere")]

@@ -33,9 +33,7 @@ def start(guarded: Guarded, code: str = SLEEPER, *arguments: object) -> None:
     guarded.start(words, settings=FAST)
 
 
-def test_a_pipe_in_place_of_the_log_holds_up_neither_the_guard_nor_its_stop(
-    guarded: Guarded,
-) -> None:
+def test_a_pipe_in_place_of_the_log_blocks_neither_the_guard_nor_its_stop(guarded: Guarded) -> None:
     """When guard.jsonl was a FIFO without a reader, the main thread hung while opening it, and the
     stop hung too."""
     start(guarded)

@@ -34,9 +34,7 @@ def evidence(guarded: Guarded) -> Path:
     return folders[0]
 
 
-def test_a_rank_that_stops_stepping_is_seen_named_documented_and_restarted(
-    guarded: Guarded,
-) -> None:
+def test_a_rank_that_stops_stepping_is_named_documented_and_restarted(guarded: Guarded) -> None:
     guarded.start(guarded.miner("steps", 5, 0.1, "hang"), "--max-restarts", "1", settings=FAST)
     hang = guarded.wait_for("hang_detected", seconds=60)
     assert "rank 0 in data for" in hang["msg"]
@@ -62,7 +60,7 @@ def late(guarded: Guarded, *arguments: object) -> list[str]:
     return launch(2, *miner)
 
 
-def test_a_rank_that_comes_too_late_to_agree_is_a_hang_though_all_ranks_step_on(
+def test_a_rank_that_is_too_late_to_agree_is_a_hang_although_all_ranks_step(
     guarded: Guarded,
 ) -> None:
     """The group in which the ranks agree stays broken, so they could train for a day without being
@@ -79,7 +77,7 @@ def test_a_rank_that_comes_too_late_to_agree_is_a_hang_though_all_ranks_step_on(
     guarded.assert_nothing_left()
 
 
-def test_a_program_that_asks_on_one_rank_alone_gets_a_report_and_no_restart(
+def test_a_program_that_asks_on_only_one_rank_gets_a_report_and_no_restart(
     guarded: Guarded,
 ) -> None:
     settings = {**FAST, "hang.min_s": 120, "gate.broadcast_timeout_s": 2}
@@ -214,7 +212,9 @@ def two_ranks(guarded: Guarded, first: str, second: str) -> list[str]:
     return ["sh", "-c", f"{rank(0, first)} {rank(1, second)} wait", guarded.token]
 
 
-def test_a_killed_rank_is_named_within_seconds_though_its_launcher_waits(guarded: Guarded) -> None:
+def test_a_killed_rank_is_named_within_seconds_although_its_launcher_waits(
+    guarded: Guarded,
+) -> None:
     """Otherwise a rank could be dead for five minutes before anything is printed."""
     settings = {**FAST, "hang.min_s": 120, "hang.gone_s": 5, "hang.action": "stop"}
     guarded.start(two_ranks(guarded, "waits", "killed"), settings=settings)
@@ -236,9 +236,7 @@ def test_a_rank_that_ends_with_0_in_the_middle_is_named(guarded: Guarded) -> Non
     guarded.assert_nothing_left()
 
 
-def test_a_loop_that_failed_while_its_process_lives_on_is_a_hang_with_a_cause(
-    guarded: Guarded,
-) -> None:
+def test_a_failed_loop_whose_process_keeps_running_is_a_hang_with_a_cause(guarded: Guarded) -> None:
     guarded.start(
         guarded.miner("steps", 3, 0.1, "fail"),
         settings={**FAST, "hang.action": "stop", "hang.min_s": 5},

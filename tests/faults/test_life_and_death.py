@@ -80,7 +80,7 @@ def test_the_launcher_alone_is_asked_first_and_has_time_for_its_checkpoint(
     guarded.assert_nothing_left(0.5)
 
 
-def test_a_launcher_that_ignores_the_signal_is_alive_before_its_time_and_dead_after(
+def test_a_launcher_that_ignores_the_signal_dies_only_after_the_grace_period(
     guarded: Guarded,
 ) -> None:
     code = (
@@ -180,7 +180,7 @@ def test_another_miner_on_the_same_host_is_left_alone(guarded: Guarded, tmp_path
     guarded.assert_nothing_left(0.5)
 
 
-def test_descriptors_do_not_leak_and_stdin_umask_and_folder_are_right(
+def test_descriptors_do_not_leak_and_stdin_umask_and_folder_are_correct(
     guarded: Guarded, tmp_path: Path
 ) -> None:
     code = (
@@ -294,7 +294,7 @@ def test_waits_grow_between_restarts(guarded: Guarded) -> None:
     )
 
 
-def test_the_end_of_the_terminal_is_not_the_guards_under_nohup(guarded: Guarded) -> None:
+def test_under_nohup_the_guard_outlives_its_terminal(guarded: Guarded) -> None:
     """Otherwise a logout would stop a miner that was started with nohup."""
     guarded.start(
         guarded.miner("steps", 10000, 0.1),
@@ -308,9 +308,7 @@ def test_the_end_of_the_terminal_is_not_the_guards_under_nohup(guarded: Guarded)
     guarded.assert_nothing_left()
 
 
-def test_a_signal_that_is_repeated_to_the_very_end_does_not_change_the_exit_code(
-    guarded: Guarded,
-) -> None:
+def test_a_signal_repeated_until_the_end_does_not_change_the_exit_code(guarded: Guarded) -> None:
     """pm2, or a person, may ask twice. The second signal once arrived after the guard had restored
     the default handlers."""
     guard = guarded.start(["sleep", "600"])

@@ -29,9 +29,7 @@ def start(guarded: Guarded, *flags: str, code: str = SLEEPER, **popen: object) -
     )
 
 
-def test_a_miner_that_dies_is_noticed_though_the_parent_blocked_every_signal(
-    guarded: Guarded,
-) -> None:
+def test_a_dead_miner_is_noticed_although_the_parent_blocked_every_signal(guarded: Guarded) -> None:
     """A dead miner once stayed `running`: the guard inherited the signal mask, and SIGCHLD never
     came."""
     start(guarded, "--max-restarts", "1", code="raise SystemExit(7)", preexec_fn=block_all)
@@ -39,9 +37,7 @@ def test_a_miner_that_dies_is_noticed_though_the_parent_blocked_every_signal(
     assert [event["code"] for event in guarded.named("miner_exited")] == [7, 7]
 
 
-def test_a_miner_that_dies_is_noticed_though_the_parent_ignores_its_children(
-    guarded: Guarded,
-) -> None:
+def test_a_dead_miner_is_noticed_although_the_parent_ignores_its_children(guarded: Guarded) -> None:
     """The kernel then reaped the miner itself, and the guard read 0 as its exit code."""
     start(
         guarded,
@@ -53,7 +49,7 @@ def test_a_miner_that_dies_is_noticed_though_the_parent_ignores_its_children(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT, signal.SIGXCPU])
-def test_a_stop_is_heard_though_the_parent_blocked_every_signal(
+def test_a_stop_is_honoured_although_the_parent_blocked_every_signal(
     guarded: Guarded, number: signal.Signals
 ) -> None:
     start(guarded, preexec_fn=block_all)

@@ -125,7 +125,7 @@ def test_a_reader_that_went_away_does_not_stop_the_miner(guarded: Guarded, tmp_p
     assert done.exists()
 
 
-def test_an_orphan_that_holds_the_pipe_does_not_hold_up_the_end(guarded: Guarded) -> None:
+def test_an_orphan_that_holds_the_pipe_does_not_delay_the_end(guarded: Guarded) -> None:
     code = (
         "import subprocess; subprocess.Popen(['sleep', '600'], env={}, "
         "start_new_session=True); put(1, b'bye')"

@@ -161,7 +161,7 @@ def test_stop_restart_and_delete_leave_one_guard_or_none_and_lose_no_checkpoint(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_the_death_of_pm2s_daemon_stops_the_guard_in_order(pm2: Pm2, number: int) -> None:
+def test_the_death_of_pm2s_daemon_stops_the_guard_cleanly(pm2: Pm2, number: int) -> None:
     pm2.start()
     os.kill(pm2.god, number)
     pm2.gone()

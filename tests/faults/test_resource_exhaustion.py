@@ -52,7 +52,7 @@ def test_with_every_descriptor_in_use_the_miner_keeps_running(guarded: Guarded) 
     guarded.assert_nothing_left()
 
 
-def test_a_miner_that_dies_while_no_descriptor_is_left_is_ended_and_started_when_there_is_one(
+def test_a_miner_that_dies_without_free_descriptors_is_restarted_once_there_is_one(
     guarded: Guarded,
 ) -> None:
     """The guard once assumed that a process that it could not inspect was gone, and then waited
@@ -76,7 +76,7 @@ def _limit(pid: int, descriptors: int) -> None:
     subprocess.run(["prlimit", f"--pid={pid}", f"--nofile={descriptors}:"], check=True, timeout=10)
 
 
-def test_damaged_files_of_the_last_run_hold_up_nothing(guarded: Guarded) -> None:
+def test_damaged_files_of_the_last_run_delay_nothing(guarded: Guarded) -> None:
     """A full disk or a power cut may damage the ledger, the status, a flight record, run.json,
     host.json and the sockets."""
     state: StateDir = guarded.state

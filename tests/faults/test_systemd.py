@@ -237,7 +237,7 @@ def test_the_unit_leaves_an_intruder_little(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_unit_starts_stops_in_order_and_comes_back_after_a_kill(
+def test_the_unit_starts_stops_cleanly_and_restarts_after_a_kill(
     systemd: Systemd, guarded: Guarded
 ) -> None:
     systemd("start", "miner-guard")
@@ -266,7 +266,7 @@ def test_the_unit_starts_stops_in_order_and_comes_back_after_a_kill(
 
 
 @pytest.mark.slow
-def test_the_unit_does_not_start_again_what_a_restart_cant_fix(
+def test_the_unit_does_not_restart_what_a_restart_cant_fix(
     systemd: Systemd, guarded: Guarded
 ) -> None:
     systemd.set(MINER_GUARD_GATE__MIN_INNER_STEP="many")

@@ -107,7 +107,9 @@ def test_a_hung_rank_is_named_and_the_miner_resumes_from_its_checkpoint(
 
 
 @pytest.mark.long
-def test_every_rank_exiting_with_0_too_early_is_a_failure(guarded: Guarded, tmp_path: Path) -> None:
+def test_ranks_that_all_exit_with_0_too_early_are_a_failure(
+    guarded: Guarded, tmp_path: Path
+) -> None:
     guarded.start(
         [*TORCHRUN, *demo(guarded, tmp_path, "--fault", "exit0@6", steps=9)], settings=FAST
     )
@@ -118,7 +120,7 @@ def test_every_rank_exiting_with_0_too_early_is_a_failure(guarded: Guarded, tmp_
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["sigkill@6:1", "crash@6:0"])
-def test_a_rank_that_dies_takes_the_launch_with_it_and_the_next_one_finishes(
+def test_a_rank_that_dies_ends_the_launch_and_the_next_one_finishes(
     guarded: Guarded, tmp_path: Path, fault: str
 ) -> None:
     guarded.start([*TORCHRUN, *demo(guarded, tmp_path, "--fault", fault, steps=9)], settings=FAST)
@@ -142,7 +144,7 @@ def test_torchrun_or_the_guard_killed_leaves_no_rank_behind(
 
 
 @pytest.mark.long
-def test_a_damaged_checkpoint_is_passed_over_with_a_line(guarded: Guarded, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped_with_a_line(guarded: Guarded, tmp_path: Path) -> None:
     guarded.start([*TORCHRUN, *demo(guarded, tmp_path, steps=11)], settings=FAST)
     assert guarded.processes[0].wait(SLOWEST) == 0, guarded.tail()
     newest = max(tmp_path.glob("work-*/checkpoints/step-*"))

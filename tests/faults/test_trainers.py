@@ -25,7 +25,7 @@ def start(guarded: Guarded, then: str, *flags: str, ranks: int = 0) -> None:
     guarded.start(command, "--attach", "auto", *flags, settings=FAST)
 
 
-def test_a_training_that_ran_to_its_end_is_not_started_again(guarded: Guarded) -> None:
+def test_a_training_that_ran_to_its_end_is_not_restarted(guarded: Guarded) -> None:
     """Otherwise a finished script would start from scratch five times and end in a CRASH LOOP."""
     start(guarded, "ends", "--max-restarts", "1")
     assert guarded.processes[0].wait(120) == 0, guarded.tail()
@@ -34,7 +34,7 @@ def test_a_training_that_ran_to_its_end_is_not_started_again(guarded: Guarded) -
     guarded.assert_nothing_left()
 
 
-def test_a_training_that_never_ends_by_itself_has_not_finished(guarded: Guarded) -> None:
+def test_a_training_that_never_ends_on_its_own_has_not_finished(guarded: Guarded) -> None:
     start(guarded, "ends", "--no-finite", "--max-restarts", "0")
     assert guarded.processes[0].wait(120) == 75, guarded.tail()
     assert guarded.named("crash_loop")

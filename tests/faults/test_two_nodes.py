@@ -153,7 +153,7 @@ def torchrun(link: Link, tmp_path: Path, node: int, *flags: str) -> list[str]:
     ]
 
 
-def test_a_cut_link_is_reported_by_both_and_its_return_too(link: Link, pair: list[Guarded]) -> None:
+def test_both_nodes_report_a_cut_link_and_its_return(link: Link, pair: list[Guarded]) -> None:
     serve = (
         f"import socket, time\ns = socket.create_server(({link.addresses[0]!r}, "
         f"{PORT}))\ntime.sleep(600)"

@@ -45,7 +45,7 @@ def checks(document: dict[str, Any], *prefixes: str) -> list[dict[str, Any]]:
     return [c for c in document["checks"] if c["check"].startswith(prefixes)]
 
 
-def test_the_doctor_knows_this_gpu_and_finds_nothing_critical_in_it(
+def test_the_doctor_knows_this_gpu_and_finds_nothing_critical(
     machine: Machine, table: Table, tmp_path: Path
 ) -> None:
     document = doctor(machine, tmp_path)

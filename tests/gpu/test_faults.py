@@ -95,7 +95,7 @@ def test_memory_that_is_full_is_named_with_its_fixes(
     table.add("out of memory: incident", incident["label"], "cuda_oom on a GPU")
 
 
-def test_a_killed_ranks_memory_is_back_before_the_next_launch(
+def test_a_killed_ranks_memory_is_free_before_the_next_launch(
     guarded: Guarded, machine: Machine, table: Table, tmp_path: Path
 ) -> None:
     process = start(guarded, machine, tmp_path, "killed", gpu__memory_settle_s=60)

@@ -93,7 +93,7 @@ def test_the_report_has_no_accessibility_violation(
 
 
 @pytest.mark.parametrize("look", OURS)
-def test_the_live_page_with_its_token_and_after_the_guard_is_gone(
+def test_the_live_page_has_no_violation_with_a_token_or_without_a_guard(
     browser: Any, axe: str, states: Path, look: str
 ) -> None:
     requires.module("uvicorn")

@@ -42,7 +42,7 @@ SETTINGS = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_night_with_crashes_a_nan_and_a_stall_beside_a_webhook_that_never_answers(
+def test_alerts_arrive_overnight_although_one_webhook_never_answers(
     tmp_path: Path, webhook: Webhook
 ) -> None:
     script, state = tmp_path / "train.py", tmp_path / "state"

@@ -113,9 +113,7 @@ def test_prints_and_publishes_the_same_with_and_without_the_guard(
     assert len(today.published()) >= 4
 
 
-def test_inner_steps_are_seen_on_every_rank_but_not_the_one_inside_the_allreduce(
-    today: Run,
-) -> None:
+def test_every_rank_reports_inner_steps_except_the_one_inside_the_allreduce(today: Run) -> None:
     for rank in (0, 1):
         steps = today.steps(rank)
         assert [(s.outer_step, s.inner_step) for s in steps] == [(1, n) for n in range(7)]
@@ -242,7 +240,7 @@ def test_older_shapes_are_followed_too(run: Runs, tmp_path: Path, shape: str) ->
     assert {event for event, _ in old.findings()} == {"secret_exposed"}
 
 
-def test_an_unknown_signature_is_named_and_the_miner_runs_on_untouched(
+def test_an_unknown_signature_is_named_and_the_miner_runs_unchanged(
     run: Runs, tmp_path: Path
 ) -> None:
     unknown = run(tmp_path / "run", ranks=1, minimum=4, SHAPE="unknown")

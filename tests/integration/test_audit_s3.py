@@ -71,7 +71,7 @@ def test_the_committed_keys_open_what_the_audit_judges(limits: Limits, repo: Rep
     assert {v.rule: v.outcome for v in report.verdicts}["bucket"] == "pass"
 
 
-def test_committed_keys_that_open_nothing_are_what_a_validator_rejects(
+def test_committed_keys_that_open_nothing_are_rejected_as_by_a_validator(
     limits: Limits, repo: RepoSettings
 ) -> None:
     wrong = ACCOUNT + KEY + "d" * 64

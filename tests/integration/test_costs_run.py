@@ -65,7 +65,7 @@ def unthrottled(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any
     return _run(tmp_path_factory.mktemp("costs"), MINER_GUARD_COSTS__OPERATION_WARN_S="0.3")
 
 
-def test_it_is_called_out_and_the_ledger_knows_what_it_cost(
+def test_it_is_reported_and_the_ledger_has_its_cost(
     unthrottled: tuple[dict[str, Any], list[str]],
 ) -> None:
     ledger, events = unthrottled
@@ -82,7 +82,7 @@ def test_it_is_called_out_and_the_ledger_knows_what_it_cost(
     )
 
 
-def test_it_is_throttled_when_allowed(
+def test_it_is_throttled_if_that_is_allowed(
     unthrottled: tuple[dict[str, Any], list[str]], tmp_path: Path
 ) -> None:
     ledger, events = _run(tmp_path, MINER_GUARD_COSTS__THROTTLE="true")

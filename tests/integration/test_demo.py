@@ -105,11 +105,11 @@ def test_torchruns_own_folder_is_in_the_state_directory(run: Run) -> None:
     )
 
 
-def test_a_demo_that_has_ended_leaves_its_ledger_in_one_file(run: Run) -> None:
+def test_an_ended_demo_leaves_its_ledger_in_one_file(run: Run) -> None:
     assert [path.name for path in run.state.root.glob("ledger*")] == ["ledger.sqlite3"]
 
 
-def test_asked_at_15_the_line_is_word_for_word(run: Run) -> None:
+def test_the_block_at_step_15_is_word_for_word(run: Run) -> None:
     assert (
         "UPLOAD BLOCKED: inner_step (15) < minimum (50). Validators will reject this! "
         "Waiting for more training steps..."

@@ -44,7 +44,7 @@ def state(tmp_path: Path) -> Path:
     return tmp_path / "state"
 
 
-def test_steps_never_go_back_and_what_is_not_a_number_is_left_out(state: Path) -> None:
+def test_steps_never_go_back_and_non_finite_values_are_left_out(state: Path) -> None:
     got = list(points(search(state / "guard.jsonl", QUERY)))
     assert [point.step for point in got] == [1, 2, 3, 4, 5, 5]
     assert "train/loss" not in got[4].values
@@ -81,7 +81,7 @@ def test_wandb_stays_offline(state: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert b"train/loss" in stored[0].read_bytes()
 
 
-def test_nothing_to_export_and_nonsense_are_reported(
+def test_an_empty_export_and_invalid_arguments_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     requires.module("tensorboard")

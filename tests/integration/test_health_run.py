@@ -85,7 +85,7 @@ def run(tmp_path: Path, fake_nvml: FakeNvml) -> Iterator[Run]:
         started.stop()
 
 
-def test_a_driver_that_fails_hangs_and_recovers_while_everything_else_is_read(
+def test_a_driver_may_fail_hang_and_recover_while_everything_else_is_read(
     run: Run, fake_nvml: FakeNvml
 ) -> None:
     run.until("a first snapshot", 30, "health_snapshot")

@@ -136,7 +136,7 @@ def test_with_a_token_only_health_and_the_empty_page_are_open(tmp_path: Path) ->
         port.close()
 
 
-def test_a_web_page_that_points_its_own_name_at_the_port_reads_nothing(port: Port) -> None:
+def test_a_web_page_that_rebinds_its_name_to_the_port_reads_nothing(port: Port) -> None:
     """With DNS rebinding, the browser of someone with a tunnel could show all of /status to a
     hostile page."""
     port.status(command=["python", "miner.py", "--wallet", "planted"])

@@ -93,7 +93,7 @@ def test_a_guard_that_ends_while_its_port_opens_does_not_report_it(
     assert (findings, server.child) == ([], None)
 
 
-def test_a_killed_port_process_comes_back(tmp_path: Path) -> None:
+def test_a_killed_port_process_is_restarted(tmp_path: Path) -> None:
     requires.module("uvicorn")
     monitor, findings, clock = _monitor(tmp_path, HttpSettings(port=0))
     first = monitor.snapshot()["url"]

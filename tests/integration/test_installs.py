@@ -69,7 +69,7 @@ def test_the_sdist_alone_gives_a_guard_that_runs(sdist: Path, tmp_path: Path, ve
 
 
 @pytest.mark.parametrize("order", ["first", "second"])
-def test_doctor_reports_pypis_validators_whichever_came_first(
+def test_doctor_reports_pypis_validators_in_either_install_order(
     sdist: Path, tmp_path: Path, order: str
 ) -> None:
     """Otherwise another package could silently replace the guard's rules."""

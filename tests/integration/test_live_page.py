@@ -76,7 +76,7 @@ def test_the_token_is_asked_for_once_and_is_in_no_address(port: Port, tab: Any) 
     assert tab.errors == []
 
 
-def test_another_tab_has_to_ask_again(port: Port, tab: Any) -> None:
+def test_a_second_tab_asks_for_the_token_again(port: Port, tab: Any) -> None:
     tab.goto(port.url)
     _enter(tab, TOKEN)
     tab.get_by_text(RUN).wait_for()
@@ -86,7 +86,7 @@ def test_another_tab_has_to_ask_again(port: Port, tab: Any) -> None:
     assert RUN not in other.content()
 
 
-def test_the_page_updates_by_itself_and_says_when_the_guard_is_gone(port: Port, tab: Any) -> None:
+def test_the_page_updates_itself_and_shows_when_the_guard_is_gone(port: Port, tab: Any) -> None:
     tab.goto(port.url)
     _enter(tab, TOKEN)
     tab.get_by_text(RUN).wait_for()
@@ -104,7 +104,7 @@ def test_the_page_updates_by_itself_and_says_when_the_guard_is_gone(port: Port, 
     assert tab.evaluate(marked) == '"Last known: "', "EARNING must not stand there as if it were"
 
 
-def test_the_page_comes_back_by_itself_when_the_guard_does(tmp_path: Path, tab: Any) -> None:
+def test_the_page_recovers_when_the_guard_does(tmp_path: Path, tab: Any) -> None:
     """Otherwise somebody would have to reload the tab after each restart of the guard."""
     requires.module("uvicorn")
     first = Port(tmp_path)
@@ -244,7 +244,7 @@ def test_without_a_token_the_page_is_there_at_once_and_its_policy_hinders_nothin
         port.close()
 
 
-def test_an_update_keeps_scroll_and_open_parts_and_each_range_is_asked_for(
+def test_an_update_keeps_scroll_and_open_sections_and_requests_the_range(
     tmp_path: Path, tab: Any
 ) -> None:
     """The page must not jump to its top every ten seconds."""

@@ -147,7 +147,7 @@ def test_events_wait_on_the_disk_for_a_receiver_that_is_gone_and_the_next_guard_
 
 
 @pytest.mark.slow
-def test_what_the_receiver_rejects_is_skipped_and_what_it_cannot_take_now_waits(
+def test_rejected_events_are_skipped_and_events_it_cannot_take_now_wait(
     tmp_path: Path, receiver: Receiver
 ) -> None:
     receiver.answer = 400
@@ -169,7 +169,7 @@ def test_what_the_receiver_rejects_is_skipped_and_what_it_cannot_take_now_waits(
 
 
 @pytest.mark.long
-def test_a_collector_takes_and_forwards_every_event_and_metric(
+def test_a_collector_accepts_and_forwards_every_event_and_metric(
     tmp_path: Path, receiver: Receiver
 ) -> None:
     """Rotel is an OpenTelemetry collector that pip can install (`pip install rotel`). Its decoder

@@ -95,7 +95,7 @@ def is_mixed(seen: Published) -> bool:
     return mixed(seen.metadata, seen.size_bytes, seen.checksum) is not None
 
 
-def test_killed_at_any_file_operation_the_folder_is_whole_or_made_whole(tmp_path: Path) -> None:
+def test_killed_at_any_file_operation_the_folder_is_complete_or_completed(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     before = revision(tmp_path, 50)
     folder.publisher().publish(before)

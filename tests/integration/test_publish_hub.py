@@ -79,7 +79,7 @@ def test_a_revision_is_one_commit_and_one_tag(
     assert state.tags == {"1.3.60": commits[0].id, "1.3.50": commits[1].id}
 
 
-def test_a_tag_that_is_published_again_names_what_was_published_last(
+def test_a_republished_tag_names_the_latest_files(
     server: tuple[RepoSettings, hub.HubState], tmp_path: Path
 ) -> None:
     """A miner that resumes from a checkpoint may reach the same step again. The tag then still
@@ -91,7 +91,7 @@ def test_a_tag_that_is_published_again_names_what_was_published_last(
     assert state.tags == {"1.3.50": state.repos[REPO_ID][0].id}
 
 
-def test_repeating_a_commit_that_was_cut_off_changes_nothing_seen(
+def test_repeating_an_interrupted_commit_changes_nothing_visible(
     server: tuple[RepoSettings, hub.HubState], tmp_path: Path
 ) -> None:
     settings, state = server
@@ -175,7 +175,7 @@ def test_age_is_the_hubs_age_whatever_this_hosts_clock(
     assert age_s < 60
 
 
-def test_a_commit_to_another_file_makes_no_gradients_younger(
+def test_a_commit_to_another_file_does_not_change_the_gradients_age(
     server: tuple[RepoSettings, hub.HubState], tmp_path: Path
 ) -> None:
     """Editing a model card made the gradients look newly published, and a push look as if it had
@@ -235,7 +235,7 @@ def generation(request: pytest.FixtureRequest) -> dict[str, str]:
     return env
 
 
-def test_each_generation_publishes_the_same(
+def test_each_generation_publishes_the_same_files(
     server: tuple[RepoSettings, hub.HubState], tmp_path: Path, generation: dict[str, str]
 ) -> None:
     settings, state = server
@@ -254,7 +254,7 @@ def test_each_generation_publishes_the_same(
 
 
 @pytest.mark.slow
-def test_killed_after_any_request_the_view_is_whole(
+def test_killed_after_any_request_the_view_is_complete(
     server: tuple[RepoSettings, hub.HubState], tmp_path: Path, generation: dict[str, str]
 ) -> None:
     """Walks through the publisher's requests: SIGKILL when the Hub has done the k-th and has not

@@ -73,7 +73,7 @@ def test_published_is_what_a_validator_finds(
     assert seen.age_s < 60
 
 
-def test_pushed_is_reported_after_the_read_back_and_no_key_is_shown(
+def test_a_push_is_reported_after_the_read_back_and_shows_no_key(
     server: tuple[RepoSettings, s3.Faults], tmp_path: Path
 ) -> None:
     settings, faults = server
@@ -84,7 +84,7 @@ def test_pushed_is_reported_after_the_read_back_and_no_key_is_shown(
     assert s3.KEYS["AWS_SECRET_ACCESS_KEY"] not in "\n".join(lines)
 
 
-def test_at_every_moment_of_a_publication_the_view_is_whole_or_known_to_be_mixed(
+def test_at_every_moment_the_view_is_complete_or_known_to_be_mixed(
     server: tuple[RepoSettings, s3.Faults], tmp_path: Path
 ) -> None:
     settings, faults = server
@@ -121,7 +121,7 @@ def test_age_is_the_servers_age_whatever_this_hosts_clock(
 
 
 @pytest.mark.slow
-def test_killed_after_any_request_the_view_is_whole(
+def test_killed_after_any_request_the_view_is_complete(
     server: tuple[RepoSettings, s3.Faults], tmp_path: Path
 ) -> None:
     """Walks through the publisher's requests: SIGKILL when the server has done the k-th and has not
@@ -151,7 +151,7 @@ def test_killed_after_any_request_the_view_is_whole(
     assert outcomes.count(False) > 3
 
 
-def test_where_the_recovery_process_died_too_the_next_publisher_finishes(
+def test_if_the_recovery_process_died_too_the_next_publisher_finishes(
     server: tuple[RepoSettings, s3.Faults], tmp_path: Path
 ) -> None:
     settings, _ = server
@@ -181,7 +181,7 @@ def test_where_the_recovery_process_died_too_the_next_publisher_finishes(
     assert view(settings) == {60}
 
 
-def test_what_had_arrived_is_not_sent_again(
+def test_data_that_arrived_is_not_sent_again(
     server: tuple[RepoSettings, s3.Faults], tmp_path: Path
 ) -> None:
     settings, faults = server
@@ -273,7 +273,7 @@ def test_a_silent_server_costs_the_deadline_and_no_more(tmp_path: Path) -> None:
         assert time.monotonic() - start < 90, "6 s are meant, of a server that never answers"
 
 
-def test_half_closed_connections_are_tried_again_and_then_reported(
+def test_half_closed_connections_are_retried_and_then_reported(
     server: tuple[RepoSettings, s3.Faults], tmp_path: Path
 ) -> None:
     settings, faults = server

@@ -63,7 +63,7 @@ def damaged(server: tuple[S3Repo, s3.Faults]) -> list[Any]:
     return requests
 
 
-def test_a_part_that_arrives_changed_is_sent_again_before_anybody_sees_it(
+def test_a_corrupted_part_is_resent_before_it_becomes_visible(
     server: tuple[S3Repo, s3.Faults], damaged: list[Any], tmp_path: Path
 ) -> None:
     repo, _ = server
@@ -97,7 +97,7 @@ def test_a_bucket_that_encrypts_is_read_back_by_its_checksums(
     assert published(repo) == 50
 
 
-def test_where_the_bucket_encrypts_too_a_part_that_arrives_changed_is_sent_again(
+def test_a_corrupted_part_is_resent_even_if_the_bucket_encrypts(
     server: tuple[S3Repo, s3.Faults], damaged: list[Any], tmp_path: Path
 ) -> None:
     repo, _ = server

@@ -86,7 +86,7 @@ def test_ranks_would_differ_without_the_exchange(run: tuple[Path, Answers]) -> N
     assert any(other["each by itself"] != first["each by itself"] for other in others)
 
 
-def test_ranks_that_ask_different_things_are_all_blocked_and_can_agree_again(
+def test_ranks_that_ask_different_questions_are_all_blocked_and_can_agree_again(
     run: tuple[Path, Answers],
 ) -> None:
     for answers in run[1]:
@@ -95,7 +95,7 @@ def test_ranks_that_ask_different_things_are_all_blocked_and_can_agree_again(
         assert answers["after that"] == run[1][0]["after that"]
 
 
-def test_where_one_rank_never_asks_the_others_are_blocked_in_time_and_nothing_is_raised(
+def test_if_one_rank_never_asks_the_others_are_blocked_in_time_without_raising(
     run: tuple[Path, Answers],
 ) -> None:
     folder, ranks = run

@@ -76,7 +76,7 @@ def test_the_two_commands_are_targets_of_make(target: str) -> None:
     assert answer.returncode == 0, answer.stderr
 
 
-def test_every_command_of_the_program_is_in_the_table_and_none_that_is_not() -> None:
+def test_the_table_lists_exactly_the_commands_of_the_program() -> None:
     from miner_guard.cli.main import COMMANDS
 
     table = README.partition("## Commands")[2].partition("\n## ")[0]

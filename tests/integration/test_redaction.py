@@ -90,7 +90,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return {**files, "console": b"\n".join(own)}
 
 
-def test_no_planted_secret_is_in_anything_the_guard_wrote(written: dict[str, bytes]) -> None:
+def test_the_guard_writes_no_planted_secret(written: dict[str, bytes]) -> None:
     found = [
         (name, secret)
         for name, data in written.items()
@@ -100,7 +100,7 @@ def test_no_planted_secret_is_in_anything_the_guard_wrote(written: dict[str, byt
     assert found == []
 
 
-def test_what_was_written_still_says_what_happened(written: dict[str, bytes]) -> None:
+def test_redacted_files_still_say_what_happened(written: dict[str, bytes]) -> None:
     assert b"MINER STARTED" in written["console"]
     assert b"--wallet.password=[redacted]" in written["console"]
     events = [json.loads(line) for line in written["guard.jsonl"].splitlines()]

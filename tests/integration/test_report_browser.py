@@ -96,7 +96,7 @@ def test_the_page_fits_and_draws(browser: Any, page_file: Path, width: int, sche
     context.close()
 
 
-def test_a_curve_tells_values_by_pointer_and_by_key(browser: Any, page_file: Path) -> None:
+def test_a_curve_shows_values_by_pointer_and_by_key(browser: Any, page_file: Path) -> None:
     page = browser.new_page(viewport={"width": 1000, "height": 800})
     page.goto(page_file.as_uri())
     area = page.locator(".area").first

@@ -81,9 +81,7 @@ def test_run_refuses_to_start_without_the_gpus_of_the_last_run(
     assert count["limit"] == "4 (by this host at the last run)"
 
 
-def test_run_only_warns_where_the_setting_asks_for_that(
-    fake_nvml: FakeNvml, tmp_path: Path, python: Path
-) -> None:
+def test_run_only_warns_if_so_configured(fake_nvml: FakeNvml, tmp_path: Path, python: Path) -> None:
     fake_nvml.set({"rows.pending.1": 1})
     running = Running(fake_nvml, tmp_path, python, GPU__ON_CRITICAL="warn")
     try:
@@ -119,7 +117,7 @@ guard.close(finished=True)
 """
 
 
-def test_the_red_flags_are_up_through_run_where_a_gpu_is_expected(tmp_path: Path) -> None:
+def test_run_reports_both_red_flags_if_a_gpu_is_expected(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     script = tmp_path / "miner.py"
     script.write_text(MINER)

@@ -112,7 +112,7 @@ def test_a_clone_with_local_commits_is_not_touched(clone: Clone) -> None:
     assert called == []
 
 
-def test_an_origin_that_is_away_is_tried_again_later(clone: Clone) -> None:
+def test_an_unreachable_origin_is_retried_later(clone: Clone) -> None:
     clone.origin.rename(clone.origin.with_name("gone"))
     printed, called = clone.look()
     assert "could not be reached" in printed

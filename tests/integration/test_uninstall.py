@@ -84,9 +84,7 @@ def steps(account: Account) -> Callable[[], int]:
     return count
 
 
-def test_what_was_there_before_init_is_all_that_is_left(
-    account: Account, steps: Callable[[], int]
-) -> None:
+def test_only_what_existed_before_init_is_left(account: Account, steps: Callable[[], int]) -> None:
     pm2 = requires.tool("pm2")
     before = account.files()
     account(GUARD, "init", "--", sys.executable, "train.py")

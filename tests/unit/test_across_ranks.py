@@ -100,7 +100,7 @@ def test_gpus_are_counted_against_ranks_on_each_host() -> None:
     assert messages(alone) == ["gpu_diagnostics"]
 
 
-def test_nodes_of_one_name_are_counted_each_for_itself() -> None:
+def test_nodes_with_the_same_name_are_counted_separately() -> None:
     nodes = [report(r, boot=f"boot-{r // 2}", gpu_count=2, local_rank=r % 2) for r in range(4)]
     same_places = [{**r, "model_device": f"cuda:{r['local_rank']}", "uuid": None} for r in nodes]
     assert messages(same_places) == ["gpu_diagnostics"]
@@ -167,7 +167,7 @@ def monitor(tmp_path: Any, **gpu: Any) -> DiagnosisMonitor:
     return DiagnosisMonitor(context(tmp_path, config=Config(gpu=GpuSettings(**gpu))))
 
 
-def test_the_part_speaks_once_all_entries_are_there(tmp_path: Any) -> None:
+def test_the_monitor_reports_once_all_entries_have_arrived(tmp_path: Any) -> None:
     reports = [report(r, uuid=f"GPU-{r:032d}") for r in range(64)]
     entries = [DiagnosisEntry(report=p) for p in pack(reports)]
     assert len(entries) > 1

@@ -51,7 +51,7 @@ def test_nothing_is_added_where_nothing_is_attached() -> None:
     assert attach.environment("log", env) == env
 
 
-def test_the_programs_own_path_stays_behind_the_guards() -> None:
+def test_the_programs_own_path_follows_the_guards() -> None:
     env = attach.environment("auto", {"PYTHONPATH": "/mine:/yours", attach.ATTACHED: "7"})
     first, *others = env["PYTHONPATH"].split(":")
     assert (Path(first) / "sitecustomize.py").is_file()
@@ -105,7 +105,7 @@ def test_a_guard_that_cannot_be_imported_is_one_line_and_the_miner_runs(tmp_path
     )
 
 
-def test_what_does_not_fit_is_reported_even_where_no_guard_ever_begins(tmp_path: Path) -> None:
+def test_a_mismatch_is_reported_even_if_no_guard_ever_starts(tmp_path: Path) -> None:
     state, done = run(tmp_path, "class BaseMinerNeuron:\n    pass\n")
     assert done.stderr.count("GUARD DEGRADED: attach sn38") == 1
     assert "BaseMinerNeuron defines no method __init__" in done.stderr

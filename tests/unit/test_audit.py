@@ -171,7 +171,7 @@ def test_audits_that_repeat_themselves_keep_within_their_bytes_per_hour(tmp_path
     assert "more than [repo] audit_bytes_per_hour leaves for this hour" in late.detail
 
 
-def test_what_was_fetched_an_hour_ago_counts_no_longer() -> None:
+def test_downloads_of_an_hour_ago_no_longer_count() -> None:
     memory = AuditMemory(100)
     memory.spent(10.0, 60)
     memory.spent(2000.0, 30)
@@ -221,7 +221,7 @@ def test_a_document_that_no_validator_can_read_is_rejected(
     assert words in message(report.finding())
 
 
-def test_what_a_killed_audit_left_is_removed_by_a_later_one(
+def test_a_later_audit_removes_what_a_killed_one_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise /tmp would grow by 2 GiB with each kill -9 of the guard."""
@@ -295,7 +295,7 @@ def test_a_second_subnets_gradient_is_found_by_window_and_version_and_has_no_met
 
 
 @pytest.mark.usefixtures("inspected_here")
-def test_the_version_of_the_validators_that_it_speaks_for_is_named(
+def test_the_audit_names_the_validators_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

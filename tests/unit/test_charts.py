@@ -85,7 +85,7 @@ def test_a_limit_outside_the_axis_is_labelled_and_not_drawn() -> None:
     assert 'class="limit"' not in page
 
 
-def test_the_smoothed_loss_does_not_hang_on_the_first_value() -> None:
+def test_the_smoothed_loss_does_not_depend_on_the_first_value() -> None:
     smoother = Smoother()
     means = [smoother.add(value) for value in (6.0, 3.0, 3.0, 3.0)]
     assert means[0] == 6.0

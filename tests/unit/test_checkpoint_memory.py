@@ -64,7 +64,7 @@ def kept(memory: Path, checkpoints: Checkpointer) -> None:
     checkpoints._memory.wait()
 
 
-def test_what_was_killed_resumes_from_the_last_snapshot(tmp_path: Path, memory: Path) -> None:
+def test_a_killed_run_resumes_from_the_last_snapshot(tmp_path: Path, memory: Path) -> None:
     first = launch(tmp_path / "disk")
     for step in range(1, 14):
         first.snapshot(step, lambda step=step: state(step))  # type: ignore[misc]
@@ -105,7 +105,7 @@ def test_a_requested_end_leaves_nothing_in_memory(tmp_path: Path, memory: Path) 
     assert resumed(tmp_path / "disk")[1] == 2.0
 
 
-def test_a_slot_that_was_damaged_gives_way_to_the_one_before(tmp_path: Path, memory: Path) -> None:
+def test_a_damaged_slot_is_replaced_by_the_previous_one(tmp_path: Path, memory: Path) -> None:
     first = launch(tmp_path / "disk")
     for step in (1, 2):
         first.snapshot(step, lambda step=step: state(step))  # type: ignore[misc]
@@ -170,7 +170,7 @@ def work():
 """
 
 
-def test_killed_at_any_moment_one_slot_is_whole(tmp_path: Path, memory: Path) -> None:
+def test_one_slot_is_complete_after_a_kill_at_any_moment(tmp_path: Path, memory: Path) -> None:
     with forks(KILLED, tmp_path / "disk") as writer:
         for wait_s in (0.0, 0.003, 0.01, 0.02):
             writer.start()

@@ -88,7 +88,7 @@ def flip(path: Path) -> None:
         (lambda p: (p / MANIFEST).write_text('{"files"'), "its manifest cannot be read"),
     ],
 )
-def test_a_damaged_one_is_passed_over_with_its_reason(
+def test_a_damaged_checkpoint_is_skipped_with_its_reason(
     tmp_path: Path, harm: object, words: str
 ) -> None:
     saved(tmp_path, 10, 20)
@@ -101,7 +101,7 @@ def test_a_damaged_one_is_passed_over_with_its_reason(
     assert words in skipped[0].reason
 
 
-def test_one_whose_content_does_not_fit_is_passed_over_too(tmp_path: Path) -> None:
+def test_a_checkpoint_whose_content_does_not_match_is_skipped_too(tmp_path: Path) -> None:
     saved(tmp_path, 10)
     checkpoints = Checkpointer(tmp_path, every=10)
     checkpoints.save(20, {"something": {"else": torch.zeros(3)}})

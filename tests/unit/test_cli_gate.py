@@ -63,7 +63,7 @@ def test_the_profiles_limits_apply_without_a_running_guard(
     assert ask("--outer-step", "5", "--inner-step", "60", "--revision", "5-60") == 1
 
 
-def test_where_nothing_is_set_here_the_guard_of_the_state_directory_decides(
+def test_without_settings_here_the_guard_of_the_state_directory_decides(
     ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Otherwise the answer would follow the defaults of the terminal's folder, which no rank of the
@@ -95,7 +95,7 @@ def test_a_decision_asked_for_from_a_shell_replays_too(
     assert "replay: the same decision" in capsys.readouterr().out
 
 
-def test_without_a_guard_a_question_leaves_nothing_behind(ask: Ask, tmp_path: Path) -> None:
+def test_without_a_guard_a_gate_question_leaves_nothing_behind(ask: Ask, tmp_path: Path) -> None:
     assert ask("--outer-step", "56", "--inner-step", "60") == 0
     assert list(tmp_path.iterdir()) == []
 

@@ -313,7 +313,7 @@ def test_throttling_relaxes_when_the_operation_gets_cheap() -> None:
     assert account.tracker.get_report()["operations"]["evolution_snapshot"]["status"] == "active"
 
 
-def test_due_by_time_and_its_missing_interval() -> None:
+def test_due_by_time_and_due_without_an_interval() -> None:
     account = Account()
     assert account.tracker.due("status", every_s=60)
     account.call("status", 1)

@@ -111,9 +111,7 @@ def test_diagnosis_makes_it_certain_unless_the_cpu_was_asked_for(tmp_path: Path)
         assert len(run.alarms()) == count
 
 
-def test_a_run_that_lastingly_takes_eight_times_as_long_without_a_gpu_is_suspected(
-    tmp_path: Path,
-) -> None:
+def test_a_run_that_stays_eight_times_slower_without_a_gpu_is_suspected(tmp_path: Path) -> None:
     run = Run(tmp_path)
     for number, (_, loss) in zip(range(120), healthy(1), strict=False):
         run.step(0.3 if number < 40 else 2.4, loss, allocated_bytes=None)

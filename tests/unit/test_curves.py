@@ -221,7 +221,7 @@ def test_overfitting_is_seen_in_the_miners_own_lines_even_where_they_are_cut(
     assert run.of("overfit")[0].fields["evidence"]["best_step"] == 180
 
 
-def test_evaluation_that_comes_with_the_steps_shows_overfitting(tmp_path: Path) -> None:
+def test_evaluation_in_the_step_records_shows_overfitting(tmp_path: Path) -> None:
     """Guards against a judge that can't see overfitting because the flight record has no evaluation
     loss."""
     run = Run(tmp_path)

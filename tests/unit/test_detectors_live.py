@@ -100,7 +100,7 @@ def test_a_short_clean_run_on_a_busy_host_raises_no_alarm(tmp_path: Path, seed: 
     assert run.alarms() == []
 
 
-def test_straggler_is_named_by_waiting_though_all_steps_last_the_same_and_cleared_when_gone(
+def test_a_straggler_is_named_by_waiting_and_cleared_although_all_steps_take_equally_long(
     tmp_path: Path,
 ) -> None:
     run = Run(tmp_path, ranks=4)

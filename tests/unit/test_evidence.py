@@ -57,7 +57,9 @@ def test_a_rank_in_d_state_is_reported_in_words(blocked: Process) -> None:
     assert set(thread) == {"wchan", "syscall"}
 
 
-def test_what_sigkill_does_not_end_is_given_up_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_survives_sigkill_is_named_and_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     launcher, stuck = Process(2**22 + 1, 1), Process(2**22 + 2, 2)
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(

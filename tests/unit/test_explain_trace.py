@@ -273,7 +273,7 @@ def run(path: Path, capsys: pytest.CaptureFixture[str], *, as_json: bool = True)
     [b"", random.Random(1).randbytes(100_000), b"step,loss,lr\n", b"when,what\n1,2\n"],
     ids=["empty", "noise", "only the columns", "other columns"],
 )
-def test_what_holds_no_trace_line_is_refused_and_not_called_healthy(
+def test_a_file_without_trace_lines_is_refused_and_not_called_healthy(
     tmp_path: Path, content: bytes
 ) -> None:
     path = tmp_path / "trace"

@@ -181,7 +181,7 @@ def test_a_copy_that_is_cut_short_costs_nothing_and_is_made_again(
         writer.close()
 
 
-def test_what_a_killed_rank_wrote_last_is_read_and_kept(tmp_path: Path) -> None:
+def test_the_last_records_of_a_killed_rank_are_read_and_kept(tmp_path: Path) -> None:
     """Its memory lives on in the supervisor, and then in the copy."""
     state, heard = StateDir(tmp_path), _Heard()
     flights = Flights(state, RUN, lambda finding: pytest.fail(str(finding)))

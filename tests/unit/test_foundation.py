@@ -124,7 +124,7 @@ def test_a_table_in_the_environment_is_taken_whole_or_refused(text: str) -> None
         loading.load(env={"MINER_GUARD_HANG__PHASES": text})
 
 
-def test_later_layers_win_and_say_where_a_value_came_from(tmp_path: Path) -> None:
+def test_later_layers_win_and_each_value_knows_its_origin(tmp_path: Path) -> None:
     file = tmp_path / "guard.toml"
     file.write_text("[gate]\nmin_inner_step = 20\nrepo_age_limit_s = 2100\n")
     loaded = loading.load(
@@ -204,7 +204,7 @@ def test_a_full_disk_is_reported_by_the_first_writer_alone_and_again_the_next_ti
     )
 
 
-def test_what_a_full_disk_keeps_from_being_stored_is_reported_unless_the_disk_was() -> None:
+def test_data_lost_to_a_full_disk_is_reported_unless_the_disk_already_was() -> None:
     lines: list[str] = []
     emitter = Emitter(FakeClock(), "r1", Redactor(), [ConsoleSink(lines.append, LogSettings())])
 

@@ -275,7 +275,7 @@ whole_inputs = st.builds(
 
 
 @given(whole_candidates, whole_inputs, gate_settings)
-def test_whatever_any_rule_blocks_is_blocked_and_nothing_else_is(
+def test_the_gate_blocks_exactly_what_some_rule_blocks(
     candidate: Candidate, known: GateInputs, settings: GateSettings
 ) -> None:
     facts = Facts(candidate, known.published, known.network, NOW, known.credentials, known.bucket)

@@ -266,7 +266,7 @@ def _gpu(index: int, **figures: Any) -> dict[str, Any]:
     }
 
 
-def test_the_line_says_what_matters_in_200_columns() -> None:
+def test_the_summary_says_what_matters_in_200_columns() -> None:
     gpus = {"state": "ok", "gpus": [_gpu(0), _gpu(1, temperature_c=70, utilization_ratio=0.4)]}
     guard = {"cpu_pct": 0.31, "memory_bytes": 48 * 1024**2}
     snapshot = assemble(

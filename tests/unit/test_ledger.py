@@ -152,7 +152,7 @@ def test_a_ledger_of_a_later_version_is_written_as_far_as_it_is_known(tmp_path: 
     assert findings == []
 
 
-def test_a_ledger_beside_a_running_guard_is_read_and_never_made(tmp_path: Path) -> None:
+def test_a_command_reads_a_running_guards_ledger_and_never_creates_one(tmp_path: Path) -> None:
     absent = ReadOnlyLedger(tmp_path / "ledger.sqlite3")
     assert absent.rows("uploads") == []
     assert not absent.path.exists()

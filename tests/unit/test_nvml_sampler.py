@@ -64,7 +64,7 @@ def test_an_unknown_error_of_a_side_field_condemns_no_gpu(
     assert states(sampler.sample()) == ["ok", "ok", "unknown", "ok"]
 
 
-def test_a_lost_gpu_does_not_take_the_others_rows_with_it_and_comes_back(
+def test_a_lost_gpu_does_not_cost_the_others_their_rows_and_can_return(
     sampler: NvmlSampler, fake_nvml: FakeNvml
 ) -> None:
     sampler.sample()
@@ -139,7 +139,7 @@ def test_an_xid_is_reported_once_and_to_its_own_gpu(
     assert [row["xids"] for row in sampler.sample()["gpus"]] == [[], [], [], []]
 
 
-def test_a_lost_gpu_does_not_take_the_others_events_with_it(fake_nvml: FakeNvml) -> None:
+def test_a_lost_gpu_does_not_cost_the_others_their_events(fake_nvml: FakeNvml) -> None:
     fake_nvml.set({"fail.*.1": 15})
     sampler = NvmlSampler(30, {**os.environ, **fake_nvml.env})
     try:

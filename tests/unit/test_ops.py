@@ -183,8 +183,8 @@ def _panels() -> list[dict[str, Any]]:
     return [panel for panel in _board()["panels"] if panel["type"] != "row"]
 
 
-def test_the_dashboard_keeps_the_rules_of_grafanas_linter() -> None:
-    """Those of grafana/dashboard-linter: titles, descriptions, units, and every data source a
+def test_the_dashboard_obeys_grafanas_linter() -> None:
+    """The rules of grafana/dashboard-linter: titles, descriptions, units, and every data source a
     variable, so that it works in any Grafana."""
     board = _board()
     assert not board["editable"]

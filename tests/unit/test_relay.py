@@ -98,7 +98,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
             each.close()
 
 
-def test_what_is_in_the_pipe_is_passed_on_before_the_parts_look(stage: Open) -> None:
+def test_piped_output_is_passed_on_before_the_monitors_read_it(stage: Open) -> None:
     shown: list[bytes] = []
     at = stage(shown.append)
     os.write(at.miner, OUTPUT)
@@ -107,7 +107,7 @@ def test_what_is_in_the_pipe_is_passed_on_before_the_parts_look(stage: Open) -> 
     assert at.written() == OUTPUT
 
 
-def test_the_parts_see_every_byte_in_order(stage: Open) -> None:
+def test_the_monitors_see_every_byte_in_order(stage: Open) -> None:
     shown: list[bytes] = []
     at = stage(shown.append)
     os.write(at.miner, OUTPUT)
@@ -125,7 +125,7 @@ def test_the_last_words_are_shown_before_the_end(stage: Open) -> None:
     assert at.relay.show_rest() == 0
 
 
-def test_a_flood_that_the_parts_are_behind_with_is_cut_to_its_end(stage: Open) -> None:
+def test_a_flood_that_the_monitors_fall_behind_is_cut_to_its_end(stage: Open) -> None:
     """The end must not wait half a minute for the monitors to read output that no longer
     matters."""
     shown: list[bytes] = []

@@ -101,7 +101,7 @@ def test_the_page_shows_slow_steps_restarts_uploads_and_milestones(tmp_path: Pat
 @pytest.mark.parametrize(
     ("steps", "blocked_at", "reached"), [(20, 15, False), (60, 15, True), (60, 55, False)]
 )
-def test_no_block_from_step_50_on_is_reached_only_by_a_run_that_came_so_far(
+def test_the_milestone_without_blocks_needs_a_run_beyond_step_50(
     tmp_path: Path, steps: int, blocked_at: int, reached: bool
 ) -> None:
     log = Log(tmp_path)
@@ -143,7 +143,7 @@ def test_unreadable_lines_and_strange_values_break_nothing(tmp_path: Path) -> No
     assert "2 unreadable lines" in _checked(render(log.state))
 
 
-def test_of_very_many_events_the_newest_and_the_first_are_shown(
+def test_among_very_many_events_the_newest_and_the_first_are_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plots must not end long before the run, nor a milestone be reached later each time."""

@@ -75,7 +75,7 @@ def test_what_a_person_must_fix_has_one_try_since_a_line_may_be_misread() -> Non
 
 
 @pytest.mark.parametrize("kind", ["once", "hardware", "config"])
-def test_the_same_label_again_ends_it_another_one_does_not(kind: str) -> None:
+def test_a_recurring_label_ends_the_restarts_and_a_new_one_does_not(kind: str) -> None:
     own = policy()
     assert isinstance(own.failed(failure(kind, "cuda_oom")), Again)
     assert isinstance(own.failed(failure(kind, "nan_loss")), Again)
@@ -107,7 +107,7 @@ def incident(label: str) -> Finding:
     )
 
 
-def test_an_end_is_put_down_to_the_incident_that_came_shortly_before_it() -> None:
+def test_an_exit_is_attributed_to_the_incident_shortly_before_it() -> None:
     clock = FakeClock()
     own = Attribution(clock)
     end = Exit(137, 9, asked=False, finished=False, runtime_s=8.0)

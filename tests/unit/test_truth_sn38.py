@@ -106,7 +106,7 @@ def verdicts_changed(version: str) -> list[dict[str, Any]]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("version", EARLIER)
-def test_with_the_limits_of_an_earlier_version_the_audit_says_what_that_reported(
+def test_with_an_earlier_versions_limits_the_audit_agrees_with_that_version(
     ours: Ours, version: str
 ) -> None:
     wrong = []

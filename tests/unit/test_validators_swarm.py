@@ -107,7 +107,7 @@ def axon() -> Iterator[http.server.HTTPServer]:
     server.server_close()
 
 
-def test_the_probe_takes_a_refusal_for_an_answer(axon: http.server.HTTPServer) -> None:
+def test_the_probe_counts_a_refusal_as_an_answer(axon: http.server.HTTPServer) -> None:
     address = f"127.0.0.1:{axon.server_port}"
     seen = axon_probe.reach(address, 5.0)
     assert (seen.address, seen.reason) == (address, None)
@@ -115,7 +115,7 @@ def test_the_probe_takes_a_refusal_for_an_answer(axon: http.server.HTTPServer) -
     assert axon.paths == ["/IsAlive"]  # type: ignore[attr-defined]
 
 
-def test_the_probe_tells_why_there_is_no_answer() -> None:
+def test_the_probe_reports_why_there_is_no_answer() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"

@@ -251,7 +251,7 @@ def test_every_next_step_names_an_existing_command() -> None:
                 "health__gpus__gpus": [{"index": 5, "uuid": "GPU-b"}, {"index": 6, "uuid": "x"}],
             },
             (STRAGGLER,),
-            "GPU 5 of host node-7: check it: `nvidia-smi -i 5 -q",
+            "GPU 5 on host node-7: check it: `nvidia-smi -i 5 -q",
         ),
         (
             {"rank_processes": {"12": {"pid": 9, "local_rank": 4}}},

@@ -148,7 +148,7 @@ def test_a_retried_chain_request_is_not_the_cause_of_a_later_end() -> None:
     assert root(CHAIN + "failed (exitcode: -9) local_rank: 0\n") == "chain_unreachable"
 
 
-def test_a_chain_that_stays_away_is_reported_while_training_continues() -> None:
+def test_a_chain_that_stays_unreachable_is_reported_while_training_continues() -> None:
     assert root(3 * (CHAIN + steps(5))) == "chain_unreachable"
     assert root(3 * (CHAIN + steps(300)) + steps(5)) is None, "three short ones far apart"
     found = incidents((5 * (CHAIN + steps(5)) + "failed (exitcode: -9) local_rank: 0\n").encode())
@@ -307,7 +307,7 @@ MISSED = """[rank3]: Traceback (most recent call last):
 
 @pytest.mark.parametrize("teller", ["dataset | ", "[rank3]: "])
 @pytest.mark.parametrize("more", ["", ", retrying in 2 s"])
-def test_an_error_that_the_rank_logged_and_survived_is_not_why_it_misses_a_file(
+def test_a_logged_and_survived_error_is_not_the_cause_of_a_missing_file(
     teller: str, more: str
 ) -> None:
     logged = (
@@ -326,7 +326,7 @@ def test_an_error_that_the_rank_logged_and_survived_is_not_why_it_misses_a_file(
         "ConnectionResetError: [Errno 104] reset",
     ],
 )
-def test_a_wait_or_a_connection_that_ended_is_not_a_code_defect(last: str) -> None:
+def test_a_timed_out_wait_or_lost_connection_is_not_a_code_defect(last: str) -> None:
     [found] = incidents(WAITED.replace("asyncio.exceptions.TimeoutError", last).encode())
     assert (found.label, found.root) == ("connection_failed", True)
 
@@ -387,7 +387,7 @@ REMAPPED = (
 STEPS = "".join(f"step {n} loss 3.{n}\n" for n in range(20))
 
 
-def test_a_notice_of_the_driver_answers_only_where_nothing_else_happened() -> None:
+def test_a_driver_notice_counts_only_if_nothing_else_happened() -> None:
     assert root(STEPS + REMAPPED + STEPS) == "gpu_hardware"
     broken = "RuntimeError: CUDA error: device-side assert triggered\n"
     for log in (REMAPPED + broken, broken + REMAPPED, broken + "x\n" * 300 + REMAPPED):

@@ -132,7 +132,7 @@ SIXTH_ROUND_RIGHT = 83
 """Of 96 faults, in each setting: the first run, from which no rule was written."""
 
 
-def test_root_causes_of_the_round_that_no_rule_was_written_from() -> None:
+def test_root_causes_of_the_round_that_no_rule_comes_from() -> None:
     """Guards the sixth round's share, which docs/diagnosis.md publishes, and its benign texts."""
     excerpts = diagnosis.load(EXCERPTS.with_name("sixth_round.toml"))
     for setting in diagnosis.SETTINGS.values():

@@ -17,7 +17,7 @@ def test_the_interval_is_wilsons() -> None:
     assert diagnosis.wilson(0, 0) == (0.0, 1.0)
 
 
-def test_a_labelled_file_of_anybody_is_measured(tmp_path: Path) -> None:
+def test_any_labelled_file_can_be_measured(tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_text(
         '{"label": "cuda_oom", "text": "torch.OutOfMemoryError: CUDA out of memory."}\n'

@@ -50,7 +50,7 @@ def test_a_repetitive_log_is_unpacked_whole(
 
 
 @pytest.mark.parametrize("arguments", [[], ["--json"]])
-def test_no_character_of_a_log_turns_what_its_reader_sees(
+def test_no_character_of_a_log_reorders_what_its_reader_sees(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     """A line must not read as a different one (Trojan Source), or clear the screen."""
@@ -196,7 +196,7 @@ def guards_log(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("piped", [CASCADE, None])
-def test_of_a_state_directory_the_guards_own_log_is_read(
+def test_with_a_state_directory_the_guards_own_log_is_read(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -215,7 +215,7 @@ def test_of_a_state_directory_the_guards_own_log_is_read(
     assert f"explain --state-dir {tmp_path / 'at' / 'other'} --note" in printed
 
 
-def test_without_a_file_it_reads_what_is_piped_in_and_else_the_guards_log(
+def test_without_a_file_it_reads_piped_input_or_else_the_guards_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(CASCADE)))

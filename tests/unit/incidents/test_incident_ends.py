@@ -23,7 +23,7 @@ def test_a_loss_that_the_guard_has_called_nan_itself_is_not_reported_twice(tmp_p
 
 
 @pytest.mark.parametrize("printed", [b"", b"step 512 | loss: nan\n"])
-def test_a_crash_after_nan_is_one_incident_and_the_root_that_the_whole_log_has(
+def test_a_crash_after_nan_is_one_incident_with_the_whole_logs_root(
     tmp_path: Path, printed: bytes
 ) -> None:
     """Once, the exit had no incident if the miner printed the NaN, and only the exception if it did
@@ -110,9 +110,7 @@ def test_a_sigkill_without_an_out_of_memory_kill_is_not_called_one(tmp_path: Pat
     assert live.labels == ["process_killed"]
 
 
-def test_a_rank_that_left_is_the_cause_of_what_the_others_report_of_the_network(
-    tmp_path: Path,
-) -> None:
+def test_a_rank_that_left_is_the_cause_of_the_others_network_errors(tmp_path: Path) -> None:
     live = Live(tmp_path)
     live.prints(b"RuntimeError: [gloo/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:1\n")
     gone = make_finding("rank_gone", rank=1, detail="rank 1 ended with code 0", ranks=[1])

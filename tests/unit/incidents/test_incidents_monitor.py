@@ -43,7 +43,7 @@ def test_one_line_names_the_root_with_its_first_fix(tmp_path: Path) -> None:
     assert live.findings[0].fields["restart"] == "once"
 
 
-def test_a_consequence_that_is_printed_first_does_not_take_the_roots_place(tmp_path: Path) -> None:
+def test_a_consequence_that_is_printed_first_is_not_the_root(tmp_path: Path) -> None:
     live = Live(tmp_path)
     live.prints(WATCHDOG)
     live.after(SETTLE_S / 2)
@@ -121,7 +121,7 @@ def test_one_retry_is_not_an_incident_but_many_are_a_warning(tmp_path: Path) -> 
     assert live.findings[0].severity == "warning"
 
 
-def test_what_a_stop_by_the_guard_prints_is_not_an_incident(tmp_path: Path) -> None:
+def test_output_during_a_stop_by_the_guard_is_not_an_incident(tmp_path: Path) -> None:
     live = Live(tmp_path)
     live.findings += live.monitor.on_finding(
         make_finding("miner_stopping", reason="SIGTERM", grace_s=45.0)

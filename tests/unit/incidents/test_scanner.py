@@ -76,7 +76,7 @@ Received SIGTERM, shutting down
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, len(COURSE)), max_size=12))
-def test_what_the_course_of_the_run_makes_of_it_does_not_depend_on_the_cuts(at: list[int]) -> None:
+def test_judging_a_sighting_by_later_lines_does_not_depend_on_the_cuts(at: list[int]) -> None:
     case = RootCauseAnalyzer(knowledge.load())
     case.add(seen_of(cut(COURSE, at)))
     assert [(i.label, i.first.line, i.count) for i in case.incidents(10)] == [
@@ -116,7 +116,7 @@ LONG = (
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, len(LONG)), max_size=8))
-def test_what_earlier_pieces_of_a_long_line_said_does_not_depend_on_the_cuts(at: list[int]) -> None:
+def test_the_words_in_earlier_pieces_of_a_line_do_not_depend_on_the_cuts(at: list[int]) -> None:
     whole = seen_of([LONG])
     labels = {"hf_rate_limit", "cuda_illegal_memory_access", "cuda_oom"}
     assert labels <= {getattr(item, "label", None) for item in whole}
@@ -190,7 +190,7 @@ def test_the_excerpt_of_a_long_line_shows_the_error_in_it() -> None:
 BROKE = 'Traceback (most recent call last):\n  File "/srv/miner.py", line 3, in step\nKeyError: 7\n'
 
 
-def test_what_a_line_of_json_tells_is_read_as_lines() -> None:
+def test_the_message_in_a_line_of_json_is_read_as_lines() -> None:
     """Structured logs once hid every exception that no pattern knows."""
     for record in (
         {"event": "step failed", "exc_info": BROKE},
@@ -242,7 +242,7 @@ def test_no_number_of_training_is_a_status_code(line: str) -> None:
         'INFO:     127.0.0.1:54321 - "GET /healthz HTTP/1.1" 503 Service Unavailable',
     ],
 )
-def test_a_count_of_none_and_ones_own_answers_are_not_incidents(line: str) -> None:
+def test_a_count_of_zero_and_a_programs_own_answers_are_not_incidents(line: str) -> None:
     assert root(line) is None
 
 

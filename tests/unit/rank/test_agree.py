@@ -95,7 +95,7 @@ def shared(group: Group, question: str, answer: bytes | None = None) -> object:
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(4, 4), (8, 4), (6, 1)])
-def test_rank_0s_answer_is_everybodys(tmp_path: Path, ranks: int, per_node: int) -> None:
+def test_every_rank_gets_rank_0s_answer(tmp_path: Path, ranks: int, per_node: int) -> None:
     def ask(group: Group, rank: int) -> object:
         return [shared(group, f"q{n}", b"%d" % n if rank == 0 else None) for n in range(20)]
 
@@ -117,7 +117,7 @@ def test_ranks_that_ask_different_questions_are_all_reported_and_agree_again(
 
 
 @pytest.mark.parametrize("answer", [None, b"x" * (agree.PAYLOAD_BYTES + 1)])
-def test_rank_0_comes_to_the_others_without_an_answer_too(
+def test_rank_0_joins_the_others_even_without_an_answer(
     tmp_path: Path, answer: bytes | None
 ) -> None:
     """Otherwise the other ranks would wait out their timeout, and could never agree again."""
@@ -132,7 +132,7 @@ def test_rank_0_comes_to_the_others_without_an_answer_too(
 
 @pytest.mark.parametrize("late", [0, 1, 2, 3])
 @pytest.mark.parametrize("by_s", [0.3, 0.6, 1.5])
-def test_all_ranks_have_the_same_outcome_however_late_one_is(
+def test_all_ranks_have_the_same_outcome_however_late_one_rank_is(
     tmp_path: Path, late: int, by_s: float
 ) -> None:
     """An upload must not go out on some ranks after others were told that it is blocked. Around the

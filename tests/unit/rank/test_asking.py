@@ -84,7 +84,7 @@ def test_a_loss_that_must_not_be_read_here_is_unknown_and_not_nan(
     assert not guard.may_upload(outer_step=1, inner_step=50, loss=math.nan)
 
 
-def test_what_the_ranks_agreed_on_holds_where_it_cannot_be_recorded(
+def test_an_agreed_decision_holds_even_if_it_cannot_be_recorded(
     guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise rank 0 alone would stay away from an upload for which the others wait in a

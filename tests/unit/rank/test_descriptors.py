@@ -74,9 +74,7 @@ def test_a_closed_record_leaves_no_descriptor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncated", "replaced", "written", "removed"])
-def test_a_copy_that_others_have_changed_is_written_whole_again(
-    tmp_path: Path, damage: str
-) -> None:
+def test_a_copy_that_others_changed_is_rewritten_completely(tmp_path: Path, damage: str) -> None:
     writer = record(tmp_path)
     copier, path = Copier(writer.path, writer.map), writer.path
     copier.copy()

@@ -56,7 +56,7 @@ def test_a_signal_that_the_program_uses_itself_is_left_alone(
         signal.signal(STACKS_SIGNAL, before)
 
 
-def test_a_signal_that_the_program_takes_later_is_not_sent_any_more(
+def test_a_signal_that_the_program_takes_over_later_is_no_longer_sent(
     state: StateDir, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm, among others, makes programs save and requeue on this signal, so a guard that wants

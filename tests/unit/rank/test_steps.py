@@ -94,7 +94,7 @@ def test_a_nan_loss_is_a_loss_and_an_unknown_one_is_not(guard: Guard, state: Sta
         {"no such argument": 1},
     ],
 )
-def test_nonsense_is_reported_and_never_raised(
+def test_invalid_values_are_reported_and_never_raise(
     guard: Guard, state: StateDir, arguments: dict[str, Any]
 ) -> None:
     guard.step(**arguments)
@@ -122,7 +122,7 @@ def test_a_number_too_large_for_the_record_is_unknown_and_the_step_is_recorded(
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_loss_that_still_has_its_graph_is_read_without_a_word_of_torch(
+def test_a_loss_that_still_has_its_graph_is_read_without_a_warning_from_torch(
     guard: Guard, state: StateDir
 ) -> None:
     torch = pytest.importorskip("torch")

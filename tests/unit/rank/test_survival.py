@@ -117,7 +117,7 @@ def test_close_in_a_finally_with_an_exception_in_flight_does_not_count_as_finish
     assert "not marked as finished" in messages(state)[0]
 
 
-def test_a_stuck_reader_is_not_waited_for_and_drops_are_counted(
+def test_the_rank_does_not_wait_for_a_stuck_reader_and_counts_drops(
     guard: Guard, state: StateDir, listener: socket.socket, clock: Clock
 ) -> None:
     for number in range(5000):
@@ -158,7 +158,7 @@ def test_a_supervisor_that_dies_leaves_the_rank_logging_for_itself(
     assert "CRITICAL ERROR | Rank 0 | ❌ Loss is NaN or Inf at step 2" in console
 
 
-def test_what_a_step_holds_beside_training_is_not_slow_without_a_supervisor_either(
+def test_time_outside_training_does_not_make_a_step_slow_without_a_supervisor(
     state: StateDir, clock: Clock
 ) -> None:
     guard = Guard(place(state), clock)
@@ -230,7 +230,7 @@ def test_an_invalid_local_rank_is_reported_and_counts_as_0(state: StateDir, text
     assert reader_of(state).identity.local_rank == 0
 
 
-def test_what_is_logged_by_mistake_is_not_fetched_from_the_gpu(
+def test_a_tensor_logged_by_mistake_is_not_fetched_from_the_gpu(
     guard: Guard, state: StateDir
 ) -> None:
     class Tensor:
@@ -295,7 +295,7 @@ def test_a_spawned_worker_that_runs_the_script_again_leaves_the_ranks_record_alo
     assert state_of(state) == "finished"
 
 
-def test_what_is_handed_to_the_guard_by_mistake_is_reported_and_raises_nothing(
+def test_a_value_passed_by_mistake_is_reported_and_raises_nothing(
     guard: Guard, state: StateDir
 ) -> None:
     """A line that only logs something must not end the training."""

@@ -210,7 +210,7 @@ def test_without_a_supervisor_the_rank_logs_its_steps_itself(
     loop.check()
 
 
-def test_what_replaces_backward_passes_for_it(loop: Loop) -> None:
+def test_a_replacement_of_backward_is_followed_like_it(loop: Loop) -> None:
     import inspect
 
     replaced = loop.torch.Tensor.backward
