@@ -10,6 +10,7 @@
 
 #define MAX_PROBES 32 /* Beyond it a template gets an object of its own: no text takes longer. */
 #define LENGTHS 512
+#define SLOTS 1024 /* At first. */
 
 typedef struct {
     uint64_t hash;
@@ -25,8 +26,11 @@ typedef struct {
 typedef struct {
     known *table;
     size_t mask;
+    size_t used;
     line latest[LENGTHS]; /* The latest line of each length. */
     uint8_t *scratch;
+    PyObject **found; /* The template of each line so far. */
+    size_t count, room;
     PyObject *distinct;
 } search;
 
@@ -71,6 +75,31 @@ static int alike(const uint8_t *a, const uint8_t *b, size_t size)
     return 1;
 }
 
+/* Enlarge the table once it is half full; text with few templates does not pay for a large one. */
+static int widen(search *self)
+{
+    const size_t slots = self->table == NULL ? SLOTS : 4 * (self->mask + 1);
+    known *table = PyMem_Calloc(slots, sizeof *table);
+    if (table == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t i = 0; self->table != NULL && i <= self->mask; i++) {
+        size_t slot = self->table[i].hash;
+        if (self->table[i].template == NULL) {
+            continue;
+        }
+        while (table[slot & (slots - 1)].template != NULL) {
+            slot++;
+        }
+        table[slot & (slots - 1)] = self->table[i];
+    }
+    PyMem_Free(self->table);
+    self->table = table;
+    self->mask = slots - 1;
+    return 0;
+}
+
 /* Return a new reference to the bytes, from the table if it holds equal ones; else add them there
    and to `distinct`. */
 static PyObject *interned(search *self, const uint8_t *at, size_t size)
@@ -94,8 +123,12 @@ static PyObject *interned(search *self, const uint8_t *at, size_t size)
         return NULL;
     }
     if (free_slot != NULL) {
-        free_slot->hash = hash;
-        free_slot->template = made;
+        *free_slot = (known){hash, made};
+        self->used++;
+    }
+    if (2 * self->used > self->mask && widen(self) < 0) {
+        Py_DECREF(made);
+        return NULL;
     }
     return made;
 }
@@ -122,56 +155,78 @@ static const uint8_t *end_of_line(const uint8_t *at, const uint8_t *end)
     return found == NULL ? end : found;
 }
 
-static int fill(search *self, PyObject *list, const uint8_t *at, const uint8_t *end)
+/* Whether the text at `at` begins with a line of the size of the latest one and of its template. */
+static int repeats(const line *latest, const uint8_t *at, const uint8_t *end)
 {
-    const Py_ssize_t count = PyList_GET_SIZE(list);
-    for (Py_ssize_t index = 0; index < count; index++) {
-        const uint8_t *stop = end_of_line(at, end);
-        PyObject *found = template_of(self, at, (size_t)(stop - at));
+    return latest->template != NULL && (size_t)(end - at) > latest->size &&
+           at[latest->size] == '\n' && alike(latest->at, at, latest->size);
+}
+
+static int append(search *self, PyObject *template)
+{
+    if (self->count == self->room) {
+        const size_t room = self->room ? 2 * self->room : 1024;
+        PyObject **found = PyMem_Realloc(self->found, room * sizeof *found);
         if (found == NULL) {
+            Py_DECREF(template);
+            PyErr_NoMemory();
             return -1;
         }
-        PyList_SET_ITEM(list, index, found);
-        at = stop + 1;
+        self->found = found;
+        self->room = room;
     }
+    self->found[self->count++] = template;
     return 0;
 }
 
-static int find(PyObject *list, PyObject *distinct, const uint8_t *at, const uint8_t *end)
+static int find(search *self, const uint8_t *at, const uint8_t *end)
 {
-    size_t slots = 64;
-    while (slots < 2 * (size_t)PyList_GET_SIZE(list)) {
-        slots *= 2;
-    }
-    search *self = PyMem_Calloc(1, sizeof *self);
-    int failed = -1;
-    if (self != NULL) {
-        self->table = PyMem_Calloc(slots, sizeof *self->table);
-        self->mask = slots - 1;
-        self->scratch = PyMem_Malloc((size_t)(end - at) + 1);
-        self->distinct = distinct;
-        if (self->table != NULL && self->scratch != NULL) {
-            failed = fill(self, list, at, end);
-        } else {
-            PyErr_NoMemory();
+    const line *latest = &self->latest[0];
+    while (1) {
+        if (repeats(latest, at, end)) {
+            if (append(self, Py_NewRef(latest->template)) < 0) {
+                return -1;
+            }
+            at += latest->size + 1;
+            continue;
         }
-        PyMem_Free(self->table);
-        PyMem_Free(self->scratch);
-        PyMem_Free(self);
-    } else {
-        PyErr_NoMemory();
+        const uint8_t *stop = end_of_line(at, end);
+        const size_t size = (size_t)(stop - at);
+        PyObject *template = template_of(self, at, size);
+        if (template == NULL || append(self, template) < 0) {
+            return -1;
+        }
+        if (stop == end) {
+            return 0;
+        }
+        latest = &self->latest[size % LENGTHS];
+        at = stop + 1;
     }
-    return failed;
 }
 
-static Py_ssize_t lines_in(const uint8_t *at, const uint8_t *end)
+/* Return a list of what was found. */
+static PyObject *taken(search *self)
 {
-    Py_ssize_t count = 1;
-    while ((at = end_of_line(at, end)) < end) {
-        at++;
-        count++;
+    PyObject *list = PyList_New((Py_ssize_t)self->count);
+    for (size_t i = 0; list != NULL && i < self->count; i++) {
+        PyList_SET_ITEM(list, (Py_ssize_t)i, self->found[i]);
     }
-    return count;
+    if (list != NULL) {
+        self->count = 0;
+    }
+    return list;
+}
+
+static void release(search *self)
+{
+    for (size_t i = 0; i < self->count; i++) {
+        Py_DECREF(self->found[i]);
+    }
+    Py_XDECREF(self->distinct);
+    PyMem_Free(self->table);
+    PyMem_Free(self->scratch);
+    PyMem_Free(self->found);
+    PyMem_Free(self);
 }
 
 static PyObject *templates(PyObject *Py_UNUSED(module), PyObject *text)
@@ -181,15 +236,24 @@ static PyObject *templates(PyObject *Py_UNUSED(module), PyObject *text)
         return NULL;
     }
     const uint8_t *at = (const uint8_t *)PyBytes_AS_STRING(text);
-    const uint8_t *end = at + PyBytes_GET_SIZE(text);
-    PyObject *list = PyList_New(lines_in(at, end));
-    PyObject *distinct = PyFrozenSet_New(NULL);
-    if (list == NULL || distinct == NULL || find(list, distinct, at, end) < 0) {
-        Py_XDECREF(list);
-        Py_XDECREF(distinct);
-        return NULL;
+    const size_t size = (size_t)PyBytes_GET_SIZE(text);
+    search *self = PyMem_Calloc(1, sizeof *self);
+    if (self == NULL) {
+        return PyErr_NoMemory();
     }
-    return Py_BuildValue("NN", list, distinct);
+    self->scratch = PyMem_Malloc(size + 1);
+    self->distinct = PyFrozenSet_New(NULL);
+    PyObject *list = NULL, *both = NULL;
+    if (self->scratch == NULL) {
+        PyErr_NoMemory();
+    } else if (self->distinct != NULL && widen(self) == 0 && find(self, at, at + size) == 0) {
+        list = taken(self);
+    }
+    if (list != NULL) {
+        both = Py_BuildValue("NO", list, self->distinct);
+    }
+    release(self);
+    return both;
 }
 
 static PyMethodDef functions[] = {
