@@ -21,10 +21,10 @@ def test_what_is_put_in_comes_out_in_order() -> None:
     for chunk in chunks:
         backlog.put(chunk)
     assert backlog.size == sum(map(len, chunks))
-    assert [backlog.take() for _ in chunks] == chunks
+    assert [backlog.take(0) for _ in chunks] == chunks
     assert (backlog.size, backlog.held) == (0, 0)
     with pytest.raises(IndexError):
-        backlog.take()
+        backlog.take(0)
 
 
 def test_a_burst_of_lines_takes_a_fraction_of_its_size() -> None:
@@ -57,9 +57,35 @@ def test_chunks_that_fit_are_taken_together() -> None:
     assert backlog.held == 0
 
 
-def test_a_skipped_chunk_is_counted_out() -> None:
+def test_a_long_chunk_is_taken_in_parts() -> None:
+    """Guards against a slow monitor that gets a quarter of a megabyte at once."""
+    chance, backlog = random.Random(5), Backlog()
+    chunks = [lines(n) * 4 if n % 2 else chance.randbytes(3 * CHUNK + n) for n in range(200)]
+    for chunk in chunks:
+        backlog.put(chunk)
+    taken = []
+    while backlog.size:
+        taken.append(backlog.part(CHUNK))
+    assert b"".join(taken) == b"".join(chunks)
+    assert max(map(len, taken)) == CHUNK
+    assert backlog.held == 0
+    with pytest.raises(IndexError):
+        backlog.part(CHUNK)
+
+
+def test_what_is_skipped_is_counted_out() -> None:
     backlog = Backlog()
     for number in range(100):
         backlog.put(lines(number))
-    before = backlog.size
-    assert backlog.skip() == before - backlog.size > 0
+    everything = b"".join(map(lines, range(100)))
+    backlog.skip(0)
+    assert backlog.size == len(everything)
+    backlog.skip(1_000_000)
+    backlog.skip(3_000_001)
+    left = []
+    while backlog.size:
+        left.append(backlog.part(CHUNK))
+    assert b"".join(left) == everything[4_000_001:]
+    assert backlog.held == 0
+    with pytest.raises(IndexError):
+        backlog.skip(1)

@@ -287,6 +287,37 @@ def test_blocks_of_a_flood_use_the_same_memory_again() -> None:
     assert int(measured.stdout) < 2000
 
 
+def test_only_a_writer_that_held_the_miner_up_reports_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against an iteration of the loop for each write of a miner that waits for nobody, and
+    against a miner that waits forever."""
+    rooms: list[int] = []
+    reader, end = os.pipe()
+    os.set_blocking(reader, False)
+    sink = OutputWriter(end, lambda: rooms.append(1))
+    sink.put([b"x" * 10_000] * 100)
+    assert not sink.congested
+    _drain(reader, sink)
+    assert rooms == []
+    monkeypatch.setattr(writer_module, "HIGH_WATER", 500_000)
+    sink.put([b"x" * 10_000] * 100)
+    assert sink.congested
+    _drain(reader, sink)
+    until(lambda: rooms == [1])
+    assert not sink.congested
+    os.close(reader)
+    sink.finish(5.0)
+    os.close(end)
+
+
+def _drain(reader: int, sink: OutputWriter) -> None:
+    def idle() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            os.read(reader, 65536)
+        return sink.idle
+
+    until(idle)
+
+
 def test_a_stopped_terminal_that_another_program_made_non_blocking_costs_no_core(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -306,7 +337,7 @@ def test_a_stopped_terminal_that_another_program_made_non_blocking_costs_no_core
 
     monkeypatch.setattr(os, "writev", counted)
     sink = OutputWriter(terminal, lambda: None)
-    sink.put(b"x" * 1_000_000)
+    sink.put([b"x" * 1_000_000])
     time.sleep(0.5)
     assert not sink.idle
     assert refused < 50

@@ -35,7 +35,7 @@ class Backlog:
         self.size += len(data)
         self.held += len(kept)
 
-    def take(self, limit: int = 0) -> bytes:
+    def take(self, limit: int) -> bytes:
         """Remove the first chunk, with those after it that fit into `limit` bytes, and return
         them. Raises IndexError if the backlog is empty."""
         taken = [self._first()]
@@ -45,19 +45,35 @@ class Backlog:
             limit -= len(taken[-1])
         return taken[0] if len(taken) == 1 else b"".join(taken)
 
+    def part(self, most: int) -> bytes:
+        """Remove the first chunk, or the first `most` bytes of a longer one, and return them.
+        Raises IndexError if the backlog is empty."""
+        first = self._first()
+        if len(first) <= most:
+            return first
+        self._put_back(first[most:])
+        return first[:most]
+
+    def skip(self, size: int) -> None:
+        """Remove the first `size` bytes. Raises IndexError if there are fewer."""
+        while size and self._chunks[0][0] <= size:
+            skipped, kept = self._chunks.popleft()
+            size -= skipped
+            self.size -= skipped
+            self.held -= len(kept)
+        if size:
+            self._put_back(self._first()[size:])
+
     def _first(self) -> bytes:
         size, kept = self._chunks.popleft()
         self.size -= size
         self.held -= len(kept)
         return kept if len(kept) == size else zlib.decompress(kept)
 
-    def skip(self) -> int:
-        """Remove the first chunk; returns its size. Raises IndexError if the backlog is
-        empty."""
-        size, kept = self._chunks.popleft()
-        self.size -= size
-        self.held -= len(kept)
-        return size
+    def _put_back(self, rest: bytes) -> None:
+        self._chunks.appendleft((len(rest), rest))
+        self.size += len(rest)
+        self.held += len(rest)
 
     def _packed(self, data: bytes) -> bytes:
         if self._dense:

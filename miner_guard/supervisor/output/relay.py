@@ -40,8 +40,9 @@ _SLICE_S = 0.05
 fill, so that the miner does not wait for it."""
 
 _BLOCK = 4 * CHUNK
-"""Bytes of a burst per call of the monitors that keep up: with smaller blocks, the calls take as
-long as the search."""
+"""Bytes of a burst per read, and per call of the monitors that keep up. Around each read, the
+reading and the writing thread may wait for each other; with smaller blocks, the calls of the
+monitors take as long as the search."""
 
 _COMPRESSION_S = 3e-9
 """About the time per byte that compressing and expanding a burst takes. The monitors get that much
@@ -73,6 +74,9 @@ class Relay:
 
         self._fresh = 0
         """Bytes that have arrived since the last delivery to the monitors."""
+
+        self._fast = False
+        """Whether the monitors read the latest burst faster than the backlog compresses."""
 
         self.relayed_bytes = 0
 
@@ -169,30 +173,44 @@ class Relay:
 
     def _take(self, fd: int) -> int:
         """Read up to one pipe's capacity; returns the number of bytes."""
+        chunks: list[bytes] = []
+        ended = False
+        try:
+            ended = self._read(fd, chunks)
+        finally:
+            taken = sum(map(len, chunks))
+            self.relayed_bytes += taken
+            if chunks:
+                self._sources[fd].put(chunks)
+                self._queue(chunks, taken)
+        if ended:
+            self._close(fd)
+        return taken
+
+    def _read(self, fd: int, chunks: list[bytes]) -> bool:
+        """Add what the pipe holds to `chunks`; returns whether its last writer has closed it."""
         taken = 0
         while taken < _PIPE_SIZE:
             try:
-                data = os.read(fd, CHUNK)
+                data = os.read(fd, _BLOCK)
             except BlockingIOError:
                 break
             if not data:
-                self._close(fd)
-                break
+                return True
+            chunks.append(data)
             taken += len(data)
-            self._sources[fd].put(data)
-            self._queue(data)
             if len(data) < CHUNK:
                 # The pipe is empty. After a pause, one read collects the small pieces that arrive
                 # next.
                 break
-        self.relayed_bytes += taken
-        return taken
+        return False
 
-    def _queue(self, data: bytes) -> None:
+    def _queue(self, chunks: list[bytes], size: int) -> None:
         if not self.unseen:
             self._loop.after(0.0, self._show)
-        self._unseen.put(data)
-        self._fresh += len(data)
+        for data in chunks:
+            self._unseen.put(data)
+        self._fresh += size
 
     def _show(self) -> None:
         """Show the monitors some of the relayed output. Reading takes priority, unless the monitors
@@ -215,17 +233,20 @@ class Relay:
         follows."""
         begun, shown, spent = time.thread_time(), 0, 0.0
         while self.unseen > PLAIN // 2 and spent < self._fresh * _COMPRESSION_S:
-            fast = spent < shown * _COMPRESSION_S
-            data = self._unseen.take(_BLOCK if fast else 0)
+            data = self._next()
             self._on_chunk(data)
             shown, spent = shown + len(data), time.thread_time() - begun
+            self._fast = spent < shown * _COMPRESSION_S
 
     def _show_up_to(self, size: int, seconds: float = _SLICE_S) -> None:
         over = time.monotonic() + seconds
         while self.unseen and size > 0 and time.monotonic() < over:
-            data = self._unseen.take()
+            data = self._next()
             size -= len(data)
             self._on_chunk(data)
+
+    def _next(self) -> bytes:
+        return self._unseen.take(_BLOCK) if self._fast else self._unseen.part(CHUNK)
 
     def end_sources(self) -> None:
         """Read what the pipes hold now, then close them, because a surviving process could print
@@ -241,9 +262,8 @@ class Relay:
     def show_rest(self) -> int:
         """Show the monitors the last `LAST_WORDS` bytes that they have not seen yet; returns the
         number of bytes that they never see."""
-        left_out = 0
-        while self.unseen > LAST_WORDS:
-            left_out += self._unseen.skip()
+        left_out = max(self.unseen - LAST_WORDS, 0)
+        self._unseen.skip(left_out)
         self._show_up_to(self.unseen, LAST_WORDS_S)
         return left_out
 

@@ -15,7 +15,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 HIGH_WATER = 8 * 1024 * 1024
 """Stop reading from the miner when the backlog exceeds this and the reader still makes progress.
@@ -27,7 +27,7 @@ STUCK_S = 5.0
 UNFINISHED_LINE_S = 1.0
 """How long a line from the guard waits for the miner to end its line."""
 
-_BATCH = 64
+_BATCH = 16
 _MAY_PASS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM})
 """Errors that may clear by themselves: the output goes to a file on a disk that is full, over quota
 or temporarily unavailable."""
@@ -38,7 +38,8 @@ class OutputWriter:
     may be called from any thread."""
 
     def __init__(self, fd: int, on_room: Callable[[], None]) -> None:
-        """The writer's thread calls `on_room` when the backlog is below `LOW_WATER`."""
+        """The writer's thread calls `on_room` when the backlog of a congested writer is below
+        `LOW_WATER`."""
         self._on_room = on_room
         self._write, self._poll_fd, self._direct = _writer(fd)
         self._mutex = threading.Condition()
@@ -51,6 +52,7 @@ class OutputWriter:
         self._gone = False
         self._closing = False
         self._busy = False
+        self._room_wanted = False
         self.dropped = 0
         """Bytes that were dropped."""
 
@@ -63,8 +65,13 @@ class OutputWriter:
 
     @property
     def congested(self) -> bool:
-        """Whether the miner should wait: the reader is behind but makes progress."""
-        return self._size > HIGH_WATER and not self.stuck
+        """Whether the miner should wait: the reader is behind but makes progress. Then the writer
+        calls `on_room` once it has caught up."""
+        # Before the comparison, because the writer's thread may catch up during it.
+        self._room_wanted = True
+        congested = self._size > HIGH_WATER and not self.stuck
+        self._room_wanted = congested
+        return congested
 
     @property
     def idle(self) -> bool:
@@ -72,16 +79,20 @@ class OutputWriter:
         with self._mutex:
             return not self._waiting and not self._busy
 
-    def put(self, data: bytes) -> None:
+    def put(self, chunks: Sequence[bytes]) -> None:
         """Queue output of the miner, unchanged."""
         with self._mutex:
-            if self._held and (end := data.find(b"\n") + 1):
-                self._add(data[:end])
-                self._release()
-                data = data[end:]
-            if data:
-                self._add(data)
-                self._at_line_start = data.endswith(b"\n")
+            for data in chunks:
+                self._put(data)
+
+    def _put(self, data: bytes) -> None:
+        if self._held and (end := data.find(b"\n") + 1):
+            self._add(data[:end])
+            self._release()
+            data = data[end:]
+        if data:
+            self._add(data)
+            self._at_line_start = data.endswith(b"\n")
 
     def print_line(self, line: str) -> None:
         """Queue whole lines from the guard. If the miner has printed part of a line, they wait
@@ -156,17 +167,18 @@ class OutputWriter:
             with self._mutex:
                 self._busy = False
                 self._mutex.notify_all()
-            if self._size <= LOW_WATER:
+            if self._room_wanted and self._size <= LOW_WATER:
+                self._room_wanted = False
                 self._on_room()
 
     def _deliver(self, batch: list[bytes], poller: select.poll) -> None:
         while batch:
-            # Poll even a blocking descriptor: another program may have set a shared terminal to
-            # O_NONBLOCK, and repeating the refused write would use a whole core.
-            poller.poll(1000)
             try:
                 written = self._write(batch)
             except BlockingIOError:
+                # Even a blocking descriptor may refuse: another program may have set a shared
+                # terminal to O_NONBLOCK, and repeating the write would use a whole core.
+                poller.poll(1000)
                 continue
             self._progress = time.monotonic()
             with self._mutex:
