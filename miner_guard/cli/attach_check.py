@@ -25,7 +25,7 @@ _UNITS = {"seconds": ("step time", "{:.3f}s"), "gpu_gb": ("memory", "{:.2f}GB")}
 
 
 def command(
-    file: Annotated[str, typer.Argument(metavar="FILE|-", help="A log of the miner; - is stdin.")],
+    file: Annotated[str, typer.Argument(metavar="FILE|-", help="The miner's log; - is stdin.")],
     profile: Annotated[
         Optional[str], typer.Option("--profile", help="Also use this profile's patterns.")
     ] = None,

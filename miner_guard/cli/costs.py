@@ -182,7 +182,7 @@ def _step_time(place: CommandContext) -> float:
     status = read_status(place.state)
     median = None if status is None else status.steps.p50_s
     if median is None or not 0 < median < math.inf:
-        raise Refused("no step time is known here; give --step-time SECONDS", USAGE)
+        raise Refused("no step time is known here; pass --step-time SECONDS", USAGE)
     return median
 
 

@@ -87,15 +87,11 @@ def _check(faults: list[str], steps: int, ranks: int) -> None:
             raise Refused(str(error), USAGE) from error
         if fault.step > steps:
             raise Refused(
-                f"fault {text!r} never happens: the demo has {steps} steps; give more with --steps",
-                USAGE,
+                f"fault {text!r} never happens: the demo has {steps} steps; raise --steps", USAGE
             )
         if fault.rank is not None and fault.rank >= ranks:
             raise Refused(
-                (
-                    f"fault {text!r} never happens: the ranks are 0 to {ranks - 1}; give "
-                    "more with --ranks"
-                ),
+                f"fault {text!r} never happens: the ranks are 0 to {ranks - 1}; raise --ranks",
                 USAGE,
             )
     if importlib.util.find_spec("torch") is None:

@@ -115,7 +115,7 @@ def _read(file: str | None, place: CommandContext) -> LogExplanation:
     except (OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or error
         raise Refused(
-            f"{file or place.state.log} can't be read: {reason}; give a log file, or - for stdin",
+            f"{file or place.state.log} can't be read: {reason}; pass a log file, or - for stdin",
             USAGE,
         ) from error
 
@@ -158,7 +158,7 @@ def _opened(file: str | None, state: StateDir) -> Iterator[BinaryIO]:
         parts = query.files_of(state.log)
         if not parts:
             raise Refused(
-                f"there is no guard log in {state.root}; give a log file, or pipe one in: "
+                f"there is no guard log in {state.root}; pass a log file, or pipe one in: "
                 "miner-guard explain - < miner.log",
                 USAGE,
             )
@@ -167,7 +167,7 @@ def _opened(file: str | None, state: StateDir) -> Iterator[BinaryIO]:
         return
     if file == "-":
         if sys.stdin.isatty():
-            raise Refused("give a log file, or pipe one in: miner-guard explain < miner.log", USAGE)
+            raise Refused("pass a log file, or pipe one in: miner-guard explain < miner.log", USAGE)
         yield sys.stdin.buffer
         return
     with Path(file).open("rb") as log:
@@ -207,7 +207,7 @@ class _BoundedReader:
         if self._size > _UNPACKED_AT_ONCE + _MAX_RATIO * self._packed.tell():
             raise Refused(
                 f"{self._name} unpacks to more than {_MAX_RATIO} times its size, which no log "
-                "does; if it is one, give "
+                "does; if it is one, pass "
                 f"its end: zcat {self._name} | tail -n 100000 | miner-guard explain -",
                 USAGE,
             )

@@ -35,7 +35,7 @@ def explain_trace(source: str, facts: TrainingFacts, *, as_json: bool) -> None:
         trace = reading.read(lines)
     if not trace.used:
         raise exits.Refused(
-            f"{source}: none of {catalog.counted(trace.lines, 'line')} is a trace line; give JSON "
+            f"{source}: none of {catalog.counted(trace.lines, 'line')} is a trace line; pass JSON "
             'lines such as {"step": 10, "loss": 2.45, "step_time": 15.2}, guard.jsonl, CSV with a '
             "first line such as `step,loss,lr`, or lines such as `Step 10: loss=2.45, lr=6.67e-05`",
             exits.USAGE,

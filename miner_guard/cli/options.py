@@ -141,12 +141,12 @@ def choose_state(name: str, state_dir: str | None) -> statedir.StateDir:
         return statedir.choose(name, state_dir, os.environ)
     except statedir.ForeignLink as error:
         raise Refused(
-            f"no state directory: {error} Give --state-dir a path without that link", CONFIG
+            f"no state directory: {error} Pass --state-dir a path without that link", CONFIG
         ) from error
     except RuntimeError as error:
         # No HOME, and the host does not know the user: a container under another uid.
         raise Refused(
-            f"no state directory: {error} Give --state-dir, or set HOME", CONFIG
+            f"no state directory: {error} Pass --state-dir, or set HOME", CONFIG
         ) from error
 
 
@@ -168,7 +168,7 @@ def start_or_name(state: statedir.StateDir) -> str:
     if not others:
         return start
     more = "" if len(others) <= _OTHERS else f" and {len(others) - _OTHERS} more"
-    return f"{start}, or give --name: {', '.join(others[:_OTHERS])}{more} ran here"
+    return f"{start}, or pass --name: {', '.join(others[:_OTHERS])}{more} ran here"
 
 
 def check_there(state: statedir.StateDir) -> None:
@@ -203,7 +203,7 @@ def check_command(program: str) -> None:
         step = (
             "run a shell line as: sh -c 'LINE'"
             if shell
-            else "check the spelling and the PATH, or give its full path"
+            else "check the spelling and the PATH, or pass its full path"
         )
         raise Refused(f"command {program!r} {problem}; {step}", USAGE)
 

@@ -6,8 +6,8 @@ evidence.
   nothing: a miner may copy it there to report it. Neither does a model on the CPU while the GPU's
   memory is full: the miner has moved it since, or offloads it.)
 - suspected: hardly any GPU memory is allocated, or NVML shows that no GPU is used, and steps are
-  slow (source 004: < 1 GB and > 60 s); or no GPU memory is known, steps take several times as long
-  as before and stay that slow, and no phase explains it.
+  slow (source 004: < 1 GB and > 60 s); or the GPU memory is unknown, steps take several times as
+  long as before and stay that slow, and no phase explains it.
 - cleared: was suspected or certain before, and the evidence is gone.
 
 Reports nothing where the settings ask for the CPU (`[gpu] expect = 0`).
@@ -165,7 +165,7 @@ class RankWatch:
             return FallbackVerdict(
                 SUSPECTED,
                 (
-                    *(memory or ["no GPU memory is known"]),
+                    *(memory or ["the GPU memory is unknown"]),
                     f"steps take {times:.1f} times as long as before "
                     f"({self._baseline.median:.2f}s to {last.seconds:.2f}s)",
                     "no waiting phase explains it",

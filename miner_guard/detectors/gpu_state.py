@@ -59,5 +59,6 @@ def no_use(sample: Mapping[str, Any] | None, low_memory_gb: float) -> str | None
     if not seen or busiest > _NO_USE or fullest >= low_memory_gb:
         return None
     return (
-        f"NVML shows no use: {len(seen)} GPUs, at most {busiest:.0%} busy and {fullest:.2f} GB full"
+        f"NVML shows no GPU in use: {len(seen)} GPUs, at most {busiest:.0%} busy and "
+        f"{fullest:.2f} GB full"
     )

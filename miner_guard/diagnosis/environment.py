@@ -69,7 +69,7 @@ def _packages(s: Snapshot) -> Iterator[Check]:
     if s.packages is None:
         why = f"the miner's interpreter: {s.unread.get('packages', 'not asked')}"
         yield Check(
-            "env.packages", "unknown", why, None, "check that the interpreter of the command starts"
+            "env.packages", "unknown", why, None, "check that the command's interpreter starts"
         )
         return
     p = s.packages
@@ -93,7 +93,9 @@ def _packages(s: Snapshot) -> Iterator[Check]:
         step = "reinstall miner-guard in the miner's environment"
         yield Check("env.validators", "critical", seen, "the guard's own", step)
     elif not p["validators_ours"]:
-        seen = f"`validators` is another package here ({p['validators']}): it shadows the guard's"
+        seen = (
+            f"`validators` is a different package here ({p['validators']}): it shadows the guard's"
+        )
         step = "pip uninstall validators in the miner's environment, then reinstall miner-guard"
         yield Check("env.validators", "critical", seen, "the guard's own", step)
     elif shared := p.get("validators_shared"):

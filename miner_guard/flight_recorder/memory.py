@@ -192,7 +192,7 @@ class Copier:
 
 
 def copy_now(path: Path, fd: int) -> None:
-    """Copy the record open as `fd` once. Ignores errors of the disk."""
+    """Copy the record open as `fd` once. Ignores disk errors."""
     with (
         contextlib.suppress(OSError),
         mmap.mmap(fd, layout.FILE_SIZE, access=mmap.ACCESS_READ) as record,

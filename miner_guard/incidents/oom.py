@@ -197,7 +197,7 @@ def _smaller_batch(training: Training) -> str | None:
         return None
     if batch == 1:
         return (
-            "The micro-batch is 1 already: turn on gradient checkpointing, or shorten the sequence."
+            "The micro-batch is already 1: turn on gradient checkpointing, or shorten the sequence."
         )
     smaller = batch // 2
     if effective is None:

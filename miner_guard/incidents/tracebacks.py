@@ -101,8 +101,8 @@ class Tracebacks:
         return self._quoting is not None
 
     def runs(self, block: bytes) -> list[FrameRun]:
-        """The frames in a block of lines. A block may begin with the source that the last frame of
-        the block before quotes."""
+        """The frames in a block of lines. A block may begin with the source that the previous
+        block's last frame quotes."""
         quoting, self._quoting = self._quoting, None
         runs = frame_runs(block)
         if quoting is not None and (rest := quoted_source(block, quoting)):

@@ -20,7 +20,7 @@ _WHY_NO_STEP = {
     "never calls the hook: then start it with --attach sn38, auto or log",
     "sn38": "--attach sn38 found nothing to hook in this miner; try --attach auto or log",
     "auto": (
-        "--attach auto found no training loop of torch in this miner; try --attach log, or "
+        "--attach auto found no torch training loop in this miner; try --attach log, or "
         "call the hook"
     ),
     "log": (

@@ -60,7 +60,7 @@ class MetricsMonitor(Monitor):
             if len(http.token) < MIN_TOKEN_LENGTH:
                 return (
                     f"host {http.host} is not loopback and the token has {len(http.token)} "
-                    "characters; give one of at "
+                    "characters; use one of at "
                     f"least {MIN_TOKEN_LENGTH}, for example MINER_GUARD_HTTP__TOKEN=$(openssl "
                     "rand -hex 32)"
                 )

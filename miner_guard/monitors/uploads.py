@@ -370,7 +370,7 @@ class UploadsMonitor(Monitor):
 
     def on_stop(self) -> Iterable[Finding]:
         for entry in list(self._unsettled):
-            why = "the guard ended before it was checked; see `miner-guard audit`"
+            why = "the guard ended before the push was checked; see `miner-guard audit`"
             self._store(entry, "reported", error=f"not verified: {why}")
             yield make_finding("upload_unverified", tag=tag_of(entry), reason=why)
         self._ledger.close()

@@ -46,7 +46,7 @@ def test_no_port_is_opened_to_the_world_with_a_token_that_can_be_guessed(
         tmp_path, HttpSettings(port=0, host=host, token="s3cret-of-mine!")
     )
     assert monitor.snapshot()["url"] is None
-    assert "the token has 15 characters; give one of at least 16" in findings[0].fields["what"]
+    assert "the token has 15 characters; use one of at least 16" in findings[0].fields["what"]
     assert "s3cret" not in findings[0].fields["what"]
 
 

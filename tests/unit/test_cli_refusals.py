@@ -130,7 +130,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (
             "costs estimate op --every 10 --seconds 1",
             64,
-            "no step time is known here; give --step-time SECONDS",
+            "no step time is known here; pass --step-time SECONDS",
         ),
         ("report -o x.html", 1, "does not exist"),
         ("report -o x.html --since foo", 64, "--since: 'foo' is not a time"),

@@ -84,7 +84,7 @@ def test_gpus_that_nvml_shows_unused_are_evidence_and_throttling_explains(tmp_pa
         "throttle": ["idle"],
     }
     for changes, event, words in (
-        ({}, "cpu_fallback", "NVML shows no use: 1 GPUs, at most 0% busy"),
+        ({}, "cpu_fallback", "NVML shows no GPU in use: 1 GPUs, at most 0% busy"),
         (
             {"utilization_ratio": 1.0, "throttle": ["HW thermal"]},
             "throughput_explained",
@@ -116,7 +116,7 @@ def test_a_run_that_stays_eight_times_slower_without_a_gpu_is_suspected(tmp_path
     for number, (_, loss) in zip(range(120), healthy(1), strict=False):
         run.step(0.3 if number < 40 else 2.4, loss, allocated_bytes=None)
     assert [f.fields["verdict"] for f in run.of("cpu_fallback")] == ["suspected"]
-    assert "no GPU memory is known" in run.of("cpu_fallback")[0].fields["evidence"]
+    assert "the GPU memory is unknown" in run.of("cpu_fallback")[0].fields["evidence"]
     assert "8.0 times" in run.of("cpu_fallback")[0].fields["evidence"]
     assert set(run.alarms()) == {"slow_step", "cpu_fallback"}
 

@@ -354,7 +354,7 @@ def test_without_a_home_the_state_directory_is_asked_for(monkeypatch: pytest.Mon
     for name in ("MINER_GUARD_STATE_DIR", "XDG_STATE_HOME", "_MINER_GUARD_STATE_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", unknown)
-    with pytest.raises(Refused, match="Give --state-dir, or set HOME"):
+    with pytest.raises(Refused, match="Pass --state-dir, or set HOME"):
         choose_state("miner", None)
     set_global_tracker(None)
     try:

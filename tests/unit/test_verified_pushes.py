@@ -162,5 +162,5 @@ def test_a_push_that_could_not_be_checked_before_the_end_is_unverified(bench: Be
     bench.push("finished")
     (left,) = bench.monitor.on_stop()
     assert message(left).startswith(
-        "UPLOAD UNVERIFIED: tag 5.56.51: the guard ended before it was checked"
+        "UPLOAD UNVERIFIED: tag 5.56.51: the guard ended before the push was checked"
     )

@@ -68,7 +68,7 @@ def load_profile(name_or_path: str) -> Profile:
     )
     if not path.is_file():
         raise FileNotFoundError(
-            f"no profile {name_or_path!r}; choose one of {', '.join(names())}, or give a path"
+            f"no profile {name_or_path!r}; choose one of {', '.join(names())}, or pass a path"
         )
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -21,7 +21,7 @@ Send it only if that file exists and its first line names the rank's pid: the si
 that has no handler for it.
 """
 
-WITHOUT = "no stacks at a hang, except by py-spy"
+WITHOUT = "only py-spy can read the stacks of a hang"
 """What the operator loses if the program uses the signal itself."""
 
 _NUMBER = int(STACKS_SIGNAL)

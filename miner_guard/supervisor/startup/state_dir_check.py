@@ -64,7 +64,7 @@ def make_private(state: StateDir) -> Iterator[Finding]:
     except OSError as error:
         what = f"other users may read {error.filename or state.root}: {error.strerror}"
         yield make_finding(
-            "guard_degraded", what=f"{what}; give --state-dir a directory that belongs to this user"
+            "guard_degraded", what=f"{what}; pass --state-dir a directory that belongs to this user"
         )
 
 

@@ -149,4 +149,4 @@ def test_the_runs_own_settings_are_in_the_fix() -> None:
 
 def test_a_micro_batch_of_one_is_not_halved() -> None:
     fix = oom.fixes(oom.parse(MESSAGES["torch 2.0"][0]), [Fix("usual")], Training(batch_size=1))[0]
-    assert "1 already" in fix.do
+    assert "already 1" in fix.do

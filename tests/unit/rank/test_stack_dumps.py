@@ -71,7 +71,7 @@ def test_a_signal_that_the_program_takes_over_later_is_no_longer_sent(
         guard.step(inner_step=3)
         assert state.stacks_of(0).read_bytes() == b""
         assert [what for what in messages(state) if "SIGUSR2" in what] == [
-            "SIGUSR2 is now used by the program: no stacks at a hang, except by py-spy"
+            "SIGUSR2 is now used by the program: only py-spy can read the stacks of a hang"
         ]
     finally:
         signal.signal(STACKS_SIGNAL, before)
