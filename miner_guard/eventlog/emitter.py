@@ -19,10 +19,16 @@ from miner_guard.eventlog.rendering import console_line, json_line
 from miner_guard.system.clock import Clock, iso_utc
 from miner_guard.system.lazy_import import block_import, defer_import
 
-with block_import("rich"), defer_import("asyncio", current_task=lambda: None):
-    # Both take three quarters of structlog's import time, for a console renderer and async methods
-    # that the guard does not use. `current_task` is needed: from Python 3.12 on, `logging` calls it
-    # for each record.
+with (
+    block_import("rich"),
+    block_import("colorama"),
+    block_import("better_exceptions"),
+    block_import("greenlet"),
+    defer_import("asyncio", current_task=lambda: None),
+):
+    # They take most of structlog's import time, for a console renderer, green threads and async
+    # methods that the guard does not use. `current_task` is needed: from Python 3.12 on, `logging`
+    # calls it for each record.
     import structlog
 
 Record = MutableMapping[str, Any]

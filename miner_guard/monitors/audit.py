@@ -5,18 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miner_guard.config import Config
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.monitors.base import Context, Monitor
 from miner_guard.system.once import OncePer
-from uploads import audit
-from uploads.audit_memory import AuditMemory
-from validators import shapes
 from validators.facts import AllReduce
 from validators.limits import Limits
 from validators.profiles import chosen, limits_of
+
+if TYPE_CHECKING:
+    from uploads.audit import AuditReport, Known
 
 _EVERY_S = 600.0
 _REPEAT_S = 3600.0
@@ -32,7 +32,8 @@ class AuditMonitor(Monitor):
         super().__init__(context)
         config = context.config
         self._limits = Limits.of(config.gate, limits_of(config.miner))
-        self._known = audit.Known(memory=AuditMemory(config.repo.audit_bytes_per_hour))
+        self._known: Known | None = None
+        self._allreduce: AllReduce | None = None
         self._running = threading.Lock()
         self._reports = OncePer(_REPEAT_S)
         self._every_s = interval_s(config)
@@ -43,7 +44,7 @@ class AuditMonitor(Monitor):
         if finding.event == "upload_succeeded" and self._every_s > 0:
             self.context.jobs.once("audit", self._audit)
         elif finding.event == "allreduce_ended":
-            self._known = replace(self._known, allreduce=allreduce_of(finding.fields))
+            self._allreduce = allreduce_of(finding.fields)
         return ()
 
     def _audit(self) -> None:
@@ -51,15 +52,26 @@ class AuditMonitor(Monitor):
         if not self._running.acquire(blocking=False):
             return
         try:
-            known = replace(self._known, model=shapes.read(self.context.state.shapes))
-            config = self.context.config
-            report = audit.audit_repo(config.repo, config.chain, self._limits, known)
+            report = self._report()
         finally:
             self._running.release()
         finding = report.finding()
         blocked = tuple(v.rule for v in report.verdicts if v.outcome == "block")
         new = self._reports.ask(self.context.clock.monotonic(), (report.outcome, blocked))
         self.context.emit(finding if new else finding.at("debug"))
+
+    def _report(self) -> AuditReport:
+        # Only now: a guard that audits nothing need not import the rules.
+        from uploads import audit
+        from uploads.audit_memory import AuditMemory
+        from validators import shapes
+
+        config = self.context.config
+        if self._known is None:
+            self._known = audit.Known(memory=AuditMemory(config.repo.audit_bytes_per_hour))
+        model = shapes.read(self.context.state.shapes)
+        known = replace(self._known, model=model, allreduce=self._allreduce)
+        return audit.audit_repo(config.repo, config.chain, self._limits, known)
 
 
 def interval_s(config: Config) -> float:

@@ -19,11 +19,11 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from miner_guard.config import LogSettings
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.eventlog.jsonl import JsonlSink
+from miner_guard.eventlog.jsonl import JsonlSink, Rotation
 from miner_guard.eventlog.write_errors import write_failed
 from miner_guard.flight_recorder import layout
 from miner_guard.flight_recorder.memory import Copier
@@ -40,7 +40,7 @@ Message = dict[str, Any]
 class Log:
     """Writes guard.jsonl."""
 
-    def __init__(self, state: StateDir, settings: LogSettings, report: Report) -> None:
+    def __init__(self, state: StateDir, settings: Rotation, report: Report) -> None:
         self._sink = JsonlSink(state.log, settings, report)
 
     def write(self, message: Message) -> None:
@@ -246,7 +246,7 @@ def main() -> None:
         # the guard's last lines.
         signal.signal(number, signal.SIG_IGN)
     order = json.loads(sys.stdin.buffer.readline())
-    state, settings = StateDir(Path(order["state"])), LogSettings(**order["logs"])
+    state, settings = StateDir(Path(order["state"])), SimpleNamespace(**order["logs"])
     out, mutex = os.dup(1), threading.Lock()
     # Send stray prints to stderr, because the guard parses stdout as answers.
     os.dup2(2, 1)

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from miner_guard.diagnosis.request import PreflightRequest
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.exits import UNAVAILABLE
-from miner_guard.supervisor.startup.preflight import Outcome, preflight
 from miner_guard.system import probe
+
+if TYPE_CHECKING:
+    from miner_guard.supervisor.startup.preflight import Outcome
 
 
 class PreflightRunner:
@@ -53,6 +56,9 @@ class PreflightRunner:
 
     def _look(self) -> None:
         try:
+            # Only now: a guard without a preflight need not import what it judges.
+            from miner_guard.supervisor.startup.preflight import preflight
+
             outcome = preflight(self._question, self._emit, self._stop.wait)
         except Exception as error:  # noqa: BLE001 - a bug in the preflight must not keep the miner from starting; it is reported
             what = (
