@@ -62,6 +62,8 @@ FindRuns = Callable[[bytes], list[tuple[int, int, bytes, bool, bytes, bytes]]]
 
 def frame_runs_in_python(block: bytes) -> list[tuple[int, int, bytes, bool, bytes, bytes]]:
     """The fields of each `FrameRun` in a block of lines."""
+    if _FRAME_BEGINS not in block:
+        return []
     found = []
     index = end = 0
     for run in _RUN.finditer(block):
@@ -80,7 +82,7 @@ _runs: FindRuns = _frames.frame_runs if COMPILED else frame_runs_in_python
 
 def frame_runs(block: bytes) -> list[FrameRun]:
     """The frames in a block of lines, in order."""
-    return [FrameRun(*run) for run in _runs(block)] if _FRAME_BEGINS in block else []
+    return [FrameRun(*run) for run in _runs(block)]
 
 
 def lines_outside(

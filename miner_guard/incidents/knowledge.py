@@ -12,13 +12,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, TypeVar, Union
 
 from miner_guard.eventlog.literal_search import LiteralSearch, literal_search
-from miner_guard.incidents.log_lines import BEGINS, CHAINED, IGNORED
+from miner_guard.incidents.log_lines import BEGINS, CHAINED, IGNORED, REMARKABLE
 from miner_guard.incidents.parsing import Document, Index, check_expressions, index_of, parsed
 from miner_guard.incidents.patterns import ROLES, Benign, Label, Pattern
 
@@ -43,6 +44,18 @@ _Shape = tuple[bytes, frozenset[bytes]]
 texts of one shape hold the same words."""
 
 _Key = Union[str, _Shape]
+
+
+@dataclass
+class _Answer:
+    """What a text matches."""
+
+    matches: list[Pattern] | Benign
+    framed: list[int]
+    """The patterns with frames, by number, that may match it with its traceback."""
+
+    found: dict[int, bool] = field(default_factory=dict)
+    """Of these, whether those that were asked for match the text."""
 
 
 class _Possible(NamedTuple):
@@ -73,17 +86,14 @@ class Knowledge:
         self._latest: tuple[str, frozenset[bytes]] = ("", frozenset())
         """The last text searched and its words, because an exception is searched twice."""
 
-        self._answers: dict[_Key, list[Pattern] | Benign] = {}
+        self._answers: dict[_Key, _Answer] = {}
         """Results for recent lines: ranks, restarts and loops print the same lines, or the same
         ones with other numbers."""
-
-        self._raised: dict[_Key, list[int]] = {}
-        """For recent exceptions, the patterns with frames that match each."""
 
         self._passed: dict[bytes, frozenset[int]] = {}
         """For recent tracebacks, the patterns with frames whose files they pass through."""
 
-        self._latest_shape: tuple[str, _Shape] = ("", (b"", frozenset()))
+        self._latest_answer: tuple[str, _Answer] = ("", _Answer([], []))
         self._possible: dict[frozenset[bytes], _Possible] = {}
         """By the words of recent lines, what such a line may match."""
 
@@ -137,7 +147,7 @@ class Knowledge:
 
     @cached_property
     def _search(self) -> LiteralSearch:
-        return literal_search((*_MARKS, *self._words))
+        return literal_search((*map(str.encode, REMARKABLE), *self._words))
 
     @cached_property
     def _words(self) -> frozenset[bytes]:
@@ -158,14 +168,16 @@ class Knowledge:
 
     @cached_property
     def _paths(self) -> tuple[LiteralSearch, Mapping[bytes, frozenset[int]]]:
-        """Searches the path of a traceback for the texts that patterns require in it. Also returns
-        the numbers of the patterns that require each text."""
+        """Searches the path of a traceback for the texts that patterns require in it, and for those
+        with each digit replaced by 0. Also returns the numbers of the patterns that require each
+        text."""
         paths = {path for pattern in self._framed for path in pattern.frames}
         by_path = {
             path.encode(): frozenset(n for n, p in enumerate(self._framed) if path in p.frames)
             for path in {"", *paths}
         }
-        return literal_search(path for path in by_path if path), by_path
+        masked = (path.translate(_WITHOUT_DIGITS) for path in by_path)
+        return literal_search(path for path in (*by_path, *masked) if path), by_path
 
     @cached_property
     def _framed_by_word(self) -> dict[bytes, list[int]]:
@@ -186,34 +198,29 @@ class Knowledge:
         `text` may be a piece of a long line. `past` holds the words (see `words`) of the pieces
         before it: patterns with no other word were searched for there.
         """
-        if past:
-            return self._look_up(text, past)[0]
-        return self._recalled(self._answers, text, self._look_up)
+        if past or len(text) > _MAX_ANSWERED_LENGTH:
+            return self._look_up(text, past)
+        return self._answer(text).matches
 
-    def _recalled(
-        self, cache: dict[_Key, _V], text: str, compute: Callable[[str], tuple[_V, bool]]
-    ) -> _V:
-        """What `compute` returns for `text`, or returned for a text of the same shape unless it
-        told digits apart."""
-        if len(text) > _MAX_ANSWERED_LENGTH:
-            return compute(text)[0]
+    def _answer(self, text: str) -> _Answer:
+        """The answer for `text`, perhaps found for a text of the same shape."""
+        latest, answer = self._latest_answer
+        if latest == text:
+            return answer
         shape = self._shape(text)
-        found = cache.get(shape)
-        if found is None:
-            found = cache.get(text)
-        if found is None:
-            found, apart = compute(text)
-            _keep(cache, text if apart else shape, found, _MAX_ANSWERS)
-        return found
+        known = self._answers.get(shape) or self._answers.get(text)
+        if known is None:
+            possible = self._possible_with(self.words(text))
+            known = _Answer(self._look_up(text, _NONE), possible.framed)
+            key = text if possible.tells_digits_apart else shape
+            _keep(self._answers, key, known, _MAX_ANSWERS)
+        self._latest_answer = (text, known)
+        return known
 
     def _shape(self, text: str) -> _Shape:
-        latest, shape = self._latest_shape
-        if latest != text:
-            encoded = text.encode(errors="replace")
-            masked = encoded.translate(_WITHOUT_DIGITS)
-            shape = masked, frozenset(self._numeric.find(encoded)) if b"0" in masked else _NONE
-            self._latest_shape = (text, shape)
-        return shape
+        encoded = text.encode(errors="replace")
+        masked = encoded.translate(_WITHOUT_DIGITS)
+        return masked, frozenset(self._numeric.find(encoded)) if b"0" in masked else _NONE
 
     def adds(self, text: str, past: Set[bytes]) -> bool:
         """Whether this piece of a long line may show more than the pieces before it, whose words
@@ -227,20 +234,17 @@ class Knowledge:
         return not new.isdisjoint(_MARKS) or any(not new.isdisjoint(p.literals) for p in possible)
 
     def words(self, text: str) -> frozenset[bytes]:
-        """The words of all patterns that occur in `text`."""
+        """The words of all patterns that occur in `text`, and those of `log_lines.REMARKABLE`."""
         latest, words = self._latest
         if latest != text:
             words = frozenset(self._search.find(text.encode(errors="replace")))
             self._latest = (text, words)
         return words
 
-    def _look_up(
-        self, text: str, past: Set[bytes] = frozenset()
-    ) -> tuple[list[Pattern] | Benign, bool]:
-        """See `match`; and whether a text of the same shape may have another answer."""
+    def _look_up(self, text: str, past: Set[bytes]) -> list[Pattern] | Benign:
         words = self.words(text)
         new = words - past
-        harmless, patterns, _, apart = self._possible_with(words)
+        harmless, patterns, *_ = self._possible_with(words)
         found: dict[str, Pattern] = {}
         for pattern in patterns:
             known = pattern.label in found or (past and new.isdisjoint(pattern.literals))
@@ -251,10 +255,10 @@ class Knowledge:
         ):
             for benign in harmless:
                 if benign.pattern.matches(text, words):
-                    return benign, apart
+                    return benign
         if len(found) > 1:
             found = {label: p for label, p in found.items() if not p.alone} or found
-        return sorted(found.values(), key=lambda p: ROLES.index(p.role)), apart
+        return sorted(found.values(), key=lambda p: ROLES.index(p.role))
 
     def _possible_with(self, words: frozenset[bytes]) -> _Possible:
         """The entries that a text with these words may match, in order."""
@@ -281,48 +285,49 @@ class Knowledge:
     def match_in(self, frames: str, text: str, matches: Sequence[Pattern] = ()) -> list[Pattern]:
         """The matches of an exception together with the files of its traceback; `matches` are those
         of the exception alone."""
-        raised = self._recalled(self._raised, text, self._raised_by)
-        if not raised:
+        if len(text) <= _MAX_ANSWERED_LENGTH:
+            answer = self._answer(text)
+        else:
+            answer = _Answer([], self._possible_with(self.words(text)).framed)
+        if not answer.framed:
             return list(matches)
         named = {p.label for p in matches if not p.alone}
         fit = self._fit(frames)
-        for number in raised:
+        for number in answer.framed:
             p = self._framed[number]
-            if number in fit and (p.instead & named if named else not p.instead):
+            if (
+                number in fit
+                and (p.instead & named if named else not p.instead)
+                and self._is_found(number, text, answer)
+            ):
                 others = (
                     m for m in matches if m.label not in p.instead | {p.label} and not m.alone
                 )
                 return [p, *others]
         return list(matches)
 
-    def _raised_by(self, text: str) -> tuple[list[int], bool]:
-        """The patterns with frames that an exception matches if its traceback does, in order; and
-        whether one of the same shape may match others."""
-        words = self.words(text)
-        *_, framed, apart = self._possible_with(words)
-        return [n for n in framed if self._framed[n].matches(text, words)], apart
+    def _is_found(self, number: int, text: str, answer: _Answer) -> bool:
+        found = answer.found.get(number)
+        if found is None:
+            found = self._framed[number].matches(text, self.words(text))
+            answer.found[number] = found
+        return found
 
     def _fit(self, frames: str) -> frozenset[int]:
         """The patterns with `frames` that match a traceback through these files."""
-        shape = frames.encode(errors="replace").translate(_WITHOUT_DIGITS)
+        encoded = frames.encode(errors="replace")
+        shape = encoded.translate(_WITHOUT_DIGITS)
         fit = self._passed.get(shape)
         if fit is None:
-            fit = self._passed_by(frames)
-            alike = not any(path in shape for path in self._numeric_paths)
-            if alike and len(shape) <= _MAX_ANSWERED_LENGTH:
+            search, by_path = self._paths
+            passed = search.find(shape)
+            exact = not any(map(_DIGIT.search, passed))
+            if not exact:
+                passed = search.find(encoded) & by_path.keys()
+            fit = by_path[b""].union(*(by_path[path] for path in passed))
+            if exact and len(shape) <= _MAX_ANSWERED_LENGTH:
                 _keep(self._passed, shape, fit, _MAX_ANSWERS)
         return fit
-
-    def _passed_by(self, frames: str) -> frozenset[int]:
-        search, by_path = self._paths
-        passed = search.find(frames.encode(errors="replace"))
-        return by_path[b""].union(*(by_path[path] for path in passed))
-
-    @cached_property
-    def _numeric_paths(self) -> list[bytes]:
-        """The paths that hold digits, each replaced by 0."""
-        by_path = self._paths[1]
-        return [path.translate(_WITHOUT_DIGITS) for path in by_path if _DIGIT.search(path)]
 
 
 def _pattern(entry: Pattern | Benign) -> Pattern:

@@ -7,6 +7,7 @@ bytes with every digit replaced by 0) have in common is found out once.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Set
 from typing import NamedTuple
 
 from miner_guard.incidents.log_text import clean, without_colours
@@ -35,8 +36,11 @@ INCIDENT = "incident "
 LAUNCH = "miner started"
 """The guard's own lines hold one of these."""
 
-_REMARKABLE = (BEGINS, IGNORED, *CHAINED, INCIDENT, LAUNCH, "file ")
-"""A line without any of these, that is not indented either, only has its message."""
+REMARKABLE = (BEGINS, IGNORED, *CHAINED, INCIDENT, LAUNCH, 'file "')
+"""A line without any of these, that begins like none of a traceback, only has its message."""
+
+_IN_A_TRACEBACK = ("file ", "raise ")
+_REMARKABLE_WORDS = frozenset(word.encode() for word in REMARKABLE)
 
 _WITHOUT_DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
 _A_RANK_OR_NONE = (b"000: ", b"000:\t")
@@ -80,54 +84,62 @@ class LogLine(NamedTuple):
 class LineReader:
     """Reads lines, and remembers the shapes of recent ones. Uses bounded memory."""
 
-    def __init__(self) -> None:
-        self._known: dict[bytes, tuple[slice | None, LineShape]] = {}
-        """By a line's bytes without their digits: where its text stands, unless `clean` has to
-        tell, and its shape."""
+    def __init__(self, words: Callable[[str], Set[bytes]]) -> None:
+        """`words`: the words of a lower-cased text, REMARKABLE among them; for a long line one
+        search for all is cheaper than one for each."""
+        self._words = words
+        self._shapes: dict[bytes, LineShape] = {}
+        """By a line's bytes with each digit replaced by 0."""
+
+        self._places: dict[bytes, slice] = {}
+        """For lines without a rank or colours that came twice, where their text stands."""
 
     def read(self, raw: bytes, number: int) -> LogLine:
         """Line `number`."""
         if len(raw) > _MAX_SHAPE_LENGTH:
             rank, text = clean(raw)
-            return log_line(rank, number, text)
+            lowered = text.lower()
+            remarkable = not _REMARKABLE_WORDS.isdisjoint(self._words(lowered))
+            return LogLine(rank, number, text, lowered, _shape(text, lowered, remarkable))
         masked = raw.translate(_WITHOUT_DIGITS)
-        known = self._known.get(masked)
-        if known is None:
-            return self._learn(raw, masked, number)
-        stands, shape = known
-        rank, text = clean(raw) if stands is None else (None, raw[stands].decode())
-        return LogLine(rank, number, text, text.lower(), shape)
-
-    def _learn(self, raw: bytes, masked: bytes, number: int) -> LogLine:
+        place = self._places.get(masked)
+        if place is not None:
+            text = raw[place].decode()
+            return LogLine(None, number, text, text.lower(), self._shapes[masked])
         rank, text = clean(raw)
-        line = log_line(rank, number, text)
-        if any(words in masked for words in _A_RANK_OR_NONE):
+        shape = self._shapes.get(masked)
+        if shape is None:
+            line = log_line(rank, number, text)
+            self._learn(masked, line.shape)
             return line
         stripped = raw.rstrip()
         same = rank is None and raw.isascii() and without_colours(raw) == raw
-        if len(self._known) >= _MAX_SHAPES:
-            self._known.clear()
-        self._known[masked] = (
-            slice(len(stripped) - len(text), len(stripped))
-            if same and stripped.endswith(text.encode())
-            else None,
-            line.shape,
-        )
-        return line
+        if same and stripped.endswith(text.encode()):
+            self._places[masked] = slice(len(stripped) - len(text), len(stripped))
+        return LogLine(rank, number, text, text.lower(), shape)
+
+    def _learn(self, masked: bytes, shape: LineShape) -> None:
+        if any(words in masked for words in _A_RANK_OR_NONE):
+            return
+        if len(self._shapes) >= _MAX_SHAPES:
+            self._shapes.clear()
+            self._places.clear()
+        self._shapes[masked] = shape
 
 
 def log_line(rank: int | None, number: int, text: str) -> LogLine:
     """The line with this text."""
     lowered = text.lower()
+    remarkable = any(words in lowered for words in REMARKABLE)
+    return LogLine(rank, number, text, lowered, _shape(text, lowered, remarkable))
+
+
+def _shape(text: str, lowered: str, remarkable: bool) -> LineShape:
     exception = _named(EXCEPTION, text) or _named(_QUALIFIED, text)
-    shape = LineShape(
-        not text.startswith("    ")
-        and not lowered.lstrip().startswith("raise ")
-        and not any(words in lowered for words in _REMARKABLE),
-        exception,
-        exception or _named(_IN_TRACEBACK, text),
+    positioned = text.startswith("    ") or lowered.lstrip().startswith(_IN_A_TRACEBACK)
+    return LineShape(
+        not (remarkable or positioned), exception, exception or _named(_IN_TRACEBACK, text)
     )
-    return LogLine(rank, number, text, lowered, shape)
 
 
 def _named(kind: re.Pattern[str], text: str) -> _Span | None:

@@ -172,6 +172,8 @@ def _record(text: str) -> dict[str, object] | None:
 def excerpt(text: str, limit: int = 400, at: int = 0) -> str:
     """The line in readable form: blanks collapsed, cut to `limit` characters that begin just before
     `at`."""
+    if not at and len(text) <= limit and text.isprintable() and "  " not in text:
+        return text.strip()
     before = max(0, at - limit // 4)
     short = " ".join(text[before : before + 4 * limit].split())
     if before:

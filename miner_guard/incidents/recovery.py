@@ -54,6 +54,7 @@ _NAN = re.compile(
 """A non-finite loss, which later finite losses clear. Steps reveal nothing about an evaluation
 loss, and an exploded loss is still a number."""
 
+_PENDING_ROLES = ("cause", "retry", "warning")
 _REMEMBERED = 100
 """Lines before an exit within which training may have reported that it finished."""
 
@@ -82,13 +83,13 @@ class PendingError(NamedTuple):
 
 def pending(sighting: Sighting, label: Label) -> PendingError | None:
     """What later steps may show about this sighting; None if they show nothing."""
+    if sighting.role not in _PENDING_ROLES:
+        return None
     text = sighting.text.lower()
-    if sighting.role in ("retry", "warning"):
+    if sighting.role != "cause":
         needed = label.overcome_by_steps and not _UPLOADS.search(text)
         waits = label.overcome_by_steps or label.restart == "outage"
         return PendingError(label.name, needed) if waits else None
-    if sighting.role != "cause":
-        return None
     if label.undone_by_losses:
         # An exception ends a run, whatever the other ranks still print.
         printed = not EXCEPTION.match(sighting.text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from miner_guard.incidents.knowledge import Knowledge
 from miner_guard.incidents.patterns import ROLES
@@ -117,30 +117,31 @@ class RootCauseAnalyzer:
     def add(self, seen: Iterable[Seen]) -> None:
         """Add a scanner's sightings, in order."""
         for item in seen:
-            if isinstance(item, Sighting) and item.role == "notice":
-                self._notices.add(item)
+            if isinstance(item, Sighting):
+                self._see(item)
                 continue
             self._last = max(self._last, item.line)
             if isinstance(item, Launched):
                 self._launched()
-                continue
-            if isinstance(item, Retraction):
+            elif isinstance(item, Retraction):
                 self._retract(item)
             elif isinstance(item, Passed):
                 for (label, role), trail in self._trails.items():
                     if label in item.labels and role in ("retry", "warning"):
                         trail.passed = item.line
-            else:
-                self._see(item)
 
     def _see(self, found: Sighting) -> None:
-        if found.label == "code_bug" and found.role in ("exception", "symptom"):
+        if found.role == "notice":
+            self._notices.add(found)
+            return
+        self._last = max(self._last, found.line)
+        if self._coped and found.label == "code_bug" and found.role in ("exception", "symptom"):
             # The program did not recover: it ended right after it claimed to, for no other known
             # reason.
             for line, sightings in self._coped:
                 if 0 <= found.line - line <= _STILL_COPING:
                     for earlier in sightings:
-                        known = replace(earlier, role="cause")
+                        known = earlier._replace(role="cause")
                         self._history(known).add(known)
             self._coped.clear()
         self._history(found).add(found)

@@ -74,7 +74,7 @@ class Scanner:
         self._knowledge = knowledge
         self._notices = notices
         self._carry = b""
-        self._reader = LineReader()
+        self._reader = LineReader(knowledge.words)
         self._tracebacks = Tracebacks()
         self._raised: dict[int | None, Sighting] = {}
         """The latest exception of each rank."""
@@ -313,7 +313,8 @@ class Scanner:
         if number > sighting.line + _TAIL_LINES:
             self._tail = None
             return
-        self._tail = replace(sighting, more=excerpt(f"{sighting.more} {clean(line[:MAX_LINE])[1]}"))
+        more = excerpt(f"{sighting.more} {clean(line[:MAX_LINE])[1]}")
+        self._tail = sighting._replace(more=more)
         seen.append(self._tail)
 
     def _chain(self, line: LogLine, seen: list[Seen]) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Union
+from typing import NamedTuple, Union
 
 
-@dataclass(frozen=True)
-class Sighting:
-    """A line that shows a label."""
+class Sighting(NamedTuple):
+    """A line that shows a label. A tuple, because a log may hold one in every line."""
 
     label: str
     role: str

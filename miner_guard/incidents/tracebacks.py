@@ -138,6 +138,8 @@ class Tracebacks:
 
     def ends(self, line: LogLine) -> Ended | None:
         """The exception that ends a traceback on this line, or that the line names without one."""
+        if line.shape.within is None:
+            return None
         # The message itself may name a rank; its traceback then stands without one.
         rank = None if line.rank not in self._open and "[rank" in line.lowered else line.rank
         opened = self._open.get(rank)

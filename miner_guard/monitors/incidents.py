@@ -240,7 +240,7 @@ class IncidentsMonitor(Monitor):
         if (self._count_oom_kills() or 0) > (self._oom_kills or 0):
             return root
         name = "process_killed"
-        first = replace(root.first, label=name, cause="", fix="", restart="")
+        first = root.first._replace(label=name, cause="", fix="", restart="")
         return replace(root, label=name, first=first, kept=())
 
     def _name(self, now: float, min_count: int) -> Iterable[Finding]:
