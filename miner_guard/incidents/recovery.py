@@ -134,16 +134,18 @@ class RecoveryTracker:
         """
         if not self._tried and not any(tried.values()):
             return
-        losses = (number for number, shape in enumerate(shapes, first) if b"loss" in shape)
+        # A block repeats its few shapes.
+        losing = {shape for shape in set(shapes) if b"loss" in shape}
+        losses = [n for n, shape in enumerate(shapes, first) if shape in losing] if losing else []
         for number in sorted({*tried, *losses}):
             if number - self._latest > _AWAITED + (number in tried):
                 self._tried.clear()
             if number in tried:
                 # A later fault may be a consequence of the non-finite loss.
-                self._tried = {
-                    trouble: steps for trouble, steps in self._tried.items() if not trouble.loss
-                }
-                self._tried.update((trouble, set()) for trouble in tried[number])
+                for trouble in [trouble for trouble in self._tried if trouble.loss]:
+                    del self._tried[trouble]
+                for trouble in tried[number]:
+                    self._tried[trouble] = set()
                 self._latest = number
             elif self._tried and (past := self._step(lines[number - first].lower(), number)):
                 yield past, number

@@ -162,11 +162,8 @@ class Scanner:
 
     def _relevant(self, found: list[Seen], shapes: list[bytes], index: int) -> list[Seen]:
         """The sightings on a line that still matter after training has finished."""
-        moot = [
-            s
-            for s in found
-            if isinstance(s, Sighting) and self._knowledge.labels[s.label].moot_when_finished
-        ]
+        labels = self._knowledge.labels
+        moot = [s for s in found if isinstance(s, Sighting) and labels[s.label].moot_when_finished]
         return (
             [s for s in found if s not in moot]
             if moot and self._course.finished(shapes, index)
@@ -176,10 +173,12 @@ class Scanner:
     def _tried(self, seen: list[Seen]) -> dict[int, set[PendingError]]:
         """The sightings of this block by line, with the errors that continued steps would clear."""
         tried: dict[int, set[PendingError]] = {}
+        labels = self._knowledge.labels
         for s in seen:
             if isinstance(s, Sighting) and s.line >= self.line and s.role != "notice":
-                trouble = pending(s, self._knowledge.labels[s.label])
-                tried.setdefault(s.line, set()).update(() if trouble is None else (trouble,))
+                errors = tried.setdefault(s.line, set())
+                if (trouble := pending(s, labels[s.label])) is not None:
+                    errors.add(trouble)
         return tried
 
     def _tails(self, shapes: list[bytes], hits: set[int]) -> set[int]:

@@ -114,7 +114,7 @@ class Tracebacks:
 
     def take(self, run: FrameRun, number: int) -> None:
         """Add frames to their rank's traceback; `number` is that of their first line."""
-        rank = _rank(run.prefix)
+        rank = _rank(run.prefix) if run.prefix else None
         opened = self._open.get(rank)
         if run.starts or opened is None:
             ignored = opened is not None and opened.ignored
@@ -162,5 +162,5 @@ class Tracebacks:
         return max(cut, key=lambda c: c.line, default=None)
 
 
-def _rank(prefix: bytes) -> int | None:
-    return int(prefix.strip(b"[defaultrank]: ")) if prefix else None
+def _rank(prefix: bytes) -> int:
+    return int(prefix.strip(b"[defaultrank]: "))
