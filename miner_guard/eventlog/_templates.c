@@ -1,6 +1,8 @@
 /* The templates of lines (line_templates.py): in lower case, without digits, signs and points. A
    miner prints the same few over and over, so equal templates become one object, and a line that
-   differs from an earlier one only in its numbers is not even converted. Holds no state. */
+   differs from an earlier one only in its numbers is not even converted. Holds no state. Large
+   texts are searched without the interpreter lock, so that what was read of a flood is written
+   meanwhile; then nothing here may touch a reference count. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -11,16 +13,18 @@
 #define MAX_PROBES 32 /* Beyond it a template gets an object of its own: no text takes longer. */
 #define LENGTHS 512
 #define SLOTS 1024 /* At first. */
+#define LARGE 65536
+#define MAX_HANDOFFS 16 /* Text with more templates than this is searched under the lock. */
 
 typedef struct {
     uint64_t hash;
-    PyObject *template; /* Borrowed from the list. */
+    PyObject *template; /* Borrowed from `made`. */
 } known;
 
 typedef struct {
     const uint8_t *at;
     size_t size;
-    PyObject *template; /* Borrowed from the list. */
+    PyObject *template; /* Borrowed from `made`. */
 } line;
 
 typedef struct {
@@ -29,9 +33,11 @@ typedef struct {
     size_t used;
     line latest[LENGTHS]; /* The latest line of each length. */
     uint8_t *scratch;
-    PyObject **found; /* The template of each line so far. */
+    PyObject **found; /* The template of each line so far, borrowed from `made`. */
     size_t count, room;
-    PyObject *distinct;
+    PyObject *made, *distinct;
+    PyThreadState *outside; /* NULL while this thread holds the interpreter lock. */
+    int handoffs;
 } search;
 
 static uint8_t lower[256], kept[256];
@@ -75,6 +81,21 @@ static int alike(const uint8_t *a, const uint8_t *b, size_t size)
     return 1;
 }
 
+static void leave(search *self)
+{
+    if (self->outside == NULL && self->handoffs++ < MAX_HANDOFFS) {
+        self->outside = PyEval_SaveThread();
+    }
+}
+
+static void enter(search *self)
+{
+    if (self->outside != NULL) {
+        PyEval_RestoreThread(self->outside);
+        self->outside = NULL;
+    }
+}
+
 /* Enlarge the table once it is half full; text with few templates does not pay for a large one. */
 static int widen(search *self)
 {
@@ -100,8 +121,19 @@ static int widen(search *self)
     return 0;
 }
 
-/* Return a new reference to the bytes, from the table if it holds equal ones; else add them there
-   and to `distinct`. */
+/* Make a template, under the interpreter lock. */
+static PyObject *make(search *self, const uint8_t *at, size_t size)
+{
+    PyObject *made = PyBytes_FromStringAndSize((const char *)at, (Py_ssize_t)size);
+    if (made == NULL) {
+        return NULL;
+    }
+    const int failed = PyList_Append(self->made, made) < 0 || PySet_Add(self->distinct, made) < 0;
+    Py_DECREF(made);
+    return failed ? NULL : made;
+}
+
+/* Return the template of these bytes from the table; if it holds none, make one. */
 static PyObject *interned(search *self, const uint8_t *at, size_t size)
 {
     const uint64_t hash = hash_of(at, size);
@@ -114,21 +146,21 @@ static PyObject *interned(search *self, const uint8_t *at, size_t size)
         }
         if (one->hash == hash && (size_t)PyBytes_GET_SIZE(one->template) == size &&
             memcmp(PyBytes_AS_STRING(one->template), at, size) == 0) {
-            return Py_NewRef(one->template);
+            return one->template;
         }
     }
-    PyObject *made = PyBytes_FromStringAndSize((const char *)at, (Py_ssize_t)size);
-    if (made == NULL || PySet_Add(self->distinct, made) < 0) {
-        Py_XDECREF(made);
-        return NULL;
-    }
-    if (free_slot != NULL) {
+    const int outside = self->outside != NULL;
+    enter(self);
+    PyObject *made = make(self, at, size);
+    if (made != NULL && free_slot != NULL) {
         *free_slot = (known){hash, made};
         self->used++;
     }
-    if (2 * self->used > self->mask && widen(self) < 0) {
-        Py_DECREF(made);
+    if (made == NULL || (2 * self->used > self->mask && widen(self) < 0)) {
         return NULL;
+    }
+    if (outside) {
+        leave(self);
     }
     return made;
 }
@@ -137,7 +169,7 @@ static PyObject *template_of(search *self, const uint8_t *at, size_t size)
 {
     line *latest = &self->latest[size % LENGTHS];
     if (latest->template != NULL && latest->size == size && alike(latest->at, at, size)) {
-        return Py_NewRef(latest->template);
+        return latest->template;
     }
     uint8_t *end = self->scratch;
     for (size_t i = 0; i < size; i++) {
@@ -166,9 +198,9 @@ static int append(search *self, PyObject *template)
 {
     if (self->count == self->room) {
         const size_t room = self->room ? 2 * self->room : 1024;
-        PyObject **found = PyMem_Realloc(self->found, room * sizeof *found);
+        PyObject **found = PyMem_RawRealloc(self->found, room * sizeof *found);
         if (found == NULL) {
-            Py_DECREF(template);
+            enter(self);
             PyErr_NoMemory();
             return -1;
         }
@@ -179,12 +211,13 @@ static int append(search *self, PyObject *template)
     return 0;
 }
 
+/* Returns -1 with an exception set, and then under the interpreter lock. */
 static int find(search *self, const uint8_t *at, const uint8_t *end)
 {
     const line *latest = &self->latest[0];
     while (1) {
         if (repeats(latest, at, end)) {
-            if (append(self, Py_NewRef(latest->template)) < 0) {
+            if (append(self, latest->template) < 0) {
                 return -1;
             }
             at += latest->size + 1;
@@ -204,29 +237,33 @@ static int find(search *self, const uint8_t *at, const uint8_t *end)
     }
 }
 
-/* Return a list of what was found. */
-static PyObject *taken(search *self)
+static PyObject *listed(const search *self)
 {
     PyObject *list = PyList_New((Py_ssize_t)self->count);
     for (size_t i = 0; list != NULL && i < self->count; i++) {
-        PyList_SET_ITEM(list, (Py_ssize_t)i, self->found[i]);
-    }
-    if (list != NULL) {
-        self->count = 0;
+        PyList_SET_ITEM(list, (Py_ssize_t)i, Py_NewRef(self->found[i]));
     }
     return list;
 }
 
-static void release(search *self)
+static PyObject *searched(search *self, const uint8_t *at, size_t size)
 {
-    for (size_t i = 0; i < self->count; i++) {
-        Py_DECREF(self->found[i]);
+    self->scratch = PyMem_Malloc(size + 1);
+    self->made = PyList_New(0);
+    self->distinct = PyFrozenSet_New(NULL);
+    if (self->scratch == NULL) {
+        return PyErr_NoMemory();
     }
-    Py_XDECREF(self->distinct);
-    PyMem_Free(self->table);
-    PyMem_Free(self->scratch);
-    PyMem_Free(self->found);
-    PyMem_Free(self);
+    if (self->made == NULL || self->distinct == NULL || widen(self) < 0) {
+        return NULL;
+    }
+    if (size >= LARGE) {
+        leave(self);
+    }
+    const int failed = find(self, at, at + size);
+    enter(self);
+    PyObject *list = failed ? NULL : listed(self);
+    return list == NULL ? NULL : Py_BuildValue("NO", list, self->distinct);
 }
 
 static PyObject *templates(PyObject *Py_UNUSED(module), PyObject *text)
@@ -235,24 +272,18 @@ static PyObject *templates(PyObject *Py_UNUSED(module), PyObject *text)
         PyErr_Format(PyExc_TypeError, "bytes expected, not %s", Py_TYPE(text)->tp_name);
         return NULL;
     }
-    const uint8_t *at = (const uint8_t *)PyBytes_AS_STRING(text);
-    const size_t size = (size_t)PyBytes_GET_SIZE(text);
     search *self = PyMem_Calloc(1, sizeof *self);
     if (self == NULL) {
         return PyErr_NoMemory();
     }
-    self->scratch = PyMem_Malloc(size + 1);
-    self->distinct = PyFrozenSet_New(NULL);
-    PyObject *list = NULL, *both = NULL;
-    if (self->scratch == NULL) {
-        PyErr_NoMemory();
-    } else if (self->distinct != NULL && widen(self) == 0 && find(self, at, at + size) == 0) {
-        list = taken(self);
-    }
-    if (list != NULL) {
-        both = Py_BuildValue("NO", list, self->distinct);
-    }
-    release(self);
+    const uint8_t *at = (const uint8_t *)PyBytes_AS_STRING(text);
+    PyObject *both = searched(self, at, (size_t)PyBytes_GET_SIZE(text));
+    Py_XDECREF(self->made);
+    Py_XDECREF(self->distinct);
+    PyMem_Free(self->table);
+    PyMem_Free(self->scratch);
+    PyMem_RawFree(self->found);
+    PyMem_Free(self);
     return both;
 }
 

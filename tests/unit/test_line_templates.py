@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
@@ -109,6 +110,23 @@ def test_equal_templates_are_one_object() -> None:
 
 
 @pytest.mark.skipif(not line_templates.COMPILED, reason="built without a compiler")
+@pytest.mark.parametrize("templates", PATHS)
+def test_threads_that_search_at_once_do_not_disturb_each_other(templates: Templates) -> None:
+    """The compiled path gives up the interpreter lock while it searches a large text."""
+    texts = [
+        b"".join(b"Step %d of %s\n" % (n, _letters(n % kinds)) for n in range(20_000))
+        for kinds in (1, 2, 10, 3000)
+    ]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            for text, found in zip(texts * 5, threads.map(templates, texts * 5), strict=True):
+                assert found == _expected(text)
+    finally:
+        sys.setswitchinterval(before)
+
+
 def test_a_line_that_is_not_bytes_is_refused() -> None:
     for wrong in ("text", None, bytearray(b"text"), 5):
         with pytest.raises(TypeError):
