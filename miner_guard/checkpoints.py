@@ -2,8 +2,8 @@
 
 torch.distributed.checkpoint writes asynchronously into a draft folder. When every rank's share is
 there, rank 0 writes a manifest (sizes and crc32 of the files) and renames the folder to
-`step-00000060`. A folder with such a name is complete. What a crash leaves behind has another name,
-and the next start removes it. All ranks must share one folder.
+`step-00000060`. A folder with such a name is complete. What a crash leaves behind has a different
+name, and the next start removes it. All ranks must share one folder.
 """
 
 from __future__ import annotations

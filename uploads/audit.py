@@ -307,7 +307,9 @@ class _Audit:
     def _inspected(self, fetched: Mapping[str, Any]) -> Mapping[str, Any]:
         if fetched.get("empty"):
             key = fetched.get("key")
-            missing = f"{key} does not exist; upload gradients for this epoch: validators score it"
+            missing = (
+                f"{key} does not exist; upload this epoch's gradients: validators score it now"
+            )
             return {"problems": [missing], "params": 0}
         if fetched.get("unchanged"):
             return self.known.memory.report()

@@ -1,5 +1,5 @@
-"""Applies a gradients document as a validator does, to report what it would raise on, skip or score
-as zero.
+"""Applies a gradients document as a validator does, to report what a validator would raise on, skip
+or score as zero.
 
 Needs torch; opens no file. The inspecting child calls it for a file that it has loaded
 (`validators.inspect_gradients`), rank 0 for the document that it is about to write

@@ -32,7 +32,7 @@ def command(
     config: Config = None,
     as_json: Json = False,
 ) -> None:
-    """Which steps `--attach log` would read from a log. Exit 1: none."""
+    """Show which steps `--attach log` would read from a log. Exit 1: none."""
     place = open_context(config, DEFAULT_NAME, None)
     named = profile or place.profile
     try:

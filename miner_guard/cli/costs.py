@@ -63,7 +63,7 @@ def command(
     state_dir: State = None,
     as_json: Json = False,
 ) -> None:
-    """What monitoring costs, or would cost. Exit 1: over budget."""
+    """Show what monitoring costs, or would cost. Exit 1: over budget."""
     place = open_context(config, name, state_dir)
     if what == "":
         _ledger(place, as_json=as_json)

@@ -30,8 +30,7 @@ def command(
     name: options.AnyName = None,
     state_dir: options.State = None,
 ) -> None:
-    """Tell the running guard: write a checkpoint, restart the miner, leave it down, start it
-    again."""
+    """Tell the running guard to write a checkpoint, or to restart, pause or resume the miner."""
     from miner_guard.supervisor.control.control_socket import NotRunning, ask
 
     state = find_guard(name, state_dir)

@@ -67,7 +67,7 @@ def command(
     state_dir: State = None,
     as_json: Json = False,
 ) -> None:
-    """Root cause and fixes from any log. Exit 1: nothing wrong."""
+    """Find the root cause and fixes in any log. Exit 1: nothing wrong."""
     if trace and note:
         raise Refused(
             "--note goes with a log, not with --trace: notes are kept by the label of an incident",

@@ -103,7 +103,7 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    """Runs a distributed-training miner, sees its silent failures, gates its uploads."""
+    """Runs a distributed-training miner, detects its silent failures and gates its uploads."""
 
 
 def main() -> None:

@@ -98,7 +98,7 @@ def command(
     state_dir: State = None,
     as_json: Json = False,
 ) -> None:
-    """Batch, accumulation, memory, step time, upload cadence: what the settings imply."""
+    """Show what the settings imply: batch, accumulation, memory, step time, upload cadence."""
     known = open_context(config, name, state_dir).settings.config
     try:
         plan = plan_model.plan(

@@ -33,7 +33,8 @@ def command(
         ),
     ] = None,
     max_restarts: Annotated[
-        Optional[int], typer.Option(help="Restarts in a row before it is a crash loop.")
+        Optional[int],
+        typer.Option(help="Consecutive restarts before the guard calls it a crash loop."),
     ] = None,
     no_restart: Annotated[
         bool, typer.Option("--no-restart", help="Never restart; exit with the miner's code.")

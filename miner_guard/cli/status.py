@@ -42,7 +42,7 @@ def command(
         ),
     ] = False,
 ) -> None:
-    """What the running guard knows. Exit code 3 if no guard is running."""
+    """Show what the running guard knows. Exit code 3 if no guard is running."""
     from miner_guard.supervisor.control.control_socket import NotRunning, ask
 
     place = open_guard(config, name, state_dir)

@@ -80,7 +80,7 @@ def for_spike(facts: TrainingFacts, step: int, lr: float | None) -> tuple[str, t
 
 
 def for_divergence(lr: float | None, last_good: int | None) -> tuple[str, tuple[str, ...]]:
-    """Cause and fixes of a loss that climbs and stays (source 003, Loss Explosion)."""
+    """Cause and fixes of a loss that climbs and stays high (source 003, Loss Explosion)."""
     back = "resume from the last checkpoint before it began"
     if last_good is not None:
         back = f"resume from the last checkpoint at or before step {last_good}"

@@ -161,8 +161,8 @@ class MemoryReading:
 
 
 class GpuUse:
-    """Judges each check of one launch against its history, and tells a sudden drop from a gradual
-    decline."""
+    """Judges each check of one launch against its history, and distinguishes a sudden drop from a
+    gradual decline."""
 
     def __init__(self, settings: GpuSettings) -> None:
         self._settings = settings

@@ -1,5 +1,5 @@
-"""Tells regular pauses without a named phase (evaluation, checkpoint, end of an epoch) from steps
-that become slow. Pure; counts in steps.
+"""Distinguishes regular pauses without a named phase (evaluation, checkpoint, end of an epoch) from
+steps that become slow. Pure; counts in steps.
 
 A single slow step is already over and needs no action. Three within 20 steps do need action, unless
 they are periodic: then the program pauses on purpose.

@@ -294,7 +294,7 @@ class TokenRate:
 
 
 class TokenNormalizer:
-    """Tells a slow step from one with more work: longer sequences, a larger batch after a
+    """Distinguishes a slow step from one with more work: longer sequences, a larger batch after a
     warm-up."""
 
     def __init__(self, settings: StepSettings) -> None:

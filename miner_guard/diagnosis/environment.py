@@ -150,7 +150,7 @@ def _command(s: Snapshot) -> Iterator[Check]:
 
 
 def _upstream(s: Snapshot) -> Iterator[Check]:
-    """Secrets that subnet 38's own code exposes to others (research of its miner; ops/sn38)."""
+    """Checks for secrets that subnet 38's own code exposes to others (see ops/sn38)."""
     if "sn38" not in (s.config.miner.attach, s.config.miner.profile):
         return
     seen = "subnet 38's upload worker gets the bucket's write keys on its command line"

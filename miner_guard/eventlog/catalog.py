@@ -60,7 +60,7 @@ class Finding:
         """Parse the finding in a datagram or journal entry.
 
         `rank` is the sender's rank, used if the document names none. Returns None if the document
-        does not describe an event in the catalogue: a rank may run another version of the hook.
+        does not describe an event in the catalogue: a rank may run a different version of the hook.
         """
         event, fields, level = (document.get(key) for key in ("event", "fields", "level"))
         if not isinstance(event, str) or event not in CATALOGUE or not isinstance(fields, dict):
@@ -114,7 +114,7 @@ def make_finding(
 def message(finding: Finding) -> str:
     """The text of the console line, without emoji, time or level.
 
-    A rank may run another version of the hook, so if the template cannot format the fields, the
+    A rank may run a different version of the hook, so if the template cannot format the fields, the
     text shows them raw.
     """
     spec = CATALOGUE[finding.event]

@@ -44,8 +44,8 @@ class Identity:
     local_rank: int
     world_size: int
     process_start: int
-    """Clock ticks since boot (field 22 of /proc/PID/stat); tells the process from a later one with
-    the same pid."""
+    """Clock ticks since boot (field 22 of /proc/PID/stat); distinguishes the process from a later
+    one with the same pid."""
 
     run_id: str
     opened: float

@@ -113,7 +113,7 @@ class FlightWriter:
         atexit.register(thread.close, _LAST_COPY_S)
 
     def show_state(self, state: str, now: float) -> None:
-        """Write `state` (one of `layout.STATES`) to the header, and no phase."""
+        """Write `state` (one of `layout.STATES`) to the header, and clear the phase."""
         with self._lock:
             words = self._words
             words[LOCK] |= 1

@@ -198,7 +198,7 @@ def _row(neuron: Any, amount: Callable[[Any], float | None]) -> dict[str, Any]:
 
 
 def _axon(neuron: Any) -> str | None:
-    """`ip:port` where the neuron serves; empty if it announces no address, None if unknown."""
+    """`ip:port` at which the neuron serves; empty if it announces no address, None if unknown."""
     if hasattr(neuron, "axon"):
         # bittensor 11 gives the text itself, or None if the neuron serves nothing.
         return str(neuron.axon or "")

@@ -1,5 +1,5 @@
-"""Finds the stack frames in a block of lines and takes them whole: most lines of a log full of
-errors are in one."""
+"""Finds the stack frames in a block of lines and handles each as a unit: most lines of a log full
+of errors belong to one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Reads the lines of a log: rank, text, and what stands in it that concerns a traceback.
 
 Ranks, restarts and loops print the same lines with other numbers, so what lines of one shape (the
-bytes with every digit replaced by 0) have in common is found out once.
+bytes with every digit replaced by 0) have in common is determined once.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _Span = tuple[int, int]
 
 
 class LineShape(NamedTuple):
-    """What a line's text has in common with those that differ from it in digits alone."""
+    """What a line's text has in common with those that differ from it only in digits."""
 
     ordinary: bool
     """Neither a part of a traceback or chain of exceptions nor printed by the guard."""

@@ -123,8 +123,8 @@ class Pattern:
 
     @property
     def tells_digits_apart(self) -> bool:
-        """Whether two texts may match differently in which the same literals occur and that differ
-        in digits alone."""
+        """Whether two texts may match differently although the same literals occur in both and they
+        differ only in digits."""
         return self.search is not None and self.search.tells_digits_apart
 
     def possible(self, words: Set[bytes]) -> bool:

@@ -75,7 +75,7 @@ class VerdictMonitor(Monitor):
         return [self._change(verdict, held_s)]
 
     def on_stop(self) -> Iterable[Finding]:
-        """The final verdict: nothing trains here any longer."""
+        """The final verdict: nothing is training here any longer."""
         self._count(self.context.clock.monotonic())
         verdict = judge(
             replace(StatusDocument.from_json(self.context.status()), state="done"), self._memory

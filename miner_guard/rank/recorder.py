@@ -80,7 +80,7 @@ class Recorder:
         return self.flight is not None and not self.notifier.alone
 
     def show(self, state: str) -> None:
-        """Write the state to the header, and no phase."""
+        """Write the state to the header, and clear the phase."""
         if self.flight is not None:
             self.flight.dropped(self.notifier.dropped)
             self.flight.show_state(state, self.monotonic())

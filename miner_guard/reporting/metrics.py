@@ -159,12 +159,12 @@ def _without_progress(status: StatusDocument) -> Iterator[Metric]:
     yield from _gauges(
         (
             "no_step_seconds",
-            "Age of the last step; before the first step, of this guard.",
+            "Age of the last step, or of this guard before the first step.",
             run_s if step_age is None else step_age,
         ),
         (
             "no_upload_seconds",
-            "Age of what is published; while the repo is empty, of this guard.",
+            "Age of what is published, or of this guard while the repo is empty.",
             run_s if repo.empty else repo.age_s,
         ),
     )

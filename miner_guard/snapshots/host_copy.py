@@ -203,7 +203,7 @@ class HostCopy:
                 self._settled, self._changed, self._versions = True, changed, []
 
     def cancel(self) -> None:
-        """Forget a copy that `start` prepared, because no thread will finish it."""
+        """Discard a copy that `start` prepared, because no thread will finish it."""
         self._later, self._versions, self._settled = [], [], True
         self._moved.set()
 

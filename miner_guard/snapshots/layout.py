@@ -1,4 +1,4 @@
-"""Where a state's tensors lie in a memory or a file that holds this rank's share of it."""
+"""Where a state's tensors lie in memory, or in a file, that holds this rank's share of it."""
 
 from __future__ import annotations
 

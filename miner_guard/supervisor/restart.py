@@ -130,7 +130,8 @@ class RestartPolicy:
         return Again(self._wait_s(first), self._failures)
 
     def _wait_s(self, first: float) -> float:
-        """min(first · 2^(n-1), longest) · (1 + jitter · chance), n counted from 1."""
+        """The seconds before restart n, counted from 1: min(first · 2^(n-1), longest) · (1 + jitter
+        · chance)."""
         growth = 2.0 ** min(self._failures - 1, 60)
         wait = min(first * growth, self._settings.backoff_max_s)
         return wait * (1 + self._settings.jitter_ratio * self._chance())

@@ -40,8 +40,8 @@ def reap_miners(pid: int) -> int | None:
 
 
 class HelperFilter:
-    """Tells the guard's helpers among its children from the miner's processes. Use from one thread
-    only."""
+    """Distinguishes the guard's helpers among its children from the miner's processes. Use from one
+    thread only."""
 
     def __init__(self) -> None:
         self._own_command = processes.command(os.getpid())

@@ -114,7 +114,7 @@ def explained(guarded: Guarded) -> str:
     ("fault", "trainer", "ranks"),
     [(fault, *each) for fault in FAULTS for each in (LAUNCHED if fault == "leaves" else TRAINERS)],
 )
-def test_a_fault_in_a_foreign_trainer_is_named_live_and_afterwards(
+def test_a_fault_in_a_third_party_trainer_is_named_live_and_afterwards(
     guarded: Guarded, fault: str, trainer: str, ranks: int
 ) -> None:
     """In training loops that we did not write, the guard must not report `host_oom_kill` for a kill
@@ -137,7 +137,7 @@ def test_a_fault_in_a_foreign_trainer_is_named_live_and_afterwards(
     ("trainer", "phase"),
     [("plain", "no named phase"), ("with_accelerate", "data"), ("with_fsdp", "data")],
 )
-def test_a_slow_rank_of_a_foreign_trainer_is_named_live_and_afterwards(
+def test_a_slow_rank_of_a_third_party_trainer_is_named_live_and_afterwards(
     guarded: Guarded, trainer: str, phase: str
 ) -> None:
     """A rank that is 2.5 times as slow must not go unnoticed for seventy steps: all ranks wait for

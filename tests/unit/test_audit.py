@@ -259,7 +259,7 @@ def test_a_commitment_of_other_keys_is_warned_of_where_it_was_not_tried(
 
 
 def test_a_commitment_of_placeholders_is_rejected_unread(tmp_path: Path) -> None:
-    """Validators start with x for every miner, and take it for no credentials."""
+    """Validators start with x for every miner, and treat it as unset."""
     publish(tmp_path)
     for commitment in ("x" * 128, "a" * 32 + "x" * 32 + "c" * 64):
         report = audit.run(

@@ -58,7 +58,7 @@ def test_chunks_that_fit_are_taken_together() -> None:
 
 
 def test_a_long_chunk_is_taken_in_parts() -> None:
-    """Guards against a slow monitor that gets a quarter of a megabyte at once."""
+    """A slow monitor must not receive a quarter of a megabyte at once."""
     chance, backlog = random.Random(5), Backlog()
     chunks = [lines(n) * 4 if n % 2 else chance.randbytes(3 * CHUNK + n) for n in range(200)]
     for chunk in chunks:

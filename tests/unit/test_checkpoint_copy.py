@@ -140,7 +140,7 @@ def group() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_snapshot_is_the_state_of_its_step_though_a_forward_pass_ran_meanwhile(
+def test_a_snapshot_is_the_state_of_its_step_even_if_a_forward_pass_ran_meanwhile(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, group: None, sharded: bool
 ) -> None:
     """The optimizer's step waits for the copy, which here starts only when that step waits."""

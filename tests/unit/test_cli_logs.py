@@ -98,7 +98,7 @@ def test_a_state_directory_that_is_not_there_is_reported(
     assert "does not exist" in capsys.readouterr().err
 
 
-def test_following_shows_the_last_ten_and_then_what_comes(tmp_path: Path) -> None:
+def test_following_shows_the_last_ten_lines_and_then_new_ones(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "guard.jsonl", LogSettings(max_bytes=1000))
     emitter = Emitter(FakeClock(), "r1", Redactor(), [sink])
     for number in range(30):

@@ -222,8 +222,8 @@ def test_overfitting_is_seen_in_the_miners_own_lines_even_where_they_are_cut(
 
 
 def test_evaluation_in_the_step_records_shows_overfitting(tmp_path: Path) -> None:
-    """Guards against a judge that can't see overfitting because the flight record has no evaluation
-    loss."""
+    """The flight record must carry the evaluation loss: without it the judge can't detect
+    overfitting."""
     run = Run(tmp_path)
     source = random.Random(2)
     for number, (_, loss) in zip(range(1, 1200), healthy(1), strict=False):
@@ -334,7 +334,7 @@ def test_convergence_and_plateau_are_remarks_with_different_words() -> None:
 
 
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=200))
-def test_no_loss_whatever_makes_the_judge_raise(values: list[float]) -> None:
+def test_no_loss_makes_the_judge_raise(values: list[float]) -> None:
     watch = LossWatch(LossSettings())
     for step, value in enumerate(values):
         list(watch.observe(step, value, UNKNOWN))

@@ -80,7 +80,7 @@ def test_a_process_that_survives_sigkill_is_named_and_given_up(
     assert clock.monotonic() - begin == pytest.approx(TERM_TO_KILL_S + UNKILLABLE_S, abs=1.0)
 
 
-def test_the_newest_folders_are_kept_and_foreign_ones_left_alone(tmp_path: Path) -> None:
+def test_the_newest_folders_are_kept_and_unrelated_ones_left_alone(tmp_path: Path) -> None:
     state = StateDir(tmp_path)
     for second in range(10):
         own = evidence_folders.folder(

@@ -66,7 +66,7 @@ def test_a_program_known_by_its_lines_that_prints_nothing_hangs(tmp_path: Path) 
     assert seen[0] == "hang_detected"
 
 
-def test_ranks_that_have_lost_their_common_answer_are_ended_though_they_step_on(
+def test_ranks_that_have_lost_their_common_answer_are_ended_even_if_they_keep_stepping(
     tmp_path: Path,
 ) -> None:
     jobs, control = JobsLater(), Steered()

@@ -272,7 +272,7 @@ def test_subnet_38_counts_indices_within_rows(tmp_path: Path) -> None:
     assert "w: index 192 is out of bounds (0 to 191)" in report["problems"][0]
 
 
-def test_the_layout_of_the_dct_is_refused_where_validators_run_without_it(tmp_path: Path) -> None:
+def test_a_dct_layout_is_refused_where_validators_run_without_the_dct(tmp_path: Path) -> None:
     document = {
         "widxs": torch.full((2, 3, 32), 4000, dtype=torch.int16),
         "wvals": torch.randn(2, 3, 32),

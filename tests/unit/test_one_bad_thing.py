@@ -58,7 +58,8 @@ def state(tmp_path: Path) -> StateDir:
 
 
 def _rank_with_an_odd_entry(state: StateDir, run_id: str = RUN) -> FlightWriter:
-    """A rank of another version: its `slow_step` has words where this one expects a number."""
+    """A rank that runs a different version: its `slow_step` has text where this version expects a
+    number."""
     writer = FlightWriter(state.flight_of(0), rank=0, local_rank=0, world_size=1, run_id=run_id)
     writer.show_state("running", 1.0)
     for event, fields in (("slow_step", _ODD), ("rank_message", {"text": "what came after it"})):
@@ -132,7 +133,7 @@ def test_a_log_that_fails_is_reported_once_and_the_parts_still_hear(state: State
 
 @pytest.mark.parametrize("event", [name for name in catalog.CATALOGUE if name != "rank_message"])
 def test_every_event_has_a_line_whatever_its_fields_hold(event: str) -> None:
-    """A rank may be of another version, or a miner's own code may have emitted it."""
+    """A rank that runs a different version, or a miner's own code, may have emitted it."""
     odd = dict.fromkeys(catalog.CATALOGUE[event].fields, object())
     assert isinstance(catalog.message(make_finding(event, **odd)), str)
 
@@ -145,7 +146,7 @@ def test_every_event_has_a_line_whatever_its_fields_hold(event: str) -> None:
         {"event": None},
     ],
 )
-def test_a_datagram_of_foreign_content_is_not_a_finding(document: dict[str, Any]) -> None:
+def test_a_datagram_with_unknown_content_is_not_a_finding(document: dict[str, Any]) -> None:
     """The loop drops a socket whose handler fails, so no datagram may raise."""
     assert Finding.from_dict(document) is None
 
@@ -218,7 +219,7 @@ def test_a_reader_that_fails_once_does_not_leave_the_miners_pipe_unread() -> Non
     loop.close()
 
 
-def test_a_defect_is_reported_once_though_its_words_change() -> None:
+def test_a_defect_is_reported_once_although_its_words_change() -> None:
     """Otherwise a log and a set would grow with every tick."""
     findings: list[str] = []
     app = SimpleNamespace(_defects=Once(), _degraded=findings.append)
@@ -263,7 +264,7 @@ def test_redacting_twice_changes_nothing_more() -> None:
 
 
 def test_checksums_cache_folders_and_counts_of_tokens_are_not_secrets_but_a_bare_key_is() -> None:
-    """Guards against masking paths, and every 100000 in the log."""
+    """The redactor must not mask paths, or every 100000 in the log."""
     digest = "0123456789abcdef" * 4
     env = {
         "MAX_TOKENS": "100000",

@@ -128,7 +128,7 @@ def test_a_rank_that_is_slow_outside_every_phase_is_the_straggler() -> None:
     assert "slow in no named phase: 0.86s, others 0.31s" in found[0].detail()
 
 
-def test_a_slow_data_loader_is_named_though_the_others_wait_in_no_phase() -> None:
+def test_a_slow_data_loader_is_named_although_the_others_wait_in_no_phase() -> None:
     """Under `--attach auto`, FSDP2's gathers in the forward pass belong to no phase, and the
     program waits for a GPU where it reads the loss."""
     watch = StragglerWatch(StepSettings())

@@ -18,7 +18,7 @@ def test_every_promise_has_its_row() -> None:
 
 
 def test_each_row_names_tests_that_exist() -> None:
-    """Guards against a promise whose proof was renamed or deleted."""
+    """Otherwise a promise would keep pointing to a test that was renamed or deleted."""
     for row in promises():
         assert row.tests, row.promise
         for file, name in row.tests:

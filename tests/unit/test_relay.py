@@ -288,8 +288,8 @@ def test_blocks_of_a_flood_use_the_same_memory_again() -> None:
 
 
 def test_only_a_writer_that_held_the_miner_up_reports_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against an iteration of the loop for each write of a miner that waits for nobody, and
-    against a miner that waits forever."""
+    """A miner that is not held up must not cost an iteration of the loop per write, and one that is
+    held up must not wait forever."""
     rooms: list[int] = []
     reader, end = os.pipe()
     os.set_blocking(reader, False)

@@ -175,7 +175,7 @@ def test_every_extra_named_is_one_of_the_distributions() -> None:
     assert {extra.name for extra in optional_deps.EXTRAS} <= project["optional-dependencies"].keys()
 
 
-def test_a_foreign_validators_package_is_seen_by_the_miners_interpreter(tmp_path: Path) -> None:
+def test_the_miners_interpreter_finds_an_unrelated_validators_package(tmp_path: Path) -> None:
     (tmp_path / "validators").mkdir()
     (tmp_path / "validators" / "__init__.py").write_text("")
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}

@@ -277,7 +277,7 @@ def test_a_wait_for_gpu_memory_that_fails_does_not_keep_the_next_launch(
     assert supervisor.policy.failures == before + 1, "it was launched, and failed for want of pipes"
 
 
-def test_every_tick_reaches_the_monitors_though_the_records_cannot_be_read(
+def test_every_tick_reaches_the_monitors_even_if_the_records_cannot_be_read(
     supervisor: Supervisor, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One unreadable record must not blind the hang detection for all ranks."""

@@ -94,5 +94,5 @@ def test_a_table_is_a_trace_too(table: str) -> None:
         max_size=40,
     )
 )
-def test_no_text_whatever_makes_it_raise(lines: list[str]) -> None:
+def test_no_text_makes_it_raise(lines: list[str]) -> None:
     judge(reading.read(lines))

@@ -143,7 +143,7 @@ def test_a_guard_that_was_suspended_is_not_reported_as_hung(scene: Scene) -> Non
     assert not scene.findings
 
 
-def test_the_process_ends_with_its_own_code_though_its_last_steps_hang(scene: Scene) -> None:
+def test_the_process_ends_with_its_own_code_although_its_last_steps_hang(scene: Scene) -> None:
     """A job on a dead disk must not keep the interpreter from ending."""
     scene.dog.leaving(75, 5.0)
     with pytest.raises(Left):

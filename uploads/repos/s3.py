@@ -1,7 +1,7 @@
-"""An S3 bucket as a repo, Cloudflare R2 first. Creating a repo imports boto3; importing this module
-does not.
+"""An S3 bucket as a repo, primarily one at Cloudflare R2. Creating a repo imports boto3; importing
+this module does not.
 
-Staging is an uncompleted multipart upload; committing completes it, which S3 does atomically per
+Staging is an incomplete multipart upload; committing completes it, which S3 does atomically per
 object and without moving a byte. Small JSON documents wait in the publisher's journal and are
 written at the commit. So the switch to the next revision is a few short requests, whatever the
 size. (Staging under other keys and copying would make the server move every byte during the

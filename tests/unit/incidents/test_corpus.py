@@ -26,7 +26,7 @@ EXCERPTS = Path(__file__).with_name("excerpts.toml")
 
 
 def test_root_causes_of_the_corpus_and_silence_on_the_benign() -> None:
-    """Guards against a pattern that repairs one label and breaks another."""
+    """A pattern that corrects one label must not break another."""
     rows = [
         json.loads(line)
         for line in requires.corpus("incidents.jsonl").read_text(encoding="utf-8").splitlines()

@@ -121,8 +121,8 @@ def test_an_upload_leaves_its_start_its_end_and_its_error(
     first, second, _, failed = entries(state, "upload")
     with guard.upload(decision, tag="5.1.51"):
         pass
-    # Guards against `UPLOAD STARTED: tag 1.51` and then `UPLOAD VERIFIED: tag 5.1.51`: two tags of
-    # one upload.
+    # One upload must not have two tags, as in `UPLOAD STARTED: tag 1.51` and then `UPLOAD VERIFIED:
+    # tag 5.1.51`.
     assert [entry["tag"] for entry in entries(state, "upload")[4:]] == ["5.1.51", "5.1.51"]
     assert (first["phase"], first["seconds"]) == ("started", None)
     assert (second["phase"], second["seconds"], second["tag"], second["bytes"]) == (
