@@ -125,6 +125,93 @@ def found(log: str) -> Explained:
             "cuda_unavailable",
             "nvidia-container-toolkit on the host",
         ),
+        (
+            (
+                "botocore.exceptions.ConnectionClosedError: Connection was closed before we"
+                " received a valid response from endpoint URL: "
+                '"http://minio:9000/bucket/model?partNumber=16"'
+            ),
+            "hub_or_storage_unavailable",
+            "AWS_RETRY_MODE=adaptive",
+        ),
+        (
+            (
+                "huggingface_hub.utils._errors.LocalEntryNotFoundError: An error happened "
+                "while trying to locate the file on the Hub and we cannot find the "
+                "requested files in the local cache."
+            ),
+            "hub_or_storage_unavailable",
+            "--local-dir DIR",
+        ),
+        (
+            (
+                "ConnectionError: Network error: Request error: HTTP status client error "
+                "(403 Forbidden), domain: "
+                "https://huggingface.co/api/models/example/agent/xet-write-token/main"
+            ),
+            "hf_auth",
+            "token's own account",
+        ),
+        (
+            "2026-01-06 14:23:35 ERROR 429: Too Many Requests.",
+            "hf_rate_limit",
+            "--retry-on-http-error=429",
+        ),
+        (
+            "Error: I/O error No space left on device (os error 28)",
+            "disk_full",
+            "TMPDIR and HF_HOME",
+        ),
+        (
+            (
+                'tarfile.ReadError: ("unexpected end of data @ <_io.BufferedReader '
+                "name='train/00000022.tar'>\","
+            ),
+            "dataset_fetch_failed",
+            "tar tf FILE",
+        ),
+        (
+            (
+                "Error in extrinsic: {'code': 1014, 'message': 'Priority is too low: (7 vs "
+                "7)', 'data': 'The transaction has too low priority to replace another "
+                "transaction already in the pool.'}"
+            ),
+            "chain_transaction_failed",
+            "until the earlier transaction is included",
+        ),
+        (
+            (
+                "WARN dht/RtRefreshManager failed when refreshing routing table: failed to "
+                "find any peer in table"
+            ),
+            "dht_unreachable",
+            "a bootstrap peer answers",
+        ),
+        ("RuntimeError: Address already in use", "port_in_use", "--master-port N"),
+        (
+            (
+                "slurmstepd: error: *** JOB 4191701 ON c5-1 CANCELLED AT "
+                "2026-08-17T15:09:00 DUE TO TIME LIMIT ***"
+            ),
+            "user_interrupt",
+            "#SBATCH --time",
+        ),
+        (
+            (
+                "Exception: Current loss scale already at minimum - cannot decrease scale "
+                "anymore. Exiting run."
+            ),
+            "nan_loss",
+            "bf16 instead of fp16",
+        ),
+        (
+            (
+                "ImportError: cannot import name 'EncoderDecoderCache' from 'transformers' "
+                "(/e/lib/python3.10/site-packages/transformers/__init__.py)"
+            ),
+            "version_mismatch",
+            "older release of the caller",
+        ),
     ],
 )
 def test_the_first_fix_is_that_of_the_line(line: str, label: str, expected: str) -> None:
