@@ -43,7 +43,7 @@ def command(
         Optional[bool],
         typer.Option(
             "--finite/--no-finite",
-            help="Whether exit code 0 means finished; default: by evidence (--attach auto).",
+            help="Whether exit code 0 means finished; default: judged by evidence (--attach auto).",
             show_default=False,
         ),
     ] = None,

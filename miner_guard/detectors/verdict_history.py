@@ -56,7 +56,7 @@ class VerdictWeek:
     def __init__(
         self, stored: Mapping[str, Mapping[str, float]], start: float | None = None
     ) -> None:
-        """`stored` and `start` are what `to_json` and `start` were earlier."""
+        """`stored` and `start`: the results of an earlier object's `to_json` and `start`."""
         self._cells = {
             int(cell): {state: s for state, s in states.items() if state in WORST_FIRST}
             for cell, states in stored.items()

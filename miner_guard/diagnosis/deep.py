@@ -1,4 +1,5 @@
-"""`--deep`: a matmul on each GPU against its siblings and the data sheet, and an all_reduce."""
+"""`--deep`: compares the speed of a matmul on each GPU with its siblings' and the data sheet's, and
+that of an all_reduce with the data sheet's."""
 
 from __future__ import annotations
 

@@ -175,15 +175,15 @@ class Stepper:
             record.flags |= layout.FLAG_LOSS_ON_CPU
 
     def known(self, name: str, given: Any) -> float | None:
-        """Return `given` as a float, possibly NaN; None if it is None or cannot be read, which is
-        reported."""
+        """Return `given` as a float, possibly NaN; None if it is None or cannot be read. A value
+        that cannot be read is reported."""
         if given is None or type(given) is float:
             return given
         return self._attempt(name, lambda: numbers.number(name, given)[0], None)
 
     def whole(self, name: str, given: Any) -> int | None:
-        """Return `given` as an int that fits a record; None if it is None or cannot be read, which
-        is reported."""
+        """Return `given` as an int that fits a record; None if it is None or cannot be read. A
+        value that cannot be read is reported."""
         if given is None:
             return None
         return self._attempt(name, lambda: numbers.whole(given), None)

@@ -94,7 +94,8 @@ class AlertPolicy:
         self._open: dict[tuple[str, str], str] = {}
 
     def observe(self, finding: Finding) -> Iterator[Alert]:
-        """The alerts that a finding triggers: itself, or the resolution of earlier ones."""
+        """The alerts that a finding triggers: one for the finding itself, or the resolution of
+        earlier ones."""
         for event in _ENDS.get(finding.event, ()):
             yield from self._ended(event, visible(catalog.message(finding)), _key(finding)[1])
         if self._selected(finding) and (alert := self._problem(finding)) is not None:

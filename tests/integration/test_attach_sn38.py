@@ -225,7 +225,9 @@ def test_early_uploads_are_skipped_on_all_ranks_and_the_archive_goes_out(whole: 
 
 
 @pytest.mark.parametrize("shape", ["2025-05", "2025-02"])
-def test_older_shapes_are_followed_too(run: Runs, tmp_path: Path, shape: str) -> None:
+def test_older_versions_of_the_miner_are_followed_too(
+    run: Runs, tmp_path: Path, shape: str
+) -> None:
     old = run(tmp_path / "run", ranks=1, minimum=4, SHAPE=shape)
     assert old.code == 0
     assert len(old.steps()) == 7

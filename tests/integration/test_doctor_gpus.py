@@ -173,7 +173,7 @@ def test_a_driver_older_than_torchs_cuda_is_critical(
     )
 
 
-def test_a_mask_on_the_gpus_is_not_a_missing_gpu(
+def test_a_gpu_hidden_by_cuda_visible_devices_is_not_a_missing_gpu(
     fake_nvml: FakeNvml, tmp_path: Path, python: Path
 ) -> None:
     fake_nvml.set({"torch.count": 2})

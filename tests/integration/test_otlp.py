@@ -115,7 +115,7 @@ def plain_body(record: Any) -> str:
 def test_events_wait_on_the_disk_for_a_receiver_that_is_gone_and_the_next_guard_sends_them(
     tmp_path: Path,
 ) -> None:
-    """A collector's outage must not hide the very night that somebody asks about."""
+    """An outage of the collector must not lose the events of that time."""
     first = Receiver()
     mark = uuid.uuid4().hex
     run = guard(tmp_path, first.endpoint, "sleep", "600", _MARK=mark)

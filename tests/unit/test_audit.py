@@ -328,7 +328,7 @@ def test_exit_codes(
 
 
 @pytest.mark.usefixtures("inspected_here")
-def test_gradients_of_other_shapes_than_the_models_are_rejected(tmp_path: Path) -> None:
+def test_gradients_whose_shapes_differ_from_the_models_are_rejected(tmp_path: Path) -> None:
     publish(tmp_path)
     repo = RepoSettings(kind="local", path=str(tmp_path))
     assert "shapes unknown" in str(audit.run(repo, FLAT, chain()).verdicts)

@@ -104,7 +104,7 @@ def test_every_generation_gives_the_same_answers(
         (ELEVEN.replace('axon="203.0.113.7:8091"', "axon=None"), ""),
     ],
 )
-def test_a_miner_that_announces_no_axon_differs_from_an_unknown_one(
+def test_a_miner_that_announces_no_axon_differs_from_one_whose_axon_is_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, axon: str | None
 ) -> None:
     look = with_bittensor(tmp_path, monkeypatch, source.replace("UID", "1"))

@@ -53,7 +53,7 @@ def test_the_newest_is_resumed_and_the_last_k_are_kept(tmp_path: Path) -> None:
     assert (path.name, weight, skipped) == ("step-00000040", 40.0, [])
 
 
-def test_a_named_one_is_resumed(tmp_path: Path) -> None:
+def test_a_named_checkpoint_is_resumed(tmp_path: Path) -> None:
     saved(tmp_path, 10, 20)
     assert resumed(tmp_path, "step-00000010")[1] == 10.0
     with pytest.raises(CheckpointError, match="its manifest cannot be read"):

@@ -192,7 +192,7 @@ def test_the_written_pm2_file_has_the_settings_of_ours_and_the_command_word_for_
     }
 
 
-def test_an_environment_in_a_folder_with_a_space_is_started_by_pm2(
+def test_pm2_starts_an_environment_in_a_folder_with_a_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """pm2 runs a script with a space in its path as a line of bash, and drops its arguments."""

@@ -282,7 +282,8 @@ def test_a_run_of_ten_epochs_is_judged_at_the_seventh() -> None:
 
 
 def test_five_evaluations_are_enough_where_each_is_worse_than_the_one_before() -> None:
-    """As `explain --trace` judges the finished run: a fine-tuning run may have no more of them."""
+    """The live judge must agree with `explain --trace` on the finished run: a fine-tuning run may
+    have no more than five evaluations."""
     evaluations = [2.5, 2.0, 2.2, 2.5, 2.9]
     watch = OverfitWatch(LossSettings())
     found = [a for n, e in enumerate(evaluations) if (a := watch.observe(n, e, 2.6 - 0.4 * n))]

@@ -112,7 +112,7 @@ VALUES = torch.tensor([0.5, -1.0, 2.0])
         ({"widxs": torch.tensor([0, 5, 128], dtype=torch.uint16)}, "w: index 128 is out of bounds"),
     ],
 )
-def test_tensors_of_odd_kinds_are_refused_and_not_unknown(
+def test_tensors_of_unusual_kinds_are_refused_and_not_unknown(
     tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
     """A NaN must not go out as float8, or as a kind of tensor on which torch's checks raise."""

@@ -65,8 +65,8 @@ def test_a_full_disk_loses_rows_and_is_reported_once(
 
 
 def test_rows_wait_while_another_process_holds_the_file_and_block_no_caller(tmp_path: Path) -> None:
-    """A lock must not be taken for a full disk, cost its rows, or stop the supervisor for 2 s
-    each."""
+    """The ledger must not mistake a lock for a full disk, lose rows because of it, or stop the
+    supervisor for 2 s per row."""
     findings, now = list[Finding](), 0.0
     ledger = Ledger(tmp_path / "ledger.sqlite3", findings.append, lambda: now)
     ledger.restart(1.0, "crash", 1, 2.0)

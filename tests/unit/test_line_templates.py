@@ -146,7 +146,8 @@ def test_the_compiled_path_keeps_no_memory() -> None:
 def test_a_filter_finds_the_same_templates_first_and_later(
     templates: Templates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cache must not take a template for irrelevant although it contains a word."""
+    """The cache must not treat a template as irrelevant if it contains one of the filter's
+    words."""
     monkeypatch.setattr(line_templates, "templates", templates)
     sieve, quiet = TemplateFilter([b"error", b"loss"]), b"all well 1\n" * 50
     for _ in range(3):

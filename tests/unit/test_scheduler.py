@@ -148,7 +148,7 @@ def test_asking_for_a_job_never_waits_for_the_plan(made: Make) -> None:
     st.floats(0.0, 1e4),
     st.lists(st.floats(0.0, 1e5), min_size=1, max_size=20),
 )
-def test_a_job_is_never_planned_into_the_past_nor_an_interval_too_late(
+def test_a_job_is_never_scheduled_in_the_past_or_an_interval_late(
     interval: float, first: float, pauses: list[float]
 ) -> None:
     clock = FakeClock()

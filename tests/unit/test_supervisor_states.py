@@ -158,7 +158,7 @@ def test_a_restart_meant_for_a_launch_that_has_ended_does_not_cut_the_wait_short
     assert (supervisor.state, len(findings)) == (State.WAITING, 2)
 
 
-def test_a_launcher_that_sigkill_does_not_end_does_not_keep_the_guard(
+def test_the_guard_stops_even_if_sigkill_does_not_end_the_launcher(
     supervisor: Supervisor, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process in D state is never reaped, so the stop would never come."""

@@ -283,7 +283,8 @@ CUTS = {
 
 
 def test_cuts_of_healthy_runs_are_silent_too() -> None:
-    """Curves that nothing was tuned on: windows and thinned-out copies of the healthy ones."""
+    """No detector was tuned on these curves: they are windows and thinned-out copies of the healthy
+    ones."""
     alarms: list[str] = []
     steps = 0
     for record in records():

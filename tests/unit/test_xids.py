@@ -111,7 +111,7 @@ def test_the_number_tells_whose_fault_it_is(text: str, label: str, restart: str)
     ],
 )
 def test_an_xid_that_asks_for_nothing_is_not_an_incident(text: str) -> None:
-    """The running guard does not see it; `explain` names it as a notice."""
+    """The running guard ignores it; `explain` names it as a notice."""
     line = KERNEL.format(text).encode() + b"\n"
     scanner, case = Scanner(knowledge.load()), RootCauseAnalyzer(knowledge.load())
     case.add(scanner.feed(line))

@@ -133,7 +133,7 @@ def _loss(trace: Trace, facts: TrainingFacts, has_nan: bool) -> Iterator[Anomaly
 
 
 def _unreturned(values: Sequence[float]) -> levels.Climb | None:
-    """The last climb that the live judge reports and from which the trace never returns."""
+    """The last climb of the loss that the live judge reports, if the loss never came down again."""
     watch, found = Divergence(LossSettings()), None
     for index, value in enumerate(values):
         found = next(iter(watch.observe(index, value, None)), found)

@@ -67,7 +67,7 @@ class CollectiveQueries:
 
     def _check_place(self, rank: int, world_size: int) -> None:
         # Slurm and MPI pass the rank in variables that the guard does not know, so before
-        # init_process_group every rank takes itself for rank 0.
+        # init_process_group every rank assumes that it is rank 0.
         if (rank, world_size) != (self._place.rank, self._place.world_size):
             self._recorder.report_error(
                 "place",

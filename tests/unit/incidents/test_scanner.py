@@ -228,7 +228,7 @@ def test_a_warning_in_json_counts_as_a_retry() -> None:
         "Uploading epoch-%s/gradients.pt (%s MB) to the bucket took %s s, step %s",
     ],
 )
-def test_no_number_of_training_is_a_status_code(line: str) -> None:
+def test_a_number_of_training_is_not_a_status_code(line: str) -> None:
     """A gradient norm of 1.429 beside `learning_rate` was once read as HTTP status 429, a rate
     limit."""
     log = "".join(line % ((f"{number:03d}",) * 4) + "\n" for number in range(1000))

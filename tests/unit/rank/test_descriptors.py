@@ -122,10 +122,10 @@ def test_a_rank_prints_on_the_console_that_it_started_with_and_into_no_other_fil
 
 
 @pytest.mark.parametrize("depth", [1, 12])
-def test_a_rank_answers_for_its_collectives_with_the_socket_it_has(
+def test_a_rank_reports_its_collectives_through_its_existing_socket(
     tmp_path: Path, depth: int
 ) -> None:
-    """Also below a path that is longer than a socket's address."""
+    """It also answers if its path is longer than a socket's address may be."""
     state = StateDir(tmp_path.joinpath(*["a-long-name"] * depth))
     state.flight.mkdir(parents=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:

@@ -205,10 +205,10 @@ def test_a_forked_child_does_not_write_into_its_parents_record(
     assert state_of(state) == "ended", "the parent itself, at its exit"
 
 
-def test_a_rank_without_home_or_working_directory_is_still_the_rank_it_is(
+def test_a_rank_without_home_or_working_directory_keeps_its_rank_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Otherwise each rank would take itself for rank 0 of 1 and upload alone."""
+    """Otherwise each rank would assume that it is rank 0 of 1, and upload by itself."""
     place = find({"RANK": "2", "WORLD_SIZE": "4"}, "~no-such-user/state")
     assert (place.rank, place.world_size, place.state) == (2, 4, None)
     assert "the state directory ~no-such-user/state can't be found" in place.remarks[0]
