@@ -32,7 +32,7 @@ _INDEX = "words.toml"
 _MARKS = frozenset(word.encode() for word in (BEGINS, IGNORED, *CHAINED))
 """Words that count even where no pattern has them."""
 
-_MAX_ANSWERS = 1024
+_MAX_ANSWERS = 512
 _MAX_ANSWERED_LENGTH = 400
 
 _WITHOUT_DIGITS = bytes.maketrans(b"123456789", b"0" * 9)

@@ -47,7 +47,7 @@ _A_RANK_OR_NONE = (b"000: ", b"000:\t")
 """Three digits are a rank that srun prints or not: it depends on the first one. Such lines have no
 shape in common."""
 
-_MAX_SHAPES = 1024
+_MAX_SHAPES = 512
 _MAX_SHAPE_LENGTH = 400
 
 _Span = tuple[int, int]

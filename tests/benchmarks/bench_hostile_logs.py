@@ -14,7 +14,13 @@ from typing import NamedTuple
 
 import psutil
 
-from tests.benchmarks.bench_incidents import hostile, long_tracebacks, ordinary, tracebacks
+from tests.benchmarks.bench_incidents import (
+    hostile,
+    long_tracebacks,
+    ordinary,
+    tracebacks,
+    worded_tracebacks,
+)
 from tests.benchmarks.frame import Row
 
 TITLE = "Hostile logs: `explain` and the running guard, by CPU time"
@@ -52,7 +58,8 @@ def run() -> list[Row]:
             "steps": ordinary(20_000),
             **hostile(),
             "long tracebacks": long_tracebacks(1000),
-            "short tracebacks that all differ": tracebacks(20_000),
+            "short tracebacks that differ in numbers": tracebacks(20_000),
+            "short tracebacks that differ in words": worded_tracebacks(20_000),
         }
         for name, text in texts.items():
             text *= (_FIRST + _SIZE) // len(text) + 1

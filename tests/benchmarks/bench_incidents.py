@@ -86,6 +86,25 @@ def tracebacks(count: int) -> bytes:
     ).encode()
 
 
+def worded_tracebacks(count: int) -> bytes:
+    """Tracebacks that differ in their words and paths, not in their numbers alone."""
+    chance = random.Random(7)
+
+    def word() -> str:
+        return "".join(chance.choices("abcdefghijklmnop", k=7))
+
+    return "".join(
+        "Traceback (most recent call last):\n"
+        + "".join(
+            f'  File "/srv/miner/{word()}.py", line {n}, in {word()}\n'
+            f'    raise ValueError("case {word()} failed")\n'
+            for _ in range(6)
+        )
+        + f"ValueError: case {word()} failed with error {word()}\n"
+        for n in range(count)
+    ).encode()
+
+
 def long_tracebacks(count: int) -> bytes:
     """Tracebacks of 25 frames, out of 200 that a program has."""
     chance = random.Random(4)
