@@ -24,7 +24,9 @@ def open_text(source: str, what: str, newline: str | None = None) -> Iterator[Te
             yield file
     except OSError as error:
         reason = error.strerror or str(error)
-        raise Refused(f"{source}: cannot be read: {reason}; pass {what}, or -", USAGE) from error
+        raise Refused(
+            f"{source}: cannot be read: {reason}; pass {what}, or - for stdin", USAGE
+        ) from error
 
 
 @contextmanager

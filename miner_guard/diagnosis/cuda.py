@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from miner_guard.diagnosis.check import Check, Snapshot
 from miner_guard.diagnosis.gpu_count import sliced
+from miner_guard.eventlog.catalog import counted
 
 _INSTALL = (
     "install a torch build with CUDA into the miner's environment (https://pytorch.org/get-started)"
@@ -43,7 +44,7 @@ def _available(s: Snapshot) -> Check:
         seen = f"CUDA is not available: torch {version} for CUDA {build}: {why}"
         step = "fix the driver rows above, or compare the driver's CUDA version with torch's"
     if s.expectation.expects_gpus:
-        limit = f"CUDA, for {s.expectation.count} GPUs"
+        limit = f"CUDA, for {counted(s.expectation.count, 'GPU')}"
         return Check("cuda.available", "critical", seen, limit, step, may_clear=bool(build))
     return Check(
         "cuda.available",
@@ -60,7 +61,12 @@ def _devices(s: Snapshot) -> Iterator[Check]:
         # A process sees only one MIG slice, so the others are not lost GPUs.
         level = "warn" if count and sliced(s) else "critical"
         yield Check(
-            "cuda.count", level, f"torch sees {count} GPUs", str(expected), step, may_clear=True
+            "cuda.count",
+            level,
+            f"torch sees {counted(count, 'GPU')}",
+            str(expected),
+            step,
+            may_clear=True,
         )
     for index, result in sorted(s.cuda.items()):
         error = result.get("error")

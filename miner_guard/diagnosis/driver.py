@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from miner_guard.diagnosis.check import Check, Snapshot
+from miner_guard.eventlog.catalog import counted
 
 _REVOKED = (
     "in a container, `systemctl daemon-reload` on the host revokes its GPUs: restart the container"
@@ -50,7 +51,8 @@ def _nvml(s: Snapshot) -> Check:
     assert s.nvml is not None
     state, reason = s.nvml["state"], s.nvml.get("reason")
     if state == "ok":
-        seen = f"driver {s.nvml['driver']}, CUDA {s.nvml['cuda_driver']}, {s.nvml['count']} GPUs"
+        gpus = counted(s.nvml["count"], "GPU")
+        seen = f"driver {s.nvml['driver']}, CUDA {s.nvml['cuda_driver']}, {gpus}"
         return Check("driver.nvml", "ok", seen)
     if state == "absent" and not s.expectation.expects_gpus:
         return Check("driver.nvml", "ok", "no NVIDIA driver: this is a CPU machine")

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from miner_guard.diagnosis.check import Check, Snapshot
+from miner_guard.eventlog.catalog import counted
 from miner_guard.system.launcher_args import number_of
 
 _DEVICE = re.compile(r"\d+$|(?:GPU|MIG)-")
@@ -32,7 +33,8 @@ def _count(s: Snapshot) -> Check:
         return Check("gpu.count", "unknown", "NVML gave no answer", None, step)
     there = sum(1 for row in s.gpu_rows if row["state"] != "gone")
     working = sum(1 for row in s.gpu_rows if row["state"] in ("ok", "unreadable"))
-    seen = f"{there} GPUs" if working == there else f"{there} GPUs, {working} of them working"
+    gpus = counted(there, "GPU")
+    seen = gpus if working == there else f"{gpus}, {working} of them working"
     if expected is None or expected == 0:
         return Check(
             "gpu.count",
@@ -96,7 +98,7 @@ def _ranks(s: Snapshot) -> Iterator[Check]:
             "critical": "lower --nproc_per_node: two ranks would share a GPU",
             "warn": "raise --nproc_per_node: some GPUs are idle",
         }
-    seen = f"{ranks} ranks on {working} GPUs"
+    seen = f"{counted(ranks, 'rank')} on {counted(working, 'GPU')}"
     yield Check("gpu.ranks", level, seen, "one per GPU", step.get(level), may_clear=True)
 
 
@@ -150,7 +152,7 @@ def _visible(s: Snapshot) -> Iterator[Check]:
         return
     short = s.expectation.expects_gpus and shown < (s.expectation.count or 0) and not sliced(s)
     mask = s.env["CUDA_VISIBLE_DEVICES"]
-    seen = f"CUDA_VISIBLE_DEVICES={mask!r} exposes {shown} GPUs"
+    seen = f"CUDA_VISIBLE_DEVICES={mask!r} exposes {counted(shown, 'GPU')}"
     limit = str(s.expectation.count) if s.expectation.expects_gpus else None
     step = "unset CUDA_VISIBLE_DEVICES or name all GPUs" if short else None
     yield Check("gpu.visible", "critical" if short else "ok", seen, limit, step)

@@ -56,7 +56,7 @@ def test_a_stop_of_a_paused_guard_ends_it(guarded: Guarded) -> None:
 def test_a_checkpoint_request_reaches_the_rank(guarded: Guarded) -> None:
     guarded.start(guarded.miner("steps", 100000, 0.05, "checkpoints"), settings=FAST)
     guarded.wait_for("inner_step", 2)
-    until(lambda: "asked 1 ranks" in ctl(guarded, "ctl", "checkpoint"), 60, "a rank to ask")
+    until(lambda: "asked 1 rank " in ctl(guarded, "ctl", "checkpoint"), 60, "a rank to ask")
     until(lambda: b"checkpoint asked for" in guarded.output.read_bytes(), 60, guarded.tail)
     assert guarded.stop() == 0
     guarded.assert_nothing_left()

@@ -114,7 +114,7 @@ def test_the_readers_know_every_list_that_a_profile_may_have() -> None:
             '[settings.chain]\nnetuid = 1\n[sources]\n"x" = "C"\n',
             "[sources] x = 'C': the profile has no such value; its values: settings.chain.netuid",
         ),
-        ('[sources]\nlimits.block_s = "C"\n', "write text, and the name between quotes"),
+        ('[sources]\nlimits.block_s = "C"\n', "write text, with quotes around the name"),
     ],
 )
 def test_a_profile_that_nothing_understands_is_refused(

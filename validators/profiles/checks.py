@@ -184,7 +184,7 @@ def wrong_sources(sources: Mapping[str, Any], profile: Mapping[str, Any]) -> Ite
     values = [f"{table}.{key}" for table, keys in tables.items() for key in keys]
     for name, source in sources.items():
         if not isinstance(source, str):
-            yield f"[sources] {name} is {source!r}; write text, and the name between quotes"
+            yield f"[sources] {name} is {source!r}; write text, with quotes around the name"
         elif name not in values:
             near = difflib.get_close_matches(name, values, 1)
             hint = f"did you mean {near[0]}?" if near else f"its values: {', '.join(values)}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from miner_guard.eventlog.catalog import counted
 from miner_guard.supervisor.flights import Flights
 from miner_guard.supervisor.launch_spec import StopRequest, Then
 from miner_guard.supervisor.supervisor import Supervisor
@@ -37,7 +38,8 @@ class CommandHandler:
         if what == "status":
             return {"status": self._document()}
         if what == "checkpoint":
-            return {"done": f"asked {self._flights.ask_checkpoint()} ranks for a checkpoint"}
+            asked = counted(self._flights.ask_checkpoint(), "rank")
+            return {"done": f"asked {asked} for a checkpoint"}
         if what == "restart":
             self.relaunch("miner-guard ctl restart")
             return {"done": "restarting the miner"}
