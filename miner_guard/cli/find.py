@@ -60,7 +60,7 @@ def check_version(answer: Mapping[str, Any]) -> None:
     if theirs != __version__:
         version = "an older version" if theirs is None else f"version {theirs}"
         echo(
-            f"the running guard has {version}, this command {__version__}; restart the guard to "
+            f"the running guard is {version}, this command {__version__}; restart the guard to "
             "update it",
             err=True,
         )

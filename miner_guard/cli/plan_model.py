@@ -244,7 +244,12 @@ def _upload(s: PlanSettings, step_s: float | None) -> UploadPlan:
         )
     if step_s is None:
         return UploadPlan(
-            first, None, None, cadence, None, "no step time given: --micro-batch-ms or --step-s"
+            first,
+            None,
+            None,
+            cadence,
+            None,
+            "no step time given: pass --micro-batch-ms or --step-s",
         )
     until_first, every = first * step_s, s.upload_steps * step_s
     longest = max(until_first, every)

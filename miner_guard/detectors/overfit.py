@@ -58,7 +58,7 @@ def kendall(values: Sequence[float]) -> float:
 
 
 class OverfitWatch:
-    """Evaluation that has risen from its best level while training fell.
+    """Detects an evaluation loss that has risen from its best level while the training loss fell.
 
     A level is the median of three evaluations. It must lie 3 % above the best one, and six sigmas
     of the noise (measured on second differences, which a trend does not affect): the best of many
@@ -115,7 +115,7 @@ class OverfitWatch:
         return self._judge_few(step) or self._judge(step, level, train_loss, self._best)
 
     def _judge_few(self, step: int) -> Anomaly | None:
-        """Judge the first few evaluations one by one, because there are too few for levels of
+        """Judge the first few evaluations one by one, because there are too few for medians of
         three."""
         seen = self._all
         if self._reported or len(seen) < MIN_EVALUATIONS or len(seen) >= MIN_FOR_LEVEL:

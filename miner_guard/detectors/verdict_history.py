@@ -31,7 +31,7 @@ guard's own start."""
 
 @dataclass(frozen=True)
 class Strip:
-    """Equal cells up to now, oldest first, and the share of each state."""
+    """Cells of equal length that end now, oldest first, and the share of each state."""
 
     start: float
     """Start of the first cell, seconds since 1970."""

@@ -1,4 +1,5 @@
-"""Reads the knowledge files, and refuses an invalid one by file, label and key."""
+"""Reads the knowledge files, and refuses an invalid one with a message that names file, label and
+key."""
 
 from __future__ import annotations
 

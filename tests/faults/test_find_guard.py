@@ -109,7 +109,7 @@ def test_a_command_of_a_new_version_says_that_the_guard_runs_the_old_one(
     assert run(["ctl", "pause", *here]) == 0
     assert "version" not in capsys.readouterr().err
     monkeypatch.setattr(find, "__version__", "99.0")
-    words = f"the running guard has version {__version__}, this command 99.0; restart the guard"
+    words = f"the running guard is version {__version__}, this command 99.0; restart the guard"
     for command in (["ctl", "pause"], ["status"], ["status", "--json"]):
         assert run([*command, *here]) == 0
         assert words in capsys.readouterr().err
