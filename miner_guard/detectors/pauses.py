@@ -41,7 +41,8 @@ class PauseWatch:
         """By period in steps: the step of its last pause, and how long that was, s."""
 
     def observe(self, step: int, seconds: float) -> Kind:
-        """Judge a step that was slow outside every named phase; `step` increases."""
+        """Judge a step that was slow outside every named phase; `step` must increase from call to
+        call."""
         if self._expected(step, seconds) or self._learned(step, seconds):
             return "periodic"
         self._seen.append((step, seconds))

@@ -157,7 +157,7 @@ class Repo(Protocol):
         ...
 
     def commit(self, tickets: Sequence[StagedObject], revision: str) -> None:
-        """Make staged objects visible, in order. Safe to repeat after a death in the middle."""
+        """Make staged objects visible, in order. Safe to repeat if an earlier call died halfway."""
         ...
 
     def abort(self, tickets: Sequence[StagedObject]) -> None:
