@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from miner_guard.eventlog.catalog import counted
+
 _ORDINARY = frozenset(
     {"idle", "applications clocks", "display clocks", "sync boost", "SW power cap"}
 )
@@ -58,7 +60,5 @@ def no_use(sample: Mapping[str, Any] | None, low_memory_gb: float) -> str | None
         busiest, fullest = max(busiest, use), max(fullest, memory / _GIB)
     if not seen or busiest > _NO_USE or fullest >= low_memory_gb:
         return None
-    return (
-        f"NVML shows no GPU in use: {len(seen)} GPUs, at most {busiest:.0%} busy and "
-        f"{fullest:.2f} GB full"
-    )
+    gpus = counted(len(seen), "GPU")
+    return f"NVML shows no GPU in use: {gpus}, at most {busiest:.0%} busy and {fullest:.2f} GB full"

@@ -84,7 +84,7 @@ def test_gpus_that_nvml_shows_unused_are_evidence_and_throttling_explains(tmp_pa
         "throttle": ["idle"],
     }
     for changes, event, words in (
-        ({}, "cpu_fallback", "NVML shows no GPU in use: 1 GPUs, at most 0% busy"),
+        ({}, "cpu_fallback", "NVML shows no GPU in use: 1 GPU, at most 0% busy"),
         (
             {"utilization_ratio": 1.0, "throttle": ["HW thermal"]},
             "throughput_explained",
