@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+from miner_guard.monitors.registry import MONITORS
 from tests.support.requires import REPO
 
 if sys.version_info >= (3, 11):
@@ -154,3 +155,19 @@ def test_every_room_has_a_layer() -> None:
     entries = {"miner_guard", "miner_guard.__main__"}
     public = {"miner_guard.checkpoints"}
     assert {_room(name) for name in _imports()} == layers | entries | public
+
+
+def test_every_monitor_is_registered() -> None:
+    """A monitor that no run loads passes its own tests and watches nothing."""
+    modules = {
+        path.stem
+        for path, tree in _sources()
+        if path.parent.name == "monitors"
+        and any(
+            isinstance(base, ast.Name) and base.id == "Monitor"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ClassDef)
+            for base in node.bases
+        )
+    }
+    assert modules == set(MONITORS)
