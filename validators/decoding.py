@@ -206,8 +206,8 @@ def _check_quantisation(torch: Any, entry: Stored, scale_range: tuple[float, flo
 
 
 def _check_topk(index: Sequence[int], target: tuple[int, ...], topk: int) -> None:
-    """Require exactly the network's number of values in each chunk, for all chunks of the
-    parameter."""
+    """Require every chunk to hold exactly as many values as the network's top-k, and the chunks to
+    cover the whole parameter."""
     expected = min(topk, target[-1])
     if not index or index[-1] != expected:
         given = index[-1] if index else 1

@@ -31,7 +31,8 @@ from miner_guard.exits import FAILED, NOT_RUNNING, USAGE, Refused
 
 def command(
     what: Annotated[
-        str, typer.Argument(metavar="estimate|known|presets", help="Without one: the costs so far.")
+        str,
+        typer.Argument(metavar="estimate|known|presets", help="If omitted, show the costs so far."),
     ] = "",
     operation: Annotated[
         str, typer.Argument(help="estimate: a name for the operation.")

@@ -34,7 +34,7 @@ def command(
         Optional[list[str]],
         typer.Argument(
             metavar="-- CMD…",
-            help="The miner's command, which names its interpreter.",
+            help="The command that starts the miner; doctor takes the Python interpreter from it.",
             show_default=False,
         ),
     ] = None,

@@ -54,8 +54,8 @@ def open_guard(config: Path | None, name: str | None, state_dir: str | None) -> 
 
 
 def check_version(answer: Mapping[str, Any]) -> None:
-    """Report on stderr if the running guard, which gave this answer, runs a different version from
-    this command: an update takes effect only when the guard restarts."""
+    """Warn on stderr when the guard that answered runs a different version from this command: an
+    update takes effect only when the guard restarts."""
     theirs = answer.get("version")
     if theirs != __version__:
         version = "an older version" if theirs is None else f"version {theirs}"

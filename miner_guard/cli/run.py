@@ -43,7 +43,8 @@ def command(
         Optional[bool],
         typer.Option(
             "--finite/--no-finite",
-            help="Whether exit code 0 means finished; default: judged by evidence (--attach auto).",
+            help="Whether exit code 0 means that the miner has finished. By default, the guard "
+            "decides by the evidence (--attach auto).",
             show_default=False,
         ),
     ] = None,

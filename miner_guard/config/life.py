@@ -95,8 +95,8 @@ class RestartSettings:
     """Wait before the first restart. The wait doubles with each further restart."""
 
     outage_backoff_s: NotNegative = 20.0
-    """Wait before the first restart after an outage of network, storage or chain. With the defaults
-    the waits add up to ten minutes before the guard calls it a crash loop."""
+    """Wait before the first restart after a network, storage or chain outage. With the defaults,
+    the waits add up to ten minutes before the guard declares a crash loop."""
 
     backoff_max_s: Positive = 300.0
     """Longest wait before a restart."""
@@ -113,7 +113,7 @@ class HealthSettings:
     """Samplers of host and GPUs, HEALTH lines, other nodes and checkpoints."""
 
     snapshot_every_s: Positive = 60.0
-    """Interval of the HEALTH lines."""
+    """Interval between HEALTH lines."""
 
     sample_every_s: Positive = 10.0
     """Interval between samples."""
@@ -129,7 +129,7 @@ class HealthSettings:
     64 MB."""
 
     node_check_every_s: Positive = 5.0
-    """Interval of the reachability checks of other nodes in a multi-node run."""
+    """Interval between reachability checks of other nodes in a multi-node run."""
 
     node_timeout_s: Positive = 3.0
     """How long another node may take to answer."""

@@ -69,7 +69,7 @@ class RepoSettings:
     """`dotenv`: the miner's `.env` file; `file`: a TOML file with the keys."""
 
     refresh_every_s: Positive = 60.0
-    """Interval of the repo checks."""
+    """Interval between repo checks."""
 
     timeout_s: Positive = 20.0
     """Deadline for one check."""
@@ -107,7 +107,7 @@ class ChainSettings:
     (subnet 38: 400; its master uses 750 after its first successful AllReduce)."""
 
     refresh_every_s: Positive = 120.0
-    """Interval of the chain queries."""
+    """Interval between chain queries."""
 
     timeout_s: Positive = 30.0
     """Deadline for one query."""

@@ -18,8 +18,8 @@ from miner_guard.eventlog.status_document import StatusDocument
 
 _QUIET_S = 20.0
 _QUIET_FACTOR = 4.0
-"""A step is overdue beyond `_QUIET_S` seconds and this multiple of the longest step so far; most
-pauses of a healthy run are shorter."""
+"""A step is overdue once it has taken longer than both `_QUIET_S` seconds and this multiple of the
+longest step so far. Most pauses in a healthy run are shorter."""
 
 _STEPPING = frozenset({"", "data", "forward", "backward", "optimizer", "collective"})
 """Phases that take about the usual time in every step; any other phase may last minutes."""

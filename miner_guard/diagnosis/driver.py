@@ -8,7 +8,8 @@ from miner_guard.diagnosis.check import Check, Snapshot
 from miner_guard.eventlog.catalog import counted
 
 _REVOKED = (
-    "in a container, `systemctl daemon-reload` on the host revokes its GPUs: restart the container"
+    "`systemctl daemon-reload` on the host cuts running containers off from their GPUs: restart "
+    "the container"
 )
 
 _NO_GPUS = ("", "void", "none")

@@ -57,10 +57,10 @@ def _hook(packages: Mapping[str, Any]) -> Iterator[Check]:
 def _output() -> Check:
     """Report which build reads the miner's output. Both find the same lines."""
     seen = (
-        "the reader of the miner's output is compiled"
+        "compiled code reads the miner's output"
         if line_templates.COMPILED
-        else "the reader of the miner's output runs in Python: half as fast (it is compiled if a C "
-        "compiler is present when miner-guard is installed)"
+        else "Python reads the miner's output, at half the speed of compiled code: reinstall "
+        "miner-guard with a C compiler present"
     )
     return Check("env.output", "ok", seen)
 
@@ -107,7 +107,8 @@ def _shared_package(other: Mapping[str, Any]) -> Check:
     the other one deletes some of our files."""
     users = other["needed_by"]
     seen = (
-        f"PyPI's validators {other['version']} is installed over the guard's package of that name"
+        f"the PyPI package `validators` {other['version']} is installed over the guard's package "
+        "of that name"
         + (f"; {', '.join(users)} needs it" if users else "; no installed package needs it")
     )
     alone = (

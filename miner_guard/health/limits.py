@@ -84,7 +84,8 @@ class HostLimits:
                 seen=f"{kills - before} more",
                 limit="0",
                 next_step=(
-                    "memory.events of the cgroup: the kernel killed a process of this container"
+                    "the kernel killed a process in this container: use fewer dataloader workers, "
+                    "or raise the memory limit"
                 ),
             )
 

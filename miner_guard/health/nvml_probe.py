@@ -132,7 +132,7 @@ class GpuHandle:
     def hanging(self) -> dict[str, Any]:
         """The row of this GPU if it has not answered in time."""
         seconds = time.monotonic() - self.worker.since
-        error = f"no answer for {seconds:.1f} s in {self.worker.at}"
+        error = f"{self.worker.at} has not returned for {seconds:.1f} s"
         return {
             "index": self._index,
             "state": "hangs",
@@ -257,7 +257,7 @@ class Probe:
         system = self._system
         if not (system.worker.do(system.refresh) and system.worker.done_by(until)):
             seconds = time.monotonic() - system.worker.since
-            reason = f"no answer for {seconds:.1f} s in {system.worker.at}"
+            reason = f"{system.worker.at} has not returned for {seconds:.1f} s"
             system.facts = {**system.facts, "state": "hangs", "code": None, "reason": reason}
             if system.facts["count"] is None:
                 return {**system.facts, "gpus": [], "seconds": time.monotonic() - started}

@@ -57,7 +57,7 @@ class LineShape(NamedTuple):
     """What a line's text has in common with those that differ from it only in digits."""
 
     ordinary: bool
-    """Neither a part of a traceback or chain of exceptions nor printed by the guard."""
+    """Not part of a traceback or of a chain of exceptions, and not printed by the guard."""
 
     exception: _Span | None
     """Where the name of an exception stands, if the line begins with one."""

@@ -70,7 +70,7 @@ class Pattern:
     """
 
     cause: str = ""
-    """Replaces the label's cause if this line proves less or more."""
+    """Replaces the label's cause when this line proves more, or less, than that cause states."""
 
     fix: str = ""
     """Comes before the label's fixes if this line allows a more exact one. `{path|default}` stands

@@ -67,10 +67,10 @@ _LAUNCHED = Pattern("code_bug", "symptom", (), (), None)
 
 
 class Scanner:
-    """Feed it a log in pieces of any size."""
+    """Finds the known errors in a log, which it reads in pieces of any size."""
 
     def __init__(self, knowledge: Knowledge, *, notices: bool = False) -> None:
-        """`notices`: whether to report them, too."""
+        """`notices`: whether to report lines that are only notices, too: nothing failed."""
         self._knowledge = knowledge
         self._notices = notices
         self._carry = b""
@@ -161,7 +161,7 @@ class Scanner:
         return seen
 
     def _relevant(self, found: list[Seen], shapes: list[bytes], index: int) -> list[Seen]:
-        """The sightings on a line that still matter after training has finished."""
+        """A line's sightings, without those that stop mattering once training has finished."""
         labels = self._knowledge.labels
         moot = [s for s in found if isinstance(s, Sighting) and labels[s.label].moot_when_finished]
         return (

@@ -201,7 +201,7 @@ class HangMonitor(Monitor):
 
     def _story(self, hang: Hang, frames: Mapping[int, str], elsewhere: str) -> dict[str, Any]:
         """The fields of the hang's event and of hang.json; `frames` maps each rank to its innermost
-        frame in the miner's code. `elsewhere`: a hint at the other nodes, or empty."""
+        frame in the miner's code. `elsewhere` points to the other nodes, or is empty."""
         named = {
             rank: frames[rank] for rank in hang.culprits or sorted(frames)[:1] if rank in frames
         }

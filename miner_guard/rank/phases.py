@@ -15,8 +15,8 @@ COLUMNS = {**{name: name for name in PHASES}, "checkpoint": "pause"}
 `other`."""
 
 _MAX_NAMES = 256
-"""How many phase names to cache. For further names, the hook creates a new phase object at each
-use."""
+"""How many phase names to cache. Beyond that, the hook creates a new phase object every time
+it meets an uncached name."""
 
 _MAX_OPEN = 64
 """Limit on open phases. A program exceeds it only if it enters phases by hand and forgets to leave

@@ -31,13 +31,13 @@ SILENT_S = 5.0
 average of 20 on 2 cores its longest iteration took less than a second."""
 
 _LAST_WORDS_S = 20.0
-"""Time after the miner's exit to send alerts (10 s of it), write the final status, and close
-sockets and child processes."""
+"""Time allowed after the miner exits to send alerts (10 s of this), write the final status, and
+close sockets and child processes."""
 
 _INTERPRETER_S = 1.0
 _LOOK_EVERY_S = 0.5
 _REST_S = 1.0
-"""Interval of the checks while no stop is requested."""
+"""Interval between checks while no stop is requested."""
 
 _PAUSED_S = 3.0
 _REPORT_S = 1.0

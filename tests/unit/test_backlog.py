@@ -1,4 +1,4 @@
-"""Output that waits for the monitors: every byte, in order, in little memory."""
+"""Output that waits for the monitors: every byte, in order, in bounded memory."""
 
 from __future__ import annotations
 

@@ -129,7 +129,9 @@ def test_packages_that_get_in_the_way(change: dict[str, Any], check: str, level:
     assert {c.level for c in environment.checks(snapshot(packages=PACKAGES))} == {"ok"}
 
 
-@pytest.mark.parametrize(("compiled", "words"), [(True, "is compiled"), (False, "in Python")])
+@pytest.mark.parametrize(
+    ("compiled", "words"), [(True, "compiled code reads"), (False, "Python reads")]
+)
 def test_doctor_names_the_build_that_reads_the_output(
     compiled: bool, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,7 +240,7 @@ def test_a_distribution_of_the_same_name_is_reported_in_either_order(
         )
     )["env.validators"]
     assert found.level == "warn"
-    assert "PyPI's validators 0.35.0" in found.seen
+    assert "the PyPI package `validators` 0.35.0" in found.seen
     step = str(found.next_step)
     assert ("a separate venv" in step) if users else ("pip uninstall validators" in step)
 

@@ -1,4 +1,4 @@
-"""Anomalies of a whole trace, as `explain --trace` reports them."""
+"""Finds the anomalies in a whole trace, for `explain --trace`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Output that the monitors have not seen yet, in little memory: a burst is kept compressed."""
+"""Buffers the output that the monitors have not seen yet, and compresses bursts to save memory."""
 
 from __future__ import annotations
 
