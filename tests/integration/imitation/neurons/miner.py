@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 SHAPE = os.environ.get("SHAPE", "2025-12")
 LAST_STEP = int(os.environ.get("LAST_STEP", "7"))
+STEP_S = float(os.environ.get("STEP_S", "0"))
 FAIL_AT = int(os.environ.get("FAIL_AT", "-1"))
 WORKER = Path(
     os.path.abspath(__file__).replace(
@@ -84,6 +85,7 @@ class Miner(BaseMinerNeuron):
                 f"Learning Rate: {self.inner_optimizer.param_groups[0]['lr']:.8f} | "
                 f"Average Loss: {self.local_progress.loss:.6f}"
             )
+            time.sleep(STEP_S)
             self.optimize()
             if self.local_progress.inner_step % self.config.neuron.upload_steps == 0:
                 self.upload(archive=False)
