@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar, Union
 
 from miner_guard.eventlog.literal_search import LiteralSearch, literal_search
-from miner_guard.incidents.log_lines import BEGINS, CHAINED, IGNORED, REMARKABLE
+from miner_guard.incidents.log_lines import BEGINS, CHAINED, IGNORED, REMARKABLE, WITHOUT_DIGITS
 from miner_guard.incidents.parsing import Document, Index, check_expressions, index_of, parsed
 from miner_guard.incidents.patterns import ROLES, Benign, Label, Pattern
 
@@ -35,7 +35,6 @@ _MARKS = frozenset(word.encode() for word in (BEGINS, IGNORED, *CHAINED))
 _MAX_ANSWERS = 512
 _MAX_ANSWERED_LENGTH = 400
 
-_WITHOUT_DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
 _DIGIT = re.compile(rb"\d")
 _NONE: frozenset[bytes] = frozenset()
 
@@ -176,7 +175,7 @@ class Knowledge:
             path.encode(): frozenset(n for n, p in enumerate(self._framed) if path in p.frames)
             for path in {"", *paths}
         }
-        masked = (path.translate(_WITHOUT_DIGITS) for path in by_path)
+        masked = (path.translate(WITHOUT_DIGITS) for path in by_path)
         return literal_search(path for path in (*by_path, *masked) if path), by_path
 
     @cached_property
@@ -219,7 +218,7 @@ class Knowledge:
 
     def _shape(self, text: str) -> _Shape:
         encoded = text.encode(errors="replace")
-        masked = encoded.translate(_WITHOUT_DIGITS)
+        masked = encoded.translate(WITHOUT_DIGITS)
         return masked, frozenset(self._numeric.find(encoded)) if b"0" in masked else _NONE
 
     def adds(self, text: str, past: Set[bytes]) -> bool:
@@ -316,7 +315,7 @@ class Knowledge:
     def _fit(self, frames: str) -> frozenset[int]:
         """The patterns with `frames` that match a traceback through these files."""
         encoded = frames.encode(errors="replace")
-        shape = encoded.translate(_WITHOUT_DIGITS)
+        shape = encoded.translate(WITHOUT_DIGITS)
         fit = self._passed.get(shape)
         if fit is None:
             search, by_path = self._paths

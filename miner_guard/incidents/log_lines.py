@@ -42,7 +42,9 @@ REMARKABLE = (BEGINS, IGNORED, *CHAINED, INCIDENT, LAUNCH, 'file "')
 _IN_A_TRACEBACK = ("file ", "raise ")
 _REMARKABLE_WORDS = frozenset(word.encode() for word in REMARKABLE)
 
-_WITHOUT_DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
+WITHOUT_DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
+"""Replaces each digit by 0, so that texts that differ only in their numbers become one."""
+
 _A_RANK_OR_NONE = (b"000: ", b"000:\t")
 """Three digits are a rank that srun prints or not: it depends on the first one. Such lines have no
 shape in common."""
@@ -101,7 +103,7 @@ class LineReader:
             lowered = text.lower()
             remarkable = not _REMARKABLE_WORDS.isdisjoint(self._words(lowered))
             return LogLine(rank, number, text, lowered, _shape(text, lowered, remarkable))
-        masked = raw.translate(_WITHOUT_DIGITS)
+        masked = raw.translate(WITHOUT_DIGITS)
         place = self._places.get(masked)
         if place is not None:
             text = raw[place].decode()
