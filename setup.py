@@ -1,6 +1,6 @@
-"""The compiled hot paths: of the hook, and of the search in a miner's output. Without a compiler
-the package is built and works without them. No debug information (-g0): it would hold the path of
-the build, and no two builds be alike."""
+"""Builds the compiled hot paths: the hook's, and the search through the miner's output. Without a
+compiler the package still builds, and works without them. No debug information (-g0): it would
+contain the build path, and no two builds would be identical."""
 
 from setuptools import Extension, setup
 

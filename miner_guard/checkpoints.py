@@ -87,8 +87,9 @@ class Checkpointer:
         a rank stops taking snapshots, it calls `on_memory_off` with the reason.
 
         `optimizers`: their parameters and states are copied while training continues, until the
-        next step of any optimizer. Pass all that change the model only in their `step`, and call
-        `settle` before anything else changes it. Without them, training waits for the whole copy.
+        next step of any optimizer. Pass every optimizer that changes the model only in its `step`,
+        and call `settle` before anything else changes the model. Without them, training waits for
+        the whole copy.
         """
         if every < 1 or keep < 1:
             raise ValueError(f"every = {every} and keep = {keep} must be at least 1")
@@ -327,8 +328,8 @@ class Checkpointer:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint's files according to its manifest; None if all of them are as
-    they were written."""
+    """What is wrong with a checkpoint's files according to its manifest; None if all of them are
+    intact."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         files = dict(manifest["files"])
@@ -344,7 +345,7 @@ def damage(path: Path) -> str | None:
         if file.stat().st_size != facts["size_bytes"]:
             return f"{name} has {file.stat().st_size} bytes, but {facts['size_bytes']} were written"
         if _crc32(file) != facts["crc32"]:
-            return f"{name} does not have the checksum that it was written with"
+            return f"{name} does not match its checksum"
     return None
 
 

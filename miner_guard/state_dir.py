@@ -161,7 +161,7 @@ def _resolved(path: Path, links: int = 40) -> Path:
         if not os.path.islink(seen):
             continue
         if (owner := foreign_link(seen)) is not None:
-            raise ForeignLink(f"{seen} is a symlink of uid {owner}, who could point it elsewhere.")
+            raise ForeignLink(f"{seen} is a symlink that uid {owner} owns and could redirect.")
         if not links:
             # The symlinks form a loop. Opening the original path reports that.
             return path
@@ -341,8 +341,8 @@ def read_json(path: Path) -> Any | None:
 
 
 ROOM_TO_RESUME = 64 * 1024
-"""Free bytes that a disk that was full must have before the guard writes to it again: otherwise a
-short line might fit where a longer one did not."""
+"""How many bytes must be free before the guard writes to a full disk again: otherwise a short line
+might fit where a longer one did not."""
 
 
 def is_full(error: OSError) -> bool:

@@ -1,4 +1,4 @@
-"""Hooks a miner that does not call the hook itself, without changing its source.
+"""Attaches to a miner that does not call the hook itself, without changing its source.
 
 The supervisor calls `environment`. Everything else here runs INSIDE the miner's processes: it uses
 only the standard library and torch, and a failure never affects training.
@@ -37,7 +37,7 @@ WATCHED: Mapping[str, tuple[str, ...]] = {
         "pytorch_lightning.trainer.trainer",
     ),
 }
-"""By attach mode: the modules for whose import the miner's processes watch."""
+"""By attach mode: the modules whose import the miner's processes watch for."""
 
 MODES = (*WATCHED, "log")
 

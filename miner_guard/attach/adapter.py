@@ -25,11 +25,11 @@ class StepListener(Protocol):
     """Receives what a framework's callbacks report. `auto.Auto` implements it."""
 
     def trains(self, framework: str) -> None:
-        """The framework starts training."""
+        """The framework is starting training."""
         ...
 
     def accumulates(self, micro_batches: int) -> None:
-        """A step consists of this many micro-batches."""
+        """Each step consists of this many micro-batches."""
         ...
 
     def share(self, loss: Any) -> None:
@@ -55,7 +55,7 @@ class StepListener(Protocol):
 
 
 class Adapter:
-    """Connects an unmodified program with the hook. Never raises into the program."""
+    """Connects an unmodified program to the hook. Never raises into the program."""
 
     def __init__(self, way: str) -> None:
         self.way = way

@@ -1,7 +1,7 @@
 """Hooks any unmodified training script. It takes steps from the optimizer, the loss from `backward`
 and devices from the optimized parameters.
 
-For Hugging Face's Trainer and for Lightning, steps come from callbacks instead of the optimizer.
+For Hugging Face's Trainer and Lightning, steps come from callbacks instead of the optimizer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from miner_guard.flight_recorder import _hot
 
 _OTHERS_IN_A_ROW = 64
-"""If the other optimizers have taken this many steps since the leader's last one, another optimizer
+"""Once the other optimizers have taken this many steps since the leader's last one, one of them
 becomes the leader."""
 
 
@@ -61,8 +61,8 @@ class Leader:
             return False
         last = self._last_other()
         if self._steps == 1 and self._others and last is not None:
-            # This is the leader's second step, and others stepped in between: the last of those
-            # ends the training step from now on.
+            # This is the leader's second step, with others in between: from now on, the last of
+            # those ends the training step.
             self._leader, self._steps, self._others, self.cyclic = self._last_other, 2, 1, True
             return False
         self._steps += 1
@@ -163,7 +163,8 @@ class Auto:
         loader.__next__ = followed
 
     def _disarm(self) -> None:
-        """Take the current step back from the compiled loop, because it is unusual."""
+        """Take the current step back from the compiled loop, because the step is out of the
+        ordinary."""
         if self._loop is None or not self._loop.armed:
             return
         total, count, self.steps, stepping = self._loop.disarm()
@@ -193,7 +194,7 @@ class Auto:
 
     def _backward(self, tensor: Any) -> None:
         self._disarm()
-        # Begin here and not at the import, because launchers and dataloaders import torch too.
+        # Begin here rather than at import, because launchers and dataloaders import torch too.
         if self.adapter.guard is None:
             self.begin()
         if self.framework == "transformers":
@@ -247,7 +248,7 @@ class Auto:
             except Exception as error:  # noqa: BLE001 - the program must not notice; reported as guard_degraded
                 self.adapter.failed("step", error)
         elif not self._leader.cyclic:
-            # This optimizer's losses belong to another objective than the leader's.
+            # This optimizer's losses belong to a different objective from the leader's.
             self.losses.drop()
 
     def step(self, number: int, optimizer: Any) -> None:

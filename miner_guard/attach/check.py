@@ -14,7 +14,7 @@ _MISSES_KEPT = 5
 _QUOTED = 160
 
 FIELDS = ("loss", "seconds", "lr", "grad_norm", "gpu_gb")
-"""Values that a step line may hold besides its number."""
+"""Values that a step line may contain besides the step number."""
 
 
 def quoted(line: str) -> str:
@@ -43,10 +43,10 @@ class LogCheck:
     pushes: int = 0
     failed_pushes: int = 0
     phases: dict[str, int] = field(default_factory=dict)
-    """Number of lines, by the phase that they report."""
+    """Number of lines that report each phase."""
 
     misses: list[tuple[int, Miss, str]] = field(default_factory=list)
-    """Lines that almost match, the nearest first: line number, what the line lacks, the line."""
+    """Near misses, closest first: the line number, what the line lacks, and the line."""
 
     def counted(self) -> Mapping[str, int]:
         """How many steps have each field."""
@@ -105,6 +105,6 @@ def _take(result: LogCheck, steps: LogSteps, numbered: tuple[int, str], patterns
         result.phases[name] = result.phases.get(name, 0) + 1
     elif isinstance(parsed, Miss):
         result.misses.append((place, parsed, quoted(text)))
-        # The sort is stable, so of lines that are equally near the first ones stay.
+        # The sort is stable: of equally close lines, the earliest stay.
         result.misses.sort(key=lambda miss: -miss[1].nearness)
         del result.misses[_MISSES_KEPT:]

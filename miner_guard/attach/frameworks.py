@@ -31,7 +31,7 @@ def _follow(adapter: Adapter, cls: type, method: str, phase: str) -> None:
 
 
 def follow_transformers(adapter: Adapter, listener: StepListener, module: Any) -> None:
-    """Add the guard's callback to every Trainer of Hugging Face."""
+    """Add the guard's callback to every Hugging Face Trainer."""
     base = importlib.import_module("transformers.trainer_callback").TrainerCallback
 
     class TransformersCallback(base):  # type: ignore[misc, valid-type]
@@ -62,7 +62,7 @@ def follow_transformers(adapter: Adapter, listener: StepListener, module: Any) -
 
     _after_init(module.Trainer, lambda trainer: trainer.add_callback(TransformersCallback))
     _share_losses(listener, module.Trainer)
-    # No callback marks the start of these two, and they may take longer than any step.
+    # No callback marks the start of these two, and they can take longer than any step.
     _follow(adapter, module.Trainer, "evaluate", "val_loss")
     _follow(adapter, module.Trainer, "_save_checkpoint", "checkpoint")
 
@@ -84,7 +84,7 @@ def _share_losses(listener: StepListener, trainer: Any) -> None:
 
 
 def follow_lightning(adapter: Adapter, listener: StepListener, module: Any) -> None:
-    """Add the guard's callback to every Trainer of Lightning."""
+    """Add the guard's callback to every Lightning Trainer."""
     package = module.__name__.split(".trainer.")[0]
     base = importlib.import_module(f"{package}.callbacks").Callback
 

@@ -3,7 +3,8 @@
 
 Gradients add up over the micro-batches of a step, so this sum is the loss whose gradient the
 optimizer applies. With `(loss / 4).backward()` four times, it is the mean. Unless the graph shows
-that the program divides its micro-batches, the loss is marked as a sum (`Loss.summed`).
+that the program divides the losses of its micro-batches, the loss is marked as a sum
+(`Loss.summed`).
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from miner_guard.rank.numbers import Loss
 
 _MAX_DIVISIONS = 4
 _MAX_JUDGED_STEPS = 4
-"""In how many steps to check whether the program divides its micro-batches. Walking the graph at
-every step would cost CPU time."""
+"""Check in this many steps whether the program divides the losses of its micro-batches. Walking the
+graph at every step would cost CPU time."""
 
 _MAX_IN_FLIGHT = 12
-"""Limit on steps whose loss is still on its way from the GPU. A record can express a lag of up to
-`layout.MAX_LOSS_LAG` steps."""
+"""Limit on the number of steps whose loss is still in transit from the GPU. A record can express a
+lag of up to `layout.MAX_LOSS_LAG` steps."""
 
 _SLOTS = 512
 """Number of floats in pinned memory, for the micro-batches of all steps in flight."""

@@ -1,5 +1,5 @@
-"""Loads the patterns by which the guard recognises steps in a training program's output: the common
-grammar and a profile's patterns."""
+"""Loads the patterns with which the guard recognises steps in a training program's output: the
+common grammar, and those of a profile."""
 
 from __future__ import annotations
 

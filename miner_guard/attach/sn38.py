@@ -1,4 +1,4 @@
-"""Hooks subnet 38's unmodified miner, in all its versions: wraps methods of its classes as soon as
+"""Hooks every version of subnet 38's unmodified miner by wrapping methods of its classes as soon as
 Python defines them.
 
     base class      __init__ (afterwards the process group exists, and the guard starts), run
@@ -180,7 +180,8 @@ class Subnet38:
         if numbers is not None and self.adapter.guard is not None and not paused(miner):
             self.uploads.steps += 1
             self.adapter.guard.step(**numbers)
-            # Before 2025-09, a miner that is in sync loads its own state through another function.
+            # Before 2025-09, a miner that is in sync loads its own state through a different
+            # function.
             self._loaded(miner, None)
 
     def _step_numbers(self, miner: Any) -> dict[str, Any]:
@@ -201,7 +202,7 @@ class Subnet38:
     def _failed(self, what: str) -> None:
         if not self._failure.first():
             return
-        # This is not an incident: rank 0's output already causes one, and every rank gets here.
+        # This is not an incident: rank 0's output already leads to one, and every rank gets here.
         text = (
             "training loop failed; the miner swallows the error and will exit with "
             f"code 0: {what[:500]}"

@@ -19,7 +19,7 @@ from miner_guard.system.once import Once
 from uploads.decision import GateDecision
 
 _KNOWN = {"epoch", "archive", "inner_step", "batch_size"}
-"""The parameters of all signatures so far: (epoch, batch_size), (epoch, inner_step, batch_size),
+"""The parameters of every signature to date: (epoch, batch_size), (epoch, inner_step, batch_size),
 (epoch, archive=False)."""
 
 _UNREAD = {"outer_step": -1, "inner_step": -1}
@@ -30,7 +30,7 @@ _REVISION = re.compile(r"\w+\.\d+\.\d+")
 
 
 class Sn38Uploads:
-    """Handles the miner's uploads. Every rank asks the gate; the worker's exit code decides whether
+    """Handles the miner's uploads. Every rank asks the gate; the worker's exit code shows whether
     an upload succeeded."""
 
     def __init__(self, adapter: Adapter) -> None:
@@ -40,7 +40,7 @@ class Sn38Uploads:
 
         self._asked = 0
         self.steps = 0
-        """Number of inner steps that this process has completed."""
+        """Number of inner steps completed by this process."""
 
         self._keys = Once()
 
@@ -94,8 +94,8 @@ class Sn38Uploads:
         return self._documents(miner) | {
             # Use the local counter, not `epoch`: only rank 0 keeps the global one up to date.
             "outer_step": miner.local_progress.epoch,
-            # This is the outer step of the loaded state: loading a state sets it, and an AllReduce
-            # advances it.
+            # This is the outer step of the loaded state: loading sets it, and an AllReduce advances
+            # it.
             "base_outer_step": miner.local_progress.epoch,
             "inner_step": given["inner_step"] if "inner_step" in given else self.inner_step(miner),
             "kind": "archive" if given.get("archive") or paused(miner) else "gradient",
@@ -125,8 +125,8 @@ class Sn38Uploads:
         return found
 
     def inner_step(self, miner: Any) -> int:
-        """The miner's inner step. Before 2025-02-08 the miner did not publish it, so this counts
-        the steps."""
+        """The miner's inner step. Before 2025-02-08 the miner did not expose it, so this counts the
+        steps itself."""
         kept = getattr(miner.local_progress, "inner_step", None)
         return self.steps if kept is None else int(kept)
 
@@ -143,7 +143,8 @@ class Sn38Uploads:
             return function(*args, **kwargs)
         decision = decision or self._ungated(miner)
         given = self._adapter.quiet(_gradient, function, args, kwargs)
-        # Only rank 0 publishes. The call is not collective, because the other ranks need not know.
+        # Only rank 0 publishes. The call is not collective, because the other ranks do not need the
+        # answer.
         if given is not None and guard.rank == 0:
             decision = guard.may_publish(decision, given)
             if not decision.allowed:
@@ -181,11 +182,11 @@ class Sn38Uploads:
             self._warn_of_keys(words)
             if worker.poll() not in (0, None):
                 record.error = (
-                    f"the upload worker ended with code {worker.returncode}, whatever the "
-                    "miner logs"
+                    f"the upload worker exited with code {worker.returncode}, whatever the miner "
+                    "logs"
                 )
         if result is False:
-            record.error = "the upload was cancelled; the published files may be mixed"
+            record.error = "the upload was cancelled; the published files may be inconsistent"
 
 
 class UploadModel:
@@ -223,7 +224,8 @@ class UploadModel:
 
 
 def _gradient(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The compressed gradient in a call of `upload_model`; None if the call has none."""
+    """The compressed gradient among the arguments of an `upload_model` call; None if there is
+    none."""
     return inspect.signature(function).bind(*args, **kwargs).arguments.get("gradient_state")
 
 

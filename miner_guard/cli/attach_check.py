@@ -19,7 +19,7 @@ from miner_guard.eventlog.catalog import counted
 from miner_guard.exits import CONFIG, FAILED, USAGE, Refused
 
 _FIRST, _LAST = 8, 3
-"""Steps printed in full from the beginning and from the end of a log."""
+"""How many steps to print in full from the beginning and from the end of a log."""
 
 _UNITS = {"seconds": ("step time", "{:.3f}s"), "gpu_gb": ("memory", "{:.2f}GB")}
 
@@ -73,7 +73,7 @@ def report(result: LogCheck, profile: str | None) -> Iterator[str]:
         lines = ", ".join(f"{name} {count}" for name, count in sorted(result.phases.items()))
         yield f"lines of phases: {lines}"
     if result.misses:
-        yield "Not read as steps, the nearest first:"
+        yield "Not read as steps, closest matches first:"
     for place, miss, text in result.misses:
         yield f"  line {place}: {text!r}: {miss.why}"
     if not steps:

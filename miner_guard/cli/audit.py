@@ -56,7 +56,8 @@ def _speaks_for(read_from: str | None) -> str:
 
 
 def _last_allreduce(state: statedir.StateDir) -> AllReduce | None:
-    """How the last AllReduce ended, as this state directory's guard read it in the miner's log."""
+    """How the last AllReduce ended, as read from the miner's log by this state directory's
+    guard."""
     status = statedir.read_json(state.status)
     swarm = status.get("swarm") if isinstance(status, Mapping) else None
     last = swarm.get("last") if isinstance(swarm, Mapping) else None
@@ -64,7 +65,7 @@ def _last_allreduce(state: statedir.StateDir) -> AllReduce | None:
 
 
 def _what(place: options.CommandContext) -> Watched:
-    """The repo in the settings or, if they name none, the repo that the state directory's guard
+    """The repo from the settings or, if they name none, the repo that the state directory's guard
     watches."""
     own = place.settings.config
     known = remembered_settings.read(place.state) if own.repo.kind == "none" else None

@@ -1,4 +1,5 @@
-"""`miner-guard bundle`: packs what support asks for into one archive, with secrets removed."""
+"""`miner-guard bundle`: packs everything that support asks for into one archive, with secrets
+removed."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ def command(
     name: options.AnyName = None,
     state_dir: options.State = None,
 ) -> None:
-    """Collect what support asks for, from diagnostics to settings, in one redacted archive with a
-    manifest."""
+    """Collect everything that support asks for, from diagnostics to settings, in one redacted
+    archive with a manifest."""
     from miner_guard.cli.working import Working
     from miner_guard.eventlog.redact import Redactor
     from miner_guard.reporting.bundle import collect, pack

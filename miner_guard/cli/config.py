@@ -30,7 +30,7 @@ _COLUMN = 44
 
 def command(
     changed: Annotated[
-        bool, typer.Option("--changed", help="Only what differs from the defaults.")
+        bool, typer.Option("--changed", help="Only settings that differ from their defaults.")
     ] = False,
     validate: Annotated[
         Optional[Path],
@@ -40,11 +40,12 @@ def command(
         Optional[Path],
         typer.Option(
             metavar="FILE",
-            help="Show what FILE would change compared with guard.toml; exit code 1 if anything.",
+            help="Show what FILE would change compared with guard.toml; exit code 1 if there is a "
+            "difference.",
         ),
     ] = None,
     schema: Annotated[
-        bool, typer.Option("--schema", help="JSON Schema of guard.toml, for editors.")
+        bool, typer.Option("--schema", help="Print the JSON Schema of guard.toml, for editors.")
     ] = False,
     config: Config = None,
     name: Name = DEFAULT_NAME,
@@ -103,7 +104,7 @@ def _validate(file: Path) -> None:
     except loading.BadConfig as error:
         raise Refused(str(error), CONFIG) from error
     given = sum(origin != "default" for origin in origins.values())
-    echo(f"{file}: {counted(given, 'setting')}, all of them valid")
+    echo(f"{file}: {counted(given, 'setting')}, all valid")
 
 
 def _diff(ours: CommandContext, theirs: CommandContext) -> None:
@@ -144,7 +145,7 @@ def _document(place: CommandContext, rows: list[tuple[str, Any, str]]) -> Mappin
 
 
 def _toml(value: Any) -> str:
-    """A value as guard.toml spells it; JSON's spelling matches TOML's for all but tables."""
+    """A value as written in guard.toml; JSON and TOML write everything but tables alike."""
     if isinstance(value, Mapping):
         return (
             "{ " + ", ".join(f"{json.dumps(str(k))} = {_toml(v)}" for k, v in value.items()) + " }"

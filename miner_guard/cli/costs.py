@@ -40,15 +40,20 @@ def command(
     every: Annotated[
         Optional[int],
         typer.Option(
-            "--every", min=1, callback=a_number, help="estimate: steps between two calls."
+            "--every", min=1, callback=a_number, help="estimate: number of steps between two calls."
         ),
     ] = None,
     seconds: Annotated[
         Optional[float],
-        typer.Option("--seconds", min=0, callback=a_number, help="estimate: time of one call."),
+        typer.Option(
+            "--seconds", min=0, callback=a_number, help="estimate: how long one call takes."
+        ),
     ] = None,
     steps: Annotated[
-        int, typer.Option("--steps", min=1, callback=a_number, help="estimate: steps of training.")
+        int,
+        typer.Option(
+            "--steps", min=1, callback=a_number, help="estimate: number of training steps."
+        ),
     ] = 1000,
     step_time: Annotated[
         Optional[float],
@@ -64,7 +69,7 @@ def command(
     state_dir: State = None,
     as_json: Json = False,
 ) -> None:
-    """Show what monitoring costs, or would cost. Exit 1: over budget."""
+    """Show what monitoring costs or would cost. Exit 1: over budget."""
     place = open_context(config, name, state_dir)
     if what == "":
         _ledger(place, as_json=as_json)
@@ -162,7 +167,7 @@ def _known_words() -> str:
 
 
 def _usual(row: KnownOperation) -> str:
-    """`60-300s a call, every 500 steps; `; leaves out what source 000 does not state."""
+    """`60-300s a call, every 500 steps; `, without the parts that source 000 does not state."""
     parts = []
     if row.call_s is not None:
         low, high = row.call_s
@@ -221,7 +226,7 @@ def _checklist(answer: dict[str, Any]) -> list[str]:
     tracked = (
         "recorded here"
         if answer["tracked"]
-        else f'no call recorded here: wrap it in tracker.track("{answer["operation"]}")'
+        else f'no calls recorded here: wrap it in tracker.track("{answer["operation"]}")'
     )
     rows = (
         (True, "time per call", f"{answer['seconds']:g}s"),

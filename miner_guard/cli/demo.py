@@ -1,4 +1,4 @@
-"""`miner-guard demo`: the demo miner under the guard, from a fresh start to a summary."""
+"""`miner-guard demo`: runs the demo miner under the guard, from a fresh start to a summary."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "hang": {"min_s": 45.0},
     "steps": {"breakdown_every": 30},
 }
-"""Settings that differ from a real run's, since the demo ends within minutes. guard.toml and the
-environment override them."""
+"""Settings that differ from those of a real run, because the demo ends within minutes. guard.toml
+and the environment override them."""
 
 _WORK = "demo"
 
@@ -41,7 +41,7 @@ def command(
         Optional[list[str]],
         typer.Option(
             metavar="KIND@STEP[:RANK]",
-            help=f"What goes wrong, such as slow@20:1: {', '.join(KINDS)}. Repeatable.",
+            help=f"A fault to inject, such as slow@20:1: {', '.join(KINDS)}. Repeatable.",
         ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Inner steps.")] = 90,

@@ -86,8 +86,8 @@ def _pause(seconds: float) -> bool:
 
 
 def document(snapshot: Snapshot, checks: Sequence[Check], seconds: float) -> dict[str, Any]:
-    """All facts read and all results. Leaves out the environment and the command: they may hold
-    secrets."""
+    """Everything that was read, and all results, without the environment and the command, which may
+    contain secrets."""
     from miner_guard.diagnosis.check import counts
     from miner_guard.eventlog.redact import Redactor
     from miner_guard.state_dir import finite
@@ -107,8 +107,8 @@ def document(snapshot: Snapshot, checks: Sequence[Check], seconds: float) -> dic
 
 
 def folded(checks: Sequence[Check]) -> list[Check]:
-    """The rows of a compact table: a check that passes with the same words on several GPUs takes
-    one line."""
+    """The rows of a compact table: a check that passes on several GPUs with the same wording takes
+    one row."""
     rows: list[Check] = []
     places: dict[tuple[str, str], int] = {}
     gpus: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Examples at the end of each command's `--help`."""
+"""The examples at the end of each command's `--help`."""
 
 from __future__ import annotations
 

@@ -52,15 +52,16 @@ def command(
         Optional[str],
         typer.Argument(
             metavar="FILE|-",
-            help="The log; - is stdin. By default, what is piped in; with --state-dir or --name, "
-            "or if nothing is piped in, the guard's own log.",
+            help="The log; - is stdin. Defaults to piped input; with --state-dir or --name, or "
+            "without piped input, to the guard's own log.",
         ),
     ] = None,
     trace: Annotated[
-        bool, typer.Option("--trace", help="FILE holds numbers by step instead of a log.")
+        bool, typer.Option("--trace", help="FILE contains numbers by step instead of a log.")
     ] = False,
     note: Annotated[
-        str, typer.Option("--note", help="What helped; shown the next time this label appears.")
+        str,
+        typer.Option("--note", help="Record what helped; shown the next time this label appears."),
     ] = "",
     config: Config = None,
     name: AnyName = None,

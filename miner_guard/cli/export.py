@@ -23,7 +23,7 @@ _KINDS = ("tensorboard", "wandb")
 
 def command(
     kind: Annotated[str, typer.Argument(metavar="tensorboard|wandb", help="The format to write.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write into.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write to.")],
     project: Annotated[str, typer.Option("--project", help="wandb: the project.")] = "miner-guard",
     online: Annotated[
         bool,
@@ -36,8 +36,8 @@ def command(
     name: AnyName = None,
     state_dir: State = None,
 ) -> None:
-    """Write the run's numbers for TensorBoard or Weights & Biases, outside the guard. Exit 1:
-    no numbers."""
+    """Write the run's numbers for TensorBoard or Weights & Biases, without loading the guard. Exit
+    1: no numbers."""
     from miner_guard.reporting import export
 
     if kind not in _KINDS:
@@ -66,6 +66,6 @@ def command(
                 count += 1
     finally:
         close()
-    echo(f"wrote {count} points below {output}")
+    echo(f"wrote {count} points to {output}")
     if not count:
         raise typer.Exit(FAILED)

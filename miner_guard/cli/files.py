@@ -13,7 +13,7 @@ from miner_guard.exits import FAILED, USAGE, Refused
 
 @contextmanager
 def open_text(source: str, what: str, newline: str | None = None) -> Iterator[TextIO]:
-    """The text of a file, or of standard input for `-`. `what` names what the file should be.
+    """The text of a file, or of standard input for `-`. `what` names the kind of file expected.
     Raises Refused (64)."""
     if source == "-":
         sys.stdin.reconfigure(errors="replace", newline=newline)  # type: ignore[union-attr]

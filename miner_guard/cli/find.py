@@ -1,4 +1,4 @@
-"""Chooses the guard when the command line names none: the running one, wherever its state is."""
+"""Chooses the guard if the command line names none: the running one, wherever its state is."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _MAX_NAMED = 8
 
 
 def find_guard(name: str | None, state_dir: str | None) -> StateDir:
-    """The state directory that the flags or the environment name, or that of the only running
-    guard, or the default one, or that of the guard that ran last, in this order.
+    """The state directory to use, from the first of these that applies: the flags or the
+    environment, the only running guard, the default directory, the guard that ran last.
 
     Reports the choice on stderr if the flags don't determine it. Raises Refused: 64 if several
     guards run, 78 for an invalid name.

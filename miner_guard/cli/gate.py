@@ -109,7 +109,8 @@ def _inputs(place: options.CommandContext) -> GateInputs:
 
 
 def _settings(place: options.CommandContext) -> GateSettings:
-    """[gate] from the settings here or, if they don't set it, from the state directory's guard."""
+    """[gate] from the settings here or, if they do not set it, from the guard that runs in the
+    state directory."""
     own = place.settings
     if any(
         name.startswith("gate.") and origin != "default" for name, origin in own.origins.items()
@@ -125,7 +126,7 @@ def _settings(place: options.CommandContext) -> GateSettings:
 
 
 def _keep(state: statedir.StateDir, decision: GateDecision, known: GateInputs) -> None:
-    """Record the decision in the ledger, as a rank does, unless no guard has created one."""
+    """Record the decision in the ledger, as a rank does, if a guard has created one."""
     if not state.gate_inputs.is_file():
         return
     ledger = Ledger(state.ledger, lambda finding: echo(catalog.message(finding), err=True))
@@ -173,8 +174,8 @@ def _replayed(state: statedir.StateDir, decision_id: str, as_json: bool) -> int:
     else:
         raise Refused(
             (
-                f"decision {document.get('decision_id')}: the ledger lacks the gate's "
-                "inputs of that time"
+                f"decision {document.get('decision_id')}: the ledger does not have the inputs that "
+                "the gate used then"
             ),
             FAILED,
         )

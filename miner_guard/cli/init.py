@@ -80,8 +80,8 @@ def command(
 
 
 def guard_toml(cmd: Sequence[str]) -> str:
-    """The settings file: values from the command line are set, values that a person must supply are
-    commented out."""
+    """The settings file: values known from the command line are set, values that a person must
+    supply are commented out."""
     miner, chain, gpu = _miner(cmd), _chain(cmd), _gpu(cmd)
     return _fill("guard.toml", {"MINER": "\n".join(miner), "CHAIN": "\n".join(chain), "GPU": gpu})
 
@@ -98,7 +98,7 @@ def ecosystem(cmd: Sequence[str], name: str, flags: Sequence[str] = ()) -> str:
 
 
 def _flags(config: Path | None, state_dir: str | None) -> list[str]:
-    """The guard's own flags that `run` needs to find the files of `init`."""
+    """The guard's own flags that `run` needs to find the files that `init` wrote."""
     settings = [] if config is None else ["-c", str(config)]
     return (
         settings

@@ -120,7 +120,7 @@ def _ledger(
         raise Refused(f"{state.ledger} cannot be read: {ledger.unread}", FAILED)
     if not rows:
         raise Refused(f"the ledger of {state.root} has no {table}", FAILED)
-    # The full document of a decision is for the replay: `miner-guard gate --replay ID`.
+    # The full document of a decision is only for replays: `miner-guard gate --replay ID`.
     shown = [{key: value for key, value in row.items() if key not in _FOR_REPLAY} for row in rows]
     if as_json:
         yield (visible(json.dumps(shown, ensure_ascii=False, indent=1)) + "\n").encode()
@@ -157,7 +157,7 @@ def _write(pieces: Iterable[bytes]) -> None:
 
 
 def _follow(log: Path, query: Query, lines: int | None, *, as_json: bool, emoji: bool) -> None:
-    # Open the follower first: lines written in between then appear twice at worst, and none is
+    # Open the follower first: then, at worst, lines written in between appear twice, but none is
     # lost.
     follower = Follower(log, query)
     count = _TAIL_OF_FOLLOW if lines is None and not query.since else lines

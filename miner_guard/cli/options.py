@@ -48,7 +48,7 @@ Config = Annotated[
     typer.Option("--config", "-c", help="Settings file; defaults to ./guard.toml if present."),
 ]
 Name = Annotated[
-    str, typer.Option("--name", help="Name of the miner; chooses the state directory.")
+    str, typer.Option("--name", help="Name of the miner; determines the state directory.")
 ]
 AnyName = Annotated[
     Optional[str],
@@ -144,14 +144,15 @@ def choose_state(name: str, state_dir: str | None) -> statedir.StateDir:
             f"no state directory: {error} Pass --state-dir a path without that link", CONFIG
         ) from error
     except RuntimeError as error:
-        # No HOME, and the host does not know the user: a container under another uid.
+        # HOME is not set and the host does not know the user: a container that runs under another
+        # uid.
         raise Refused(
             f"no state directory: {error} Pass --state-dir, or set HOME", CONFIG
         ) from error
 
 
 def start_or_name(state: statedir.StateDir) -> str:
-    """What to do if no guard is running: start one, or name one that ran next to this state
+    """Advice if no guard is running: start one, or name one that ran next to this state
     directory."""
     start = "start it with `miner-guard run`"
     folder = state.root.parent

@@ -151,7 +151,8 @@ def _way(way: plan_model.PlanEstimate) -> dict[str, Any]:
 
 
 def fits(plan: plan_model.Plan) -> bool | None:
-    """Whether what the miner needs fits into the GPU's memory; None if its size was not given."""
+    """Whether the miner fits into the GPU's memory; None if the size of that memory was not
+    given."""
     memory = plan.settings.gpu_memory_gb
     return None if memory is None else plan.actual.memory.total <= memory
 
@@ -201,7 +202,7 @@ def text(plan: plan_model.Plan, steps: Any) -> Iterator[str]:
     for line in plan.simplifications:
         yield f"  - {line}"
     yield ""
-    yield "What each change would do (by the usual estimate):"
+    yield "The effect of each change (by the usual estimate):"
     for change in plan.changes:
         time = "" if change.inner_step_s is None else f", {_seconds(change.inner_step_s)}"
         yield (

@@ -24,7 +24,8 @@ _CHECKPOINTING_SLOWS = 1.2
 
 
 class BadPlan(ValueError):
-    """Settings that no training can have; the message names the setting and the reason."""
+    """Settings that are impossible for any training run; the message names the setting and the
+    reason."""
 
 
 @dataclass(frozen=True)
@@ -195,8 +196,8 @@ def document_memory(s: PlanSettings) -> MemoryPlan:
 
     Weights = params · 2 bytes (bf16). Optimizer = 2 moments · params · 2 bytes. Activations: the
     document's upper figure, 4 GB for batch 2, sequence 1024 and 4B parameters, scaled as in
-    `activations_gb`. FSDP: the document's 2 GB for 8 GB of weights, a quarter of the weights
-    gathered or in buffers.
+    `activations_gb`. FSDP: the document's 2 GB for 8 GB of weights, which means a quarter of the
+    weights gathered or in buffers.
     """
     weights = s.params * s.weight_bytes / GB
     return MemoryPlan(
@@ -289,9 +290,9 @@ def _simplifications(
             )
         yield (
             f"The miner divides the loss by effective // batch = {document.accumulation_steps}, "
-            f"though a rank accumulates {actual.accumulation_steps} micro-batches: its gradient "
-            f"is {s.gpus} times smaller than the mean (AdamW's steps hardly depend on that, "
-            "clipping by norm does)."
+            f"though a rank accumulates {actual.accumulation_steps} micro-batches: its gradient is "
+            f"{s.gpus} times smaller than the mean (this hardly affects AdamW's steps, but it does "
+            "affect clipping by norm)."
         )
         yield (
             "The usual estimate puts all weights and optimizer state on each GPU; FSDP2 shards "

@@ -33,7 +33,7 @@ from miner_guard.health.snapshot import number
 from miner_guard.system.clock import parse_iso_utc
 
 _CELLS_OF_A_WEEK = 28
-"""Each cell covers six hours; a shorter record has shorter cells."""
+"""Each cell covers six hours, or less if the record is shorter."""
 
 WEEK_MARKS = {EARNING: "█#", DEGRADED: "▅+", UNKNOWN: "??", NOT_EARNING: "▁!", STOPPED: "xx"}
 """By verdict: the mark for a cell of the week, in Unicode and in ASCII. The marks differ even
@@ -76,7 +76,7 @@ class ShownPart:
     """Ranks by their number; otherwise the slowest first."""
 
     scrolled: int = 0
-    """How many of the newest events are below the last one shown."""
+    """How many newer events follow the last one shown."""
 
     def after(self, key: str, page: int = 10) -> ShownPart:
         """What to show after a key press; `page` is the number of lines that PgUp scrolls."""
@@ -187,7 +187,7 @@ def overview(
 
 
 def verdict_lines(status: StatusDocument, age_s: float = 0.0) -> list[str]:
-    """The verdict that a person on call reads first, and the next step."""
+    """The verdict, which the person on call reads first, and the next step."""
     verdict = shown(status, age_s)
     step = advice(verdict)
     return [
@@ -206,7 +206,7 @@ def week_lines(status: StatusDocument, age_s: float, *, ascii_only: bool = False
 
 
 def head(status: StatusDocument, age_s: float) -> str:
-    """The time of reading, the miner's state, restarts, goodput and the cost of monitoring."""
+    """When the status was read, the miner's state, restarts, goodput and the cost of monitoring."""
     now = time_of_reading(status, age_s)
     words = [f"now    {f'{now[11:19]} UTC' if now else '?'}{_staleness(status, age_s)}"]
     words.append(f"miner {miner_state(status, age_s)}")

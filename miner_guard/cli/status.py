@@ -26,7 +26,7 @@ from miner_guard.system.clock import iso_utc
 
 _WIDTH = 120
 _EVENTS = 8
-"""How many events of level warning and above to show at the bottom."""
+"""How many events at level warning or above to show at the bottom."""
 
 
 def command(

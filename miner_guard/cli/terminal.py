@@ -1,4 +1,5 @@
-"""The terminal as `top` uses it: full screen, keys, resize, colour. Always restored on exit."""
+"""Controls the terminal for `top`: full screen, keys, resizing, colour. Always restores it on
+exit."""
 
 from __future__ import annotations
 

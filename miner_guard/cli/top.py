@@ -1,4 +1,4 @@
-"""`miner-guard top`: status, live in the terminal."""
+"""`miner-guard top`: live status in the terminal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from miner_guard.exits import NOT_RUNNING, Refused
 
 _LAST_EVENTS = 500
 _SHOWN = frozenset(CATALOGUE) - {"inner_step", "health_snapshot"}
-"""Events listed at the bottom; the screen itself shows the others."""
+"""Events to list at the bottom; the rest of the screen already shows the others."""
 
 _LAST_READ = 4000
 _STEPS_READ = 200

@@ -13,7 +13,7 @@ from miner_guard.exits import FAILED, Refused
 from miner_guard.state_dir import FOLDER, StateDir
 
 _MARK = "ritten by `miner-guard init`"
-"""Appears in the first lines of both templates; init did not write a file without it."""
+"""Both templates have this in their first lines, so a file without it was not written by init."""
 
 
 _OURS = (FOLDER, "state", ".local")

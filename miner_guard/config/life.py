@@ -19,7 +19,7 @@ class HangSettings:
     """The limit is at least this many times the longest recent step (NVRx's calculated timeout)."""
 
     first_step_s: Positive = 1800.0
-    """Time allowed until the first step, in which the miner downloads, loads and compiles."""
+    """Time allowed for the miner to download, load and compile before its first step."""
 
     first_step_notice_s: Positive = 90.0
     """After this long without a step, the guard reports that it has seen none, and quotes the line
@@ -88,8 +88,8 @@ class RestartSettings:
     code."""
 
     max_restarts: Count = 5
-    """After this many restarts without a healthy stretch in between, the next failure is a crash
-    loop (exit code 75)."""
+    """After this many restarts without a healthy stretch in between, the next failure counts as a
+    crash loop (exit code 75)."""
 
     backoff_s: NotNegative = 2.0
     """Wait before the first restart. The wait doubles with each further restart."""
@@ -102,7 +102,7 @@ class RestartSettings:
     """Longest wait before a restart."""
 
     jitter_ratio: Share = 0.1
-    """Random share added to each wait, so that many miners do not restart at once."""
+    """Random share added to each wait, so that many miners do not restart at the same moment."""
 
     healthy_s: Positive = 600.0
     """The guard resets the count of restarts when a launch has run this long and trains."""

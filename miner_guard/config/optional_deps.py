@@ -1,5 +1,5 @@
-"""Knows which setting needs which optional package, and whether it is installed here. It imports
-none of them."""
+"""Lists which setting needs which optional package, and checks whether it is installed, without
+importing any of them."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ EXTRAS = (
         ("bittensor",),
         lambda c: c.chain.network is not None,
         "[chain] network",
-        "the chain is not read",
+        "the chain can't be read",
     ),
     Extra(
         "alerts",
         ("apprise",),
         lambda c: bool(c.alerts.urls),
         "[alerts] urls",
-        "no alert is delivered",
+        "no alerts are delivered",
     ),
     Extra(
         "http",
@@ -127,7 +127,7 @@ def requirements(name: str) -> list[str]:
     try:
         declared = metadata.requires(_PACKAGE) or []
     except metadata.PackageNotFoundError:
-        # The guard runs from a source tree that is not installed in this interpreter.
+        # The guard is running from a source tree that is not installed in this interpreter.
         declared = []
     names: list[str] = []
     for requirement, _, marker in (entry.partition(";") for entry in declared):

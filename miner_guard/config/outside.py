@@ -1,5 +1,5 @@
-"""Settings for what connects the guard with the outside world: gate, repo, chain, alerts, HTTP port
-and logs."""
+"""Settings for everything that connects the guard to the outside world: gate, repo, chain, alerts,
+HTTP port and logs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from miner_guard.config.ranges import AtLeastOne, Count, NotNegative, Positive, 
 
 @dataclass(frozen=True)
 class GateSettings:
-    """What the gate allows: the limits of its rules. A profile may change the defaults."""
+    """The limits that the gate's rules enforce. A profile may change the defaults."""
 
     mode: Literal["enforce", "shadow"] = "enforce"
     """`enforce` blocks uploads; `shadow` only reports what it would block."""
@@ -42,7 +42,7 @@ class GateSettings:
 
 @dataclass(frozen=True)
 class RepoSettings:
-    """The published repo that the guard watches."""
+    """The published repo for the guard to watch."""
 
     kind: Literal["none", "local", "s3", "hf"] = "none"
     """Where the miner publishes."""
@@ -115,7 +115,7 @@ class ChainSettings:
 
 @dataclass(frozen=True)
 class AlertSettings:
-    """Whom the guard notifies."""
+    """Who gets notified, and about what."""
 
     urls: tuple[str, ...] = ()
     """Apprise URLs. Set them through MINER_GUARD_ALERTS__URLS, because they contain secrets."""
@@ -128,7 +128,7 @@ class AlertSettings:
     """Lowest level of the events that the guard sends."""
 
     events: tuple[str, ...] = ()
-    """Names of further events to send, whatever their level."""
+    """Names of other events to send, whatever their level."""
 
     cooldown_s: NotNegative = 900.0
     """Shortest time before the guard repeats an alert."""
@@ -148,11 +148,11 @@ class HttpSettings:
     """The port to listen on. None: do not listen. 0: any free port."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Any address but loopback needs a token."""
+    """Address to listen on. Any address other than loopback requires a token."""
 
     token: str | None = None
     """Bearer token. Set it through MINER_GUARD_HTTP__TOKEN, because it is a secret. On any address
-    but loopback it needs at least 16 characters."""
+    other than loopback, it must have at least 16 characters."""
 
     trusted_hosts: tuple[str, ...] = ()
     """Host names under which browsers may reach the port if no token is set, in addition to
@@ -192,12 +192,12 @@ class LogSettings:
     """How many rotated files to keep."""
 
     keep_incidents: AtLeastOne = 50
-    """How many folders of evidence to keep under incidents/. The newest stay; each takes up to
+    """How many folders of evidence to keep under incidents/. The newest are kept; each takes up to
     about 1 MB per rank."""
 
     step_lines_per_s: Positive = 5.0
     """Limit on step lines per second on the console and in guard.jsonl. The guard logs how many it
-    has left out."""
+    left out."""
 
     classify: bool = True
     """Search the miner's output for incidents."""

@@ -18,7 +18,7 @@ from miner_guard.config.ranges import (
 
 @dataclass(frozen=True)
 class MinerSettings:
-    """The miner, and those of its training settings that the guard must know."""
+    """The miner, and the training settings that the guard needs to know."""
 
     profile: str | None = None
     """Name of a profile under `validators/profiles/` (`sn38`, `sn3`, `iota`, `diloco`), or a path
@@ -29,7 +29,7 @@ class MinerSettings:
     None: the miner calls the hook itself."""
 
     log_patterns: tuple[str, ...] = ()
-    """`attach = "log"`: regular expressions of your own step lines, with the groups of
+    """`attach = "log"`: regular expressions for your own step lines, with the groups from
     attach/patterns.toml."""
 
     finite: bool | None = None
@@ -107,7 +107,7 @@ class StepSettings:
     """Inner steps between two `TIMING BREAKDOWN` blocks (source 001)."""
 
     fast_log_max_s: Positive = 1.0
-    """Red flag: a fast log takes longer than this (source 001)."""
+    """A fast log that takes longer than this is a red flag (source 001)."""
 
     fast_log_usual_s: Positive = 0.3
     """A fast log usually takes up to this long (source 001: 0.1-0.3 s). Above it the guard logs a
@@ -130,13 +130,13 @@ class StepSettings:
     001: an issue, but no red flag)."""
 
     overhead_max_pct: Percent = 20.0
-    """Red flag: the share of overhead in an evaluation step is above this (source 001)."""
+    """An evaluation step with a higher share of overhead than this is a red flag (source 001)."""
 
     inference_max_pct: Percent = 90.0
-    """Red flag: the share of inference in an evaluation step is above this (source 001)."""
+    """An evaluation step with a higher share of inference than this is a red flag (source 001)."""
 
     val_loss_max_pct: Percent = 50.0
-    """Red flag: the share of validation in an evaluation step is above this (source 001)."""
+    """An evaluation step with a higher share of validation than this is a red flag (source 001)."""
 
     red_flag_min_s: NotNegative = 1.0
     """An evaluation step shorter than this raises no red flag, because its parts are as short as a
@@ -150,7 +150,7 @@ class StepSettings:
     this."""
 
     straggler_critical_ratio: Share = 0.20
-    """A straggler is critical if the ratio of `straggler_warn_ratio` is above this."""
+    """A straggler is critical if the ratio in `straggler_warn_ratio` is above this."""
 
     straggler_min_s: NotNegative = 0.1
     """A rank is a straggler only if the waits differ by at least this many seconds, however short
@@ -159,7 +159,7 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class GpuSettings:
-    """GPUs: how many the guard expects, when it checks them, and what it expects of them."""
+    """GPUs: how many to expect, when to check them, and what counts as good use."""
 
     expect: Union[Literal["auto"], Annotated[int, Range(ge=0)]] = "auto"
     """Number of GPUs required. `auto`: as many as in the last run, otherwise as many as the profile
@@ -194,7 +194,7 @@ class GpuSettings:
     """Time from the launch to the first check of the memory share (source 002)."""
 
     check_every_s: Positive = 150.0
-    """Interval between checks after that (source 002: 120-180 s)."""
+    """Interval between later checks (source 002: 120-180 s)."""
 
     severe_pct: Percent = 50.0
     """A memory share below this is severe under-use (source 002)."""
@@ -206,14 +206,14 @@ class GpuSettings:
     """A memory share above this is near the limit (source 002)."""
 
     good_memory_gb: Positive = 15.0
-    """If at least this much memory is used on a GPU that computes, a low share is no reason to warn
+    """If a computing GPU uses at least this much memory, the guard does not warn about a low share
     (source 004: 15-35 GB is good, whatever the GPU's size)."""
 
     acceptable_memory_gb: Positive = 10.0
     """Used memory from here to `good_memory_gb` is acceptable (source 004: 10-15 GB)."""
 
     high_memory_gb: Positive = 35.0
-    """More used memory than this exceeds source 004's good range (15-35 GB) for an 80 GB GPU."""
+    """Memory use above this exceeds source 004's good range (15-35 GB) for an 80 GB GPU."""
 
     busy_pct: Percent = 80.0
     """A GPU counts as computing at this utilization or above (source 002: 80-95 % is the
@@ -224,12 +224,12 @@ class GpuSettings:
     blocking (source 000: above 90 % is normal)."""
 
     drop_pct: Percent = 20.0
-    """If the memory share falls by this many percentage points between two checks, that is a sudden
-    drop (source 002: 76 % to 45 %)."""
+    """A fall of the memory share by this many percentage points between two checks counts as a
+    sudden drop (source 002: 76 % to 45 %)."""
 
     model_name: str | None = None
-    """The model's architecture, in case the hook does not report it. Source 002's list tells
-    whether it is small or large."""
+    """The model's architecture, in case the hook does not report it. Source 002's list classifies
+    it as small or large."""
 
     large_model_params: AtLeastOne = 100_000_000
     """A model whose name is unknown counts as large if it has at least this many parameters."""
@@ -255,7 +255,7 @@ class LossSettings:
     `detectors/` name the sources of the constants."""
 
     window: AtLeastOne = 64
-    """Number of recent values with which the guard compares a value to find a spike."""
+    """Number of recent values against which the guard compares a value to detect a spike."""
 
     warmup: Count = 32
     """Number of values that the guard needs before its first verdict."""
@@ -271,17 +271,17 @@ class LossSettings:
     """Five consecutive steps above this multiple of the mean are an explosion."""
 
     divergence_points: AtLeastOne = 30
-    """Number of points in which the guard looks for a rising trend."""
+    """Number of points over which the guard looks for a rising trend."""
 
     divergence_p: Share = 0.99
     """The loss diverges if P(slope > 0) is above this."""
 
     plateau_steps: AtLeastOne = 1000
-    """Steps without a decrease before the guard reports a plateau."""
+    """Number of steps without a decrease before the guard reports a plateau."""
 
     overfit_evals: AtLeastOne = 6
     """The guard reports overfitting after the evaluation loss rises this many times in a row while
     the training loss falls."""
 
     leak_floor_gb: Positive = 1.0
-    """If allocated memory grows by less than this, the guard never reports a leak."""
+    """Growth of allocated memory below this is never reported as a leak."""

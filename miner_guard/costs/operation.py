@@ -26,8 +26,8 @@ class Operation:
     longest_s: float = 0.0
     last_s: float = 0.0
     recent_s: float = 0.0
-    """Expected duration of the next call: that of the longest recent blocking call, where older
-    calls count for less and less."""
+    """Expected duration of the next call: that of the longest recent blocking call, with older
+    calls weighted less and less."""
 
     asked_s: float | None = None
     """The requested interval, in seconds."""

@@ -36,7 +36,7 @@ PRESETS: Mapping[str, Mapping[str, float | bool]] = {
 """The three tables of source 000, verbatim."""
 
 _CRITICAL_FACTOR = 2.0
-"""Source 000's critical limit (10 %) is twice its budget (5 %); each preset keeps that ratio."""
+"""Source 000's critical limit (10 %) is twice its budget (5 %); the presets keep that ratio."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ _TITLES = (
     "Status",
 )
 _WORDS_AFTER = 8
-"""The columns from this one on contain words and, like the first, are left-aligned."""
+"""From this column on, columns contain words and are left-aligned, like the first."""
 
 _WORDS = {"ok": "within budget", "warning": "OVER BUDGET", "critical": "FAR OVER BUDGET"}
 

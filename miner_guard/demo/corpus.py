@@ -13,8 +13,7 @@ _LIMIT = 8 * 1024 * 1024
 
 
 class Corpus:
-    """Windows of bytes, deterministic in (seed, rank, step): a resumed run continues with the same
-    data."""
+    """Windows of bytes, deterministic in (seed, rank, step): a resumed run sees the same data."""
 
     def __init__(self, data: bytes, seed: int, rank: int) -> None:
         if not data:

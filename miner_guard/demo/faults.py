@@ -15,13 +15,13 @@ KINDS = {
         "the training loop swallows an exception and every rank exits 0, as subnet 38's miner does"
     ),
     "crash": "the rank raises",
-    "sigkill": "the rank is killed, as by the host's out-of-memory killer",
-    "oom": "the rank asks for more memory than there is and ends with the allocator's own error",
+    "sigkill": "the rank is killed, as if by the host's out-of-memory killer",
+    "oom": "the rank requests more memory than exists and fails with the allocator's own error",
     "nan": "a gradient becomes NaN, and so do the weights",
     "slow": "one step takes much longer",
     "cpu-fallback": (
-        "the model trains on the CPU; without a GPU: every step from then on takes eight "
-        "times as long"
+        "the model trains on the CPU; without a GPU, every later step takes eight times as long "
+        "instead"
     ),
     "spike": "one step trains on random bytes",
 }
@@ -37,7 +37,7 @@ class Fault:
 
     kind: str
     step: int
-    """Counted over the whole run, from 1."""
+    """Step number in the whole run, counted from 1."""
 
     rank: int | None = None
     """None means the last rank."""

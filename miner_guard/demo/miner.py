@@ -269,7 +269,7 @@ class Miner:
         # The loss is from before the optimizer step: only the gradient tells whether the weights
         # are still finite after it.
         if not (math.isfinite(self.loss) and math.isfinite(self.grad_norm)):
-            self.lines.info("Loss or gradient is not finite: this state is not worth a checkpoint")
+            self.lines.info("Loss or gradient is not finite: not saving a checkpoint of this state")
             return
         # Copying the state blocks every rank: exclude checkpoint steps from step-time statistics.
         with self.guard.phase("pause"):

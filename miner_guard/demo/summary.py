@@ -49,7 +49,7 @@ class Summary:
     failed: int
     restarts: int
     alarms: Mapping[str, int]
-    """Counts of events above level info, by name, excluding the gate's blocks."""
+    """Counts of events above level info, by name, excluding uploads that the gate blocked."""
 
     hook_s: float | None
     """Seconds that the hook itself used within rank 0's steps."""

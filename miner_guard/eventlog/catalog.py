@@ -114,7 +114,7 @@ def make_finding(
 def message(finding: Finding) -> str:
     """The text of the console line, without emoji, time or level.
 
-    A rank may run a different version of the hook, so if the template cannot format the fields, the
+    A rank may run a different version of the hook: if the template cannot format its fields, the
     text shows them raw.
     """
     spec = CATALOGUE[finding.event]

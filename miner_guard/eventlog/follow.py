@@ -59,14 +59,14 @@ class Follower:
 
     @property
     def position(self) -> Position | None:
-        """Where the first line begins that `poll` has not read yet; None before the log exists."""
+        """Start of the first line that `poll` has not read yet; None before the log exists."""
         if self._file is None:
             return None
         here = os.fstat(self._file.fileno()).st_ino
         return Position(here, self._file.tell() - len(self._rest))
 
     def past(self, seen: Seen) -> Iterator[Hit]:
-        """Hits from before this follower started, oldest first. Call it before `poll`."""
+        """Hits logged before this follower started, oldest first. Call it before `poll`."""
         if self._file is None:
             return
         our_inode, end = os.fstat(self._file.fileno()).st_ino, self._file.tell()

@@ -57,8 +57,8 @@ def rank_list(ranks: Iterable[int]) -> str:
 
 
 def inner_step(fields: Mapping[str, Any]) -> str:
-    """Source 004's step line. If the miner prints such lines itself, only what those lack, so that
-    `grep "Outer Step:"` shows each step once."""
+    """Source 004's step line. If the miner prints such lines itself, this contains only the fields
+    that those lack, so that `grep "Outer Step:"` shows each step once."""
     measured = (
         f" | Step Time: {_with_unit(fields['step_time_s'], '.1f', 's')}"
         f" | GPU Mem: {_with_unit(fields['gpu_mem_gb'], '.2f', 'GB')}"
@@ -86,10 +86,10 @@ def slow_step(fields: Mapping[str, Any]) -> str:
 
 
 def _loss_remark(fields: Mapping[str, Any]) -> str:
-    """What the reader must know to compare this loss with the one that the trainer prints."""
+    """A remark that the reader needs to compare this loss with the one that the trainer prints."""
     step, summed = fields.get("loss_step"), fields.get("loss_summed")
     remarks = [f"of step {step}"] if step is not None else []
-    remarks += ["sum of what went into backward"] if summed else []
+    remarks += ["sum of the losses passed to backward"] if summed else []
     return f" ({', '.join(remarks)})" if remarks else ""
 
 
@@ -123,8 +123,7 @@ def step_summary(fields: Mapping[str, Any]) -> str:
 
 
 def last_checkpoint(fields: Mapping[str, Any]) -> str:
-    """Source 003's advice after an interruption: where the last checkpoint is, and to resume from
-    it."""
+    """Source 003's advice after an interruption: resume from the last checkpoint, at this path."""
     step = "" if fields["step"] is None else f"step {fields['step']}, "
     age = f"{fields['age_s']:.0f}s before the end"
     return f"LAST CHECKPOINT: {step}saved {age} at {fields['path']}; resume training from it"

@@ -24,7 +24,7 @@ _LOWER = bytes(range(256)).lower()
 _NUMBERS = b"0123456789+-."
 _MAX_TEMPLATES = 4096
 MAX_TEMPLATE_LENGTH = 512
-"""Longer templates are not remembered: hardly any repeats."""
+"""Longer templates are not remembered, because they hardly ever recur."""
 
 _MANY = 64
 """If more lines than this contain a word, it pays to search only the other lines for the next
@@ -58,8 +58,8 @@ def templates_in_python(text: bytes) -> tuple[list[bytes], frozenset[bytes]]:
 
 COMPILED = _templates is not None
 templates = _templates.templates if COMPILED else templates_in_python
-"""The compiled path makes one object of equal templates, and converts no line that differs from an
-earlier one of its length only in its numbers."""
+"""The compiled path shares one object between equal templates, and skips the conversion of a line
+that differs only in its numbers from an earlier one of the same length."""
 
 
 class LineChunk(bytes):
@@ -81,7 +81,8 @@ class LineChunk(bytes):
         return self._computed[1]
 
     def forget(self) -> None:
-        """Free the templates, so that a reader that keeps the text does not keep them in memory."""
+        """Free the templates, so that a reader that holds on to the text does not keep them in
+        memory too."""
         self.__dict__.clear()
 
 

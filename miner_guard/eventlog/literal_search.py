@@ -1,4 +1,4 @@
-"""Finds which of many literals a text contains. The time is linear in the text for any input.
+"""Finds which of many literals a text contains. Takes linear time for any input.
 
 Hyperscan searches gigabytes per second. If it cannot run (no wheel for this machine, a processor
 without SSSE3), an index of the words' letters gives the same answers; it is slower, but linear too.

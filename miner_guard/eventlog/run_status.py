@@ -48,7 +48,7 @@ class RunStatus(Section):
     host: str | None = None
     state_dir: str | None = None
     start_command: str | None = None
-    """Starts this guard again: pm2's or systemd's command, or the command line it has."""
+    """A command that starts this guard again: pm2's or systemd's, or else its own command line."""
 
     attempt: int | None = None
     """Number of launches in this run after the first."""

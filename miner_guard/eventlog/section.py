@@ -37,8 +37,8 @@ class Section:
 
 
 class LastRead(Generic[_Section]):
-    """Reads sections, but not the same document twice in a row: the guard composes a document every
-    few seconds and its monitors read it at every tick."""
+    """Reads sections, and parses a document only once when asked for it repeatedly: the guard
+    composes one every few seconds, but its monitors read it at every tick."""
 
     def __init__(self, section: type[_Section]) -> None:
         self._section = section
@@ -46,7 +46,7 @@ class LastRead(Generic[_Section]):
         self._read = section()
 
     def of(self, document: Any) -> _Section:
-        """The section. The document must not change after it was passed here."""
+        """The section. The document must not change after it has been passed here."""
         if document is not self._document:
             self._document, self._read = document, self._section.from_json(document)
         return self._read

@@ -35,7 +35,8 @@ class VerdictStatus(Section):
     confidence: str | None = None
     key: str | None = None
     earns: str | None = None
-    """Whether the miner earns: `yes`, `probably`, `no` or `unknown`. `degraded` does not tell."""
+    """Whether the miner earns: `yes`, `probably`, `no` or `unknown`. The state `degraded` alone
+    does not say."""
 
     week: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Seconds by state, in intervals of two hours numbered from 1970
@@ -56,12 +57,12 @@ class RankSteps(Section):
 
     step_time_s: float | None = None
     work_s: float | None = None
-    """Seconds of the step without the time that the rank waited for the others. The step time alone
-    does not tell ranks apart, because collectives make it equal on all of them."""
+    """Duration of the step in seconds, minus the time spent waiting for other ranks. The step time
+    alone does not distinguish the ranks, because collectives make it equal on all of them."""
 
     gpu_mem_gb: float | None = None
     gpu_peak_gb: float | None = None
-    """The most GPU memory that the rank's program has had allocated at one time."""
+    """Peak GPU memory allocated by the rank's program."""
 
     phases_s: Mapping[str, float] = field(default_factory=dict)
     last_step_age_s: float | None = None
@@ -111,12 +112,12 @@ class StepsStatus(Section):
 
 
 NO_REPO = "no repo is configured; set [repo] kind"
-"""`RepoStatus.reason` if there is no repo to read."""
+"""`RepoStatus.reason` if no repo is configured."""
 
 
 @dataclass(frozen=True)
 class RepoStatus(Section):
-    """What the miner's repo holds."""
+    """The contents of the miner's repo."""
 
     age_s: float | None = None
     reason: str | None = None
@@ -204,7 +205,7 @@ class UploadsStatus(Section):
     repo: RepoStatus = field(default_factory=RepoStatus)
     forecast: ForecastStatus | None = None
     pending: int | None = None
-    """Number of pushes that were reported but not verified yet."""
+    """Number of pushes that have been reported but not verified yet."""
 
     decision: LastDecision | None = None
     upload: LastUpload | None = None

@@ -1,5 +1,5 @@
-"""The flight record: one file per rank, which the rank writes without system calls and any process
-can read.
+"""The flight record: one file per rank, written by the rank without system calls and readable by
+any process.
 
 The rank imports the writer from here, the supervisor the reader. Standard library only.
 """

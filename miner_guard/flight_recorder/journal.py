@@ -1,4 +1,4 @@
-"""The entries of a flight record's journal, which holds what a rank must not lose.
+"""The entries in a flight record's journal, which holds everything that a rank must not lose.
 
 In the file an entry is a JSON object with the keys `kind` and `t`; docs/architecture.md lists the
 kinds. Only `to_json` and `parse` know that format, in which an upload's `kind` is called

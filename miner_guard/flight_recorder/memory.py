@@ -32,8 +32,8 @@ _SEAL, _SHRINK, _GROW = 1, 2, 4
 
 
 def create() -> tuple[mmap.mmap, int]:
-    """Create a record's memory, zeroed, allocated and mapped. Returns the mapping and the only
-    descriptor of it, which closes with the mapping. Raises OSError."""
+    """Create a record's memory, zeroed, allocated and mapped. Returns the mapping and its only
+    descriptor, which closes with the mapping. Raises OSError."""
     fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         # Allocate all of it now: if memory is short, the error must occur here and not in the
@@ -47,8 +47,7 @@ def create() -> tuple[mmap.mmap, int]:
 
 
 def _duplicate_of(fd: int) -> int:
-    """The second descriptor of the same file. A mapping keeps a descriptor of its own, so a rank
-    needs no other. Raises OSError."""
+    """The mapping's own descriptor for the same file, so a rank needs no other. Raises OSError."""
     target = _file_of(os.fstat(fd))
     for name in os.listdir("/proc/self/fd"):
         # Another thread may close a descriptor meanwhile.
@@ -75,7 +74,7 @@ def open_live(path: Path, flags: int) -> int | None:
     """Open the memory whose copy is at `path`; None if its rank has exited."""
     try:
         target = os.readlink(_live(path))
-        # Another process may have reused the pid, and its descriptor of that number may be any
+        # Another process may have reused the pid, and its descriptor with that number may be any
         # file.
         if not os.readlink(target).startswith(f"/memfd:{_NAME}"):
             return None
@@ -85,7 +84,7 @@ def open_live(path: Path, flags: int) -> int | None:
 
 
 class Version(NamedTuple):
-    """Distinguishes two records at the same `path`, and two states of a copy."""
+    """Distinguishes different records at the same `path`, and different states of a copy."""
 
     live: bool
     device: int
@@ -131,8 +130,8 @@ class Copier:
         self._steps = self._entries = 0
 
     def copy(self) -> None:
-        """Write what is new since the last copy. Raises OSError; ValueError if the record is
-        unmapped."""
+        """Write everything that is new since the last copy. Raises OSError; ValueError if the
+        record is unmapped."""
         steps, entries, *_ = layout.COUNTS.unpack_from(self._record, layout.COUNTS_OFFSET)
         before, self._file = self._file, None
         file = None if before is None else self._open(before)
@@ -209,7 +208,7 @@ class CopyThread:
         self._is_due = is_due
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="flight-copy", daemon=True)
-        # If no further thread can be started, the record has a copy only if a supervisor keeps it.
+        # If no more threads can be started, the record has a copy only if a supervisor keeps one.
         with contextlib.suppress(RuntimeError):
             self._thread.start()
 

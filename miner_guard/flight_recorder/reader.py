@@ -1,4 +1,5 @@
-"""Reads flight records: for the supervisor while the rank lives, or for an operator long after."""
+"""Reads flight records, for the supervisor while the rank lives or for an operator long
+afterwards."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ class FlightReader:
         return self._fd
 
     def now(self) -> Now | None:
-        """The header; None if the rank has not written one yet, or if it was torn at every try."""
+        """The header; None if the rank has not written one yet, or if every read was torn."""
         for _ in range(_TRIES):
             now = Now.unpack_from(self._map)
             if now is not None:

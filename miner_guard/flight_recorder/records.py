@@ -1,5 +1,5 @@
-"""The records of a flight record as its writer and its readers see them, and their conversion to
-and from the file.
+"""The contents of a flight record as its writer and readers see them, and the conversion to and
+from the file.
 
 An unknown value is None here, and NaN, -1 or a missing flag in the file. Only this module converts
 between the two.
@@ -121,8 +121,8 @@ class Now:
 
     @classmethod
     def unpack_from(cls, buffer: mmap | bytearray) -> Now | None:
-        """The header; None if the rank has not written one yet, or is just writing it (then try
-        again)."""
+        """The header; None if the rank has not written one yet, or is writing it at this moment
+        (then try again)."""
         values = layout.NOW.unpack_from(buffer, layout.NOW_OFFSET)
         after = layout.ACK.unpack_from(buffer, layout.NOW_OFFSET)[0]
         (
@@ -200,7 +200,7 @@ class StepRecord:
     tokens: int | None = None
     flags: int = 0
     """`layout.FLAG_EVAL`, `FLAG_FIRST`, `FLAG_LOSS_ON_CPU`, `FLAG_SYNC`, `FLAG_LOSS_SUMMED` and the
-    loss lag. `pack_into` adds the flags that tell which values were reported."""
+    loss lag. `pack_into` adds the flags for the values that were reported."""
 
     phases: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase (`layout.PHASES`), for the phases that occurred; each includes the phases

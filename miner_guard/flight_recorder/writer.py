@@ -79,7 +79,8 @@ class FlightWriter:
         self._lock = threading.RLock()
         # Publish last: the record is now complete.
         self.unpublished: OSError | None = None
-        """The error because of which other processes cannot find the record; None if they can."""
+        """The error that keeps other processes from finding the record; None if they can find
+        it."""
 
         self._publish()
 
@@ -133,8 +134,8 @@ class FlightWriter:
             words[LOCK] += 1
 
     def append(self, record: StepRecord) -> None:
-        """Number a step, append it, and show it in the header. The phase in the header stays
-        unchanged."""
+        """Number a step, append it, and show it in the header. The header's phase does not
+        change."""
         with self._lock:
             words, end = self._words, record.end
             record.number = number = words[STEPS]

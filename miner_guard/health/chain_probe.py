@@ -52,7 +52,7 @@ class BeforeEleven:
 
 
 class Ten(BeforeEleven):
-    """bittensor 10: its neurons lack trust and rank, which the chain's own rows may hold."""
+    """bittensor 10: its neurons lack trust and rank, but the chain's own rows may contain them."""
 
     def neurons(self, netuid: int) -> list[dict[str, Any]]:
         found = super().neurons(netuid)
@@ -113,7 +113,7 @@ def query(
     def ask(what: str, question: Callable[[], Any]) -> Any:
         try:
             return question()
-        except Exception as error:  # noqa: BLE001 -- bittensor raises anything; the reason is reported with the answer
+        except Exception as error:  # noqa: BLE001 -- bittensor may raise anything; the answer reports the reason
             errors[what] = f"{type(error).__name__}: {error}"[:200]
             return None
 
@@ -215,7 +215,7 @@ def _number(value: Any) -> float | None:
 
 
 def _share(value: Any) -> float | None:
-    """Decode a u16 that stands for a number from 0 to 1."""
+    """Decode a u16 that represents a number from 0 to 1."""
     return None if value is None else int(value) / 65535
 
 
@@ -235,7 +235,7 @@ def main() -> None:
             error=f"bittensor cannot be imported ({error}); {optional_deps.install('chain')}"
         )
         return
-    except Exception as error:  # noqa: BLE001 -- bittensor raises anything when imported or connected; it is the answer
+    except Exception as error:  # noqa: BLE001 -- bittensor may raise anything on import or connection; the answer reports it
         probe.reply(
             error=f"no connection to {request['network']}: {type(error).__name__}: {error}"[:400]
         )

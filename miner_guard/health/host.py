@@ -1,4 +1,4 @@
-"""Samples the resources of the host that this process may use: a container's limits override the
+"""Samples the host resources that this process may use: a container's limits override the
 machine's."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class HostSampler:
     """
 
     def __init__(self, folders: Mapping[str, Path]) -> None:
-        """`folders`: the paths whose free space to read, by name."""
+        """`folders`: the paths for which to read the free space, by name."""
         self._folders = dict(folders)
         self._network: tuple[float, int, int] | None = None
         self._cpu: tuple[float, float] | None = None
@@ -39,7 +39,7 @@ class HostSampler:
             "shm": self._read_shm,
             "network": self._read_network,
         }
-        """The functions that read one source each, by name."""
+        """The functions by name; each reads one source."""
 
     def _read_cpu(self) -> Mapping[str, Any]:
         times = psutil.cpu_times()
@@ -158,7 +158,7 @@ def read_cgroup_memory(
 
 def oom_kills() -> int | None:
     """Out-of-memory kills so far: the sum of the cgroup's counter and the kernel's (which covers
-    the whole machine). None if neither can be read. Only an increase of the sum has a meaning."""
+    the whole machine). None if neither can be read. Only an increase of the sum is meaningful."""
     counters = []
     with contextlib.suppress(OSError, ValueError):
         counters.append(read_cgroup_memory()[2])

@@ -35,8 +35,8 @@ Sample = Mapping[str, Any]
 _BAD_ROWS = frozenset({"lost", "reset_required", "unknown", "hangs", "gone", "unreadable"})
 
 _CHILD_SHARE = 0.8
-"""Share of the deadline after which the child answers with its results so far; the rest is for
-delivering the answer."""
+"""Share of the deadline after which the child answers with its results so far; the rest is time to
+deliver the answer."""
 
 _LAST_WORDS_S = 1.0
 """Time to wait for a retired child, which has only its Xid events left to report."""
@@ -62,7 +62,7 @@ class NvmlSampler:
         self._backoff = Backoff()
         self._pause_s = 0.0
         self.on_end: Callable[[str], None] = lambda _how: None
-        """Called when a child exits unexpectedly, but only once for a series of such exits."""
+        """Called when a child exits unexpectedly, but only once per series of such exits."""
 
         self._retired: subprocess.Popen[bytes] | None = None
         """The previous child, kept because it alone receives Xid events until its successor
@@ -147,7 +147,8 @@ class NvmlSampler:
         return [uuid for uuid, known in self._known.items() if known["index"] == index]
 
     def memory_levels(self) -> dict[str, int] | None:
-        """Used bytes by UUID, read now; None if NVML reports none. Blocks as `sample` does."""
+        """Current memory use in bytes by UUID; None if NVML reports none. Blocks as `sample`
+        does."""
         rows = self.sample()["gpus"]
         with self._one_at_a_time:
             # Each event is reported once: keep those that came with this answer for the next
@@ -202,7 +203,7 @@ class NvmlSampler:
         except ValueError:
             code = child.poll()
             self._ended_by_itself(child)
-            return _nothing("unreadable", f"the NVML probe ended with {code}", start)
+            return _nothing("unreadable", f"the NVML probe exited with {code}", start)
         return {**document, "taken": start}
 
     def _running(self) -> subprocess.Popen[bytes]:

@@ -130,7 +130,7 @@ class GpuHandle:
             self._constants.update(values)
 
     def hanging(self) -> dict[str, Any]:
-        """The row of this GPU if it has not answered in time."""
+        """The row for this GPU if it does not respond in time."""
         seconds = time.monotonic() - self.worker.since
         error = f"{self.worker.at} has not returned for {seconds:.1f} s"
         return {
@@ -206,7 +206,7 @@ class System:
         try:
             self._events = self._events or nvml.nvmlEventSetCreate()
         except nvml.NVMLError as error:
-            self.xid_reason = f"Xid events are not readable: {error}"
+            self.xid_reason = f"Xid events can't be read: {error}"
             return
         for index, gpu in gpus.items():
             try:
@@ -216,7 +216,7 @@ class System:
                     self._uuids[address] = uuid
                     self._watched.add(index)
             except nvml.NVMLError as error:
-                self.xid_reason = f"Xid events of GPU {index} are not readable: {error}"
+                self.xid_reason = f"Xid events of GPU {index} can't be read: {error}"
 
     def poll_events(self) -> None:
         """Drain the Xid events into `xids`, by UUID, without waiting."""
@@ -229,7 +229,7 @@ class System:
                 )
             except nvml.NVMLError as error:
                 if error.value != nvml.NVML_ERROR_TIMEOUT:
-                    self.xid_reason = f"Xid events are not readable: {error}"
+                    self.xid_reason = f"Xid events can't be read: {error}"
                 return
             self.xids.setdefault(uuid, []).append(int(event.eventData))
 
@@ -251,7 +251,7 @@ class Probe:
         self._gpus: dict[int, GpuHandle] = {}
 
     def sample(self, until: float) -> dict[str, Any]:
-        """The rows of all GPUs that answer by `until` (monotonic); the rest are marked as
+        """The rows of all GPUs that respond by `until` (monotonic); the rest are marked as
         hanging."""
         started = time.monotonic()
         system = self._system

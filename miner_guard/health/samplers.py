@@ -15,7 +15,7 @@ Read = Callable[[], Mapping[str, Any]]
 
 
 class Unreadable(Exception):
-    """Raised by a sampler that knows why it has no value."""
+    """Raised by a sampler that can say why it has no value."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Samplers:
                 attempt.value = self._reads[name]()
             except Unreadable as error:
                 attempt.reason = str(error)
-            except Exception as error:  # noqa: BLE001 - whatever a sampler raises is its reason; it is reported
+            except Exception as error:  # noqa: BLE001 - whatever a sampler raises is reported as its reason
                 attempt.reason = f"{type(error).__name__}: {error}"
             attempt.ended = self._clock.monotonic()
             attempt.done.set()

@@ -14,7 +14,7 @@ PREFIX = len("2026-01-02T03:04:05.678Z | INFO | guard | HEALTH ")
 
 _GIB = 1024**3
 _ALARMING = ("not earning", "degraded")
-"""Verdicts that the line shows; the others add nothing to the miner's state."""
+"""Verdicts to show in the line; the others would only repeat the miner's state."""
 
 Part = Mapping[str, Any]
 

@@ -1,4 +1,4 @@
-"""The meaning of NVIDIA's Xid numbers and the action for each: the rows of xids.toml."""
+"""The meaning of NVIDIA's Xid numbers, and the action for each: the rows of xids.toml."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class AlertsMonitor(Monitor):
 
     def _verdict(self) -> str:
         """The current verdict and its next step. The monitor `verdict` waits until a condition has
-        lasted for a while; an alert does not wait."""
+        lasted a while; an alert does not."""
         status = StatusDocument.from_json(self.context.status())
         now = judge(status, self._memory)
         known = status.verdict

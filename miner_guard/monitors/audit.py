@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _EVERY_S = 600.0
 _REPEAT_S = 3600.0
-"""For this long, an unchanged verdict is logged only at debug level."""
+"""How long a repeated verdict is logged only at debug level."""
 
 
 class AuditMonitor(Monitor):
@@ -61,7 +61,7 @@ class AuditMonitor(Monitor):
         self.context.emit(finding if new else finding.at("debug"))
 
     def _report(self) -> AuditReport:
-        # Only now: a guard that audits nothing need not import the rules.
+        # Import late: a guard that audits nothing does not need the rules.
         from uploads import audit
         from uploads.audit_memory import AuditMemory
         from validators import shapes

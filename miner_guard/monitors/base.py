@@ -71,15 +71,15 @@ class Jobs(Protocol):
 
 
 class SupervisorControl(Protocol):
-    """Requests that a monitor may make of the supervisor. Safe from any thread."""
+    """Requests that a monitor may send to the supervisor. Safe from any thread."""
 
     def restart(self, cause: str) -> None:
         """Stop the miner and restart it under the restart policy."""
         ...
 
     def finish(self, cause: str) -> None:
-        """Stop what is left of a miner whose ranks have finished. The guard then exits as it does
-        when the miner finishes by itself."""
+        """Stop the remaining processes of a miner whose ranks have finished. The guard then exits
+        with its code for a finished miner."""
         ...
 
     def use_command(self, command: Sequence[str]) -> None:
@@ -145,7 +145,7 @@ class Monitor:
         return ()
 
     def reads_lines(self) -> bool:
-        """Whether `on_lines` needs lines at present: picking them out costs as much as relaying
+        """Whether `on_lines` currently needs lines: picking them out costs as much as relaying
         them."""
         return True
 

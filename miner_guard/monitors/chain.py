@@ -44,7 +44,7 @@ class ChainMonitor(Monitor):
         reading = chain.query(self._settings)
         # Read the clock first: querying the master's repo can be slow.
         now = self.context.clock.monotonic()
-        ahead = NetworkProgress(reason="not asked for")
+        ahead = NetworkProgress(reason="not requested")
         if reading.reason is None and self._settings.master_uid is not None:
             ahead = progress(self.context.config.repo, self._limits, reading.master_commitment)
         for finding in self.observe(reading, ahead, now):

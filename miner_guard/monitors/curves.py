@@ -32,8 +32,8 @@ class CurvesMonitor(Monitor):
     """Judges the loss of the lowest rank that reports one, NaN on any rank, and the memory of
     each rank.
 
-    The evaluation loss comes with the steps or, as long as no step carries one, from the miner's
-    printed lines.
+    The evaluation loss comes with the steps or, until a step carries one, from the lines that the
+    miner prints.
     """
 
     name = "curves"

@@ -1,4 +1,5 @@
-"""Results of the ranks' `guard.diagnose`: the block, the red flags, the findings across ranks."""
+"""Reports the results of `guard.diagnose` on the ranks: the block, the red flags, and findings that
+concern several ranks."""
 
 from __future__ import annotations
 

@@ -49,10 +49,10 @@ _FAULTHANDLER_S = 1.0
 
 STATES = {
     "R": "running",
-    "S": "sleeping: it waits for something (a lock, a socket, another rank)",
+    "S": "sleeping: it is waiting for something (a lock, a socket, another rank)",
     "D": (
-        "uninterruptible (D state): it waits in the kernel for a disk, a network or a "
-        "driver; SIGKILL does not help"
+        "uninterruptible (D state): it is blocked in the kernel on a disk, a network or a driver; "
+        "SIGKILL does not help"
     ),
     "T": "stopped by a signal (SIGSTOP, SIGTSTP) or a debugger; SIGCONT lets it continue",
     "t": "stopped by a debugger",
@@ -141,8 +141,8 @@ class Scene:
 
     def behind(self) -> tuple[int, ...]:
         """The ranks that are outside the collective that the others wait in, according to the
-        stacks that `frames` stored. Empty unless every rank's stacks are known. If one rank is
-        alone on its node, the others are those of other nodes."""
+        stacks that `frames` stored. Empty unless every rank's stacks are known. If a rank is alone
+        on its node, the others run on other nodes."""
         if len(self._waiting) != len(self._who):
             return ()
         if len(self._who) == 1 and ranks_elsewhere([self._who[0].identity]):
@@ -239,8 +239,8 @@ def _stacks(state: StateDir, folder: Path, who: list[Subject], deadline: float) 
 
 
 def _collectives(state: StateDir, folder: Path, who: list[Subject]) -> dict[int, list[Any]]:
-    """The latest collectives of each rank that answers in time. A rank that holds the GIL cannot
-    answer."""
+    """The latest collectives of each rank that responds in time. A rank that holds the GIL cannot
+    respond."""
     asked = {
         s.rank: state.collectives_of(s.rank)
         for s in who
@@ -259,8 +259,8 @@ def _collectives(state: StateDir, folder: Path, who: list[Subject]) -> dict[int,
 
 
 def _ask(path: Path) -> bool:
-    """Ask a rank for its collectives; False if it does not listen (no torch.distributed, or gone)
-    or is too busy."""
+    """Ask a rank for its collectives; False if it is not listening (it has exited or does not use
+    torch.distributed) or is too busy."""
     path.unlink(missing_ok=True)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own, address(asking(path)) as name:
@@ -324,7 +324,7 @@ def faulthandler(source: Path, path: Path, process: processes.Process) -> str:
         time.sleep(0.05)
         written = read_regular(source)[len(before) :]
     if not written:
-        return "none: the rank did not answer the signal"
+        return "none: the rank did not respond to the signal"
     write_private(path, written)
     return "faulthandler"
 

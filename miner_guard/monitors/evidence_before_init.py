@@ -18,7 +18,7 @@ _MAX_NAMED = 4
 
 @dataclass(frozen=True)
 class Place:
-    """Where in its code one of the miner's processes is."""
+    """The place in the code where one of the miner's processes is."""
 
     pid: int
     state: str
@@ -35,7 +35,7 @@ def places(state: StateDir, folder: Path, launcher: int, timeout_s: float) -> li
     among = processes.table()
     tree = processes.descendants([launcher], among)
     parents = {among[process.pid].parent for process in tree}
-    # A launcher waits for its ranks: the processes without children come first.
+    # A launcher only waits for its ranks, so processes without children come first.
     ordered = sorted(tree, key=lambda process: (process.pid in parents, process.pid))
     found = []
     for process in _of_python(ordered, state)[:_MAX_PROCESSES]:
@@ -43,7 +43,7 @@ def places(state: StateDir, folder: Path, launcher: int, timeout_s: float) -> li
         seen = processes.stat(process.pid)
         if seen is None:
             continue
-        # A stopped process answers no signal.
+        # A stopped process responds to no signal.
         written = seen.state != "T" and _written(state, path, process, deadline)
         if written or seen.state == "T":
             found.append(Place(process.pid, seen.state, frame_of(path) if written else None))

@@ -1,5 +1,5 @@
-"""First step: reports a miner that has shown no step yet, and quotes its line that most resembles
-one."""
+"""First step: reports a miner that has not shown a step yet, and quotes the line of its output that
+looks most like one."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ _PERSISTS_S = 60.0
 """How long the miner may print step-like lines before it reports a step: a hook takes seconds."""
 
 _MAX_LINES = 2_000
-"""Lines read per launch; reading one by the grammar takes as long as relaying hundreds."""
+"""Maximum lines to parse per launch: parsing one with the grammar takes as long as relaying
+hundreds."""
 
 _IS_A_STEP = 3
-"""Nearness of a line that the grammar reads as a step; that of a `Miss` is lower."""
+"""Score of a line that the grammar parses as a step; a `Miss` scores lower."""
 
 
 class FirstStepMonitor(Monitor):
@@ -57,7 +58,7 @@ class FirstStepMonitor(Monitor):
 
         self._lines = 0
         self._nearest: tuple[int, str] | None = None
-        """Nearness and quotation of the line that most resembles a step."""
+        """The line that looks most like a step: its score, and the text to quote."""
 
         self._nearest_at = 0.0
         """When the first line that resembles a step arrived."""

@@ -1,5 +1,5 @@
-"""GPUs: reports faults as they occur while the miner runs, and checks the share of memory in use as
-source 002 does."""
+"""GPUs: reports faults while the miner runs, and checks the share of memory in use as source 002
+does."""
 
 from __future__ import annotations
 

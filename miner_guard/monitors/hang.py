@@ -27,12 +27,12 @@ from miner_guard.system.processes import cpu_s
 
 _CPU_EVERY_S = 30.0
 _CPU_LOOKS = 10
-"""For a miner without a reporting rank: read its CPU time every `_CPU_EVERY_S`, or this many times
-per hang limit if that is more often. No more than that, since each reading scans all of /proc."""
+"""If no rank of the miner reports: read its CPU time every `_CPU_EVERY_S`, or this many times per
+hang limit if that is more frequent. Not more often, because each reading scans all of /proc."""
 
 
 class HangMonitor(Monitor):
-    """Feeds the detector and acts on its result; inactive once the miner is being stopped."""
+    """Feeds the detector and acts on its results; inactive while the miner is being stopped."""
 
     name = "hang"
 
@@ -85,7 +85,7 @@ class HangMonitor(Monitor):
         if finding.event == "incident":
             self._last_incident = str(finding.fields.get("label"))
         if finding.event == "miner_stopping":
-            # During a stop, a rank that waits for one that has exited is not a hang.
+            # During a stop, a rank that waits for one that has already exited is not hanging.
             self._launch = self._hang = None
         lasting = self._hang is not None and self._hang.lasting
         if finding.fields.get("where") == LATE and not lasting and self._launch is not None:
@@ -114,8 +114,8 @@ class HangMonitor(Monitor):
             return
         self._cpu_read = now
         with contextlib.suppress(OSError):
-            # Without a free descriptor /proc can't be read: the CPU time is unknown, which is not
-            # reported as a hang.
+            # Without a free descriptor /proc can't be read: the CPU time is then unknown, which is
+            # no reason to report a hang.
             self._detector.used_cpu(now, cpu_s(pid))
 
     def _lost(self, now: float, ranks: Mapping[int, Now], processes: Processes) -> Hang | None:
@@ -221,7 +221,7 @@ class HangMonitor(Monitor):
         }
 
     def _report(self, hang: Hang, story: Mapping[str, Any]) -> bool:
-        """Report the hang; False if it ended by itself or the miner is being stopped."""
+        """Report the hang; False if it cleared or the miner is being stopped."""
         if self._launch is None or self._hang is not hang:
             return False
         culprits = story["culprits"]
@@ -233,7 +233,7 @@ class HangMonitor(Monitor):
         if self._launch is None:
             return
         if self._hang is not hang:
-            # Gathering takes seconds. If the ranks step again by now, or another launch has
+            # Gathering takes seconds. If the ranks are stepping again, or another launch has
             # replaced this one, leave the miner alone.
             what = "it cleared while the guard collected evidence; the miner keeps running"
             self.context.emit(make_finding("hang_evidence", level="info", detail=what, ranks=[]))
@@ -251,7 +251,7 @@ class HangMonitor(Monitor):
             watching=watching,
             reason=None
             if watching
-            else "no rank has reported: the miner does not use the hook, or not yet",
+            else "no rank has reported: the miner does not use the hook, or has not called it yet",
             idle_s=round(self._detector.idle_s(now), 1) if watching else None,
             limit_s=round(self._detector.limit_s, 1) if watching else None,
             hang=self._hang.detail if self._hang is not None else None,

@@ -55,7 +55,7 @@ class HealthMonitor(Monitor):
         self.context.emit(make_finding("guard_degraded", what=what))
 
     def gpu_memory_levels(self) -> Mapping[str, int] | None:
-        """The GPU memory in use, in bytes by UUID, read now; None without a GPU. Blocks for at most
+        """The GPU memory currently in use, in bytes by UUID; None without a GPU. Blocks for at most
         the sampler's deadline."""
         return self._nvml.memory_levels()
 

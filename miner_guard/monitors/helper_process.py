@@ -41,8 +41,8 @@ class HelperSpec:
     failure: str
     """What to report as unavailable while it does not run, such as `no HTTP port`."""
 
-    refusal: str = "its process ended before it answered"
-    """The likely reason if it ends without an answer."""
+    refusal: str = "its process exited before it answered"
+    """The likely reason if it exits without an answer."""
 
 
 class HelperProcess:
@@ -75,11 +75,11 @@ class HelperProcess:
 
     def tick(self, now: float) -> list[str]:
         """Restart it if it has exited and its backoff is over. Returns the lines that it has
-        written after its answer."""
+        written since its answer."""
         lines = self._lines() if self.running else []
         if self.running and self.child is not None and self.child.poll() is not None:
             self._close()
-            self._failed("its process ended")
+            self._failed("its process exited")
         if self._again_at is not None and now >= self._again_at:
             self._again_at = None
             self.start()
@@ -95,7 +95,7 @@ class HelperProcess:
             self.child.kill()
 
     def let_finish(self) -> None:
-        """Close its stdin: it then finishes its work and exits, if necessary after the guard."""
+        """Close its stdin. It then finishes its work and exits, possibly after the guard."""
         self._stopping = True
         if self.child is not None:
             _let_finish(self.child)

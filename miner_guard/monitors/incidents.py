@@ -32,11 +32,11 @@ SETTLE_S = 2.0
 """After this long without new matches the cascade is complete and its root can be named."""
 
 MAX_WAIT_S = 10.0
-"""Name the root after this long at the latest, even while further lines arrive."""
+"""Name the root after this long at the latest, even if lines keep arriving."""
 
 CAUSELESS_S = 30.0
-"""Wait this long if the case holds only symptoms, or reports without a reason: the launcher reports
-how the lost rank ended only after it has stopped the others (torchrun gives them 30 s)."""
+"""Wait this long if the case contains only symptoms, or reports without a reason: the launcher
+reports how the lost rank ended only after stopping the others (torchrun gives them 30 s)."""
 
 EPISODE_S = 600.0
 """A match this long after the previous one starts a new incident, unless it is a symptom."""
@@ -85,7 +85,8 @@ class IncidentsMonitor(Monitor):
         self._reported_at: dict[str, float] = {}
         self._events: set[str] = set()
         self._shown: dict[str, Sighting] = {}
-        """Labels whose cause one of the guard's events has established, with that sighting."""
+        """Labels whose cause one of the guard's own events has established, each with its
+        sighting."""
 
         self._finite: dict[int, bool] = {}
         """Whether each rank's last loss was finite."""

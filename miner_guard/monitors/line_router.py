@@ -18,13 +18,13 @@ MAX_LINE_BYTES = 64 * 1024
 """Longer lines are truncated to this: log lines are shorter, and memory stays bounded."""
 
 _MORE_TO_COME = 4096
-"""A read of at least a page ends at an arbitrary position, so its last line is about to continue.
-The end of a shorter read is delivered immediately, since a progress bar ends its lines with a
-carriage return."""
+"""A read of at least a page ends at an arbitrary position, so the rest of its last line is still to
+come. The end of a shorter read is delivered immediately, because a progress bar ends its lines with
+a carriage return."""
 
 _MAX_REST_LENGTH = 16384
 _MAX_KNOWN = 1024
-"""Templates whose readers are remembered."""
+"""How many templates to remember the readers of."""
 
 _LinesOf = Callable[[Iterable[bytes]], list[bytes]]
 
@@ -164,7 +164,7 @@ class LineRouter:
         block.forget()
 
     def _found(self, block: LineChunk) -> list[Found]:
-        """The lines that concern a monitor which reads lines now, and those monitors."""
+        """The lines that concern a monitor currently reading lines, and those monitors."""
         listening = self._listening()
         readers = {
             shape: concerned

@@ -40,8 +40,8 @@ _UNHOOKED_S = 3.0
 
 
 class LogAttachMonitor(Monitor):
-    """Reads the miner's lines if `[miner] attach` is `log`. If it is `sn38`, does so only for a
-    miner that lacks the methods to hook (subnet 38's before 2025-02): it prints steps, but no rank
+    """Reads the miner's lines if `[miner] attach` is `log`. With `sn38`, does so only for a miner
+    without the methods to hook (subnet 38's before 2025-02): it prints steps, but no rank
     reports."""
 
     name = "log_only"
@@ -183,8 +183,8 @@ class LogAttachMonitor(Monitor):
             self._show(flight, RUNNING, now)
 
     def _progressed(self, flight: FlightWriter, now: float, *, in_phase: bool) -> None:
-        """Record that a line about a step arrived. `in_phase`: until then the miner was in a phase,
-        not in plain training."""
+        """Record that a line about a step arrived. `in_phase`: before it, the miner was in a phase
+        rather than in plain training."""
         if self._line_at is not None and not in_phase:
             self._longest_gap = max(self._longest_gap, now - self._line_at)
         self._line_at = now

@@ -1,4 +1,4 @@
-"""Nodes: reports which other nodes of the run stop answering, and when they answer again."""
+"""Nodes: reports when other nodes of the run stop responding, and when they respond again."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ class NodesMonitor(Monitor):
         node.reason = reason
         if node.down and not was_down:
             detail = (
-                f"no answer for {self.context.clock.monotonic() - node.since:.0f}s "
-                f"({reason}); check its network"
+                f"no response for {self.context.clock.monotonic() - node.since:.0f}s ({reason}); "
+                "check its network"
             )
             self.context.emit(make_finding("network_unreachable", node=name, detail=detail))
 

@@ -76,7 +76,7 @@ class OtelMonitor(Monitor):
 
     def _understand(self, document: Mapping[str, Any]) -> Finding | None:
         endpoint = self._endpoint
-        reason = self.context.redactor.text(str(document.get("reason") or "no reason known"))
+        reason = self.context.redactor.text(str(document.get("reason") or "reason unknown"))
         if "failing" in document:
             signal = str(document["failing"])
             self._failing[signal] = reason

@@ -1,4 +1,4 @@
-"""What the uploads monitor remembers about a push, and how its messages describe one."""
+"""The uploads monitor's records of pushes, and the wording of its messages about them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ three times."""
 
 @dataclass(frozen=True)
 class Begun:
-    """A push whose end has not been reported yet."""
+    """A push that has not been reported as complete yet."""
 
     entry: UploadEntry
     at: float | None
@@ -44,8 +44,7 @@ def steps_of(entry: UploadEntry) -> tuple[int | None, int | None]:
 
 
 def took(entry: UploadEntry) -> str:
-    """Describe how long the push took. A log does not show that: it reports only the end of a
-    push."""
+    """Describe how long the push took. A log shows only when a push ended, not how long it took."""
     seconds = entry.seconds
     return (
         "pushed, according to the miner's log" if seconds is None else f"pushed in {seconds:.1f}s"
@@ -62,6 +61,6 @@ def tag_of(entry: UploadEntry) -> str | None:
 
 
 def not_verified(entry: UploadEntry, tag: str | None, why: str) -> Finding:
-    """The finding for a push that the guard reports on the miner's word alone."""
+    """The finding for a push that only the miner has confirmed."""
     detail = f"{took(entry)}; not verified: {why}"
     return make_finding("upload_reported", tag=tag, detail=detail, source="guard")

@@ -1,5 +1,5 @@
-"""Whether the ranks' processes are alive, by pid and start time, so that the guard notices a rank's
-death within seconds."""
+"""Checks by pid and start time whether the ranks' processes are alive, so the guard notices a
+rank's death within seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ process is looked up again immediately."""
 
 
 class RankProcesses:
-    """Reads one /proc file per rank and call."""
+    """Tracks the ranks' processes. Each call reads one /proc file per rank."""
 
     def __init__(self, state: StateDir) -> None:
         self._state = state

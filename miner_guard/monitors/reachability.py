@@ -1,8 +1,8 @@
-"""The other nodes of a run: their addresses, from the launcher's command and connections, and
-whether they answer.
+"""Finds the other nodes of a run from the launcher's command and connections, and checks whether
+they respond.
 
 The launcher is torch's, and this module does not speak its protocol. A node counts as reachable if
-its kernel answers, whether it accepts or refuses the connection.
+its kernel responds, whether it accepts or refuses the connection.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _parsed(text: str) -> tuple[IPv4Address | IPv6Address, int]:
 
 
 def answers(host: str, port: int, timeout_s: float) -> str | None:
-    """Try to connect: None if the node's kernel answers, else why it did not."""
+    """Try to connect: None if the node's kernel responds, else why it did not."""
     try:
         socket.create_connection((host, port), timeout=timeout_s).close()
     except ConnectionRefusedError:

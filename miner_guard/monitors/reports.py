@@ -33,7 +33,7 @@ class ReportsMonitor(Monitor):
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
         if self._at is not None:
-            # A launch loads the checkpoint first: count its age from there, or every restart would
+            # A launch loads the checkpoint first: count its age from then, or every restart would
             # raise an alarm.
             self._at = launch.started
             self._stale.clear()
@@ -76,8 +76,8 @@ class ReportsMonitor(Monitor):
         )
         if before and size is not None and size < before / 2:
             shrunk = (
-                f"{path} has {size} bytes, the previous one had {before}: it may lack ranks "
-                "or optimizer state"
+                f"{path} has {size} bytes, the previous one {before}: ranks or optimizer state may "
+                "be missing from it"
             )
             return (saved, make_finding("checkpoint_stale", rank=rank, detail=shrunk))
         return (saved,)

@@ -91,7 +91,7 @@ class MonitorRunner:
                 why = monitor.objection()
             except Exception as error:  # noqa: BLE001 - a bug in a monitor must not end supervision; it is reported
                 self._report_defect(monitor.name, "objection", error)
-                why = f"{monitor.name} could not judge it"
+                why = f"{monitor.name} failed to check the exit"
             found += [why] if why is not None else []
         return found
 

@@ -43,8 +43,8 @@ class StepsMonitor(Monitor):
         self._max: tuple[float, int | None] | None = None
         self._limiter = LineLimiter(context.config.logs.step_lines_per_s)
         self._evaluated = LineLimiter(context.config.logs.step_lines_per_s)
-        """Separate limit for steps with an evaluation: they are rare, and they are the only
-        points of the evaluation curve."""
+        """Separate limit for steps with an evaluation: they are rare, and they are the only points
+        on the evaluation curve."""
 
         self._reset()
 
@@ -65,7 +65,7 @@ class StepsMonitor(Monitor):
         self._low_memory_reports = Once()
         self._peaks_gb: dict[int, float] = {}
         self._timing_remarks = Once()
-        """One remark of a kind per launch: it describes the program, so each later line would
+        """One remark of each kind per launch: it describes the program, so later ones would only
         repeat it."""
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
@@ -150,8 +150,8 @@ class StepsMonitor(Monitor):
     def _slow_line(
         self, rank: int, step: StepRecord, slow: step_time.SlowStep
     ) -> Iterator[Finding]:
-        # Every slow step longer than 60 s gets a line, as in source 004; short ones would flood the
-        # console. The report marks all of them.
+        # Every slow step longer than 60 s gets a line, as in source 004; a line for shorter ones
+        # would flood the console. The report marks all of them.
         too_soon = step.end - self._warned_at < _SLOW_REPEAT_S or self._on_cpu
         pause = self._pause(step, slow)
         level, left_out = None, self._slow_left_out
@@ -347,7 +347,7 @@ class StepsMonitor(Monitor):
 
 
 def _about_the_loss(step: StepRecord) -> dict[str, Any]:
-    """Fields for a loss that is summed or belongs to another step."""
+    """Fields for a loss that is a sum or belongs to another step."""
     if step.loss is None:
         return {}
     about: dict[str, Any] = {"loss_summed": True} if step.loss_summed else {}

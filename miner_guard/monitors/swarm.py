@@ -12,12 +12,12 @@ from miner_guard.monitors.base import Context, Launch, Monitor
 from validators.profiles import chosen
 
 _REPEAT_S = 600.0
-"""Peers may come and go at every outer step: a loss is reported again after this long, or when
-fewer are left."""
+"""Peers may come and go at every outer step: a loss of peers is reported again after this long, or
+when even fewer are left."""
 
 
 class SwarmMonitor(Monitor):
-    """Inactive unless the profile has patterns of peers or AllReduces."""
+    """Inactive unless the profile has patterns for peers or AllReduces."""
 
     name = "swarm"
 
@@ -30,7 +30,7 @@ class SwarmMonitor(Monitor):
             self.words = frozenset()
         self._peers: int | None = None
         self._reported: dict[str, tuple[int, float]] = {}
-        """By event: the number last reported, and when."""
+        """By event: the number last reported, and the time of that report."""
 
         self._allreduces = {"finished": 0, "failed": 0}
         self._last: dict[str, Any] | None = None

@@ -62,7 +62,7 @@ _SHOWN: Mapping[str, tuple[str, type[Section]]] = {
 """Latest items shown in the status, and their tables in the ledger."""
 
 _ROW = ("decision_id", "outer_step", "inner_step", "bytes", "seconds", "attempts", "checksum")
-"""Fields of an entry that its row in the ledger takes over."""
+"""Fields of an entry that are copied to its row in the ledger."""
 
 
 def _ledger(context: Context) -> Ledger:
@@ -125,7 +125,7 @@ class UploadsMonitor(Monitor):
         self._probed(self._probe(), began)
 
     def _probe(self) -> Published:
-        # This process counts in monotonic time, whatever clock the child used.
+        # This process uses monotonic time, whatever clock the child used.
         return replace(look_at(self._repo, self._layout), seen_at=self.context.clock.monotonic())
 
     def _probed(self, published: Published, began: float) -> None:
@@ -253,7 +253,7 @@ class UploadsMonitor(Monitor):
     def on_exit(self, end: Exit) -> Iterable[Finding]:
         cut, self._began = list(self._began.values()), {}
         for begun in cut:
-            why = "the miner ended during the push; what is published may be mixed"
+            why = "the miner exited during the push; the published files may be inconsistent"
             self._store(begun.entry, "failed", error=why)
             yield make_finding("upload_failed", reason=f"tag {tag_of(begun.entry)}: {why}")
 

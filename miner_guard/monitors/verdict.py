@@ -30,7 +30,7 @@ _REPORTED = ("state", "since", "cause", "next_step", "confidence", "earns")
 
 
 class VerdictMonitor(Monitor):
-    """Judges the status document at each tick and reports a change of verdict."""
+    """Judges the status document at each tick and reports changes of the verdict."""
 
     name = "verdict"
 
@@ -41,8 +41,7 @@ class VerdictMonitor(Monitor):
         self._current: RunVerdict | None = None
         self._since = context.clock.wall()
         self._candidate: tuple[str, float] | None = None
-        """A condition that may become the verdict, and the monotonic time since which it has
-        held."""
+        """A condition that may become the verdict, and the monotonic time when it began."""
 
         before = read_status(context.state)
         verdict = before.verdict if before is not None else None
@@ -75,7 +74,7 @@ class VerdictMonitor(Monitor):
         return [self._change(verdict, held_s)]
 
     def on_stop(self) -> Iterable[Finding]:
-        """The final verdict: nothing is training here any longer."""
+        """The final verdict: nothing is training here anymore."""
         self._count(self.context.clock.monotonic())
         verdict = judge(
             replace(StatusDocument.from_json(self.context.status()), state="done"), self._memory
@@ -83,7 +82,7 @@ class VerdictMonitor(Monitor):
         return [self._change(verdict)]
 
     def _count(self, now: float) -> None:
-        """Add the time since the last count to the week."""
+        """Add the time since the last call to the week's totals."""
         passed_s, self._counted_at = now - self._counted_at, now
         if passed_s <= _UNWATCHED_S:
             wall, state = self.context.clock.wall(), UNKNOWN

@@ -53,7 +53,7 @@ class RankCosts:
             self.flush()
 
     def flush(self) -> None:
-        """Journal the sums. Those for which the journal has no room stay for the next time."""
+        """Journal the sums. Sums that do not fit into the journal wait until the next time."""
         self._flushed = self._monotonic()
         if self._own_count:
             self._sums[(OWN, True)] = (self._own_seconds, self._own_count)
@@ -80,7 +80,7 @@ class RankCosts:
         finally:
             try:
                 self.add(str(operation), self._monotonic() - started, True)
-            except Exception as error:  # noqa: BLE001 - what was timed has its own outcome; reported as guard_degraded
+            except Exception as error:  # noqa: BLE001 - a failure of the timing must not affect the timed code; reported as guard_degraded
                 self._recorder.report_error(
                     "track", f"guard.track: {describe(error)}; training continues"
                 )

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 def follow(forked: Callable[[], None], exited: Callable[[bool], None]) -> None:
     """Call the method `forked` in each forked child of this process, and the method
-    `exited(failed)` as `at_exit` does, as long as their object exists."""
+    `exited(failed)` as `at_exit` does, for as long as their object exists."""
     weak_forked, weak_exited = weakref.WeakMethod(forked), weakref.WeakMethod(exited)
 
     def after_in_child() -> None:
@@ -28,8 +28,8 @@ def follow(forked: Callable[[], None], exited: Callable[[bool], None]) -> None:
 
 
 def at_exit(ended: Callable[[bool], None]) -> None:
-    """Call `ended(failed)` when this process exits through the interpreter, so not after `os._exit`
-    or a signal.
+    """Call `ended(failed)` when this process exits through the interpreter, but not after
+    `os._exit` or a signal.
 
     `failed`: whether an exception ended the process. The code of a `sys.exit` counts only in a
     multiprocessing child; elsewhere it is unknown here.

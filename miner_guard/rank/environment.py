@@ -29,7 +29,7 @@ class RankSettings:
     hang: HangSettings = field(default_factory=HangSettings)
     costs: CostSettings = field(default_factory=CostSettings)
     launch: int = 0
-    """How many times this run of the guard started the miner before this launch."""
+    """How many times this run of the guard has started the miner before this launch."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class RankContext:
 
     settings: RankSettings
     remarks: tuple[str, ...] = ()
-    """Human-readable remarks about inputs that could not be used."""
+    """Human-readable remarks about unusable inputs."""
 
     local_world_size: int = 0
     """Ranks on this host; 0 if unknown."""
@@ -77,7 +77,7 @@ def _folder(env: Mapping[str, str], given: str | Path | None, remarks: list[str]
     try:
         return Path(named).expanduser().absolute() if named else None
     except (OSError, RuntimeError, TypeError) as error:
-        # The home or working directory is gone. That must not change which rank this is.
+        # The home or working directory is gone, but this must still be the same rank.
         remarks.append(f"the state directory {named} can't be found ({error}); nothing is recorded")
         return None
 

@@ -375,8 +375,8 @@ class Guard:
             self._attempt("exit", self._end, FAILED if failed else ENDED)
 
     def _begin(self, agree: bool) -> None:
-        """Start what needs the other ranks or is optional; a failure of one step does not affect
-        the others. `agree`: set up the agreement now."""
+        """Start everything that needs the other ranks or is optional; if one step fails, the others
+        still run. `agree`: set up the agreement now."""
         ending.follow(self._forked, self._exited)
         if self.world_size > 1 and agree:
             self._attempt("agreement", self._questions.agreement)

@@ -40,7 +40,7 @@ _LAYOUT = {
     "phases": len(PHASES),
     "interface": 2,
 }
-"""What the compiled module must have been built for. `interface` counts the changes of its
+"""The layout that the compiled module must have been built for. `interface` is the version of its
 functions."""
 
 Remember = Callable[[float], None]
@@ -56,7 +56,7 @@ def compiled() -> tuple[Any | None, str]:
     except ImportError as error:
         return None, f"not built: {error}"
     if _hot.LAYOUT != _LAYOUT:
-        return None, f"{_hot.__file__} was built from other sources; reinstall the package"
+        return None, f"{_hot.__file__} was built from different sources; reinstall the package"
     return _hot, str(_hot.__file__)
 
 

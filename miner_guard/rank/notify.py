@@ -45,8 +45,9 @@ class Notifier:
 
     @property
     def reached(self) -> tuple[int, bytes] | None:
-        """The socket's descriptor and address, for compiled code that sends by itself. None without
-        a socket, or if the path is not a valid address, so that only `send` can reach it."""
+        """The socket's descriptor and address, for compiled code that sends on its own. None
+        without a socket, or if the path is not a valid address, so that only `send` can reach
+        it."""
         name = b"" if self._path is None else os.fsencode(self._path)
         if self._socket is None or len(name) > MAX_LENGTH:
             return None
@@ -70,7 +71,8 @@ class Notifier:
             with address(self._path) as name:
                 self._socket.sendto(payload, socket.MSG_DONTWAIT, name)
         except OSError as error:
-            # A supervisor that is stuck (EAGAIN) is still there, and will read the flight record.
+            # A supervisor that is stuck (EAGAIN) still exists, and will read the flight record
+            # later.
             self.alone = error.errno in _NOBODY
             self.dropped += 1
             return False

@@ -11,12 +11,11 @@ MAX_INT = 1 << 63
 
 
 class Loss(NamedTuple):
-    """A loss and how it came about, for `step(loss=…)`."""
+    """A loss with its origin, for `step(loss=…)`."""
 
     value: float
     steps_ago: int = 0
-    """How many steps ago the loss was computed: it arrives late if it is read from a GPU without
-    waiting."""
+    """How many steps ago the loss was computed: reading it from a GPU without waiting delays it."""
 
     summed: bool = False
     """Whether it is the sum of all losses passed to `backward` during the step; the program may
@@ -75,7 +74,7 @@ class GpuMemory(NamedTuple):
     allocated: float
     reserved: float
     peak: float | None
-    """The most that was allocated at one time since the program started or reset the counter."""
+    """Peak of the allocated bytes since the program started or reset the counter."""
 
 
 _GROWTH = 1.05
@@ -116,8 +115,7 @@ class CudaMemory:
         return (None, None) if memory is None else (memory.allocated, memory.reserved)
 
     def new_peak(self) -> GpuMemory | None:
-        """The last reading, if its peak is well above the last one that this returned; otherwise
-        None."""
+        """The last reading if its peak is well above the one returned last; otherwise None."""
         last = self._last
         if last is None or not last.peak or last.peak < _GROWTH * self._reported:
             return None

@@ -20,7 +20,7 @@ it meets an uncached name."""
 
 _MAX_OPEN = 64
 """Limit on open phases. A program exceeds it only if it enters phases by hand and forgets to leave
-them; without the limit each step would then take longer."""
+them; without the limit, each step would then take longer than the last."""
 
 
 class Header(Protocol):
@@ -72,7 +72,7 @@ class Phases:
 
     def take(self, now: float) -> tuple[dict[str, float], float]:
         """Return the seconds by phase since the last call, and the seconds nested in `monitor`.
-        Open phases count up to `now`."""
+        Open phases count until `now`."""
         for depth, frame in enumerate(self.stack):
             self.account(frame, depth, now)
             frame.counted_to = now

@@ -1,5 +1,5 @@
 """Records what happens in a rank: in the flight record, through the notifier and, if no supervisor
-listens, in the standalone log."""
+is listening, in the standalone log."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOTIFY_EVERY_S = 0.05
 """Minimum time between two notifications of the supervisor about steps."""
 
 _MAX_TROUBLES = 20
-"""How many distinct failures the hook reports; it only counts the rest."""
+"""How many different failures the hook reports; it only counts the rest."""
 
 
 class Recorder:

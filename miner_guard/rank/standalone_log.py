@@ -63,8 +63,8 @@ class StandaloneLog:
         # If the process has no standard output, descriptor 1 may be any file that the program has
         # opened.
         self._stdout = None if sys.__stdout__ is None else _target(1)
-        """What descriptor 1 referred to at the start; None without a console, or once
-        `keep_console` has run."""
+        """The target of descriptor 1 at the start; None without a console, or once `keep_console`
+        has run."""
 
     def keep_console(self) -> None:
         """Hold the console open for later lines. A rank with a supervisor prints none until it
@@ -151,7 +151,7 @@ class StandaloneLog:
                 self.left_out += 1
                 self._why = "the console is full"
             except OSError:
-                # The console has no reader left, and there is nowhere else to report it.
+                # Nobody reads the console anymore, and there is nowhere else to report that.
                 self._console = None
 
     def _record(self, finding: Finding) -> Mapping[str, Any]:

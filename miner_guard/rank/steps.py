@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 _RECENT_LOSSES = 64
 _PEAK_FROM_STEP = 3
-"""Ignore peaks before this step: the optimizer allocates its state in the first one."""
+"""Ignore peaks before this step: the optimizer allocates its state in the first step."""
 
 _PEAK_EVERY_S = 60.0
 
@@ -37,8 +37,8 @@ class Stepper:
 
     def __init__(self, place: RankContext, recorder: Recorder, report: Report) -> None:
         self.record = StepRecord()
-        """The record, reused for each step: the hook fills in the values that it was given, and
-        `end` the measurements."""
+        """The record, reused for each step: the hook fills in the reported values, and `end` the
+        measurements."""
 
         self.losses: deque[float] = deque(maxlen=_RECENT_LOSSES)
         self._recorder = recorder
@@ -167,8 +167,8 @@ class Stepper:
             return
         norm = record.grad_norm
         if loss == 0.0 and norm is not None and not math.isfinite(norm):
-            # Hugging Face's Trainer reports a NaN loss as 0.0; the gate must not take that for a
-            # loss.
+            # Hugging Face's Trainer reports a NaN loss as 0.0; the gate must not treat that as a
+            # real loss.
             loss = NAN
         self.losses.append(loss)
         if device == "cpu" and (self._cuda_expected or numbers.cuda_in_use()):
@@ -191,6 +191,6 @@ class Stepper:
     def _attempt(self, name: str, read: Callable[[], T], fallback: T) -> T:
         try:
             return read()
-        except Exception as error:  # noqa: BLE001 - any object may be handed in, and CUDA may be broken; it is reported
+        except Exception as error:  # noqa: BLE001 - the caller may pass any object, and CUDA may be broken; it is reported
             self._report(name, error)
             return fallback

@@ -31,7 +31,7 @@ class UploadRecorder:
         self._started = 0.0
         self.decision = decision
         self.tag = tag
-        """What is published, such as `5.56.51`."""
+        """The tag of the upload, such as `5.56.51`."""
 
         self.size_bytes: int | None = None
         self.attempts: int | None = None

@@ -1,1 +1,1 @@
-"""Snapshots: this rank's share of the state, in memory for the next launch."""
+"""Snapshots: keep this rank's share of the state in memory for the next launch."""

@@ -1,4 +1,4 @@
-"""Copies a state into memory of this process while training continues.
+"""Copies a state into this process's memory while training continues.
 
 Parameters and optimizer states change only in an optimizer's step, so copying them may take as long
 as the next forward and backward pass: the next step of any optimizer waits for the rest. Everything
@@ -6,8 +6,7 @@ else is copied before training continues: buffers such as those of BatchNorm, wh
 changes, and the states of random generators.
 
 If something else changes a parameter in the meantime, the copy mixes two steps. torch counts most
-changes of a tensor (not those through `.data`), and a copy of a tensor with such a change is not
-used.
+changes to a tensor (not those through `.data`); if a tensor has changed, its copy is not used.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from miner_guard.snapshots.layout import Leaf, Part, local_part, tensor_over
 
 _Tensors = list[tuple[Leaf, torch.Tensor]]
-"""Each tensor's place, with this rank's shard."""
+"""Where each tensor goes, with this rank's shard."""
 
 _PATIENCE_S = 60.0
-"""How long an optimizer's step waits for a copy at most; then the copy is not used. Copying takes a
-second per 5 GB."""
+"""How long an optimizer's step waits for a copy before discarding it. Copying takes a second per 5
+GB."""
 
 
 class HostCopy:
-    """The memory of one copy at a time. Only `finish` runs in another thread."""
+    """The memory for one copy at a time. Only `finish` runs in another thread."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
-        """`optimizers`: whose parameters and states may be copied while training continues, if
-        their step calls torch's hooks."""
+        """`optimizers`: those whose parameters and states may be copied while training continues,
+        if their step calls torch's hooks."""
         self._optimizers = tuple(each for one in optimizers if (each := _hooked(one)) is not None)
         self._hook: Any = None
         if self._optimizers:
@@ -89,7 +88,7 @@ class HostCopy:
 
     @torch.no_grad()
     def start(self, tensors: Sequence[tuple[Leaf, Part]]) -> None:
-        """Copy what may change before the next step of an optimizer, and prepare the rest for
+        """Copy everything that may change before the next optimizer step, and prepare the rest for
         `finish`, which must then run in another thread."""
         assert self._memory is not None
         steady = self._steady()
@@ -131,7 +130,7 @@ class HostCopy:
                     tensor.record_stream(self._stream)
 
     def _steady(self) -> set[int | None]:
-        """The storages that change only in a step of the optimizers."""
+        """The storages that change only in a step of these optimizers."""
         found: set[int | None] = set()
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -229,8 +228,7 @@ def _hooked(optimizer: Any) -> Any | None:
 
 
 def _storage(tensor: torch.Tensor) -> int | None:
-    """Identifies the memory of a tensor; None if it has none, or if torch does not count its
-    changes."""
+    """Identifies a tensor's memory; None if it has none, or if torch does not count its changes."""
     if tensor.is_inference() or not tensor.numel():
         return None
     try:

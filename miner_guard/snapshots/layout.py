@@ -1,4 +1,5 @@
-"""Where a state's tensors lie in memory, or in a file, that holds this rank's share of it."""
+"""The layout of a state's tensors in the memory or file that holds this rank's share of the
+state."""
 
 from __future__ import annotations
 
@@ -25,10 +26,10 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of a state."""
+    """One tensor in a state."""
 
     value: torch.Tensor
-    """The value as the state holds it."""
+    """The value as it is in the state."""
 
     local: torch.Tensor
     """This rank's shard of the value, detached from its graph."""

@@ -32,7 +32,7 @@ from miner_guard.snapshots.host_copy import HostCopy
 from miner_guard.snapshots.layout import Leaf, fill, parts, placed, tensor_over
 
 _KEPT_FREE = 0.1
-"""Share of the free memory to leave for others."""
+"""Share of the free memory to leave to other processes."""
 
 _CHUNK = 16 * 1024 * 1024
 
@@ -47,7 +47,7 @@ class NoRoom(Exception):
 
 
 class Mixed(Exception):
-    """A snapshot mixes two steps, because something changed a tensor while it was copied."""
+    """A snapshot mixes two steps, because something changed a tensor during the copy."""
 
 
 class MemoryTier:
@@ -60,8 +60,8 @@ class MemoryTier:
         world_size: int,
         optimizers: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
-        """`folder` must be on a tmpfs of this node and private to this user. `optimizers`: whose
-        parameters and states may be copied while training continues. Raises OSError."""
+        """`folder` must be on a tmpfs of this node and private to this user. `optimizers`: those
+        whose parameters and states may be copied while training continues. Raises OSError."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_uid != os.getuid() or folder.is_symlink():
             raise PermissionError(f"{folder} belongs to another user")
@@ -131,7 +131,7 @@ class MemoryTier:
             pending.result()
 
     def whole(self) -> set[int]:
-        """The steps that this rank's slots hold completely, with matching checksums."""
+        """The steps for which this rank's slots are complete and have matching checksums."""
         return {int(m["step"]) for slot in (0, 1) if (m := self._verified(slot)) is not None}
 
     def unfit(self, step: int, state: dict[str, Any]) -> str | None:
@@ -243,7 +243,8 @@ class MemoryTier:
                 with data[start : min(start + _CHUNK, manifest["size"])] as chunk:
                     crc = zlib.crc32(chunk, crc)
                     _write(file, chunk)
-        # Check last: a change that was under way when the copy ended counts only when it is done.
+        # Check last: torch counts a change only once it is complete, and one may have been in
+        # progress when the copy ended.
         changed = self._copy.changed()
         if changed is not None:
             raise Mixed(f"the snapshot of step {manifest['step']} was discarded: {changed}")

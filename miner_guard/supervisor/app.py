@@ -83,7 +83,7 @@ _FLUSH_ASKED_S = 2.0
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of `miner-guard run`."""
+    """The arguments to `miner-guard run`."""
 
     command: Sequence[str]
     config: Config
@@ -224,7 +224,7 @@ class GuardApp:
         self.log(make_finding("guard_stopped", exit_code=code, reason=self.supervisor.reason))
         unwritten = self._report_unwritten()
         self.relay.finish(_LAST_WORDS_S)
-        # Only now does the guard know how much output the reader of its stdout never accepted.
+        # The guard learns only now how much output the reader of its stdout never accepted.
         self.supervisor.pulse.report_drops()
         # Keep writes diverted: an exit handler must not wait for a dead disk either.
         self.disk.close(0.0 if unwritten else _LAST_WORDS_S)
@@ -234,12 +234,12 @@ class GuardApp:
         return code
 
     def _report_unwritten(self) -> bool:
-        """Give the disk a last chance to write, and report on the console which files it did not
-        write. Returns whether there are any."""
+        """Give the disk one last chance to write, and list on the console the files whose writes
+        are still pending. Returns whether there are any."""
         left = self.disk.settle(_LAST_WORDS_S)
         if left:
-            what = f"not written within {_LAST_WORDS_S:g} s of the end: {', '.join(left)}"
-            self._degraded(f"{what}; the disk does not answer")
+            what = f"not written within {_LAST_WORDS_S:g} s of shutdown: {', '.join(left)}"
+            self._degraded(f"{what}; the disk is not responding")
         return bool(left)
 
     def _prepare(self) -> None:
@@ -397,4 +397,4 @@ class GuardApp:
             self.loop.after(0.05, lambda: None)
             self.loop.turn()
         if self.runner.lingers():
-            self._degraded(f"not all alerts were sent within {within_s:g} s of the end")
+            self._degraded(f"not all alerts were sent within {within_s:g} s of shutdown")

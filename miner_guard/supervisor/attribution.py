@@ -1,6 +1,5 @@
-"""Decides why a launch ended: because of a recent incident, otherwise as its exit code says.
-
-Operators see the cause, and the restart policy acts on it.
+"""Decides why a launch ended: a recent incident if there is one, otherwise its exit code. Operators
+see the cause, and the restart policy acts on it.
 """
 
 from __future__ import annotations
@@ -31,10 +30,11 @@ class RankStates(Protocol):
 
 
 def ran_to_its_end(ranks: RankStates, objections: Sequence[str]) -> bool:
-    """Whether a miner that exited with 0 has finished its work, although it never reported that.
+    """Whether a miner that exited with 0 has finished its work even though it never reported doing
+    so.
 
     It has if every rank completed a step and reached the end of its program, no exception reached
-    the top level, and the output of the last minutes shows no error. The output matters because a
+    the top level, and the last few minutes of output show no error. The output matters because a
     training loop that catches an exception, prints it and returns also exits with 0.
     """
     return not objections and ranks.all_stepped() and ranks.all_in({"ended", "finished"})
@@ -53,8 +53,8 @@ class Attribution:
         self._incident = None
 
     def hear(self, finding: Finding) -> None:
-        """Remember the latest incident, until training overcomes it. The monitor reports only root
-        causes, and training survived the earlier ones."""
+        """Remember the latest incident until training recovers from it. The monitor reports only
+        root causes, and training survived the earlier ones."""
         if finding.event == "incident":
             self._incident, self._incident_at = finding, self._clock.monotonic()
         elif (

@@ -31,14 +31,14 @@ class ActiveLaunch:
     """Finds the processes of this launch."""
 
     stop_request: StopRequest | None = None
-    """The request that ends this launch; None if no one has asked for its end."""
+    """The request that ends this launch; None if nobody has requested a stop."""
 
     teardown: Teardown | None = None
     healthy: bool = False
     """The launch ran long enough to reset the failure count."""
 
     drain_until: float | None = None
-    """Until when the monitors may read the last output; None until all processes of the launch are
+    """Deadline for the monitors to read the last output; None until all processes of the launch are
     gone."""
 
     _next_step: float = field(default=0.0)
@@ -90,8 +90,8 @@ class ActiveLaunch:
         return again
 
     def exit(self, said_finished: bool) -> Exit:
-        """How the launch ended. `said_finished`: its ranks or the settings say that its work is
-        done."""
+        """How the launch ended. `said_finished`: its ranks reported, or the settings imply, that
+        its work is done."""
         code = self.child.code()
         if code is None:
             # The launcher is stuck in the kernel and can't be reaped; SIGKILL was the last resort.

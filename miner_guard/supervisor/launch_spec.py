@@ -35,8 +35,8 @@ class Then(Enum):
     """Restart when the restart policy allows it."""
 
     FINISH = "finish"
-    """The guard exits as it does when the miner has finished: the ranks reported that they
-    finished, and only their exit hangs."""
+    """The guard exits as if the miner had finished: the ranks reported that they were done, and
+    only their exit hangs."""
 
     RELAUNCH = "relaunch"
     """Restart immediately. An operator or a setting requested it, so it does not count as a

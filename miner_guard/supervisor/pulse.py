@@ -30,7 +30,7 @@ _QUIET_S = 1.0
 
 
 class PulsedRun(Protocol):
-    """What the tick needs of the supervisor."""
+    """What the tick needs from the supervisor."""
 
     spec: LaunchSpec
     clock: Clock

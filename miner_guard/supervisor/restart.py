@@ -31,11 +31,11 @@ class RestartRule:
 RULES = {
     "transient": RestartRule(None, "check the incidents and the miner's last lines above"),
     "outage": RestartRule(
-        None, "check whether the service answers from this machine", outside=True
+        None, "check whether the service is reachable from this machine", outside=True
     ),
     "once": RestartRule(1, "a restart does not fix it"),
     "hardware": RestartRule(
-        1, "a restart of the miner can't bring it back: restart the container, then the host"
+        1, "restarting the miner can't bring it back: restart the container, then the host"
     ),
     "config": RestartRule(1, "a person must change something first; a restart cannot fix it"),
 }

@@ -64,6 +64,6 @@ def iso_utc(wall: float) -> str:
 def parse_iso_utc(text: str) -> float:
     """Parse a time that `iso_utc` formatted. Raises ValueError."""
     if len(text) == _ISO_LENGTH and text[10] == "T" and text[-1] == "Z":
-        # This is twenty times as fast as strptime, and a report parses a million times.
+        # This is twenty times as fast as strptime, and a report parses a million timestamps.
         return datetime.fromisoformat(text[:-1]).replace(tzinfo=timezone.utc).timestamp()
     return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=timezone.utc).timestamp()

@@ -23,7 +23,7 @@ def retain() -> None:
 
 
 def give_back() -> None:
-    """Return free memory after a burst or a large parse; by itself glibc would keep it."""
+    """Return free memory after a burst or a large parse; glibc would otherwise keep it."""
     with contextlib.suppress(AttributeError):
         # Other C libraries lack this function and do not need it.
         ctypes.CDLL(None).malloc_trim(0)

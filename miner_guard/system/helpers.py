@@ -88,13 +88,13 @@ class HelperCpu:
 
 
 def let_outlive(pid: int) -> None:
-    """Keep `end_helpers` from killing this helper. It writes the guard's last lines and exits by
-    itself soon after the guard."""
+    """Keep `end_helpers` from killing this helper. It writes the guard's last lines and exits on
+    its own soon after the guard."""
     _outliving.add(pid)
 
 
 def end_helpers(within_s: float) -> None:
-    """Kill the helpers that are left. Returns when they are gone, or after `within_s` seconds.
+    """Kill any remaining helpers. Returns when they are gone, or after `within_s` seconds.
 
     Each monitor, probe and sender ends its own helper. But a thread may start one just after the
     helper's owner has stopped, and nothing else would end that helper. Never touches the miner's

@@ -27,7 +27,7 @@ def settle_signals() -> None:
 
 def continue_when_the_parent_dies() -> None:
     """Make the kernel send this process SIGCONT when its parent dies. For a helper that exits at
-    the end of its input: if it were suspended, it would not notice that end and would stay."""
+    the end of its input: while suspended, it would not notice that end and would never exit."""
     # Only helpers need ctypes.
     from miner_guard.system.parent_death import signal_at_parents_death
 

@@ -26,7 +26,7 @@ from miner_guard.system.own_module import own_module
 from miner_guard.system.readiness import ready
 
 _asked: set[subprocess.Popen[bytes]] = set()
-"""Child processes whose answer the guard is waiting for."""
+"""Child processes from which the guard is waiting for an answer."""
 
 PROBE_FD = "_MINER_GUARD_PROBE_FD"
 _LOOK_S = 2.0
@@ -228,7 +228,7 @@ def _parsed(asked: _Asked, text: bytes, printed: bytes, seconds: float) -> Answe
         except subprocess.TimeoutExpired:
             code = None
         last = words[-1] if words else "it printed nothing"
-        return Answer(None, f"probe {asked.name} ended with {code}: {last}", seconds)
+        return Answer(None, f"probe {asked.name} exited with {code}: {last}", seconds)
     try:
         document = json.loads(text)
     except ValueError:

@@ -62,7 +62,7 @@ class Stat:
 
 
 Table = Mapping[int, Stat]
-"""All processes of this namespace by pid, from one pass through /proc."""
+"""All processes in this namespace by pid, from one pass through /proc."""
 
 
 def stat(pid: int) -> Stat | None:
@@ -99,7 +99,7 @@ def latest_pid() -> int:
 
 
 def descendants(roots: Iterable[int], among: Table) -> set[Process]:
-    """The live processes among `roots` and their descendants, including a zombie's children."""
+    """`roots` and their descendants, as far as they are alive, including a zombie's children."""
     below: dict[int, list[int]] = {}
     for pid, seen in among.items():
         below.setdefault(seen.parent, []).append(pid)
@@ -162,7 +162,7 @@ def command(pid: int) -> str:
 
 
 def pids() -> Iterator[int]:
-    """Every pid of this namespace."""
+    """Every pid in this namespace."""
     for name in os.listdir("/proc"):
         if name.isdigit():
             yield int(name)

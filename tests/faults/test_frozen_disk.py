@@ -59,7 +59,7 @@ def test_a_frozen_disk_neither_slows_the_miner_nor_blocks_a_stop(
     assert rate > 20, "of 50 lines a second"
     # The watchdog would end a stop that waits for the disk, with another code.
     assert guarded.stop(seconds=120) == 0
-    assert b"the disk does not answer" in guarded.output.read_bytes()
+    assert b"the disk is not responding" in guarded.output.read_bytes()
     disk.thaw()
     guarded.assert_nothing_left()
 

@@ -269,7 +269,7 @@ def test_a_worker_that_fails_is_a_failed_upload_whatever_the_miner_logs(failing:
     assert "Successfully pushed" in failing.printed
     ends = [u for u in failing.entries("upload") if u["phase"] != "started"]
     assert {u["phase"] for u in ends} == {"failed"}
-    assert "the upload worker ended with code 3" in ends[0]["error"]
+    assert "the upload worker exited with code 3" in ends[0]["error"]
 
 
 def test_a_swallowed_exception_of_the_training_loop_is_reported_by_the_rank_itself(

@@ -129,7 +129,7 @@ def test_what_a_probe_lacks_is_named() -> None:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("import sys; sys.exit('usage: bittensor')", "ended with 1: usage: bittensor"),
+        ("import sys; sys.exit('usage: bittensor')", "exited with 1: usage: bittensor"),
         (
             "raise ImportError('scalecodec')",
             f"bittensor cannot be imported (scalecodec); {optional_deps.install('chain')}",

@@ -82,7 +82,7 @@ def flip(path: Path) -> None:
     ("harm", "words"),
     [
         (cut, "has 100 bytes"),
-        (flip, "does not have the checksum"),
+        (flip, "does not match its checksum"),
         (lambda p: largest(p).unlink(), "is missing"),
         (lambda p: (p / MANIFEST).unlink(), "not finished"),
         (lambda p: (p / MANIFEST).write_text('{"files"'), "its manifest cannot be read"),

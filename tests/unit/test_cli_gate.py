@@ -150,7 +150,7 @@ def test_a_replay_notices_a_ledger_that_was_changed(
     with sqlite3.connect(tmp_path / "ledger.sqlite3") as db:
         db.execute('UPDATE decisions SET record = \'{"inputs": "0"}\'')
     assert ask("--replay", decision.decision_id) == 1
-    assert "lacks the gate's inputs" in capsys.readouterr().err
+    assert "does not have the inputs" in capsys.readouterr().err
 
 
 def test_a_ledger_that_cannot_be_read_is_not_called_empty(

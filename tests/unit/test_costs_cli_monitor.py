@@ -78,7 +78,7 @@ def test_estimate_fills_in_the_documents_checklist(
         "[ ] cheaper: 87.5s per call would fit, or one call every 1029 steps: "
         "sample 10-20 examples, not 100",
         "[ ] alternative: run it on a checkpoint, after training",
-        "[ ] in the cost account: no call recorded here: "
+        "[ ] in the cost account: no calls recorded here: "
         'wrap it in tracker.track("evolution_snapshot")',
     ]
 

@@ -105,7 +105,7 @@ def test_the_command(
     for words in ("256", "1024", "~30.0 GB", "10.24s", "Where the usual estimate simplifies"):
         assert words in out
     assert main.run(["plan"]) == 0
-    changes = capsys.readouterr().out.partition("What each change would do")[2]
+    changes = capsys.readouterr().out.partition("The effect of each change")[2]
     assert "half the time" in changes
     assert "unknown" not in changes
     assert main.run(["plan", "--batch", "8", "--effective", "4"]) == 64

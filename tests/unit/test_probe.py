@@ -39,4 +39,4 @@ def test_a_child_without_progress_or_beyond_its_patience_did_not_answer(
 def test_a_child_that_ends_without_an_answer_has_answered(tmp_path: Path) -> None:
     answer = probe.ask(script(tmp_path, "raise SystemExit(3)\n"), {}, 60)
     assert answer.answered
-    assert "ended with 3" in str(answer.reason)
+    assert "exited with 3" in str(answer.reason)

@@ -167,7 +167,9 @@ def test_an_extra_that_the_settings_need_is_named_with_its_command(
     }
     alerts = found["env.extra.alerts"]
     assert alerts.level == "warn"
-    assert alerts.seen == "[alerts] urls is set and apprise is not installed: no alert is delivered"
+    assert (
+        alerts.seen == "[alerts] urls is set and apprise is not installed: no alerts are delivered"
+    )
     assert alerts.next_step is not None
     assert "pip install 'apprise>=1.7'" in alerts.next_step
 

@@ -328,7 +328,7 @@ def test_a_loss_that_is_not_a_number_is_reported_everywhere_in_the_same_word(
     [
         (0, ""),
         (2 << layout.LOSS_LAG_SHIFT, " (of step 82)"),
-        (layout.FLAG_LOSS_SUMMED, " (sum of what went into backward)"),
+        (layout.FLAG_LOSS_SUMMED, " (sum of the losses passed to backward)"),
     ],
 )
 def test_a_loss_that_is_not_simply_the_steps_is_marked(

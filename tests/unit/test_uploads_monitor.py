@@ -266,7 +266,7 @@ def test_after_a_restart_of_the_guard_the_status_shows_the_last_of_each(bench: B
     assert "gate   BLOCKED 2m ago: inner_step (15)" in shown
     for words in ("upload", "incident", "restart"):
         assert f"last {words} at 2" in shown
-    assert ": 5.56.51: failed: the miner ended during the push" in shown
+    assert ": 5.56.51: failed: the miner exited during the push" in shown
     assert "last audit at 1970-01-01T00:00:00Z: rejected: epoch 56: too old" in shown
 
 

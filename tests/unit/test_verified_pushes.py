@@ -153,7 +153,9 @@ def test_a_push_that_failed_says_why(bench: Bench) -> None:
 def test_a_push_that_the_miners_end_cuts_off_is_failed(bench: Bench) -> None:
     bench.push("started")
     (failed,) = bench.monitor.on_exit(Exit(137, 9, False, False, 60.0))
-    assert message(failed).startswith("UPLOAD FAILED: tag 5.56.51: the miner ended during the push")
+    assert message(failed).startswith(
+        "UPLOAD FAILED: tag 5.56.51: the miner exited during the push"
+    )
     assert list(bench.monitor.on_exit(Exit(0, None, True, False, 60.0))) == []
 
 

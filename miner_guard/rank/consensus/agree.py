@@ -34,8 +34,8 @@ _GRACE_S = 2.0
 
 _FIRST_POLL_S, _MAX_POLL_S = 0.001, 0.1
 _COUNT_SHIFT = 40
-"""The store adds up one number per question. From this bit on it counts ranks; below, it holds the
-sum of their 24-bit marks."""
+"""The store adds up one number per question. From this bit up it counts ranks; the bits below hold
+the sum of their 24-bit marks."""
 
 _MARK = (1 << 24) - 1
 
@@ -92,11 +92,11 @@ class SingleRank:
 
 
 class Group:
-    """All ranks of a process group. Every rank creates one and asks the same questions in the same
-    order."""
+    """The agreement between all ranks of a process group. Every rank creates one and asks the same
+    questions in the same order."""
 
     def __init__(self, store: AgreementStore, member: Member, timeout_s: float) -> None:
-        """Does not wait for the other ranks. Raises OSError, and what the store raises."""
+        """Does not wait for the other ranks. Raises OSError, and whatever the store raises."""
         self._store = store
         self._member = member
         self._timeout_s = timeout_s
@@ -264,7 +264,7 @@ class Group:
 
     def _forget(self, number: int) -> None:
         """Delete a question from the store. Every rank has its outcome, because all of them have
-        asked the next one."""
+        already asked the next one."""
         for name in ("answer", "in", "decided", "outcome"):
             self._store.delete_key(f"{number}/{name}")
 

@@ -1,4 +1,4 @@
-"""Questions to which all ranks get the same answer: rank 0 knows it, and every rank waits for
+"""Questions to which all ranks get the same answer: rank 0 provides it, and every rank waits for
 it."""
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Gate:
         except NoConsensus as error:
             return self.blocked(candidate, str(error)), str(error)
         # Rank 0 uses the shared answer too, so that all ranks have the same decision. Only the
-        # replay record and the verdicts are its own.
+        # replay record and the verdicts stay rank 0's own.
         decision = GateDecision.from_dict(json.loads(answer))
         return (
             decision if own is None else replace(decision, record=own.record, verdicts=own.verdicts)
@@ -78,7 +78,7 @@ class Gate:
             report = outline(gradient, limits, known)
             if not report["problems"]:
                 report = _contents(gradient, limits, known)
-        except Exception as error:  # noqa: BLE001 - what can't be judged here is judged by the audit
+        except Exception as error:  # noqa: BLE001 - the audit judges what cannot be judged here
             report = {"reason": f"the gradient could not be inspected: {describe(error)}"}
         judged = self._judged(replace(candidate, files=report))
         refused = any(v.rule == gradients.RULE and v.outcome == "block" for v in judged.verdicts)
@@ -120,8 +120,8 @@ class Gate:
         return read(self._place.state.gate_inputs)
 
     def blocked(self, candidate: Candidate, why: str) -> GateDecision:
-        """A decision of this rank alone to block the upload. In shadow mode it allows the upload
-        and only reports the block.
+        """This rank's own decision to block the upload. In shadow mode it allows the upload and
+        only reports the block.
 
         Its id differs in each launch, because the ledger accepts each id only once.
         """

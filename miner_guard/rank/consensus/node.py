@@ -1,4 +1,4 @@
-"""Connects the ranks of one node with their leader: one datagram in each direction per question."""
+"""Connects the ranks on one node to their leader: one datagram in each direction per question."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class UploadQuestions:
         return -1 if number is None else number
 
     def may_publish(self, decision: GateDecision, gradient: Any) -> GateDecision:
-        """Decide whether the compressed gradient may go out; returns `decision` itself if it may.
+        """Decide whether the compressed gradient may be uploaded; returns `decision` itself if so.
         Rank 0 only."""
         try:
             judged = self._gate.ready(decision, gradient)
@@ -101,8 +101,8 @@ class UploadQuestions:
             self._recorder.own_log.say(gating.finding_of(decision))
 
     def recorder(self, decision: Any, phase: Any, tag: str | None) -> UploadRecorder:
-        """The context manager around an upload, in `phase`. `decision` is unchecked, as the miner
-        passed it."""
+        """The context manager around an upload, in `phase`. `decision` is whatever the miner
+        passed, unchecked."""
         if not isinstance(decision, GateDecision):
             wrong = TypeError(f"{type(decision).__name__} is not a decision from may_upload")
             self._report("upload", wrong)

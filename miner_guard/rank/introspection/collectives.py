@@ -1,8 +1,8 @@
-"""Dumps torch's Flight Recorder to a file when the supervisor asks. The last collectives in it
+"""Dumps torch's Flight Recorder to a file at the supervisor's request. The last collectives in it
 identify the late rank.
 
 Only code inside the rank's process can make the dump: a thread that sleeps until a datagram
-arrives. The thread costs training nothing, and it can answer whenever the GIL is free, as it is
+arrives. The thread costs training nothing, and it can respond whenever the GIL is free, as it is
 while a rank waits.
 """
 
@@ -20,12 +20,12 @@ _LAST = 64
 """How many of the latest collectives to keep from each dump."""
 
 _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-"""The first holds NCCL's collectives and exists only in torch's CUDA builds; the second holds
+"""The first contains NCCL's collectives and exists only in torch's CUDA builds; the second contains
 gloo's."""
 
 
 def serve(notifier: Notifier, path: Path) -> None:
-    """Answer each datagram to `PATH.ask` by replacing `path`. Raises OSError."""
+    """On each datagram to `PATH.ask`, replace `path`. Raises OSError."""
     notifier.answer(asking(path), lambda: _answer(path))
 
 

@@ -1,4 +1,4 @@
-"""Keeps the hook out of what torch.compile captures. Never imports torch."""
+"""Keeps the hook out of the code that torch.compile captures. Never imports torch."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def report(
     effective_batch_size: int | None = None,
     accumulation_steps: int | None = None,
 ) -> Report:
-    """This rank's report. Never raises: the key `unread` names what could not be read.
+    """This rank's report. Never raises: the key `unread` lists the values that could not be read.
 
     The keys are those of `placement.placement` and `placement.cuda_facts`, versions, and the batch
     settings; sizes are in bytes. Accumulation steps are effective batch size / batch size, as in

@@ -22,7 +22,7 @@ that has no handler for it.
 """
 
 WITHOUT = "only py-spy can read the stacks of a hang"
-"""What the operator loses if the program uses the signal itself."""
+"""The consequence for the operator if the program uses the signal itself."""
 
 _NUMBER = int(STACKS_SIGNAL)
 _registered = False
@@ -62,7 +62,7 @@ def begin_early(state_dir: str | None) -> None:
     state = StateDir(Path(state_dir))
     path = state.early_stacks_of(os.getpid())
     if not state.socket.exists():
-        # No guard is running that could ask for the stacks.
+        # No guard is running, so nothing will ask for the stacks.
         return
     try:
         make_folder(path.parent)

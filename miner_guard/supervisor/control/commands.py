@@ -58,8 +58,8 @@ class CommandHandler:
         self._supervisor.request_stop(StopRequest(cause, Then.RESTART))
 
     def finish(self, cause: str) -> None:
-        """Stop what is left of a miner whose ranks have finished, and exit as the guard does when
-        the miner has finished."""
+        """Stop the remaining processes of a miner whose ranks have finished, then exit with the
+        guard's code for a finished miner."""
         self._supervisor.request_stop(StopRequest(cause, Then.FINISH))
 
     def relaunch(self, cause: str) -> None:

@@ -116,8 +116,8 @@ class ControlSocket:
 
 
 def ask(state: StateDir, request: Mapping[str, Any], timeout_s: float = 5.0) -> Answer:
-    """Send a request to the guard of this state directory and return its answer. Raises NotRunning,
-    or TimeoutError if the guard does not answer."""
+    """Send a request to the guard that runs in this state directory and return its reply. Raises
+    NotRunning, or TimeoutError if the guard does not answer."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(timeout_s)
         try:

@@ -30,7 +30,7 @@ class Endpoints:
         self._close: dict[Path, Close] = {}
         self._refused: set[Path] = set()
         self._asked = False
-        """Whether the guard is waiting to learn if the disk answers."""
+        """Whether the guard is still waiting for the disk to respond."""
 
     def open(self, path: Path, make: Callable[[], Close]) -> None:
         """Create the socket at `path`, now and whenever it disappears. `make` creates it and
@@ -52,8 +52,8 @@ class Endpoints:
     def check(self) -> None:
         """Recreate missing sockets and a missing lock file; call about once per second.
 
-        It first waits, without blocking, until the disk answers: to bind a socket or create a lock
-        file on an unresponsive disk would hang the supervisor.
+        It first waits, without blocking, until the disk responds: binding a socket or creating a
+        lock file on an unresponsive disk would hang the supervisor.
         """
         missing = any(not path.exists() for path in self._make)
         if (missing or self._lock.lost()) and not self._asked:

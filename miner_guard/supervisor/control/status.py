@@ -16,8 +16,8 @@ from miner_guard.supervisor.supervisor import Supervisor
 from miner_guard.system.clock import Clock, iso_utc
 
 _QUIET_S = 5.0
-"""How old status.json may get while the monitors receive nothing new. Its ages and samples change
-all the time, but composing it costs more than everything else that an idle guard does."""
+"""Maximum age of status.json while the monitors receive nothing new. The ages and samples in it
+change all the time, but composing it costs more than everything else an idle guard does."""
 
 _LIVE = (State.RUNNING, State.STOPPING, State.ENDING)
 
@@ -70,8 +70,8 @@ class Status:
         self.latest: Mapping[str, Any] = {}
 
     def due(self, heard: object) -> bool:
-        """Whether to compose a new document: `heard` differs from that of the last call that
-        returned True, or that call was at least `_QUIET_S` ago."""
+        """Whether to compose a new document: `heard` has changed since the last call that returned
+        True, or that call was at least `_QUIET_S` ago."""
         now = self._clock.monotonic()
         if heard == self._heard and now < self._due_at:
             return False

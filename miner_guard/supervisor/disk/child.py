@@ -68,7 +68,7 @@ class Files:
         self._waiting: dict[Path, Message] = {}
         self._outdated = 0
         self._named = ""
-        """The file in the report of the outage; the report of its end names the same."""
+        """The file that the outage report names; the report of the recovery names the same one."""
 
     def write(self, message: Message) -> None:
         """Replace, overwrite or remove the file."""
@@ -167,7 +167,7 @@ class Records:
         """Do nothing: no writes are queued."""
 
     def close(self) -> None:
-        """Copy the final state, because the guard may have died before it asked for that."""
+        """Copy the final state, because the guard may have died before requesting it."""
         for _, copier in self._copiers.values():
             with contextlib.suppress(OSError):
                 copier.copy()

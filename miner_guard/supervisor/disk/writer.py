@@ -1,5 +1,5 @@
-"""The guard's side of file writing: queues that never block, and the process that writes what they
-hold.
+"""The guard's side of file writing: queues that never block, and the process that writes their
+contents.
 
 The guard's supervision never waits for the state directory's disk. The guard keeps messages that
 the process has not confirmed, up to 8 MiB per kind of file; beyond that it drops the oldest and
@@ -192,7 +192,7 @@ class DiskWriter:
     def _wait_for(self, message: _Message) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: message.settled, STUCK_S):
-                raise TimeoutError(errno.ETIMEDOUT, "the disk does not answer", message.file)
+                raise TimeoutError(errno.ETIMEDOUT, "the disk is not responding", message.file)
 
     def row(self, statement: str, values: Sequence[Any]) -> None:
         """Queue a row of the ledger."""
@@ -305,7 +305,7 @@ class DiskWriter:
             for lane in self._lanes.values():
                 lane.take_back()
         _end(child, wait=True)
-        self._wait_again(self._monotonic() - self._started_at, f"ended (code {child.returncode})")
+        self._wait_again(self._monotonic() - self._started_at, f"exited (code {child.returncode})")
 
     def _wait_again(self, lived_s: float, how: str) -> None:
         wait_s = self._backoff.ended(lived_s)

@@ -10,8 +10,8 @@ PLAIN = 4 * 1024 * 1024
 
 _WORTH = 4
 _DENSE_CHUNKS = 15
-"""After a chunk that does not shrink to a quarter, as lines of a log do, this many chunks are kept
-uncompressed: other data costs as much time to compress as the monitors need to read it."""
+"""After a chunk that does not compress to a quarter of its size, as log lines do, this many chunks
+stay uncompressed: compressing such data takes as long as the monitors need to read it."""
 
 
 class Backlog:
@@ -36,8 +36,8 @@ class Backlog:
         self.held += len(kept)
 
     def take(self, limit: int) -> bytes:
-        """Remove the first chunk, with those after it that fit into `limit` bytes, and return
-        them. Raises IndexError if the backlog is empty."""
+        """Remove and return the first chunk, plus those after it that fit into `limit` bytes.
+        Raises IndexError if the backlog is empty."""
         taken = [self._first()]
         limit -= len(taken[0])
         while self._chunks and self._chunks[0][0] <= limit:
@@ -46,8 +46,8 @@ class Backlog:
         return taken[0] if len(taken) == 1 else b"".join(taken)
 
     def part(self, most: int) -> bytes:
-        """Remove the first chunk, or the first `most` bytes of a longer one, and return them.
-        Raises IndexError if the backlog is empty."""
+        """Remove and return the first chunk, or the first `most` bytes of a longer one. Raises
+        IndexError if the backlog is empty."""
         first = self._first()
         if len(first) <= most:
             return first

@@ -40,18 +40,18 @@ _SLICE_S = 0.05
 fill, so that the miner does not wait for it."""
 
 _BLOCK = 4 * CHUNK
-"""Bytes of a burst per read, and per call of the monitors that keep up. Around each read, the
-reading and the writing thread may wait for each other; with smaller blocks, the calls of the
-monitors take as long as the search."""
+"""How many bytes of a burst to read at once, and to pass to the monitors per call while they keep
+up. Around each read, the reading and writing threads may wait for each other; with smaller blocks,
+the calls to the monitors take as long as their search."""
 
 _COMPRESSION_S = 3e-9
-"""About the time per byte that compressing and expanding a burst takes. The monitors get that much
-time while a burst arrives: they read ordinary lines faster, so nothing has to be kept."""
+"""Approximate time per byte to compress and expand a burst. The monitors get that much time while a
+burst arrives: they read ordinary lines faster than that, so nothing has to be buffered."""
 
 LAST_WORDS = 256 * 1024
 LAST_WORDS_S = 2.0
-"""How much of the end of a launch's output the monitors see even if they have fallen behind
-(because it contains the traceback), and how long they get for it."""
+"""How many of the last bytes of a launch's output the monitors see even if they have fallen behind
+(because that is where the traceback is), and how long they get to read them."""
 
 
 class Relay:

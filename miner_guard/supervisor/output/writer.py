@@ -38,7 +38,7 @@ class OutputWriter:
     may be called from any thread."""
 
     def __init__(self, fd: int, on_room: Callable[[], None]) -> None:
-        """The writer's thread calls `on_room` when the backlog of a congested writer is below
+        """The writer's thread calls `on_room` when the backlog of a congested writer drops below
         `LOW_WATER`."""
         self._on_room = on_room
         self._write, self._poll_fd, self._direct = _writer(fd)
@@ -197,7 +197,7 @@ class OutputWriter:
         self._on_room()
 
     def finish(self, seconds: float) -> None:
-        """Flush the remaining output, for at most `seconds`; what is left then counts as
+        """Flush the remaining output, for at most `seconds`; anything left then counts as
         dropped."""
         with self._mutex:
             if self._held:

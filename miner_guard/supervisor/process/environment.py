@@ -99,8 +99,8 @@ def _flight_recorder_sizes(*, ours: bool) -> tuple[str, ...]:
     """The variables that switch on torch's Flight Recorder.
 
     torch before 2.9 reads only the old name; later versions warn about the old name in each rank.
-    Returns both names if the version of the miner's torch is unknown: the miner runs in another
-    environment than the guard (`ours` is false), or the guard's environment has no torch.
+    Returns both names if the version of the miner's torch is unknown: the miner runs in a different
+    environment from the guard's (`ours` is false), or the guard's environment has no torch.
     """
     version = _torch_version() if ours else None
     old = version is None or version < (2, 9)

@@ -1,7 +1,7 @@
-"""Delays a relaunch until GPU memory is back at its level from before the first launch.
+"""Delays a relaunch until GPU memory is back to its level before the first launch.
 
-It compares memory and ignores pids, because inside a container NVML shows pids of another namespace
-or no pids at all.
+It compares memory and ignores pids, because inside a container NVML shows pids from another
+namespace, or none at all.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.system.clock import Clock
 
 _SLACK_BYTES = 512 * 1024**2
-"""Tolerance above the baseline: drivers keep a little memory."""
+"""Tolerance above the baseline: drivers hold on to a little memory."""
 
 _LOOK_EVERY_S = 0.5
 
@@ -100,8 +100,8 @@ class GpuMemoryWait:
                     f"{uuid} {size / 1024**3:.1f} GB" for uuid, size in sorted(over.items())
                 )
                 what = (
-                    f"GPU memory is still in use {self._settle_s:.0f}s after the stop, above "
-                    f"the level before: {listed}"
+                    f"GPU memory is still above its level before the launch {self._settle_s:.0f}s "
+                    f"after the stop: {listed}"
                 )
                 self._report(
                     make_finding("guard_degraded", what=f"{what}; starting the miner anyway")

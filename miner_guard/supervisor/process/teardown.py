@@ -172,9 +172,9 @@ def why_stuck(process: Process) -> str:
     except OSError as error:
         return f"its state can't be read ({error.strerror})"
     if seen is None or seen.process != process:
-        return "it ended later"
+        return "it exited later"
     if seen.state == "D":
-        return "it waits in the kernel (D state)"
+        return "it is blocked in the kernel (D state)"
     if not processes.send(process, 0):
         return f"this user may not signal it (state {seen.state})"
     return f"the guard sent the signal, but the process is in state {seen.state}"

@@ -56,7 +56,7 @@ class PreflightRunner:
 
     def _look(self) -> None:
         try:
-            # Only now: a guard without a preflight need not import what it judges.
+            # Import late: a guard without a preflight does not need these modules.
             from miner_guard.supervisor.startup.preflight import preflight
 
             outcome = preflight(self._question, self._emit, self._stop.wait)

@@ -109,17 +109,17 @@ def wrong_kind(path: Path, kind: int) -> str | None:
     """Why `path` is not of type `kind` (`stat.S_IFREG` …); None if it is of that type or does not
     exist."""
     if (owner := foreign_link(path)) is not None:
-        return f"a symlink of uid {owner}"
+        return f"a symlink owned by uid {owner}"
     try:
         seen = stat.S_IFMT(path.stat().st_mode)
     except FileNotFoundError:
-        return "a link to nowhere" if path.is_symlink() else None
+        return "a dangling symlink" if path.is_symlink() else None
     except OSError as error:
         return f"unreadable ({error.strerror})"
     return (
         None
         if seen == kind
-        else f"{_KINDS.get(seen, 'of no known kind')} where {_KINDS[kind]} belongs"
+        else f"{_KINDS.get(seen, 'a file of unknown type')} where {_KINDS[kind]} belongs"
     )
 
 
