@@ -1,5 +1,4 @@
-"""The audit: fetch what a validator fetches, the way it does, and apply the profile's rules to
-it."""
+"""The audit: fetches the files as a validator does, and applies the profile's rules to them."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ _EVENTS = {"accepted": "audit_passed", "rejected": "audit_failed", "unknown": "a
 
 @dataclass(frozen=True)
 class AuditReport:
-    """What an audit found."""
+    """The result of an audit."""
 
     outcome: str
     """`accepted`, `rejected`, or `unknown` if the repo could not be read."""
@@ -67,7 +66,7 @@ class AuditReport:
     """The version of the validators whose rules the audit applied; None without a profile."""
 
     not_checked: tuple[str, ...] = ()
-    """What validators check and an audit cannot, as text."""
+    """Checks that validators make and an audit cannot, as text."""
 
     def as_dict(self) -> dict[str, Any]:
         verdicts = [v.as_dict() for v in self.verdicts]
@@ -89,7 +88,7 @@ class FetchChild:
 
 @dataclass(frozen=True)
 class Known:
-    """What an audit knows besides the repo and the chain."""
+    """The inputs of an audit other than the repo and the chain."""
 
     model: Shapes | None = None
     """The shapes that the gradients must fit."""
@@ -156,7 +155,8 @@ def run(
 def _sweep() -> None:
     """Remove the folders that killed audits left behind: up to 2 GiB each."""
     for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
-        # Another audit may remove its folder right now, or the folder belongs to another user.
+        # Another audit may be removing its folder at this moment, or the folder belongs to another
+        # user.
         with contextlib.suppress(OSError):
             if time.time() - left.lstat().st_mtime > _ABANDONED_S:
                 shutil.rmtree(left)
@@ -184,8 +184,8 @@ class _Access:
             return f"the keys committed on chain give no access ({refused}); commit the keys in use"
         if self.own_account is not None and self.keys["R2_ACCOUNT_ID"] != self.own_account:
             return (
-                "the account committed on chain is not the one in use and does not answer "
-                f"({reason}); commit again"
+                "the account committed on chain is not the one in use and does not respond "
+                "({reason}); commit again"
             )
         return None
 
@@ -203,7 +203,7 @@ class _Audit:
     start: float = field(default_factory=time.monotonic)
 
     def report(self) -> AuditReport:
-        """Fetch what validators fetch, and judge it."""
+        """Fetch the files that validators fetch, and judge them."""
         try:
             _sweep()
             with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
@@ -328,7 +328,7 @@ class _Audit:
         if size > MAX_BYTES:
             why = f"{size} bytes, more than the {MAX_BYTES} that an audit fetches"
         else:
-            why = f"{size} bytes, more than [repo] audit_bytes_per_hour leaves for this hour"
+            why = f"{size} bytes, more than [repo] audit_bytes_per_hour still allows this hour"
         return {"size_bytes": size, "reason": why}
 
 

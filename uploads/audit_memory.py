@@ -1,5 +1,4 @@
-"""What audits remember between runs: the gradients already inspected, and recent download
-volume."""
+"""Remembers, between audits, the gradients already inspected and the recent download volume."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Child process that fetches what a validator fetches: `python -m uploads.audit_probe`, see
-`uploads.audit`."""
+"""Child process that fetches the files that a validator fetches: `python -m uploads.audit_probe`,
+see `uploads.audit`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fetch(repo: Repo, request: dict[str, Any]) -> dict[str, Any]:
     """Fetch `metadata.json`, the epoch's `config.json` and `gradients.pt`; save the last under
     `folder`.
 
-    Raises RepoError, and Damaged for a document that no validator can read either.
+    Raises RepoError, or Damaged for a document that validators cannot read either.
 
     Without an outer step in the request, the metadata names it. Skips a
     gradients.pt larger than `max_bytes`, and one that is `known`: same key, size and checksum.

@@ -1,7 +1,6 @@
-"""Child process that asks whether the miner's axon answers: `python -m uploads.axon_probe`.
-
-Sends the request that validators send, unsigned: an axon refuses it before its handler runs, and
-that refusal counts as an answer, as does any other HTTP response that arrives in time.
+"""Child process that checks whether the miner's axon responds: `python -m uploads.axon_probe`.
+Sends the request that validators send, but unsigned: an axon refuses it before its handler runs,
+and that refusal counts as a response, as does any other HTTP response that arrives in time.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ PATH = "/IsAlive"
 """bittensor's axon serves each synapse under its class name."""
 
 _DEADLINE_S = 10.0
-"""The child's deadline: covers starting the interpreter, connecting and waiting for the answer."""
+"""The child's deadline: covers starting the interpreter, connecting and waiting for the
+response."""
 
 
 def reach(address: str | None, timeout_s: float) -> Axon:
@@ -33,7 +33,7 @@ def reach(address: str | None, timeout_s: float) -> Axon:
 
 
 def ask(address: str, timeout_s: float) -> float:
-    """Seconds until the first line of an HTTP answer. Raises OSError or HTTPException."""
+    """Seconds until the first line of an HTTP response. Raises OSError or HTTPException."""
     # Import it only in the child: http.client imports ssl, and the supervisor imports this module.
     import http.client
 
@@ -54,7 +54,7 @@ def main() -> None:
 
     request: dict[str, Any] = probe.request()
     try:
-        # Wait longer than validators do, to tell a slow answer from no answer.
+        # Wait longer than validators do, to distinguish a slow response from none.
         probe.reply(ask(request["address"], 2 * request["timeout_s"]))
     except (OSError, HTTPException, ValueError) as error:
         probe.reply(error=f"{type(error).__name__}: {error}" if str(error) else repr(error))

@@ -15,7 +15,7 @@ NAMES = ("R2_ACCOUNT_ID", "R2_READ_ACCESS_KEY_ID", "R2_READ_SECRET_ACCESS_KEY")
 
 
 def commitment_of(keys: Mapping[str, str] | None) -> str | None:
-    """The commitment that these keys produce."""
+    """The commitment formed from these keys."""
     return None if keys is None else "".join(keys[name] for name in NAMES)
 
 
@@ -38,8 +38,8 @@ def keys_of(commitment: str, form: Sequence[int]) -> dict[str, str] | None:
 
 
 def placeholder(commitment: str, form: Sequence[int]) -> bool:
-    """Whether a field of the commitment is all x: validators start with that and treat it as
-    unset."""
+    """Whether a field of the commitment is all x: that is the initial value, which validators treat
+    as unset."""
     return any(set(field) == {"x"} for field in _fields(commitment, form))
 
 

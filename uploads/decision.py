@@ -1,4 +1,4 @@
-"""The gate's answer. Standard library only: the ranks create and read it."""
+"""The gate's decision. Standard library only: the ranks create and read it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class GateDecision:
     """Same on every rank; key in the ledger."""
 
     record: Mapping[str, Any] = field(default_factory=dict)
-    """What a replay needs: candidate, settings, digest of the inputs, monotonic time."""
+    """Everything that a replay needs: candidate, settings, digest of the inputs, monotonic time."""
 
     def __bool__(self) -> bool:
         return self.allowed

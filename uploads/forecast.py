@@ -1,6 +1,6 @@
 """Forecast: will the miner reach the minimum inner step before the repo goes stale?
 
-Pure. A delay that is predictable 40 minutes ahead must be reported then, not once it has happened.
+Pure. A delay that can be predicted 40 minutes ahead must be reported then, not after the fact.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Forecast:
-    """When training reaches the minimum and when the repo goes stale, both in seconds from now."""
+    """The time until training reaches the minimum and until the repo goes stale, both in seconds
+    from now."""
 
     min_inner_step: int
     eta_s: float
@@ -19,9 +20,9 @@ class Forecast:
     """Inner step from which validators accept; None if no profile defines it."""
 
     waiting_costs_s: float | None = None
-    """While the archive of an AllReduce is published: how many seconds longer the miner goes
-    without a score by waiting for the operator's minimum instead of the validators'. None if no
-    time is lost or the number is unknown."""
+    """While the archive of an AllReduce is published: how many more seconds the miner goes without
+    a score because it waits for the operator's minimum rather than the validators'. None if no time
+    is lost or the number is unknown."""
 
     @property
     def late(self) -> bool:

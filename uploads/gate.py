@@ -49,7 +49,7 @@ def decide(
 def recorded(
     candidate: Candidate, inputs: GateInputs, settings: GateSettings, now: float
 ) -> dict[str, Any]:
-    """What a replay needs besides the inputs, which the ledger stores by digest."""
+    """The part of a replay's data that is not in the inputs, which the ledger stores by digest."""
     stated = {
         name: value for name, value in vars(candidate).items() if value is not None and value != ()
     }

@@ -1,4 +1,4 @@
-"""gate-inputs.json: what the gate inside rank 0 needs to know about the outside world.
+"""gate-inputs.json: tells the gate inside rank 0 about the outside world.
 
 Standard library only. The supervisor replaces the file atomically; the gate reads it. A defective
 file makes its content unknown, with the reason; it never makes the gate fail.
@@ -24,7 +24,7 @@ _Known = TypeVar("_Known", Published, Network)
 
 @dataclass(frozen=True)
 class GateInputs:
-    """The file's content; all of it unknown if the file does not exist."""
+    """The file's content; everything is unknown if the file does not exist."""
 
     published: Published = field(default_factory=Published)
     network: Network = field(default_factory=Network)
@@ -46,8 +46,8 @@ class GateInputs:
     """`digest`, if already computed from the file's text."""
 
     def aged(self, now: float, max_age_s: float) -> GateInputs:
-        """Mark repo and network unknown if the file was written more than `max_age_s` before `now`
-        (monotonic)."""
+        """Mark repo and network unknown if, at `now` (monotonic), the file is older than
+        `max_age_s`."""
         if self.reason is not None or self.written_monotonic is None:
             return self
         age = now - self.written_monotonic

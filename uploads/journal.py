@@ -18,7 +18,7 @@ from uploads.repos.base import Notes, StagedObject
 
 STAGING = "staging"
 COMMITTING = "committing"
-"""Point of no return: the repo holds everything, and the remaining work is to make it visible."""
+"""Point of no return: the repo holds everything, and only making it visible remains."""
 
 
 class PublishInProgress(Exception):
@@ -34,7 +34,7 @@ class Journal:
         self._document: dict[str, Any] = {}
 
     def read(self) -> Mapping[str, Any] | None:
-        """What an earlier publisher left; None if the journal is missing or unreadable."""
+        """The notes of an earlier publisher; None if the journal is missing or unreadable."""
         try:
             document = json.loads(read_regular(self.path))
         except (OSError, ValueError):

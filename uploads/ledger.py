@@ -49,7 +49,7 @@ _DAMAGED = (
 )
 
 _HOLD_S = 0.1
-"""Longest wait for the file in seconds: it blocks the supervisor's loop."""
+"""Maximum seconds to wait for the file: the wait blocks the supervisor's loop."""
 
 _RETRY_S = 5.0
 _LAST_S = 5.0
@@ -349,8 +349,8 @@ class Ledger:
             db = sqlite3.connect(self.path, timeout=_HOLD_S, check_same_thread=False)
             try:
                 db.row_factory = sqlite3.Row
-                # Not WAL, whose -shm every process maps that opens the database: truncating that
-                # file would kill them with SIGBUS. A rollback journal maps nothing.
+                # Not WAL: every process that opens the database would map its -shm, and truncating
+                # that file would kill them all with SIGBUS. A rollback journal maps nothing.
                 db.execute("PRAGMA journal_mode = DELETE")
                 db.execute("PRAGMA synchronous = FULL")
                 db.executescript(SCHEMA)
@@ -374,5 +374,6 @@ class Ledger:
                 db.execute(f"DELETE FROM {table} WHERE wall < ({newest}) - ?", (KEPT_S,))
             last = "SELECT MAX(rowid) FROM decisions"
             db.execute(f"DELETE FROM decisions WHERE rowid <= ({last}) - ?", (MAX_DECISIONS,))
-            # Keep one more day: inputs carry the time of the first decision that named them.
+            # Keep them for one more day: inputs carry the time of the first decision that named
+            # them.
             db.execute("DELETE FROM inputs WHERE wall < (SELECT MIN(wall) FROM decisions) - 86400")

@@ -64,7 +64,7 @@ class RemoteLedger(ReadOnlyLedger):
         try:
             return super()._trying(work)
         finally:
-            # Between two reads the guard holds nothing that others could truncate or wait for.
+            # Between reads, the guard holds nothing that others could truncate or have to wait for.
             self._disconnect()
 
 

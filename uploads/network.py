@@ -1,8 +1,8 @@
 """The network's progress: the outer step that the master validator publishes.
 
 The guard reads it as miners do: with the read keys that the master committed on chain, from the
-bucket that is named like ours but without the uid. It uses the same child process as every other
-repo probe.
+bucket with our bucket's name minus the uid. It uses the same child process as every other repo
+probe.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ def progress(repo: RepoSettings, limits: Limits, master_commitment: str | None) 
     if None in (keys, bucket, limits.endpoint, limits.gradients_key):
         return NetworkProgress(
             reason=(
-                "the profile does not say how the master's repo is found, or [repo] bucket "
-                "is not set"
+                "the profile does not say where the master's repo is, or [repo] bucket is not set"
             )
         )
     assert keys is not None
@@ -94,8 +93,8 @@ def network_of(
     form: Sequence[int] = (),
     per_allreduce: int | None = None,
 ) -> Network:
-    """Combine one reading of the chain, whose block was first seen at `seen_at`, with one of the
-    master's repo into what the rules need.
+    """Combine a reading of the chain, whose block was first seen at `seen_at`, with one of the
+    master's repo into the facts that the rules need.
 
     `form` is the commitment's; `per_allreduce` is the operator's blocks per AllReduce, if set.
     """

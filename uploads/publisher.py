@@ -6,10 +6,10 @@ follow in order, the root metadata last. A publisher that dies before that point
 nothing; if it dies after it, its recovery process (`uploads.recovery_process`) finishes the upload,
 or, if that died too, the next publisher does.
 
-What a reader sees in between depends on the storage. The Hub switches a whole revision at once. A
-folder and S3 switch one object at a time, under names that validators prescribe and that two
-revisions of an outer step share, so no order of requests can switch them all together. Guarantees
-there:
+What a reader sees in the meantime depends on the storage. The Hub switches a whole revision at
+once. A folder and S3 switch one object at a time, under names that validators prescribe and that
+two revisions of an outer step share, so no order of requests can switch them all together.
+Guarantees there:
 
 - The bytes arrive before the first name switches: the switch is a few short requests, however large
   the files (docs/figures.md has its duration), and if the publisher dies in between, its successor
@@ -55,8 +55,8 @@ T = TypeVar("T")
 
 _PARALLEL = 4
 _STALE_LOOKS = 4
-"""How often to repeat a read that contradicts the write before believing it, after pauses of 0.5,
-1, 2 and 4 s by default. Eventually consistent storages have lagged by two seconds."""
+"""How many times to repeat a read that contradicts the write before believing it, with pauses of
+0.5, 1, 2 and 4 s by default. Eventually consistent storages have lagged by two seconds."""
 _PROGRESS_EVERY_S = 2.0
 
 
@@ -95,8 +95,8 @@ class Revision:
 
 @dataclass(frozen=True)
 class Retry:
-    """How long to retry. Full jitter, as AWS recommends, so that many miners do not return at
-    once."""
+    """How long to retry. Full jitter, as AWS recommends, so that many miners do not all retry at
+    the same moment."""
 
     deadline_s: float = 600.0
     backoff_s: float = 0.5
@@ -105,7 +105,7 @@ class Retry:
 
 @dataclass(frozen=True)
 class Result:
-    """What was published, as read back."""
+    """The published revision, as read back."""
 
     tag: str
     label: str
@@ -161,8 +161,8 @@ class Publisher:
         self.cancelled = threading.Event()
 
     def recover(self) -> str | None:
-        """Finish or undo the upload of a dead publisher, if there is one. Returns a human-readable
-        line about it, or None."""
+        """Finish or undo a dead publisher's upload, if there is one. Returns a human-readable line
+        about it, or None."""
         left = self._journal.read()
         if left is None:
             return None
@@ -183,8 +183,8 @@ class Publisher:
         """Publish and verify. Raises PublishError or Cancelled.
 
         Until the first object becomes visible, the previous revision stays complete. An error after
-        that point states that the two may be mixed; the journal keeps what the next publisher needs
-        to finish.
+        that point says that the two may be mixed; the journal keeps everything that the next
+        publisher needs to finish.
         """
         effort = self._effort()
         missing = [str(path) for _, path in revision.files() if not path.is_file()]
@@ -250,7 +250,7 @@ class Publisher:
         except RepoError as error:
             if error.transient:
                 raise
-            # The staged data is gone, or these credentials cannot reach it; raising would block
+            # The staged data is gone, or these credentials cannot access it; raising would block
             # every later upload.
             self._say(f"An earlier upload can't be finished ({error}); this upload replaces it")
 
@@ -287,8 +287,8 @@ class Publisher:
     def _together(
         self, files: Sequence[tuple[str, Path]], effort: _Effort, meter: _Meter
     ) -> tuple[list[StagedObject], BaseException | None]:
-        """Stage in parallel: the staged objects in order, and the first error. All transfers have
-        ended when it returns."""
+        """Stage in parallel: the staged objects in order, and the first error. By the time it
+        returns, all transfers have ended."""
         with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="stage") as pool:
             waiting = [pool.submit(self._stage, key, path, effort, meter) for key, path in files]
         failed = [error for w in waiting if (error := w.exception()) is not None]

@@ -1,4 +1,4 @@
-"""Pushes one revision from a child process, so that a training rank neither waits for a server nor
+"""Pushes one revision from a child process, so that a training rank never waits for a server or
 dies with the upload.
 
 `push` is the parent's side. The child is `python -m uploads.push`: it takes a JSON request on stdin
@@ -84,8 +84,9 @@ def _result(child: subprocess.Popen[str], say: Callable[[str], None], deadline_s
         seconds = time.monotonic() - start
         late = f" after its {deadline_s:g} s" if seconds >= deadline_s else ""
         raise PublishError(
-            f"the publisher ended with {code}{late} and no result; its recovery process or the "
-            "next upload finishes what was becoming visible: check with `miner-guard audit`"
+            f"the publisher exited with {code}{late} and no result; its recovery process or the "
+            "next upload completes any revision that was becoming visible: check with `miner-guard "
+            "audit`"
         )
     if "error" in answer:
         raise PublishError(answer["error"])
@@ -124,7 +125,7 @@ def _publish(request: dict[str, Any], say: Callable[[str], None]) -> Result:
             say(f"Upload Model Start: tag {revision.tag}")
             result = publisher.publish(revision)
         except BaseException:
-            # The recovery process finishes a partly visible revision; do not wait for it.
+            # The recovery process completes a partly visible revision; do not wait for it.
             assert recovery.stdin is not None
             recovery.stdin.close()
             raise

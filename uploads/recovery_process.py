@@ -1,8 +1,8 @@
 """Finishes an upload whose publisher died while making the new revision visible: `python -m
 uploads.recovery_process`.
 
-It waits for EOF on its stdin, which the publisher holds open; the journal then tells whether work
-remains. It inherits the publisher's lock, so no other publisher can start in between.
+It waits for EOF on its stdin, which the publisher holds open; the journal then shows whether any
+work remains. It inherits the publisher's lock, so no other publisher can start in between.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def start(settings: dict[str, object], journal: Path, lock: int) -> subprocess.P
 
 
 def main() -> None:
-    """Wait for the publisher's end, then finish its work."""
+    """Wait until the publisher exits, then finish its work."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     request = json.loads(sys.stdin.readline())

@@ -1,4 +1,5 @@
-"""What the guard of a state directory watches, for commands that run without its guard.toml.
+"""The repo and chain settings of a state directory's guard, for commands that run without its
+guard.toml.
 
 Contains locations of data and of keys, but no key: neither section can hold one.
 """
@@ -43,8 +44,8 @@ def write(state: StateDir, config: Config) -> None:
 
 
 def read(state: StateDir) -> Watched | None:
-    """What that state directory's guard watches or last watched; None if the file is missing or
-    incomplete."""
+    """The settings that this state directory's guard uses or last used; None if the file is missing
+    or incomplete."""
     document = read_json(state.watched)
     if not isinstance(document, Mapping):
         return None

@@ -1,4 +1,5 @@
-"""Did a reported push really arrive? Pure: compares two states of the repo with the report.
+"""Checks whether a reported push really arrived. Pure: compares two states of the repo with the
+report.
 
 Upstream never checks the exit code of its upload worker: a crashed one still logs `Successfully
 pushed`.
@@ -37,7 +38,7 @@ class Reported:
 
 @dataclass(frozen=True)
 class Verification:
-    """What the probe after the push proves."""
+    """The conclusion from the probe after the push."""
 
     verified: bool | None
     """None if undecidable: the repo is unreadable, or already shows a later push."""
@@ -106,10 +107,10 @@ def _not_moved(before: Published | None, after: Published, reported: Reported) -
             f"the gradients are {after.age_s:.0f}s old, but the push began "
             f"{reported.since_start_s:.0f}s ago"
         )
-        return f"LastModified did not move: {ages}"
+        return f"LastModified did not change: {ages}"
     moved = moved_by(before, after)
     if moved is not None and moved <= _SLACK_S and not _is_that(after, reported):
-        return f"LastModified did not move: the gradients are {after.age_s:.0f}s old, as before"
+        return f"LastModified did not change: the gradients are {after.age_s:.0f}s old, as before"
     return None
 
 
@@ -132,7 +133,7 @@ def _other_steps(after: Published, reported: Reported) -> str | None:
             f"metadata.json names outer step {after.outer_step}, "
             f"the miner reported {reported.outer_step}"
         )
-    # Upstream writes the root metadata last, with the inner step of that moment: a later step is
+    # Upstream writes the root metadata last, with the inner step at that moment: a later step is
     # fine, an earlier one is not.
     if (
         reported.inner_step is not None

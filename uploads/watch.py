@@ -1,5 +1,5 @@
-"""What to report about the repo and the gate's decisions, and how often. Pure: callers pass the
-time (monotonic)."""
+"""Decides what to report about the repo and the gate's decisions, and how often. Pure: callers pass
+the time (monotonic)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNKNOWN_EVERY_S = 1800.0
 FORECAST_EVERY_S = 900.0
 BLOCKED_EVERY_S = 300.0
 STEPS_KEPT = 20
-"""Recent steps whose median is the forecast's step time."""
+"""Number of recent steps whose median is the forecast's step time."""
 
 
 class RepoWatch:
@@ -86,7 +86,7 @@ class RepoWatch:
         )
 
     def tick(self, now: float) -> Iterator[Finding]:
-        """Report what the passage of time alone changes."""
+        """Report anything that changes with the passage of time alone."""
         age = self.age(now)
         if age is None or not self.is_stale(now):
             self._stale.clear()
@@ -153,7 +153,7 @@ class ForecastWatch:
 
 
 def note_of(verdicts: Sequence[Mapping[str, Any]]) -> str | None:
-    """Extra information that the verdicts add to their sentences."""
+    """Extra information from the verdicts, beyond their sentences."""
     return "; ".join(str(v["note"]) for v in verdicts if v.get("note")) or None
 
 

@@ -1,1 +1,2 @@
-"""What a subnet's validators accept: one pure rule per file, numbers in `profiles/*.toml`."""
+"""The rules by which a subnet's validators accept uploads: one pure rule per file, numbers in
+`profiles/*.toml`."""

@@ -1,5 +1,5 @@
-"""The audit's verdict: would a validator accept the published files of the epoch it scores now?
-Pure."""
+"""The audit's verdict: would a validator accept the published files for the epoch that it is
+scoring? Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def epoch_scored(
         return Epoch(network, "the network's; blocks since the AllReduce are unknown")
     if blocks_since_allreduce < per_allreduce / 2 and network != 0:
         return Epoch(
-            network - 1, f"the one before: {blocks_since_allreduce} blocks since the AllReduce"
+            network - 1, f"the previous one: {blocks_since_allreduce} blocks since the AllReduce"
         )
     return Epoch(network, f"the network's: {blocks_since_allreduce} blocks since the AllReduce")
 

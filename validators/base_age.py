@@ -22,12 +22,12 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         why = facts.network.reason or "the master's repo was not read"
         return Verdict(RULE, "unknown", ours, None, f"the network's outer step is unknown: {why}")
     if ours is None:
-        words = "the caller did not pass the outer step that the state was loaded from"
+        words = "the caller did not pass the outer step of the loaded state"
         return Verdict(RULE, "unknown", None, network, words)
     if ours < network:
         words = (
-            f"base outer_step ({ours}) < network ({network}): a gradient against an old "
-            "base. Reload the global state"
+            f"base outer_step ({ours}) < network ({network}): a gradient against an old base. "
+            "Reload the global state"
         )
         return Verdict(RULE, "block", ours, network, words)
     if ours > network + 1:

@@ -1,4 +1,4 @@
-"""Commitment: the hotkey must commit on chain the keys that let validators read the bucket."""
+"""Commitment: the hotkey must commit, on chain, the keys with which validators read the bucket."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def judge_tried(facts: Facts, limits: Limits) -> Verdict:
     if verdict.outcome != "warn":
         return verdict
     words = (
-        "the commitment on chain holds read keys other than those in use, but they do give "
-        "access to the bucket"
+        "the read keys committed on chain are not those in use, but they do give access to the "
+        "bucket"
     )
     return Verdict(RULE, "warn", verdict.seen, verdict.limit, words)
 
@@ -54,14 +54,17 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         )
         return Verdict(RULE, "block", length, chars, words)
     if facts.credentials is None:
-        words = f"a commitment of {length} characters; the read keys are not known"
+        words = f"a commitment of {length} characters; the read keys in use are unknown"
         return Verdict(RULE, "unknown", length, chars, words)
     if facts.credentials != seen:
         words = (
-            "the commitment on chain holds read keys other than those in use; `miner-guard "
-            "audit` tests them"
+            "the read keys committed on chain are not those in use; `miner-guard audit` tests them"
         )
         return Verdict(RULE, "warn", "other keys", "the keys in use", words)
     return Verdict(
-        RULE, "pass", length, chars, f"the commitment of {length} characters holds the keys in use"
+        RULE,
+        "pass",
+        length,
+        chars,
+        f"the commitment ({length} characters) contains the keys in use",
     )

@@ -1,8 +1,8 @@
 """Decodes one parameter's values the way a validator does. Only for the inspecting child: needs
 torch.
 
-`Unusable` marks what a validator would raise on, which resets the scores of the whole file. What a
-validator silently skips becomes a warning here.
+`Unusable` marks anything that would make a validator raise, which resets the scores of the whole
+file. Anything that a validator silently skips becomes a warning here.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ products that overflow float32. Measured with the validators' own code: with hal
 1e19 the loss is NaN, at 1e18 it is not; one such value or parameter leaves it finite."""
 
 _BLOCK_ELEMENTS = 1 << 19
-"""Values to check at a time (4 MiB of indices)."""
+"""How many values to check at a time (4 MiB of indices)."""
 
 _INTEGERS = {f"torch.{name}" for name in ("int8", "uint8", "int16", "int32", "int64")}
 """Index dtypes whose minimum and maximum torch finds without a conversion."""
 
 _DENSE_ELEMENTS = 1 << 22
-"""Elements of a decoded gradient to hold in memory at a time (16 MiB of float32)."""
+"""How many elements of a decoded gradient to hold in memory at a time (16 MiB of float32)."""
 
 
 class Unusable(Exception):
-    """A validator raises on this and resets the scores; the message says why."""
+    """This would make a validator raise and reset the scores; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,7 @@ def _peak(used: Any) -> float | None:
     if not used.numel():
         return None
     minimum, maximum = (float(extreme) for extreme in used.aminmax())
-    # Both are NaN if any value is.
+    # Both are NaN if any value is NaN.
     if not math.isfinite(minimum) or not math.isfinite(maximum):
         raise Unusable("NaN or Inf in the values")
     return max(abs(minimum), abs(maximum))

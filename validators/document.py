@@ -1,5 +1,5 @@
-"""Applies a gradients document as a validator does, to report what a validator would raise on, skip
-or score as zero.
+"""Applies a gradients document as a validator does, to report anything that would make a validator
+raise, skip values or score zero.
 
 Needs torch; opens no file. The inspecting child calls it for a file that it has loaded
 (`validators.inspect_gradients`), rank 0 for the document that it is about to write
@@ -105,7 +105,7 @@ def _decoded(
     form: Format,
     size: int,
 ) -> tuple[dict[str, Decoded], list[str], list[str]]:
-    """Decoded parameters by name, what a validator would raise on, and warnings."""
+    """Decoded parameters by name, problems that would make a validator raise, and warnings."""
     applied: dict[str, Decoded] = {}
     problems, warned = [], []
     for name in names:

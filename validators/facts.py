@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Candidate:
-    """What the miner wants to upload."""
+    """The upload that the miner wants to make."""
 
     kind: str
     """`gradient`, or `archive`: the upload after an AllReduce, which starts at inner step 0 and is
@@ -26,8 +26,7 @@ class Candidate:
     """The outer step of the global state that the miner loaded."""
 
     files: Mapping[str, Any] | None = None
-    """What the inspection of gradients.pt found (`validators.gradients`), None without an
-    inspection."""
+    """The report on gradients.pt (`validators.gradients`), None without an inspection."""
 
     config: Mapping[str, Any] | None = None
     """The candidate's config.json."""
@@ -41,7 +40,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Published:
-    """What the repo holds now, as of `seen_at`."""
+    """The contents of the repo as of `seen_at`."""
 
     age_s: float | None = None
     """Age of the newest gradients.pt by the server's clock."""
@@ -64,7 +63,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Network:
-    """What the chain and the master's repo report."""
+    """The data reported by the chain and the master's repo."""
 
     block: int | None = None
     outer_step: int | None = None
@@ -87,13 +86,13 @@ class Network:
 
 @dataclass(frozen=True)
 class Axon:
-    """Where validators reach the miner, and whether it answers from this host."""
+    """Where validators reach the miner, and whether it responds to this host."""
 
     address: str | None
     """`ip:port` on chain; empty if the miner announces none, None if unknown."""
 
     seconds: float | None = None
-    """How long the answer took; None if there was no answer."""
+    """How long the response took; None if there was none."""
 
     reason: str | None = None
     """Why `address` or `seconds` is None."""
@@ -109,7 +108,7 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything a rule may read, and the time of the judgement."""
+    """Everything that a rule may read, and the time of the judgement."""
 
     candidate: Candidate
     published: Published = field(default_factory=Published)

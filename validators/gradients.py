@@ -1,4 +1,4 @@
-"""The gradients file, judged by what `validators.inspect_gradients` found in it.
+"""Judges the gradients file by the report of `validators.inspect_gradients`.
 
 This rule runs inside rank 0 and never opens the file.
 """
@@ -26,8 +26,8 @@ _SHAPES: Mapping[Any, str] = {
 
 
 def reduced(report: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Keep only what this rule reads from an inspection's report, at a size that fits into a
-    decision."""
+    """Keep only the parts of an inspection's report that this rule reads, small enough to fit into
+    a decision."""
     if report is None:
         return None
     problems = [str(p)[:160] for p in report.get("problems") or ()]

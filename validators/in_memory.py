@@ -1,5 +1,5 @@
-"""Checks gradients in the miner's memory before the miner writes them, for faults that only the
-values show.
+"""Checks gradients in the miner's memory, before the miner writes them, for faults that only the
+values reveal.
 
 Runs in rank 0's upload thread, after `validators.outline` found no problem in names, types and
 shapes. `validators.decoding` works in blocks: it uses about 30 MB whatever the size and copies no
@@ -19,7 +19,7 @@ from validators.limits import Limits
 from validators.shapes import Shapes
 
 MAX_BYTES = 4 * 1024**3
-"""Larger gradients are left to the audit, because reading them takes longer than 20 s. Subnet 38's
+"""Only the audit checks larger gradients, because reading them takes longer than 20 s. Subnet 38's
 compressor keeps 32 of every 4,096 values: 0.2 GB for a model with 4 G parameters."""
 
 _READABLE = {"cpu", "meta"}

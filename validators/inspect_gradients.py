@@ -88,8 +88,8 @@ def examine(
     except MemoryError:
         problem = f"needs more memory than is allowed for a file of {size} bytes"
     except Exception as error:  # noqa: BLE001 -- torch may raise anything on unusual tensors; reported as a problem
-        # Reject instead of `unknown`, which lets an upload pass: a file that fails here fails in a
-        # validator too.
+        # Reject rather than return `unknown`, which would let the upload pass: a file that fails
+        # here fails in a validator too.
         problem = f"cannot be inspected: {type(error).__name__}: {gist(str(error))}"
     return {**report, "problems": [problem]}
 
@@ -110,7 +110,7 @@ def _check_claims(path: str, size: int) -> None:
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
         raise RejectedFile(f"truncated or damaged: {error}") from error
     # torch stores without compression, so contents larger than the file indicate a zip bomb or a
-    # false header.
+    # forged header.
     if claimed > size:
         raise RejectedFile(f"claims {claimed} bytes inside a file of {size}")
 

@@ -33,7 +33,7 @@ def inspect_file(
     """Inspect `path`: returns `size_bytes`, `params`, and `problems` in words (empty if it has no
     problems).
 
-    `shapes` are the model's; `shapes_known` tells whether they were compared with the file. If the
+    `shapes` are the model's; `shapes_known` says whether they were compared with the file. If the
     inspection is inconclusive, `reason` says why. Never raises.
     """
     request = {

@@ -27,7 +27,7 @@ class Layout:
     @classmethod
     def of(cls, limits: Limits) -> Layout:
         """The profile's layout. If it names no key for the gradients, its other keys replace those
-        of `USUAL`; if it does, a document without a key does not exist in its network."""
+        of `USUAL`; if it names one, a document without a key does not exist on that network."""
         if limits.gradients_key is None:
             config, metadata = limits.config_key, limits.metadata_key
             return cls(USUAL.gradients, config or USUAL.config, metadata or USUAL.metadata)
@@ -61,7 +61,8 @@ class Layout:
 
 
 USUAL = Layout("epoch-{outer_step}/gradients.pt", "epoch-{outer_step}/config.json", "metadata.json")
-"""What `uploads.publisher` writes, and what probes expect if no profile says otherwise."""
+"""The layout that `uploads.publisher` writes, and that probes expect unless a profile says
+otherwise."""
 
 
 def filled(key: str | None, names: Mapping[str, Any]) -> str | None:

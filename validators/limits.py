@@ -15,8 +15,8 @@ from validators.facts import Network
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of all rules. The first four are the miner's own margins, the others what validators
-    enforce."""
+    """Limits for all rules. The first four are the miner's own margins; validators enforce the
+    others."""
 
     min_inner_step: int = 50
     min_upload_interval_s: float = 0.0
@@ -30,20 +30,20 @@ class Limits:
     """Published files of this age or older score zero."""
 
     validator_repo_age_raise_s: float | None = None
-    """How much the master adds to `validator_repo_age_s` with each failed AllReduce, until one
+    """How much the master adds to `validator_repo_age_s` after each failed AllReduce, until one
     succeeds."""
 
     alive_timeout_s: float | None = None
-    """How long validators wait for the miner's axon to answer."""
+    """How long validators wait for a response from the miner's axon."""
 
     allreduce_share: float | None = None
     """Share of the score for taking part in AllReduces."""
 
     not_checked: tuple[str, ...] = ()
-    """What validators check and an audit cannot, as text."""
+    """Checks that validators make and an audit cannot, as text."""
 
     block_list_max_age: int | None = None
-    """Maximum blocks between the newest of `block_list` and the current block."""
+    """Maximum number of blocks between the newest block in `block_list` and the current one."""
 
     blocks_per_allreduce: int | None = None
     """Blocks between two AllReduces; validators score the previous epoch in the first half of

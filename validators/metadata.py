@@ -26,7 +26,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class RootMetadata:
-    """What our publisher, probes and audit read from metadata.json; a field is None if it is
+    """The fields of metadata.json that our publisher, probes and audit read; None for one that is
     missing or has the wrong type. The rules do not use this: they parse the document as validators
     do (`read_inner_step`)."""
 
@@ -113,7 +113,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
             what = name.replace("_", " ")
             words = f"metadata.json names {what} {named}, but the gradient is from {ours}"
             return Verdict(RULE, "warn", named, ours, words)
-    words = f"metadata.json has {', '.join(needed) or 'no field that is needed'}"
+    words = f"metadata.json has {', '.join(needed) or 'none of the required fields'}"
     return Verdict(RULE, "pass", sorted(seen), needed, words)
 
 

@@ -1,4 +1,4 @@
-"""Minimum inner step: validators reject a pseudo-gradient of too few inner steps."""
+"""Minimum inner step: validators reject a pseudo-gradient from too few inner steps."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def minimum(limits: Limits, published_inner_step: int | None) -> int:
 
 
 def _both_minima(required: int, published_inner_step: int | None, limits: Limits) -> str | None:
-    """Details that the sentence, whose words are a contract, cannot carry; None if there are no
-    details."""
+    """Details that do not fit into the sentence, whose words are a contract; None if there are
+    none."""
     accepted = limits.validator_min_inner_step
     if accepted is None or accepted >= required:
         return None
@@ -74,8 +74,8 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
         return Verdict(RULE, "block", seen, required, words)
     if facts.candidate.kind == "archive":
         words = (
-            f"this is the archive after an outer step (inner_step {seen}), not yet a "
-            "gradient; the next upload will be one"
+            f"this is the archive after an outer step (inner_step {seen}), not a gradient yet; the "
+            "next upload will be one"
         )
         return Verdict(RULE, "warn", seen, limits.min_inner_step, words)
     if seen < limits.min_inner_step:

@@ -1,7 +1,7 @@
 """Checks gradients before the miner writes them to a file: names, dtypes and shapes only.
 
-Standard library only, and reads no tensor: this runs inside rank 0, on what is about to be
-uploaded. For defects of shape, this module and `validators.decoding` use the same words.
+Standard library only, and reads no tensor: this runs inside rank 0, on gradients about to be
+uploaded. This module and `validators.decoding` describe wrong shapes in the same words.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _named(document: Mapping[Any, Any], limits: Limits) -> list[str]:
 def _misfits(
     document: Mapping[Any, Any], names: Sequence[str], limits: Limits, shapes: Shapes | None
 ) -> Iterator[str]:
-    """What validators would raise on, by parameter."""
+    """Problems that would make validators raise, by parameter."""
     index, value = limits.gradients_index_suffix, limits.gradients_value_suffix
     # A large model has few distinct headers: judge each once. The key holds torch's own objects,
     # because converting them would cost more than the judgement.

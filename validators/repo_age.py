@@ -10,7 +10,7 @@ RULE = "repo_age"
 
 
 def age_now(published: Published, now: float) -> float | None:
-    """Age in seconds at `now` (monotonic): the age when read plus the time since. None if
+    """Age in seconds at `now` (monotonic): the age when read, plus the time since then. None if
     unknown."""
     if published.age_s is None:
         return None
@@ -51,8 +51,8 @@ def raises(network: Network, limits: Limits) -> int:
     """The largest number of AllReduces that can have failed since the last success.
 
     Subnet 38 (F:87, F:424): the master starts an AllReduce once `blocks_per_allreduce` blocks have
-    passed and retries a failed one a tenth of them later. 0 before that, or where the blocks are
-    unknown.
+    passed, and retries a failed one after a tenth of that number. 0 before that, or if the number
+    of blocks is unknown.
     """
     since, between = network.blocks_since_allreduce, limits.blocks_per_allreduce
     if since is None or between is None or since < between:

@@ -16,8 +16,8 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     """Block a malformed revision, or one whose outer step differs from the candidate's; warn if
     only the inner step differs.
 
-    Upstream writes the root metadata at the end of an upload with the inner step of that moment, so
-    validators accept a revision whose inner steps differ.
+    Upstream writes the root metadata at the end of an upload, with the inner step at that moment,
+    so validators accept a revision whose inner steps differ.
     """
     seen, pattern = facts.candidate.revision, limits.revision_pattern
     if seen is None:

@@ -1,6 +1,6 @@
-"""Which rules are in force: the gate's before an upload, the audit's on the published files.
+"""Selects the rules that apply: the gate's before an upload, the audit's on the published files.
 
-A rule is in force if the caller supplied its subject or the profile has its limit.
+A rule applies if the caller supplied its subject or the profile has its limit.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Judge = Callable[[Facts, Limits], Verdict]
 Rule = tuple[str, Judge]
 
 _MAX_REVISION = 80
-"""Characters of a revision that a decision keeps."""
+"""How many characters of a revision a decision keeps."""
 
 
 def reduced(candidate: Candidate) -> Candidate:
-    """Keep only what the rules read, so that a decision's record stays small and replays
+    """Keep only the facts that the rules read, so that a decision's record stays small and replays
     identically."""
     return replace(
         candidate,

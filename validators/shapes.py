@@ -1,4 +1,4 @@
-"""Shapes of the model in training, to judge a gradients file by. Standard library only.
+"""Shapes of the model in training, for judging a gradients file. Standard library only.
 
 Rank 0 writes them once, at `guard.diagnose`, into the state directory; the audit and `miner-guard
 gate` read them.
@@ -15,7 +15,7 @@ from typing import Any
 from miner_guard.state_dir import read_json, write_atomic
 
 MAX_PARAMETERS = 200_000
-"""Do not store shapes of a model with more parameters: readers load the whole file."""
+"""Do not store shapes for a model with more parameters than this: readers load the whole file."""
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 

@@ -1,7 +1,7 @@
-"""What validators ask of a miner besides its files: that it answers, and that it takes part in
+"""What validators expect of a miner besides its files: that it responds, and that it takes part in
 AllReduces.
 
-Neither is in the published files, so these rules only warn: a bad answer costs a share of the score
+The published files show neither, so these rules only warn: a bad result costs a share of the score
 or the next AllReduce, not the upload.
 """
 
@@ -16,9 +16,9 @@ ALLREDUCE = "allreduce"
 
 
 def judge_alive(facts: Facts, limits: Limits) -> Verdict:
-    """Whether the axon that the chain names answers from here within the validators' timeout.
-
-    The epoch in its answer stays unknown: it goes only to validators' signed requests.
+    """Whether the axon that the chain names responds to this host within the validators' timeout.
+    The epoch in its response stays unknown: the axon returns it only to validators' signed
+    requests.
     """
     seen, limit = facts.axon, limits.alive_timeout_s
     if seen is None or seen.address is None:
@@ -31,12 +31,12 @@ def judge_alive(facts: Facts, limits: Limits) -> Verdict:
         return Verdict(ALIVE, "warn", "", limit, words)
     if seen.seconds is None:
         words = (
-            f"the axon {seen.address} does not answer from here ({seen.reason}): validators that "
-            "also get no answer leave the miner out of AllReduces. Open the port; behind NAT try "
-            "from another host"
+            f"the axon {seen.address} does not respond to this host ({seen.reason}): validators "
+            "that get no response either leave the miner out of AllReduces. Open the port; behind "
+            "NAT, try from another host"
         )
         return Verdict(ALIVE, "warn", None, limit, words)
-    words = f"the axon {seen.address} answers in {seen.seconds:.2f}s"
+    words = f"the axon {seen.address} responds in {seen.seconds:.2f}s"
     if limit is not None and seen.seconds > limit:
         return Verdict(
             ALIVE,

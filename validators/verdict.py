@@ -1,4 +1,4 @@
-"""What a rule answers. Standard library only: rules also run inside rank 0."""
+"""A rule's verdict. Standard library only: rules also run inside rank 0."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 OUTCOMES = ("pass", "unknown", "warn", "block")
-"""In rising severity; a decision is the worst of its verdicts."""
+"""In order of increasing severity; a decision is the worst of its verdicts."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Verdict:
     """One of OUTCOMES."""
 
     seen: Any
-    """The number or text that the rule judged; None if it was unreadable."""
+    """The number or text that the rule judged; None if unreadable."""
 
     limit: Any
     """What `seen` was compared with."""

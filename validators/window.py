@@ -1,4 +1,4 @@
-"""Window: subnets that count in windows (Templar) accept an upload only during certain seconds of
+"""Window: subnets that count in windows (Templar) accept uploads only during certain seconds of
 each window."""
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     seen = round(into, 1)
     if put[0] <= into <= put[1] and put[1] - into < _NARROW * (put[1] - put[0]):
         words = (
-            f"{into:.0f}s into the window, uploads count up to {put[1]:.0f}s: will yours be "
-            f"there in {put[1] - into:.0f}s?"
+            f"{into:.0f}s into the window, uploads count up to {put[1]:.0f}s: will yours arrive "
+            f"within {put[1] - into:.0f}s?"
         )
         return Verdict(RULE, "warn", seen, list(put), words)
     if put[0] <= into <= put[1]:

@@ -30,7 +30,7 @@ def command(
     name: options.Name = options.DEFAULT_NAME,
     state_dir: options.State = None,
 ) -> None:
-    """Would validators accept what is published? Exit 0: accepted, 1: rejected, 69: could not
+    """Would validators accept the published files? Exit 0: accepted, 1: rejected, 69: could not
     check."""
     place = options.open_context(config, name, state_dir)
     what = _what(place)

@@ -1,4 +1,4 @@
-"""Causes and fixes of what a curve shows: source 003's tables, filled in with this run's
+"""Causes and fixes for anomalies in a curve: source 003's tables, filled in with this run's
 numbers."""
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from miner_guard.detectors.eta import TrainingFacts
 
 @dataclass(frozen=True)
 class Anomaly:
-    """One thing that a curve shows: an anomaly, or a remark."""
+    """One observation about a curve: an anomaly or a remark."""
 
     type: str
-    """As `explain --trace` names it: nan, spike, divergence, plateau_high, overfit, slow_steps,
-    …"""
+    """The type, as `explain --trace` names it: nan, spike, divergence, plateau_high, overfit,
+    slow_steps, …"""
 
     at_step: int
     severity: str
@@ -68,8 +68,8 @@ def for_spike(facts: TrainingFacts, step: int, lr: float | None) -> tuple[str, t
     where = "" if examples is None else f" (examples {examples[0]} to {examples[1]})"
     return (
         (
-            "a bad batch (very long or garbled sequences) or a learning rate at the edge "
-            "of what is stable"
+            "a bad batch (very long or garbled sequences) or a learning rate at the edge of "
+            "stability"
         ),
         (
             f"check the batch of step {step}{where}",
@@ -129,8 +129,8 @@ def for_evaluation_nan() -> tuple[str, tuple[str, ...]]:
         "an evaluation batch or the evaluation's precision: the step's training loss is finite",
         (
             (
-                "look for evaluation examples whose labels are all masked: the mean over "
-                "no token is NaN"
+                "look for evaluation examples whose labels are all masked: the mean over zero "
+                "tokens is NaN"
             ),
             "evaluate in bfloat16 or float32: float16 overflows",
             "divide by the number of unmasked tokens, or by 1 if there are none",
@@ -151,7 +151,7 @@ def for_overfit(best_step: int) -> tuple[str, tuple[str, ...]]:
 
 def for_leak() -> tuple[str, tuple[str, ...]]:
     """Cause and fixes of memory that only grows."""
-    return "some code keeps tensors alive from step to step", (
+    return "some code keeps tensors alive from one step to the next", (
         "use loss.item() or loss.detach() wherever a loss is stored",
         (
             "free the tensors that evaluation and logging keep; gc.collect() and "
@@ -170,7 +170,7 @@ def for_drop() -> tuple[str, tuple[str, ...]]:
 
 
 def for_slow(facts: TrainingFacts) -> tuple[str, ...]:
-    """What to check when single steps are slow (source 004, problem 2)."""
+    """What to check when individual steps are slow (source 004, problem 2)."""
     steps = ("check GPU use and clocks: nvidia-smi", "check data loading: slow storage or network")
     if facts.accumulation_steps is None:
         return steps

@@ -1,7 +1,7 @@
 """Raises the batch size by rewriting the one argument that the settings name. Pure.
 
-Source 002 relaunches an under-used GPU with a larger batch: three times at most, and never past a
-batch that ran out of memory.
+Source 002 relaunches an under-used GPU with a larger batch: three times at most, and never beyond a
+batch size that ran out of memory.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class BatchPolicy:
         self._last_good: int | None = None
 
     def larger(self, current: int, factor: float, why: str) -> BatchChange | None:
-        """The next batch; None when all relaunches are used up or the next batch is known not to
-        fit."""
+        """The next batch size; None when all relaunches are used up or the next size is known not
+        to fit."""
         new = max(int(current * factor), current + 1)
         if self._too_large is not None:
-            # Once a batch did not fit, go at most half-way towards its size.
+            # After a batch that did not fit, go at most halfway towards its size.
             new = min(new, (current + self._too_large) // 2)
         if factor <= 1 or self._done >= self._max_relaunches or new <= current:
             return None
@@ -77,8 +77,8 @@ class BatchPolicy:
         return BatchChange(current, new, f"{why} (relaunch {self._done} of {self._max_relaunches})")
 
     def out_of_memory(self, current: int) -> BatchChange | None:
-        """Record that the current batch does not fit, and never try one that large again. If this
-        guard raised the batch, return to the last one that fitted."""
+        """Record that the current batch size does not fit, and never try one that large again. If
+        this guard raised the batch, return to the last one that fit."""
         self._too_large = current if self._too_large is None else min(self._too_large, current)
         self._done = self._max_relaunches
         if self._last_good is None or self._last_good >= current:

@@ -1,4 +1,5 @@
-"""Finds the rank that is late to a collective from each rank's torch Flight Recorder. Pure."""
+"""Finds the rank that is late to a collective by comparing the ranks' torch Flight Recorders.
+Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from miner_guard.eventlog.formatters import rank_list
 
 @dataclass(frozen=True)
 class Late:
-    """The ranks that have not entered the collective in which the others wait."""
+    """The ranks that have not entered the collective in which the others are waiting."""
 
     ranks: tuple[int, ...]
     detail: str

@@ -1,5 +1,5 @@
-"""Is a rank computing on the CPU although it should not? Gives a verdict per rank, with its
-evidence.
+"""Detects ranks that compute on the CPU although they should not. Gives a verdict per rank, with
+the evidence.
 
 - certain: the model's compute device is the CPU, or the loss comes from the CPU and the model was
   never seen on a GPU, while hardly any GPU memory is allocated. (A loss on the CPU alone proves
@@ -37,8 +37,8 @@ _FACTOR = 4.0
 _EACH_FACTOR = 2.0
 """A CPU is 10-20 times slower than a GPU (source 004: 240 s against 15 s), while a busy host makes
 one step in hundreds take four times as long. So the median of the last steps must exceed `_FACTOR`
-times the baseline, but each single step only `_EACH_FACTOR` times: one quicker step does not prove
-a recovery."""
+times the baseline, but each single step only `_EACH_FACTOR` times: a single faster step does not
+prove a recovery."""
 
 _MIN_EXCESS_S = 0.25
 _MIN_SLOWED_S = 5.0
@@ -86,7 +86,7 @@ class RankWatch:
 
         self.offloaded = False
         self.unused: str | None = None
-        """NVML's evidence that no GPU is used, as text."""
+        """NVML's evidence that no GPU is in use, as text."""
 
         self.verdict: FallbackVerdict | None = None
 

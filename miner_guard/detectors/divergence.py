@@ -1,4 +1,5 @@
-"""A loss that climbs away from its best level and stays there, or explodes in a few steps."""
+"""Detects a loss that climbs away from its best level and stays there, or explodes within a few
+steps."""
 
 from __future__ import annotations
 
@@ -13,11 +14,12 @@ from miner_guard.detectors.advice import Anomaly
 from miner_guard.detectors.window import MAD_TO_SIGMA, SortedWindow
 
 SEEN_BEFORE = 1.5
-"""A jump must exceed an earlier one that recovered by this factor: every epoch may jump alike."""
+"""A jump must exceed an earlier one that recovered by this factor, because every epoch may bring a
+similar jump."""
 
 
 class Divergence:
-    """A loss that climbs away from its best level and does not come back.
+    """Detects a loss that climbs away from its best level and does not come back.
 
     Levels are medians of blocks. The last four must all lie above the best one: by 10 %, by six
     sigmas of the noise (measured on second differences, which a trend does not affect), and by 1.5
@@ -45,7 +47,7 @@ class Divergence:
     def reported(self) -> None:
         """Note that another rule has already reported the current climb."""
         self._reported = True
-        # Values from before the climb would look as if the loss had come back.
+        # Values from before the climb would make it look as if the loss had come back.
         self._block.clear()
 
     def observe(self, step: int, loss: float, lr: float | None) -> Iterator[Anomaly]:
@@ -86,7 +88,7 @@ class Divergence:
     def _came_back(self, rise: float, best: float) -> None:
         self._recovered = max(self._recovered, self._rise)
         self._rise, self.came_back = rise, True
-        # Half-way back, it is still the climb that was reported.
+        # Until the loss is halfway back, this is still the climb that was reported.
         self._reported = self._reported and rise > self._GAP * abs(best)
 
     def _climbs(self, best: float) -> bool:

@@ -1,5 +1,5 @@
-"""Throughput of a running miner, and the time to its next upload and outer step, from the
-training's settings."""
+"""Computes a running miner's throughput, and the time to its next upload and outer step, from its
+training settings."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 Each second belongs to exactly one category. Inside a step, the phases decide. The time from the
 launch to the first step is `init` (`restart` from the second launch on); a stretch without steps in
-which a hang was found is `hang`. Once the time since the last step exceeds what a step can be
-expected to take, all of it counts as `hang`: goodput must not rise before the guard detects a hang.
-If the step finishes after all, its time is split by its phases instead.
+which a hang was found is `hang`. Once the time since the last step exceeds any plausible duration
+of a step, all of it counts as `hang`: goodput must not rise before the guard detects a hang. If the
+step finishes after all, its time is split by its phases instead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What an NVML sample shows about slow steps: throttled clocks, low power draw, or unused GPUs."""
+"""Looks in an NVML sample for causes of slow steps: throttled clocks, low power draw, or unused
+GPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _GIB = 1024**3
 
 
 def rows(sample: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
-    """The GPUs that answered; empty if there is no sample or NVML failed."""
+    """The GPUs that responded; empty if there is no sample or NVML failed."""
     gpus = (sample or {}).get("gpus")
     if not isinstance(gpus, Sequence):
         return ()

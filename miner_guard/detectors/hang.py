@@ -1,11 +1,11 @@
-"""Decides when a lack of progress is a hang, and which rank holds the others up. Pure: the caller
-passes times in monotonic seconds.
+"""Decides when a lack of progress counts as a hang, and which rank is holding up the others. Pure:
+the caller passes times in monotonic seconds.
 
-Only a finished step is progress; re-entering a data phase is not. The limit is max(`min_s`,
-`factor` x the longest recent step), as NVRx calculates its timeouts. Phases with a longer allowance
-(AllReduce, upload, load, evaluation, checkpoint) use that instead, and while one rank is within its
-allowance the others may wait for it. Before any rank has reported, output and CPU time count as
-progress.
+Only a finished step counts as progress; re-entering a data phase does not. The limit is
+max(`min_s`, `factor` x the longest recent step), as NVRx calculates its timeouts. Phases with a
+longer allowance (AllReduce, upload, load, evaluation, checkpoint) use that instead, and while one
+rank is within its allowance the others may wait for it. Before any rank has reported, output and
+CPU time count as progress.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from miner_guard.flight_recorder.records import Now
 
 _RECENT_STEPS = 64
 _UNOBSERVED_S = 15.0
-"""Checks come about a second apart. A gap this long means that this process or the machine was
+"""Checks are about a second apart. A gap this long means that this process or the machine was
 suspended."""
 
 _SAME_TIME_S = 0.01
@@ -63,7 +63,7 @@ class Hang:
     idle_s: float
     limit_s: float
     lasting: bool = False
-    """Whether the hang lasts even if steps follow."""
+    """Whether the hang persists even if steps follow."""
 
     finished: bool = False
     """Every rank had finished its training: only the exit hangs."""
@@ -109,7 +109,7 @@ class HangDetector:
         self._reported = False
 
     def launched(self, now: float) -> None:
-        """Start over for a new launch, in which nothing has progressed yet. Keeps the learned step
+        """Start over for a new launch, which has made no progress yet. Keeps the learned step
         times."""
         self._reset(now)
 
@@ -196,8 +196,9 @@ class HangDetector:
         return Hang(culprits, describe(now, ranks, culprits, processes), self.idle_s(now), limit_s)
 
     def late(self, now: float, ranks: Mapping[int, Now], allowed_s: float, what: str = "") -> Hang:
-        """The finding for ranks that waited longer than allowed for the others' answer, after which
-        uploads are blocked. `what` is the waiting rank's report, which names the late node."""
+        """The finding for ranks that waited longer than allowed for a reply from the others, after
+        which uploads are blocked. `what` is the waiting rank's report, which names the late
+        node."""
         waiting = [rank.phase_since for rank in ranks.values() if rank.phase == "collective"]
         culprits = (
             tuple(n for n, rank in sorted(ranks.items()) if rank.phase != "collective")
@@ -291,7 +292,7 @@ def name_culprits(
         if condition:
             return tuple(sorted(condition))
     if len(ranks) < 2:
-        # Alone on its node, a rank may wait for one of another node.
+        # A rank that is alone on its node may be waiting for a rank on another node.
         return tuple(
             number
             for number, rank in ranks.items()
@@ -304,8 +305,8 @@ def name_culprits(
 
 
 def _may_wait(rank: Now) -> bool:
-    """Whether the rank's phase may contain a collective. A rank between phases may be in one: many
-    miners name no phase."""
+    """Whether the rank's phase may contain a collective. A rank between phases may be in one too,
+    because many miners name no phases."""
     return rank.state not in ENDED_STATES and rank.phase in _MAY_WAIT
 
 

@@ -1,9 +1,9 @@
 """Steps and pushes parsed from log lines, for a miner without the hook. Pure: the caller passes
 arrival times.
 
-A line reports that a step ended (or its progress: micro-batches, a progress bar). Its duration is
-the one that the line gives, otherwise the time since the previous line, divided among the steps in
-between.
+A line reports that a step ended (or its progress: micro-batches, a progress bar). The step's
+duration is the one that the line states, otherwise the time since the previous line, divided among
+the steps in between.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Patterns:
 
     @classmethod
     def of(cls, *tables: Mapping[str, Iterable[str]], grammar: Grammar | None = None) -> Patterns:
-        """Compile tables of texts; the first table takes precedence. Raises re.error for an invalid
-        pattern."""
+        """Compile tables of expressions; the first table takes precedence. Raises re.error for an
+        invalid pattern."""
         kinds = {
             kind: tuple(re.compile(p) for t in tables for p in t.get(kind, ())) for kind in KINDS
         }
@@ -115,7 +115,7 @@ def read(line: str, patterns: Patterns) -> StepLine | PushLine | PhaseLine | Mis
 
 
 def read_swarm(line: str, patterns: Patterns) -> PeersLine | AllReduceEnd | None:
-    """What a line reports about the other peers: their number, or the end of an AllReduce."""
+    """A line's report about the other peers: their number, or the end of an AllReduce."""
     text = _plain(line)
     for pattern in patterns.peers:
         if (match := pattern.search(text)) is not None:
@@ -227,7 +227,7 @@ class LogSteps:
             yield from self._ended(line, line.inner, now)
 
     def finish(self, now: float) -> Iterator[LoggedStep]:
-        """The last step, whose end no further line has shown. Call it once the miner has exited."""
+        """The last step, if no later line has shown its end. Call it once the miner has exited."""
         pending, self._pending = self._pending, None
         if pending is not None and pending.inner is not None and self._counts(pending):
             yield from self._ended(pending, pending.inner, now)
@@ -263,7 +263,7 @@ class LogSteps:
         self._pending = line if line.total is None else replace(line, seconds=None)
 
     def _counts(self, pending: StepLine) -> bool:
-        """Whether a bar without a loss is known to count steps: programs show bars of other work
+        """Whether a bar without a loss is known to count steps: programs show bars for other work
         too."""
         return pending.total is None or pending.loss is not None or pending.total == self._bar_total
 
@@ -308,5 +308,5 @@ class _ElapsedWatch:
 
 
 _GROWING, _GROWN = 3, 1.5
-"""Four lines of which each shows more time than the one before: random step times rarely rise so
-often, and not by half."""
+"""Four consecutive lines, each with a longer time than the one before: random step times rarely
+rise that often, and not by half."""

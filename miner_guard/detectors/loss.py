@@ -30,23 +30,23 @@ _LOCAL_FACTOR = 8.0
 _LOCAL_EXCESS = 0.25
 """The local rule, for a loss that still falls fast, so that its spread over 64 values is mostly
 descent: an outlier exceeds the median of the last 8 values by 25 % and by 8 sigma of the
-step-to-step noise, with drift removed."""
+step-to-step noise, with the drift removed."""
 
 _MIN_FIRST = 3
 _FIRST_FACTOR = 5.0
-"""The rule for the first values of a run or a log: a loss begins high, so that one far above the
+"""The rule for the first values of a run or a log: a loss starts high, so a value far above the
 highest of them is an outlier. Five in a row are an explosion, like later ones."""
 
 _MAX_FIRST_SPREAD = 3.0
-"""Beyond this ratio of the highest to the lowest first value, such as in a policy gradient around
-zero, they show no level."""
+"""If the ratio of the highest to the lowest first value exceeds this, as in a policy gradient
+around zero, the values show no level."""
 
 _STRONG_RATIO = 1.5
-"""A value at this multiple of its level needs no second one to confirm it."""
+"""A value at this multiple of its level needs no second value to confirm it."""
 
 _CONFIRMED_RATIO = 1.2
-"""Two consecutive values must lie this far above: a warm restart of the learning rate costs 5 to 15
-%."""
+"""Two consecutive values must lie this far above the level: a warm restart of the learning rate
+costs 5 to 15 %."""
 
 _TAIL = 2.0
 _FORGET = 0.998
@@ -76,8 +76,9 @@ class LossWatch:
         explosion."""
 
         self._strong = False
-        """Whether the spike is known by its height. A lower one counts only if it ends soon: a loss
-        that jumps by a fifth at the end of each epoch takes the next one to come back."""
+        """Whether the spike's height alone proves it. A lower one counts only if it ends soon: a
+        loss that jumps by a fifth at the end of each epoch takes the whole next epoch to come
+        back."""
 
         self._dip = self._jump = self._top = 0.0
         self._not_finite = False
@@ -135,7 +136,7 @@ class LossWatch:
             self._high_in_row + 1 if loss > self._settings.explosion_ratio * abs(median) else 0
         )
         if self._spikes_in_row >= window.size // 2:
-            # Outliers in a row for half a window are the new level.
+            # If outliers continue for half a window, they are the new level.
             self._admit(loss)
         rise = _rise(loss, median)
         self._top = max(self._top, rise)

@@ -1,8 +1,10 @@
-"""GPU memory over the steps: leaks and sudden drops. Takes *allocated* bytes at one fixed point.
+"""Finds leaks and sudden drops in GPU memory over the steps. Takes *allocated* bytes at one fixed
+point in the step.
 
-Reserved memory grows legitimately. A single legitimate allocation of a GiB misleads regressions and
-bands, so the leak rule compares the minima of 8 blocks of 50 steps: at least 6 of the 7
-block-to-block changes must be rises, and the total rise must exceed 0.5 % and an absolute floor.
+Reserved memory grows legitimately. A single legitimate allocation of a GiB would mislead
+regressions and bands, so the leak rule compares the minima of 8 blocks of 50 steps: at least 6 of
+the 7 block-to-block changes must be rises, and the total rise must exceed 0.5 % and an absolute
+floor.
 """
 
 from __future__ import annotations

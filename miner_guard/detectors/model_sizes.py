@@ -20,8 +20,8 @@ _NAMES: tuple[tuple[str, str], ...] = (
     (r"bert|gpt", LARGE),
     (r"densenet161", LARGE),
 )
-"""Patterns over a lower-case name without punctuation. Source 002's lists; parameter count decides
-for names in neither list (ResNet-50, EfficientNet-B3, Llama)."""
+"""Patterns that match a lower-case name without punctuation, from source 002's lists. For names in
+neither list (ResNet-50, EfficientNet-B3, Llama), the parameter count decides."""
 
 
 def size_of(name: str | None, params: int | None, large_from: int) -> str:

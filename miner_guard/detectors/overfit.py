@@ -15,11 +15,11 @@ from miner_guard.detectors.trend import p_rising
 from miner_guard.detectors.window import MAD_TO_SIGMA
 
 MIN_EVALUATIONS = 5
-"""Evaluations before the first verdict on them."""
+"""Number of evaluations before the first verdict."""
 
 MIN_FOR_LEVEL = 15
-"""Fewer evaluations than this are judged one by one; from this many on, their moving level is
-judged."""
+"""With fewer evaluations than this, each is judged individually; from this many on, their moving
+level is."""
 
 TRAIN_FALL = 0.05
 """The training loss must have fallen by this share since the best evaluation."""
@@ -36,9 +36,9 @@ _RISING = 0.2
 
 
 def rises(best: float, last: float, rising: float, after: int) -> bool:
-    """Whether the evaluation loss has risen for good from its `best` value. `after` is the number
-    of evaluations since then, `rising` their Kendall's tau, and `last` the current level. Used
-    while a run trains and in the analysis afterwards."""
+    """Whether the evaluation loss has risen permanently above its `best` value. `after` is the
+    number of evaluations since then, `rising` their Kendall's tau, and `last` the current level.
+    Used while a run trains and in the analysis afterwards."""
     if best <= 0 or after < (_AFTER_MONOTONE if rising == 1 else _AFTER):
         return False
     steady = last >= _STEADY_RISE * best and rising >= _STEADY and after >= _STEADY_AFTER
@@ -66,8 +66,8 @@ class OverfitWatch:
     rise with P > 0.99. The first evaluations are judged by the rule for finished runs (`rises`),
     for which five may suffice.
 
-    Simulation of 200 runs with 100 evaluations each, flat with 2 % noise: one run raises an alarm;
-    140 do if the limit ignores the noise.
+    Simulation of 200 runs with 100 evaluations each, flat with 2 % noise: one run raises an alarm,
+    against 140 if the limit ignores the noise.
     """
 
     _LEVEL = 3

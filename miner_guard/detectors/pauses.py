@@ -14,13 +14,15 @@ Kind = Literal["isolated", "periodic", "recurring"]
 
 _WITHIN_STEPS = 20
 _RECURRING = 3
-"""Slow steps within 20 that count as a problem."""
+"""How many slow steps within 20 count as a problem."""
 
 _MIN_PERIOD = 10
-"""Shortest period, in steps. If slow steps come more often, that is simply the program's speed."""
+"""Shortest period, in steps. If slow steps are more frequent, that is simply the program's
+speed."""
 
 _TOLERANCE = 0.02
-"""Share of the period: a checkpoint every ten minutes comes after a varying number of steps."""
+"""Tolerance, as a share of the period: a checkpoint every ten minutes comes after a varying number
+of steps."""
 
 _MAX_MISSED = 4
 """A pause is still expected after missing this many periods."""
@@ -60,7 +62,7 @@ class PauseWatch:
         return False
 
     def _learned(self, step: int, seconds: float) -> bool:
-        """A third pause at equal distance establishes a period."""
+        """A third pause at the same distance establishes a period."""
         alike = {earlier for earlier, length in self._seen if _similar(seconds, length)}
         for earlier in sorted(alike, reverse=True):
             gap = step - earlier

@@ -1,5 +1,5 @@
-"""A loss that no longer falls: the model has converged if the loss fell before, otherwise it does
-not learn."""
+"""Detects a loss that has stopped falling: the model has converged if the loss fell before;
+otherwise it is not learning."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _LEARNED = 0.10
 convergence."""
 
 _CHANCE = (7.0, 13.0)
-"""Nats: an untrained language model starts at a loss of ln(vocabulary), here for 1,100 to 440,000
-tokens."""
+"""Range in nats: an untrained language model starts at a loss of ln(vocabulary), here for 1,100 to
+440,000 tokens."""
 
 _NEAR_CHANCE = 0.12
-"""A language model that learns only the token frequencies has fallen by a quarter of that."""
+"""Learning only the token frequencies lowers a language model's loss by this share of its start."""
 
 
 def near_chance(begin: float, best: float) -> bool:
-    """Whether a loss that began at `begin` and has reached `best` is still that of an untrained
+    """Whether a loss that started at `begin` and has reached `best` is still that of an untrained
     language model."""
     return _CHANCE[0] <= begin <= _CHANCE[1] and begin - best < _NEAR_CHANCE * begin
 
@@ -47,7 +47,7 @@ class Plateau:
     def __init__(self, settings: LossSettings) -> None:
         self._steps = settings.plateau_steps
         self._size = max(1, settings.plateau_steps // _BLOCKS)
-        """Steps that a block spans at least: a trainer may log only every 50th step."""
+        """Minimum number of steps in a block: a trainer may log only every 50th step."""
 
         self._sum = 0.0
         self._count = 0
@@ -93,7 +93,7 @@ class Plateau:
 
     @staticmethod
     def _falls(blocks: list[float]) -> bool:
-        """Whether the blocks fall, by more than chance explains and by enough to matter."""
+        """Whether the blocks fall by more than chance explains, and by enough to matter."""
         third = len(blocks) // 3
         fall = statistics.median(blocks[:third]) - statistics.median(blocks[-third:])
         surely = 1 - p_rising(blocks) > 0.9 or 1 - p_rising_trimmed(blocks) > 0.9

@@ -1,4 +1,4 @@
-"""Which rank left the others behind, and how it ended, from its last record. Pure."""
+"""Finds the rank that left the others behind, and how it ended, from its last record. Pure."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Explains why steps are slow although the model is on the GPU: tells apart the causes that source
-004 lists under problem 2.
+"""Explains why steps are slow although the model is on the GPU: distinguishes the causes that
+source 004 lists under problem 2.
 
 Checks, in this order: throttled clocks, starvation by data loading, waiting in collectives, too
 much accumulation for the step time (with the arithmetic). Returns None if no measurement supports
@@ -15,7 +15,7 @@ from miner_guard.config import StepSettings
 from miner_guard.detectors.eta import TrainingFacts
 
 _DOMINATES = 0.4
-"""A waiting phase counts as the cause from this share of the step on."""
+"""Minimum share of the step for a waiting phase to count as the cause."""
 
 
 @dataclass(frozen=True)

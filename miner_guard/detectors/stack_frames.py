@@ -65,8 +65,8 @@ def innermost_user_frame(dump: str) -> str | None:
 
 
 def waits_for_ranks(dump: str) -> bool:
-    """Whether the training thread is inside torch.distributed, called by the miner's code: it waits
-    for the other ranks."""
+    """Whether the training thread is inside torch.distributed, called by the miner's code: it is
+    waiting for the other ranks."""
     for line in _training_thread(dump):
         match = _PY_SPY.match(line) or _FAULTHANDLER.match(line)
         if match is None:
@@ -79,8 +79,8 @@ def waits_for_ranks(dump: str) -> bool:
 
 
 def outside_the_collective(waiting: Mapping[int, bool]) -> tuple[int, ...]:
-    """The ranks that the others wait for. `waiting` maps each rank to whether it waits in
-    torch.distributed; empty if all do or none does."""
+    """The ranks that the others are waiting for; empty if all ranks wait in torch.distributed, or
+    none. `waiting` says for each rank whether it does."""
     outside = tuple(sorted(rank for rank, waits in waiting.items() if not waits))
     return outside if len(outside) < len(waiting) else ()
 

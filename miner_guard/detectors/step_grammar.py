@@ -1,4 +1,4 @@
-"""What a trainer's log line says about a step: named fields, progress bars and counters. Pure.
+"""Parses steps from a trainer's log lines: named fields, progress bars and counters. Pure.
 
 One grammar for all trainers: a field is a name from a vocabulary, some punctuation, and a number
 with its unit (`iteration 100/ 5000`, `'loss': '2.3'`, `elapsed time per iteration (ms): 1234.5`). A
@@ -71,7 +71,7 @@ class StepLine:
     """The rank that the line names."""
 
     maybe_elapsed: bool = False
-    """`seconds` may be the time since the start: the line calls it only `time`."""
+    """`seconds` may be the time since the start, because the line calls it just `time`."""
 
     samples: bool = False
     """The number may count samples, so the difference between two lines need not be a number of
@@ -83,11 +83,11 @@ class StepLine:
 
 @dataclass(frozen=True)
 class Miss:
-    """A line that has only part of what a step line needs."""
+    """A line that has only some of the parts of a step line."""
 
     why: str
     nearness: int
-    """A higher value is nearer to a step line."""
+    """A higher value means closer to a step line."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,8 @@ class Grammar:
         )
 
     def read(self, text: str) -> StepLine | Miss | None:
-        """The step that `text` reports, or what it lacks; None if it is not about a step. `text`:
-        one line without colour codes."""
+        """The step that `text` reports, or the parts that are missing; None if it is not about a
+        step. `text`: one line without colour codes."""
         fields = self._fields(text)
         first = min((field.start for field in fields.values()), default=len(text))
         if _EVALUATION.search(text, 0, first):

@@ -1,5 +1,5 @@
-"""Inner-step timing: which steps are slow, in absolute terms and against the recent past, and which
-grade a run gets.
+"""Judges inner-step times: finds slow steps, in absolute terms and against the recent past, and
+grades the run.
 
 Absolute rule and grades: source 004's tables. Relative rule: median and MAD of the last 128 steps
 of the same kind, beyond median + max(5 · 1.4826 · MAD, 0.5 · median) (simulated: no false alarm at
@@ -27,7 +27,7 @@ _EVALUATION = {"inference", "val_loss"}
 
 _RECENT = 32
 _MIN_COUNT = 5
-"""Steps of a kind required before one of them is judged against the others."""
+"""How many steps of a kind are needed before one of them is judged against the others."""
 
 _MAX_KINDS = 64
 
@@ -43,7 +43,7 @@ _IN_A_ROW = 8
 """This many steps in a row, each beyond the limit, count as a regression."""
 
 _MAX_HELD = 40
-"""Steps that a warning waits at most: RegressionWatch has decided by then."""
+"""Maximum number of steps that a warning waits: by then, RegressionWatch has decided."""
 
 _LASTING_S = 20.0
 """How long, in total step time, short steps must stay slower to count as a regression."""
@@ -74,7 +74,7 @@ class SlowStep:
     kind: str
     certain: bool = True
     """False for a step that comes at regular intervals, and for a single step of less than
-    `_CLEAR_RATIO` times the median: scheduled work, or too little to act on."""
+    `_CLEAR_RATIO` times the median: it is scheduled work, or too small to act on."""
 
     @property
     def clear(self) -> bool:
@@ -227,7 +227,7 @@ class StepTimes:
     def _admit(self, seconds: float, kind: str, window: SortedWindow, *, outlier: bool) -> None:
         streak = self._streak.get(kind, 0) + 1 if outlier else 0
         self._streak[kind] = streak
-        # Outliers stay out of the window until they have become the norm.
+        # Outliers stay out of the window until they become the norm.
         if not outlier or streak >= self._settings.window // 2:
             window.add(seconds)
 
@@ -294,8 +294,8 @@ class TokenRate:
 
 
 class TokenNormalizer:
-    """Distinguishes a slow step from one with more work: longer sequences, a larger batch after a
-    warm-up."""
+    """Distinguishes a slow step from one with more work, such as longer sequences or a larger batch
+    after a warm-up."""
 
     def __init__(self, settings: StepSettings) -> None:
         self._settings = settings

@@ -1,15 +1,15 @@
-"""Finds the rank that the others wait for. Total step time cannot show it: collectives make the
-step equally long on every rank.
+"""Finds the rank that the others wait for. Total step time cannot reveal it, because collectives
+make the step equally long on every rank.
 
 The culprit is the rank with the least visible waiting. Score = (the others' median wait − the
 culprit's) / step; 0.10 warns, 0.20 is critical, over a window of 20 steps, two windows in a row.
 Separately timed waiting (phase `collective`) is the better evidence. If the miner's collectives run
 inside forward and backward (FSDP gathers there), those phases count as waiting too: a rank that is
-late elsewhere passes through them fastest. Then another phase of that rank must explain the
-lateness, or its time outside every phase (an unnamed data loader); otherwise, in a miner that waits
-outside all phases, the fastest rank would be named. Last, the others may wait in no phase at all
-(the gathers of an unnamed forward pass, the first synchronisation with a GPU): then only a
-named phase without collectives, such as `data`, can explain the lateness.
+late elsewhere gets through them fastest. Then another phase of that rank must explain the lateness,
+or its time outside every phase (an unnamed data loader); otherwise, in a miner that waits outside
+all phases, the fastest rank would be named. Last, the others may wait in no phase at all (the
+gathers of an unnamed forward pass, the first synchronisation with a GPU): then only a named phase
+without collectives, such as `data`, can explain the lateness.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Straggler:
     rank: int
     score: float
     wait_s: float | None
-    """The culprit's median wait; None if the ranks wait outside all phases, where their own work
-    is too."""
+    """The culprit's median wait; None if the ranks wait outside all phases, where they also do
+    their own work."""
 
     others_wait_s: float | None
     step_s: float
@@ -113,7 +113,8 @@ class _Window:
 
 
 class StragglerWatch:
-    """Judges all ranks. Memory: one window, and 256 steps that some ranks have yet to reach."""
+    """Judges all ranks. Memory: one window, plus up to 256 steps that some ranks have yet to
+    reach."""
 
     def __init__(self, settings: StepSettings) -> None:
         self._settings = settings

@@ -1,7 +1,7 @@
 """Source 001's timing: the fast log, the breakdown of an evaluation step, and its red flags.
 
 Phase `monitor` encloses the monitoring callback. Overhead is the time in `monitor` minus the phases
-nested in it: what the callback spends on display and status.
+nested in it: the time that the callback spends on display and status.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def red_flags(seen: FastLog | Breakdown, settings: StepSettings) -> Iterator[Red
             "fast log",
             seen.total_s,
             (settings.fast_log_usual_s, settings.fast_log_max_s),
-            "something slow runs when it should not",
+            "something slow is running that should not",
         )
         return
     if seen.total_s < settings.red_flag_min_s:
@@ -108,7 +108,7 @@ def red_flags(seen: FastLog | Breakdown, settings: StepSettings) -> Iterator[Red
             "evaluation",
             f"{seen.total_s:.3f}s",
             f"{settings.evaluation_usual_s:g}s",
-            "5-10s are usual: evaluate fewer examples, or less often",
+            "5-10s is usual: evaluate fewer examples, or less often",
             remark=True,
         )
     for part in _parts(seen, settings):
@@ -147,8 +147,8 @@ class _Part:
 
 
 def _parts(seen: Breakdown, settings: StepSettings) -> Iterator[_Part]:
-    """The parts whose share is meaningful: if one part is the whole evaluation, its share says
-    nothing."""
+    """The parts whose share is meaningful: if one part makes up the whole evaluation, its share
+    means nothing."""
     if seen.overhead_s is not None:
         yield _Part(
             "overhead",

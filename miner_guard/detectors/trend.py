@@ -1,4 +1,4 @@
-"""The probability that a series rises: ordinary least squares, plain and trimmed."""
+"""Computes the probability that a series rises, by ordinary least squares, plain or trimmed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ def p_rising(values: Sequence[float]) -> float:
     """P(slope > 0) of the least-squares line through `values` at 0, 1, 2, …; 0.5 if
     undetermined.
 
-    Normal approximation of the t statistic: for 30 points and more its error is below 0.005.
+    Uses the normal approximation of the t statistic: for 30 or more points, its error is below
+    0.005.
     """
     count = len(values)
     if count < 3:

@@ -1,4 +1,5 @@
-"""Is the miner earning? One verdict from the guard's state, the worst condition first. Pure.
+"""Decides from the guard's state whether the miner is earning; the worst condition determines the
+verdict. Pure.
 
 `CONDITIONS` is the order of judgement: the first condition that holds is the verdict, so a miner
 that restarts after a hang is not also "stale" or "slow".
@@ -85,22 +86,22 @@ def _healthy(status: StatusDocument) -> RunVerdict:
     if repo.reason == NO_REPO:
         step = "set [repo] in guard.toml; `miner-guard config --changed` shows it"
     elif repo.revision is None:
-        step = "wait for the first upload; `miner-guard top` shows what it waits for"
+        step = "wait for the first upload; `miner-guard top` shows what it is waiting for"
     else:
-        step = "check what is published: `miner-guard audit`"
+        step = "check the published files: `miner-guard audit`"
     return RunVerdict(UNKNOWN, cause, step, None, "unknown", "not_audited", earns)
 
 
 def _evidence(status: StatusDocument) -> tuple[str, str]:
-    """Whether validators accept what is published (see `RunVerdict.earns`), and how that is
-    known."""
+    """Whether validators accept the published files (see `RunVerdict.earns`), and how the guard
+    knows."""
     audit, upload, repo = status.uploads.audit, status.uploads.upload, status.uploads.repo
     if audit is not None and audit.outcome == "accepted":
-        return "yes", "the last audit accepted what is published"
+        return "yes", "the last audit accepted the published files"
     if upload is not None and upload.outcome == "verified" and repo.stale is False:
-        return "probably", "the last upload was verified, no audit has judged it"
+        return "probably", "the last upload was verified, but no audit has judged it"
     why = repo.reason or "nothing has been uploaded yet"
-    return "unknown", f"whether validators accept what is published is unknown: {why}"
+    return "unknown", f"whether validators accept the published files is unknown: {why}"
 
 
 def _progress(status: StatusDocument) -> str:

@@ -32,7 +32,7 @@ def after_crash_loop(status: StatusDocument, memory: Memory) -> str:
 
 
 def start_again(status: StatusDocument, memory: Memory) -> str:
-    """Advise the reader to start the guard as it was started before."""
+    """Advise the reader to start the guard with its earlier command."""
     return f"start it again: {_start(status)}"
 
 
@@ -51,7 +51,7 @@ def free_space(status: StatusDocument, memory: Memory) -> str:
     path = shlex.quote(status.state_dir) if status.state_dir else "."
     return (
         f"free space on the disk that holds {status.state_dir or 'the state directory'}: "
-        f"`df -h {path}`; the guard then resumes writing by itself"
+        f"`df -h {path}`; the guard then resumes writing on its own"
     )
 
 

@@ -1,7 +1,7 @@
 """The conditions that decide the verdict, worst first, each with its next step. Pure.
 
-A condition reads the status document (what status.json holds) and `Memory`, the few findings whose
-effect lasts. Its next step is in `verdict_actions`.
+A condition reads the status document (the content of status.json) and `Memory`, the few findings
+whose effect lasts. Its next step is in `verdict_actions`.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _rejected(status: StatusDocument, memory: Memory) -> str | None:
     audit = status.uploads.audit
     if audit is None or audit.outcome != "rejected":
         return None
-    return f"validators would reject what is published: {audit.detail}"
+    return f"validators would reject the published files: {audit.detail}"
 
 
 def _stale(status: StatusDocument, memory: Memory) -> str | None:
@@ -145,7 +145,7 @@ def _stale(status: StatusDocument, memory: Memory) -> str | None:
 def _no_step(status: StatusDocument, memory: Memory) -> str | None:
     if status.steps.total_steps is not None:
         return None
-    return "the miner starts" if status.state == "starting" else "no step seen yet"
+    return "the miner is starting" if status.state == "starting" else "no step seen yet"
 
 
 def _overdue(status: StatusDocument, memory: Memory) -> str | None:
@@ -172,7 +172,7 @@ def _disk(status: StatusDocument, memory: Memory) -> str | None:
         return None
     full = any("space" in reason for reason in memory.disks.values())
     rows = [f"{what} cannot be written ({reason})" for what, reason in sorted(memory.disks.items())]
-    return f"the disk {'is full' if full else 'does not answer'}: {'; '.join(rows)}"
+    return f"the disk {'is full' if full else 'is not responding'}: {'; '.join(rows)}"
 
 
 def _straggling(status: StatusDocument, memory: Memory) -> str | None:
@@ -190,7 +190,7 @@ def _due_but_blocked(status: StatusDocument, memory: Memory) -> str | None:
     decision, repo = status.uploads.decision, status.uploads.repo
     if decision is None or decision.allowed is not False or not repo.due:
         return None
-    age = "" if repo.age_s is None else f" (what is published is {repo.age_s:,.0f} s old)"
+    age = "" if repo.age_s is None else f" (the published files are {repo.age_s:,.0f} s old)"
     problem, _ = actions.split_advice(decision.reason)
     return f"the gate blocks an upload that is due{age}: {problem}"
 
@@ -214,8 +214,8 @@ CONDITIONS: tuple[Condition, ...] = (
         NOT_EARNING,
         _restarting,
         always(
-            "nothing yet: the guard restarts it by itself; "
-            "why it failed: `miner-guard logs --level error -n 5`"
+            "nothing yet: the guard is restarting it; why it failed: `miner-guard logs --level "
+            "error -n 5`"
         ),
         "miner_restarting",
     ),
@@ -233,7 +233,9 @@ CONDITIONS: tuple[Condition, ...] = (
         "ending",
         NOT_EARNING,
         _ending,
-        always("wait for the end; why it ended: `miner-guard logs --level error -n 5`"),
+        always(
+            "wait until the launch has ended; why it ended: `miner-guard logs --level error -n 5`"
+        ),
         "miner_exited",
     ),
     Condition("loss_nan", NOT_EARNING, _loss_not_finite, actions.restore, "loss_nan"),

@@ -1,7 +1,8 @@
 """Up to seven days of verdicts as a strip of cells, like a status page. Pure.
 
 The guard adds up the seconds while it runs (`VerdictWeek`), so that no reader has to search a week
-of log. Time in which no guard ran has no verdict: it is `unwatched`, and counts as nothing else.
+of log. Time in which no guard ran has no verdict: it is `unwatched`, and counts towards no other
+state.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ class Strip:
     """Start of the first cell, seconds since 1970."""
 
     since: float
-    """When the record begins, in the first cell."""
+    """When the record begins; lies in the first cell."""
 
     end: float
-    """When it was read, in the last cell."""
+    """When it was read; lies in the last cell."""
 
     cell_s: float
     cells: Sequence[str]
@@ -97,7 +98,8 @@ class VerdictWeek:
             del self._cells[cell]
 
     def correct(self, before: str, after: str, start: float, end: float) -> None:
-        """Replace `before` by `after` from `start` to `end`: a hang, for example, is found late."""
+        """Replace `before` by `after` from `start` to `end`: a hang, for example, is detected
+        late."""
         for cell, seconds in _parts(start, end):
             states = self._cells.get(cell, {})
             moved = min(seconds, states.get(before, 0.0))
@@ -156,7 +158,7 @@ def _with_unwatched(states: Mapping[str, float], elapsed_s: float) -> dict[str, 
 
 def _worst(states: Mapping[str, float], width_s: float) -> str:
     """The worst state of a cell, ignoring brief ones if another fills it. Unknown is not bad news:
-    it colours only a cell in which nothing lasted longer."""
+    it only colours a cell in which no other state lasted longer."""
     held = {state for state, seconds in states.items() if seconds > 0}
     lasting = {state for state in held if states[state] >= BRIEF_SHARE * width_s} or held
     if max(lasting, key=lambda state: states[state], default=UNKNOWN) != UNKNOWN:

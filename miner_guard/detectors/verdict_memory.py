@@ -1,4 +1,4 @@
-"""The findings whose effect outlasts them: what the verdict must know besides the status document.
+"""Remembers findings with lasting effects, which the verdict needs besides the status document.
 Pure."""
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Memory:
     """The median step time when steps became slow; None while they are not."""
 
     reported: dict[str, str] = field(default_factory=dict)
-    """By event: the words of a finding that the status document shows only up to a second later,
-    so that an alert sent with it cannot contradict it."""
+    """By event: the words of a finding, because the status document may show it only a second later
+    and an alert sent in between must not contradict it."""
 
     def take(self, finding: Finding) -> None:
         """Update the memory from one finding."""
@@ -109,6 +109,6 @@ class Memory:
         if finding.event not in begins:
             table.pop(key, None)
         elif len(table) < 64:
-            silent = "it does not answer" if finding.event == "disk_stuck" else None
+            silent = "it is not responding" if finding.event == "disk_stuck" else None
             fields = finding.fields
             table[key] = str(silent or fields.get("reason") or fields.get("what"))

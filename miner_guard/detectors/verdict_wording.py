@@ -1,4 +1,4 @@
-"""The verdict in words: what pages, commands, alerts and endpoints show. Pure.
+"""The verdict in words, as shown by pages, commands, alerts and endpoints. Pure.
 
 Each surface takes its words from here, so that they agree word for word.
 """
@@ -15,7 +15,8 @@ from miner_guard.eventlog.status_document import StatusDocument, VerdictStatus
 from miner_guard.system.clock import iso_utc, parse_iso_utc
 
 SILENT_S = 60.0
-"""A status older than this means that the guard is gone or wedged: it writes once a second."""
+"""If the status is older than this, the guard is gone or wedged, because it writes once a
+second."""
 
 FIND_THE_GUARD = (
     "on the miner's machine, check whether the guard runs: `miner-guard status`, `pm2 status` or "
@@ -67,7 +68,7 @@ def shown(status: StatusDocument | None, age_s: float) -> VerdictStatus:
 
 
 def _find_the_guard(status: StatusDocument) -> str:
-    """`FIND_THE_GUARD` with the host and the start command, where the guard has noted them."""
+    """`FIND_THE_GUARD`, plus the host and the start command if the guard has recorded them."""
     step = FIND_THE_GUARD
     if status.host:
         step = step.replace("the miner's machine", f"host {status.host}")
@@ -88,8 +89,8 @@ def miner_state(status: StatusDocument, age_s: float) -> str:
 
 
 def now_of(status: StatusDocument, age_s: float) -> float | None:
-    """When the reader reads, in seconds since 1970: `age_s` after the guard wrote the status; None
-    if the status names no time."""
+    """The reader's current time, in seconds since 1970: `age_s` after the guard wrote the status;
+    None if the status names no time."""
     with contextlib.suppress(ValueError):
         if status.updated is not None and math.isfinite(age_s):
             return parse_iso_utc(status.updated) + age_s

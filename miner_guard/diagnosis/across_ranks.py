@@ -1,4 +1,4 @@
-"""Findings from the reports of all ranks together. Pure; standard library only, since a rank
+"""Derives findings from all ranks' reports together. Pure; standard library only, because a rank
 without a supervisor uses it too.
 
 A report is a mapping as returned by `miner_guard.rank.introspection.diagnose`; the report of a
@@ -36,8 +36,8 @@ per rank."""
 def findings(
     reports: Sequence[Report], expect: int | None, low_memory_bytes: float = LOW_MEMORY_BYTES
 ) -> list[Finding]:
-    """All findings of a gathered diagnosis, the block first. `expect` is None if no source gives a
-    count."""
+    """All findings of a gathered diagnosis, the block first. `expect` is None if no source provides
+    a count."""
     answered = [r for r in reports if not r.get("error")]
     expectation = expectation_of(answered, expect)
     findings = [
@@ -95,7 +95,7 @@ def _silent(reports: Sequence[Report]) -> Iterator[Finding]:
                 "silent_rank",
                 "error",
                 seen=f"rank {r['rank']}: {r['error']}",
-                limit="every rank answers",
+                limit="every rank reports",
                 next_step="check that rank's output and stack; the diagnosis continued without it",
                 rank=r["rank"],
             )
@@ -131,7 +131,7 @@ def _stray_shards(answered: Sequence[Report]) -> Iterator[Finding]:
                 seen=f"rank {r['rank']}: {r['meta_params']:,} parameters are on the meta device",
                 limit=0,
                 next_step=(
-                    "they hold no values: call to_empty() and load the weights before training"
+                    "they have no values: call to_empty() and load the weights before training"
                 ),
                 rank=r["rank"],
             )
@@ -139,8 +139,8 @@ def _stray_shards(answered: Sequence[Report]) -> Iterator[Finding]:
         on_gpu = [d for d in shards if d.startswith("cuda")]
         gpu_mesh = r.get("mesh_device") == "cuda"
         if on_cpu[0] and (on_gpu or gpu_mesh) and not r.get("offload"):
-            # Without a mesh the program itself moves what it computes between the two: an
-            # embedding, a teacher.
+            # Without a mesh, the program itself moves data between the two, for an embedding or a
+            # teacher for example.
             yield _rank_finding(
                 "shard_on_cpu",
                 "critical" if gpu_mesh else "warning",
@@ -167,8 +167,8 @@ def _stray_shards(answered: Sequence[Report]) -> Iterator[Finding]:
 def _gpu_of(r: Report) -> tuple[Hashable, str] | None:
     """A unique name of the rank's GPU; None if the rank does not know one.
 
-    A MIG slice is identified by the mask that names it: CUDA also gives a process the UUID of the
-    whole GPU, but ranks on two slices share nothing.
+    A MIG slice is identified by the mask that names it: CUDA also reports the UUID of the whole GPU
+    to a process, but ranks on two slices share nothing.
     """
     slice_ = str(r.get("visible_devices") or "").partition(",")[0]
     if slice_.startswith("MIG-"):
@@ -261,8 +261,8 @@ def _differences(answered: Sequence[Report]) -> Iterator[Finding]:
 
 def _shard_sizes(answered: Sequence[Report]) -> Iterator[Finding]:
     sizes = {r["rank"]: r["shard_bytes"] for r in answered if r.get("shard_bytes") is not None}
-    # Under a mesh the parameter count covers the whole model: ranks with another count hold another
-    # pipeline stage.
+    # Under a mesh the parameter count covers the whole model: ranks with a different count hold a
+    # different pipeline stage.
     for ranks in _grouped(
         answered, lambda r: (r.get("params") if r.get("mesh_device") else None,)
     ).values():
@@ -302,7 +302,7 @@ def _memory_of_others(answered: Sequence[Report]) -> Iterator[Finding]:
                 "warning",
                 seen=f"processes other than its ranks hold {others / 1024**3:.1f} GB of {key[1]}",
                 limit=f"{OTHERS_BYTES / 1024**3:.0f} GB",
-                next_step="an orphan from an earlier run, or another tenant? check nvidia-smi",
+                next_step="an orphan from an earlier run, or another tenant? Check nvidia-smi",
             )
 
 

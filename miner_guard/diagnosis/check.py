@@ -34,8 +34,8 @@ class Check:
     """NVML index, for a check of one GPU."""
 
     may_clear: bool = False
-    """Waiting may help: a driver starts late after boot, or a predecessor is still freeing its
-    memory."""
+    """Waiting may help: a driver may come up late after boot, or an earlier process may still be
+    freeing its memory."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Snapshot:
     packages."""
 
     keys_file: str | None = None
-    """Why the file of `[repo] credentials` can't be used."""
+    """Why the file named in `[repo] credentials` can't be used."""
 
     unread: Mapping[str, str] = field(default_factory=dict)
     unanswered: frozenset[str] = frozenset()

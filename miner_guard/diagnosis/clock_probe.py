@@ -29,7 +29,7 @@ def skew_s(url: str, timeout_s: float) -> float:
         date = error.headers["Date"]
     middle = (before + time.time()) / 2
     if not date:
-        raise ValueError("the answer has no Date header")
+        raise ValueError("the response has no Date header")
     # Date is truncated to whole seconds; on average that removes half a second.
     return parsedate_to_datetime(date).timestamp() + 0.5 - middle
 

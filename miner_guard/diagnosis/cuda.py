@@ -1,4 +1,4 @@
-"""Can the miner's own interpreter use CUDA? NVML alone proves nothing."""
+"""Checks whether the miner's own interpreter can use CUDA. NVML alone proves nothing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`--deep`: compares the speed of a matmul on each GPU with its siblings' and the data sheet's, and
-that of an all_reduce with the data sheet's."""
+"""`--deep`: compares the speed of a matmul on each GPU with its siblings and the data sheet, and
+that of an all_reduce with the data sheet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from miner_guard.config.loading import read_toml
 from miner_guard.diagnosis.check import Check, Snapshot
 
 SIBLING_SHARE = 0.9
-"""A GPU that is 10 % slower than its siblings is the straggler (superbench)."""
+"""A GPU that is 10 % slower than its siblings is a straggler (superbench)."""
 
 DATASHEET_SHARE = 0.6
 """A healthy A100 reaches 271 of 312 TFLOP/s, an H100 about 700 of 989; a lower share points to

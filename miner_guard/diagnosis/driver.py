@@ -14,8 +14,8 @@ _REVOKED = (
 
 _NO_GPUS = ("", "void", "none")
 """Values with which NVIDIA's container runtime adds no GPU (NVIDIA Container Toolkit, "Specialized
-configurations with Docker"). A container that got GPUs by CDI has `void` as well, so it counts only
-if NVML found no driver."""
+configurations with Docker"). A container that got its GPUs through CDI also has `void`, so the
+value counts only if NVML found no driver."""
 
 _NO_DRIVER_HERE = (9, 12)
 
@@ -58,8 +58,8 @@ def _nvml(s: Snapshot) -> Check:
     if state == "absent" and not s.expectation.expects_gpus:
         return Check("driver.nvml", "ok", "no NVIDIA driver: this is a CPU machine")
     if state == "hangs":
-        # A probe that gets no answer proves nothing about the GPUs; a miner that cannot use them
-        # reports it.
+        # A probe without an answer proves nothing about the GPUs; if the miner cannot use them, it
+        # reports that itself.
         step = "check dmesg for NVRM and Xid; if nvidia-smi hangs as well, reboot the node"
         limit = "an answer within the deadline"
         return Check("driver.nvml", "unknown", f"NVML hangs: {reason}", limit, step)

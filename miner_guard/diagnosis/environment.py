@@ -67,7 +67,7 @@ def _output() -> Check:
 
 def _packages(s: Snapshot) -> Iterator[Check]:
     if s.packages is None:
-        why = f"the miner's interpreter: {s.unread.get('packages', 'not asked')}"
+        why = f"the miner's interpreter: {s.unread.get('packages', 'not queried')}"
         yield Check(
             "env.packages", "unknown", why, None, "check that the command's interpreter starts"
         )

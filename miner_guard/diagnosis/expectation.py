@@ -25,8 +25,8 @@ class Expectation:
 def expected(
     setting: int | None, last_run: int | None, profile: int | None, present: int | None
 ) -> Expectation:
-    """The first known of: the setting, this host's count at the last run, the profile's minimum,
-    the GPUs present.
+    """The first of these that is known: the setting, this host's count at the last run, the
+    profile's minimum, the GPUs present.
 
     A last run on a host without a GPU (0) sets no expectation, so adding a GPU raises no finding.
     """
@@ -37,5 +37,5 @@ def expected(
     if profile is not None:
         return Expectation(profile, "the profile")
     if present:
-        return Expectation(present, "what is there")
+        return Expectation(present, "the GPUs present")
     return Expectation(None, "no source")

@@ -29,7 +29,7 @@ _WATCHED = frozenset(
         "gpu.compute_mode",
     }
 )
-"""The other checks are left out: the preflight reports static modes and limits, and `_throttle`
+"""All other checks are excluded: the preflight reports static modes and limits, and `_throttle`
 judges throttling."""
 
 _CONFIRM = frozenset({"gpu.pcie", "gpu.temperature"})
@@ -68,7 +68,7 @@ class Faults:
         may be fine."""
         if reason is None:
             if self._silence.clear():
-                yield make_finding("gpu_recovered", gpu="all", what="NVML answers again")
+                yield make_finding("gpu_recovered", gpu="all", what="NVML responds again")
             self._silent_since = None
             return
         if not had_gpus:

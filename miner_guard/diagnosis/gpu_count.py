@@ -57,11 +57,11 @@ def _count(s: Snapshot) -> Check:
 
 
 def container_gpus(env: Mapping[str, str]) -> int | None:
-    """GPUs that NVIDIA's container runtime was told to give this container; None if the variable
+    """GPUs that NVIDIA's container runtime was told to pass to this container; None if the variable
     does not limit them.
 
-    `none` gives none and `all` gives all. If the variable is `void`, empty or unset, the runtime
-    does nothing, and CDI may have provided GPUs. Slices of MIG (`0:1`, `MIG-…`) are not counted.
+    `none` passes none and `all` passes all. If the variable is `void`, empty or unset, the runtime
+    does nothing, and CDI may have provided GPUs. MIG slices (`0:1`, `MIG-…`) are not counted.
     https://docs.nvidia.com/datacenter/cloud-native/container-toolkit/latest/docker-specialized.html
     """
     mask = env.get("NVIDIA_VISIBLE_DEVICES", "").strip()

@@ -15,13 +15,13 @@ BAD_THROTTLE = 0x8 | 0x40 | 0x80
 """HW slowdown, HW thermal slowdown, HW power brake; idle and the software power cap are routine."""
 
 _ABSENT = frozenset({"Not Supported", "Function Not Found"})
-"""Reasons for a field that this model or this driver lacks."""
+"""Reasons that mean that this GPU model or driver lacks a field."""
 
 COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
 
 UNDER_LOAD = 0.5
-"""Idle PCIe links slow down, so width and generation are judged only from this utilisation
-upwards."""
+"""Idle PCIe links slow down, so width and generation are judged only at this utilisation and
+above."""
 
 _LINK_STEP = "check the fabric manager and nvidia-smi nvlink -s"
 
@@ -32,13 +32,13 @@ STATES = {
     ),
     "reset_required": (
         "must be reset",
-        "stop what uses it, then nvidia-smi --gpu-reset, or reboot",
+        "stop the processes that use it, then run nvidia-smi --gpu-reset, or reboot",
     ),
     "unknown": (
         "answers Unknown Error",
         "its access was revoked or it failed: restart the container, then the node",
     ),
-    "hangs": ("hangs the driver", "check dmesg for Xid; a reboot is likely needed"),
+    "hangs": ("hangs the driver", "check dmesg for Xid errors; a reboot is likely needed"),
     "gone": ("is no longer there", "check dmesg; a reboot or a new machine is needed"),
 }
 
@@ -122,7 +122,7 @@ def _readable(row: Row) -> Check:
         sample = next(iter(withheld.values()))
         seen = f"{name}: not readable: {', '.join(sorted(withheld))} ({sample})"
         step = (
-            "in a container ask the host for access; the checks that need these values are skipped"
+            "in a container, ask the host for access; the checks that need these values are skipped"
         )
         return Check("gpu.state", "unknown", seen, None, step, row["index"])
     return Check("gpu.state", "ok", f"{name} answers", None, None, row["index"])
@@ -131,7 +131,7 @@ def _readable(row: Row) -> Check:
 def _ecc(row: Row) -> Iterator[Check]:
     count = row.get("ecc_uncorrected")
     if count is not None:
-        step = "results may be wrong: drain the GPU, reset it, watch whether it recurs"
+        step = "results may be wrong: drain the GPU, reset it, and watch for a recurrence"
         seen = f"{count} uncorrected ECC errors since the last reset"
         yield _judged(row, "gpu.ecc", count > 0, seen, limit="0", step=step, level="critical")
 
@@ -161,7 +161,7 @@ def _remap(row: Row) -> Iterator[Check]:
 def _recovery(row: Row) -> Iterator[Check]:
     action = row.get("recovery_action")
     if action is not None:
-        seen = f"the driver asks for: {action}"
+        seen = f"the driver recommends: {action}"
         yield _judged(
             row,
             "gpu.recovery_action",
@@ -217,7 +217,7 @@ def _power(row: Row) -> Iterator[Check]:
     limit, default = row.get("power_limit_w"), row.get("power_default_w")
     if limit is not None and default:
         seen, usual = f"limited to {limit:.0f} W", f"default {default:.0f} W"
-        step = "raise it with nvidia-smi -pl, or ask the host: it slows this GPU down"
+        step = "raise it with nvidia-smi -pl, or ask the host to: it slows this GPU down"
         yield _judged(row, "gpu.power_limit", limit < 0.95 * default, seen, limit=usual, step=step)
 
 
@@ -230,7 +230,7 @@ def _pcie(row: Row) -> Iterator[Check]:
     busy = (row.get("utilization_ratio") or 0) >= UNDER_LOAD
     seen = f"PCIe gen {generation} x{width}" + (" under load" if busy else ", idle")
     limit = f"gen {newest} x{max_width}" + (" under load" if not busy and below else "")
-    step = "reseat the card or riser, check the BIOS; in a VM ask the host"
+    step = "reseat the card or riser, and check the BIOS; in a VM, ask the host"
     yield _judged(row, "gpu.pcie", below and busy, seen, limit=limit, step=step)
 
 

@@ -11,11 +11,11 @@ HELD_BYTES = 1024**3
 """An idle GPU uses some megabytes; a bare CUDA context 0.3 to 0.6 GB."""
 
 HELD_SHARE = 0.5
-"""Once this share of the GPU is in use, the miner hardly fits."""
+"""Once this share of the GPU is in use, the miner will hardly fit."""
 
 
 def checks(s: Snapshot) -> Iterator[Check]:
-    """Judge each GPU by its lowest reading: a process that is exiting frees its memory between two
+    """Judge each GPU by its lowest reading: an exiting process frees its memory between
     readings."""
     for row in s.gpu_rows:
         levels = [reading[row["uuid"]] for reading in s.held if row.get("uuid") in reading]
@@ -33,7 +33,9 @@ def checks(s: Snapshot) -> Iterator[Check]:
             f"GPU {row['index']}: {gib(held)} of {gib(total)} held before the launch, "
             f"in {len(levels)} readings"
         )
-        step = "an orphan of an earlier run, or another tenant: find it with nvidia-smi and kill it"
+        step = (
+            "an orphan from an earlier run, or another tenant: find it with nvidia-smi and kill it"
+        )
         yield Check(
             "gpu.held_memory", level, seen, gib(HELD_BYTES), step, row["index"], may_clear=True
         )

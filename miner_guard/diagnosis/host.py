@@ -8,7 +8,7 @@ from miner_guard.diagnosis.check import Check, Snapshot, gib
 from miner_guard.health import xids
 
 NOFILE = 4096
-"""Dataloaders and NCCL run out of file descriptors below this; distributions default to 1024 for a
+"""Below this, dataloaders and NCCL run out of file descriptors; distributions default to 1024 per
 login."""
 
 MEMLOCK_BYTES = 64 * 1024**2
@@ -38,16 +38,16 @@ def _containment(s: Snapshot) -> Iterator[Check]:
     if not s.config.miner.cgroup:
         how = "by parentage: [miner] cgroup = false"
     elif seen["no_cgroup"] is None:
-        how = "by a dedicated cgroup: no process of the miner escapes"
+        how = "by a dedicated cgroup: none of the miner's processes escapes"
     else:
         how = f"by parentage: a cgroup v2 can't be created here ({seen['no_cgroup']})"
     yield Check("host.containment", "ok", f"the miner's processes are found {how}")
     yield Check(
         "host.pidfd",
         "ok" if seen["pidfd"] else "warn",
-        "processes are signalled through pidfds"
+        "the guard signals processes through pidfds"
         if seen["pidfd"]
-        else "no pidfd here: processes are signalled by pid, after their start time is checked",
+        else "no pidfd here: the guard signals processes by pid, after checking their start time",
         "Linux 5.3, and a container that permits pidfd_open",
         None if seen["pidfd"] else "update the kernel, or the container runtime's seccomp profile",
     )
@@ -109,15 +109,15 @@ def _ports(s: Snapshot) -> Iterator[Check]:
         else:
             by = f" by {holder}" if holder else ""
             step = (
-                f"another miner, or an orphan of one: kill it (ss -ltnp sport = :{number}), "
-                "or choose another port"
+                f"another miner, or an orphan of one: kill it (ss -ltnp sport = :{number}), or "
+                "choose another port"
             )
             seen = f"port {number} ({port['use']}) is in use{by}"
             yield Check("host.port", "critical", seen, "free", step, may_clear=True)
 
 
 def _xids(s: Snapshot) -> Iterator[Check]:
-    """Earlier Xids in the kernel's log: a GPU that is broken now reports it itself, so these rows
+    """Earlier Xids in the kernel's log: a GPU that is broken now reports that itself, so these rows
     are never critical."""
     assert s.host is not None
     for line in s.host.get("kernel_xids") or ():

@@ -1,4 +1,4 @@
-"""Finds the Python that the miner will run in from its command."""
+"""Finds, from the miner's command, the Python that the miner will run in."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Can the repo be read and written? `python -m miner_guard.diagnosis.repo_probe`, a child with a
-deadline."""
+"""Checks whether the repo can be read and written: `python -m miner_guard.diagnosis.repo_probe`, a
+child with a deadline."""
 
 from __future__ import annotations
 

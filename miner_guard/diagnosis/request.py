@@ -46,8 +46,8 @@ def profile_of(config: Config) -> Mapping[str, Any]:
 
 
 def expectation_of(request: PreflightRequest, present: int | None) -> Expectation:
-    """From the setting, the last run's count in host.json, the profile, or the GPUs present, in
-    that order."""
+    """The expected number of GPUs: from the setting, the last run's count in host.json, the
+    profile, or the GPUs present, in that order."""
     setting = request.config.gpu.expect
     memory = read_json(request.state.host_facts)
     last = memory.get("gpu_count") if isinstance(memory, dict) else None

@@ -1,5 +1,5 @@
-"""The storage: this host's clock against the storage's, the credentials, and whether the repo can
-be read and written."""
+"""Checks the storage: its clock against this host's, the credentials, and whether the repo can be
+read and written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from miner_guard.diagnosis.check import Check, Snapshot
 
 REFUSED_SKEW_S = 900.0
-"""S3 refuses requests that are off by more than 15 minutes."""
+"""S3 refuses requests whose time is off by more than 15 minutes."""
 
 
 def checks(s: Snapshot) -> Iterator[Check]:
@@ -36,7 +36,7 @@ def _clock(s: Snapshot) -> Iterator[Check]:
     word = "behind" if skew > 0 else "ahead"
     step = (
         "set the clock (chronyc makestep, timedatectl set-ntp true); "
-        "S3 refuses requests that are 15 min off"
+        "S3 refuses requests whose time is 15 min off"
         if level != "ok"
         else None
     )
@@ -47,7 +47,7 @@ def _clock(s: Snapshot) -> Iterator[Check]:
 def _repo(s: Snapshot) -> Iterator[Check]:
     if s.repo is None:
         why = s.unread.get("repo", "not asked")
-        seen = f"the repo did not answer: {why}"
+        seen = f"the repo did not respond: {why}"
         yield Check("repo.read", "unknown", seen, "it answers", "check network and endpoint")
         return
     missing = s.repo.get("credentials")

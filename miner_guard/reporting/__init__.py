@@ -1,2 +1,2 @@
-"""What leaves the guard: report, bundle, export, metrics, alerts. This package reads only stored
-data and sends no request to the guard."""
+"""The guard's outputs: report, bundle, export, metrics, alerts. This package reads only stored data
+and sends no requests to the guard."""

@@ -129,7 +129,7 @@ class AlertPolicy:
             self._held_back.pop(oldest, None)
         self._sent_at[key], self._open[key] = now, line
         more = self._held_back.pop(key, 0)
-        body = f"{line}\n({more} more of these were held back)" if more else line
+        body = f"{line}\n({more} more of these were suppressed)" if more else line
         title = f"[{self._who}] {finding.severity.upper()}: {finding.event}"
         return Alert(finding.event, finding.severity, title, body)
 

@@ -1,7 +1,7 @@
 """Delivers alerts from separate threads, through a child process with a deadline.
 
-A message that a target did not accept is retried later, after newer ones: a dead webhook does not
-delay other targets, and delays the next alert by at most one deadline.
+A message that a target did not accept is retried later, after newer ones, so a dead webhook does
+not delay other targets, and delays the next alert by at most one deadline.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class AlertQueue:
     """A bounded queue; `put` never waits. Without targets it drops every alert."""
 
     def __init__(self, targets: Sequence[str], report: Callable[[Finding], None]) -> None:
-        """`report` is called, from any thread, with a finding for each alert that was sent or given
-        up."""
+        """`report` is called, from any thread, with a finding for each alert that was sent or
+        abandoned."""
         self._targets = tuple(targets)
         self._report = report
         self._changed = threading.Condition()
@@ -71,7 +71,7 @@ class AlertQueue:
 
     @property
     def waiting(self) -> int:
-        """Alerts neither sent nor given up, including those being sent."""
+        """Alerts neither sent nor abandoned, including those being sent."""
         return self._waiting
 
     def put(self, alert: Alert) -> None:

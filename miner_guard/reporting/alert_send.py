@@ -1,8 +1,8 @@
 """A probe: sends messages through Apprise, or pings a heartbeat URL; `python -m
 miner_guard.reporting.alert_send`.
 
-Runs in a child with a deadline, so that a webhook that never answers blocks only this child.
-Addresses arrive on stdin, and answers name them only by kind: they hold secrets.
+Runs in a child with a deadline, so that an unresponsive webhook blocks only this child. Addresses
+arrive on stdin, and answers name them only by kind: they hold secrets.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def _ping(url: str) -> int:
 
 
 def _send(request: Mapping[str, Any]) -> dict[str, str]:
-    """Send to all targets in parallel, and to each target one message after another: a dead target
-    does not delay the others. Returns the reason for each message that was not delivered."""
+    """Send to all targets in parallel, and to each target one message after another, so a dead
+    target does not delay the others. Returns the reason for each message that was not delivered."""
     import apprise
 
     within_s = float(request["within_s"])
@@ -54,7 +54,7 @@ def _send(request: Mapping[str, Any]) -> dict[str, str]:
     for message in request["messages"]:
         by_target[int(message["target"])].append(message)
     failed = {
-        str(message["id"]): f"{_name(message)} did not answer within {within_s:g} s"
+        str(message["id"]): f"{_name(message)} did not respond within {within_s:g} s"
         for message in request["messages"]
     }
     # Create the services here, not in the threads: the first address makes Apprise import its

@@ -1,7 +1,7 @@
 """Collects the data that support asks for (source 004, "Getting Help"), redacts it, and packs it
 with a manifest.
 
-Redaction is the last step and has no exceptions: every file passes through it as text.
+Redaction is the last step and has no exceptions: every file goes through it as text.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def collect(state: state_dir.StateDir, since: str, settings: Settings) -> Iterat
     }
     for path, what in files.items():
         yield Item(path.name, what, _file(path))
-    yield Item("settings.json", "settings in force and their origin", _settings(settings))
+    yield Item("settings.json", "settings in force, and where each came from", _settings(settings))
     yield Item("system.json", "system, versions, limits", json.dumps(_system(), indent=1))
     yield from _incidents(state)
 
@@ -100,7 +100,7 @@ def _file(path: Path) -> str:
 
 
 def run(command: list[str]) -> str:
-    """Run a command and return its output, or why it has none."""
+    """Run a command and return its output, or the reason why there is none."""
     if shutil.which(command[0]) is None:
         return f"{command[0]} is not installed\n"
     try:

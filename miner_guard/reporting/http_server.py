@@ -54,7 +54,7 @@ _OPEN = frozenset({"/", "/healthz", "/live.js", "/chart.js"})
 """Paths that need no token: the miner's progress, and a page and scripts that contain no data."""
 
 _RANGES_S = {"1h": 3600.0, "6h": 21600.0, "24h": 86400.0, "7d": 604800.0}
-"""Time ranges of the report, by their name in the URL; any other name means the whole run."""
+"""The report's time ranges by their name in the URL; any other name means the whole run."""
 
 _HEADERS = {
     # The curves and bars set their widths and colours in `style` attributes.
@@ -152,7 +152,7 @@ class Site:
         name = request.headers.get("host", "").encode("ascii", "replace").decode()[:100]
         return PlainTextResponse(
             (
-                f"this port does not answer to the name {name!r}: list it in [http] "
+                f"this port does not serve the host name {name!r}: list it in [http] "
                 "trusted_hosts, or set a token\n"
             ),
             421,
@@ -238,7 +238,7 @@ class LiveReport:
         column in twenty minutes."""
 
     def read(self) -> None:
-        """Read the log written so far, so that the first visitor does not wait for it."""
+        """Read the existing log, so that the first visitor does not have to wait for it."""
         with self._mutex:
             self._refreshed()
 
@@ -310,7 +310,7 @@ def main() -> None:
     limit = _MAX_CONNECTIONS if hard == resource.RLIM_INFINITY else min(_MAX_CONNECTIONS, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     threading.Thread(target=_end_with_stdin, daemon=True).start()
-    # A flood of requests may slow only this process: the miner has priority on the CPU.
+    # A flood of requests must slow only this process: the miner has priority on the CPU.
     os.nice(10)
     config = uvicorn.Config(
         Site(order).app(),

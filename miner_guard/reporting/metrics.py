@@ -164,7 +164,7 @@ def _without_progress(status: StatusDocument) -> Iterator[Metric]:
         ),
         (
             "no_upload_seconds",
-            "Age of what is published, or of this guard while the repo is empty.",
+            "Age of the published files, or of this guard while the repo is empty.",
             run_s if repo.empty else repo.age_s,
         ),
     )
@@ -175,7 +175,7 @@ def _chain(chain: ChainStatus) -> Iterator[Metric]:
     return _gauges(
         ("chain_block", "Newest block seen.", chain.block),
         ("chain_registered", words, chain.registered),
-        ("chain_incentive", "As validators set it.", chain.incentive),
+        ("chain_incentive", "As set by validators.", chain.incentive),
         ("chain_rank", "The miner's rank on the chain.", chain.chain_rank),
     )
 
@@ -217,9 +217,9 @@ def _steps(steps: StepsStatus) -> Iterator[Metric]:
 def _uploads(uploads: UploadsStatus) -> Iterator[Metric]:
     repo, outcome = uploads.repo, uploads.audit and uploads.audit.outcome
     rejected = {"accepted": 0, "rejected": 1}.get(str(outcome))
-    words = "1 if validators would reject what is published, else 0."
+    words = "1 if validators would reject the published files, else 0."
     return _gauges(
-        ("repo_age_seconds", "Age of what is published.", repo.age_s),
+        ("repo_age_seconds", "Age of the published files.", repo.age_s),
         ("repo_age_limit_seconds", "Age from which the repo is stale.", repo.limit_s),
         ("repo_stale", "1 if the repo is older than its limit.", repo.stale),
         ("audit_rejected", words, rejected),
@@ -230,7 +230,7 @@ def _gpus(gpus: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
     labels = ["gpu", "uuid"]
     keys = [(str(row.get("index")), str(row.get("uuid") or "")) for row in gpus]
     ok = [row.get("state") == "ok" for row in gpus]
-    words = "1 if the GPU answers, else 0."
+    words = "1 if the GPU responds, else 0."
     yield from _labelled("gpu_up", words, labels, zip(keys, ok, strict=True))
     for field, name in _GPU.items():
         rows = zip(keys, (row.get(field) for row in gpus), strict=True)
@@ -251,14 +251,14 @@ def _host(host: Mapping[str, Any]) -> Iterator[Metric]:
 
 def _guard(health: HealthStatus) -> Iterator[Metric]:
     own = health.guard
-    words = "CPU time of the supervisor and of the processes that it started for itself."
+    words = "CPU time of the supervisor and of its helper processes."
     yield from _counters(("guard_cpu_seconds", words, own.get("cpu_s")))
     words = "Resident memory of the supervisor."
     yield from _gauges(("guard_memory_bytes", words, own.get("memory_bytes")))
     words = "Datagrams the ranks dropped."
     yield from _counters(("guard_events_dropped", words, health.events_dropped))
     failing = dict.fromkeys(health.unknown, 1)
-    yield from _by("sampler", "sampler_failing", "1 for a sampler that does not answer.", failing)
+    yield from _by("sampler", "sampler_failing", "1 for a sampler that does not respond.", failing)
 
 
 def _jobs(jobs: Mapping[str, JobStatus]) -> Iterator[Metric]:

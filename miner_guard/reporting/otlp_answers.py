@@ -1,4 +1,5 @@
-"""The answers of an OTLP receiver: their status, the reason for a failure, and when to retry."""
+"""Interprets an OTLP receiver's responses: their status, the reason for a failure, and when to
+retry."""
 
 from __future__ import annotations
 
@@ -16,17 +17,18 @@ are retried: an operator can correct the setting, or the receiver asks the sende
 
 
 class LatestAnswer:
-    """Remembers the status of the latest answer, which the SDK's exporters do not return."""
+    """Remembers the status of the latest response, which the SDK's exporters do not return."""
 
     def __init__(self) -> None:
         self.status: int | None = None
-        """None if the receiver did not answer."""
+        """None if the receiver did not respond."""
 
         self.session = requests.Session()
         self.session.hooks["response"].append(self._remember)
 
     def forget(self) -> None:
-        """Call this before each request: it may get no answer, and the last status would remain."""
+        """Call this before each request: it may get no response, and the last status would
+        remain."""
         self.status = None
 
     def _remember(self, answer: requests.Response, **_options: Any) -> None:

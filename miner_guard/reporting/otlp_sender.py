@@ -8,7 +8,8 @@ there (at-least-once delivery, not exactly-once).
 
 It receives its settings as one line of JSON on stdin. On stdout it writes one line of JSON per
 change: `{"sent": N, "metrics": N}`, `{"failing": SIGNAL, "reason": …}`, `{"recovered": SIGNAL,
-"seconds": …}`, `{"refused": N, "reason": …}`. At EOF on stdin it exports what is left and exits.
+"seconds": …}`, `{"refused": N, "reason": …}`. At EOF on stdin it exports everything that is left,
+then exits.
 """
 
 from __future__ import annotations
@@ -196,7 +197,8 @@ class MetricExporter:
         self.sent = 0
 
     def pump(self, words: LastWords, now: float, *, last: bool = False) -> None:
-        """Export the metrics if they are due. With `last`, export them in any case."""
+        """Export the metrics if they are due. With `last`, export them whether they are due or
+        not."""
         if not (last or (now >= self._due and self.channel.ready(now))):
             return
         status = read_status(self._state)
@@ -309,7 +311,7 @@ class Sender:
 
 
 def _exit_after(guard_pid: int) -> None:
-    """Exit this process soon after the guard's process, whatever the receiver does."""
+    """Exit soon after the guard's process, whatever the receiver does."""
     while os.getppid() == guard_pid:
         time.sleep(0.1)
     time.sleep(_LAST_WORDS_S)

@@ -80,9 +80,8 @@ def body(
     pushes: Sequence[Mapping[str, Any]],
     plots: str,
 ) -> str:
-    """The page's sections, those that on-call needs most urgently first. `data`: the window to
-    show; `whole`: the whole run, for the verdict, the week and the milestones; `plots`: the drawn
-    curves."""
+    """The page's sections, most urgent for on-call first. `data`: the window to show; `whole`: the
+    whole run, for the verdict, the week and the milestones; `plots`: the drawn curves."""
     return "\n".join(
         [
             about(data, title),

@@ -1,5 +1,5 @@
-"""Reads the report's data from guard.jsonl and status.json: a week of log within seconds, and after
-that only new lines."""
+"""Reads the report's data from guard.jsonl and status.json: a week of log takes seconds, and after
+that it reads only new lines."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _MARKS = frozenset(
     }
 )
 _KEPT = 5_000
-"""How many of the newest marks of each event to keep, at least, for plots and tables; the first is
+"""Minimum number of the newest marks of each event to keep for plots and tables; the first is
 always kept."""
 
 _SMOOTH_HALF_STEPS = 10.0
@@ -163,8 +163,8 @@ class LogReader:
         self._data: Data | None = None
 
     def refresh(self) -> Data:
-        """Read what is new and return the current data, skipping missing or torn input. Call it
-        from one thread at a time."""
+        """Read new input and return the current data, skipping missing or torn input. Call it from
+        one thread at a time."""
         seen = Seen()
         if self._data is None:
             self._data = Data()

@@ -1,5 +1,5 @@
-"""The milestones of source 004's timeline: which ones the run has reached and when, and which only
-validators know."""
+"""The milestones from source 004's timeline: which of them the run has reached and when, and which
+only validators know."""
 
 from __future__ import annotations
 

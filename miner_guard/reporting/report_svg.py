@@ -28,7 +28,7 @@ _GAP_FACTOR = 20
 """A gap this many times the usual interval between points breaks the line: nothing was measured."""
 
 _OFF_AXIS_FACTOR = 2.0
-"""The axis omits a first step that is this many times longer than any other step: it includes
+"""The axis leaves out a first step that takes this many times as long as any other: it includes
 compiling and loading, and would flatten the rest of the curve."""
 
 Scale = Callable[[float], float]

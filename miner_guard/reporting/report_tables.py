@@ -132,7 +132,7 @@ def _events(title: str, rows: Sequence[_Row]) -> str:
 
 def _first_line(mark: Mark) -> str:
     first = mark.msg.partition("\n")[0]
-    # The log counts the blocks that it left out; a row counts those that it joins.
+    # The log counts the blocks that it left out; a row counts the ones that it merges.
     return _LEFT_OUT.sub("", first) if mark.event == "upload_blocked" else first
 
 
@@ -150,7 +150,7 @@ def runbook_link(event: str) -> str:
 
 def runbook(data: Data, gate: GateSettings) -> str:
     """The runbook's rows for the events on the page, the verdict's event first, so that the page is
-    useful even if nothing else can be reached."""
+    useful even if nothing else is reachable."""
     verdict = shown(data.status, data.status_age_s)
     events = [verdict.event] if verdict.event else []
     events += [mark.event for mark in reversed(_alarms_of(data, gate))]

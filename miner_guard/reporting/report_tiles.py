@@ -30,7 +30,7 @@ class Tile:
 
     kind: str = ""
     note: str = ""
-    """The limit, the age, or what it means."""
+    """The limit, the age, or an explanation."""
 
     stale: bool = False
     """Whether the figure describes a time that is over."""
@@ -136,7 +136,7 @@ def _machine(data: Data) -> Iterator[Tile]:
 
 
 def _last(data: Data, event: str) -> str:
-    """When the newest of these events was; empty without one."""
+    """The time of the newest of these events; empty if there is none."""
     marks = data.of(event)
     if not marks:
         return ""
@@ -146,7 +146,7 @@ def _last(data: Data, event: str) -> str:
 
 
 def _loss(data: Data, word: str | None) -> str | None:
-    """The first and the last loss of the window."""
+    """The first and the last loss in the window."""
     if data.first is None or data.last is None or not data.loss:
         return word
     start = data.loss.at(data.first)

@@ -55,11 +55,11 @@ _CELLS_ACROSS = 24
 """Cells that fill the page's width; more become narrower. Fewer need no axis."""
 
 _HOURS_LABELLED = 36
-"""Up to this many hours the axis has times; beyond it, dates."""
+"""The axis shows times for up to this many hours, and dates beyond that."""
 
 
 def about(data: Data, title: str) -> str:
-    """Which run and state the page shows, and as of when."""
+    """The run and state that the page shows, and their time."""
     now = now_of(data.status, data.status_age_s)
     words = [title, f"run {data.status.run_id or 'unknown'}"]
     words.append(f"miner {miner_state(data.status, data.status_age_s)}")

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _GROUP = 16
-"""How many points one pair (smallest and largest) in the next coarser series stands for."""
+"""How many points one pair (smallest and largest) in the next coarser series represents."""
 
 _MAX_POINTS = 100_000
-"""Maximum points at full resolution: 17 days with a step every 15 s, 1.6 MB. Older points remain in
-the coarser series, which keep every extreme."""
+"""Maximum points at full resolution: 17 days with a step every 15 s, 1.6 MB. Older points remain
+only in the coarser series, which keep every extreme."""
 
 _DRAWN_POINTS = 3000
 """A window with more points than this comes from a coarser series: a drawing has 500 columns."""

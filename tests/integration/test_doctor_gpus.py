@@ -183,7 +183,7 @@ def test_a_gpu_hidden_by_cuda_visible_devices_is_not_a_missing_gpu(
         command, env=env, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stdout
-    assert json.loads(done.stdout)["expected_gpus"] == {"count": 2, "by": "what is there"}
+    assert json.loads(done.stdout)["expected_gpus"] == {"count": 2, "by": "the GPUs present"}
 
 
 def test_without_a_gpu_it_depends_on_who_expects_one(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_a_driver_that_torch_cannot_use_is_an_accident_without_any_setting() -> 
         ((2, 8, 4, 1), 2, "[gpu] expect"),
         ((None, 8, 4, 1), 8, "this host at the last run"),
         ((None, 0, 4, 1), 4, "the profile"),
-        ((None, None, None, 1), 1, "what is there"),
+        ((None, None, None, 1), 1, "the GPUs present"),
         ((0, 8, 4, 1), 0, "[gpu] expect"),
         ((None, None, None, 0), None, "no source"),
     ],

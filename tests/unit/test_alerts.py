@@ -64,7 +64,7 @@ def test_the_same_alert_waits_for_its_cooldown_and_says_how_many_were_held_back(
     assert len(_sent(policy, *[HANG] * 10)) == 1
     clock.advance(901)
     (again,) = _sent(policy, HANG)
-    assert "(9 more of these were held back)" in again.body
+    assert "(9 more of these were suppressed)" in again.body
     labels = [
         make_finding("incident", label=label, cause="c", fix="f", excerpt="e")
         for label in ("oom", "nccl", "oom")
@@ -159,7 +159,7 @@ def test_a_webhook_that_never_answers_costs_the_supervisor_nothing(
     assert monitor.snapshot()["dropped"] >= 400
     until(lambda: emitted)
     assert emitted[0].event == "alert_failed"
-    assert emitted[0].fields["reason"] == "target 1 (json) did not answer within 1 s"
+    assert emitted[0].fields["reason"] == "target 1 (json) did not respond within 1 s"
     monitor._outbox._fresh.clear()
     monitor.on_stop()
 

@@ -42,7 +42,7 @@ class Looking:
 
 def test_masked_gpus_are_remembered_as_masked(tmp_path: Path) -> None:
     masked = healthy(
-        4, env={"CUDA_VISIBLE_DEVICES": "0,1"}, expectation=Expectation(2, "what is there")
+        4, env={"CUDA_VISIBLE_DEVICES": "0,1"}, expectation=Expectation(2, "the GPUs present")
     )
     looking = Looking(tmp_path, [masked])
     assert looking.run().go

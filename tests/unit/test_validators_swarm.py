@@ -28,10 +28,10 @@ def facts(**known: object) -> Facts:
 @pytest.mark.parametrize(
     ("axon", "outcome", "words"),
     [
-        (Axon("1.2.3.4:8091", 0.04), "pass", "the axon 1.2.3.4:8091 answers in 0.04s"),
-        (Axon("1.2.3.4:8091", 2.3), "pass", "answers in 2.30s"),
-        (Axon("1.2.3.4:8091", 2.4), "warn", "answers in 2.40s, validators wait 2.3s"),
-        (Axon("1.2.3.4:8091", None, "refused"), "warn", "does not answer from here (refused)"),
+        (Axon("1.2.3.4:8091", 0.04), "pass", "the axon 1.2.3.4:8091 responds in 0.04s"),
+        (Axon("1.2.3.4:8091", 2.3), "pass", "responds in 2.30s"),
+        (Axon("1.2.3.4:8091", 2.4), "warn", "responds in 2.40s, validators wait 2.3s"),
+        (Axon("1.2.3.4:8091", None, "refused"), "warn", "does not respond to this host (refused)"),
         (Axon(""), "warn", "the chain names no axon for this uid"),
         (Axon(None, reason="not read"), "unknown", "the miner's axon is unknown: not read"),
         (None, "unknown", "the miner's axon is unknown: the chain was not read"),

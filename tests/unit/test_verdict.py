@@ -92,7 +92,7 @@ def typed(**changes: Any) -> StatusDocument:
     ("changes", "findings", "state", "words"),
     [
         ({}, (), EARNING, "training at outer step 56, inner step 84, loss 3.40"),
-        ({"uploads": {}}, (), UNKNOWN, "whether validators accept what is published is unknown"),
+        ({"uploads": {}}, (), UNKNOWN, "whether validators accept the published files is unknown"),
         ({"steps__loss": "NaN"}, (), NOT_EARNING, "loss is NaN at step 84"),
         ({"hang__hang": "rank 1 in data for 912s"}, (), NOT_EARNING, "rank 1 in data"),
         ({"chain__registered": False}, (), NOT_EARNING, "not registered"),

@@ -53,7 +53,7 @@ def test_a_push_that_did_not_arrive_is_checked_twice_and_refuted(bench: Bench) -
     bench.tick(4)
     (failed,) = bench.messages("upload_failed")
     assert failed.startswith(
-        "UPLOAD FAILED: reported as pushed, but LastModified did not move: the "
+        "UPLOAD FAILED: reported as pushed, but LastModified did not change: the "
         "gradients are 600s old"
     )
     assert "upload_succeeded" not in {f.event for f in bench.emitted}

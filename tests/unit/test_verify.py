@@ -18,7 +18,7 @@ OLD = Published(age_s=900.0, reason=None, outer_step=56, inner_step=50, checksum
     [
         (Published(empty=True), False, "the repo is empty"),
         (Published(reason="timeout"), None, "could not be read: timeout"),
-        (Published(age_s=300, reason=None), False, "did not move"),
+        (Published(age_s=300, reason=None), False, "did not change"),
         (Published(age_s=3, reason=None, size_bytes=0), False, "is empty"),
         (
             Published(age_s=3, reason=None, outer_step=57, revision="5.57.0"),
@@ -30,7 +30,7 @@ OLD = Published(age_s=900.0, reason=None, outer_step=56, inner_step=50, checksum
         (
             Published(age_s=9000, reason=None, outer_step=200, revision="4.200.7"),
             False,
-            "did not move",
+            "did not change",
         ),
         (
             Published(age_s=3, reason=None, outer_step=55),

@@ -16,8 +16,8 @@ from validators.layout import USUAL, Layout
 
 
 def open_repo(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Repo:
-    """The repo that the settings name; opens no connection. Raises RepoError for missing settings
-    or keys.
+    """The repo named in the settings; opens no connection. Raises RepoError for missing settings or
+    keys.
 
     For child processes: it imports the client library, and the repo's methods may block. `env`
     supplies the keys (default: the process environment).
@@ -44,8 +44,8 @@ def open_repo(settings: RepoSettings, env: Mapping[str, str] | None = None) -> R
 
 
 def look_at(settings: RepoSettings, layout: Layout = USUAL) -> Published:
-    """What is published now, probed in a child with a deadline of `settings.timeout_s`. Never
-    raises, never hangs."""
+    """The currently published state, probed in a child with a deadline of `settings.timeout_s`.
+    Never raises, never hangs."""
     if settings.kind == "none":
         return Published(reason=NO_REPO)
     request = {"repo": dataclasses.asdict(settings), "layout": dataclasses.asdict(layout)}

@@ -1,6 +1,6 @@
 """Where a miner publishes, behind one Protocol: a local folder, S3/R2, Hugging Face.
 
-What validators read, and under which keys, is the profile's `Layout`. The publisher writes the
+The profile's `Layout` says what validators read, and under which keys. The publisher writes the
 usual one: `metadata.json` at the root names the outer and the inner step, `epoch-N/` holds
 `gradients.pt`, `config.json` and `metadata.json`. Publishing has two phases: `stage` moves the
 bytes invisibly, `commit` makes them visible in the given order, each object atomically and the root
@@ -56,8 +56,8 @@ def epoch_key(outer_step: int, name: str) -> str:
 
 
 class RepoError(Exception):
-    """The repo refused or did not answer. The message is human-readable: what happened and what to
-    do."""
+    """The repo refused the request or did not respond. The message is human-readable: what happened
+    and what to do."""
 
     def __init__(self, message: str, *, transient: bool = False) -> None:
         super().__init__(message)
@@ -66,15 +66,15 @@ class RepoError(Exception):
 
 
 class Missing(RepoError):
-    """The repo answered; the object does not exist."""
+    """The repo responded, but the object does not exist."""
 
 
 class RepoRefused(RepoError):
-    """The storage definitively rejects these keys; a retry changes nothing."""
+    """The storage definitively rejects these keys; retrying will not help."""
 
 
 class RepoUnreadable(RepoError):
-    """The storage serves this object to no reader: it is encrypted with a customer's key, or
+    """The storage serves this object to nobody: it is encrypted with a customer's key, or
     archived."""
 
 
@@ -83,7 +83,7 @@ class Differs(RepoError):
 
 
 class Damaged(RepoError):
-    """The repo answered, but a document that validators read is not a JSON object."""
+    """The repo responded, but a document that validators read is not a JSON object."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ class Repo(Protocol):
         ...
 
     def state(self, layout: Layout = USUAL) -> Published:
-        """What a validator would find; an empty repo is a valid answer. Raises RepoError if
-        unreadable."""
+        """The state that a validator would find; an empty repo is a valid result. Raises RepoError
+        if unreadable."""
         ...
 
     def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
@@ -152,8 +152,8 @@ class Repo(Protocol):
         ...
 
     def stage(self, key: str, path: Path, progress: Progress, notes: Notes) -> StagedObject:
-        """Move the bytes of `path`, invisibly. Skips what an earlier attempt sent, according to
-        `notes`."""
+        """Upload the bytes of `path`, invisibly. Skips anything that, according to `notes`, an
+        earlier attempt has sent."""
         ...
 
     def commit(self, tickets: Sequence[StagedObject], revision: str) -> None:
@@ -165,8 +165,8 @@ class Repo(Protocol):
         ...
 
     def sweep(self) -> int:
-        """Remove what dead publishers left staged; returns the count. The caller must hold the
-        repo's lock."""
+        """Remove objects that dead publishers left staged; returns the count. The caller must hold
+        the repo's lock."""
         ...
 
     def confirm(self, ticket: StagedObject) -> ObjectInfo:
@@ -176,7 +176,8 @@ class Repo(Protocol):
 
 
 def digest_of(read: Callable[[int], bytes], algorithm: str = "sha256") -> str:
-    """The digest of everything that `read` returns, in hexadecimal. Raises what `read` raises."""
+    """The digest of everything that `read` returns, in hexadecimal. Raises whatever `read`
+    raises."""
     digest = hashlib.new(algorithm, usedforsecurity=False)
     while block := read(BLOCK_BYTES):
         digest.update(block)

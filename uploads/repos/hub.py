@@ -198,7 +198,8 @@ class HubRepo:
             except Exception as error:
                 if _status(error) != 409:
                     raise
-                # A push of the same step before a restart created this tag; it names other files.
+                # A push of the same step before a restart created this tag; it names different
+                # files.
                 self._api.delete_tag(repo_id=self._repo_id, tag=revision)
                 self._api.create_tag(
                     repo_id=self._repo_id, tag=revision, revision=commit or _BRANCH
@@ -255,7 +256,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
     """Follows redirects to large-file storage without the token, which the storage must not see and
     would reject.
 
-    A HEAD stops at the Hub, whose answer already has the file's size and digest.
+    A HEAD stops at the Hub, whose response already has the file's size and digest.
     """
 
     def http_error_302(self, req: Any, fp: Any, code: int, msg: str, headers: Any) -> Any:
@@ -279,7 +280,7 @@ def open_hub(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Hu
     keys = find(settings, env)
     endpoint = settings.endpoint or first(keys, "HF_ENDPOINT") or _DEFAULT_ENDPOINT
     if "huggingface_hub" not in sys.modules:
-        # Before 1.0, huggingface_hub parses the Hub's answers using the endpoint it found at
+        # Before 1.0, huggingface_hub parses the Hub's responses using the endpoint it found at
         # import, ignoring HfApi's.
         os.environ["HF_ENDPOINT"] = endpoint
     try:

@@ -32,7 +32,7 @@ _SLACK_S = 5.0
 
 
 class LocalRepo:
-    """Objects are files under `root`; the file system's clock is the server's clock."""
+    """Objects are files under `root`; the file system's clock counts as the server's clock."""
 
     def __init__(self, root: Path, wall: Callable[[], float] = time.time) -> None:
         self._root = root
@@ -140,7 +140,7 @@ class LocalRepo:
             try:
                 self._show(draft, ticket.key)
             except FileNotFoundError as error:
-                # The dead publisher already moved it, or it is lost; `confirm` tells which.
+                # The dead publisher already moved it, or it is lost; `confirm` finds out which.
                 if not self._path(ticket.key).exists():
                     raise RepoError(f"staged {draft} is gone; publish again") from error
             except OSError as error:

@@ -3,9 +3,8 @@ this module does not.
 
 Staging is an incomplete multipart upload; committing completes it, which S3 does atomically per
 object and without moving a byte. Small JSON documents wait in the publisher's journal and are
-written at the commit. So the switch to the next revision is a few short requests, whatever the
-size. (Staging under other keys and copying would make the server move every byte during the
-switch.)
+written on commit. So the switch to the next revision is a few short requests, whatever the size.
+(Staging under other keys and copying would make the server move every byte during the switch.)
 """
 
 from __future__ import annotations
@@ -281,7 +280,7 @@ class S3Repo:
         return entry
 
     def _same(self, ticket: StagedObject, etag: str | None) -> bool:
-        """Compare the content on a server whose ETag is not one of the expected digests."""
+        """Compare contents on a server whose ETag is not one of the expected digests."""
         if _DOCUMENT in ticket.data:
             return self.get(ticket.key) == _document(ticket)
         return self._same_parts(ticket) or self._same_content(ticket, etag)

@@ -18,7 +18,7 @@ _CONNECT_S = 5.0
 
 def connect(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Any:
     """boto3's client for the bucket in the settings; it connects on its first request and never
-    retries by itself. Raises RepoError for missing settings or keys."""
+    retries on its own. Raises RepoError for missing settings or keys."""
     try:
         import boto3
         from botocore.config import Config

@@ -1,4 +1,4 @@
-"""The parts of a multipart upload: their digests, and how the server's answers prove that they
+"""The parts of a multipart upload: their digests, and how the server's responses prove that they
 arrived."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class UploadPart:
     """Base64 of four bytes, big-endian, as S3 writes it."""
 
     def etag(self, answer: Mapping[str, Any], key: str) -> str:
-        """The ETag in the answer to this part's upload. Raises RepoError if the content that
+        """The ETag in the response to this part's upload. Raises RepoError if the content that
         arrived differs from what was sent.
 
         An ETag is the md5 of the received bytes, unless the server encrypts with a KMS or customer

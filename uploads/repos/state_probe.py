@@ -13,7 +13,7 @@ from validators.layout import Layout
 
 
 def main() -> None:
-    """Answer with the fields of `Published`."""
+    """Reply with the fields of `Published`."""
     request = probe.request()
     settings, layout = RepoSettings(**request["repo"]), Layout(**request["layout"])
     try:

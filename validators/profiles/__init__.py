@@ -27,7 +27,7 @@ _WORDS = ("name", "title", "read_from")
 
 @dataclass(frozen=True)
 class Profile:
-    """One subnet's rules as of a date."""
+    """One subnet's rules as of a given date."""
 
     name: str
     title: str

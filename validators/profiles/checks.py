@@ -26,7 +26,7 @@ _GROUPS: Mapping[str, Sequence[str]] = {
     "allreduce_failed": ["reason"],
 }
 """Named groups that are read, by list of `[patterns]`; miner_guard/attach/patterns.toml explains
-them. In `phase`, a name that resembles none of these is a phase of the miner's own."""
+them. In `phase`, a name that does not resemble any of these is one of the miner's own phases."""
 
 PATTERNS = tuple(_GROUPS)
 """Lists of regular expressions under `[patterns]`."""
@@ -169,7 +169,7 @@ def defects(kind: str, text: str) -> Iterator[str]:
         for name in groups:
             if len(name.encode()) > _MAX_PHASE_BYTES:
                 yield f"names a phase of more than {_MAX_PHASE_BYTES} bytes: {name}"
-        # A miner may have phases of its own, unless the name has a meaning in another list.
+        # A miner may have phases of its own, unless their name has a meaning in another list.
         taken = {name for names in _GROUPS.values() for name in names}
         close = difflib.get_close_matches
         groups = [n for n in groups if n in taken or close(n, _GROUPS[kind], 1, _ALIKE)]

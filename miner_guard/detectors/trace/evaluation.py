@@ -1,4 +1,4 @@
-"""Evaluation against training over a whole run: overfitting."""
+"""Detects overfitting by comparing evaluation with training over a whole run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Overfit:
 
 
 def overfit(evaluation: Series, training: Series) -> Overfit | None:
-    """Overfitting of a run, or None. Both series must be finite.
+    """The overfitting in a run, or None. Both series must be finite.
 
     The smoothed evaluation (means over a tenth of the run) ends 12 % above its minimum, or 5 % if
     it rises nearly all the time; at least four evaluations follow the minimum, or three that each

@@ -28,8 +28,8 @@ _MIN_SHARE = 0.05
 
 _MAX_NAN = 5
 _FROM_START = 3
-"""A trace whose first step number is at most three strides shows the run from its start; any other
-trace shows only a window of the run."""
+"""If a trace's first step number is at most three strides, the trace shows the run from its start;
+any other shows only a window of the run."""
 
 _SLOW_RATIO = 1.5
 _CLEAR_RATIO = 1.9
@@ -44,7 +44,7 @@ _FIRST_STEP = 1
 
 
 def judge(trace: Trace, facts: TrainingFacts | None = None) -> list[Anomaly]:
-    """All anomalies of a trace, in step order."""
+    """All anomalies in a trace, in step order."""
     known = facts or TrainingFacts()
     found = [*_not_finite(trace, known)]
     has_nan = bool(found)
@@ -85,8 +85,8 @@ def _not_finite(trace: Trace, facts: TrainingFacts) -> Iterator[Anomaly]:
 
 
 def _hidden_nan(trace: Trace) -> Iterator[int]:
-    """HF Trainer prints loss 0.0 after NaN: with grad_norm NaN, or all at once after losses far
-    from 0."""
+    """HF Trainer prints loss 0.0 after NaN: with grad_norm NaN, or abruptly after losses far from
+    0."""
     norms = dict(zip(trace["grad_norm"].steps, trace["grad_norm"].values, strict=True))
     loss = trace["loss"]
     for place, (step, value) in enumerate(zip(loss.steps, loss.values, strict=True)):
@@ -265,7 +265,7 @@ def _step_time(times: Series, facts: TrainingFacts) -> Iterator[Anomaly]:
         scheduled = period is not None and seen.ratio < _BEYOND * usual
         worth_it = seen.ratio >= _SLOW_RATIO and not scheduled
         certain = worth_it and episodes.certain(seen.index, seen.ratio)
-        regular = "" if period is None else f"; every {period} values: scheduled work?"
+        regular = "" if period is None else f"; recurs every {period} values: scheduled work?"
         first = times.steps[seen.index] <= _FIRST_STEP
         yield Anomaly(
             "slow_steps",

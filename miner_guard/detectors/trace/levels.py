@@ -1,5 +1,5 @@
-"""Lasting level changes: regime changes of step time and memory, and a loss that climbs or never
-falls."""
+"""Finds lasting level changes: regime changes in step time and memory, and a loss that climbs or
+never falls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MIN_DRIFT = math.log(1.12)
 
 @dataclass(frozen=True)
 class Shift:
-    """A new level from `index` on."""
+    """A new level that begins at `index`."""
 
     index: int
     before: float
@@ -103,7 +103,7 @@ def fall(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Climb:
-    """A loss that has left its best level for good."""
+    """A loss that has left its best level permanently."""
 
     index: int
     best: float
@@ -115,7 +115,7 @@ _LASTING = 4
 
 
 def climb(values: Sequence[float]) -> Climb | None:
-    """Find a loss that leaves its best level for good and ends at least 25 % above it.
+    """Find a loss that leaves its best level permanently and ends at least 25 % above it.
 
     The rise must be a tenth of the preceding descent (a loss near zero doubles by noise alone) and
     four sigmas of the noise from value to value.
@@ -233,8 +233,8 @@ _STEADY_SIGMAS = 6.0
 unknown."""
 
 _MAX_SLOW = 200
-"""A trace of up to this many values shows the beginning of a run; over more values, a loss takes
-its own long shape."""
+"""A trace with up to this many values shows the beginning of a run; a longer one shows the loss's
+own long-term shape."""
 
 
 def slow_fall(values: Sequence[float]) -> SlowFall | None:

@@ -1,5 +1,5 @@
-"""GPU memory of a whole run: growth that continues after the start, drops, and other level
-changes."""
+"""Judges the GPU memory of a whole run: growth that continues after the start, drops, and other
+level changes."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def _drops_and_levels(values: Sequence[float]) -> list[LevelChange]:
 
 
 def _settled(values: Sequence[float]) -> int:
-    """Where the start-up ramp ends: the first value that the next eight stay within 10 % of."""
+    """Where the start-up ramp ends: at the first value from which the next eight differ by less
+    than 10 %."""
     for place in range(len(values) - 8):
         part = values[place : place + 8]
         if max(part) - min(part) <= _JUMP * max(part):

@@ -1,4 +1,4 @@
-"""Single values that stand out on both sides: loss spikes and slow steps.
+"""Finds single values that stand out from both sides: loss spikes and slow steps.
 
 A value is compared with the median before it and the median after it, and must exceed the higher
 one, so the edge of a lasting change is not an outlier. The noise is the MAD of both sides around
@@ -25,7 +25,7 @@ class OutlierRule:
 
     window: int
     min_before: int
-    """Values that must come before; with 0, the first step is judged by the values after it."""
+    """How many values must come before; with 0, the first step is judged by the values after it."""
 
     levels: tuple[tuple[float, float], ...]
     """(ratio to the level, sigmas of the noise), smaller ratios last: a smaller ratio needs more

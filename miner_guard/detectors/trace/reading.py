@@ -1,5 +1,5 @@
-"""Reading a trace: JSON lines, guard.jsonl, CSV, or the plain lines that trainers print. One pass,
-never raises.
+"""Reads a trace: JSON lines, guard.jsonl, CSV, or the plain lines that trainers print. Takes one
+pass and never raises.
 
 The lines may mix these kinds:
 
@@ -91,8 +91,7 @@ _STEP_FIELDS = (
     "train/global_step",
 )
 _SUMMARY = "train_runtime"
-"""Key of the record that sums up a finished run in HF Trainer; its loss is the mean of all
-losses."""
+"""Key that marks HF Trainer's summary of a finished run; its loss is the mean of all losses."""
 
 _SUMMED_UP = re.compile(r"(?:train|eval)_\w+\s{2,}=\s.*")
 """A row of that summary, printed as a table."""
@@ -107,7 +106,7 @@ _MAX_FIELDS = 100
 
 
 def read(lines: Iterable[str]) -> Trace:
-    """The trace in `lines`. `Trace.used` counts the lines that held values."""
+    """The trace in `lines`. `Trace.used` counts the lines with values."""
     trace = Trace()
     counter = _Counter()
     columns: Sequence[str] = ()

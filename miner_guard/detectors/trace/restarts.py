@@ -16,7 +16,7 @@ _FOLLOWED = 20
 up."""
 
 _MIN_LEVEL_RATIO = 0.8
-"""A spike is back at its own level, below that of the run's first values, at once."""
+"""A spike is immediately back at its own level, below that of the run's first values."""
 
 _JUMP_SIGMAS = 5.0
 """A restart exceeds the noise from value to value by this factor; a flat loss always looks like its
@@ -33,7 +33,7 @@ def restarts(values: Sequence[float]) -> list[int]:
     """Indices at which the values repeat the run's first descent.
 
     The first values after a restart follow the first values of the run (within 10 %, over five
-    values), which fall; a spike returns at once instead.
+    values), which fall; a spike returns immediately instead.
     """
     opening = values[:_COMPARED]
     if (
@@ -67,7 +67,7 @@ def restarts(values: Sequence[float]) -> list[int]:
 
 def _follows(values: Sequence[float], place: int) -> bool:
     """Whether the values descend as the run did at its start, and no faster; True if too few follow
-    to tell."""
+    to decide."""
     then, now = values[_COMPARED:_FOLLOWED], values[place + _COMPARED : place + _FOLLOWED]
     if len(now) < len(then):
         return True
@@ -76,7 +76,7 @@ def _follows(values: Sequence[float], place: int) -> bool:
 
 def _jumps(values: Sequence[float], place: int, last: int, min_jump: float) -> bool:
     """Whether the value is clearly above the preceding ones, by a logarithm of at least `min_jump`,
-    and reverses most of the descent at once; a diverging loss returns to its first values
+    and reverses most of the descent in one step; a diverging loss returns to its first values
     gradually."""
     before = values[max(last, place - 4) : place]
     if not before or values[place] <= _MIN_FALL * (level := median(before)) or level <= 0:

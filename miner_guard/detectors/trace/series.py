@@ -43,7 +43,7 @@ class Trace:
         default_factory=lambda: {name: Series() for name in QUANTITIES}
     )
     nan_said: list[int] = field(default_factory=list)
-    """Steps at which a guard.jsonl reports a NaN loss (its JSON has null there)."""
+    """Steps at which guard.jsonl reports a NaN loss (its JSON has null there)."""
 
     lines: int = 0
     used: int = 0

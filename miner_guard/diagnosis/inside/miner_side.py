@@ -1,7 +1,6 @@
-"""Answers one question in the miner's own interpreter; `miner_guard.system.probe` asks it.
-
-Run as a script, since that interpreter may lack miner_guard: nothing here imports it. The request's
-`what` names the question. At most this creates one CUDA context, which ends with the process.
+"""Answers one question from `miner_guard.system.probe` in the miner's own interpreter. Run as a
+script, because that interpreter may lack miner_guard: nothing here imports it. The request's `what`
+names the question. The script creates at most one CUDA context, which ends with the process.
 """
 
 from __future__ import annotations
@@ -229,7 +228,7 @@ def main() -> None:
     request = json.load(sys.stdin)
     try:
         document: dict[str, Any] = {"value": _QUESTIONS[request["what"]](request)}
-    except Exception as error:  # noqa: BLE001  whatever the driver or torch raises is the answer
+    except Exception as error:  # noqa: BLE001  the answer reports whatever the driver or torch raises
         document = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:500]}
     with os.fdopen(int(os.environ["_MINER_GUARD_PROBE_FD"]), "w") as file:
         json.dump(document, file, default=str)
