@@ -173,6 +173,9 @@ class Scanner:
     def _tried(self, seen: list[Seen]) -> dict[int, set[PendingError]]:
         """The sightings of this block by line, with the errors that continued steps would clear."""
         tried: dict[int, set[PendingError]] = {}
+        if not seen:
+            # Reading the labels parses the whole knowledge, which takes a third of a guard's start.
+            return tried
         labels = self._knowledge.labels
         for s in seen:
             if isinstance(s, Sighting) and s.line >= self.line and s.role != "notice":

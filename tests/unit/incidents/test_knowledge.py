@@ -6,6 +6,7 @@ import pytest
 
 from miner_guard.incidents import details, knowledge
 from miner_guard.incidents.patterns import RESTARTS, BadKnowledge
+from miner_guard.incidents.scanner import Scanner
 
 GOOD = """
 triggers = ["boom"]
@@ -58,6 +59,15 @@ def test_the_guards_start_reads_the_index_alone() -> None:
     assert lazy.triggers == known.triggers
     assert lazy.shown_by("miner_started") == ()
     assert known.shown_by("loss_nan") == ["nan_loss"]
+
+
+def test_a_log_without_errors_leaves_the_knowledge_unread() -> None:
+    """Otherwise the guard would parse all known errors at the miner's first line, which its output
+    waits for, or at the end of a miner that printed nothing."""
+    words = knowledge.index_of(knowledge.shipped()["words.toml"])
+    scanner = Scanner(knowledge.Knowledge(words, _unread))
+    assert scanner.feed(b"Inner Step: 12 | Loss: 2.31\n") == []
+    assert scanner.finish() == []
 
 
 def _unread() -> knowledge.Document:
