@@ -35,11 +35,11 @@ test-lowest test-newest: test-%: $(VENV)/.dev
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PARALLEL) tests/unit $(PYTEST_ARGS)
 
+# Every tool runs, also after one that objects.
 check: $(VENV)/.dev
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
+	@failed=; for tool in "ruff format --check ." "ruff check ." mypy lint-imports; do \
+	  echo "$(BIN)/$$tool"; $(BIN)/$$tool || failed="$$failed, $$tool"; \
+	done; [ -z "$$failed" ] || { echo "failed$${failed#,}" >&2; exit 1; }
 
 faults: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/faults $(PYTEST_ARGS)
