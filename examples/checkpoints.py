@@ -1,7 +1,7 @@
 """Resume one step back. miner-guard run -- torchrun --nproc-per-node=2 examples/checkpoints.py
 
-The guard adds: a snapshot in memory after each step, whole checkpoints on disk, and after a kill or
-a hang a launch that continues from the newest of both.
+The guard adds: a snapshot in memory after each step, complete checkpoints on disk and, after a kill
+or a hang, a relaunch that resumes from the newest of them.
 """
 
 import os

@@ -1,8 +1,8 @@
 """DiLoCo: local inner steps, then an outer step over the averaged pseudo-gradient.
 miner-guard run -- torchrun --nproc-per-node=2 examples/diloco.py
 
-The guard adds: uploads that validators would reject are held back on all ranks alike, each one's
-time and size, and a hang in the AllReduce with the rank that is missing.
+The guard adds: blocking, on all ranks alike, of uploads that validators would reject; the time and
+size of each upload; and, for a hang in the AllReduce, the rank that is missing.
 """
 
 import os

@@ -1,7 +1,7 @@
 """FSDP2 on every rank. miner-guard run -- torchrun --nproc-per-node=2 examples/fsdp2.py
 
-The guard adds: which rank holds which shard on which device, which rank the others wait for, and
-stacks of all of them when one never comes.
+The guard adds: which rank holds which shard on which device, which rank the others are waiting for,
+and the stacks of all ranks when one never arrives.
 """
 
 import os

@@ -1,7 +1,8 @@
 """Hugging Face's Trainer, unmodified.
 miner-guard run --attach auto -- python examples/hf_trainer.py
 
-The guard adds all it knows of steps, loss and learning rate, although no line here names it.
+The guard adds: step lines with loss and learning rate, and every check based on them, although no
+line here mentions the guard.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Lightning's Trainer, unmodified.
 miner-guard run --attach auto -- python examples/lightning_trainer.py
 
-The guard adds: a finished training is not restarted, a killed one is, and resumes from Lightning's
-own checkpoint; validation counts as a phase, so that it does not look like a slow step.
+The guard adds: a killed run restarts from Lightning's own checkpoint, a finished one does not
+restart; validation counts as a phase, so it does not look like a slow step.
 """
 
 import os

@@ -1,8 +1,8 @@
 """A character-level GPT in the manner of nanoGPT's train.py, unmodified.
 miner-guard run --attach auto -- python examples/nanogpt.py
 
-The guard adds: each step with loss and learning rate although the script prints a line
-only every ten iterations, a verdict on its loss curve, stacks when it hangs, restarts.
+The guard adds: a line with loss and learning rate for each step, although the script prints one
+only every ten iterations; a verdict on the loss curve; stacks when it hangs; restarts.
 """
 
 import math

@@ -1,7 +1,7 @@
 """One process, no framework. miner-guard run -- python examples/plain_loop.py
 
-The guard adds: GPU diagnostics before the first step, slow steps, NaN and spikes of the loss, a
-restart after a crash, and the last step's place when it hangs.
+The guard adds: GPU diagnostics before the first step; reports of slow steps, NaN and loss spikes; a
+restart after a crash; and, when it hangs, the place in the code.
 """
 
 import os

@@ -16,17 +16,17 @@ import pytest
 from tests.servers.webhook import Webhook
 from tests.support import requires
 
-# A loaded machine is no defect: how long one example takes is judged by the benchmarks alone.
+# A loaded machine is not a defect: only the benchmarks judge how long an example takes.
 hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
 
-# Without cached bytecode each of the thousand processes that the tests start compiles the guard,
-# and each worker rewrites the asserts of every test file: a third of the CPU.
+# Without cached bytecode, each of the thousand processes that the tests start would compile the
+# guard, and each worker would rewrite the asserts in every test file: a third of the CPU.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Collecting five thousand tests creates a million objects that live to the end: garbage collection
-# would look at all of them again and again, half of the collection's CPU.
+# would traverse all of them again and again, which takes half of the CPU.
 gc.disable()
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -1,4 +1,5 @@
-"""Root causes measured on a file of labelled logs: `python -m tests.diagnosis FILE [--wrong]`.
+"""Measures root-cause accuracy on a file of labelled logs: `python -m tests.diagnosis FILE
+[--wrong]`.
 
 FILE is TOML (`[[excerpt]]` tables) or JSON lines; each entry has `label` and `text`, and may have
 `source`. `label` is one of the labels of miner_guard/incidents, or `BENIGN` where nothing is wrong.
@@ -31,7 +32,7 @@ BENIGN = "BENIGN"
 BURIED_LINES = 2000
 
 _95 = 1.959964
-"""Standard deviations of a normal distribution that hold 95 % of it."""
+"""Standard deviations around the mean that cover 95 % of a normal distribution."""
 
 _BUSY = (
     "[rank{r}]: allreduce of 128 MB took {ms} ms",
@@ -44,7 +45,7 @@ _BUSY = (
     "{n}/90000 [1:02:03<9:08:07,  2.1s/it]",
 )
 _QUIET = tuple(line for line in _BUSY if "Loss" not in line)
-"""Output of the other ranks while one fails, without steps, which would show that training
+"""Output of the other ranks while one fails. It contains no steps, which would show that training
 continued."""
 
 
@@ -59,7 +60,7 @@ class Excerpt:
 
 @dataclass(frozen=True)
 class Row:
-    """One label's figures: right answers, excerpts with this label, answers with it."""
+    """One label's figures: correct answers, excerpts with this label, and answers with it."""
 
     label: str
     right: int
@@ -93,7 +94,7 @@ def load(path: Path) -> list[Excerpt]:
 
 
 def alone(excerpt: Excerpt) -> str:
-    """The text as its thread shows it."""
+    """The text as it appears in its thread."""
     return excerpt.text
 
 

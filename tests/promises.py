@@ -30,7 +30,7 @@ class Promise:
     """File below `tests/` and name of each test that shows it."""
 
     differs: str
-    """How and why the guard differs on purpose; empty if it does not."""
+    """How and why the guard deliberately differs; empty if it does not."""
 
 
 def promises() -> Iterator[Promise]:
@@ -45,7 +45,7 @@ def promises() -> Iterator[Promise]:
 
 
 class _Outcomes:
-    """Keeps the outcome of each test by file and name; the worst of its parameters' outcomes
+    """Records each test's outcome by file and name; of a parametrized test, the worst outcome
     counts."""
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ def _of_ops(name: str) -> str:
 
 
 def _with_anchors(text: str) -> str:
-    """An anchor in each row of an event: alerts link to it."""
+    """An anchor in each event's row, for alerts to link to."""
     return re.sub(r"^\| `(\w+)` \|", r'| <a id="\1"></a>`\1` |', text, flags=re.MULTILINE)
 
 
@@ -125,7 +125,7 @@ def state_files() -> str:
 
 
 def commands() -> str:
-    """Each command's one sentence and examples."""
+    """Each command's summary and examples."""
     import importlib
 
     from miner_guard.cli.examples import EXAMPLES

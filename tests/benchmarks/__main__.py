@@ -1,4 +1,4 @@
-"""`python -m tests.benchmarks [NAME…]`: run the benchmarks of this folder, all or the named ones,
+"""`python -m tests.benchmarks [NAME…]`: run the benchmarks in this folder, all or the named ones,
 and print tables.
 
 Each `bench_NAME.py` has a TITLE and `run() -> list[Row]`.

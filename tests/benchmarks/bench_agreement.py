@@ -1,5 +1,5 @@
-"""The agreement of ranks that are processes: the descriptors that the hook holds and the time per
-question, as the number of ranks grows."""
+"""Agreement between ranks in separate processes: how many descriptors the hook holds and how long a
+question takes as the number of ranks grows."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What attaching costs: when any Python starts, and per step of a script that does not use the
-hook."""
+"""The cost of attaching: at the start of any Python process, and per step of a script that does not
+use the hook."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ BLOCKS = (
     ("a step of 2 ms", 0.002, 20, 60),
     ("a step of 50 ms", 0.05, 5, 30),
 )
-"""Name, CPU seconds, steps per block, pairs of blocks: attached and not, in alternation, so that
-both meet the same machine. Another step before each block is not counted: the hook has not run for
-a block then, and its code has left the caches, which no attached program meets.
+"""Name, CPU seconds, steps per block, pairs of blocks. Attached and detached blocks alternate, so
+that both run under the same conditions. An extra step before each block is not counted: the hook
+has not run during the previous block, so its code has left the caches, which never happens in an
+attached program.
 
 The clock runs while the hook does, from the forward pass on; the products before it fill the step
-and empty the caches. They take the same with and without the hook, but their own variation, a
-millisecond in 50, would hide it."""
+and empty the caches. They take the same time with and without the hook, but their own variation, a
+millisecond in 50, would hide the hook's cost."""
 
 
 def run() -> list[Row]:
-    """Start-up of a Python that is not a miner, and a training step, with and without the guard, in
-    alternation."""
+    """Times the start of a Python process that is not a miner, and a training step, alternately
+    with and without the guard."""
     return [*_start(), *_step()]
 
 

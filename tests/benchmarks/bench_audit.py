@@ -24,7 +24,7 @@ TITLE = "Audit"
 SIZES_MB = [int(size) for size in os.environ.get("BENCH_AUDIT_MB", "100 1000").split()]
 _PARAMETERS, _TOPK = 200, 32
 _VALUE_BYTES = 12
-"""Of an index in int64 and a value in float32."""
+"""Bytes per entry: an int64 index and a float32 value."""
 
 
 def run() -> list[Row]:
@@ -42,7 +42,7 @@ def _rows(torch: Any, size_mb: int) -> list[Row]:
         start = time.perf_counter()
         torch.load(path, weights_only=True)
         alone = time.perf_counter() - start
-        # In a separate process: a child also counts what its parent held at the fork.
+        # In a separate process, because a child's memory includes what its parent held at the fork.
         command = [sys.executable, "-m", __name__, folder]
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         seen, size = json.loads(printed), path.stat().st_size
@@ -85,7 +85,7 @@ def _published(torch: Any, root: Path, size_mb: int) -> Path:
 
 
 def main() -> None:
-    """Audit the repo in the folder that the command line names; print the cost as JSON."""
+    """Audit the repo in the folder given on the command line; print the cost as JSON."""
     limits = Limits.of(GateSettings(), load_profile("sn38").limits)
     network = Network(1100, 1, 300, None, True, 7, None, time.monotonic())
     report = audit.run(RepoSettings(kind="local", path=sys.argv[1]), limits, network)

@@ -1,4 +1,4 @@
-"""The hook in a real training loop: guard on against guard off, in alternating blocks of one
+"""The hook in a real training loop: guard on against guard off, in alternating blocks within one
 process."""
 
 from __future__ import annotations
@@ -104,8 +104,7 @@ class _NoGuard:
 
 
 class _Stopwatch:
-    """Adds up the time while it runs; the figures of the hook include its two reads of the
-    clock."""
+    """Adds up the time spent in the hook; the figures include this class's own two clock reads."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

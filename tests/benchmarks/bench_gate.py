@@ -26,8 +26,8 @@ _LOSSES = tuple(3.4 - 0.01 * n + 0.003 * (n % 3) for n in range(10))
 
 
 def run() -> list[Row]:
-    """A decision as rank 0 makes it: it reads the inputs from their file, applies every rule in
-    force and writes the record."""
+    """A decision as rank 0 makes it: it reads the inputs from their file, applies every rule that
+    is enabled and writes the record."""
     published = Published(
         age_s=600.0, reason=None, seen_at=1000.0, outer_step=56, inner_step=50, revision="5.56.50"
     )
@@ -71,7 +71,7 @@ def run() -> list[Row]:
 
 
 def _headers(settings: GateSettings) -> Row:
-    """Names, types and shapes of what is about to be written; reads no tensor."""
+    """Checks names, types and shapes of the gradient about to be written; reads no tensor."""
     limits = Limits.of(settings, load_profile("sn38").limits)
     names = [f"model.layers.{n // 9}.part{n % 9}.weight" for n in range(300)]
     tensor = SimpleNamespace(shape=(32, 64, 32), dtype="torch.float32")
@@ -85,7 +85,8 @@ def _headers(settings: GateSettings) -> Row:
 
 
 def _values(settings: GateSettings) -> Row:
-    """The values that the upload thread reads before it writes them, while training continues."""
+    """Checks the values, which the upload thread reads before it writes them, while training
+    continues."""
     import resource
 
     import torch

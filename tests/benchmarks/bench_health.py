@@ -1,4 +1,4 @@
-"""The cost of a health snapshot with 0, 4 and 8 GPUs, of a scrape of /metrics, and of a report of a
+"""The cost of a health snapshot with 0, 4 and 8 GPUs, of a /metrics scrape, and of a report on a
 week."""
 
 from __future__ import annotations

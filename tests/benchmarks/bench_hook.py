@@ -83,7 +83,8 @@ def _steps(path: str, step_limit: str, phase_limit: str) -> list[Row]:
 
 
 def _cold(call: Callable[[], None]) -> float:
-    """The median of calls before each of which other memory has filled the processor's caches."""
+    """The median time of calls with cold caches: before each call, other memory fills the
+    processor's caches."""
     seconds = []
     for _ in range(_COLD_CALLS):
         _SWEPT.reverse()

@@ -1,4 +1,4 @@
-"""Logs that once held up the guard, through `explain` and through the running guard: MB per
+"""Runs logs that once held up the guard through `explain` and through a running guard: MB per
 CPU-second, and resident memory."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TITLE = "Hostile logs: `explain` and the running guard, by CPU time"
 
 _SIZE = 24_000_000
 _FIRST = 4_000_000
-"""Bytes that pay for the imports and for the knowledge of errors."""
+"""Bytes to process first, so that imports and loading the known errors do not count."""
 
 _RESOLUTION_S = 0.05
 """Smaller differences of CPU time are not measured."""

@@ -27,7 +27,7 @@ _EXPLAIN = (
 
 
 def run() -> list[Row]:
-    """Ordinary output, output that never repeats, and tracebacks; then a large log through
+    """Measures ordinary output, output that never repeats, and tracebacks, then a large log with
     `explain`."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "miner.log"
@@ -51,7 +51,7 @@ def run() -> list[Row]:
 
 
 def ordinary(lines: int) -> bytes:
-    """What subnet 38's miner prints while nothing is wrong."""
+    """The output of subnet 38's miner while nothing is wrong."""
     chance = random.Random(1)
     return b"".join(
         b"\x1b[32m2026-01-02 03:04:%02d.%03d\x1b[0m | INFO     | Rank %d | Outer Step: 56 | "
@@ -73,7 +73,7 @@ def ever_new(lines: int) -> bytes:
 
 
 def tracebacks(count: int) -> bytes:
-    """Nothing but errors: the slowest kind of text."""
+    """Only errors: the slowest kind of text."""
     frame = (
         '  File "/srv/miner/part_{0}.py", line {0}, in step_{0}\n    raise '
         'ValueError("case {0} failed")\n'
@@ -87,7 +87,7 @@ def tracebacks(count: int) -> bytes:
 
 
 def worded_tracebacks(count: int) -> bytes:
-    """Tracebacks that differ in their words and paths, not in their numbers alone."""
+    """Tracebacks that differ in words and paths, not just in numbers."""
     chance = random.Random(7)
 
     def word() -> str:
@@ -188,8 +188,8 @@ def _grep(log: Path, folder: Path, megabytes: float, scan: float) -> list[Row]:
     if shutil.which("grep") is None:
         return [Row("`grep` with the same words", None, "MB/s", note="no grep here")]
     words = sorted({word for pattern in knowledge.load().patterns for word in pattern.has})
-    # Without those of two or three letters, which the scanner only tries on lines that hold a
-    # trigger word.
+    # Leave out words of two or three letters, which the scanner tries only on lines with a trigger
+    # word.
     (folder / "words").write_text("\n".join(word for word in words if len(word) > 3))
     (folder / "triggers").write_bytes(b"|".join(knowledge.load().triggers).replace(b"^", rb"\^"))
     pattern = (folder / "triggers").read_text()

@@ -44,19 +44,19 @@ def _write(log: Path) -> None:
 
 def _seconds(command: list[str]) -> float:
     start = time.perf_counter()
-    # Into a pipe that is read: grep stops at its first match when it writes to /dev/null.
+    # Write to a pipe that someone reads: grep stops at its first match if its output is /dev/null.
     subprocess.run(command, stdout=subprocess.PIPE, check=True)
     return time.perf_counter() - start
 
 
 def run() -> list[Row]:
-    """Seconds of each, and the ratios."""
+    """The time that each takes, and the ratios."""
     guard = str(Path(sys.executable).with_name("miner-guard"))
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "guard.jsonl"
         _write(log)
         query = [guard, "logs", "--state-dir", folder, "--event", "slow_step", "--json"]
-        # In turns, and the best of each: what else runs on the machine only ever adds.
+        # Take turns, and keep the best of each: other work on the machine can only add time.
         rounds = [
             (_seconds(query), _seconds(["grep", '"event": "slow_step"', str(log)]))
             for _ in range(_ROUNDS)

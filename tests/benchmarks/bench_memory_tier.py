@@ -40,7 +40,8 @@ class Way:
 
 
 def run() -> list[Row]:
-    """Blocking time and bytes of each way to save, in one process, then the demo's recovery."""
+    """Measures the blocking time and bytes of each way to save, in one process, then the demo's
+    recovery."""
     if importlib.util.find_spec("torch") is None:
         return [Row("a snapshot", None, "s", note="torch is not installed")]
     return [*_blocking(), *_recovery()]
@@ -63,7 +64,7 @@ class Training:
         self.step()
 
     def step(self) -> float:
-        """Seconds of one step over 2,048 tokens."""
+        """Duration of one step over 2,048 tokens, in seconds."""
         start = time.monotonic()
         self._number += 1
         tokens, targets = self._corpus.batch(self._number, 0, 8, self._shape.context)
@@ -88,10 +89,10 @@ class _Times:
 
     waits: list[float] = field(default_factory=list)
     own: list[float] = field(default_factory=list)
-    """Processor seconds of the training thread: what a busy machine does not add to."""
+    """CPU seconds of the training thread, which a busy machine does not inflate."""
 
     shares: list[float] = field(default_factory=list)
-    """Of the wait in the step before it."""
+    """Seconds of waiting in the preceding step."""
 
     beside: list[float] = field(default_factory=list)
     """The step beside the background part / the step without it."""
@@ -110,7 +111,7 @@ def _blocking() -> Iterator[Row]:
                 ways[name] = (stack.enter_context(make(training, folder)), folder)
             except ImportError as error:
                 yield Row(f"{name}: training waits", None, "ms", note=f"{error}")
-        # In turn, so that all meet the same machine; the first round reserves memory.
+        # Alternate, so that all run under the same conditions; the first round reserves memory.
         for number in range(1, _ROUNDS + 2):
             for name, (way, _) in ways.items():
                 steps.append(_measure(training, way, number, times.setdefault(name, _Times())))
@@ -144,7 +145,7 @@ def _measure(training: Training, way: Way, number: int, times: _Times) -> float:
     times.waits.append(waited)
     times.shares.append(waited / alone)
     times.beside.append(beside / alone)
-    # What is still being written must not slow the next way's step.
+    # Pending writes must not slow down the step of the next way to save.
     way.finish()
     return alone
 
@@ -248,7 +249,7 @@ def _recovery() -> Iterator[Row]:
             try:
                 seconds, lost = _recover(Path(folder), memory=memory)
             except AssertionError as error:
-                # At a high load the demo's steps take longer than the wait for them.
+                # Under high load, the demo's steps take longer than this test waits for them.
                 note = f"load {os.getloadavg()[0]:.0f}: {str(error)[:60]}"
                 yield Row(f"fault -> first new step, {name}", None, "s", note=note)
                 continue

@@ -98,7 +98,7 @@ def _cpu_s(process: psutil.Process) -> float:
 
 
 def run() -> list[Row]:
-    """CPU and memory of the sender while events arrive, then a backlog."""
+    """Measures the sender's CPU and memory while events arrive, then with a backlog."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         log = folder / "guard.jsonl"

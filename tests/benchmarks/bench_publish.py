@@ -33,12 +33,12 @@ ROUNDS = 3
 
 
 def run() -> list[Row]:
-    """1 GiB by default (BENCH_PUBLISH_MB), to two servers, each in a separate process, that
-    differ in what they hash.
+    """Publishes 1 GiB by default (BENCH_PUBLISH_MB) to two servers, each in a separate process,
+    that hash differently.
 
-    moto's ETag is the digest of the parts' digests, as R2's and S3's is: nothing is hashed to
-    compare it. rclone's is the md5 of the whole object, which it takes when it is first asked, and
-    which is then taken of the file here.
+    moto's ETag is the digest of the parts' digests, as with R2 and S3, so comparing it requires no
+    hashing. rclone's is the md5 of the whole object: rclone computes it on first request, and the
+    publisher then computes it for the local file.
     """
     os.environ.update(s3.KEYS)
     with (
@@ -70,7 +70,7 @@ def _serves_s3(program: str) -> bool:
 
 
 def _run(command: Sequence[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    # rclone fails where a bundle of certificates is set, even without TLS.
+    # rclone fails if a certificate bundle is configured, even without TLS.
     own = {name: value for name, value in os.environ.items() if name != "AWS_CA_BUNDLE"}
     return subprocess.run(command, env=own | dict(env), capture_output=True, text=True)
 
@@ -100,8 +100,8 @@ def _rows(folder: Path, endpoint: str, server: str) -> list[Row]:
     alone, seen, ours, copied = [], [], [], []
     for _ in range(ROUNDS):
         alone.append(_taken(lambda: client.upload_file(source, BUCKET, "alone.pt")))
-        # What reading back costs at the least: some servers hash the whole object when they are
-        # first asked for it.
+        # The minimum cost of reading back: some servers hash the whole object on the first request
+        # for it.
         seen.append(alone[-1] + _taken(lambda: client.head_object(Bucket=BUCKET, Key="alone.pt")))
         if program is not None:
             copied.append(_taken(partial(_copy, program, source, endpoint)))
@@ -136,7 +136,8 @@ def _rows(folder: Path, endpoint: str, server: str) -> list[Row]:
 class _Taken:
     wall_s: float
     cpu_s: float
-    """Of this process and of the server: on a busy machine a better measure than the wall's."""
+    """CPU seconds of this process and of the server: on a busy machine a better measure than wall
+    time."""
 
     def __add__(self, other: _Taken) -> _Taken:
         return _Taken(self.wall_s + other.wall_s, self.cpu_s + other.cpu_s)

@@ -23,12 +23,12 @@ TITLE = "The relay, 80-byte lines, wall against direct-to-file"
 
 _MEGABYTES = 80
 _FLOOD_MEGABYTES = 400
-"""More than the monitors may be behind with: what goes through forever."""
+"""More than the monitors' maximum backlog, so this measures sustained throughput."""
 
 _ROUNDS = 5
 _SETTLE_S = 3.0
-"""The writer waits for so long after its first line: the start of the guard, which then reads what
-it knows of errors, is not the relay."""
+"""The writer waits this long after its first line, because the guard's start, when it loads the
+known errors, is not part of the relay's cost."""
 
 _WRITER = r"""
 import json, os, sys, time
@@ -48,27 +48,27 @@ json.dump({"wall": time.monotonic() - start, "cpu": time.process_time()}, open(d
 
 @dataclass(frozen=True)
 class Figure:
-    """Figures of one way to carry the output."""
+    """Figures for one way to carry the output."""
 
     wall_s: float
     cpu_s: float | None
-    """Of the carrier alone, without the writer's."""
+    """CPU time of the carrier alone, without the writer."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What the writer writes, and where it reports the time."""
+    """The writer's output, and where the writer reports the time."""
 
     folder: Path
     size: int
-    """Bytes of one write; 1 means one line."""
+    """Bytes per write; 1 means one line."""
 
     megabytes: int
 
     def command(self, done: Path, settle_s: float = 0.0) -> list[str]:
         script = self.folder / "writer.py"
         script.write_text(_WRITER)
-        # Python without `site`: a megabyte is written in less time than that takes.
+        # Python without `site`, because importing that takes longer than writing a megabyte.
         return [
             sys.executable,
             "-S",
@@ -269,7 +269,7 @@ def _supervisord(load: Load) -> Figure | None:
     folder = load.folder
     done, up, go = folder / "supervisord.json", folder / "up", folder / "go"
     words = shlex.join(load.command(done))
-    # Its own start must not count: the writer waits for a word.
+    # Its own start must not count, so the writer waits for a signal to begin.
     waits = folder / "waits.sh"
     waits.write_text(f"touch {up}\nwhile [ ! -e {go} ]; do sleep 0.05; done\nexec {words}\n")
     settings = folder / "supervisord.conf"

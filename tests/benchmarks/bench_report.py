@@ -1,4 +1,5 @@
-"""The page: CPU time of a render and of a scrape, its size, and the report of a month."""
+"""The report page: CPU time of rendering it and of a scrape, its size, and the report on a
+month."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ TITLE = "The page over a week, a month and a year (a step every 15 s, a snapshot
 _DAY_S = 86400
 _BEGAN = 1_767_312_000.0
 _SNAPSHOT_BYTES = 2500
-"""What a snapshot of four ranks and GPUs takes beyond the fields that the page reads."""
+"""The size of a snapshot of four ranks and GPUs beyond the fields that the page reads."""
 
 
 def _log(folder: Path, days: int, step_s: int) -> StateDir:
-    """The log of `days` days. A year in 500 MB, the log's limit, has a step every 90 s."""
+    """The log of `days` days. A year fits into 500 MB, the log's limit, with a step every 90 s."""
     state = StateDir(folder)
     head = {"level": "info", "msg": "x", "run_id": "r1", "host": "h", "rank": 0}
     fields = {"outer_step": 1, "lr": 1e-4, "gpu_mem_gb": 18.4}

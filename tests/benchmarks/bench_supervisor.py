@@ -169,8 +169,8 @@ def _true() -> Row:
 
 
 def _commands() -> list[Row]:
-    """CPU time of whole commands with all their processes; the lowest of several runs, because
-    other work on the machine only adds time."""
+    """CPU time of complete commands with all their processes: the lowest of several runs, because
+    other work on the machine can only add time."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         state = ["--state-dir", folder]
@@ -179,7 +179,7 @@ def _commands() -> list[Row]:
             (["logs", *state], "<= 0.15 s"),
             (["status", *state], "<= 0.15 s"),
         ):
-            # As installed, with bytecode: an environment may forbid to write it.
+            # With bytecode, as in an installation: an environment may forbid writing it.
             env = {**os.environ, "PYTHONPYCACHEPREFIX": f"{folder}/bytecode"}
             env.pop("PYTHONDONTWRITEBYTECODE", None)
             _command_cpu_s(words, env)
@@ -199,7 +199,7 @@ def _command_cpu_s(words: list[str], env: Mapping[str, str]) -> float:
 
 
 def _idle() -> list[Row]:
-    """Resident memory and CPU beside a miner that does nothing."""
+    """Resident memory and CPU next to a miner that does nothing."""
     with _guard(["sleep", "600"]) as guard:
         guard.wait_for("miner_started")
         time.sleep(3.0)
@@ -226,7 +226,7 @@ def _cpu_s(pid: int) -> float:
     steps of 10 ms, a quarter of what an idle guard may use in 20 s."""
     total = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
-        # A thread of a job may end meanwhile.
+        # A job's thread may end in the meantime.
         with suppress(FileNotFoundError, ProcessLookupError):
             total += int((task / "schedstat").read_text().split()[0])
     return total / 1e9

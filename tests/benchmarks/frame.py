@@ -18,11 +18,11 @@ class Row:
 
     what: str
     value: float | None
-    """None where it could not be measured here; `note` says why."""
+    """None if it could not be measured here; `note` says why."""
 
     unit: str
     target: str = ""
-    """The target as a person writes it (`<= 200 µs`), empty where none exists."""
+    """The target in human-readable form (`<= 200 µs`); empty if there is none."""
 
     note: str = ""
 
@@ -33,8 +33,8 @@ def per_call(
     repeats: int = 5,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Seconds of one call by `clock` (`time.process_time` for CPU): the median of `repeats` rounds
-    of `calls`. Garbage collection is off during the rounds."""
+    """Seconds per call by `clock` (`time.process_time` for CPU): the median of `repeats` rounds of
+    `calls`. Garbage collection is off during the rounds."""
     rounds = []
     enabled = gc.isenabled()
     gc.disable()

@@ -1,7 +1,8 @@
 """`python -m tests.benchmarks.peer_faults [NAME…]`: ten faults under miner-guard and its peers.
 
-`yes` means that the supervisor handled the fault by itself within the limit; `no` is followed by
-what happened. For a peer that can't run here the table says why. Freezing a disk requires root.
+`yes` means that the supervisor handled the fault on its own within the limit; after `no`, the table
+says what happened instead. For a peer that can't run here, it says why. Freezing a disk requires
+root.
 """
 
 from __future__ import annotations

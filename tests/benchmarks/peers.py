@@ -76,7 +76,7 @@ class Peer:
 
     name = ""
     program = ""
-    """What must be installed."""
+    """The program that must be installed."""
 
     def __init__(self, folder: Path, logs: Path, fault: str) -> None:
         """`logs`: the folder for the peer's own files and the child's output."""
@@ -140,7 +140,7 @@ class Peer:
         return next((line for line in reversed(lines) if line.strip()), "no output")[:120]
 
     def steps(self) -> int:
-        """How many steps all the child's starts took together."""
+        """How many steps the child took in all its starts together."""
         path = self.folder / "steps"
         return path.read_bytes().count(b"\n") if path.exists() else 0
 

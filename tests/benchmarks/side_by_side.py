@@ -20,7 +20,7 @@ _LEFT_S = 6.0
 
 
 def relaunch(peer: Peer, fault: str) -> str:
-    """Seconds from the fault to the next start, in words."""
+    """Seconds from the fault to the next start, as text."""
     peer.start()
     if not until(lambda: peer.steps() > 10, 90):
         return f"did not start: {peer.last_line()}"
@@ -36,7 +36,7 @@ def relaunch(peer: Peer, fault: str) -> str:
 
 
 def orphans(peer: Peer, _fault: str) -> str:
-    """Processes left after the supervisor's own SIGKILL, in words."""
+    """Processes left after the supervisor's own SIGKILL, as text."""
     peer.start()
     if not until(lambda: len(peer.left()) >= 3, 90):
         return f"did not start: {peer.last_line()}"

@@ -1,1 +1,1 @@
-"""What people grep, script and configure, compared with a committed listing."""
+"""Compares the names that people grep, script and configure with a committed listing."""

@@ -27,7 +27,7 @@ PUBLIC = Path(__file__).with_name("public.json")
 
 
 def listing() -> dict[str, Any]:
-    """Every public name with what its users rely on, as JSON can hold it."""
+    """Every public name with the properties that users rely on, as JSON."""
     return {
         "events": {name: _event(spec) for name, spec in sorted(CATALOGUE.items())},
         "json_line": sorted(RESERVED),
@@ -89,7 +89,7 @@ def _state_files() -> list[str]:
 
 
 def text() -> str:
-    """The listing as it is committed."""
+    """The listing in its committed form."""
     return json.dumps(listing(), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 

@@ -1,5 +1,5 @@
-"""A guard for each test. Each test ends with a search through /proc: no process outlives the
-guard."""
+"""Provides a guard for each test. Each test ends with a search through /proc for processes that
+outlived the guard."""
 
 from __future__ import annotations
 

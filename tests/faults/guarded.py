@@ -1,4 +1,4 @@
-"""A real guard, for tests of what happens to it and to its miner."""
+"""Runs a real guard, for tests that inject faults into it or its miner."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Guarded:
         self.state = StateDir(folder / "state")
         self.python = sys.executable
         self.entry: str | None = None
-        """A script in place of `-m miner_guard`: a guard with a defect built in."""
+        """A script to run instead of `-m miner_guard`: a guard with a built-in defect."""
         self.token = uuid.uuid4().hex
         self.processes: list[subprocess.Popen[bytes]] = []
         self.output = folder / "output.log"
@@ -103,7 +103,7 @@ class Guarded:
         return process
 
     def miner(self, name: str, *arguments: object) -> list[str]:
-        """The command of one of the small miners beside this file; its processes carry the test's
+        """The command for one of the small miners next to this file; its processes carry the test's
         token."""
         return [sys.executable, "-u", str(MINERS / f"{name}.py"), *map(str, arguments), self.token]
 

@@ -23,15 +23,15 @@ from tests.faults.own_disk import OwnDisk
 
 @dataclass
 class World:
-    """What the faults act on."""
+    """The objects that the faults act on."""
 
     guarded: Guarded
     disk: OwnDisk | None
-    """The state directory's own file system; None where none can be mounted."""
+    """The state directory's own file system; None if none can be mounted."""
 
     random: random.Random
     clock: Path
-    """Holds the seconds by which the clock of the run is wrong."""
+    """Contains the number of seconds by which the run's clock is off."""
 
     steps: Path
     """Where rank 0 writes a line for each step."""
@@ -51,7 +51,7 @@ class World:
         return self._children(miners=False)
 
     def launchers(self) -> list[int]:
-        """The miner's launcher, as long as it lives."""
+        """The miner's launcher, while it is alive."""
         return self._children(miners=True)
 
     def _children(self, *, miners: bool) -> list[int]:
@@ -140,7 +140,7 @@ FILES = (
     "status/monitoring_costs.json",
     "watched.json",
 )
-"""By name, not by what is there: a seed must always choose the same."""
+"""Choose by name, not from what exists: a seed must always choose the same."""
 
 
 def lost_file(world: World) -> str:
@@ -229,7 +229,7 @@ def connection_flood(world: World) -> str:
 
 
 def order(world: World) -> str:
-    """Send the guard a command as people do; a pause is undone immediately."""
+    """Send the guard a command, as an operator would; a pause is undone immediately."""
     what = world.random.choice(["status", "checkpoint", "pause", "resume", "?"])
     for word in (what, "resume") if what == "pause" else (what,):
         with contextlib.suppress(NotRunning, OSError, json.JSONDecodeError):
@@ -268,7 +268,7 @@ FAULTS: tuple[Fault, ...] = (
     connection_flood,
     order,
 )
-"""Those that training must not feel."""
+"""Faults that must not affect training."""
 
 RELAUNCHES: tuple[Fault, ...] = (killed_launcher, ordered_restart)
-"""Those after which the miner starts again."""
+"""Faults after which the miner starts again."""

@@ -28,8 +28,8 @@ class OwnDisk:
                 raise OSError(f"no file system can be mounted here: {done.stderr.strip()}")
 
     def freeze(self) -> None:
-        """Freeze the disk: from now on every writer waits in the kernel, and not even SIGKILL ends
-        it."""
+        """Freeze the disk: from now on every writer blocks in the kernel, where not even SIGKILL
+        ends it."""
         subprocess.run(["fsfreeze", "-f", str(self.place)], check=True)
         self.frozen = True
 

@@ -23,7 +23,7 @@ SETTINGS = {
 
 
 class RestartedDemo:
-    """The demo's steps, its ranks, and what it resumed from."""
+    """The demo's steps, its ranks, and the checkpoint that it resumed from."""
 
     def __init__(self, guarded: Guarded, folder: Path) -> None:
         requires.module("torch")

@@ -2,8 +2,8 @@
 
 The seed determines everything: which faults, in which order, and how the run ends. After each fault
 the miner must still step. Three invariants hold after each sequence: a stop ends the guard within
-its grace; nothing of the run is left; no step is lost, and the guard took at most 5 % of the
-training's time. `FIRST-LAST` stands for all seeds from FIRST to LAST.
+its grace; none of the run's processes is left; no step is lost, and the guard took at most 5 % of
+the training time. `FIRST-LAST` stands for all seeds from FIRST to LAST.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ from tests.support.waiting import until
 STEP_S = 0.02
 GRACE_S = 2
 MAX_GAP_S = 1.0
-"""Between two steps of 20 ms, on a machine that runs other tests too: a step that waited for the
-guard's disk, lock or process waited longer than any fault here lasts at least."""
+"""Maximum gap between two 20 ms steps on a machine that runs other tests too: a step that waited
+for the guard's disk, lock or process would have waited longer than this, because every fault here
+lasts longer."""
 
 MAX_GUARD_SHARE = 0.05
-"""Of the training's time inside the hook and in writes to the guard's pipe."""
+"""Maximum share of the training time spent inside the hook and in writes to the guard's pipe."""
 
 STOP_S = GRACE_S + 2.0 + 12.0
-"""The launcher's grace, SIGTERM to SIGKILL, and what a loaded machine needs for the rest."""
+"""The launcher's grace period, the time from SIGTERM to SIGKILL, and a margin for a loaded
+machine."""
 
 SETTINGS = {
     "miner.stop_timeout_s": GRACE_S,
@@ -53,15 +55,15 @@ SETTINGS = {
 _WARM_UP = 20
 
 _COPIED_WITHIN_S = 5.0
-"""The guard copies the record to the disk about once a second, and later by up to 1.5 s for which a
-fault suspended it and by the time in which a killed writer starts again. A guard killed in between
-takes with it what no copy has."""
+"""The guard copies the record to disk about once a second, but later by up to 1.5 s if a fault
+suspended it, and by the time that a killed writer takes to restart. If the guard is killed in
+between, records without a copy are lost."""
 
 ENDS = ("SIGTERM", "SIGINT", "SIGINT SIGINT", "SIGQUIT", "SIGKILL", "SIGKILL to all its processes")
 
 
 class Step(NamedTuple):
-    """A line that the miner wrote about a step."""
+    """The miner's line about one step."""
 
     pid: int
     number: int
@@ -143,7 +145,7 @@ class Sequence:
         each_launch = itertools.groupby(steps_of(world), lambda step: step.pid)
         launches = [list(steps) for _, steps in each_launch]
         assert len(launches) <= world.launches, "the miner restarted"
-        # The first steps load what the hook imports late.
+        # The first steps include the hook's late imports.
         launches = [own[_WARM_UP:] for own in launches if len(own) > 2 * _WARM_UP]
         for own in launches:
             numbers = [step.number for step in own]
@@ -167,7 +169,7 @@ class Sequence:
         code = _ended(world.guarded.processes[-1])
         if not killed:
             assert code == 0, f"exit code {code}"
-            # A writer that the frozen disk holds in the kernel ends with the thaw.
+            # A writer that a frozen disk holds in the kernel ends when the disk thaws.
             left = living(world.guarded.token)
             assert frozen or not left, f"outlived an orderly stop: {left}"
         if world.disk is not None:
@@ -179,7 +181,7 @@ class Sequence:
         self._check_output(world)
         harmed = killed and began - self._record_harmed_at < _COPIED_WITHIN_S
         if not frozen and not world.suspended and not harmed:
-            # Else the process that writes the record's copy could not.
+            # Otherwise the process that writes the record's copy could not run.
             self._check_record(world, exact=not killed)
 
     def _signal(self, world: World, end: str) -> None:
@@ -193,7 +195,7 @@ class Sequence:
 
     def _needs_successor(self, world: World, end: str) -> bool:
         """Whether the process of last resort may be gone too: after repeated kills the guard
-        restarts it with pauses. Then cleaning up is the next guard's first task."""
+        restarts it with pauses. The next guard then begins by cleaning up."""
         kills = sum("last-resort" in words or "all helpers" in words for words in self.done)
         return end == "SIGKILL to all its processes" or kills > 1
 
@@ -232,7 +234,7 @@ def _ended(process: subprocess.Popen[bytes]) -> int:
 
 
 def _delayed_s(pid: int) -> float:
-    """Seconds in which the main thread was ready but did not run."""
+    """Seconds during which the main thread was ready but did not run."""
     with contextlib.suppress(OSError, IndexError):
         return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1]) / 1e9
     return 0.0

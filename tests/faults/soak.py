@@ -1,6 +1,5 @@
-"""`python -m tests.faults.soak MINUTES [SEED]`: four ranks, 200 steps a second, a fault each 20 s.
-
-Prints a table of the guard's resources; `grown` names those that did not stay flat.
+"""`python -m tests.faults.soak MINUTES [SEED]`: four ranks, 200 steps a second, a fault every 20 s.
+Prints a table of the guard's resource usage; `grown` names the resources that did not stay flat.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ FAULT_EVERY_S = 20.0
 
 @dataclass(frozen=True)
 class Sample:
-    """The resources of the guard's own process."""
+    """Resource usage of the guard's own process."""
 
     minute: float
     rss_mb: float
@@ -38,10 +37,10 @@ class Sample:
     """Resident memory of its helper processes."""
 
     log_mb: float
-    """Of guard.jsonl and its rotated files."""
+    """Size of guard.jsonl and its rotated files."""
 
     steps_per_s: float
-    """Of rank 0, since the last sample."""
+    """Steps of rank 0 since the last sample."""
 
 
 def soak(minutes: float, seed: int, folder: Path) -> list[Sample]:

@@ -1,4 +1,5 @@
-"""The guard refuses what it can't run, with the reason and an exit code, and changes nothing."""
+"""The guard refuses commands that it can't run, with a reason and an exit code, and changes
+nothing."""
 
 from __future__ import annotations
 
@@ -152,7 +153,7 @@ def test_truncating_every_file_of_the_state_directory_stops_no_rank(guarded: Gua
     guarded.wait_for("inner_step")
     for _ in range(5):
         for path in [p for p in guarded.state.root.rglob("*") if p.is_file()]:
-            # SQLite maps a file beside its own; who cuts that one short ends its readers.
+            # SQLite maps a file next to its own; truncating that one kills its readers.
             if path != guarded.state.log and not path.name.startswith("ledger"):
                 with contextlib.suppress(PermissionError):
                     os.truncate(path, 0)

@@ -1,5 +1,5 @@
-"""Whatever the miner starts ends with the miner and with the guard, however the guard ends: with a
-cgroup, and without."""
+"""Everything that the miner starts ends with the miner and with the guard, however the guard ends,
+with and without a cgroup."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _kill_guard(guarded: Guarded, number: int = signal.SIGKILL) -> None:
 def test_a_killed_guard_takes_every_kind_of_descendant_with_it(
     guarded: Guarded, settings: dict[str, Any]
 ) -> None:
-    """No handler of the guard runs after SIGKILL, which the OOM killer sends, too."""
+    """After SIGKILL, which the OOM killer also sends, none of the guard's handlers runs."""
     started(guarded, "process_tree", b"family complete", settings)
     _kill_guard(guarded)
     guarded.assert_nothing_left(15)
@@ -154,7 +154,7 @@ def test_suspended_helpers_still_end_with_a_killed_guard(
     started(guarded, "shedding", b"all hidden", {**settings, **often})
     helpers = until(lambda: _helpers(guarded), 60, guarded.tail)
     for pid in helpers:
-        # At load a sampler is given up and replaced.
+        # Under load, a sampler may be abandoned and replaced.
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGSTOP)
     _kill_guard(guarded)
@@ -290,6 +290,7 @@ def test_many_deaf_children_are_stopped_soon_after_the_grace(
         time.sleep(0.02)
     assert guard.returncode == 0
     guarded.assert_nothing_left(0.5)
-    # CPU, not time: this machine may do something else too. A pass over 3,000 takes 0.1-0.3 s.
+    # CPU rather than wall time, because this machine may be doing other work. One pass over 3,000
+    # takes 0.1-0.3 s.
     assert used - before < 1.0 + children / 500, "a few passes over the children"
     assert len(guarded.named("orphan_killed")) == 51

@@ -1,4 +1,4 @@
-"""`miner-guard ctl`: a person tells the running guard what to do."""
+"""`miner-guard ctl`: an operator sends requests to the running guard."""
 
 from __future__ import annotations
 

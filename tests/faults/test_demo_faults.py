@@ -35,7 +35,7 @@ JUDGED = {
     "crash_loop",
     "guard_degraded",
 }
-"""Events that say that something is wrong with the training."""
+"""Events that report a problem with training."""
 
 
 def run(guarded: Guarded, tmp_path: Path, steps: int, *faults: str) -> list[dict[str, Any]]:
@@ -70,7 +70,8 @@ def run(guarded: Guarded, tmp_path: Path, steps: int, *faults: str) -> list[dict
 def test_slow_spike_and_nan_are_each_reported_at_their_step_and_nothing_else(
     guarded: Guarded, tmp_path: Path
 ) -> None:
-    # On both ranks: noise in half of the samples is within what so small a batch does by itself.
+    # On both ranks, because noise in half of the samples is within the normal variation of such a
+    # small batch.
     seen = run(guarded, tmp_path, 30, "slow@19", "spike@24:0", "spike@24:1", "nan@28")
     assert [(e["event"], e["level"]) for e in seen] == [
         ("slow_step", "warning"),

@@ -1,4 +1,4 @@
-"""A full disk stops the guard's writing, not the miner; the guard reports it once and resumes when
+"""A full disk stops the guard's writes, not the miner; the guard reports it once, and resumes when
 there is room."""
 
 from __future__ import annotations

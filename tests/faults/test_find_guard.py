@@ -30,7 +30,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def ended(root: Path, age_s: float) -> StateDir:
-    """What a guard leaves behind."""
+    """The state that a guard leaves behind."""
     state = StateDir(root)
     root.mkdir(parents=True)
     write_json(state.status, {"state": "ended"})

@@ -1,5 +1,5 @@
-"""The state directory is on a disk that does not answer: neither training, its output nor a stop
-waits for it."""
+"""The state directory is on an unresponsive disk: neither training nor its output nor a stop waits
+for it."""
 
 from __future__ import annotations
 

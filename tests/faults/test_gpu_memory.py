@@ -1,5 +1,5 @@
-"""Before the guard restarts the miner, GPU memory is back at its level from before the launch, or
-the guard reports that it is not."""
+"""Before the guard restarts the miner, GPU memory is back to its level before the launch, or the
+guard reports that it is not."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_memory_that_stays_held_is_reported_and_the_miner_started_anyway(
 def _die_holding(guarded: Guarded, fake_nvml: FakeNvml) -> None:
     """Kill the miner while something else holds its GPU memory."""
     guarded.wait_for("miner_started")
-    # The level from before is read in a job, as soon as the miner was started.
+    # A job reads the baseline as soon as the miner has started.
     time.sleep(3)
     fake_nvml.set(HELD)
     os.kill(guarded.named("miner_started")[0]["pid"], signal.SIGKILL)

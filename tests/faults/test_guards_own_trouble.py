@@ -41,7 +41,7 @@ def test_a_pipe_in_place_of_the_log_blocks_neither_the_guard_nor_its_stop(guarde
     log = guarded.state.log
     log.rename(log.with_name("guard.jsonl.moved"))
     os.mkfifo(log)
-    # The next line of the guard's own meets it.
+    # The guard's own next line runs into it.
     assert ask(guarded.state, {"do": "pause"})["done"]
     until(lambda: b"guard.jsonl cannot be written" in guarded.output.read_bytes(), 30, guarded.tail)
     # The watchdog would end a stop that waits for the pipe, with another code.

@@ -203,7 +203,7 @@ def test_a_hang_before_init_names_the_line_without_py_spy(
 
 
 def two_ranks(guarded: Guarded, first: str, second: str) -> list[str]:
-    """Two ranks under a shell that waits for both, whatever happens to either."""
+    """Two ranks under a shell that waits for both, whatever happens to either of them."""
 
     def rank(number: int, then: str) -> str:
         variables = f"RANK={number} LOCAL_RANK={number} WORLD_SIZE=2 LOCAL_WORLD_SIZE=2"
@@ -271,7 +271,7 @@ def test_a_suspended_guard_and_miner_are_not_a_hang(guarded: Guarded) -> None:
     pid = guarded.named("miner_started")[0]["pid"]
     for target in (guard.pid, pid):
         os.kill(target, signal.SIGSTOP)
-    # Longer than the limit and than what is taken for a late timer.
+    # Longer than the limit, and too long to pass for a late timer.
     time.sleep(17)
     for target in (pid, guard.pid):
         os.kill(target, signal.SIGCONT)

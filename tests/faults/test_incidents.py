@@ -24,8 +24,8 @@ def miner(*lines: str) -> list[str]:
 
 
 def test_a_wrong_key_is_named_and_tried_once_more(guarded: Guarded) -> None:
-    """A restart cannot fix it, so the guard says what a person must do instead of retrying on and
-    on. It restarts once, because it may have misread the line."""
+    """A restart cannot fix it, so the guard tells the operator what to do instead of retrying
+    endlessly. It restarts once, because it may have misread the line."""
     guard = guarded.start(
         miner(
             "step 1 loss 3.2",

@@ -1,5 +1,5 @@
-"""Alerts at the guard's end: they arrive before it exits, and a dead webhook delays the exit by 10
-s at most."""
+"""Alerts sent as the guard exits arrive before the exit, and a dead webhook delays it by 10 s at
+most."""
 
 from __future__ import annotations
 

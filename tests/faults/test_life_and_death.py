@@ -1,5 +1,5 @@
 """How the miner's processes start and end: none escapes, none is left behind, and the guard kills
-no other."""
+no others."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_no_other_user_can_read_what_a_run_leaves_in_a_directory_that_was_open_t
     )
     assert guarded.processes[0].wait(60) == 0, guarded.tail()
     files = [guarded.state.root, *guarded.state.root.rglob("*")]
-    # What a rank showed in memory is gone with it; only the link stays.
+    # The rank's memory is gone with the rank; only the link stays.
     shown = [p for p in files if p.name != "repo" and not p.is_symlink()]
     assert [str(p) for p in shown if p.stat().st_mode & 0o077] == []
     assert guarded.state.pid_registry in files

@@ -37,7 +37,7 @@ def test_after_each_kill_from_memory_and_after_power_loss_from_disk(
     training.kill(guard.pid)
     guard.wait(30)
     guarded.assert_nothing_left(30)
-    # What a power loss takes.
+    # A power loss erases this.
     shutil.rmtree(guarded.state.memory)
     training.start()
     resumed = training.resume()

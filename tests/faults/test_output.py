@@ -103,7 +103,7 @@ def test_a_reader_that_stopped_reading_does_not_stop_the_miner(
     until(done.exists, 150, "the miner to write 98 MB into a pipe without a reader")
     assert guard.wait(60) == 0
     dropped = sum(e["dropped_bytes"] for e in guarded.named("output_dropped"))
-    # All but what the kernel's pipe took.
+    # Everything except what fits into the kernel's pipe.
     assert 98_304_000 - 4 * 1024 * 1024 <= dropped < 98_304_000
     guarded.assert_nothing_left()
 

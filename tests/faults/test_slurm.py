@@ -112,7 +112,7 @@ def test_a_job_outlives_a_rank_a_preemption_and_a_node_and_leaves_nothing(
     assert drained not in slurm.nodes_of(job)
     slurm.run("scontrol", "update", f"NodeName={drained}", "State=RESUME")
 
-    # A node is lost: the job continues on the one that was free.
+    # A node is lost: the job continues on the free one.
     lost = slurm.nodes_of(job)[-1]
     slurm.run("scontrol", "update", f"NodeName={lost}", "State=DOWN", "Reason=test")
     until(lambda: slurm.state_of(job) == "PENDING", 60, lambda: slurm.state_of(job))

@@ -1,4 +1,4 @@
-"""The wall clock of the whole run jumps, as when a host finds its time server: nothing waits for
+"""The wall clock of the whole run jumps, as when a host reaches its time server; nothing waits for
 it."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def step_clock(guarded: Guarded, tmp_path: Path) -> Callable[[int], None]:
     guarded.wait_for("health_snapshot", 3)
 
     def step(seconds: int) -> None:
-        # At once: a reader of half a number would see a third time.
+        # Write it in one go: a reader of half a number would see a third time.
         draft = clock.with_suffix(".draft")
         draft.write_text(str(seconds))
         os.replace(draft, clock)

@@ -35,7 +35,7 @@ ALONE = [
     "--mount-proc",
 ]
 CONTROL_GROUPS = [Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified")]
-"""Where version 2 of them may be mounted."""
+"""Where cgroup v2 may be mounted."""
 BOOT = """
 set -e
 mount --make-rprivate /
@@ -79,8 +79,8 @@ class Systemd:
         self.guarded, self.folder = guarded, folder
         self.settings = folder / "miner-guard.env"
         self.unit = folder / UNIT.name
-        # Its slices stand in a control group of the test's, which can be removed with all that is
-        # in it.
+        # Its slices are in the test's own control group, which can be removed with everything in
+        # it.
         root = next((root for root in CONTROL_GROUPS if (root / "cgroup.procs").exists()), None)
         if root is None:
             pytest.skip("there are no control groups of version 2")
@@ -113,7 +113,7 @@ class Systemd:
             (r"^ExecStart=/opt/miner/.venv/bin", f"ExecStart={BIN}"),
             (r"(?<= -- )torchrun .*$", miner),
             (r"^Environment=PATH=/opt/miner/.venv/bin:", f"Environment=PATH={BIN}:"),
-            # This test's folders are in /tmp, and the others are its user's to read.
+            # This test's folders are in /tmp, and its user can read the others.
             (r"^ReadWritePaths=.*$", f"ReadWritePaths={writable}"),
             (r"^PrivateTmp=yes$", "PrivateTmp=no"),
             (r"^TimeoutStopSec=.*$", "TimeoutStopSec=20"),
@@ -190,8 +190,8 @@ def _removed(group: Path) -> bool:
 @pytest.fixture
 def systemd(guarded: Guarded, tmp_path: Path) -> Iterator[Systemd]:
     """A systemd that has not booted yet; its miner writes a checkpoint when it is told to stop."""
-    # It belongs to the machine, not to what the project can install: without it these tests are
-    # skipped, also in CI.
+    # systemd is part of the machine, not something that the project can install: without it these
+    # tests are skipped, even in CI.
     if shutil.which("systemd-analyze") is None or shutil.which("nsenter") is None:
         pytest.skip("systemd is not installed")
     if subprocess.run([*ALONE, "true"], capture_output=True).returncode != 0:
@@ -225,7 +225,7 @@ def test_the_unit_is_well_formed(tmp_path: Path) -> None:
 
 
 def test_the_unit_leaves_an_intruder_little(tmp_path: Path) -> None:
-    """A miner runs its dependencies' code, so the unit must expose no more than training needs."""
+    """A miner runs its dependencies' code, so the unit must expose only what training needs."""
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd is not installed")
     done = subprocess.run(
@@ -253,7 +253,7 @@ def test_the_unit_starts_stops_cleanly_and_restarts_after_a_kill(
     until(lambda: guarded.output.read_bytes().count(b"graceful ready") == 2, 60, guarded.tail)
     assert systemd.show("NRestarts") == "1"
     assert len(_guards(guarded)) == 1
-    # A guard that is wedged: the watchdog ends it, and a new one ends what is left.
+    # If a guard is wedged, the watchdog ends it, and a new guard ends the remaining processes.
     os.kill(_guards(guarded)[0], signal.SIGSTOP)
     until(lambda: guarded.output.read_bytes().count(b"graceful ready") == 3, 90, guarded.tail)
     assert systemd.show("NRestarts") == "2"

@@ -1,4 +1,5 @@
-"""The same with two FSDP ranks of the demo miner, real signals, and torchrun where it matters."""
+"""Faults in two FSDP ranks of the demo miner, with real signals, and with torchrun where it
+matters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Training scripts without the hook: whether they have finished, and which rank is to blame."""
+"""Training scripts without the hook: the guard tells whether they have finished and which rank is
+to blame."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ FAULTS = {
     "hangs": ("hang_detected", "at inject.py:", "hang"),
     "leaves": ("rank_gone", "rank 1 ended with code 0 at step", "rank_lost"),
 }
-"""By fault: the event that names it, words of its line, and the root cause of `explain`."""
+"""By fault: the event that names it, words from its line, and the root cause according to
+`explain`."""
 
 MODULES = {"with_accelerate": "accelerate", "with_transformers": "transformers"}
 TRAINERS = [("plain", 2), ("with_accelerate", 0), ("with_transformers", 0)]
@@ -101,7 +103,7 @@ def start_foreign(
 
 
 def explained(guarded: Guarded) -> str:
-    """The answer of `explain` about the guard's own log, after the run."""
+    """The answer that `explain` gives for the guard's own log after the run."""
     explain = [sys.executable, "-m", "miner_guard", "explain", "--state-dir"]
     answer = subprocess.run(
         [*explain, str(guarded.state.root)], capture_output=True, text=True, env=dict(os.environ)

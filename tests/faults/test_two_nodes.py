@@ -25,7 +25,7 @@ SETTINGS = {
     "MINER_GUARD_LOGS__STEP_LINES_PER_S": "100",
     "MINER_GUARD_HANG__MIN_S": "15",
     "MINER_GUARD_HANG__FIRST_STEP_S": "90",
-    # The other agent waits for the one that was killed, 300 s by default, in its exit barrier.
+    # The other agent waits for the killed one in its exit barrier, for 300 s by default.
     "MINER_GUARD_HANG__EXIT_S": "10",
 }
 PORT = 29444

@@ -1,4 +1,4 @@
-"""A state directory of an earlier version is read by today's guard and its commands.
+"""Today's guard and its commands can read an earlier version's state directory.
 
 `tests/fixtures/state-24887bf.tar.xz` is what `miner-guard demo --steps 60 --fault crash@30:1` left
 at commit 24887bf (0.1.0): a crash, a restart, two uploads, a finish.
@@ -65,7 +65,7 @@ def test_every_reading_command_understands_it(
 def test_earlier_decisions_are_judged_the_same_today(
     state: StateDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The words and checksums of the decisions may differ, but not what they allow."""
+    """The wording and checksums of the decisions may differ, but not their outcome."""
     with sqlite3.connect(state.ledger) as ledger:
         decisions = [name for (name,) in ledger.execute("SELECT id FROM decisions")]
     for decision in decisions:

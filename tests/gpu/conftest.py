@@ -28,7 +28,7 @@ class Measured:
 
     what: str
     value: Any
-    """None: it needs a GPU."""
+    """None if the check needs a GPU."""
 
     limit: str = ""
 

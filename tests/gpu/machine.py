@@ -1,4 +1,4 @@
-"""The machine of the acceptance: its GPU, or a fake NVML library with one H200."""
+"""The machine that the acceptance tests run on: its GPU, or a fake NVML library with one H200."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ FAKE_GPU = {
     "power.limit.mw": 700000,
     "power.default.mw": 700000,
     "nvlinks": 0,
-    # What the fake torch of the doctor's tests has; the real one on a GPU is the machine's own.
+    # The fake torch in the doctor's tests has these; on a GPU, the real torch is the machine's own.
     "torch.count": 1,
     "torch.cuda": "12.4",
 }
-"""The state of the fake library: what an idle H200 of a rented machine answers."""
+"""The state of the fake library: the answers of an idle H200 on a rented machine."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Machine:
     """Where the tests run."""
 
     cuda: bool
-    """torch can use a GPU here."""
+    """Whether torch can use a GPU here."""
 
     fake: FakeNvml | None
-    """The library that plays the GPU's driver; None where a GPU is there."""
+    """The library that imitates the GPU's driver; None if there is a GPU."""
 
     @property
     def env(self) -> Mapping[str, str]:
@@ -41,12 +41,12 @@ class Machine:
         return {} if self.fake is None else self.fake.env
 
     def needs_hardware(self, what: str) -> None:
-        """Skip the test if there is no GPU; `what` names the property that a CPU can't have."""
+        """Skip the test if there is no GPU; `what` names the property that a CPU lacks."""
         if not self.cuda:
             pytest.skip(f"needs a GPU: {what}")
 
 
 def child_environment(machine: Machine) -> dict[str, str]:
-    """The environment of a command that is neither configured nor supervised by another guard."""
+    """The environment for a command that no other guard configures or supervises."""
     own = {k: v for k, v in os.environ.items() if not k.startswith(("MINER_GUARD_", "CUDA_"))}
     return {**own, **machine.env}

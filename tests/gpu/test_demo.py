@@ -1,5 +1,5 @@
-"""The demo with one rank, on NCCL where there is a GPU: it trains, is diagnosed, and continues
-after faults one step back at most."""
+"""The demo with one rank, on NCCL where there is a GPU: it trains, runs the diagnosis and, after
+faults, resumes at most one step back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 ON_GPU = "GPU processes by NVML while the demo trains"
 SETTINGS = {
-    # The fake library has a GPU, torch here has none: the preflight would stop there, rightly.
+    # The fake library has a GPU but torch here has none, so the preflight would rightly refuse to
+    # start.
     "GPU__EXPECT": "1",
     "GPU__ON_CRITICAL": "warn",
     "GPU__PREFLIGHT_WAIT_S": "0",
@@ -98,7 +99,7 @@ def test_the_demo_trains_and_the_supervisor_has_no_cuda_context(
     assert rank["cuda_available"] is machine.cuda
     assert ("CUDA available: True" in block["msg"]) is machine.cuda
     flags = {e["event"] for e in guarded.events} & {"cuda_unavailable", "model_on_cpu"}
-    # The fake library's GPU is expected, and torch here can't use one: that is a red flag.
+    # The guard expects the fake library's GPU, which torch here can't use: that is a red flag.
     assert flags == (set() if machine.cuda else {"cuda_unavailable", "model_on_cpu"})
     assert (first["gpu_mem_gb"] is not None) == machine.cuda
     steps = guarded.named("inner_step")

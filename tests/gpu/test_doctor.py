@@ -57,7 +57,7 @@ def test_the_doctor_knows_this_gpu_and_finds_nothing_critical(
     else:
         name, total = FAKE_GPU["name"], FAKE_GPU["mem.total"]
     assert row["name"] == name
-    # NVML counts what the driver reserves, CUDA does not.
+    # NVML includes the driver's reserved memory, CUDA does not.
     assert row["memory_total_bytes"] == pytest.approx(total, rel=0.05)
     assert document["torch"]["gpu_count"] == 1
     about = checks(document, "gpu.", "cuda.", "driver.")

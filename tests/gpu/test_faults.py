@@ -1,5 +1,6 @@
 """GPU faults in a rank: a kernel that never ends, an illegal access, full memory, memory that a
-killed rank still holds. On the CPU the same paths run with what the script can imitate."""
+killed rank still holds. On the CPU, the same code paths run with the faults that a script can
+imitate."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ SETTINGS = {
     "logs.step_lines_per_s": 100,
 }
 SLACK_BYTES = 1 << 30
-"""What a driver may keep for itself between two launches."""
+"""How much memory a driver may keep for itself between two launches."""
 
 
 def start(

@@ -146,12 +146,12 @@ def test_training_is_as_fast_with_the_guard(guard: Guard, cuda: bool, table: Tab
             torch.cuda.synchronize()
         guard.step(outer_step=1, loss=3.4, lr=1e-4)
 
-    # On a shared CPU the time of other processes would be judged.
+    # On a shared CPU, this would measure the time of other processes.
     clock = time.perf_counter if cuda else time.process_time
     _seconds_of(guarded_step, clock)
     ratios = []
     for pair in range(PAIRS if cuda else PAIRS // 6):
-        # In alternating order: a GPU that warms up meanwhile slows both ways alike.
+        # Alternate the order: a GPU that warms up in the meantime then slows down both alike.
         ways = (train, guarded_step) if pair % 2 else (guarded_step, train)
         seconds = {way: _seconds_of(way, clock) for way in ways}
         ratios.append(seconds[guarded_step] / seconds[train])

@@ -32,7 +32,7 @@ def row(guarded: Guarded) -> dict[str, Any] | None:
 
 
 def nvidia_smi() -> dict[str, str]:
-    """The same facts by NVIDIA's own program; memory in MiB, power in W, clocks in MHz."""
+    """The same facts from NVIDIA's own program; memory in MiB, power in W, clocks in MHz."""
     done = subprocess.run(
         ["nvidia-smi", f"--query-gpu={ASKED}", "--format=csv,noheader,nounits", "--id=0"],
         capture_output=True,
@@ -69,7 +69,7 @@ def test_the_sampler_reads_what_nvidia_smi_reads(
     assert (sample["uuid"], sample["name"]) == (smi["uuid"], smi["name"])
     assert sample["memory_total_bytes"] / MIB == pytest.approx(float(smi["memory.total"]), abs=1)
     assert sample["memory_used_bytes"] / MIB == pytest.approx(float(smi["memory.used"]), abs=256)
-    # A container's NVML may answer less than nvidia-smi prints, never something else.
+    # A container's NVML may report less than nvidia-smi prints, but never anything different.
     for ours, theirs, tolerance in (
         ("temperature_c", "temperature.gpu", 5),
         ("power_w", "power.draw", 200),

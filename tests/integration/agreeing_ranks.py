@@ -1,4 +1,5 @@
-"""What each rank of `test_rank_agreement` does; it answers in rank-N.json."""
+"""The program that each rank in `test_rank_agreement` runs; it writes its answers to
+rank-N.json."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def main(folder: Path) -> None:
             # On rank 0 alone: the trackers of the others would always say yes.
             miner_guard.get_global_tracker().record("snapshot", 0.001)
 
-    # The same without the exchange: each rank looks for itself.
+    # The same without the exchange: each rank checks for itself.
     agreement, gate_place = guard._questions._agreement, guard._gate._place
     guard._questions._agreement, guard._gate._place = (
         agree.SingleRank(),

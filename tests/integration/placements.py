@@ -38,7 +38,7 @@ class Host:
 
 
 class OnFakeDevices(torch.nn.Module):
-    """Parameters that say they are on the devices named; no GPU is touched."""
+    """Parameters that claim to be on the given devices; touches no GPU."""
 
     def __init__(self, *devices: str) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def build(case: str, rank: int) -> torch.nn.Module:
 
 
 def facts_of(case: str, rank: int) -> Any:
-    """The answers of a machine with GPUs; in `same_uuid` two ranks share a UUID."""
+    """The values that a machine with GPUs would report; in `same_uuid` two ranks share a UUID."""
     if case in ("plain", "silent", "meta"):
         return placement.cuda_facts
     uuid = 0 if case == "same_uuid" else rank
@@ -97,7 +97,7 @@ def one(case: str, deadline_s: float, supervised: bool, expect: int | None) -> d
     placement.cuda_facts = facts_of(case, host.rank)
     real = placement.placement
     if case == "offload":
-        # FSDP2 wants a real mesh to shard over; only what it says of itself is changed.
+        # FSDP2 needs a real mesh to shard over; only its device type is changed.
         placement.placement = lambda m: {**real(m), "mesh_device": "cuda"}
     started = time.monotonic()
     reports = []
@@ -115,8 +115,8 @@ def one(case: str, deadline_s: float, supervised: bool, expect: int | None) -> d
         {"event": f.event, "line": catalog.message(f), "fields": dict(f.fields)}
         for f in host.messages
     ]
-    # The group still works: what diagnose did must not break the next collective, after a silent
-    # rank neither.
+    # The group still works: diagnose must not break the next collective, not even after a silent
+    # rank.
     total = torch.ones(1)
     dist.all_reduce(total)
     return {

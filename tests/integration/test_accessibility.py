@@ -24,11 +24,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 LOOKS = {"light": (1280, "light"), "dark": (1280, "dark"), "phone": (390, "light")}
 OURS = ["dark", "phone"]
-"""Looks of our own pages: `dark` has the wide layout, and a phone shows the light colours."""
+"""How to render our own pages: `dark` has the wide layout, `phone` the light colours."""
 
 REPORTS = [(name, look) for name in ("hang", "ranks", "gone") for look in OURS]
 REPORTS.append(("hang", "light"))
-"""What a phone hides: the heads of tables, hints and some labels."""
+"""Parts that a phone hides: table headings, hints and some labels."""
 
 _GONE_S = 900.0
 TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
@@ -115,7 +115,7 @@ def test_the_live_page_has_no_violation_with_a_token_or_without_a_guard(
 
 
 ELEMENTS = ("howto/not-earning", "screens", "reference/settings")
-"""Pages that have every kind of element: lists, code, notes, pictures, tables."""
+"""Pages that together contain every kind of element: lists, code, notes, pictures, tables."""
 
 PAGES = ("", "concepts", "faq", "runbook", "reference/events", *ELEMENTS)
 

@@ -19,7 +19,7 @@ RANKS = 3
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What rank 0 gathered and printed in each case of placements.py."""
+    """The data that rank 0 gathered and printed in each case in placements.py."""
     out = tmp_path_factory.mktemp("ranks") / "rank0.json"
     done = subprocess.run(
         launch(RANKS, str(SCRIPT), str(out)),

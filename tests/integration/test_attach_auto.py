@@ -60,7 +60,7 @@ def supervised(folder: Path, mode: str | None) -> Iterator[tuple[StateDir, dict[
     launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     env = {name: value for name, value in os.environ.items() if name not in launched}
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
-        # It never reads; that it is there keeps the hook from printing by itself.
+        # It never reads; its mere presence keeps the hook from printing.
         supervisor.bind(str(state.socket))
         yield (
             state,
@@ -195,8 +195,8 @@ def test_the_loss_is_the_one_that_the_trainer_logs(
     steps = attached.steps()
     logged = [float(loss) for loss in attached.losses()]
     assert [s.inner_step for s in steps] == list(range(1, len(logged) + 1))
-    # The first step of a GAN ends with its discriminator: that a generator follows is not known
-    # yet.
+    # A GAN's first step ends with its discriminator, because nothing shows yet that a generator
+    # follows.
     first = 1 if summed else 0
     assert [s.loss for s in steps[first:]] == pytest.approx(logged[first:], rel=0.001, abs=1e-4)
     assert {s.loss_summed for s in steps[first:]} == {summed}, (

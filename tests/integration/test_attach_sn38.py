@@ -74,7 +74,7 @@ def run() -> Iterator[Runs]:
         plain = {**os.environ, **secret, "PYTHONPATH": str(IMITATION), **env}
         state.root.mkdir()
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
-            # It never reads; that it is there keeps the hook from printing by itself.
+            # It never reads; its mere presence keeps the hook from printing.
             supervisor.bind(str(state.socket))
             done = python.run(
                 str(IMITATION / "neurons" / "miner.py"),
@@ -106,8 +106,8 @@ def test_prints_and_publishes_the_same_with_and_without_the_guard(
     alone = run(tmp_path / "alone", mode=None)
     assert not alone.state.flight.exists()
     assert (today.code, alone.code) == (0, 0)
-    # The upload thread prints when it is done, so the order of its lines is the machine's, not the
-    # miner's.
+    # The upload thread prints when it is done, so the order of its lines depends on the machine,
+    # not on the miner.
     assert sorted(today.printed.splitlines()) == sorted(alone.printed.splitlines())
     assert today.published() == alone.published()
     assert len(today.published()) >= 4
@@ -199,7 +199,7 @@ def test_the_whole_guard_around_it_prints_the_lines_that_people_grep(whole: Run)
         "✓ World size (GPUs): 2",
         "rank 1: device cpu",
         "UPLOAD BLOCKED: inner_step (0) < minimum (4)",
-        # The miner prints the rest of the line itself, and twice would be counted twice.
+        # The miner prints the rest of the line itself; a second copy would be counted twice.
         "Outer Step: 1 | Inner Step: 0 | Learning Rate: 0.01000000 | Average Loss: 10.185451",
         "| Inner Step: 0 | Step Time: ",
         "UPLOAD ALLOWED: inner_step 4",

@@ -1,4 +1,4 @@
-"""The chain through the real bittensor, the three generations that miners have, against a stub
+"""Reads the chain through the real bittensor, in the three generations that miners use, from a stub
 node.
 
 bittensor 9.12.2 and torch want different setuptools, so each version has a separate environment,
@@ -101,8 +101,8 @@ def node(tmp_path: Path) -> Iterator[str]:
 def ask(
     url: str, python: str, hotkey: bytes, monkeypatch: pytest.MonkeyPatch, home: Path
 ) -> chain.ChainReading:
-    # The environments of old bittensors have no guard installed: the checkout itself is what they
-    # import.
+    # The environments for old bittensor versions have no guard installed, so they import the
+    # checkout itself.
     monkeypatch.setenv("PYTHONPATH", str(REPO))
     monkeypatch.setenv("HOME", str(home))
     settings = ChainSettings(

@@ -1,4 +1,4 @@
-"""The whole `miner-guard demo`: a newcomer's first run, with a crash and a slow step."""
+"""A complete `miner-guard demo`: a newcomer's first run, with a crash and a slow step."""
 
 from __future__ import annotations
 

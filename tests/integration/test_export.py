@@ -1,4 +1,5 @@
-"""Export: TensorBoard and Weights & Biases read back what the guard logged; nothing goes online."""
+"""Export: TensorBoard and Weights & Biases read back the values that the guard logged; nothing goes
+online."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ def test_tensorboard_reads_it_back(state: Path, tmp_path: Path) -> None:
 def test_wandb_stays_offline(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requires.module("wandb")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    # Whatever tried to leave this machine would fail here.
+    # Any connection that leaves this machine would fail here.
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     assert run(["export", "wandb", "-o", str(tmp_path / "wb"), "--state-dir", str(state)]) == 0
     stored = list((tmp_path / "wb").glob("wandb/offline-run-*/*.wandb"))

@@ -134,7 +134,7 @@ FAULTS = {
     "guard": "/proc/*/statm",
     "disk": "*/network-folder",
 }
-"""What each sampler reads: the path of it that shall fail or hang."""
+"""For each sampler, the path that it reads and that is to fail or hang."""
 
 ONE_FIGURE = {
     "cpu": "cpu_pct",
@@ -304,7 +304,7 @@ def test_twenty_minutes_of_steps_leave_memory_flat_and_cost_next_to_nothing(tmp_
     snapshots = [record["snapshot"] for record in records]
     assert len(snapshots) == pytest.approx(120, rel=0.1)
     memory = [snapshot["guard"]["memory_bytes"] for snapshot in snapshots]
-    # The first minutes fill windows and caches; from then on it stays as it is.
+    # The first minutes fill windows and caches; after that, usage stays flat.
     assert memory[-1] - memory[30] < 3 * 1024**2
     assert snapshots[-1]["costs"]["share_pct"] < 0.5
     assert snapshots[-1]["guard"]["cpu_s"] / 1200 < 0.02

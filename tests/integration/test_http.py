@@ -1,5 +1,4 @@
-"""The HTTP port: what it shows and to whom, and that attacks on it affect neither guard nor
-miner."""
+"""The HTTP port: what it shows to whom, and that attacks on it affect neither guard nor miner."""
 
 from __future__ import annotations
 

@@ -29,13 +29,13 @@ def interpreter(version: str) -> str:
     """A Python of this version: on the PATH, or of pyenv."""
     if sys.version_info[:2] == tuple(map(int, version.split("."))):
         return sys.executable
-    # Before the PATH: pyenv's shims are there even for a Python that is not selected.
+    # Check these before the PATH: pyenv's shims exist even for a Python that is not selected.
     pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
     return str(pyenv[-1]) if pyenv else requires.tool(f"python{version}")
 
 
 def clean(**more: str) -> dict[str, str]:
-    """An environment that knows neither this source tree nor another guard."""
+    """An environment without this source tree or any other guard."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "MINER_GUARD"))}
     return {**kept, **more}
 

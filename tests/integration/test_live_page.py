@@ -1,4 +1,4 @@
-"""The live page in a real browser, if the port needs a token: the page asks for it once and sends
+"""The live page in a real browser: if the port needs a token, the page asks for it once and sends
 it only as a header."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""ops/, loaded by the programs that it is for: Prometheus scrapes a real guard, logrotate rotates
-what pm2 writes."""
+"""Loads ops/ into the programs that it is meant for: Prometheus scrapes a real guard, logrotate
+rotates pm2's log."""
 
 from __future__ import annotations
 
@@ -264,8 +264,7 @@ def test_logrotate_rotates_what_pm2_writes_and_pm2_continues_in_a_new_file(tmp_p
         subprocess.run([pm2, "kill"], env=env, capture_output=True, timeout=60)
     written = lines()
     assert written == sorted(set(written))
-    # pm2 drops what it has not written yet when it opens its files again: few lines, and mostly
-    # none.
+    # When pm2 reopens its files, it drops lines that it has not written yet: a few at most.
     assert len(written) > 0.95 * written[-1]
 
 

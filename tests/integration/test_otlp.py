@@ -1,4 +1,5 @@
-"""OTLP: what a receiver gets from a running guard, and what the guard does without a receiver."""
+"""OTLP: the data that a receiver gets from a running guard, and the guard's behaviour without a
+receiver."""
 
 from __future__ import annotations
 

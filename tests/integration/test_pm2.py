@@ -38,7 +38,7 @@ class Pm2:
         }
 
     def edit(self, run: list[str]) -> None:
-        """What a person does: one line. (`__dirname` is kept pointing at the repository.)"""
+        """The one-line edit that a user makes. (`__dirname` is kept pointing at the repository.)"""
         text = (requires.REPO / "ecosystem.config.js").read_text()
         edited, lines = re.subn(
             r"(?m)^const RUN = .*$", lambda _: f"const RUN = {json.dumps(run)};", text

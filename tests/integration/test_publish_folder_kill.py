@@ -1,5 +1,5 @@
-"""kill -9 of a publisher to a folder at each of its file operations: what readers see is complete,
-or becomes complete."""
+"""Kills a publisher to a folder with SIGKILL at each of its file operations: readers always see a
+complete revision, or soon do."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FILE_OPERATIONS = ("open", "os.rename", "os.remove", "os.utime", "os.mkdir")
 
 
 def contents(of: Revision) -> dict[str, bytes]:
-    """What readers see of a revision: its files, and the files that its metadata describes."""
+    """A revision as readers see it: its files, and the files that its metadata describes."""
     files = {key: path.read_bytes() for key, path in of.files()}
     described = {
         key.rpartition("/")[2]: {

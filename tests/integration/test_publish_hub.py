@@ -27,10 +27,10 @@ from uploads.repos.base import RepoError
 
 REPO_ID = "me/llama-4b-ws-4-007"
 OLDER = "huggingface_hub==0.25.2"
-"""Below 1.0, which transformers 4.39 holds the miner at: requests instead of httpx."""
+"""Versions below 1.0, to which transformers 4.39 pins the miner, use requests instead of httpx."""
 
 LARGE = 1_500_000
-"""Bytes from which on a file is sent before the commit, and more."""
+"""A file of this size or more is sent before the commit."""
 
 
 @pytest.fixture(autouse=True)
@@ -283,8 +283,8 @@ def test_killed_after_any_request_the_view_is_complete(
                 break
         else:
             pytest.fail("the publisher never got to its end")
-    # Up to the large file's bytes the old revision stays; from the commit's first request on the
-    # new one is finished.
+    # Until the large file is sent, the old revision stays; from the commit's first request on, the
+    # new one gets completed.
     assert outcomes[0]
     assert outcomes.index(False) > 2
     assert not any(outcomes[outcomes.index(False) :])

@@ -92,8 +92,8 @@ def test_at_every_moment_the_view_is_complete_or_known_to_be_mixed(
     repo, looking, seen = open_repo(settings), threading.Lock(), []
 
     def look(_number: int) -> None:
-        # The look's own requests come here too, and those of the publisher that are answered
-        # meanwhile.
+        # The probe's own requests arrive here too, as do those of the publisher that are answered
+        # in the meantime.
         if looking.acquire(blocking=False):
             with contextlib.ExitStack() as stack:
                 stack.callback(looking.release)
@@ -143,8 +143,8 @@ def test_killed_after_any_request_the_view_is_complete(
                 break
         else:
             pytest.fail("the publisher never got to its end")
-    # Before the point of no return the old revision stays, after it the new one is finished; both
-    # were walked through.
+    # Before the point of no return the old revision stays; after it, the new one gets completed.
+    # The test has covered both.
     assert outcomes[0]
     assert outcomes.index(False) > 3
     assert not any(outcomes[outcomes.index(False) :])

@@ -163,7 +163,8 @@ def test_a_body_is_not_hashed_again_for_its_signature(
         {name.lower(): value for name, value in request.headers.items()} for request in sent
     )
     assert {part["x-amz-content-sha256"], small["x-amz-content-sha256"]} == {b"UNSIGNED-PAYLOAD"}
-    # What is seen at once must be refused by the server; of a part the answer tells what arrived.
+    # The server must refuse corruption that it detects at once; for a part, the response shows what
+    # arrived.
     assert small["content-md5"] == base64.b64encode(hashlib.md5(small_file).digest())
     assert b"content-md5" in small["authorization"]
     assert "content-md5" not in part

@@ -22,7 +22,7 @@ from uploads.inputs import GateInputs, write
 from validators.facts import Published
 
 RANKS = 3
-"""A leader, the rank that does otherwise, and one between them."""
+"""A leader, the rank that deviates, and one in between."""
 
 TIMEOUT_S = 2.0
 SETTINGS = {"gate": {"min_upload_interval_s": 600.0, "broadcast_timeout_s": TIMEOUT_S}}

@@ -68,7 +68,7 @@ def test_memory_stays_flat_and_the_supervisor_may_die_in_the_middle(
         )
     assert supervisor.wait() == -signal.SIGKILL
     answer = json.loads(training.stdout.splitlines()[-1])
-    # What it loads once falls into one of the two stretches; five bytes a step show in both.
+    # One-time loading falls into one of the two stretches, five bytes a step show in both.
     growth = [late - early for early, late in itertools.pairwise(answer["memory"])]
     print(f"{steps} steps: {growth} bytes more after 60-80 % and 80-100 % of them")
     assert min(growth) < 100_000, f"the hook keeps something for every step: {growth}"
@@ -78,7 +78,8 @@ def test_memory_stays_flat_and_the_supervisor_may_die_in_the_middle(
     assert (now.state, now.total_steps, now.inner_step) == ("finished", steps, steps - 1)
     assert now.dropped > 0
     assert len(list(FlightReader(state.flight_of(0)).steps())) == 4096
-    # Alone from the middle on, it says for itself what a supervisor would have said.
+    # Without a supervisor from the middle on, it logs for itself what a supervisor would have
+    # logged.
     lines = [json.loads(line) for line in state.log.read_text().splitlines()]
     assert {"inner_step", "upload_allowed"} <= {line["event"] for line in lines}
     assert os.path.getsize(state.log) < 5_000_000

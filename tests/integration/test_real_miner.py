@@ -55,7 +55,7 @@ def test_rejects_of_each_kind_stop_before_the_upload_and_nothing_else_changes(
     miner = miner_runs.Miner(IMITATION, 1, tmp_path)
     parts = dict(real_miner.questions(miner, [*rounds, harmless], alone=False))
     wrong = [row for rows in parts.values() for row in rows if not row.agrees]
-    # What is not wrong goes out, and a row that expects a stop says so.
+    # A valid upload goes out, and a row that expects a stop reports that.
     assert [row.name for row in wrong] == [harmless.name], wrong
     assert wrong[0].detail.startswith("NOT BLOCKED, ")
     sentences = {row.name: row.detail for row in parts["Blocked before the upload"]}

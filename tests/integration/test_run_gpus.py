@@ -53,10 +53,10 @@ def test_an_xid_is_reported_while_the_miner_keeps_running(
 ) -> None:
     running = Running(fake_nvml, tmp_path, python, HEALTH__SNAPSHOT_EVERY_S=1)
     try:
-        # An event is told once, and only to a reader that has asked before: it asks with its first
-        # sample.
+        # NVML reports an event once, and only to a process that has subscribed: the reader
+        # subscribes with its first sample.
         running.wait_for("health_snapshot", "4x")
-        # The last GPU's loss has the reader started again.
+        # The loss of the last GPU causes a restart of the reader.
         fake_nvml.set(count=3)
         running.wait_for("gpu_fault", "is no longer there")
         fake_nvml.set({"xid.2": 79})

@@ -1,5 +1,5 @@
-"""ops/sn38/auto_update.sh: pulls a newer version and asks the guard for a restart; touches nothing
-else."""
+"""ops/sn38/auto_update.sh: it pulls a newer version and asks the guard for a restart, and touches
+nothing else."""
 
 from __future__ import annotations
 

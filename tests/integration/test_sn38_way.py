@@ -1,5 +1,5 @@
-"""ops/sn38/README.md: from a miner that run_miner.sh started to a guarded one, and back, by its own
-commands."""
+"""ops/sn38/README.md: its commands lead from a miner started by run_miner.sh to a guarded one, and
+back."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ module.exports = {
 END
 pm2 start app.config.js
 """
-"""What upstream's script does until its loop begins."""
+"""The part of upstream's script before its loop."""
 
 
 def _commands(first: str) -> str:
@@ -78,7 +78,7 @@ class Clone:
         (self.here / "run_miner.sh").write_text(RUN_MINER)
         pm2.file = self.here / "ecosystem.config.js"
         path = f"{Path(sys.executable).parent}:{Path(pm2.program).parent}:{os.environ['PATH']}"
-        # One GPU a rank is what the profile asks for, and no test's machine has.
+        # The profile requires one GPU per rank, which no test machine has.
         pm2.env |= {
             "PATH": path,
             "PYTHONPATH": str(self.here),

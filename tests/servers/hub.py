@@ -37,7 +37,7 @@ class Commit:
 
 @dataclass
 class HubState:
-    """Everything that the stub knows; tests read it, and set what goes wrong."""
+    """The stub's whole state; tests read it, and set the faults in it."""
 
     repos: dict[str, list[Commit]] = field(default_factory=dict)
     """Commits of each repo, newest first."""
@@ -46,19 +46,20 @@ class HubState:
     contents: dict[str, bytes] = field(default_factory=dict)
     large: set[str] = field(default_factory=set)
     refuse: int | None = None
-    """Status that every request is answered with."""
+    """Status with which to answer every request."""
 
     slow_downs: int = 0
-    """So many requests are answered with 503."""
+    """How many requests to answer with 503."""
 
     half_close: bool = False
-    """Answers break off after half of their body."""
+    """Whether responses break off halfway through their body."""
 
     shift_s: float = 0.0
-    """The Hub's clock against this host's."""
+    """Seconds by which the Hub's clock is ahead of this host's."""
 
     after: Callable[[int], None] = lambda _number: None
-    """Called with the number of each request when the stub has done it and has not answered yet."""
+    """Called with the number of each request after the stub has processed it, before it
+    responds."""
 
     requests: Requests = field(default_factory=Requests)
 
@@ -289,7 +290,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         data = self.state.contents[digest]
         if digest in self.state.large:
-            # Another host, as the Hub's storage is one.
+            # A different host, as with the Hub's real storage.
             elsewhere = f"{self.base.replace('127.0.0.1', 'localhost')}/_cdn/{digest}?signature=x"
             linked = {"X_Linked_Etag": f'"{digest}"', "X_Linked_Size": str(len(data))}
             self.send_bytes(b"", 302, Location=elsewhere, ETag=f'"{digest}"', **linked)

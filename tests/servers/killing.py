@@ -32,14 +32,14 @@ class Requests(list[str]):
 
 
 class Watched(Protocol):
-    """A server that reports each request when it has handled it but not answered yet."""
+    """A server that reports each request after it has handled it, before it responds."""
 
     after: Callable[[int], None]
     requests: Requests
 
 
 def push_request(settings: RepoSettings, what: Revision, folder: Path) -> str:
-    """What `python -m uploads.push` reads from its stdin."""
+    """The request that `python -m uploads.push` reads from its stdin."""
     return json.dumps(
         {
             "repo": asdict(settings),

@@ -28,32 +28,32 @@ KEYS = {"AWS_ACCESS_KEY_ID": "guardtest", "AWS_SECRET_ACCESS_KEY": "guard-test-s
 
 
 class Faults:
-    """What goes wrong between client and server. Set the attributes at any time; thread-safe enough
-    for tests."""
+    """Faults between client and server. Set the attributes at any time; thread-safe enough for
+    tests."""
 
     def __init__(self) -> None:
         self.slow_downs = 0
-        """So many requests are answered with 503 SlowDown."""
+        """How many requests to answer with 503 SlowDown."""
 
         self.refuse: tuple[int, str] | None = None
-        """(status, code) that every request is answered with."""
+        """(status, code) with which to answer every request."""
 
         self.unknown_headers: tuple[str, ...] = ()
-        """A request with one of these (`HTTP_X_…`) is answered with 501, as a server of fewer
-        features does."""
+        """Answer a request that has one of these headers (`HTTP_X_…`) with 501, as a server with
+        fewer features would."""
 
         self.silent = threading.Event()
-        """Requests are read and not answered while it is set."""
+        """While this is set, requests are read but not answered."""
 
         self.half_close = False
-        """Answers break off after half of their body."""
+        """Whether responses break off halfway through their body."""
 
         self.shift_s = 0.0
-        """The server's clock against this host's."""
+        """Seconds by which the server's clock is ahead of this host's."""
 
         self.after: Callable[[int], None] = lambda _number: None
-        """Called with the number of each request when the server has done it and has not answered
-        yet."""
+        """Called with the number of each request after the server has processed it, before it
+        responds."""
 
         self.requests = Requests()
         self.ending = False
@@ -106,7 +106,7 @@ def _refused(
 
 
 def _shifted(headers: list[tuple[str, str]], seconds: float) -> list[tuple[str, str]]:
-    # The header Date is the handler's; here the object's own.
+    # The handler sets the header Date; this is the object's own time.
     return [
         (k, _moved(v, seconds) if k.lower() == "last-modified" else v)
         for k, v in headers
@@ -142,7 +142,7 @@ def moto() -> Iterator[tuple[str, Faults]]:
     thread.start()
     endpoint = f"http://127.0.0.1:{server.server_port}"
     try:
-        # moto keeps its buckets in the process: those of the test before are still there.
+        # moto keeps its buckets in this process, so those of the previous test still exist.
         urllib.request.urlopen(
             urllib.request.Request(f"{endpoint}/moto-api/reset", method="POST"), timeout=10
         ).close()
@@ -152,7 +152,7 @@ def moto() -> Iterator[tuple[str, Faults]]:
         faults.ending = True
         server.shutdown()
         thread.join()
-        # The socket alone: `server_close` would wait for threads that hold a client's idle
+        # Close only the socket: `server_close` would wait for threads that hold a client's idle
         # connection.
         server.socket.close()
 

@@ -15,7 +15,7 @@ class Webhook:
 
     def __init__(self) -> None:
         self.posted: list[tuple[str, dict[str, Any]]] = []
-        """Path and body of what it took."""
+        """Path and body of the accepted requests."""
 
         self.beats: list[str] = []
         """Paths of GET requests."""

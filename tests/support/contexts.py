@@ -35,7 +35,7 @@ def context(folder: Path, **given: Any) -> Context:
 
 
 class JobsNever:
-    """Accepts work and never runs it."""
+    """Accepts work but never runs it."""
 
     def every(
         self,

@@ -1,4 +1,5 @@
-"""Asks the live judges and those of whole traces the same question: what is wrong, and where?"""
+"""Asks the live judges and the judges of whole traces the same question: what is wrong, and
+where?"""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from miner_guard.detectors.trace import reading
 from tests.support import synthetic_curves as curves
 
 _FIRST_STEP = 50_000
-"""Traces are windows of a run: one from its first step on would have to fall."""
+"""Traces are windows of a run, because the loss in a trace from the first step would have to
+fall."""
 
 Alarm = tuple[str, int]
 """Type, and index of the value."""
@@ -76,7 +78,7 @@ _INJECTIONS: dict[str, tuple[str, Callable[[curves.Curve, random.Random], curves
     "lasting x1.6": ("step_time", curves.lasting_slowdown),
 }
 _MEANINGLESS = {"near_zero", "policy_gradient"}
-"""Noise there spans what an injected anomaly multiplies."""
+"""Kinds of curves whose noise is as large as an injected anomaly."""
 
 
 @dataclass
@@ -84,10 +86,10 @@ class Report:
     """The results of both judges."""
 
     quiet: dict[str, tuple[int, int]]
-    """By kind of curve: how many were alarmed, of how many."""
+    """By kind of curve: how many raised an alarm, out of how many."""
 
     found: dict[str, tuple[int, int]]
-    """By anomaly: how many were found, of how many."""
+    """By anomaly: how many were found, out of how many."""
 
     alarms: dict[str, float]
     """By anomaly: alarms per curve."""
@@ -103,7 +105,7 @@ class Report:
 
 
 def report(judges: dict[str, Judge], seeds: int) -> Report:
-    """Every kind of curve, quiet and with every anomaly that suits it, `seeds` times each."""
+    """Every kind of curve, both quiet and with every anomaly that suits it, `seeds` times each."""
     makers = {"loss": curves.LOSSES, "step_time": curves.STEP_TIMES}
     quiet = {
         kind: (sum(bool(judges[what](made(kind, n))) for n in range(seeds)), seeds)
@@ -126,6 +128,6 @@ def report(judges: dict[str, Judge], seeds: int) -> Report:
 
 
 def made(kind: str, seed: int) -> curves.Curve:
-    """The curve of a kind with a seed."""
+    """The curve of this kind for a seed."""
     maker = {**curves.LOSSES, **curves.STEP_TIMES}[kind]
     return maker(random.Random(f"{kind}{seed}"))

@@ -1,4 +1,4 @@
-"""Steps of one rank, fed to the monitor `steps` on its fake clock."""
+"""Feeds one rank's steps to the monitor `steps` on its fake clock."""
 
 from __future__ import annotations
 

@@ -36,8 +36,7 @@ class FakeNvml:
 
     @property
     def env(self) -> dict[str, str]:
-        """The environment must be set before exec, because the loader reads LD_LIBRARY_PATH
-        once."""
+        """Set the environment before exec, because the loader reads LD_LIBRARY_PATH only once."""
         return {"LD_LIBRARY_PATH": str(self._library.parent), "FAKE_NVML_STATE": str(self.path)}
 
 

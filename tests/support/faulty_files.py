@@ -16,7 +16,7 @@ SOURCE = Path(__file__).with_name("fakes") / "faulty_files.c"
 
 
 class FaultyFiles:
-    """Which paths fail or hang, and the environment that a process needs for that."""
+    """The paths that fail or hang, and the environment with which a process sees that."""
 
     def __init__(self, folder: Path, library: Path) -> None:
         self._state = folder / "faulty.state"
@@ -44,5 +44,5 @@ def faulty_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def faulty_files(tmp_path: Path, faulty_library: Path) -> FaultyFiles:
-    """A library under which nothing fails until the test says so."""
+    """A library with which nothing fails until the test says so."""
     return FaultyFiles(tmp_path, faulty_library)

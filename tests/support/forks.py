@@ -30,7 +30,7 @@ class Forks:
         assert process.stdout is not None
         self._asks: IO[str] = process.stdin
         self.prints: IO[str] = process.stdout
-        """What the current fork prints."""
+        """The current fork's output."""
 
         self._pid = 0
 

@@ -1,4 +1,4 @@
-"""A guard's log and status written by a test, for the readers of both."""
+"""Lets a test write a guard's log and status, to test the readers of both."""
 
 from __future__ import annotations
 

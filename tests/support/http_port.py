@@ -1,4 +1,4 @@
-"""The HTTP port's process alone, and a client for it."""
+"""Runs only the HTTP port's process, with a client for it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ask(url: str, token: str | None = None, host: str | None = None) -> tuple[in
 
 
 class Port:
-    """The port's process alone, over a state directory that the test writes."""
+    """Only the port's process, reading a state directory that the test writes."""
 
     def __init__(self, state: Path, token: str | None = None, **further: Any) -> None:
         self.state = state

@@ -1,9 +1,9 @@
 """Starts ranks with torchrun's variables: `launcher.py RANKS IMPORTS SCRIPT ARGUMENT…`, or with `-m
 MODULE` in place of a script.
 
-The ranks are forks of one process that has imported torch: the import, seconds of CPU, is paid once
-instead of once for each rank and once for torchrun. The tests of ranks use it; the tests of the
-launcher itself start torchrun. `Preloaded` keeps such a process for many runs.
+The ranks are forks of one process that has imported torch: the import costs seconds of CPU, which
+are spent only once instead of for each rank and for torchrun. Tests of ranks use this module; tests
+of the launcher itself start torchrun. `Preloaded` keeps such a process for many runs.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from typing import Any
 from miner_guard import attach
 
 TRAINING = ("torch._dynamo", "torch.distributed.checkpoint.state_dict")
-"""What every training imports by its first step: with torch, two to four seconds of CPU."""
+"""Modules that every training run imports by its first step: with torch, two to four seconds of
+CPU."""
 
 MAX_RUN_S = 150
 """A run of `Preloaded` that takes longer is killed."""
 
 
 def launch(ranks: int, *script: str, imports: Sequence[str] = ("torch",)) -> list[str]:
-    """The command that starts `ranks` ranks of a script, or of `-m MODULE`, with its arguments, and
-    has the ranks share what all of them import."""
+    """The command that starts `ranks` ranks of a script, or of `-m MODULE`, with its arguments. The
+    ranks share the modules that all of them import."""
     return [sys.executable, "-u", __file__, str(ranks), ",".join(imports), *script]
 
 
@@ -48,8 +49,8 @@ class Preloaded:
     def run(
         self, *script: str, ranks: int, cwd: Path, env: Mapping[str, str]
     ) -> subprocess.CompletedProcess[str]:
-        """Run the script; returns its output once it has ended. Without a launcher if `ranks` is 0.
-        Attaches as a Python started with this environment would."""
+        """Run the script; returns its output once it has ended. Runs without a launcher if `ranks`
+        is 0. Attaches as a Python process started with this environment would."""
         output = [cwd / "printed.stdout", cwd / "printed.stderr"]
         request = {"ranks": ranks, "script": script, "cwd": str(cwd), "env": dict(env)}
         print(
@@ -103,7 +104,7 @@ def main(ranks: int, imports: str, *script: str) -> int:
     while running:
         pid, status = os.wait()
         running.discard(pid)
-        # A rank that a signal ended, as a shell reports it.
+        # The exit code of a rank killed by a signal, as a shell reports it.
         ended = os.waitstatus_to_exitcode(status)
         if ended and not code:
             code = ended if ended > 0 else 128 - ended
@@ -136,7 +137,7 @@ def _answer(request: Mapping[str, Any]) -> int:
         opened = os.open(path, os.O_RDWR | os.O_CREAT)
         os.dup2(opened, number)
         os.close(opened)
-    # As Python does at its start; only what attaches needs it here.
+    # As Python does on startup; only attaching needs it here.
     sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(":"))
     if attach.ATTACH in os.environ:
         importlib.import_module("sitecustomize")
@@ -147,7 +148,7 @@ def _answer(request: Mapping[str, Any]) -> int:
 
 
 def _preload(*modules: str) -> None:
-    # Garbage collection costs imports of this size a fifth of their CPU and frees nothing.
+    # Garbage collection would take a fifth of the CPU time of such large imports and free nothing.
     gc.disable()
     for module in modules:
         importlib.import_module(module)

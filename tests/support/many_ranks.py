@@ -28,14 +28,14 @@ QUESTIONS = 20
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers of one rank."""
+    """One rank's results."""
 
     opened: dict[str, list[str]]
-    """Targets of the descriptors that the hook holds, by the stage after which they were listed."""
+    """Targets of the descriptors that the hook holds, by stage, listed at its end."""
 
     decisions: list[str]
     seconds: list[float]
-    """Of each question, on this rank."""
+    """Seconds for each question on this rank."""
 
     @property
     def connections(self) -> int:
@@ -46,12 +46,12 @@ class Answers:
 
     @property
     def descriptors(self) -> int:
-        """All descriptors that the hook holds, after the stage with the most."""
+        """All descriptors that the hook holds, at the end of the stage with the most."""
         return max(map(len, self.opened.values()))
 
 
 def run(folder: Path, ranks: int, per_node: int, backend: str, seconds: float) -> list[Answers]:
-    """All ranks' answers, by rank. Raises what subprocess.run raises."""
+    """All ranks' results, by rank. Raises whatever subprocess.run raises."""
     words = [str(folder), str(ranks), str(per_node), backend]
     subprocess.run(
         [sys.executable, "-m", "tests.support.many_ranks", *words],
@@ -79,7 +79,7 @@ def _listed() -> dict[str, str]:
         try:
             found[name] = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
-            # The one that lists them.
+            # The descriptor used for this listing.
             continue
     return found
 
@@ -125,7 +125,7 @@ def _rank(folder: Path, rank: int, ranks: int, per_node: int, backend: str, port
     (folder / f"rank-{rank:04d}.json").write_text(json.dumps(answers))
     guard.close(finished=True)
     store.add("done", 1)
-    # Rank 0 holds the store: it leaves last.
+    # Rank 0 hosts the store, so it exits last.
     while rank == 0 and store.add("done", 0) < ranks:
         time.sleep(0.05)
 

@@ -1,5 +1,5 @@
-"""A status in which every value is known, for the tests of the metrics and for their page of the
-site."""
+"""A status in which every value is known, for the metrics tests and for the site's page on
+metrics."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Reports which files of a folder any process on this machine opens, as the kernel tells it
-(inotify)."""
+"""Reports which files in a folder any process on this machine opens, using the kernel's inotify."""
 
 from __future__ import annotations
 

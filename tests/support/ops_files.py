@@ -1,4 +1,4 @@
-"""The files of ops/, for the tests that read them."""
+"""Reads the files in ops/ for tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ OPS = requires.REPO / "ops"
 
 
 def yaml_of(name: str) -> dict[str, Any]:
-    """A YAML file of ops/."""
+    """A YAML file in ops/."""
     requires.module("yaml")
     import yaml
 

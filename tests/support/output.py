@@ -1,4 +1,4 @@
-"""Shows output to a monitor as the supervisor does: through the line router."""
+"""Shows output to a monitor through the line router, as the supervisor does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Pictures of the page in each of its states, on a desktop, a phone, in dark and on paper."""
+"""Takes pictures of the page in each of its states, on a desktop, on a phone, in dark mode and on
+paper."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ LOOKS = {"phone": "A phone", "dark": "Dark", "print": "On paper"}
 
 
 def page_of(name: str, folder: Path) -> Path:
-    """The report of one state as a file."""
+    """One state's report as a file."""
     root = folder / name
     root.mkdir()
     state = STATES[name](root).write()

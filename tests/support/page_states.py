@@ -1,4 +1,4 @@
-"""Ten states of a miner, as a guard leaves them in its state directory, for pictures and tests.
+"""Ten states of a miner, as a guard writes them to its state directory, for pictures and tests.
 Each scenario describes only what happens to the miner; `simulated_guard` lets the guard respond."""
 
 from __future__ import annotations
@@ -117,4 +117,4 @@ STATES: dict[str, Callable[[Path], SimulatedGuard]] = {
     "crash-loop": crash_loop,
     "week": week,
 }
-"""By name; `write` what the guard knows to read it."""
+"""By name; call `write` to make the guard's state readable."""

@@ -1,4 +1,4 @@
-"""A published gradient, and the audit's answer about it, with the inspection in this process."""
+"""Publishes a gradient and audits it, with the inspection in this process."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ FLAT = Limits.of(GateSettings(), {**load_profile("sn38").limits, "gradients_chun
 
 @pytest.fixture
 def inspected_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same inspection without a child that imports torch again; the child itself has its own
-    tests."""
+    """The same inspection without a child that imports torch again; the child has its own tests."""
 
     def inspect(
         path: Path, limits: Limits, shapes: Shapes | None = None, **_: Any

@@ -1,4 +1,4 @@
-"""What a rank on a GPU reports about itself, as `guard.diagnose` gathers it."""
+"""The report of a rank on a GPU, as `guard.diagnose` gathers it."""
 
 from __future__ import annotations
 

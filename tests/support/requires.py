@@ -1,5 +1,5 @@
-"""What a test needs from the machine: locally, if something is missing, the test skips with the
-reason; under CI=true it fails."""
+"""Requirements of a test on the machine: if something is missing, the test skips with the reason
+locally, and fails under CI=true."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def missing(reason: str) -> None:
     """Skip the test for this reason; under CI=true fail it."""
     if os.environ.get("CI") == "true":
         pytest.fail(f"{reason}, and CI must have it")
-    # Also where a whole file needs it.
+    # Also skip if a whole file needs it.
     pytest.skip(reason, allow_module_level=True)
 
 

@@ -1,4 +1,4 @@
-"""Facts about a candidate upload, what is published and the network, for the tests of the rules."""
+"""Facts about a candidate upload, the published files and the network, for tests of the rules."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ class WholeRun:
     def __init__(
         self, folder: Path, clock: FakeClock, jobs: Jobs, report: Callable[[Finding], None] | None
     ) -> None:
-        """`report` receives what jobs find, in their threads; without it they log immediately."""
+        """`report` receives findings from jobs, in their threads; without it, they are logged
+        immediately."""
         self.clock, self.state = clock, StateDir(folder)
         self.printed = self.steps = 0
         self.degraded: list[Finding] = []

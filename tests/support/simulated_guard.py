@@ -51,13 +51,13 @@ from validators.facts import Candidate, Network, Published
 
 RUN_ID = "3f9c21d7a04e"
 STEP_S = 15.0
-"""Seconds of a usual step. A test that shows no curves may make them longer and so fewer."""
+"""Seconds of a usual step. A test that shows no curves may use fewer, longer steps."""
 
 _UPLOAD_EVERY = 10
 _CHECKPOINT_EVERY = 200
 _AUDIT_EVERY = 5
 _OBSERVE_EVERY = 4
-"""Steps between two snapshots and two checks of the repo."""
+"""Number of steps between snapshots, and between repo checks."""
 
 _GRADIENTS_BYTES = 812_345_678
 _WATCHING = {"watching": True, "limit_s": 300.0}
@@ -65,7 +65,7 @@ _TICK_S = 6.0
 
 
 class SimulatedGuard:
-    """A run of a guard and its miner. Make things happen to it, then `write` its state."""
+    """One run of a guard and its miner. Make things happen to it, then `write` its state."""
 
     def __init__(
         self, root: Path, *, ranks: int = 4, gpus: bool = True, step_s: float | None = None
@@ -93,7 +93,7 @@ class SimulatedGuard:
 
     @property
     def memory(self) -> Memory:
-        """What the verdict remembers."""
+        """The verdict's memory."""
         monitor = self.runner.monitors[-1]
         assert isinstance(monitor, VerdictMonitor)
         return monitor._memory
@@ -133,7 +133,7 @@ class SimulatedGuard:
 
     @contextmanager
     def _repo(self) -> Iterator[None]:
-        """Within this block the monitors read the simulated repo."""
+        """A block in which the monitors read the simulated repo."""
         real = uploads_module.look_at
         uploads_module.look_at = self._seen_repo
         try:

@@ -1,4 +1,4 @@
-"""Stand-ins for what a simulated guard reads and writes: measurements and a disk."""
+"""Stand-ins for a simulated guard's measurements and its disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A simulated run of several ranks through the monitors that judge steps, on a fake clock."""
+"""Simulates a run of several ranks through the monitors that judge steps, on a fake clock."""
 
 from __future__ import annotations
 

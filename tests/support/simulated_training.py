@@ -1,4 +1,4 @@
-"""The training of a simulated miner: its counters, and what its ranks and GPUs report."""
+"""A simulated miner's training: its counters, and the reports of its ranks and GPUs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class SimulatedTraining:
         )
 
     def facts(self, rank: int) -> dict[str, Any]:
-        """What the rank's diagnosis reports."""
+        """The rank's diagnosis report."""
         facts = {"rank": rank, "local_rank": rank, "host": socket.gethostname()}
         facts |= {"world_size": self.ranks, "pid": 4712 + rank, "cuda_available": self.gpus}
         if not self.gpus:
@@ -79,7 +79,7 @@ class SimulatedTraining:
         return {**facts, **device, "uuid": f"GPU-{rank}", "device_name": "NVIDIA A10G"}
 
     def health(self, *, idle: bool, disk_full: bool) -> dict[str, Any]:
-        """What the guard measures about GPUs, host and itself."""
+        """The guard's measurements of GPUs, host and itself."""
         busy = dict.fromkeys(range(self.ranks), 0.97)
         if self.slow_rank is not None:
             busy |= {rank: 0.58 for rank in busy if rank != self.slow_rank}
@@ -111,7 +111,7 @@ class SimulatedTraining:
 
 
 COSTS = {"share_pct": 0.21, "budget_pct": 5.0, "budget_status": "ok"}
-"""What the guard costs, as its monitor reports."""
+"""The guard's cost, as its monitor reports it."""
 
 
 def cost_ledger(steps: int) -> dict[str, Any]:

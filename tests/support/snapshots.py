@@ -1,5 +1,4 @@
-"""Snapshots as the startup checks judge them: a healthy node, and the changes that a test makes to
-it."""
+"""Snapshots for the startup checks: a healthy node, with the changes that a test makes to it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Curves that look like training: quiet ones of many kinds, and the same with one anomaly inserted.
 
-A seed determines everything. The results of a judge have two sides: anomalies found, and quiet
-curves that raised an alarm.
+A seed determines everything. A judge is measured by two figures: anomalies found, and quiet curves
+that raised an alarm.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from statistics import median
 
 LENGTH = 1200
 _ONSET_OFF = LENGTH // 20
-"""Values before a climb at which its onset may be seen: noise hides it."""
+"""How many values before a climb a finding may lie, because noise hides the onset."""
 
 Curve = list[float]
 Maker = Callable[[random.Random], Curve]
@@ -34,7 +34,7 @@ def pretraining(chance: random.Random) -> Curve:
 
 
 def finetuning(chance: random.Random) -> Curve:
-    """A small fall, then small batches: 8 to 15 % of noise around a level."""
+    """A small fall, then the 8 to 15 % noise of small batches around a level."""
     return _noisy(_decay(1.8, 1.3, 30), chance, chance.uniform(0.08, 0.15))
 
 
@@ -50,7 +50,7 @@ def heavy_tails(chance: random.Random) -> Curve:
 
 
 def near_zero(chance: random.Random) -> Curve:
-    """A task that the model has learned: losses of thousandths that jump by factors."""
+    """A task that the model has learned: losses in the thousandths that jump by whole factors."""
     spread = chance.uniform(0.4, 0.8)
     return [x * math.exp(chance.gauss(0, spread)) for x in _decay(0.9, 0.002, 8)]
 
@@ -124,14 +124,14 @@ def jittery_steps(chance: random.Random) -> Curve:
 
 
 def periodic_steps(chance: random.Random) -> Curve:
-    """Every few steps, one has more to do and takes 1.8 times as long."""
+    """Every few steps, one has more work and takes 1.8 times as long."""
     period = chance.choice((2, 4, 5, 8, 10, 16, 25, 50, 100))
     levels = [12 * (1.8 if n % period == period - 1 else 1) for n in range(LENGTH)]
     return _noisy(levels, chance, 0.02)
 
 
 def modest_steps(chance: random.Random) -> Curve:
-    """Single steps of 1.2 to 1.45 times the usual: not worth an alert."""
+    """Single steps that take 1.2 to 1.45 times as long as usual: not worth an alert."""
     levels = [
         12 * (chance.uniform(1.2, 1.45) if chance.random() < 0.01 else 1) for _ in range(LENGTH)
     ]
@@ -173,27 +173,27 @@ def divergence(curve: Curve, chance: random.Random) -> Injected:
     level = median(curve[at - 40 : at])
     values = list(curve)
     for n in range(at, LENGTH):
-        # What the curve would still have fallen is not climbed away.
+        # Cancel the fall that the curve would still have had.
         here = median(curve[max(0, n - 20) : n + 20])
         values[n] = curve[n] * level / here * (1 + min(1.0, (n - at) / ramp))
     return Injected(values, "divergence", at - _ONSET_OFF, LENGTH)
 
 
 def explosion(curve: Curve, chance: random.Random) -> Injected:
-    """A loss that is ten times its level from one step on."""
+    """A loss that, from one step on, is ten times its level."""
     at = chance.randrange(200, LENGTH - 200)
     values = [x * 10 if n >= at else x for n, x in enumerate(curve)]
     return Injected(values, "divergence", at - _ONSET_OFF, LENGTH)
 
 
 def slow_step(curve: Curve, chance: random.Random) -> Injected:
-    """One step of three times the usual."""
+    """One step that takes three times as long as usual."""
     at = chance.randrange(200, LENGTH - 200)
     return Injected([x * 3 if n == at else x for n, x in enumerate(curve)], "slow_steps", at, at)
 
 
 def lasting_slowdown(curve: Curve, chance: random.Random) -> Injected:
-    """All steps 1.6 times the usual from one on."""
+    """From one step on, all steps take 1.6 times as long as usual."""
     at = chance.randrange(200, LENGTH - 300)
     values = [x * 1.6 if n >= at else x for n, x in enumerate(curve)]
     return Injected(values, "regime_change", at - 8, LENGTH)

@@ -20,13 +20,13 @@ from tests.support import requires
 
 ENDS = ("lowest", "newest")
 _TOOLS = {"dev", "demo"}
-"""Extras that name the other extras, and what only the tests need."""
+"""Extras that list other extras, or packages that only the tests need."""
 _HOOKED = {"transformers", "accelerate", "lightning"}
 """Packages of `dev` that `--attach auto` hooks: users bring them."""
 
 
 def constraints(end: str) -> list[str]:
-    """A line for pip's `--constraint` for each package that this end pins."""
+    """One line for pip's `--constraint` per package that this end pins."""
     pinned = _pins()
     if end == "newest":
         return [str(pin) for pin in pinned]

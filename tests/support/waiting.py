@@ -1,4 +1,4 @@
-"""Waiting in a test for what another process or thread does."""
+"""Lets a test wait for another process or thread."""
 
 from __future__ import annotations
 

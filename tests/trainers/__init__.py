@@ -1,1 +1,1 @@
-"""Other people's trainers under `--attach auto`: the table of docs/trainers.md."""
+"""Runs other people's trainers under `--attach auto`, for the table in docs/trainers.md."""

@@ -1,8 +1,8 @@
-"""What attaching adds to a step of one script: measure.py MODULES SCRIPT ARG…
+"""Measures the time that attaching adds to a script's steps: measure.py MODULES SCRIPT ARG…
 
-MODULES: what the script imports beside torch, comma-separated; may be empty. Runs the script with
-the hook attached and detached in blocks of steps, in alternation within one process, so that both
-meet the same machine; prints the medians of the thread's CPU time.
+MODULES: the modules other than torch that the script imports, comma-separated; may be empty. Runs
+the script in one process, with the hook attached and detached in alternating blocks of steps, so
+that both run under the same conditions; prints the medians of the thread's CPU time.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from miner_guard.state_dir import StateDir
 from tests.support.listener import listening
 
 _BLOCK = 6
-"""Steps of a block; the first is left out: the hook's code has not run for a block then, which no
-attached program meets."""
+"""Steps per block. The first is not counted: the hook has not run during the previous block, which
+never happens in an attached program."""
 
 _WARM_UP = 40
-"""Steps at the start that are left out: the hook learns the program's cycle of optimizers."""
+"""Steps at the start that are not counted, because the hook is still learning the program's cycle
+of optimizers."""
 
 _ENOUGH = 100
 _MAX_RUNS = 40
@@ -48,8 +49,8 @@ _FRAMEWORKS = {
     "transformers": "transformers.trainer",
     "lightning": "lightning.pytorch.trainer.trainer",
 }
-"""The module to hook of each framework with callbacks. Its trainer takes the hook when it is
-created: a script of one block, so of six steps, is measured right."""
+"""The module to hook of each framework with callbacks. A trainer picks up the hook when it is
+created, so only a script with one block (six steps) is measured correctly."""
 
 
 def _owners(modules: Sequence[Any]) -> list[Any]:
@@ -82,7 +83,7 @@ class Toggle:
             for name, value in vars(owner).items()
             if plain.get(name) is not value
         ]
-        """Class, name, what it is without the hook and with it."""
+        """Class, name, and the attribute without and with the hook."""
         self._pre = dict(optimizer_module._global_optimizer_pre_hooks)
         self._post = dict(optimizer_module._global_optimizer_post_hooks)
         optimizer_module.register_optimizer_step_post_hook(self._stepped)
@@ -95,7 +96,7 @@ class Toggle:
                 self.blocks.append((self._on, []))
             self.blocks[-1][1].append(now - self._last)
         self._place = (self._place + 1) % _BLOCK
-        # In turn by chance: a strict alternation would meet epochs of ten steps at a beat.
+        # Alternate at random: a strict alternation could fall into step with epochs of ten steps.
         if self._place == 0 and self._chance.random() < 0.5:
             self._switch()
         self._last = time.thread_time()
@@ -123,8 +124,8 @@ class Toggle:
 
     def figures(self) -> tuple[float, float, float]:
         """Seconds of a step without the hook, what the hook adds, and twice the standard error of
-        that: the median over neighbouring blocks, so that a change of the machine's pace in the
-        course of the run cancels out."""
+        that: the median over neighbouring blocks, so that changes in the machine's speed during the
+        run cancel out."""
         added, alone = [], []
         for (on, first), (_, second) in itertools.pairwise(self.blocks):
             if len(first) < _BLOCK - 1 or len(second) < _BLOCK - 1:
@@ -133,7 +134,8 @@ class Toggle:
             added.append(pair[0] - pair[1] if on else pair[1] - pair[0])
             alone.append(pair[1] if on else pair[0])
         low, _, high = statistics.quantiles(added, n=4)
-        # Of a median, by the interquartile range of normal noise: 1.25 sd / sqrt(n), sd = IQR/1.35.
+        # Standard error of a median, from the interquartile range, for normal noise: 1.25 sd /
+        # sqrt(n), sd = IQR/1.35.
         error = 1.25 * (high - low) / 1.35 / math.sqrt(len(added))
         return statistics.median(alone), statistics.median(added), 2 * error
 

@@ -1,4 +1,4 @@
-"""Starts published training scripts under a real guard, and writes a table of what it saw.
+"""Starts published training scripts under a real guard, and writes a table of what the guard saw.
 
     python -m tests.trainers.published ../nanoGPT ../examples …   # folders of checkouts
     python -m tests.trainers.published --imitations --faults
@@ -33,13 +33,13 @@ _LIMIT_S = 300
 _GUARD_LINE = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z \| ")
 _EMOJI = 4
 _CLOSE = 0.01
-"""A loss is the trainer's within this share."""
+"""A loss that differs from the trainer's by no more than this share counts as equal."""
 
 FAULTS = {
     "raises": ("incident", "code_bug", "code_bug"),
     "hangs": ("hang_detected", "at inject.py:", "hang"),
 }
-"""By fault: the event that must name it, words of its line, and `explain`'s root cause."""
+"""By fault: the event that must name it, words from its line, and `explain`'s root cause."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Trial:
         return Ended(ended.returncode, printed, events, state)
 
     def row(self) -> dict[str, str]:
-        """What the guard saw of a healthy run, and what the trainer prints without the guard."""
+        """The guard's view of a healthy run, and the trainer's output without the guard."""
         recipe = self.recipe
         alone = self.run("alone", guarded=False)
         if alone.code != 0:
@@ -271,7 +271,7 @@ def main() -> None:
 
 
 def _answers(recipe: Recipe, path: Path, folder: Path, given: argparse.Namespace) -> str:
-    """The row of one trainer."""
+    """One trainer's row."""
     trial = Trial(recipe, path, folder / recipe.name.replace(" ", "-").replace("'", ""))
     try:
         if given.overhead:

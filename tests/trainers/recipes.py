@@ -1,5 +1,5 @@
-"""How to start each trainer on a CPU in seconds: its arguments, a little data, and how to read what
-it prints.
+"""How to run each trainer on a CPU in seconds: its arguments, a little data, and how to read its
+output.
 
 The published scripts are not part of this repository: `published.py` takes the folders where they
 were checked out. The data is made up here, so that no script downloads anything.
@@ -34,29 +34,29 @@ class Recipe:
     """Where to start it, below the checkout."""
 
     longer: str = ""
-    """Further arguments for a run whose steps are timed."""
+    """Extra arguments for a run whose steps are timed."""
 
     seeded: bool = True
-    """Two runs of it print the same."""
+    """Whether two runs print the same."""
 
     steps: int = 0
-    """Optimizer steps that it takes."""
+    """Number of optimizer steps."""
 
     loss: str = r"loss ([\d.]+)"
-    """Finds the losses in what it prints; several groups of one match add up."""
+    """Finds the losses in the output; several groups in one match are added up."""
 
     scale: float = 1.0
-    """What a printed loss is multiplied by to get the one that goes into `backward`."""
+    """Factor that turns a printed loss into the one passed to `backward`."""
 
     first: int = 0
-    """Index of the step whose loss it prints first."""
+    """Index of the first step whose loss it prints."""
 
     skipped: int = 0
-    """Steps at the start that the table leaves out: which optimizer of a GAN ends a step shows in
-    the second."""
+    """Steps at the start that the table leaves out: which of a GAN's optimizers ends a step is
+    known only from the second step."""
 
     every: int = 1
-    """Steps between two printed losses; 0: it prints no loss of a step."""
+    """Number of steps between two printed losses; 0 if it prints no step's loss."""
 
     clocks: str = _TIMES
     """Parts of its output that differ from run to run: times."""
@@ -68,10 +68,10 @@ class Recipe:
     """Ranks under torchrun; 0: no torchrun."""
 
     modules: tuple[str, ...] = ()
-    """What it imports beside torch."""
+    """Modules other than torch that it imports."""
 
     path: tuple[str, ...] = ()
-    """Folders of the checkout for PYTHONPATH."""
+    """Folders in the checkout for PYTHONPATH."""
 
     note: str = ""
 

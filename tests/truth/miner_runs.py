@@ -63,7 +63,7 @@ class Storage(Server):
 
 @dataclass(frozen=True)
 class Ran:
-    """What one run of the miner left behind."""
+    """The results of one run of the miner."""
 
     code: int
     objects: Mapping[str, str]
@@ -76,7 +76,7 @@ class Ran:
     printed: str
 
     def calls_of(self, name: str) -> list[Sequence[str]]:
-        """The calls of the round of this name."""
+        """The calls in the round with this name."""
         starts = [n for n, call in enumerate(self.calls) if call[:2] == ["round", name]]
         if not starts:
             return []
@@ -88,7 +88,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Miner:
-    """How to start the miner of a checkout."""
+    """How to start a checkout's miner."""
 
     checkout: Path
     ranks: int

@@ -1,4 +1,5 @@
-"""Our own verdict on a state: the audit, with the work of its children done in this process."""
+"""Our own verdict on a state, from the audit, with the work of its children done in this
+process."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ class Ours:
         self._server = server
         patch.setattr(audit.probe, "ask", _ask)
         patch.setattr(audit, "inspect_file", _inspect)
-        # A client takes a fifth of an audit's time to make.
+        # Creating a client takes a fifth of an audit's time.
         patch.setattr(boto3, "client", _kept_clients(boto3.client))
         for name, value in _KEYS.items():
             patch.setenv(name, value)

@@ -8,7 +8,7 @@ classes, compressor, upload worker and S3 code. `tests/truth/miner/` has the sta
 (chain, Hub, DHT, data set, GPU; a local S3 server for R2; a model of 82,000 parameters). Needs
 torch, numpy, pydantic, boto3, moto[server], filelock, tqdm, einops and safetensors.
 
-Two questions, one table, exit code 1 if an answer is no:
+It answers two questions with one table, and exits with 1 if an answer is no:
 
 1. Is everything the same under `miner-guard run --attach sn38`? Five complete uploads, with and
    without the guard: the bytes in storage, the calls that would have left the machine, in order,
@@ -123,7 +123,7 @@ def blocked(ran: Ran, rounds: Sequence[Round]) -> Iterator[Row]:
 
 
 def uploaded_alone(ran: Ran, rounds: Sequence[Round]) -> Iterator[Row]:
-    """What the miner does in these rounds without the guard."""
+    """The miner's behaviour in these rounds without the guard."""
     done = {line["name"]: line for line in ran.rounds}
     for one in rounds:
         sent = uploads(ran.calls_of(one.name))
@@ -154,7 +154,7 @@ def questions(
     yield "Blocked before the upload", list(blocked(ran, stops))
     if alone:
         firsts = list({one.name.partition(":")[0]: one for one in reversed(rounds)}.values())
-        # Keys and buckets are the guard's to read; the miner itself does not differ.
+        # Only the guard reads keys and buckets; the miner itself behaves the same.
         own = [one for one in firsts if one.gradients or one.config]
         ran = miner.run("unguarded", Plan(1, own), None)
         yield "Uploaded without the guard", list(uploaded_alone(ran, own))

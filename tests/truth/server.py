@@ -33,7 +33,7 @@ class Server:
             "127.0.0.1", 0, self._door, threaded=True, request_handler=Handler
         )
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}/acct/{{account}}"
-        """With the account's id to be filled in, as R2 has it in its host name."""
+        """Has a placeholder for the account's id, which R2 has in its host name."""
 
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
@@ -43,7 +43,7 @@ class Server:
         self._server.server_close()
 
     def _door(self, environ: Any, start: Any) -> Iterable[bytes]:
-        """Checks accounts and keys, which moto does not know."""
+        """Checks accounts and keys, which moto does not do."""
         path = environ["PATH_INFO"]
 
         def answer(status: str, headers: Any, info: Any = None) -> Any:

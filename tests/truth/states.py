@@ -57,17 +57,17 @@ _WORDS = {
 
 @dataclass
 class State:
-    """Everything on which a verdict may depend."""
+    """Everything that a verdict may depend on."""
 
     network_epoch: int = 56
     blocks_per_allreduce: int = 400
     blocks_since_allreduce: int = 300
     block: int = BLOCK
     max_upload_interval: int | None = None
-    """Seconds, where failed AllReduces have raised it."""
+    """Seconds; set if failed AllReduces have raised the limit."""
 
     age: float = 600.0
-    """Of all objects, in seconds."""
+    """Age of all objects, in seconds."""
 
     commitment: str | None = COMMITMENT
     bucket: str = BUCKET

@@ -1,4 +1,4 @@
-"""What subnet 38's real validator says of the states, taken from a checkout of it.
+"""Takes the verdicts of subnet 38's real validator on the states, from a checkout of its code.
 
     python -m tests.truth.take_verdicts CHECKOUT STATES.jsonl [-o OUT.jsonl] [--only WORDS]
 
@@ -55,7 +55,7 @@ _ABSENT = (
     *("bittensor", "hivemind", "transformers", "huggingface_hub", "influxdb_client", "wandb"),
     *("datasets", "base58", "pytz", "openskill", "nest_asyncio"),
 )
-"""Modules that the validator imports and that are too heavy, or useless, here."""
+"""Modules that the validator imports but that are too heavy, or useless, here."""
 
 
 class TinyModel(torch.nn.Module):
@@ -113,7 +113,7 @@ class _Clock(metaclass=_OfDatetime):
 
 
 class Validator:
-    """The real functions, and what they need around them."""
+    """The real functions, and their environment."""
 
     def __init__(self, checkout: Path, server: Server) -> None:
         sys.path.insert(0, str(checkout))
@@ -130,7 +130,7 @@ class Validator:
         self.compression = importlib.import_module("distributed_training.utils.compression")
         self.neuron = importlib.import_module("neurons.validator").Validator
         self.version = str(self.package.__version__)
-        # They take it from a module that is stood in for, and which has it from here.
+        # They import it from a module that a stand-in replaces, and the stand-in gets it from here.
         setattr(self.uids, "get_progress", self.progress.get_progress)  # noqa: B010
         self._stand_still()
 
@@ -140,7 +140,7 @@ class Validator:
         def on_cpu(*args: Any, **kwargs: Any) -> Any:
             return tensor(*args, **{k: v for k, v in kwargs.items() if k != "device"})
 
-        # They name "cuda" outright; the numbers are the same here.
+        # They hard-code "cuda"; the numbers are the same here.
         torch.tensor = on_cpu
         setattr(self.reward, "datetime", _Clock)  # noqa: B010 - mypy takes no assignment to a module
         setattr(self.reward, "fetch_training_data", self._training_data)  # noqa: B010
@@ -148,7 +148,7 @@ class Validator:
         setattr(self.uids, "decode_metadata", lambda key, value: (_HOTKEY, value["text"]))  # noqa: B010
 
     async def _training_data(self, _: Any, block: int, uid: int, n_pages: int) -> _Pages:
-        # As the real one draws its pages: the generator takes whole numbers only.
+        # Draws its pages like the real one: the generator accepts only whole numbers.
         import numpy
 
         generator = numpy.random.default_rng(hash(uid) & 0xFFFFFFFF)

@@ -1,4 +1,4 @@
-"""What Templar's real validator says of gradients, taken from a checkout of it.
+"""Takes the verdicts of Templar's real validator on gradients, from a checkout of its code.
 
     python -m tests.truth.take_verdicts_sn3 CHECKOUT STATES.jsonl [-o OUT.jsonl]
 

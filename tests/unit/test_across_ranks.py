@@ -59,8 +59,8 @@ def test_each_oddity_is_named(change: dict[str, Any], finding: str) -> None:
 
 
 def test_legitimate_differences_between_ranks_are_not_reported() -> None:
-    """Pipeline stages under a mesh, launchers without LOCAL_RANK, two dtypes that are about as
-    common."""
+    """Covers pipeline stages under a mesh, launchers without LOCAL_RANK, and two dtypes that are
+    about equally common."""
     stages = [
         report(r, params=(3 + 5 * (r < 2)) * 10**9, shard_bytes=(3 + 5 * (r < 2)) * GIB)
         for r in range(4)

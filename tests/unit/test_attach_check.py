@@ -58,7 +58,7 @@ def test_no_step_is_exit_1_with_the_next_step(
 def test_a_pattern_that_does_not_compile_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer to a typing error in guard.toml must not be `internal error`."""
+    """A typo in guard.toml must not cause `internal error`."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.log").write_text(LOG)
     (tmp_path / "guard.toml").write_text("[miner]\nlog_patterns = ['(']\n")

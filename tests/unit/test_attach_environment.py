@@ -1,5 +1,5 @@
-"""What attaching adds to the miner's environment, and that it works in a Python without the guard's
-packages."""
+"""The variables that attaching adds to the miner's environment, and that it works in a Python
+without the guard's packages."""
 
 from __future__ import annotations
 

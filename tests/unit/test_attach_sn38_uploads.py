@@ -146,7 +146,7 @@ def test_a_block_list_that_validators_reject_is_seen_before_anything_is_gathered
     attached.upload(gradient())
     assert (miner.started, miner.uploaded) == ([], [])
     assert words in attached.decisions()[0]["reason"]
-    # Nothing of the miner's own is changed.
+    # The miner's own state is unchanged.
     assert miner.model.config.block_list is blocks
 
 
@@ -230,5 +230,5 @@ def test_a_gradient_of_any_kind_raises_nothing_in_the_upload_thread(tmp_path: Pa
             raise RuntimeError("no")
 
     attached = Attached(tmp_path, Miner())
-    # What can't be judged here is left to the audit.
+    # The audit judges what can't be judged here.
     assert attached.upload(Hostile()) is True

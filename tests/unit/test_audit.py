@@ -1,5 +1,5 @@
-"""The audit: what a validator would fetch now, judged by the profile's rules, and never `accepted`
-without reading it."""
+"""The audit judges the files that a validator would fetch now by the profile's rules, and never
+answers `accepted` without reading them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_the_archive_after_an_outer_step_is_rejected_only_where_validators_do(
     assert "published inner_step 0 < 1: validators reject it" in rejected
     assert "this is the upload after an AllReduce; the next gradient's upload fixes it" in rejected
     assert "all values are zero" not in rejected
-    # Neither is a gradient excused, nor anything but zeros in an archive.
+    # This excuses neither a gradient, nor anything but zeros in an archive.
     publish(tmp_path, inner=60, wvals=torch.zeros(2))
     assert look(tmp_path, limits=free).outcome == "rejected"
     publish(tmp_path, inner=0, wvals=torch.tensor([float("nan"), 0.0]))
@@ -147,7 +147,7 @@ def test_gradients_that_have_not_changed_are_not_fetched_again(tmp_path: Path) -
     reports = [audit.run(repo, FLAT, chain(), known=audit.Known(memory=memory)) for _ in range(2)]
     assert [r.outcome for r in reports] == ["accepted", "accepted"]
     assert reports[0].fetched_bytes > size > reports[1].fetched_bytes > 0
-    # Another file, or another model to compare it with, is looked into.
+    # A different file, or a different model to compare it with, causes another inspection.
     publish(tmp_path, wvals=torch.tensor([float("nan"), 1.0]))
     assert audit.run(repo, FLAT, chain(), known=audit.Known(memory=memory)).outcome == "rejected"
     publish(tmp_path)
@@ -376,7 +376,7 @@ def test_gradients_of_another_revision_than_the_metadata_are_warned_of(tmp_path:
         "but metadata.json describes a file of 9: an upload is in progress or was interrupted"
         in report.detail
     )
-    # The epoch before is scored: the root metadata does not speak of it.
+    # Validators score the previous epoch, which the root metadata does not describe.
     publish(tmp_path, outer=55)
     (tmp_path / "metadata.json").write_text(json.dumps({**metadata, "files": named}))
     assert "was cut off" not in look(tmp_path, chain(since=10)).detail

@@ -1,4 +1,4 @@
-"""Audits run on their own, and know what the miner's log said about AllReduces."""
+"""Audits run on a schedule, and use the miner's log lines about AllReduces."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_an_audit_follows_each_verified_push_and_a_schedule(
     assert len(bench.asked) == 1
     bench.jobs.repeated["audit"]()
     assert len(bench.asked) == 2
-    # The same verdict again is not reported again.
+    # A repeated verdict is not reported again.
     assert [f.severity for f in bench.emitted] == ["info", "debug"]
     bench.report = audit.AuditReport("rejected", "epoch 56: too old")
     bench.jobs.repeated["audit"]()

@@ -1,4 +1,5 @@
-"""The bundle holds what source 004 asks for, and none of the secrets that the test plants."""
+"""The bundle contains everything that source 004 asks for, and none of the secrets that the test
+plants."""
 
 from __future__ import annotations
 
@@ -120,7 +121,7 @@ def test_an_empty_state_directory_still_gives_a_bundle_and_a_bad_path_is_reporte
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "state").mkdir()
-    # Asked for real in the test above; importing torch three times more proves nothing.
+    # The test above runs the real command; importing torch three more times proves nothing.
     monkeypatch.setattr(bundle, "_CUDA", "print('CUDA: not asked')")
     assert (
         run(["bundle", "-o", str(tmp_path / "b.tar.gz"), "--state-dir", str(tmp_path / "state")])

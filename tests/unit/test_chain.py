@@ -260,8 +260,7 @@ def test_a_frozen_node_is_reported(monitor: ChainMonitor) -> None:
 
 
 def test_behind_a_frozen_node_the_chain_advances(monitor: ChainMonitor) -> None:
-    """A guard whose node stands as still as the miner's must not take an old block_list for a young
-    one."""
+    """If the guard's node is as stuck as the miner's, an old block_list must not look recent."""
     looks = [next(iter(monitor.observe(GOOD, NetworkProgress(), 60.0 * n))) for n in range(61)]
     network = Network(**looks[-1].fields["network"])
     assert current_block(network, 3600.0, 12.0) == 1000 + 300

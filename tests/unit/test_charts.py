@@ -1,4 +1,4 @@
-"""A chart of the report: its axis, its lines, and what thinning keeps."""
+"""The report's charts: axis, lines, and the points that thinning keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`miner-guard --help`: what a newcomer reads first."""
+"""`miner-guard --help`, the first text that a newcomer reads."""
 
 from __future__ import annotations
 

@@ -129,8 +129,8 @@ def test_following_shows_the_last_ten_lines_and_then_new_ones(tmp_path: Path) ->
 def test_where_no_guard_runs_status_says_how_the_last_one_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], ended: bool, words: str
 ) -> None:
-    """An operator must not be told to start a guard that has just given up without being told why
-    it did."""
+    """`logs` must not advise starting a guard that has just given up without saying why it gave
+    up."""
     emitter = Emitter(
         FakeClock(), "r1", Redactor(), [JsonlSink(tmp_path / "guard.jsonl", LogSettings())]
     )

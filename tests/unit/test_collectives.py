@@ -1,4 +1,4 @@
-"""Which rank is late to a collective."""
+"""Finding the rank that is late to a collective."""
 
 from __future__ import annotations
 
@@ -105,6 +105,6 @@ def test_at_the_same_number_the_gpu_that_has_not_started_it_is_late() -> None:
         "ranks 0,2 wait in collective number 7 (nccl:all_reduce); the GPU of rank 1 has not "
         "started it"
     )
-    # Without TORCH_NCCL_ENABLE_TIMING torch records no start: nothing is known.
+    # Without TORCH_NCCL_ENABLE_TIMING torch records no start times, so the late rank is unknown.
     assert late({0: at("scheduled"), 1: at("scheduled")}) is None
     assert late({0: at("completed"), 1: at("scheduled")}) is None

@@ -1,4 +1,4 @@
-"""The GPUs that a container was given, compared with those that are expected."""
+"""Compares the GPUs passed to a container with the expected ones."""
 
 from __future__ import annotations
 

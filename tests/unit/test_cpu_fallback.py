@@ -1,5 +1,5 @@
-"""A model that is not on its GPU: the evidence for suspected and for certain, and what else
-explains slow steps."""
+"""A model that is not on its GPU: the evidence for suspected and certain, and other explanations
+for slow steps."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_fallback_soon_after_the_start_is_found_on_a_busy_host(
     for number in range(1, 31):
         seconds = 1.4 * source.lognormvariate(0, 0.2) * (1 if number < at else 7)
         seconds += 4.0 if number == 1 else 0.0
-        # One step in between is quick by chance: the others still last.
+        # One step in between is fast by chance, but the others are still slow.
         run.step(4.0 if number == at + 2 else seconds, 3.0, allocated_bytes=None)
     assert [f.fields["verdict"] for f in run.of("cpu_fallback")] == ["suspected"]
     assert set(run.alarms()) == {"slow_step", "cpu_fallback"}

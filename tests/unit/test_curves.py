@@ -151,7 +151,8 @@ def test_a_loss_that_stays_above_its_level_without_exploding_is_reported_within_
 
 
 def test_an_explosion_in_the_first_steps_is_reported_before_the_level_is_known() -> None:
-    """Five losses are too few for a level; the judge took the sixth and its like for the level."""
+    """Five losses are too few for a level; the judge mistook the sixth and those like it for the
+    level."""
     watch = LossWatch(LossSettings())
     losses = [0.43, 0.48, 0.26, 0.27, 0.23, 3.6, 8.5, 5.3, 322.0, 21.9, 131.0]
     found = [a for step, loss in enumerate(losses) for a in watch.observe(step, loss, UNKNOWN)]
@@ -294,7 +295,7 @@ def test_five_evaluations_are_enough_where_each_is_worse_than_the_one_before() -
 
 
 def judged_after(evaluations: list[float]) -> evaluation.Overfit | None:
-    """The verdict of the judge of finished traces on the same run."""
+    """The verdict on the same run by the judge for finished traces."""
     steps = list(range(len(evaluations)))
     training = Series(steps, [2.6 - 0.4 * n for n in steps])
     return evaluation.overfit(Series(steps, evaluations), training)
@@ -305,7 +306,7 @@ def judged_after(evaluations: list[float]) -> evaluation.Overfit | None:
 def test_a_loss_that_never_falls_is_found_by_both_judges(
     level: float, severity: str, noise: float
 ) -> None:
-    """Live it is a remark, since a resumed run may have nothing left to learn; an alarm where the
+    """Live it is a remark, since a resumed run may have nothing left to learn; an alarm if the
     level is that of an untrained language model."""
     live: list[list[str]] = []
     after: list[list[str]] = []

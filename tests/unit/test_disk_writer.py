@@ -71,7 +71,7 @@ def test_everything_is_written_in_order_before_the_end(writer: DiskWriter, tmp_p
 def test_a_file_can_be_removed_and_another_overwritten_in_its_place(
     writer: DiskWriter, tmp_path: Path
 ) -> None:
-    """If the lock file were replaced, whoever holds the old one would hold nothing."""
+    """If the lock file were replaced, the holder of the old one would hold nothing."""
     gone, lock = tmp_path / "gone", tmp_path / "lock"
     gone.write_text("x")
     lock.write_text("a long content")

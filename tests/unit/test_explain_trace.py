@@ -1,5 +1,5 @@
-"""`explain --trace`: each kind of anomaly at its step, silence on healthy curves, and every way to
-write a trace."""
+"""`explain --trace` finds each kind of anomaly at its step, stays silent on healthy curves, and
+reads every trace format."""
 
 from __future__ import annotations
 

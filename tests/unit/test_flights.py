@@ -138,7 +138,7 @@ def test_a_step_with_invalid_times_counts_as_torn_and_the_next_one_is_read(
 def test_a_record_that_cannot_be_read_hides_no_other_rank(
     ranks: _Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One bad record must not blind the hang detection for all ranks."""
+    """One bad record must not disable hang detection for all ranks."""
     ranks.tick()
     ranks.step(0, 1)
     ranks.step(1, 1)
@@ -223,7 +223,7 @@ def test_on_another_node_the_lowest_rank_there_leads(tmp_path: Path) -> None:
 
 
 def _worker(state: StateDir, rank: int, local_rank: int, *, process: int) -> FlightWriter:
-    """A worker of this launch, with the pid of a process that is alive or gone."""
+    """A worker from this launch, with the pid of a live or dead process."""
     writer = FlightWriter(
         state.flight_of(rank), rank=rank, local_rank=local_rank, world_size=4, run_id=RUN
     )

@@ -50,7 +50,7 @@ def test_step_line_is_word_for_word_and_unknown_is_reported() -> None:
 
 
 def test_an_exit_that_was_asked_for_has_no_cross_before_it() -> None:
-    """The end that an on-call person asked for must not frighten them."""
+    """An exit requested by the person on call must not look alarming."""
     lines: list[str] = []
     emitter = Emitter(FakeClock(), "r1", Redactor(), [ConsoleSink(lines.append, LogSettings())])
     exited = catalog.make_finding(
@@ -217,7 +217,7 @@ def test_data_lost_to_a_full_disk_is_reported_unless_the_disk_already_was() -> N
         )
         return len(lines) > before
 
-    # Room for a line is not room for evidence: no other line reports it.
+    # Room for a line does not mean room for evidence, and no other line reports that.
     assert unstored(disk_full=True)
     emitter.emit(
         catalog.make_finding("disk_full", what="guard.jsonl", reason="No space left on device")

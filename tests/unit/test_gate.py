@@ -73,8 +73,7 @@ def test_the_archive_after_an_outer_step_is_allowed_at_inner_step_0() -> None:
     decision = ask(0, "archive")
     assert decision.allowed
     assert outcomes(decision)["min_inner_step"] == "pass"
-    # On the line of an upload that is needed, these words would only frighten anyone who is on
-    # call.
+    # On the line for a required upload, these words would only alarm the person on call.
     assert "Validators will reject this" not in decision.reason
     assert "archive at inner_step 0: exempt" in decision.reason
 
@@ -331,6 +330,6 @@ def test_a_decision_is_quick(tmp_path: Path) -> None:
         start = time.perf_counter()
         decide(candidate, gate_inputs.read(path), SETTINGS, now=NOW, wall=WALL)
         times.append(time.perf_counter() - start)
-    # The target is 200 µs (tests/benchmarks); the loose bound here only catches something of
-    # another order.
+    # The target is 200 µs (tests/benchmarks); the loose bound here only catches a different order
+    # of magnitude.
     assert min(times) < 0.002

@@ -1,4 +1,4 @@
-"""No launch starts on GPUs that the last one still fills."""
+"""No launch starts on GPUs whose memory the last launch still occupies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The monitor of the GPU's use: when it checks, what it reports, and when it relaunches."""
+"""The GPU-use monitor: when it checks, what it reports, and when it relaunches."""
 
 from __future__ import annotations
 

@@ -232,7 +232,8 @@ def test_never_past_an_out_of_memory_and_back_to_what_fitted() -> None:
     assert back is not None
     assert (back.old, back.new) == (256, 128)
     assert policy.larger(128, 2.0, "low") is None
-    # An out-of-memory of the miner's own batch is not ours to change, and forbids any increase.
+    # If the miner's own batch runs out of memory, the guard does not change it, and never increases
+    # it.
     alone = BatchPolicy(3)
     assert alone.out_of_memory(128) is None
     assert alone.larger(128, 1.5, "low") is None

@@ -1,4 +1,4 @@
-"""No progress: when it is a hang, when it is not, and which rank holds the others up."""
+"""Lack of progress: when it is a hang, when it is not, and which rank is holding up the others."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_entering_a_phase_again_and_again_is_not_progress(detector: HangDetector
 def test_a_suspended_machine_is_not_a_hang(detector: HangDetector) -> None:
     ranks = {0: rank("forward", 100.0)}
     assert watch(detector, 101.0, 200.0, ranks) is None
-    # No check for an hour: this process did not run, so it knows nothing of the miner.
+    # No check for an hour means that this process did not run, so it knows nothing about the miner.
     assert detector.check(3800.0, ranks) is None
     assert watch(detector, 3801.0, 3990.0, ranks) is None
     assert watch(detector, 3991.0, 4010.0, ranks) is not None
@@ -315,7 +315,8 @@ def test_ranks_that_wait_in_init_for_one_that_never_comes_name_it() -> None:
 
 
 def before_init(cpu_share: float, prints: bool) -> float | None:
-    """When the detector calls a miner without reporting ranks a hang, within two hours."""
+    """When, within two hours, the detector declares a miner without reporting ranks to be
+    hanging."""
     detector = HangDetector(SETTINGS)
     detector.launched(0.0)
     for now in range(1, 7200):
@@ -355,7 +356,7 @@ def test_a_rank_that_died_is_named_before_the_usual_limit(detector: HangDetector
 
 @pytest.mark.parametrize("count", [8, 64, 256, 1024])
 def test_a_hang_of_many_ranks_fits_on_a_line(count: int) -> None:
-    """Whole nodes hang at once, which must not make a line of 4 KB."""
+    """Whole nodes hang at the same time, which must not lead to a 4 KB line."""
     ranks = {
         number: rank("data" if number < count // 2 else "allreduce", -float(number % 7))
         for number in range(count)

@@ -1,4 +1,4 @@
-"""The hang monitor: it reports a miner whose steps it can't see as unseen, not as hanging."""
+"""The hang monitor: it reports a miner whose steps it can't see as not visible, not as hanging."""
 
 from __future__ import annotations
 

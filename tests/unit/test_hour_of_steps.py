@@ -29,7 +29,7 @@ from tests.support.run_harness import WholeRun
 
 STEP_S = 15
 HOOK_S = 0.00027
-"""What a step costs in the rank, as `docs/figures.md` has it."""
+"""The cost of a step in the rank, from `docs/figures.md`."""
 
 
 class Hour(WholeRun):
@@ -47,7 +47,7 @@ class Hour(WholeRun):
             monkeypatch.setattr(f"apscheduler.{module}.datetime", Simulated)
         self._reported: deque[Finding] = deque()
         self.findings: list[tuple[float, Finding]] = []
-        """What was found, and when by the monotonic clock."""
+        """The findings, each with its monotonic time."""
 
         self.jobs = Scheduler(clock, self._reported.append)
         super().__init__(folder, clock, self.jobs, self._reported.append)

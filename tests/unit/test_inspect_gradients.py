@@ -1,5 +1,5 @@
-"""gradients.pt from an untrusted miner: what validators would reject is refused, no code runs,
-memory is bounded."""
+"""gradients.pt from an untrusted miner: files that validators would reject are refused, no code
+runs, memory is bounded."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_small_types_of_numbers_are_taken(tmp_path: Path, change: dict[str, Any]
 def test_the_limits_hold_before_any_of_the_file_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An archive may be a table of contents and nothing else, and zipfile reads all of it."""
+    """An archive may consist of nothing but a table of contents, all of which zipfile reads."""
 
     def limited(*_: object) -> None:
         raise MemoryError
@@ -253,7 +253,7 @@ SN38 = Limits.of(GateSettings(), load_profile("sn38").limits)
 
 
 def rows(width: int = 192, kind: Any = torch.float32) -> dict[str, Any]:
-    """128 x 192, cut into rows as subnet 38's compressor leaves it without the DCT."""
+    """128 x 192, split into rows like the output of subnet 38's compressor without the DCT."""
     return {
         "widxs": torch.randint(0, width, (2, 64, 32), dtype=torch.int16),
         "wvals": torch.randn(2, 64, 32).to(kind),

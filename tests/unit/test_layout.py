@@ -48,7 +48,8 @@ def test_the_outer_step_is_read_from_a_key(key: str, step: int | None) -> None:
 
 
 def test_a_profiles_keys_replace_all_of_the_usual_ones(tmp_path: Path) -> None:
-    # Without the profile's layout a Templar bucket looked empty: no metadata.json, no epoch folder.
+    # Without the profile's layout, a Templar bucket looked empty: no metadata.json, no epoch
+    # folder.
     put(tmp_path, "gradient-8-7-v2.1.28.pt", at=1_000.0)
     put(tmp_path, "gradient-9-7-v2.1.28.pt", "newer", at=1_600.0)
     put(tmp_path, "checkpoint-9.pt", at=1_900.0)

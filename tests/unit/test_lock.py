@@ -68,7 +68,7 @@ def test_a_second_guard_that_was_quicker_is_named_once(state: StateDir, held: Lo
         assert warning is not None
         assert "the guard with pid 4711 holds it now: two guards run here" in warning.fields["what"]
         assert held.keep() is None
-    # It has ended: the lock is this guard's again.
+    # The other process has exited, so the lock is this guard's again.
     assert held.keep() is None
     with pytest.raises(LockHeld):
         Lock(state, 0.0).acquire()
@@ -89,7 +89,8 @@ def test_a_lock_that_cannot_be_made_again_is_reported_once(state: StateDir, held
 def test_who_waits_for_a_lock_does_not_take_one_that_was_removed_meanwhile(
     state: StateDir, held: Lock
 ) -> None:
-    """Otherwise two guards could each hold a lock: one the file, the other what was removed."""
+    """Otherwise two guards could each hold a lock: one on the file, the other on the removed
+    file."""
 
     class Waits(Lock):
         opened = 0

@@ -73,7 +73,7 @@ def test_a_timer_that_fails_each_time_keeps_its_pace(loop: Loop, errors: list[Ex
 
 
 def test_a_report_that_fails_as_well_ends_nothing(loop: Loop) -> None:
-    """A log that breaks must not take the miner with it."""
+    """A broken log must not take the miner down with it."""
 
     def broken(_error: Exception) -> None:
         raise OSError(28, "No space left on device")

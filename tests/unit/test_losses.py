@@ -76,7 +76,7 @@ class Slot:
 
 
 class Event:
-    """An event that is done when the test decides. Waiting for it fails, because it has no method
+    """An event that completes when the test decides. Waiting for it fails, because it has no method
     for that."""
 
     def __init__(self, gpu: Gpu) -> None:
@@ -93,7 +93,7 @@ class Event:
 
 
 class Gpu:
-    """A GPU that has finished the events up to number `done`."""
+    """A GPU that has completed events up to number `done`."""
 
     def __init__(self) -> None:
         self.recorded = self.done = 0

@@ -23,7 +23,7 @@ def sections(page: str) -> dict[str, set[str]]:
 
 
 def test_the_committed_page_has_every_command_and_option_of_the_help() -> None:
-    """By name, for the columns depend on typer's version."""
+    """Compare by name, because the columns depend on typer's version."""
     built = sections(manual.page())
     assert set(built) == set(COMMANDS)
     assert all(built.values())

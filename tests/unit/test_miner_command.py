@@ -1,5 +1,5 @@
-"""What the guard learns from a miner's command and environment before it starts: interpreter,
-ranks, GPUs, ports."""
+"""Facts that the guard derives from a miner's command and environment before the start:
+interpreter, ranks, GPUs, ports."""
 
 from __future__ import annotations
 

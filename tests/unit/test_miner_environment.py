@@ -1,4 +1,4 @@
-"""The environment that the miner gets: nothing that is meant only for the guard."""
+"""The miner's environment contains nothing that is meant only for the guard."""
 
 from __future__ import annotations
 

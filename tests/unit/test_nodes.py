@@ -53,8 +53,7 @@ def test_a_refused_connection_is_an_answer_and_silence_is_not() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     assert reachability.answers("127.0.0.1", port, 2.0) is None
-    # A name that never resolves (RFC 6761); a network that answers nothing is in the test with two
-    # nodes.
+    # A name that never resolves (RFC 6761); the test with two nodes covers an unresponsive network.
     assert reachability.answers("no-such-node.invalid", 9, 0.2) is not None
 
 

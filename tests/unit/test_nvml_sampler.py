@@ -42,8 +42,8 @@ def test_all_fields_of_a_healthy_gpu_are_read(sampler: NvmlSampler) -> None:
         16,
         12,
     )
-    # What this driver is too old for or this machine does not have is null, with its reason, and
-    # costs nothing else.
+    # A value that this driver is too old for, or that this machine lacks, is null with its reason,
+    # and affects nothing else.
     assert row["recovery_action"] is None
     assert set(row["unread"]) == {"recovery_action", "fabric"}
     levels = sampler.memory_levels()
@@ -147,7 +147,7 @@ def test_a_lost_gpu_does_not_cost_the_others_their_events(fake_nvml: FakeNvml) -
         sampler.sample()
         fake_nvml.set({"xid.2": 79})
         assert sampler.memory_levels()
-        # It came with a reading of the levels, and is told with the next sample anyway.
+        # It arrived with a reading of the levels, but the next sample still reports it.
         assert [row["xids"] for row in sampler.sample()["gpus"]] == [[], [], [79], []]
     finally:
         sampler.close()
@@ -161,8 +161,7 @@ def test_a_lost_gpu_does_not_cost_the_others_their_events(fake_nvml: FakeNvml) -
 def test_the_event_that_explains_a_loss_comes_with_it(
     sampler: NvmlSampler, fake_nvml: FakeNvml, loss: dict[str, object], state: str
 ) -> None:
-    """A GPU that fell off the bus (Xid 79) has no row or no name any more when its event is
-    read."""
+    """A GPU that fell off the bus (Xid 79) no longer has a row or a name when its event is read."""
     sampler.sample()
     fake_nvml.set({"xid.3": 79, **loss})
     sample = sampler.sample()

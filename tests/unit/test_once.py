@@ -1,4 +1,4 @@
-"""Reports that must not repeat: once until cleared, or not again for a while; a full disk."""
+"""Reports that must not repeat: once until cleared, or not again for a while; and a full disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_subject_is_reported_once_until_it_clears() -> None:
 
 
 def test_a_bounded_once_reports_no_further_subjects() -> None:
-    """Memory must not grow with names that a miner invents."""
+    """Memory must not grow with names that a miner makes up."""
     once = Once(max_subjects=2)
     assert [once.first(name) for name in "abca"] == [True, True, False, False]
 

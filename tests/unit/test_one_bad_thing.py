@@ -280,7 +280,7 @@ def test_checksums_cache_folders_and_counts_of_tokens_are_not_secrets_but_a_bare
     assert redactor.text(f"key {digest} blobs {digest} first-one,second") == (
         "key [redacted] blobs [redacted] [redacted]"
     )
-    # What is known for a secret is one, wherever it stands.
+    # A known secret is a secret wherever it appears.
     assert digest not in Redactor([digest]).text(f"/hub/blobs/{digest} sha256:{digest}")
 
 

@@ -147,7 +147,7 @@ def test_log_ledger_status_and_verdict_agree(stories: dict[str, SimulatedGuard],
 
 
 def test_the_live_page_itself_has_the_words_for_a_port_that_does_not_answer(tmp_path: Path) -> None:
-    """The script shows them when nothing can be fetched any more, so they come with the page."""
+    """The script shows them when nothing can be fetched anymore, so they are part of the page."""
     site = Site(ServerSettings(str(tmp_path), "127.0.0.1", 0))
     page = _words(site._page)
     gone = shown(StatusDocument(state="running", updated="x"), _GONE_S)

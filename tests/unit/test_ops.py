@@ -64,8 +64,7 @@ def test_the_runbook_has_one_row_for_every_event_and_none_for_what_is_not_an_eve
 
 
 def test_every_fault_of_the_runbook_is_made_by_the_test_it_names() -> None:
-    """The named test, or a helper that it calls, looks for the event whose line the row
-    promises."""
+    """The named test, or a helper that it calls, looks for the event whose line the row quotes."""
     table = _runbook().partition("## Faults")[2].partition("\n## ")[0]
     rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
     assert len(rows) >= 15
@@ -97,7 +96,7 @@ def _with_helpers(source: str, name: str) -> str:
 
 
 def test_every_row_of_the_runbook_is_produced_by_a_test() -> None:
-    """By the event's name, or by the words of its line: a row that nothing produces would be a
+    """By the event's name, or by the words of its line: a row without it would be an empty
     promise."""
     tests = requires.REPO / "tests"
     own = Path(__file__)

@@ -85,7 +85,7 @@ _EXPORTS = {
     "loki.process": {"receiver"},
     "loki.write": {"receiver"},
 }
-"""What other components may take from these, by Alloy's reference."""
+"""The exports that other components may use, according to Alloy's reference."""
 
 
 def _alloy() -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What people are told to install: packages that exist on an index, never a name that anybody could
+"""Messages advise installing only packages that exist on an index, never a name that anyone could
 register."""
 
 from __future__ import annotations

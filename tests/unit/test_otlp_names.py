@@ -1,4 +1,5 @@
-"""Names in OpenTelemetry: one for every metric of /metrics, by convention if there is one."""
+"""Names in OpenTelemetry: one for every metric in /metrics, following the conventions where they
+apply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is reported about gradients before they are written, and that no tensor is read for that."""
+"""Reports on gradients before they are written, without reading any tensor."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ dims = st.lists(st.integers(0, 4), min_size=0, max_size=4).map(tuple)
 def test_shapes_fit_where_torch_scatters_them(
     index: tuple[int, ...], values: tuple[int, ...], target: tuple[int, ...]
 ) -> None:
-    """Otherwise an upload that validators would take is blocked, or the other way round."""
+    """Otherwise an upload that validators would accept is blocked, or the other way round."""
     zeros = torch.zeros(target)
     try:
         zeros.scatter_reduce(-1, torch.zeros(index, dtype=torch.int64), torch.ones(values), "mean")
@@ -88,7 +88,7 @@ def test_a_model_of_a_billion_parameters_takes_a_few_milliseconds_and_no_tensor_
     shapes = Shapes(dict.fromkeys(names, (2048, 2048)))
     document: dict[str, Any] = {"metadata": {}}
     for name in names:
-        # On the meta device there is nothing that could be read.
+        # On the meta device there is nothing to read.
         document[f"{name}idxs"] = torch.empty(32, 64, 32, dtype=torch.int16, device="meta")
         document[f"{name}vals"] = torch.empty(32, 64, 32, device="meta")
     outline(document, SN38, shapes)

@@ -1,4 +1,4 @@
-"""Slow steps that a person should hear about, and pauses that a program makes on purpose."""
+"""Slow steps that deserve an alert, and pauses that a program makes on purpose."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def test_a_week_of_healthy_runs_alarms_at_most_twice() -> None:
 
 
 def test_no_slowdown_of_75_steps_in_fourteen_runs_is_missed() -> None:
-    """The judge must not be quiet because it hears nothing: these steps are 2.3 to 2.6 times
-    slower, in the same noise and among the same pauses."""
+    """The judge must not stay quiet because it detects nothing at all: these steps are 2.3 to 2.6
+    times slower, in the same noise and among the same pauses."""
     missed, others = [], 0
     for seed in range(14):
         usual, start, factor = healthy(seed), 800 + 137 * seed, 2.3 + 0.02 * seed

@@ -1,5 +1,5 @@
-"""What a rank reads about itself: it creates no CUDA context, and counts local rather than global
-values."""
+"""A rank's facts about itself: reading them creates no CUDA context, and the counts are local
+rather than global."""
 
 from __future__ import annotations
 

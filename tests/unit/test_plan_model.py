@@ -1,5 +1,4 @@
-"""`plan` gives source 004's figures, says where they simplify, and refuses what no training can
-have."""
+"""`plan` gives source 004's figures, says where they simplify, and refuses impossible settings."""
 
 from __future__ import annotations
 

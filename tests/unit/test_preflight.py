@@ -1,4 +1,4 @@
-"""The preflight's patience: what it waits for, what it remembers, and what prevents a start."""
+"""The preflight: what it waits for, what it remembers, and what prevents a start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private names of other packages: which ones the guard uses, and that they are still there."""
+"""Private names in other packages: which ones the guard uses, and that they still exist."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NEEDED = {
     "torch._C._dynamo.eval_frame": ["set_eval_frame"],
     "torch._C._distributed_c10d": ["_dump_fr_trace_json"],
 }
-"""What the guard takes of a module that it finds by its name."""
+"""Attributes that the guard uses from a module that it finds by name."""
 
 
 def private_names(source: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Questions to a child with a deadline: how long to wait for a late child."""
+"""Probes of a child with a deadline: how long to wait for a late child."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def test_the_readers_know_every_list_that_a_profile_may_have() -> None:
 def test_a_profile_that_nothing_understands_is_refused(
     tmp_path: Path, text: str, words: str
 ) -> None:
-    # A limit with a typing error used to be a rule that never applied.
+    # A limit with a typo used to become a rule that never applied.
     path = tmp_path / "own.toml"
     path.write_text(HEAD + text)
     with pytest.raises(ValueError, match=r"own\.toml: ") as refusal:

@@ -1,4 +1,4 @@
-"""Ranks that end while others train: which rank left, how, and when that is worth a line."""
+"""Ranks that exit while others train: which rank left, how, and when that is worth a line."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The redactor against detect-secrets: what its detectors find in a log line, they do not find in
-what the guard writes."""
+"""Compares the redactor with detect-secrets: secrets that its detectors find in a log line must not
+appear in the guard's output."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Stage:
             self.loop.turn()
 
     def written(self) -> bytes:
-        """The output that has left the guard if it ends now."""
+        """The output that would have left the guard if it exited now."""
         self.relay.finish(10.0)
         return self._passed_on.read_bytes()
 
@@ -87,7 +87,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     with open(tmp_path / "out", "wb") as out:
 
         def make(show: Callable[[bytes], None]) -> Stage:
-            # Not before: pytest sets its own between the fixtures and the test.
+            # Not earlier, because pytest sets its own between the fixtures and the test.
             monkeypatch.setattr(sys, "stdout", out)
             monkeypatch.setattr(sys, "stderr", out)
             stages.append(Stage(tmp_path / "out", show))
@@ -195,7 +195,7 @@ def test_a_miner_that_prints_faster_than_the_monitors_read_waits_for_them(
 
 
 def _flood(at: Stage, megabytes: int) -> None:
-    """Print as fast as the relay reads, so that it never finds an empty pipe."""
+    """Print as fast as the relay reads, so that it never finds the pipe empty."""
     os.set_blocking(at.miner, False)
     sent, deadline = 0, time.monotonic() + 60
     while sent < megabytes * 1024 * 1024:

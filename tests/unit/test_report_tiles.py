@@ -53,7 +53,7 @@ def test_each_figure_with_a_limit_names_it(tmp_path: Path) -> None:
 
 
 def test_all_figures_of_a_guard_that_is_gone_are_stale(tmp_path: Path) -> None:
-    """The first screen must not show healthy figures under UNKNOWN."""
+    """The first screen must not show healthy figures below the verdict UNKNOWN."""
     assert {kind for kind, *_ in _tiles(tmp_path, age_s=900).values()} == {"tile old"}
 
 

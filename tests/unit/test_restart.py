@@ -1,4 +1,5 @@
-"""Restart policy: growing waits, a budget, and no loops on what a restart cannot fix."""
+"""Restart policy: growing waits, a budget, and no endless restarts for faults that a restart cannot
+fix."""
 
 from __future__ import annotations
 

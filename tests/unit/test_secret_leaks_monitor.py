@@ -32,7 +32,7 @@ def test_a_printed_secret_is_named_once_even_where_two_chunks_share_it(
 def test_a_secret_of_the_miners_env_file_is_one_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where pm2 runs the guard, the keys are in that file alone."""
+    """Under pm2, only that file contains the keys."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".env").write_text("export WANDB_API_KEY='key-of-the-file' # mine\n")
     config = Config(repo=RepoSettings(credentials="dotenv"))

@@ -1,4 +1,4 @@
-"""The line of its own program at which a rank is, from py-spy's dump and from faulthandler's."""
+"""Finds, from py-spy's or faulthandler's dump, the line of its own program at which a rank is."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ ASLEEP = """Thread 4243 (idle): "MainThread"
 
 
 def test_the_rank_outside_the_collective_is_the_one_that_the_others_wait_for() -> None:
-    """Under FSDP2 the guard must not report `no rank stands out` because no phase tells the ranks
-    apart."""
+    """Under FSDP2 the guard must not report `no rank stands out` because no phase distinguishes the
+    ranks."""
     assert [waits_for_ranks(dump) for dump in (PY_SPY, FAULTHANDLER, ASLEEP)] == [True, True, False]
     assert outside_the_collective({0: True, 1: False, 2: True}) == (1,)
     assert outside_the_collective({0: True, 1: True}) == ()

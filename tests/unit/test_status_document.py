@@ -77,8 +77,8 @@ def test_monitors_write_the_fields_that_readers_read(tmp_path: Path) -> None:
 
 
 def test_a_document_is_read_once_until_there_is_another() -> None:
-    """The verdict's and the GPU's monitor read it at every tick, and an idle guard composes one
-    every five seconds."""
+    """The verdict and GPU monitors read it at every tick, while an idle guard composes one every
+    five seconds."""
     last = LastRead(StatusDocument)
     assert last.of(None) == StatusDocument()
     first, second = {"state": "running"}, {"state": "waiting"}

@@ -271,7 +271,7 @@ def test_only_the_lowest_rank_counts() -> None:
 
 
 def test_the_time_since_the_start_is_not_a_step_time() -> None:
-    """A loop that prints how long it has been running must not cause SLOW STEP of an hour."""
+    """A loop that prints how long it has been running must not cause a SLOW STEP of an hour."""
     lines = [f"step {n}: loss 2.0, time: {10 * n}s" for n in range(1, 12)]
     assert steps_of(*lines, every_s=10.0)[-1][2] == 10.0
     steady = [f"step {n}: loss 2.0, time: {3 + n % 3}s" for n in range(1, 12)]

@@ -119,7 +119,8 @@ def test_a_step_is_slow_against_its_like(tmp_path: Path) -> None:
 
 
 def test_steps_with_more_tokens_are_longer_and_not_slow(tmp_path: Path) -> None:
-    """Covers longer sequences, a larger batch after a warm-up, and a step that is slow even so."""
+    """Covers longer sequences, a larger batch after a warm-up, and a step that is slow even
+    allowing for these."""
     clock, noise = FakeClock(), random.Random(1)
     monitor = StepsMonitor(context(tmp_path, clock=clock))
     seen = []
@@ -280,8 +281,8 @@ def test_now_is_not_needed_for_a_snapshot(tmp_path: Path) -> None:
 
 
 def test_after_a_new_rendezvous_only_the_present_ranks_report(tmp_path: Path) -> None:
-    """Otherwise a node would be silent to its end, because a rank that went to another node still
-    leads."""
+    """Otherwise a node would stay silent to the end, because a rank that moved to another node
+    still leads."""
     monitor = StepsMonitor(context(tmp_path))
     list(monitor.on_steps(0, [make_step(1, 0.0, 15.0)]))
     list(monitor.on_tick(16.0, headers(4, 5)))

@@ -75,7 +75,7 @@ class Pipes:
 
 
 class Records:
-    """Flight records; any query fails when the test says so."""
+    """Flight records whose queries fail when the test says so."""
 
     def __init__(self) -> None:
         self.failing = False
@@ -280,7 +280,7 @@ def test_a_wait_for_gpu_memory_that_fails_does_not_keep_the_next_launch(
 def test_every_tick_reaches_the_monitors_even_if_the_records_cannot_be_read(
     supervisor: Supervisor, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One unreadable record must not blind the hang detection for all ranks."""
+    """One unreadable record must not disable hang detection for all ranks."""
     cast(Any, supervisor.flights).failing = True
     ticks: list[float] = []
     monkeypatch.setattr(supervisor.runner, "tick", lambda now, _ranks: ticks.append(now))

@@ -1,4 +1,4 @@
-"""Peers and AllReduces, read from the lines that each program prints."""
+"""Peers and AllReduces, parsed from the lines that each program prints."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ _SEEDS = 3
 
 
 def described(title: str, seen: Report) -> None:
-    """The figures, for the tests' log."""
+    """The figures, for the test log."""
     print(f"\n{title}: {seen.quiet_share():.1%} of the quiet curves alarmed")
     print({kind: n for kind, (n, _) in seen.quiet.items() if n})
     for anomaly, (found, count) in seen.found.items():

@@ -1,5 +1,5 @@
-"""Real curves: what share of the labelled anomalies is found at its step, and how often healthy
-ones raise an alarm.
+"""Real curves: the share of labelled anomalies found at the right step, and how often healthy
+curves raise an alarm.
 
 The corpus is other people's data next to the checkout; without it these tests are skipped.
 Repositories that give many similar runs count as much as those that give one.
@@ -37,15 +37,16 @@ SILENT = {"healthy", "converged", "resumed", "nan_grad"}
 NAMES = {"memory_growth": "memory_leak"}
 
 DELAY = {"overfit": 0.05, "divergence": 0.05}
-"""Share of the run that a finding may lie off its label: both are judged on a smoothed curve."""
+"""How far a finding may be from its label, as a share of the run: both are judged on a smoothed
+curve."""
 
 VALUES_OFF = 2
-"""Values that any finding may lie off its label."""
+"""How many values any finding may be from its label."""
 
 
 @dataclass
 class Score:
-    """What was found of one type, by repository."""
+    """The findings of one type, by repository."""
 
     hits: dict[str, list[bool]] = field(default_factory=lambda: collections.defaultdict(list))
 
@@ -309,7 +310,7 @@ def test_cuts_of_healthy_runs_are_silent_too() -> None:
 
 
 def cut(record: dict[str, Any], first: float, last: float, stride: int) -> dict[str, Any]:
-    """A part of a record."""
+    """Part of a record."""
     count = len(record["values"])
     part = slice(int(first * count), max(int(first * count) + 1, int(last * count)), stride)
     cut_off = {k: (record[k] or [])[part] for k in ("steps", "values", "lr", "grad_norm")}

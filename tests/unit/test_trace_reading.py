@@ -1,4 +1,4 @@
-"""Which lines and tables the reader accepts as a trace, and that no text makes it raise."""
+"""The lines and tables that the reader accepts as a trace; no text makes it raise."""
 
 from __future__ import annotations
 

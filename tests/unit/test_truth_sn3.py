@@ -1,4 +1,4 @@
-"""What Templar's real validator says of 55 gradients, and that our inspection says the same.
+"""Our inspection agrees with Templar's real validator about 55 gradients.
 
 The verdicts were taken with its own code: `python -m tests.truth.take_verdicts_sn3`. The gradient
 that all states start from was made by its own compressor.
@@ -28,7 +28,7 @@ VERSION = "2.1.28"
 LIMITS = Limits.of(GateSettings(), load_profile("sn3").limits)
 
 DIFFERENT = {"quantisation: table of lists": "gathered, but the update after it can't index a list"}
-"""States of which we say something else on purpose, and why."""
+"""States on which we deliberately disagree, and why."""
 
 
 def report(document: Any, tmp_path: Path) -> dict[str, Any]:

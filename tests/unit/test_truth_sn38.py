@@ -1,4 +1,4 @@
-"""What subnet 38's real validators say of 447 states, and that our audit says the same.
+"""Our audit agrees with subnet 38's real validators about 447 states.
 
 The verdicts were taken by running the validators' own code: `python -m tests.truth.take_verdicts`.
 """
@@ -29,7 +29,7 @@ from validators.profiles import load_profile  # noqa: E402
 TABLE = Path(__file__).parents[1] / "truth" / "sn38.jsonl"
 LINES = states.lines(TABLE)
 VERSION = "1.2.7"
-"""The version that the profile speaks for."""
+"""The version that the profile describes."""
 
 EARLIER: dict[str, dict[str, Any]] = {
     version: {"validator_repo_age_s": 2400.0, "validator_repo_age_raise_s": None}
@@ -40,7 +40,7 @@ EARLIER: dict[str, dict[str, Any]] = {
 pytestmark = pytest.mark.slow
 
 DIFFERENT: dict[str, str] = {}
-"""States of which we say something else on purpose, and why."""
+"""States on which we deliberately disagree, and why."""
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_the_audit_says_what_the_real_validator_says(ours: Ours, group: str) -> 
 IN_MEMORY = [
     line for line in LINES if "gradients" in line and not {"bytes", "save", "scored"} & line.keys()
 ]
-"""States that differ in what the miner hands to torch.save."""
+"""States that differ in the data that the miner passes to torch.save."""
 
 
 @pytest.mark.filterwarnings("ignore")

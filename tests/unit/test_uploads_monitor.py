@@ -182,7 +182,8 @@ def test_every_decision_is_in_the_ledger_and_replays_equal(bench: Bench) -> None
 
 
 def test_the_forecast_says_what_waiting_costs_after_an_allreduce() -> None:
-    """From inner step 1 validators accept; with the archive published, each further one is lost."""
+    """Validators accept inner step 1 and above; while the archive is published, each further step
+    of waiting is lost."""
     given = {"inner_step": 10, "step_s": 20.0, "min_inner_step": 50, "age_s": 60.0, "limit_s": 2e3}
     scored = forecast(**given, accepted_from=1)  # type: ignore[arg-type]
     waiting = forecast(**given, accepted_from=1, unscored=True)  # type: ignore[arg-type]

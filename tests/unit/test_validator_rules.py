@@ -1,4 +1,4 @@
-"""How single rules read their input, and that no input makes one raise."""
+"""How individual rules read their input; no input makes one raise."""
 
 from __future__ import annotations
 

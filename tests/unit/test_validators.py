@@ -353,7 +353,7 @@ def test_every_rule_passes_warns_blocks_and_is_unknown_in_some_test() -> None:
     seen: dict[str, set[str]] = {}
     for _, judge, facts_, limits, outcome in CASES:
         seen.setdefault(judge(facts_, limits).rule, set()).add(outcome)
-    # These two know no half measures; for the upload after an AllReduce every block is a warning.
+    # These two rules never warn; for the upload after an AllReduce, every block becomes a warning.
     known = GateInputs(
         network=chain(uid=8, commitment=OURS),
         bucket="x-007",

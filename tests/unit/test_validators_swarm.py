@@ -1,5 +1,5 @@
-"""Rules about what is in no file: the axon, AllReduces, and the limit that a failed AllReduce
-raises."""
+"""Rules about facts that are in no file: the axon, AllReduces, and the limit that a failed
+AllReduce raises."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_neither_decides_whether_validators_accept_the_files() -> None:
 def test_an_overdue_allreduce_may_have_raised_the_age_limit(
     age_s: float, blocks: int | None, outcome: str, limit: float
 ) -> None:
-    # Until then the audit reported a zero score that the master may not give.
+    # Before, the audit reported a zero score that the master may not give.
     published = Published(age_s=age_s, reason=None, outer_step=56)
     network = Network(block=1, blocks_since_allreduce=blocks, reason=None)
     verdict = repo_age.judge_published(facts(published=published, network=network), SN38)
@@ -86,7 +86,7 @@ def test_an_overdue_allreduce_may_have_raised_the_age_limit(
 
 
 class Refusing(http.server.BaseHTTPRequestHandler):
-    """An axon's answer to a request without a signature."""
+    """An axon's response to an unsigned request."""
 
     def do_POST(self) -> None:
         self.server.paths.append(self.path)  # type: ignore[attr-defined]
@@ -127,7 +127,7 @@ def test_the_probe_reports_why_there_is_no_answer() -> None:
 
 
 def test_a_process_that_takes_connections_and_never_answers_is_not_alive() -> None:
-    """The kernel accepts connections for a hung process: a port that is open proves nothing."""
+    """The kernel accepts connections for a hung process, so an open port proves nothing."""
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

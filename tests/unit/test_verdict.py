@@ -205,7 +205,7 @@ def test_a_finding_that_the_status_does_not_show_yet_counts_already() -> None:
     ],
 )
 def test_an_overdue_step_does_not_count_as_earning(steps: dict[str, Any], state: str) -> None:
-    """The verdict must not be EARNING throughout the minutes before a hang is called one."""
+    """The verdict must not be EARNING throughout the minutes before a hang is declared."""
     changes = {f"steps__{name}": value for name, value in steps.items()}
     assert judge(typed(**changes, hang__limit_s=300.0), Memory()).state == state
 
@@ -220,7 +220,7 @@ def test_every_condition_names_an_event_of_the_catalogue() -> None:
 
 
 def test_every_next_step_names_an_existing_command() -> None:
-    """At four in the morning a person wants a command to type, not "check the log"."""
+    """At four in the morning, the person on call wants a command to type, not "check the log"."""
     memory = Memory()
     for finding in (GPU, STRAGGLER, OUT_OF_MEMORY):
         memory.take(finding)

@@ -1,4 +1,4 @@
-"""A week of verdicts: counted as it passes, shown as cells and shares."""
+"""A week of verdicts, counted as it passes and shown as cells and shares."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_cell_has_its_worst_lasting_state_and_the_strip_begins_with_the_record
 
 
 def test_a_start_of_some_minutes_does_not_hide_two_hours_of_earning() -> None:
-    """A first upload that was awaited for ten minutes must not make the cell grey."""
+    """Ten minutes of waiting for the first upload must not make the cell grey."""
     week = VerdictWeek({})
     week.add("unknown", START, START + 600)
     week.add("earning", START + 600, START + CELL_S)
@@ -121,7 +121,7 @@ def test_percentages_never_exceed_the_whole_and_never_read_0(parts: list[float])
 
 
 def test_the_next_guard_continues_the_week(tmp_path: Path) -> None:
-    """The strip must not begin again with each restart of the guard."""
+    """The strip must not start over at each restart of the guard."""
     clock, status = FakeClock(), {"state": "paused"}
     guard = VerdictMonitor(context(tmp_path, clock=clock, status=lambda: status))
     for _ in range(100):

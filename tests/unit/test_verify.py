@@ -83,7 +83,7 @@ LATER = {"reason": None, "outer_step": 56, "seen_at": 60.0}
     [
         (Published(age_s=960.0, inner_step=50, **LATER), False),
         (Published(age_s=10.0, inner_step=51, **LATER), True),
-        # The look before saw the files already; the log line came after it.
+        # The earlier probe already saw the files; the log line came later.
         (Published(age_s=960.0, inner_step=51, **LATER), True),
     ],
 )

@@ -1,4 +1,4 @@
-"""What `make test-lowest` and `make test-newest` install."""
+"""The packages that `make test-lowest` and `make test-newest` install."""
 
 from __future__ import annotations
 

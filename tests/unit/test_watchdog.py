@@ -24,7 +24,7 @@ GRACE_S = 10.0
 
 
 class Left(Exception):
-    """Stands in for the end of the process."""
+    """Stands in for the exit of the process."""
 
 
 class Scene:

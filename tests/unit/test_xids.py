@@ -1,5 +1,5 @@
-"""Xid numbers, by NVIDIA's catalogue: which component is at fault, what to do, what a line with one
-means."""
+"""Xid numbers according to NVIDIA's catalogue: which component is at fault, what to do, and what a
+line with an Xid means."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ def main() -> int:
 def session() -> int:
     import fcntl
 
-    # The terminal becomes this session's; the command is another process group than the one in the
-    # foreground.
+    # The terminal becomes this session's; the command is in a different process group from the
+    # foreground one.
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     os.tcsetpgrp(0, os.getpgrp())
     return subprocess.call(sys.argv[2:], preexec_fn=os.setpgrp)

@@ -1,4 +1,4 @@
-"""A rank of a miner whose last rank answers a collective question late, and then continues. late.py
+"""One rank of a miner whose last rank asks a collective question late, and then continues. late.py
 LATE_S all|alone TOKEN"""
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A launcher with every kind of descendant that supervisors lose: process_tree.py MODE TOKEN.
 
-`stay` waits for its end, `leave` exits with 0 at once and leaves them all. Children: plain, setsid,
-double-forked, double-forked with an empty environment, one that ignores SIGTERM, one stopped by
-SIGSTOP.
+`stay` waits until it is stopped, `leave` exits with 0 immediately and leaves them all behind.
+Children: plain, setsid, double-forked, double-forked with an empty environment, one that ignores
+SIGTERM, one stopped by SIGSTOP.
 """
 
 from __future__ import annotations

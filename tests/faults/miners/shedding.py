@@ -1,6 +1,6 @@
 """Children that hide: shedding.py TOKEN. One clears its environment with `env -i`, one overwrites
-it in place. Both first leave their parent, session and process group, so that only a cgroup's
-members or a list lead to them."""
+it in place. Both first leave their parent, session and process group, so that they can be found
+only through a cgroup's members or a list."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """One rank that steps until it is stopped: steady.py FILE STEP_S TOKEN.
 
 Appends a line per step to FILE: pid, number, time of its end, seconds inside the hook and in
-prints. Both exclude the time that it waited for a processor, because then it waited for other
-programs on this machine, not for the guard. On SIGUSR1 one of its threads prints a megabyte. It has
-a child that ignores SIGTERM and has no environment.
+prints. Both exclude the time spent waiting for a processor, because that wait is for other programs
+on this machine, not for the guard. On SIGUSR1 one of its threads prints a megabyte. It has a child
+that ignores SIGTERM and has no environment.
 """
 
 from __future__ import annotations

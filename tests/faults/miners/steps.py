@@ -1,9 +1,10 @@
 """One rank with the hook and no torch: steps.py STEPS STEP_S THEN TOKEN.
 
-THEN: `finish` closes as finished and exits 0, `exit0` just exits, `hang` enters a data phase for
-ever, `fail` says that its loop failed and waits forever, `linger` closes the hook and lives on,
-`crash` exits with 3, `checkpoints` says when one is asked for, `done` closes as finished and lives
-on, `asleep` waits before it calls the hook, `waits` waits in a backward phase, `killed` is killed.
+THEN: `finish` closes as finished and exits 0, `exit0` just exits, `hang` stays in a data phase
+forever, `fail` reports that its loop failed and waits forever, `linger` closes the hook and keeps
+running, `crash` exits with 3, `checkpoints` reports when one is requested, `done` closes as
+finished and keeps running, `asleep` waits before it calls the hook, `waits` waits in a backward
+phase, `killed` is killed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A rank of a miner whose last rank is late with its data for some steps; the others wait for it in
-a collective."""
+"""One rank of a miner whose last rank gets its data late for some steps, while the others wait for
+it in a collective."""
 
 from __future__ import annotations
 

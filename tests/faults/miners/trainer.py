@@ -2,8 +2,8 @@
 
 DDP under torchrun.
 
-THEN: `ends` runs to its end, `catches` prints an exception of its loop and exits with 0, `leaves`
-ends rank 1 after 15 steps.
+THEN: `ends` runs to its end, `catches` prints an exception raised in its loop and exits with 0,
+`leaves` ends rank 1 after 15 steps.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Fills the GPU until its allocator refuses; the next launch finishes. On the CPU it asks for more
-than any host has: filling a host would end other programs."""
+"""Fills the GPU until its allocator refuses; the next launch finishes. On the CPU it requests more
+than any host has, because filling a host would kill other programs."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Rank:
         self.guard.step(outer_step=1, inner_step=self.number, loss=float(loss))
 
     def first_time(self, what: str) -> bool:
-        """Whether no earlier call in this test, in any launch, asked the same."""
+        """Whether this is the first such call in this test, across all launches."""
         path = self.folder / what
         if path.exists():
             return False

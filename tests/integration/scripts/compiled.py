@@ -1,5 +1,5 @@
-"""A training script whose whole step is compiled; torch ends it where something has to be compiled
-twice."""
+"""A training script whose whole step is compiled; torch aborts it if anything needs a second
+compilation."""
 
 import torch
 

@@ -1,5 +1,5 @@
-"""A miner of one process: an outer step with an archive upload, blocked, allowed, pushed and lost
-uploads."""
+"""A single-process miner: an outer step with an archive upload, then blocked, allowed, pushed and
+lost uploads."""
 
 from __future__ import annotations
 
@@ -44,6 +44,6 @@ for inner_step in range(1, 9):
                 ).hexdigest()
             # At 8 the upload worker dies unseen: nothing is published, and the miner believes it
             # was.
-# Long enough for a refusal to be looked for twice.
+# Long enough for two checks of a refused upload.
 time.sleep(6)
 guard.close(finished=True)

@@ -1,8 +1,8 @@
 """The handmade metadata of a small runtime: the types, storage and runtime calls that the guard's
 queries use.
 
-bittensor decodes every answer by the node's metadata, so a stub node must describe itself as a real
-one does: version 14 for bittensor 9, version 15 for 10 and 11.
+bittensor decodes every response with the node's metadata, so a stub node must describe itself as a
+real one does: version 14 for bittensor 9, version 15 for 10 and 11.
 """
 
 from __future__ import annotations

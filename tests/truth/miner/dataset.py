@@ -12,7 +12,7 @@ from tests.truth.miner import neuron, plan
 
 
 class _OnCpu(torch.Tensor):
-    """Tokens that stay on the CPU when they are sent to the GPU of this rank's number."""
+    """Tokens that stay on the CPU when the miner moves them to its rank's GPU."""
 
     def to(self, *_: Any, **__: Any) -> Any:
         return self.as_subclass(torch.Tensor)

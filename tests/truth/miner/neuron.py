@@ -21,7 +21,8 @@ miner: Any = None
 
 
 class BaseNeuron:
-    """What the real class gives the miner, as far as uploads and steps need it."""
+    """The attributes that the miner gets from the real class, as far as uploads and steps need
+    them."""
 
     neuron_type = "BaseNeuron"
 

@@ -27,20 +27,20 @@ class Round:
 
     name: str
     gradients: Mapping[str, str | None] | None = None
-    """Changes to what the miner's compressor returns, as in `tests.truth.states`."""
+    """Changes to the result of the miner's compressor, as in `tests.truth.states`."""
 
     config: Mapping[str, Any] | None = None
     """Fields of the model's config, spelled as in the truth table."""
 
     inner_step: int | None = None
     network: Mapping[str, Any] | None = None
-    """Fields of gate-inputs.json's `network`, and `bucket`: what the guard reads beside the
-    miner."""
+    """Fields of gate-inputs.json's `network`, and `bucket`: the inputs that the guard reads from
+    outside the miner."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All rounds of a run."""
+    """All rounds in a run."""
 
     upload_steps: int
     rounds: Sequence[Round]
@@ -75,7 +75,7 @@ class Rounds:
         """The next round; None after the last, when the miner stops."""
         self._finish()
         if not self._left:
-            # Until November 2025 an event ends the loop inside the loop.
+            # Until November 2025, the inner loop ended through an event.
             self._miner.should_exit = True
             self._miner.stop_event.set()
             return None
@@ -86,7 +86,7 @@ class Rounds:
         return self._now
 
     def break_(self, now: Round) -> None:
-        """Do to the miner what the round says, on rank 0, once its block list has grown."""
+        """Apply the round's fault to the miner, on rank 0, once its block list has grown."""
         miner = self._miner
         if now.inner_step is not None:
             # On all ranks: the optimizer's step then makes it that.

@@ -15,7 +15,7 @@ from validators.profiles import load_profile
 
 TABLE = Path(__file__).parents[1] / "sn38.jsonl"
 VERSION = "1.2.7"
-"""Whose verdicts count: the profile's."""
+"""The validators' version whose verdicts count: the profile's."""
 
 _GRADIENTS = "written by torch.save, after the gate's last look; the audit finds it"
 _METADATA = "the miner writes all fields, as int() of its counters, after the upload"
@@ -28,14 +28,14 @@ _KEYS = "whether keys open the bucket only storage tells: the gate warns of othe
 
 @dataclass(frozen=True)
 class Beyond:
-    """A reject that cannot be seen from the miner before its upload."""
+    """A reject that the miner cannot show before its upload."""
 
     name: str
     why: str
 
 
 def all_of(lines: Sequence[Mapping[str, Any]]) -> Iterator[Round | Beyond]:
-    """Each state that the real validator scores with nothing."""
+    """Each state that the real validator gives no score."""
     for line in lines:
         real = line["real"][VERSION]
         if not (real["accepts"] and real["worth"] == "something"):
@@ -93,6 +93,6 @@ def _credentials(name: str, network: Mapping[str, Any]) -> Round | Beyond:
     form = load_profile("sn38").limits["commitment_form"]
     if len(committed) == sum(form) and not placeholder(committed, form):
         return Beyond(name, _KEYS)
-    # The guard counts a placeholder as nothing committed.
+    # The guard treats a placeholder as if nothing were committed.
     known = "" if placeholder(committed, form) else committed
     return Round(name, network={"commitment": fingerprint(known)})

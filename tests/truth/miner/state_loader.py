@@ -27,7 +27,7 @@ class Config(SimpleNamespace):
 
 
 class Output(NamedTuple):
-    """What the model returns: a container whose tensors FSDP finds."""
+    """The model's output: a container in which FSDP finds the tensors."""
 
     loss: Any
 
@@ -69,7 +69,7 @@ def load_state_from_peer(
 def load_model_optimizer_gradient_averager(
     miner: Any, repo: Any = None, epoch: int | None = None, **_: Any
 ) -> int:
-    """The name under which miners from before October 2025 call it."""
+    """Miners from before October 2025 call it by this name."""
     _build(miner)
     return 1
 

@@ -1,5 +1,5 @@
-"""Replaces what the real miner reaches over the network, and the GPU: modules, and boto3's
-endpoint."""
+"""Replaces everything that the real miner reaches over the network, and the GPU: modules, and
+boto3's endpoint."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ _REPLACED = {
     "distributed_training.utils.misc": "misc",
     "distributed_training.utils.logger": "misc",
 }
-"""Modules of the miner, and the module of this package that stands in their place."""
+"""The miner's modules, each with the module in this package that replaces it."""
 
 _ABSENT = (
     *("hivemind", "transformers", "influxdb_client", "wandb", "datasets", "speedtest", "pandas"),
     *("dotenv", "openskill", "nest_asyncio", "pytz", "distributed_training.averaging"),
     *("distributed_training.utils.config", "distributed_training.utils.uids"),
 )
-"""What the miner imports and neither an upload nor a step passes through."""
+"""Modules that the miner imports but that neither uploads nor steps use."""
 
 
 @dataclass(frozen=True)
 class World:
-    """What the command that started the miner tells the fakes."""
+    """The settings that the starting command passes to the fakes."""
 
     folder: Path
-    """Where they write their logs."""
+    """Where the fakes write their logs."""
 
     endpoint: str
-    """The S3 server's, with `{account}`."""
+    """The S3 server's endpoint, with `{account}`."""
 
     plan: Path
-    """What happens to the miner: `plan.Plan` as JSON."""
+    """The faults to inject: `plan.Plan` as JSON."""
 
     def log(self, name: str, line: object) -> None:
         """Append a line to a log; every process of the miner writes into the same files."""

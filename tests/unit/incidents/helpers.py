@@ -1,4 +1,4 @@
-"""One log through scanner and case, whole or in pieces."""
+"""Runs one log through scanner and case, whole or in pieces."""
 
 from __future__ import annotations
 

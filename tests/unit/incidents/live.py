@@ -41,7 +41,7 @@ class Live:
 
     def __init__(self, tmp_path: Path, config: Config | None = None) -> None:
         self.oom_kills: Iterator[int] = count()
-        """By the kernel, each time it is asked: it has killed one more."""
+        """A kernel counter that reports one more kill each time it is read."""
 
         self.clock = FakeClock()
         self.findings: list[Finding] = []

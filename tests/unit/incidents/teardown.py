@@ -1,4 +1,4 @@
-"""What the other ranks and a launcher print after one rank has failed."""
+"""The output of the other ranks and a launcher after one rank has failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ten ranks print at once: what one of them broke, and what the others saw of it, in any order."""
+"""Ten ranks print together, in any order: one shows the fault, the others its consequences."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_cascade_resolves_to_the_rank_that_broke(number: int) -> None:
     chance = random.Random(number)
     for prefix in PREFIXES:
         if "{rank}" not in prefix and 'File "' in text:
-            continue  # whose traceback a line belongs to can't be known where ten print at once and none says its rank
+            continue  # if ten ranks print at the same time and none names itself, nothing shows whose traceback a line belongs to
         log = cascade(text, chance, prefix)
         assert root(log) == label, log
 
@@ -179,8 +179,8 @@ def test_a_nan_that_training_survived_is_not_the_cause_of_a_later_end() -> None:
     ],
 )
 def test_later_losses_do_not_clear_every_nan(log: str) -> None:
-    """HF Trainer prints 0.0 for NaN, and a restart prints steps after the end that the NaN
-    caused."""
+    """HF Trainer prints 0.0 for NaN, and after the crash that the NaN caused, a restart prints
+    steps."""
     assert root(log) == "nan_loss"
 
 

@@ -82,8 +82,8 @@ PREFIXES = (
 
 
 PREFIXES_PER_EXCERPT = 3
-"""Each excerpt meets some of the prefixes and each prefix hundreds of excerpts: all pairs would
-take two minutes."""
+"""Combines each excerpt with some of the prefixes, and each prefix with hundreds of excerpts: all
+pairs would take two minutes."""
 
 
 @pytest.mark.parametrize("number", range(len(PREFIXES)), ids=PREFIXES)
@@ -129,7 +129,7 @@ def test_root_causes_of_the_public_threads() -> None:
 
 
 SIXTH_ROUND_RIGHT = 83
-"""Of 96 faults, in each setting: the first run, from which no rule was written."""
+"""Out of 96 faults, in each setting: the first run, before any rule was written from them."""
 
 
 def test_root_causes_of_the_round_that_no_rule_comes_from() -> None:

@@ -1,4 +1,4 @@
-"""What fixes take from the line: the package, path, host or repo that it names, never a
+"""Fixes quote details from the line: the package, path, host or repo that it names, never a
 placeholder."""
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ def test_stdin_is_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 
 
 def guards_log(folder: Path) -> None:
-    """A guard's log whose first part is in a rotated file."""
+    """A guard's log, the first part of which is in a rotated file."""
     folder.mkdir(parents=True)
     seen = {
         "event": "hang_detected",
@@ -298,8 +298,8 @@ NOTICE = (
 def test_a_notice_is_named_with_its_own_action_and_without_alarm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A notice once was no answer at all; the label's other fixes would take a sound GPU out of
-    service."""
+    """`explain` once gave no answer for a notice; the label's other fixes would take a healthy GPU
+    out of service."""
     code, document = explained(capsys, write(tmp_path, NOTICE))
     [found] = document["findings"]
     assert (code, document["root_cause"], found["severity"]) == (0, "gpu_hardware", "info")

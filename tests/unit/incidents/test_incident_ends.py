@@ -1,4 +1,5 @@
-"""What else the incidents monitor knows when a miner ends: its losses, its signal, its ranks."""
+"""Other evidence that the incidents monitor has when a miner exits: its losses, its signal, its
+ranks."""
 
 from __future__ import annotations
 

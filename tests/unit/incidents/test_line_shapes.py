@@ -63,7 +63,7 @@ def _renumbered(text: str, chance: random.Random) -> str:
 @settings(max_examples=400)
 @given(st.lists(PARTS, max_size=5).map("".join), st.integers())
 def test_a_line_of_a_known_shape_is_read_like_a_new_one(text: str, seed: int) -> None:
-    """It has its own rank, prefix and name, not those of the line that taught its shape."""
+    """It has its own rank, prefix and name, not those of the first line with its shape."""
     reader, chance = LineReader(knowledge.load().words), random.Random(seed)
     for line in (text, *(_renumbered(text, chance) for _ in range(6)), text):
         raw = line.encode()

@@ -1,4 +1,4 @@
-"""The scanner gives the same answer however the bytes are split, and answers any bytes."""
+"""The scanner gives the same answer however the bytes are split, and copes with any bytes."""
 
 from __future__ import annotations
 
@@ -154,8 +154,8 @@ def test_lines_are_counted_as_an_editor_counts() -> None:
 
 
 def test_no_known_error_is_lost_by_the_search_for_trigger_words() -> None:
-    """The scanner examines a line only if it contains a trigger word; a line that a pattern knows must
-    bring one."""
+    """The scanner examines a line only if it contains a trigger word, so every line that a pattern
+    matches must contain one."""
     known = knowledge.load()
     lost = []
     for row in tomllib.loads(EXCERPTS.read_text(encoding="utf-8"))["excerpt"]:
@@ -169,7 +169,7 @@ def test_no_known_error_is_lost_by_the_search_for_trigger_words() -> None:
 
 
 def test_noise_is_not_an_incident() -> None:
-    """Short words such as `xid` and `nan` turn up in any megabytes of letters."""
+    """Short words such as `xid` and `nan` turn up in any few megabytes of random letters."""
     chance = random.Random(11)
     noise = bytes(chance.choices(b"abcdefghijklmnopqrstuvwxyz 0123456789.:()[]\n", k=1 << 20))
     assert root(noise) is None
@@ -316,7 +316,7 @@ def test_an_exception_in_lower_case_is_judged_by_its_frames(path: str, label: st
 
 
 def test_an_error_far_along_a_line_of_its_own_words_is_found() -> None:
-    """Of a line's later pieces, only what has a new word is examined."""
+    """Only those later pieces of a line that contain a new word are examined."""
     noise = "wallet permission password error retrying " * 10_000
     log = noise + "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n"
     assert root(log) == "cuda_oom"

@@ -1,5 +1,5 @@
-"""What a rank asks the guard: whether it may upload, whether an upload is due, whether a checkpoint
-was requested; and how it reports an upload."""
+"""The questions that a rank asks the guard (whether it may upload, whether an upload is due,
+whether a checkpoint was requested), and its reports of uploads."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_a_requested_checkpoint_is_seen_once(guard: Guard, state: StateDir) -> N
 
 
 class _OneProcess:
-    """torch.distributed with two ranks, as far as one process can imitate it."""
+    """Imitates torch.distributed with two ranks, as far as one process can."""
 
     def get_rank(self) -> int:
         return 0

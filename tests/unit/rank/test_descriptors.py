@@ -32,7 +32,7 @@ def listed() -> dict[str, str]:
         try:
             found[name] = os.readlink(f"/proc/self/fd/{name}")
         except FileNotFoundError:
-            # The one that lists them.
+            # The descriptor used for this listing.
             continue
     return found
 
@@ -125,7 +125,7 @@ def test_a_rank_prints_on_the_console_that_it_started_with_and_into_no_other_fil
 def test_a_rank_reports_its_collectives_through_its_existing_socket(
     tmp_path: Path, depth: int
 ) -> None:
-    """It also answers if its path is longer than a socket's address may be."""
+    """It also responds if its path is too long for a socket's address."""
     state = StateDir(tmp_path.joinpath(*["a-long-name"] * depth))
     state.flight.mkdir(parents=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:

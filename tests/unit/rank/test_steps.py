@@ -1,4 +1,4 @@
-"""A step and its costs as the hook writes them: which values are known, which are not, and that
+"""A step and its costs as the hook records them: which values are known and which are not, and that
 nothing makes the GPU wait."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def test_nan_is_distinguished_from_a_number_that_was_not_given(
 
 
 class FakeTensor:
-    """As much of a tensor as the hook may touch; a test can make its value unreadable."""
+    """The part of a tensor that the hook may touch; a test can make its value unreadable."""
 
     def __init__(self, device: str, value: float | None) -> None:
         self.device = type("device", (), {"type": device})()
@@ -133,8 +133,8 @@ def test_a_loss_that_still_has_its_graph_is_read_without_a_warning_from_torch(
 
 
 class FakeCuda:
-    """As much of `torch.cuda` as the hook may touch: bytes allocated on each GPU, of which the
-    first is current."""
+    """The part of `torch.cuda` that the hook may touch: bytes allocated on each GPU; the first GPU
+    is current."""
 
     def __init__(self, *allocated: int) -> None:
         self.allocated = list(allocated)

@@ -1,5 +1,5 @@
 """The hook never gets in the way of training: without a disk, without a supervisor, after a fork,
-in a hang, with a foreign signal, at an odd end."""
+in a hang, with a foreign signal, on an unusual exit."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_a_forked_child_does_not_write_into_its_parents_record(
 def test_a_rank_without_home_or_working_directory_keeps_its_rank_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Otherwise each rank would assume that it is rank 0 of 1, and upload by itself."""
+    """Otherwise each rank would assume that it is rank 0 of 1, and upload on its own."""
     place = find({"RANK": "2", "WORLD_SIZE": "4"}, "~no-such-user/state")
     assert (place.rank, place.world_size, place.state) == (2, 4, None)
     assert "the state directory ~no-such-user/state can't be found" in place.remarks[0]
