@@ -8,6 +8,7 @@
 #include <string.h>
 
 #define MAX_PATH_LENGTH 1000
+#define MAX_TEXT 8192
 #define MAX_RANK_DIGITS 5
 
 #define HEADER "Traceback (most recent call last):"
@@ -132,6 +133,7 @@ static int take_run(search *self, PyObject *runs)
     span line = line_at(self->at, self->end);
     const span prefix = prefix_of(line);
     const Py_ssize_t first = self->number;
+    const uint8_t *text = self->at;
     Py_ssize_t number = first;
     skip_prefix(&line, prefix);
     const int starts = is_header(line);
@@ -168,10 +170,14 @@ static int take_run(search *self, PyObject *runs)
     } while (path.at != NULL || quotes_source(line));
     self->at = next;
     self->number = number;
+    if (next - text > MAX_TEXT) {
+        text = next - MAX_TEXT;
+    }
     PyObject *run = Py_BuildValue(
-        "nny#Oy#y#", first, number, (const char *)prefix.at, (Py_ssize_t)size_of(prefix),
+        "nny#Oy#y#y#", first, number, (const char *)prefix.at, (Py_ssize_t)size_of(prefix),
         starts ? Py_True : Py_False, (const char *)self->paths, (Py_ssize_t)(to - self->paths),
-        (const char *)raises.at, (Py_ssize_t)size_of(raises));
+        (const char *)raises.at, (Py_ssize_t)size_of(raises),
+        (const char *)text, (Py_ssize_t)(next - text));
     const int failed = run == NULL || PyList_Append(runs, run) < 0;
     Py_XDECREF(run);
     return failed ? -1 : 1;

@@ -33,6 +33,7 @@ _QUOTED = re.compile(_SOURCE)
 _PATHS = re.compile(rb"^" + _PREFIX + rb'  File "([^"\n]+)"', re.MULTILINE)
 _FRAME_BEGINS = b'  File "'
 _RAISES = b"    raise "
+MAX_TEXT = 8192
 
 
 class FrameRun(NamedTuple):
@@ -56,11 +57,14 @@ class FrameRun(NamedTuple):
     raises: bytes
     """The last source line with a `raise`, indented; empty if there is none."""
 
+    text: bytes
+    """The lines themselves; of a long run, the last `MAX_TEXT` bytes."""
 
-FindRuns = Callable[[bytes], list[tuple[int, int, bytes, bool, bytes, bytes]]]
+
+FindRuns = Callable[[bytes], list[tuple[int, int, bytes, bool, bytes, bytes, bytes]]]
 
 
-def frame_runs_in_python(block: bytes) -> list[tuple[int, int, bytes, bool, bytes, bytes]]:
+def frame_runs_in_python(block: bytes) -> list[tuple[int, int, bytes, bool, bytes, bytes, bytes]]:
     """The fields of each `FrameRun` in a block of lines."""
     if _FRAME_BEGINS not in block:
         return []
@@ -72,7 +76,8 @@ def frame_runs_in_python(block: bytes) -> list[tuple[int, int, bytes, bool, byte
         index += block.count(b"\n", run.start(), end)
         prefix, starts = run["prefix"], run["start"] is not None
         paths = b" ".join(_PATHS.findall(run[0]))
-        found.append((first, index, prefix, starts, paths, last_raise(run[0], prefix)))
+        raises = last_raise(run[0], prefix)
+        found.append((first, index, prefix, starts, paths, raises, run[0][-MAX_TEXT:]))
     return found
 
 

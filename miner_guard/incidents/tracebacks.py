@@ -6,7 +6,13 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from miner_guard.incidents.frame_runs import FrameRun, frame_runs, last_raise, quoted_source
+from miner_guard.incidents.frame_runs import (
+    MAX_TEXT,
+    FrameRun,
+    frame_runs,
+    last_raise,
+    quoted_source,
+)
 from miner_guard.incidents.log_lines import BEGINS, IGNORED, LogLine
 
 _FRAME = re.compile(
@@ -30,6 +36,8 @@ class Ended(NamedTuple):
 
     name: str
     frames: str
+    text: bytes = b""
+    """The last frames with their functions and the source that they quote."""
 
 
 class CutOff(NamedTuple):
@@ -40,6 +48,9 @@ class CutOff(NamedTuple):
     raises: str
     """The last source line with a `raise`."""
 
+    text: bytes
+    """See Ended."""
+
 
 @dataclass
 class _Traceback:
@@ -49,6 +60,11 @@ class _Traceback:
 
     frames: str = ""
     raises: str = ""
+    text: bytes = b""
+
+    def shows(self, lines: bytes) -> None:
+        """Add lines of frames or of source."""
+        self.text = (self.text + lines)[-MAX_TEXT:]
 
     def passes(self, path: str) -> None:
         """Add the lower-cased path of a frame, or several with a blank between them."""
@@ -87,12 +103,16 @@ class Tracebacks:
             opened = self._begin(line.rank, line.number, ignored=ignored)
         if frame and opened is not None:
             opened.passes(frame[1] or frame[2])
+            opened.shows(line.text.encode(errors="replace") + b"\n")
         if opened is not None and inner.startswith("raise "):
             opened.raises = line.text.strip()
+            opened.shows(line.text.encode(errors="replace") + b"\n")
             return True
         # Between the lines of several ranks, the source that a frame quotes stands by itself.
         within = opened is not None and opened.frames
         quoted = line.text.startswith("    ") and not line.text[4:5].isspace()
+        if opened is not None and within and quoted and not positions:
+            opened.shows(line.text.encode(errors="replace") + b"\n")
         return positions or bool(within and quoted)
 
     @property
@@ -107,7 +127,8 @@ class Tracebacks:
         runs = frame_runs(block)
         if quoting is not None and (rest := quoted_source(block, quoting)):
             lines, raises = block.count(b"\n", 0, rest), last_raise(block[:rest], quoting)
-            runs = [FrameRun(0, lines, quoting, False, b"", raises), *runs]
+            text = block[:rest][-MAX_TEXT:]
+            runs = [FrameRun(0, lines, quoting, False, b"", raises, text), *runs]
         if runs and block.endswith(b"\n") and runs[-1].end == block.count(b"\n"):
             self._quoting = runs[-1].prefix
         return runs
@@ -120,6 +141,7 @@ class Tracebacks:
             ignored = opened is not None and opened.ignored
             opened = self._begin(rank, number, ignored=ignored)
         if opened is not None:
+            opened.shows(run.text.replace(run.prefix, b"") if run.prefix else run.text)
             if run.paths:
                 opened.passes(run.paths.decode("utf-8", "replace").lower()[:_MAX_FRAMES])
             if run.raises:
@@ -149,13 +171,13 @@ class Tracebacks:
             return None
         self._open.pop(rank, None)
         if opened is not None and inside:
-            return None if opened.ignored else Ended(name, opened.frames)
+            return None if opened.ignored else Ended(name, opened.frames, opened.text)
         return Ended(name, "")
 
     def cut_off(self, number: int) -> CutOff | None:
         """The latest traceback still open at line `number`, where the log ends."""
         cut = [
-            CutOff(rank, opened.line, opened.raises)
+            CutOff(rank, opened.line, opened.raises, opened.text)
             for rank, opened in self._open.items()
             if number - opened.line < _MAX_LINES and not opened.ignored
         ]

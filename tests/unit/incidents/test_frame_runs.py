@@ -99,7 +99,15 @@ def test_a_run_holds_its_rank_its_paths_and_its_last_raise(find: module.FindRuns
         b"[rank1]: KeyError: 3\n"
     )
     assert [FrameRun(*run) for run in find(block)] == [
-        FrameRun(1, 6, b"[rank1]: ", True, b"/a.py /b.py", b"    raise KeyError(y)")
+        FrameRun(
+            1,
+            6,
+            b"[rank1]: ",
+            True,
+            b"/a.py /b.py",
+            b"    raise KeyError(y)",
+            block[len(b"step 1\n") : -len(b"[rank1]: KeyError: 3\n")],
+        )
     ]
 
 
