@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar, Union
 
 from miner_guard.eventlog.literal_search import LiteralSearch, literal_search
+from miner_guard.incidents.general import GeneralLayer
 from miner_guard.incidents.log_lines import BEGINS, CHAINED, IGNORED, REMARKABLE, WITHOUT_DIGITS
 from miner_guard.incidents.parsing import Document, Index, check_expressions, index_of, parsed
 from miner_guard.incidents.patterns import ROLES, Benign, Label, Pattern
@@ -36,6 +37,7 @@ _MAX_ANSWERS = 512
 _MAX_ANSWERED_LENGTH = 400
 
 _DIGIT = re.compile(rb"\d")
+_NUMERIC = re.compile(r"[a-z]*\d[a-z\d]*")
 _NONE: frozenset[bytes] = frozenset()
 
 _Shape = tuple[bytes, frozenset[bytes]]
@@ -55,6 +57,9 @@ class _Answer:
 
     found: dict[int, bool] = field(default_factory=dict)
     """Of these, whether those that were asked for match the text."""
+
+    classes: int | None = None
+    """The general layer's classes in the text, once it was asked."""
 
 
 class _Possible(NamedTuple):
@@ -104,6 +109,7 @@ class Knowledge:
         assert self._framed_by_word
         assert self._paths
         assert self._order
+        assert self.general
 
     @cached_property
     def _document(self) -> Document:
@@ -118,6 +124,21 @@ class Knowledge:
     def patterns(self) -> tuple[Pattern, ...]:
         """The patterns of all labels."""
         return self._document.patterns
+
+    @cached_property
+    def general(self) -> GeneralLayer:
+        """Names errors that no pattern knows."""
+        return GeneralLayer(self._document.grammar)
+
+    def unmatched(self, name: str, text: str, frames: bytes) -> Pattern | None:
+        """What the general layer makes of an exception with this name and text after these
+        frames."""
+        if len(text) > _MAX_ANSWERED_LENGTH:
+            return self.general.exception(name, self.general.classes_in(text), frames)
+        answer = self._answer(text.lower())
+        if answer.classes is None:
+            answer.classes = self.general.classes_in(text)
+        return self.general.exception(name, answer.classes, frames)
 
     @property
     def entries(self) -> tuple[Pattern, ...]:
@@ -154,7 +175,10 @@ class Knowledge:
 
     @cached_property
     def _numeric(self) -> LiteralSearch:
-        return literal_search(word for word in self._words if _DIGIT.search(word))
+        general = (w for words in self._document.grammar.words.values() for w in words)
+        numbers = _NUMERIC.findall(" ".join(general))
+        words = (word for word in self._words if _DIGIT.search(word))
+        return literal_search((*words, *map(str.encode, numbers)))
 
     @cached_property
     def _by_word(self) -> dict[bytes, list[Pattern | Benign]]:

@@ -25,8 +25,14 @@ _MAX_NAME = 400
 """Longest exception name accepted: without a limit the search time is quadratic in the line's
 length."""
 
-_IN_TRACEBACK = re.compile(r"(?:[A-Za-z_]\w*\.)+(?P<name>[A-Z]\w*|(?:gai|h)?error)(?::\s|$)")
-"""An exception whose name does not mark it as one, such as `queue.Empty` or `socket.gaierror`."""
+_IN_TRACEBACK = re.compile(
+    r"(?:(?:[A-Za-z_]\w*\.)+(?P<dotted>[A-Z]\w*|(?:gai|h)?error)"
+    r"|(?P<bare>Exception|Error|[A-Z]\w{1,80}(?:Warning|Expired|Found|Invalid|Refused|Denied|Closed"
+    r"|Unavailable|Exceeded|Failed|Mismatch|Corrupt|Corrupted|Unsupported|Abort|Aborted|Cancelled"
+    r"|Empty|Full|Missing)))(?::\s|$)"
+)
+"""An exception whose name does not mark it as one, such as `queue.Empty` or `socket.gaierror`, or
+that has no other name than `Exception`."""
 
 BEGINS = "traceback (most recent call last)"
 IGNORED = "exception ignored in"
@@ -76,6 +82,8 @@ class LogLine(NamedTuple):
     text: str
     lowered: str
     shape: LineShape
+    raw: bytes = b""
+    """The line with its prefix, which may name its level."""
 
     def exception(self, within: bool) -> str | None:
         """The name of the exception that the line begins with; `within` a traceback?"""
@@ -102,23 +110,23 @@ class LineReader:
             rank, text = clean(raw)
             lowered = text.lower()
             remarkable = not _REMARKABLE_WORDS.isdisjoint(self._words(lowered))
-            return LogLine(rank, number, text, lowered, _shape(text, lowered, remarkable))
+            return LogLine(rank, number, text, lowered, _shape(text, lowered, remarkable), raw)
         masked = raw.translate(WITHOUT_DIGITS)
         place = self._places.get(masked)
         if place is not None:
             text = raw[place].decode()
-            return LogLine(None, number, text, text.lower(), self._shapes[masked])
+            return LogLine(None, number, text, text.lower(), self._shapes[masked], raw)
         rank, text = clean(raw)
         shape = self._shapes.get(masked)
         if shape is None:
-            line = log_line(rank, number, text)
+            line = log_line(rank, number, text)._replace(raw=raw)
             self._learn(masked, line.shape)
             return line
         stripped = raw.rstrip()
         same = rank is None and raw.isascii() and without_colours(raw) == raw
         if same and stripped.endswith(text.encode()):
             self._places[masked] = slice(len(stripped) - len(text), len(stripped))
-        return LogLine(rank, number, text, text.lower(), shape)
+        return LogLine(rank, number, text, text.lower(), shape, raw)
 
     def _learn(self, masked: bytes, shape: LineShape) -> None:
         if any(words in masked for words in _A_RANK_OR_NONE):
@@ -136,12 +144,15 @@ def log_line(rank: int | None, number: int, text: str) -> LogLine:
     return LogLine(rank, number, text, lowered, _shape(text, lowered, remarkable))
 
 
+def _last_line(text: str) -> _Span | None:
+    match = _IN_TRACEBACK.match(text, 0, _MAX_NAME)
+    return None if match is None else match.span("bare" if match["dotted"] is None else "dotted")
+
+
 def _shape(text: str, lowered: str, remarkable: bool) -> LineShape:
     exception = _named(EXCEPTION, text) or _named(_QUALIFIED, text)
     positioned = text.startswith("    ") or lowered.lstrip().startswith(_IN_A_TRACEBACK)
-    return LineShape(
-        not (remarkable or positioned), exception, exception or _named(_IN_TRACEBACK, text)
-    )
+    return LineShape(not (remarkable or positioned), exception, exception or _last_line(text))
 
 
 def _named(kind: re.Pattern[str], text: str) -> _Span | None:

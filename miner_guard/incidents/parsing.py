@@ -15,7 +15,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from miner_guard.incidents import regexes
+from miner_guard.incidents import grammar, regexes
 from miner_guard.incidents.patterns import (
     APPLIES,
     RESTARTS,
@@ -68,6 +68,7 @@ class Document:
     patterns: tuple[Pattern, ...]
     benign: tuple[Benign, ...]
     index: Index
+    grammar: grammar.ErrorGrammar = grammar.EMPTY
 
 
 def parsed(texts: Mapping[str, str]) -> Document:
@@ -77,8 +78,11 @@ def parsed(texts: Mapping[str, str]) -> Document:
     events: set[str] = set()
     patterns: list[Pattern] = []
     benign: list[Benign] = []
+    general: tuple[str, dict[str, Any]] | None = None
     for file, text in texts.items():
         document = _document(file, text)
+        if "general" in document:
+            general = f"{file}: general", document.pop("general")
         triggers += document.pop("triggers", [])
         events |= set(document.pop("events", ()))
         lists = document.pop("words", {})
@@ -97,7 +101,8 @@ def parsed(texts: Mapping[str, str]) -> Document:
     if unlisted := named - events:
         raise BadKnowledge(f"event {sorted(unlisted)[0]} is missing from the list `events`")
     index = Index(_triggers(triggers), frozenset(events))
-    return Document(labels, tuple(patterns), tuple(benign), index)
+    rules = grammar.EMPTY if general is None else grammar.parsed(*general, labels)
+    return Document(labels, tuple(patterns), tuple(benign), index, rules)
 
 
 def index_of(text: str) -> Index:

@@ -8,14 +8,15 @@ from functools import cached_property
 
 from miner_guard.incidents import regexes
 
-ROLES = ("cause", "exception", "retry", "exit", "summary", "symptom", "warning", "notice")
+ROLES = ("cause", "exception", "retry", "exit", "summary", "symptom", "hint", "warning", "notice")
 """The role of a line in the course of events; the role nearest to the cause comes first.
 
 `cause` names the fault. `exception` is an exception or signal that ended a rank. `retry` is an
 operation that was retried. `exit` reports how a process ended. `summary` is the program's
-statement that it failed, without a reason. `symptom` is the effect on others, `warning` only a
-warning of it. `notice` stops nothing and asks for nothing now: it answers only where nothing else
-happened, and the running guard ignores it.
+statement that it failed, without a reason. `symptom` is the effect on others; `hint`, as near to
+the cause, an error line that only the general layer knows. `warning` only warns of the fault.
+`notice` stops nothing and asks for nothing now: it answers only where nothing else happened, and
+the running guard ignores it.
 """
 
 RESTARTS = ("transient", "outage", "once", "hardware", "config", "never")

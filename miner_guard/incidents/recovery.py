@@ -75,6 +75,16 @@ class PendingError(NamedTuple):
     """An exception rather than a warning or retry: the program may catch it, or it may end a
     rank."""
 
+    hint: bool = False
+    """Only the general layer knows the line: if steps follow, it was no fault."""
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Which sightings of the label the steps retract."""
+        if self.hint:
+            return ("hint",)
+        return ("cause", "retry", "warning") if self.loss or self.raised else ("retry", "warning")
+
     @property
     def steps(self) -> int:
         """How many steps must follow."""
@@ -83,6 +93,8 @@ class PendingError(NamedTuple):
 
 def pending(sighting: Sighting, label: Label) -> PendingError | None:
     """What later steps may show about this sighting; None if they show nothing."""
+    if sighting.role == "hint":
+        return PendingError(label.name, hint=True)
     if sighting.role not in _PENDING_ROLES:
         return None
     text = sighting.text.lower()

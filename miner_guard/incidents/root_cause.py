@@ -180,9 +180,12 @@ class RootCauseAnalyzer:
             and not self._came_back(key[0], trail)
         }
         if lines - self._last > _SURVIVED_AFTER and all(
-            role in ("exception", "retry") for _, role in trails
+            role in ("exception", "retry", "hint") for _, role in trails
         ):
-            survived = {("code_bug", "exception"), *(key for key in trails if key[1] == "retry")}
+            survived = {
+                ("code_bug", "exception"),
+                *(key for key in trails if key[1] in ("retry", "hint")),
+            }
             trails = {key: trail for key, trail in trails.items() if key not in survived}
         if not trails and self._notices.kept:
             label = self._notices.kept[0].label
@@ -225,7 +228,7 @@ class RootCauseAnalyzer:
         candidates = [
             (
                 bool(self._knowledge.labels[label].follows & strong - {label}),
-                ROLES.index("warning" if trail.behind else role),
+                _rank(role, behind=trail.behind),
                 trail.kept[0].line,
                 order,
             )
@@ -235,3 +238,9 @@ class RootCauseAnalyzer:
             return None
         order = min(candidates)[3]
         return list(trails.values())[order].kept[0]
+
+
+def _rank(role: str, *, behind: bool) -> int:
+    """How near to the cause a sighting is. A hint and a symptom are equally far: the earlier one
+    wins."""
+    return ROLES.index("warning" if behind else "symptom" if role == "hint" else role)

@@ -51,10 +51,14 @@ _FELL_BACK = RegexSearch(r"\busing \w{1,20} instead\b|\bfall(?:ing|en|s)? ?back 
 _WARNING = re.compile(r"\[?w(?:\d{3,4})?[ \]]")
 """How torch and glog begin a warning."""
 
+_RAISED = re.compile(r"raise (?:\w+\.)*(\w+)")
+_HARMLESS_LEVEL = re.compile(rb"\b(?:INFO|DEBUG|TRACE|NOTICE|SUCCESS|WARN(?:ING)?)\b")
+_MAX_LEVEL = 120
+"""Bytes of a line within which its logger names the level."""
+
 _NOT_A_FAULT = frozenset({"SystemExit", "StopIteration", "GeneratorExit"})
-_LAUNCHERS = frozenset(
-    {"ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException"}
-)
+_SUMMARIES = frozenset({"ChildFailedError", "ProcessRaisedException", "ProcessExitedException"})
+_LAUNCHERS = _SUMMARIES | {"CalledProcessError"}
 _TOLD = 800
 """Characters kept of a line: enough for the numbers of an out-of-memory message."""
 
@@ -119,6 +123,12 @@ class Scanner:
     def _cut_off(self, cut: CutOff) -> list[Sighting]:
         matches = self._knowledge.match(cut.raises.lower()) if cut.raises else []
         if isinstance(matches, Benign) or not matches:
+            raised = _RAISED.match(cut.raises)
+            name = raised[1] if raised else ""
+            named = self._knowledge.unmatched(name, cut.raises, cut.text)
+            if named:
+                matches = [named]
+        if isinstance(matches, Benign) or not matches:
             text_shown = "a traceback cut off by the end of the log"
             return [Sighting("code_bug", "symptom", cut.line, text_shown, cut.rank)]
         shown = excerpt(cut.raises, _TOLD)
@@ -149,12 +159,7 @@ class Scanner:
                     seen += self._relevant(found, shapes, index)
         for troubles, number in self._course.overcome(lines, shapes, self.line, self._tried(seen)):
             for trouble in troubles:
-                roles = (
-                    ("cause", "retry", "warning")
-                    if trouble.loss or trouble.raised
-                    else ("retry", "warning")
-                )
-                past = Retraction((trouble.label,), number, None, roles)
+                past = Retraction((trouble.label,), number, None, trouble.roles)
                 seen.append(past if trouble.needed else Passed((trouble.label,), number))
         self._course.pass_by(shapes)
         self.line += len(shapes) - 1
@@ -252,6 +257,8 @@ class Scanner:
         ignored = self._tracebacks.ignores(line)
         matches = [] if ignored else self._knowledge.match(line.lowered, past)
         if not isinstance(matches, Benign):
+            if not matches and self._notices and not ignored:
+                matches = self._hint(line)
             self._matched(line, matches, seen)
         elif matches.cancels:
             seen.append(Retraction(matches.cancels, line.number, roles=matches.roles, coped=True))
@@ -267,7 +274,8 @@ class Scanner:
         if ended is not None:
             first, known = self._chained.pop(line.rank, None), bool(matches)
             matches = self._knowledge.match_in(ended.frames, line.lowered, matches)
-            matches = matches or _unknown(ended.name)
+            if not matches or _says_little(matches):
+                matches = self._general(ended, line.text) or matches or _unknown(ended.name)
             if not known and first is not None and _says_little(matches):
                 self._raised[line.rank] = first
                 seen.append(first)
@@ -278,6 +286,22 @@ class Scanner:
             shown = excerpt(line.text, _TOLD, pattern.first_word(line.lowered))
             role = _role(pattern, matches, line.lowered)
             self._saw(_sighting(pattern, line, role, shown), line, ended, seen)
+
+    def _hint(self, line: LogLine) -> list[Pattern]:
+        """What the general layer makes of an error line; only for the explanation of a whole log,
+        since most errors that are only logged stop nothing."""
+        traced = self._tracebacks.is_open(line.rank) or line.shape.exception is not None
+        warns = _WARNING.match(line.lowered) or _HARMLESS_LEVEL.search(line.raw, 0, _MAX_LEVEL)
+        if traced or warns or len(line.text) > _TOLD:
+            return []
+        named = self._knowledge.general.line(line.text)
+        return [replace(named, role="hint")] if named else []
+
+    def _general(self, ended: Ended, text: str) -> list[Pattern]:
+        if ended.name in _NOT_A_FAULT | _SUMMARIES:
+            return []
+        named = self._knowledge.unmatched(ended.name, text, ended.text)
+        return [named] if named else []
 
     def _saw(self, found: Sighting, line: LogLine, ended: Ended | None, seen: list[Seen]) -> None:
         seen.append(found)

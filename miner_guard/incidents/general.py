@@ -1,0 +1,184 @@
+"""The general layer: names an error that no pattern knows by what was acted on and how it failed.
+
+It reads classes of words instead of phrases. An error counts as the sets of classes in its texts,
+so the time is linear in them, and equal sets have one answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from operator import or_
+from typing import NamedTuple, TypeVar
+
+from miner_guard.eventlog.literal_search import literal_search
+from miner_guard.incidents.grammar import FRAMES, ErrorGrammar, Need, Rule
+from miner_guard.incidents.patterns import Pattern
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+_MAX_TEXT = 400
+"""Characters of a message that are read: a longer one explains itself with words of other
+faults."""
+
+_MAX_ANSWERS = 512
+
+_CAPITALS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+"""Where a name such as `ConnectionResetError` is cut into words."""
+
+_TO_WORDS = bytes(
+    ord(" ") if not chr(code).isalnum() or code > 127 else ord(chr(code).lower())
+    for code in range(256)
+)
+_DROPPED = b"\"'`"
+"""Quotes are dropped, so that `isn't` reads `isnt`."""
+
+_TO_FRAMES = bytes(
+    ord("0") if chr(code).isdigit() else ord(chr(code).lower()) if code < 128 else code
+    for code in range(256)
+)
+"""Lines of code differ in their numbers, and no class of frames does."""
+
+_FRAME = b'file "'
+
+
+class Texts(NamedTuple):
+    """The classes in each text of an error, as bits; `grammar.PARTS` names the texts."""
+
+    message: int
+    name: int = 0
+    frames: int = 0
+    deepest: int = 0
+
+
+_Mask = Sequence[tuple[int, int]]
+"""Texts by number, each with classes as bits; one class must occur in its text."""
+
+
+class _Masks(NamedTuple):
+    rule: Rule
+    needs: list[_Mask]
+    excludes: list[_Mask]
+
+
+class GeneralLayer:
+    """Applies a grammar. Safe from any thread."""
+
+    def __init__(self, grammar: ErrorGrammar) -> None:
+        self.grammar = grammar
+        self._words = _Classes(
+            {name: [*map(literal, words)] for name, words in grammar.words.items()}
+        )
+        self._frames = _Classes(
+            {
+                name: [text.encode().translate(_TO_FRAMES) for text in texts]
+                for name, texts in grammar.frames.items()
+            }
+        )
+        self._rules = [
+            _Masks(rule, self._masks(rule.needs), self._masks(rule.excludes))
+            for rule in grammar.rules
+        ]
+        self._errors = self._words.mask(grammar.errors)
+        self._harmless = self._words.mask(grammar.harmless)
+        self._answers: dict[tuple[Texts, bool], Pattern | None] = {}
+        self._names: dict[str, int] = {}
+        self._passed: dict[int, tuple[int, int]] = {}
+        """By the hash of recent frames without their digits, the classes in them and in the
+        deepest."""
+
+    def _masks(self, needs: Iterable[Need]) -> list[_Mask]:
+        return [
+            [
+                (text, (self._words if text < FRAMES else self._frames).mask(names))
+                for text, names in need.places
+            ]
+            for need in needs
+        ]
+
+    def classes_in(self, message: str) -> int:
+        """The classes of words in a message, as bits."""
+        return self._words.found_in(_words(message))
+
+    def exception(self, name: str, message: int, frames: bytes) -> Pattern | None:
+        """What an exception with this name shows, with these classes in its message and after these
+        frames."""
+        named = self._names.get(name)
+        if named is None:
+            named = self.classes_in(name)
+            _keep(self._names, name, named)
+        return self._answer(Texts(message, named, *self._in_frames(frames)), lines=False)
+
+    def line(self, text: str) -> Pattern | None:
+        """What a line shows that reports an error without an exception."""
+        message = self.classes_in(text)
+        if message & self._harmless or not message & self._errors:
+            return None
+        return self._answer(Texts(message), lines=True)
+
+    def _in_frames(self, frames: bytes) -> tuple[int, int]:
+        shown = frames.translate(_TO_FRAMES)
+        key = hash(shown)
+        found = self._passed.get(key)
+        if found is None:
+            anywhere = self._frames.found_in(shown)
+            deepest = shown[max(shown.rfind(_FRAME), 0) :] if anywhere else b""
+            found = anywhere, self._frames.found_in(deepest) if deepest else 0
+            _keep(self._passed, key, found)
+        return found
+
+    def _answer(self, texts: Texts, *, lines: bool) -> Pattern | None:
+        key = texts, lines
+        if key not in self._answers:
+            fit = (m.rule.pattern for m in self._rules if _fits(m, texts, lines=lines))
+            _keep(self._answers, key, next(fit, None))
+        return self._answers.get(key)
+
+
+class _Classes:
+    """Finds the classes of literals that occur in a text."""
+
+    def __init__(self, literals: Mapping[str, Iterable[bytes]]) -> None:
+        self._bits = {name: 1 << number for number, name in enumerate(literals)}
+        self._classes: dict[bytes, int] = {}
+        for name, each in literals.items():
+            for one in each:
+                self._classes[one] = self._classes.get(one, 0) | self._bits[name]
+        self._search = literal_search(self._classes)
+
+    def mask(self, names: Iterable[str]) -> int:
+        """The bits of these classes."""
+        return reduce(or_, (self._bits[name] for name in names), 0)
+
+    def found_in(self, text: bytes) -> int:
+        """The bits of the classes that occur in `text`."""
+        return reduce(or_, map(self._classes.__getitem__, self._search.find(text)), 0)
+
+
+def literal(word: str) -> bytes:
+    """The bytes to search for: a whole word or phrase stands between blanks; `*` stands for any
+    letters."""
+    start, end = ("" if word.startswith("*") else " "), ("" if word.endswith("*") else " ")
+    return f"{start}{word.strip('*')}{end}".encode()
+
+
+def _words(text: str) -> bytes:
+    apart = _CAPITALS.sub(" ", text[:_MAX_TEXT])
+    words = apart.encode("ascii", "replace").translate(_TO_WORDS, _DROPPED).split()
+    return b" %b " % b" ".join(words)
+
+
+def _fits(masks: _Masks, texts: Texts, *, lines: bool) -> bool:
+    return (
+        (masks.rule.lines or not lines)
+        and all(any(texts[text] & mask for text, mask in need) for need in masks.needs)
+        and not any(texts[text] & mask for need in masks.excludes for text, mask in need)
+    )
+
+
+def _keep(cache: dict[_K, _V], key: _K, value: _V) -> None:
+    if len(cache) >= _MAX_ANSWERS:
+        cache.clear()
+    cache[key] = value
