@@ -185,7 +185,7 @@ def found(log: str) -> Explained:
                 "find any peer in table"
             ),
             "dht_unreachable",
-            "a bootstrap peer answers",
+            "a bootstrap peer responds",
         ),
         ("RuntimeError: Address already in use", "port_in_use", "--master-port N"),
         (
