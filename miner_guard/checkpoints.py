@@ -328,7 +328,7 @@ class Checkpointer:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint's files according to its manifest; None if all of them are
+    """The first problem with a checkpoint's files, judged by its manifest; None if all of them are
     intact."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())

@@ -129,7 +129,7 @@ class StateDir:
 
     @property
     def host_facts(self) -> Path:
-        """What the last run learned about this host, such as the GPU count."""
+        """Facts about this host from the last run, such as the GPU count."""
         return self.root / "host.json"
 
 

@@ -83,7 +83,7 @@ class Journal:
 
 
 class _Kept(dict[str, Any]):
-    """The notes of one key."""
+    """The notes for one key."""
 
     def __init__(self, journal: Journal, own: dict[str, Any]) -> None:
         super().__init__(own)
@@ -97,7 +97,7 @@ class _Kept(dict[str, Any]):
 
 
 def tickets_of(document: Mapping[str, Any]) -> list[StagedObject]:
-    """The staged objects that a journal lists."""
+    """The staged objects listed in a journal."""
     return [StagedObject(**t) for t in document.get("tickets", [])]
 
 

@@ -223,8 +223,8 @@ class Publisher:
             effort.of("showing", lambda: self._repo.commit(tickets, revision.tag), may_cancel=False)
         except RepoError as error:
             raise RepoError(
-                f"{error}; this happened while tag {revision.tag} was becoming visible, so what "
-                "is published may be a mix of two revisions: publish again"
+                f"{error}; this happened while tag {revision.tag} was becoming visible, so the "
+                "published files may be a mix of two revisions: publish again"
             ) from error
         with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="read") as pool:
             return list(pool.map(partial(self._read_back, effort=effort), tickets))

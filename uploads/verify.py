@@ -153,8 +153,8 @@ def _same_content(before: Published | None, after: Published) -> str | None:
     if (before.outer_step, before.inner_step) == (after.outer_step, after.inner_step):
         return None
     return (
-        f"the gradients did not change: checksum {after.checksum[:12]} as before, "
-        "although the step differs"
+        f"the gradients did not change: same checksum {after.checksum[:12]} as before, although "
+        "the step differs"
     )
 
 

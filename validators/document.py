@@ -18,7 +18,7 @@ from validators.shapes import Shapes, plain_name
 
 _MAX_PROBLEMS = 8
 _MAX_LENGTH = 200
-"""Maximum characters of a problem."""
+"""Maximum length of a problem's text."""
 
 
 class RejectedFile(Exception):

@@ -12,7 +12,7 @@ from typing import Any
 from validators.limits import Limits
 
 _STEPS = ("outer_step", "window")
-"""Fields of a key that hold the outer step."""
+"""Fields in a key that hold the outer step."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ class Verdict:
     """The number or text that the rule judged; None if unreadable."""
 
     limit: Any
-    """What `seen` was compared with."""
+    """The limit that `seen` was compared with."""
 
     sentence: str
     """Human-readable: the observed value, the limit, and what to do."""

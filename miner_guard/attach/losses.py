@@ -47,7 +47,7 @@ class CudaEvent(Protocol):
 
 
 class Device(Protocol):
-    """What `Losses` needs from torch to read from a GPU. Tests pass a fake."""
+    """The parts of torch that `Losses` needs to read from a GPU. Tests pass a fake."""
 
     def capturing(self) -> bool:
         """Whether a CUDA graph is being captured. A copy would become part of the graph, and a
@@ -90,7 +90,7 @@ class Cuda:
 
 @dataclass
 class _Gathered:
-    """What the program has passed to `backward` in the current step."""
+    """The losses that the program has passed to `backward` in the current step."""
 
     total: float = 0.0
     count: int = 0

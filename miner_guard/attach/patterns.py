@@ -28,7 +28,7 @@ def _common() -> Mapping[str, Any]:
 
 @functools.lru_cache(maxsize=1)
 def grammar() -> Grammar:
-    """The grammar of step lines with the common vocabulary."""
+    """The step-line grammar with the common vocabulary."""
     common = _common()
     return Grammar(
         Vocabulary(common["names"], common["lines"]["bars"], common["lines"]["not_steps"])

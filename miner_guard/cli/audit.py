@@ -35,7 +35,7 @@ def command(
     place = options.open_context(config, name, state_dir)
     what = _what(place)
     known = audit.Known(shapes.read(place.state.shapes), allreduce=_last_allreduce(place.state))
-    with Working("reading what is published"):
+    with Working("reading the published files"):
         report = audit.audit_repo(what.repo, what.chain, Limits.of(what.gate, what.limits), known)
     if as_json:
         echo(json.dumps(statedir.finite(report.as_dict()), ensure_ascii=False))

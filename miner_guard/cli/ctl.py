@@ -39,7 +39,7 @@ def command(
     except NotRunning as problem:
         raise Refused(f"{problem}; {options.start_or_name(state)}", NOT_RUNNING) from problem
     except OSError as error:
-        raise Refused(f"the guard in {state.root} does not answer: {error}", FAILED) from error
+        raise Refused(f"the guard in {state.root} is not responding: {error}", FAILED) from error
     check_version(answer)
     if "error" in answer:
         raise Refused(str(answer["error"]), FAILED)

@@ -30,7 +30,7 @@ class BadPlan(ValueError):
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """The input of a plan."""
+    """The inputs to a plan."""
 
     gpus: int
     batch: int
@@ -60,7 +60,7 @@ class PlanSettings:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """GPU memory of one rank by component, in GB."""
+    """One rank's GPU memory by component, in GB."""
 
     weights: float
     optimizer: float
@@ -101,7 +101,7 @@ class PlanEstimate:
     """Micro-batches that a rank processes in an inner step."""
 
     micro_batches: int
-    """Micro-batches of all ranks."""
+    """Micro-batches over all ranks."""
 
     samples: int
     """Samples that all ranks train on in an inner step."""

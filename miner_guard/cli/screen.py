@@ -68,7 +68,7 @@ class CurveHistory:
 
 @dataclass(frozen=True)
 class ShownPart:
-    """What the user has chosen to see by pressing keys."""
+    """The view that the user has selected with the keys."""
 
     help: bool = False
     paused: bool = False
@@ -79,7 +79,7 @@ class ShownPart:
     """How many newer events follow the last one shown."""
 
     def after(self, key: str, page: int = 10) -> ShownPart:
-        """What to show after a key press; `page` is the number of lines that PgUp scrolls."""
+        """The view after a key press; `page` is the number of lines that PgUp scrolls."""
         if self.help:
             return replace(self, help=False)
         steps = {"up": 1, "down": -1, "page up": page, "page down": -page}

@@ -54,7 +54,7 @@ def command(
         raise Refused(f"{problem}; {_last_end(place.state.log)}{advice}", NOT_RUNNING) from problem
     except (OSError, KeyError, ValueError) as error:
         raise Refused(
-            f"the guard in {place.state.root} does not answer: {error!r}", FAILED
+            f"the guard in {place.state.root} is not responding: {error!r}", FAILED
         ) from error
     status = StatusDocument.from_json({"updated": iso_utc(time.time()), **document})
     check_version(answer)

@@ -24,7 +24,7 @@ class Extra:
     needed: Callable[[Config], bool]
     setting: str
     without: str
-    """What does not work if a package is missing."""
+    """The consequence of a missing package."""
 
 
 EXTRAS = (

@@ -125,7 +125,7 @@ class AlertSettings:
     (source 003)."""
 
     min_level: Literal["info", "warning", "error", "critical"] = "error"
-    """Lowest level of the events that the guard sends."""
+    """Lowest event level that the guard sends."""
 
     events: tuple[str, ...] = ()
     """Names of other events to send, whatever their level."""
@@ -169,10 +169,10 @@ class OtelSettings:
     `/v1/metrics` are appended. None: the guard exports nothing."""
 
     min_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
-    """Lowest level of the events that the guard exports."""
+    """Lowest event level that the guard exports."""
 
     metrics_every_s: Positive = 60.0
-    """Interval between exports of the metrics (the SDK's default)."""
+    """Interval between metric exports (the SDK's default)."""
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ _WAITING = ("data", "collective", "monitor")
 
 @dataclass(frozen=True)
 class Observation:
-    """Evidence from one step of one rank."""
+    """Evidence from a single step on one rank."""
 
     seconds: float
     phases: Mapping[str, float]

@@ -141,7 +141,7 @@ def described(size: str, name: str | None) -> str:
 
 @dataclass(frozen=True)
 class MemoryReading:
-    """Memory of one GPU at one check."""
+    """One GPU's memory at one check."""
 
     gpu: str
     """Rank or GPU, as shown in messages."""
@@ -275,7 +275,7 @@ class GpuUse:
             # normal.
             return (
                 f"Gradual decline from {first:.0f}% to {last:.0f}% over {len(history)} "
-                "checks, not a concern by itself"
+                "checks, not a concern in itself"
             )
         if last > first + STABLE_POINTS:
             return f"Rising from {first:.0f}% to {last:.0f}% over {len(history)} checks"

@@ -66,7 +66,7 @@ class Hang:
     """Whether the hang persists even if steps follow."""
 
     finished: bool = False
-    """Every rank had finished its training: only the exit hangs."""
+    """Whether every rank had finished training, so that only the exit hangs."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ NOTHING_KNOWN = Processes()
 
 
 class HangDetector:
-    """Watches all ranks of one host. O(ranks) memory."""
+    """Watches all ranks on one host. O(ranks) memory."""
 
     def __init__(self, settings: HangSettings) -> None:
         self._settings = settings

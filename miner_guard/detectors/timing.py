@@ -16,7 +16,7 @@ EVALUATION = ("inference", "val_loss")
 
 @dataclass(frozen=True)
 class FastLog:
-    """Seconds of a monitoring callback without evaluation."""
+    """How many seconds a monitoring callback without evaluation took."""
 
     total_s: float
     loss_calc_s: float
@@ -25,7 +25,7 @@ class FastLog:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Seconds of an evaluation step's callback."""
+    """How many seconds an evaluation step's callback took."""
 
     total_s: float
     inference_s: float
@@ -155,7 +155,7 @@ def _parts(seen: Breakdown, settings: StepSettings) -> Iterator[_Part]:
             seen.overhead_s,
             settings.overhead_good_pct,
             settings.overhead_max_pct,
-            "1-5% is usual; optimize what is costly",
+            "1-5% is usual; optimize the costly parts",
             "inefficient status updates or display",
         )
     if seen.overhead_s is not None or seen.val_loss_s > 0:

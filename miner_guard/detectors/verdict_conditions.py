@@ -244,8 +244,8 @@ CONDITIONS: tuple[Condition, ...] = (
         NOT_EARNING,
         _on_cpu,
         always(
-            "`miner-guard ctl pause`; `miner-guard doctor --deep` names what is wrong with CUDA; "
-            "once that is fixed, `miner-guard ctl resume`"
+            "`miner-guard ctl pause`; `miner-guard doctor --deep` shows the problem with CUDA; "
+            "once it is fixed, `miner-guard ctl resume`"
         ),
         "cpu_fallback",
     ),

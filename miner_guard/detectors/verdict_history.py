@@ -19,7 +19,7 @@ WORST_FIRST = (*STATES[:-1], UNWATCHED, STATES[-1])
 
 CELL_S = 7200.0
 CELLS = 84
-"""A week of cells of two hours."""
+"""A week of two-hour cells."""
 
 BRIEF_SHARE = 0.05
 """A state that lasts less than this share of a cell does not colour it: a one-minute restart must

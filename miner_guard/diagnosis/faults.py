@@ -51,7 +51,7 @@ class Faults:
         self._silence = Once()
 
     def observe(self, rows: list[Row], now: float) -> Iterator[Finding]:
-        """The findings of one sample's rows; `now` is monotonic."""
+        """The findings from one sample's rows; `now` is monotonic."""
         down = {c.gpu: c for c in links_down(rows)}
         for row in rows:
             gpu = str(row["index"])

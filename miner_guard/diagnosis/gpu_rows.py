@@ -84,7 +84,7 @@ def _peers(rows: list[Row]) -> Iterator[Check]:
 
 
 def of_row(row: Row) -> Iterator[Check]:
-    """The checks of one GPU."""
+    """All checks for one GPU."""
     index = row["index"]
     if row["state"] != "ok":
         words, step = STATES.get(

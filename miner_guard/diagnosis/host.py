@@ -16,7 +16,7 @@ MEMLOCK_BYTES = 64 * 1024**2
 
 
 def checks(s: Snapshot) -> Iterator[Check]:
-    """All checks of the host in the startup table."""
+    """All host checks in the startup table."""
     if s.host is None:
         step = "run miner-guard doctor again"
         yield Check("host", "unknown", s.unread.get("host", "not read"), None, step)
@@ -109,8 +109,8 @@ def _ports(s: Snapshot) -> Iterator[Check]:
         else:
             by = f" by {holder}" if holder else ""
             step = (
-                f"another miner, or an orphan of one: kill it (ss -ltnp sport = :{number}), or "
-                "choose another port"
+                f"another miner or its orphan: kill it (ss -ltnp sport = :{number}), or choose "
+                "another port"
             )
             seen = f"port {number} ({port['use']}) is in use{by}"
             yield Check("host.port", "critical", seen, "free", step, may_clear=True)

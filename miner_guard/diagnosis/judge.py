@@ -1,4 +1,4 @@
-"""All checks of one snapshot, in table order."""
+"""Runs all checks on one snapshot, in table order."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Hit(NamedTuple):
 
 @dataclass
 class Seen:
-    """Counters of a search."""
+    """Counters for one search."""
 
     hits: int = 0
     unreadable: int = 0

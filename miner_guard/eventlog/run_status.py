@@ -1,4 +1,4 @@
-"""The supervisor's fields of status.json."""
+"""The supervisor's fields in status.json."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LastExit(Section):
 
 @dataclass(frozen=True)
 class RankProcess(Section):
-    """The process of one rank."""
+    """One rank's process."""
 
     pid: int | None = None
     local_rank: int | None = None

@@ -48,7 +48,7 @@ class VerdictStatus(Section):
 
 @dataclass(frozen=True)
 class RankSteps(Section):
-    """The latest step of one rank."""
+    """One rank's latest step."""
 
     outer_step: int | None = None
     inner_step: int | None = None
@@ -230,14 +230,14 @@ class GpusStatus(Section):
 
 @dataclass(frozen=True)
 class HealthStatus(Section):
-    """Readings of the samplers. The monitor `health` writes it."""
+    """The samplers' readings. The monitor `health` writes it."""
 
     host: Mapping[str, Any] = field(default_factory=dict)
-    """The figures of `health.host`."""
+    """The figures from `health.host`."""
 
     gpus: GpusStatus = field(default_factory=GpusStatus)
     guard: Mapping[str, Any] = field(default_factory=dict)
-    """The figures of `health.own`."""
+    """The figures from `health.own`."""
 
     unknown: Mapping[str, str] = field(default_factory=dict)
     """Why a sampler's readings are unknown, by sampler."""
@@ -318,15 +318,15 @@ class RanksStatus(Section):
 
 @dataclass(frozen=True)
 class DiagnosisStatus(Section):
-    """What the ranks reported about their model and GPU. The monitor `diagnosis` writes it."""
+    """The ranks' reports about their model and GPU. The monitor `diagnosis` writes it."""
 
     ranks: Sequence[Mapping[str, Any]] = ()
-    """By rank, the facts of `rank.introspection.diagnose`."""
+    """By rank, the facts from `rank.introspection.diagnose`."""
 
 
 @dataclass(frozen=True)
 class JobStatus(Section):
-    """Runs of one repeated job."""
+    """Statistics for one repeated job."""
 
     runs: int | None = None
     last_s: float | None = None

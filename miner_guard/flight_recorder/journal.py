@@ -150,7 +150,7 @@ class CheckpointEntry(JournalEntry):
 
 @dataclass(frozen=True, kw_only=True)
 class CostEntry(JournalEntry):
-    """What a monitoring operation has cost since its last entry."""
+    """The cost of a monitoring operation since its last entry."""
 
     KIND = "cost"
 

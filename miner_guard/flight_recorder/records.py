@@ -52,7 +52,7 @@ class Identity:
     """Wall time, seconds since 1970."""
 
     local_world_size: int
-    """Ranks of this host; 0 if unknown."""
+    """Number of ranks on this host; 0 if unknown."""
 
     def pack_into(self, buffer: mmap) -> None:
         """Write the identity to its place in the file."""
@@ -90,7 +90,7 @@ def ranks_elsewhere(identities: Iterable[Identity]) -> int:
 
 @dataclass(frozen=True)
 class Now:
-    """What the rank is doing: the header of its flight record."""
+    """The rank's current activity, from the header of its flight record."""
 
     state: str
     """One of `layout.STATES`."""

@@ -29,7 +29,7 @@ class ChainReading:
     emission: float | None = None
     stake: float | None = None
     last_update: int | None = None
-    """Block of the neuron's last update."""
+    """Block number of the neuron's last update."""
 
     axon: str | None = None
     """`ip:port` where validators reach the miner; empty if it announces none, None if unknown."""

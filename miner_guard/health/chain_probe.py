@@ -183,7 +183,7 @@ def _data_of(value: Any) -> bytes:
 
 
 def _row(neuron: Any, amount: Callable[[Any], float | None]) -> dict[str, Any]:
-    """What the guard reads from a neuron's data; `amount` converts emission and stake."""
+    """The values that the guard uses from a neuron's data; `amount` converts emission and stake."""
     return {
         "uid": int(neuron.uid),
         "hotkey": str(neuron.hotkey),

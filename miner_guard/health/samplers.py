@@ -55,11 +55,11 @@ class Samplers:
         self._bad: set[str] = set()
 
     def reading(self, name: str) -> Reading:
-        """The last answer of one sampler."""
+        """One sampler's last answer."""
         return self._readings[name]
 
     def readings(self) -> dict[str, Reading]:
-        """The last answer of each sampler."""
+        """Each sampler's last answer."""
         return dict(self._readings)
 
     def sample(self) -> list[Finding]:

@@ -114,7 +114,7 @@ class AlertsMonitor(Monitor):
 
 def send_test(settings: AlertSettings) -> probe.Answer:
     """Send a test message to every configured target. The answer's value is the number of targets;
-    it is unknown, with the reasons, if a target did not accept the message."""
+    it is unknown, with the reasons, if any target did not accept the message."""
     title, body = (
         f"[{socket.gethostname()}] miner-guard test",
         "This is a test message from miner-guard: alerts reach you.",

@@ -97,7 +97,7 @@ class SupervisorControl(Protocol):
 
 @dataclass(frozen=True)
 class Context:
-    """What the supervisor passes to each monitor."""
+    """The services and data that the supervisor passes to each monitor."""
 
     config: Config
     state: StateDir
@@ -188,5 +188,5 @@ class Monitor:
         return False
 
     def snapshot(self) -> Mapping[str, Any]:
-        """This monitor's section of status.json. Unknown values are null."""
+        """This monitor's section in status.json. Unknown values are null."""
         return {}

@@ -27,7 +27,7 @@ _MAX_LINE = 64 * 1024
 
 @dataclass(frozen=True)
 class HelperSpec:
-    """What to run and how to name its failures."""
+    """The program to run, and the wording for its failures."""
 
     job: str
     """Name of the job that starts it."""

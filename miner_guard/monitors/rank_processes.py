@@ -45,7 +45,7 @@ class RankProcesses:
         )
 
     def pid(self, rank: int) -> int | None:
-        """The pid of the rank's process, as last seen."""
+        """The last known pid of the rank's process."""
         known = self._identities.get(rank)
         return None if known is None else known.pid
 

@@ -14,7 +14,7 @@ from miner_guard.monitors.base import Exit, Launch, Monitor
 from miner_guard.monitors.line_router import Delivery, LineRouter
 
 _MAX_DEPTH = 4
-"""Limits chains of findings that trigger further findings."""
+"""Maximum length of a chain of findings that trigger one another."""
 
 
 class MonitorRunner:

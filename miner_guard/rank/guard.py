@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class Guard:
-    """The hook of one rank, created by `init`."""
+    """One rank's hook, created by `init`."""
 
     def __init__(
         self, place: environment.RankContext, monotonic: Callable[[], float] = time.monotonic

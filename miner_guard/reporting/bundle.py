@@ -55,7 +55,7 @@ _CUDA = (
 
 @dataclass(frozen=True)
 class Item:
-    """One file of the bundle."""
+    """One file in the bundle."""
 
     name: str
     what: str

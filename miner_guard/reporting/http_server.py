@@ -69,7 +69,7 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Settings of the HTTP port."""
+    """The HTTP port's settings."""
 
     state: str
     host: str

@@ -64,7 +64,7 @@ _VALUES = {("direction", "sent"): "transmit", ("direction", "received"): "receiv
 
 @dataclass(frozen=True)
 class MetricPoint:
-    """One value of one metric."""
+    """A single value of a metric."""
 
     name: str
     unit: str

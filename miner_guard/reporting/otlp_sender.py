@@ -67,7 +67,7 @@ _LAST_WORDS_S = 5.0
 
 @dataclass(frozen=True)
 class SenderSettings:
-    """Settings of the sender."""
+    """The sender's settings."""
 
     state: str
     run_id: str
@@ -275,7 +275,7 @@ def _first_line_of(log: Path, run_id: str) -> Position | None:
 
 
 class Sender:
-    """The main loop of the sender process."""
+    """The sender process's main loop."""
 
     def __init__(self, order: SenderSettings, report: Callable[[Mapping[str, Any]], None]) -> None:
         self._order, self._report = order, report

@@ -92,7 +92,7 @@ class Plot:
     """Times of values that need not fit on the axis: the first step of each launch."""
 
     nothing: str = "no data"
-    """Text in place of a drawing without values."""
+    """Text to show instead of a drawing without values."""
 
 
 def draw(plot: Plot, first: float, last: float) -> str:

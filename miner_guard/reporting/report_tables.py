@@ -315,7 +315,7 @@ def costs(data: Data) -> str:
 
 
 def milestone_table(data: Data, gate: GateSettings) -> str:
-    """The table of milestones, folded."""
+    """The milestones table, folded."""
     rows: list[str] = []
     stage = ""
     for milestone in milestones(data, gate):

@@ -1,5 +1,5 @@
-"""The runbook's rows for events. The report and `miner-guard runbook` show them, since a person on
-call may have neither the source tree nor a network."""
+"""The runbook's rows for events. The report and `miner-guard runbook` show them, because the person
+on call may have neither the source tree nor a network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROW = re.compile(r"^\| `(\w+)` \| (.*?) \| (.*?) \| (.*?) \|$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class RunbookRow:
-    """What the runbook says about one event. Text between backticks is a command or a log line."""
+    """The runbook's entry for one event. Text between backticks is a command or a log line."""
 
     event: str
     grep: str

@@ -94,7 +94,7 @@ class Request:
 
 
 class GuardApp:
-    """All components of one running guard."""
+    """All components of a running guard."""
 
     def __init__(self, request: Request, lock: Lock) -> None:
         self.request, self.lock = request, lock

@@ -41,7 +41,7 @@ def ran_to_its_end(ranks: RankStates, objections: Sequence[str]) -> bool:
 
 
 class Attribution:
-    """Attributes the exits of successive launches."""
+    """Finds the cause of each of a series of exits."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

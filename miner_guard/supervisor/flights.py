@@ -55,7 +55,7 @@ class _Open:
 
 
 class Flights:
-    """All flight records of one run. Supervisor thread only."""
+    """All flight records from one run. Supervisor thread only."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What the supervisor runs, and the requests that end a launch."""
+"""The miner to run, and the requests that end a launch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LaunchSpec:
 
 
 class Then(Enum):
-    """What follows the launch that a request ends."""
+    """The next action after a request has ended a launch."""
 
     STOP = "stop"
     """The guard exits."""

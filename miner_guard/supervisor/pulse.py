@@ -46,7 +46,7 @@ class PulsedRun(Protocol):
 
     @property
     def child(self) -> Child | None:
-        """The launcher of the current launch."""
+        """The current launch's launcher."""
         ...
 
 
@@ -67,7 +67,7 @@ class Pulse:
         return _QUIET_S if self._quiet else TICK_S
 
     def tick(self) -> None:
-        """Run all steps of one tick."""
+        """Run all steps in one tick."""
         run, attempt = self._run, self._run.loop.attempt
         attempt(run.relay.tick)
         if run.exit_code is not None:

@@ -95,7 +95,7 @@ class Supervisor:
 
     @property
     def child(self) -> Child | None:
-        """The launcher of the current launch."""
+        """The current launch's launcher."""
         return None if self.launch is None else self.launch.child
 
     # --- requests ---

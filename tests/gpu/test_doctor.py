@@ -67,7 +67,7 @@ def test_the_doctor_knows_this_gpu_and_finds_nothing_critical(
     counts = f"{levels['ok']} / {levels['warn']} / {levels['unknown']}"
     unread = ", ".join(sorted(row["unread"])) or "none"
     table.add("doctor: GPU checks ok / warning / unknown", counts)
-    table.add("doctor: NVML fields that this machine does not answer", unread)
+    table.add("doctor: NVML fields that this machine does not report", unread)
     table.add("doctor: seconds", round(document["seconds"], 1))
 
 

@@ -109,7 +109,7 @@ def test_the_live_page_has_no_violation_with_a_token_or_without_a_guard(
     assert violations(page, axe) == []
     port.close()
     page.clock.run_for(11_000)
-    page.get_by_text("The guard does not answer").wait_for()
+    page.get_by_text("The guard is not responding").wait_for()
     assert violations(page, axe) == []
     page.context.close()
 

@@ -97,7 +97,7 @@ def test_the_page_updates_itself_and_shows_when_the_guard_is_gone(port: Port, ta
     tab.get_by_text("Last updated").wait_for()
     port.close()
     tab.clock.run_for(11_000)
-    tab.get_by_text("The guard does not answer").wait_for()
+    tab.get_by_text("The guard is not responding").wait_for()
     assert "the-next-run" in tab.content(), "what was known last stays to be read"
     assert tab.get_by_label("The guard is gone").inner_text().startswith("UNKNOWN since ")
     marked = "getComputedStyle(document.querySelector('#report .verdict h1'), '::before').content"
@@ -113,7 +113,7 @@ def test_the_page_recovers_when_the_guard_does(tmp_path: Path, tab: Any) -> None
     tab.get_by_text(RUN).wait_for()
     first.close()
     tab.clock.run_for(11_000)
-    tab.get_by_text("The guard does not answer").wait_for()
+    tab.get_by_text("The guard is not responding").wait_for()
     second = Port(tmp_path, port=first.number)
     try:
         second.status(run_id="after-the-restart")

@@ -211,7 +211,8 @@ def test_alertmanager_notifies_once_about_a_guard_that_does_not_answer(
     (alert,) = body["alerts"]
     assert alert["labels"]["alertname"] == "MinerGuardDown"
     assert (
-        alert["annotations"]["summary"] == f"{NOBODY}: the guard does not answer, or writes nothing"
+        alert["annotations"]["summary"]
+        == f"{NOBODY}: the guard is not responding, or writes nothing"
     )
 
 

@@ -139,10 +139,10 @@ def test_half_closed_connections_do_not_count_as_an_answer_and_may_be_retried(
     settings, state = server
     publish(settings, revision(tmp_path, 50, LARGE), tmp_path)
     state.half_close = True
-    with pytest.raises(RepoError, match="no answer from the Hub") as error:
+    with pytest.raises(RepoError, match="no response from the Hub") as error:
         open_repo(settings).state()
     assert error.value.transient
-    with pytest.raises(PublishError, match="no answer from the Hub"):
+    with pytest.raises(PublishError, match="no response from the Hub"):
         publish(settings, revision(tmp_path, 60, LARGE), tmp_path, 1.0)
     state.half_close = False
     assert open_repo(settings).state().inner_step == 50
@@ -194,7 +194,7 @@ def test_a_silent_hub_costs_the_deadline_and_no_more() -> None:
     with s3.silent() as endpoint:
         start = time.monotonic()
         seen = look_at(RepoSettings(kind="hf", repo_id=REPO_ID, endpoint=endpoint, timeout_s=4.0))
-        assert "no answer" in str(seen.reason)
+        assert "no response" in str(seen.reason)
         assert time.monotonic() - start < 60, "4 s are meant, of a Hub that never answers"
 
 

@@ -27,7 +27,7 @@ from miner_guard.system.processes import Process
 WAITS_IN_THE_KERNEL = """
 import ctypes, time
 if ctypes.CDLL(None).vfork() == 0:
-    # The parent waits in the kernel, uninterruptibly, as for a disk that does not answer.
+    # The parent waits in the kernel, uninterruptibly, as for an unresponsive disk.
     time.sleep(60)
 """
 

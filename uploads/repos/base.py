@@ -51,7 +51,7 @@ Notes = MutableMapping[str, Any]
 
 
 def epoch_key(outer_step: int, name: str) -> str:
-    """Key of a file of one epoch: `epoch-56/gradients.pt`."""
+    """Key of a file in one epoch: `epoch-56/gradients.pt`."""
     return f"epoch-{outer_step}/{name}"
 
 

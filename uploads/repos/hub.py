@@ -334,7 +334,7 @@ def _translated(error: Exception, repo_id: str) -> RepoError:
     }
     if status is None and (kinds & network or isinstance(error, OSError)):
         return RepoError(
-            f"no answer from the Hub for {repo_id}: {first_line(error)}", transient=True
+            f"no response from the Hub for {repo_id}: {first_line(error)}", transient=True
         )
     return RepoError(f"repo {repo_id}: {type(error).__name__}: {first_line(error)}")
 
@@ -343,7 +343,8 @@ def _check_whole(key: str, answer: Any) -> None:
     """Raise RepoError for a truncated body: http.client does not report it."""
     if answer.length:
         raise RepoError(
-            f"no answer from the Hub: {key} was cut off; {answer.length} bytes are missing",
+            f"incomplete response from the Hub: {key} was cut off; {answer.length} bytes are "
+            "missing",
             transient=True,
         )
 

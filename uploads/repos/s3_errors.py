@@ -63,7 +63,7 @@ def translated(error: Exception, bucket: str) -> RepoError:
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if kinds & set(_NETWORK) or isinstance(error, (OSError, TimeoutError)):
         return RepoError(
-            f"no answer from the storage of bucket {bucket}: {first_line(error)}", transient=True
+            f"no response from the storage of bucket {bucket}: {first_line(error)}", transient=True
         )
     return RepoError(f"bucket {bucket}: {type(error).__name__}: {first_line(error)}")
 

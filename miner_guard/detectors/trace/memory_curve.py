@@ -29,7 +29,7 @@ _MIN_GB = 1.0
 
 @dataclass(frozen=True)
 class LevelChange:
-    """One event of a memory curve."""
+    """One event in a memory curve."""
 
     index: int
     kind: str

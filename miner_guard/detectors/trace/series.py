@@ -37,7 +37,7 @@ class Series:
 
 @dataclass
 class Trace:
-    """All series of a run."""
+    """All series from one run."""
 
     series: dict[str, Series] = field(
         default_factory=lambda: {name: Series() for name in QUANTITIES}

@@ -118,7 +118,7 @@ class NodeLeader:
 
 
 class NodeFollower:
-    """Asks the leader of its node."""
+    """Asks its node's leader."""
 
     def __init__(self, path: Path | None) -> None:
         """Raises OSError."""

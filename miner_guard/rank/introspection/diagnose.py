@@ -33,7 +33,7 @@ _FIRST_POLL_S, _MAX_POLL_S = 0.002, 0.05
 
 
 class DiagnosisGuard(Protocol):
-    """What `diagnose` needs from the hook."""
+    """The parts of the hook that `diagnose` needs."""
 
     @property
     def rank(self) -> int: ...

@@ -102,7 +102,7 @@ def _fsdp1_offloads(module: torch.nn.Module) -> bool:
 
 
 def cuda_facts(device: str | None) -> Mapping[str, Any]:
-    """What torch reports about CUDA and the rank's GPU.
+    """The facts that torch reports about CUDA and the rank's GPU.
 
     `device` is where the model is, such as `cuda:1`. If the process has no CUDA context, the fields
     of the device are missing, because reading them would create a context.

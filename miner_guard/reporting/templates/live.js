@@ -32,7 +32,7 @@ function tell() {
   report.classList.toggle("stale", stale);
   if (stale) {
     gone.querySelector("h1").textContent = `UNKNOWN since ${clock(updated).replace(/:\d\d UTC/, " UTC")}`;
-    gone.querySelector("#why").textContent = `the guard does not answer${trouble && ` (${trouble})`}`;
+    gone.querySelector("#why").textContent = `the guard is not responding${trouble && ` (${trouble})`}`;
   }
   const now = `Now ${clock(Date.now())}`;
   state.textContent = stale

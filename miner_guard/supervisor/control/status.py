@@ -23,7 +23,7 @@ _LIVE = (State.RUNNING, State.STOPPING, State.ENDING)
 
 
 def run_status(run: Supervisor, start_command: str | None) -> RunStatus:
-    """The supervisor's fields of status.json."""
+    """The supervisor's fields in status.json."""
     launch, last = run.launch, run.last_exit
     age = (
         run.clock.monotonic() - launch.started

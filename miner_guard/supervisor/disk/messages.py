@@ -44,5 +44,5 @@ def record(path: Path, memory: str) -> bytes:
 
 
 def row(statement: str, values: Sequence[Any]) -> bytes:
-    """The message to write a row of the ledger."""
+    """The message to write a ledger row."""
     return line_of({"lane": ROWS, "statement": statement, "values": list(values)})

@@ -76,7 +76,7 @@ class _Message:
 
 @dataclass
 class _Lane:
-    """The queues of one kind of message."""
+    """The queues for one kind of message."""
 
     waiting: deque[_Message] = field(default_factory=deque)
     sent: deque[_Message] = field(default_factory=deque)
@@ -195,7 +195,7 @@ class DiskWriter:
                 raise TimeoutError(errno.ETIMEDOUT, "the disk is not responding", message.file)
 
     def row(self, statement: str, values: Sequence[Any]) -> None:
-        """Queue a row of the ledger."""
+        """Queue a ledger row."""
         self._put(ROWS, _Message(messages.row(statement, values), _FILE_OF[ROWS]))
 
     def _put(self, lane: str, message: _Message) -> None:

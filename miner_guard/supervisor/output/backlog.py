@@ -15,7 +15,7 @@ stay uncompressed: compressing such data takes as long as the monitors need to r
 
 
 class Backlog:
-    """A queue of chunks that counts what it holds."""
+    """A queue of chunks that counts its bytes."""
 
     def __init__(self) -> None:
         self._chunks: deque[tuple[int, bytes]] = deque()
@@ -23,10 +23,10 @@ class Backlog:
 
         self._dense = 0
         self.size = 0
-        """Bytes of output."""
+        """Size of the queued output in bytes."""
 
         self.held = 0
-        """Bytes of memory."""
+        """Memory use in bytes."""
 
     def put(self, data: bytes) -> None:
         """Append a chunk."""

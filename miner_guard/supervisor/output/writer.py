@@ -80,7 +80,7 @@ class OutputWriter:
             return not self._waiting and not self._busy
 
     def put(self, chunks: Sequence[bytes]) -> None:
-        """Queue output of the miner, unchanged."""
+        """Queue the miner's output, unchanged."""
         with self._mutex:
             for data in chunks:
                 self._put(data)

@@ -1,4 +1,4 @@
-"""Finds the processes of the current launch, finds those that outlive the launcher, and reaps
+"""Finds the current launch's processes, including those that outlive the launcher, and reaps
 orphans."""
 
 from __future__ import annotations

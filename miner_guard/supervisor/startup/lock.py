@@ -36,7 +36,7 @@ class Holder:
 
 
 class Lock:
-    """The lock of one state directory."""
+    """The lock on one state directory."""
 
     def __init__(self, state: StateDir, stop_timeout_s: float) -> None:
         self._state = state
