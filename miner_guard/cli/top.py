@@ -126,7 +126,7 @@ class View:
 
 
 def curves_of(state: statedir.StateDir) -> screen.CurveHistory:
-    """The loss and step time of the latest logged steps."""
+    """Loss and step time from the latest logged steps."""
     curves = screen.CurveHistory()
     for hit in query.last(state.log, Query(events=frozenset({"inner_step"})), _STEPS_READ):
         curves.take(StepsStatus.from_json(hit.record()))

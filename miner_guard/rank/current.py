@@ -1,4 +1,4 @@
-"""The guard of this process: one per rank, created by `init`."""
+"""This process's guard: one per rank, created by `init`."""
 
 from __future__ import annotations
 

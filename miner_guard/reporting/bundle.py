@@ -67,7 +67,7 @@ def collect(state: state_dir.StateDir, since: str, settings: Settings) -> Iterat
     for name, what, events, level, count in _QUESTIONS:
         hits = query.last(state.log, Query(frozenset(events), level), count)
         yield Item(name, what, _lines(hits) or "none in the log\n")
-    yield Item("5-cuda.txt", "what torch reports about CUDA", run([sys.executable, "-c", _CUDA]))
+    yield Item("5-cuda.txt", "torch's CUDA report", run([sys.executable, "-c", _CUDA]))
     yield Item("6-nvidia-smi.txt", "nvidia-smi", run(["nvidia-smi"]))
     yield Item("events.jsonl", f"events since {since}", _events(state, since))
     files = {

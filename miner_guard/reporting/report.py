@@ -62,7 +62,7 @@ def title_of(data: Data, state: state_dir.StateDir) -> str:
 
 
 def page(title: str, content: str) -> str:
-    """A whole HTML document around `content`."""
+    """A complete HTML document around `content`."""
     return visible(
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f"<title>{escape(title)}</title>"

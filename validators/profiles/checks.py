@@ -38,7 +38,7 @@ _FIELDS: Mapping[str, Sequence[str]] = {
     "metadata_key": (),
     "endpoint": ("account",),
 }
-"""Fields in braces that are filled in, by limit."""
+"""By limit, the fields in braces that get filled in."""
 
 _LIMIT_GROUPS = {"revision_pattern": ("run", "outer", "inner"), "bucket_pattern": ("model", "uid")}
 """Named groups that the rules read, by limit that is a regular expression."""

@@ -16,7 +16,7 @@ QUANTITIES = ("loss", "eval_loss", "lr", "grad_norm", "step_time", "gpu_mem_gb")
 
 @dataclass
 class Series:
-    """Values of one quantity with their steps; non-finite ones are kept."""
+    """One quantity's values with their steps; non-finite ones are kept."""
 
     steps: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
