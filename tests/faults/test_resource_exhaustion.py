@@ -109,7 +109,7 @@ def test_damaged_files_of_the_last_run_delay_nothing(guarded: Guarded) -> None:
 MISPLACED: dict[str, Callable[[Path], None]] = {
     "a folder": lambda path: (path / "inside").mkdir(parents=True),
     "a pipe": os.mkfifo,
-    "a link to nowhere": lambda path: path.symlink_to(path.parent / "no such folder" / "x"),
+    "a dangling symlink": lambda path: path.symlink_to(path.parent / "no such folder" / "x"),
 }
 
 
