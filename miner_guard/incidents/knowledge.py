@@ -159,7 +159,7 @@ class Knowledge:
 
     @cached_property
     def _framed(self) -> list[Pattern]:
-        return sorted((p for p in self.patterns if p.frames), key=lambda p: "" in p.frames)
+        return sorted((p for p in self.patterns if p.frames), key=lambda p: p.says_little)
 
     @property
     def _ordered(self) -> tuple[Pattern | Benign, ...]:
@@ -305,9 +305,11 @@ class Knowledge:
             _keep(self._possible, words, possible, _MAX_ANSWERS)
         return possible
 
-    def match_in(self, frames: str, text: str, matches: Sequence[Pattern] = ()) -> list[Pattern]:
-        """The matches of an exception together with the files of its traceback; `matches` are those
-        of the exception alone."""
+    def match_in(
+        self, frames: str, text: str, matches: Sequence[Pattern] = (), shown: bytes = b""
+    ) -> list[Pattern]:
+        """The matches of an exception together with its traceback: the files of its frames, and
+        their text as `shown`. `matches` are those of the exception alone."""
         if len(text) <= _MAX_ANSWERED_LENGTH:
             answer = self._answer(text)
         else:
@@ -322,6 +324,7 @@ class Knowledge:
                 number in fit
                 and (p.instead & named if named else not p.instead)
                 and self._is_found(number, text, answer)
+                and (not p.through or _shows(p.through, shown))
             ):
                 others = (
                     m for m in matches if m.label not in p.instead | {p.label} and not m.alone
@@ -355,6 +358,11 @@ class Knowledge:
 
 def _pattern(entry: Pattern | Benign) -> Pattern:
     return entry.pattern if isinstance(entry, Benign) else entry
+
+
+def _shows(texts: Sequence[str], frames: bytes) -> bool:
+    lowered = frames.lower()
+    return any(text.encode() in lowered for text in texts)
 
 
 def _keep(cache: dict[_K, _V], key: _K, value: _V, most: int) -> None:

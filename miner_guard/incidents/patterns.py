@@ -92,6 +92,15 @@ class Pattern:
     """For a pattern with frames: which of the line's other labels it replaces. A pattern that names
     no labels here counts only if the line shows no other label."""
 
+    through: tuple[str, ...] = ()
+    """If set, the same for a traceback whose frames show one of these strings: in a path, in a
+    function's name after `, in `, or in a source line."""
+
+    @property
+    def says_little(self) -> bool:
+        """Whether any traceback, or none, would do."""
+        return "" in self.frames and not self.through
+
     @cached_property
     def search(self) -> regexes.RegexSearch | None:
         """The search for `expression`."""

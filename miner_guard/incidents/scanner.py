@@ -273,7 +273,9 @@ class Scanner:
         ended = self._tracebacks.ends(line)
         if ended is not None:
             first, known = self._chained.pop(line.rank, None), bool(matches)
-            matches = self._knowledge.match_in(ended.frames, line.lowered, matches)
+            matches = self._knowledge.match_in(
+                ended.frames, line.lowered, matches, ended.text
+            )
             if not matches or _says_little(matches):
                 matches = self._general(ended, line.text) or matches or _unknown(ended.name)
             if not known and first is not None and _says_little(matches):
@@ -379,7 +381,7 @@ def _sighting(pattern: Pattern, line: LogLine, role: str, shown: str) -> Sightin
 def _says_little(matches: list[Pattern]) -> bool:
     """Whether the matches name no cause: an unknown exception, or a wait that timed out."""
     return bool(matches) and all(
-        pattern is _UNKNOWN_EXCEPTION or "" in pattern.frames for pattern in matches
+        pattern is _UNKNOWN_EXCEPTION or pattern.says_little for pattern in matches
     )
 
 
