@@ -30,6 +30,7 @@ from miner_guard.incidents.recovery import PendingError, RecoveryTracker, pendin
 from miner_guard.incidents.regexes import RegexSearch
 from miner_guard.incidents.sightings import Launched, Passed, Retraction, Seen, Sighting
 from miner_guard.incidents.tracebacks import MAX_STREAMS, CutOff, Ended, Tracebacks
+from miner_guard.incidents.unmatched import UNKNOWN_EXCEPTION, UnmatchedErrors, says_little
 
 _CHAIN_LINES = 6
 """Maximum lines between an exception and the words that chain it to the next one."""
@@ -51,23 +52,11 @@ _FELL_BACK = RegexSearch(r"\busing \w{1,20} instead\b|\bfall(?:ing|en|s)? ?back 
 _WARNING = re.compile(r"\[?w(?:\d{3,4})?[ \]]")
 """How torch and glog begin a warning."""
 
-_RAISED = re.compile(r"raise (?:\w+\.)*(\w+)")
-_HARMLESS_LEVEL = re.compile(rb"\b(?:INFO|DEBUG|TRACE|NOTICE|SUCCESS|WARN(?:ING)?)\b")
-_MAX_LEVEL = 120
-"""Bytes of a line within which its logger names the level."""
-
-_NOT_A_FAULT = frozenset({"SystemExit", "StopIteration", "GeneratorExit"})
-_SUMMARIES = frozenset({"ChildFailedError", "ProcessRaisedException", "ProcessExitedException"})
-_LAUNCHERS = _SUMMARIES | {"CalledProcessError"}
 _TOLD = 800
 """Characters kept of a line: enough for the numbers of an out-of-memory message."""
 
 _TAIL_LINES = 3
 """Lines after an out-of-memory error that may hold its numbers."""
-
-
-_UNKNOWN_EXCEPTION = Pattern("code_bug", "exception", (), (), None)
-_LAUNCHED = Pattern("code_bug", "symptom", (), (), None)
 
 
 class Scanner:
@@ -80,6 +69,7 @@ class Scanner:
         self._carry = b""
         self._reader = LineReader(knowledge.words)
         self._tracebacks = Tracebacks()
+        self._unmatched = UnmatchedErrors(knowledge)
         self._raised: dict[int | None, Sighting] = {}
         """The latest exception of each rank."""
 
@@ -123,12 +113,9 @@ class Scanner:
     def _cut_off(self, cut: CutOff) -> list[Sighting]:
         matches = self._knowledge.match(cut.raises.lower()) if cut.raises else []
         if isinstance(matches, Benign) or not matches:
-            raised = _RAISED.match(cut.raises)
-            name = raised[1] if raised else ""
-            named = self._knowledge.unmatched(name, cut.raises, cut.text)
-            if named:
-                matches = [named]
-        if isinstance(matches, Benign) or not matches:
+            named = self._unmatched.cut_off(cut)
+            matches = [named] if named else []
+        if not matches:
             text_shown = "a traceback cut off by the end of the log"
             return [Sighting("code_bug", "symptom", cut.line, text_shown, cut.rank)]
         shown = excerpt(cut.raises, _TOLD)
@@ -146,7 +133,9 @@ class Scanner:
         frames = {run.first: run for run in runs}
         hits = lines_outside(runs, shapes, hot) if hot else set()
         indices = hits | self._tails(shapes, hits) | frames.keys()
-        lines = block.split(b"\n") if indices or self._course.waits else []
+        waits = self._course.waits or self._unmatched.waits
+        lines = block.split(b"\n") if indices or waits else []
+        self._go_on_unmatched(lines, 0, seen)
         for index in sorted(indices):
             if self._tail is not None:
                 self._go_on(lines[index], self.line + index, seen)
@@ -157,6 +146,7 @@ class Scanner:
                 self._line(lines[index], self.line + index, found)
                 if found:
                     seen += self._relevant(found, shapes, index)
+                self._go_on_unmatched(lines, index + 1, seen)
         for troubles, number in self._course.overcome(lines, shapes, self.line, self._tried(seen)):
             for trouble in troubles:
                 past = Retraction((trouble.label,), number, None, trouble.roles)
@@ -258,7 +248,8 @@ class Scanner:
         matches = [] if ignored else self._knowledge.match(line.lowered, past)
         if not isinstance(matches, Benign):
             if not matches and self._notices and not ignored:
-                matches = self._hint(line)
+                traced = self._tracebacks.is_open(line.rank)
+                matches = self._unmatched.line(line, traced=traced)
             self._matched(line, matches, seen)
         elif matches.cancels:
             seen.append(Retraction(matches.cancels, line.number, roles=matches.roles, coped=True))
@@ -273,12 +264,11 @@ class Scanner:
         ended = self._tracebacks.ends(line)
         if ended is not None:
             first, known = self._chained.pop(line.rank, None), bool(matches)
-            matches = self._knowledge.match_in(
-                ended.frames, line.lowered, matches, ended.text
-            )
-            if not matches or _says_little(matches):
-                matches = self._general(ended, line.text) or matches or _unknown(ended.name)
-            if not known and first is not None and _says_little(matches):
+            matches = self._knowledge.match_in(ended.frames, line.lowered, matches, ended.text)
+            if not matches or says_little(matches):
+                named = self._unmatched.exception(ended, line.text)
+                matches = named or matches or self._unmatched.default(ended.name)
+            if not known and first is not None and says_little(matches):
                 self._raised[line.rank] = first
                 seen.append(first)
                 return
@@ -287,23 +277,10 @@ class Scanner:
         for pattern in matches:
             shown = excerpt(line.text, _TOLD, pattern.first_word(line.lowered))
             role = _role(pattern, matches, line.lowered)
-            self._saw(_sighting(pattern, line, role, shown), line, ended, seen)
-
-    def _hint(self, line: LogLine) -> list[Pattern]:
-        """What the general layer makes of an error line; only for the explanation of a whole log,
-        since most errors that are only logged stop nothing."""
-        traced = self._tracebacks.is_open(line.rank) or line.shape.exception is not None
-        warns = _WARNING.match(line.lowered) or _HARMLESS_LEVEL.search(line.raw, 0, _MAX_LEVEL)
-        if traced or warns or len(line.text) > _TOLD:
-            return []
-        named = self._knowledge.general.line(line.text)
-        return [replace(named, role="hint")] if named else []
-
-    def _general(self, ended: Ended, text: str) -> list[Pattern]:
-        if ended.name in _NOT_A_FAULT | _SUMMARIES:
-            return []
-        named = self._knowledge.unmatched(ended.name, text, ended.text)
-        return [named] if named else []
+            found = _sighting(pattern, line, role, shown)
+            self._saw(found, line, ended, seen)
+            if ended is not None and pattern is UNKNOWN_EXCEPTION:
+                self._unmatched.expect_more(found, ended, line)
 
     def _saw(self, found: Sighting, line: LogLine, ended: Ended | None, seen: list[Seen]) -> None:
         seen.append(found)
@@ -345,22 +322,28 @@ class Scanner:
         self._tail = sighting._replace(more=more)
         seen.append(self._tail)
 
+    def _go_on_unmatched(self, lines: list[bytes], start: int, seen: list[Seen]) -> None:
+        """Read on where an exception without a label may continue its message."""
+        end = len(lines) - (not lines[-1]) if self._unmatched.waits else 0
+        for index in range(start, end):
+            if not self._unmatched.waits:
+                return
+            number = self.line + index
+            line = self._reader.read(without_blobs(lines[index][:MAX_BLOBLESS]), number)
+            if (named := self._unmatched.go_on(line)) is not None:
+                within = number - named.line
+                seen += [Retraction((UNKNOWN_EXCEPTION.label,), number, within), named]
+                self._raised[named.rank] = named
+
     def _chain(self, line: LogLine, seen: list[Seen]) -> None:
         """The first exception of a chain counts, unless the one that follows is known and the first
         is not."""
         first = self._raised.get(line.rank)
         if first is None or line.number - first.line > _CHAIN_LINES:
             return
-        if first.label == _UNKNOWN_EXCEPTION.label:
+        if first.label == UNKNOWN_EXCEPTION.label:
             seen.append(Retraction((first.label,), line.number, line.number - first.line))
         self._chained[line.rank] = first
-
-
-def _unknown(name: str) -> list[Pattern]:
-    """A program fault: the default for an unknown exception."""
-    if name in _NOT_A_FAULT:
-        return []
-    return [_LAUNCHED if name in _LAUNCHERS else _UNKNOWN_EXCEPTION]
 
 
 def _sighting(pattern: Pattern, line: LogLine, role: str, shown: str) -> Sighting:
@@ -375,13 +358,6 @@ def _sighting(pattern: Pattern, line: LogLine, role: str, shown: str) -> Sightin
         restart=pattern.restart,
         source=pattern.source,
         least=pattern.least,
-    )
-
-
-def _says_little(matches: list[Pattern]) -> bool:
-    """Whether the matches name no cause: an unknown exception, or a wait that timed out."""
-    return bool(matches) and all(
-        pattern is _UNKNOWN_EXCEPTION or pattern.says_little for pattern in matches
     )
 
 

@@ -61,6 +61,8 @@ class _Traceback:
     frames: str = ""
     raises: str = ""
     text: bytes = b""
+    end: int = 0
+    """The line after its latest frames."""
 
     def shows(self, lines: bytes) -> None:
         """Add lines of frames or of source."""
@@ -141,6 +143,7 @@ class Tracebacks:
             ignored = opened is not None and opened.ignored
             opened = self._begin(rank, number, ignored=ignored)
         if opened is not None:
+            opened.end = number + run.end - run.first
             opened.shows(run.text.replace(run.prefix, b"") if run.prefix else run.text)
             if run.paths:
                 opened.passes(run.paths.decode("utf-8", "replace").lower()[:_MAX_FRAMES])
@@ -164,6 +167,9 @@ class Tracebacks:
             return None
         # The message itself may name a rank; its traceback then stands without one.
         rank = None if line.rank not in self._open and "[rank" in line.lowered else line.rank
+        if rank is None and rank not in self._open:
+            # The thread that shows the log may have lost the prefix of its last line.
+            rank = next((r for r, t in self._open.items() if t.end == line.number), None)
         opened = self._open.get(rank)
         inside = opened is not None and 0 <= line.number - opened.line < _MAX_LINES
         name = line.exception(inside)

@@ -10,7 +10,7 @@ from miner_guard.incidents import grammar, knowledge
 from miner_guard.incidents.general import GeneralLayer, literal
 from miner_guard.incidents.patterns import BadKnowledge
 from miner_guard.incidents.scanner import Scanner
-from miner_guard.incidents.sightings import Sighting
+from miner_guard.incidents.sightings import Retraction, Sighting
 from tests.unit.incidents.helpers import root
 
 PACKAGES = "/opt/venv/lib/python3.11/site-packages"
@@ -99,20 +99,87 @@ def test_the_object_and_its_failure_name_the_label(label: str, line: str) -> Non
     assert root(line + "\n") == label
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "KeyError: 'lr'",
-        "TypeError: unsupported operand type(s) for +: 'int' and 'str'",
-        "ValueError: num_heads must divide hidden_size",
-        "AssertionError: image size must be divisible by the patch size",
-        "TypeError: forward() got an unexpected keyword argument 'mask'",
-        "AttributeError: 'NoneType' object has no attribute 'shape'",
-    ],
+BUGS = (
+    "KeyError: 'lr'",
+    "TypeError: unsupported operand type(s) for +: 'int' and 'str'",
+    "TypeError: forward() got an unexpected keyword argument 'mask'",
+    "AttributeError: 'NoneType' object has no attribute 'shape'",
+    "AttributeError: 'Namespace' object has no attribute 'lr_scheduler'",
+    "AssertionError: image size must be divisible by the patch size",
+    "AssertionError: data parallel group is not initialized",
+    "ValueError: num_heads must divide hidden_size",
+    "ValueError: target modules {'q_proj'} not found in the base model",
+    "ValueError: the number of labels does not match the number of classes",
+    "ValueError: you should activate truncation and padding to have equal lengths",
+    "RuntimeError: expected scalar type Half but found Float",
+    "RuntimeError: view size is not compatible with the stride of the input",
+    "RuntimeError: a view of a leaf is used in an in-place operation",
+    "RuntimeError: op is not implemented for 'Half'",
+    "RuntimeError: cannot re-initialize CUDA in a forked subprocess",
+    "RuntimeError: mismatching argument: broadcast a dimension of length 2",
 )
-def test_a_bug_stays_a_bug(line: str) -> None:
-    frames = [("/srv/train.py", "main", "run()"), ("/srv/model.py", "run", "x = self.f(y)")]
+
+
+@pytest.mark.parametrize("line", BUGS)
+@pytest.mark.parametrize("function", ["run", "forward", "__getitem__", "<module>"])
+def test_a_bug_stays_a_bug(line: str, function: str) -> None:
+    frames = [("/srv/train.py", "main", "run()"), ("/srv/model.py", function, "x = self.f(y)")]
     assert root(traceback(line, *frames)) == "code_bug"
+
+
+WORKER = traceback("asyncio.exceptions.CancelledError", ("/srv/a.py", "wait", "await it"))
+
+
+def test_a_cancelled_task_is_a_consequence() -> None:
+    bug = traceback("KeyError: 'lr'", ("/srv/a.py", "f", "x"))
+    shard = traceback("OSError: row 331", ("/srv/a.py", "load_shard", "x"))
+    assert root(WORKER + bug) == "code_bug"
+    assert root(WORKER + shard) == "dataset_fetch_failed"
+
+
+FIRST = "RuntimeError: nothing to train on\n"
+REST = "Files of the dataset do not exist below /data\n"
+
+
+@pytest.mark.parametrize("between", ["", "[rank3]: loss 3.1\n", "[rank3]: a\n[rank4]: b\n"])
+def test_a_message_may_continue_on_the_next_lines(between: str) -> None:
+    assert root(FIRST) == "code_bug"
+    assert root(FIRST + between + REST) == "dataset_fetch_failed"
+    assert root(f"{FIRST}Check the settings.\n{between}{REST}") == "dataset_fetch_failed"
+
+
+@pytest.mark.parametrize(
+    "other",
+    ["\n", "wandb: ", "2026-01-02 03:04:05 - ", "[data] ", "TypeError: 3\n", "1\n2\n3\n4\n5\n6\n"],
+)
+def test_a_line_that_begins_anew_continues_nothing(other: str) -> None:
+    assert root(FIRST + other + REST) in ("code_bug", None)
+
+
+def test_a_message_continues_in_the_next_piece_of_the_log() -> None:
+    scanner = Scanner(knowledge.load())
+    (bug,) = scanner.feed(FIRST.encode())
+    gone, data = scanner.feed(REST.encode())
+    assert isinstance(bug, Sighting)
+    assert isinstance(data, Sighting)
+    assert (bug.label, data.label, data.line) == ("code_bug", "dataset_fetch_failed", 1)
+    assert gone == Retraction(("code_bug",), 2, 1)
+
+
+def test_the_last_line_of_a_traceback_may_lack_its_prefix() -> None:
+    lost = "OSError: row 331 has 7 columns"
+    frames = traceback("", ("/srv/a.py", "load_shard", "x"), prefix="[rank3]: ")
+    whole = frames.removesuffix("[rank3]: \n") + lost + "\n"
+    assert root(whole) == "dataset_fetch_failed"
+
+
+@pytest.mark.parametrize(
+    ("source", "label"),
+    [("ds = load_dataset(name)", "dataset_fetch_failed"), ("x()", "hub_or_storage_unavailable")],
+)
+def test_a_pattern_may_require_what_the_frames_show(source: str, label: str) -> None:
+    last = "ConnectionError: Couldn't reach 'corpus' on the Hub (ConnectionError)"
+    assert root(traceback(last, ("/srv/train.py", "main", source))) == label
 
 
 def test_a_pattern_wins() -> None:

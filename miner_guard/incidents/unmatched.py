@@ -1,0 +1,142 @@
+"""Errors that no pattern knows: what the general layer makes of them, or else the default."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from miner_guard.incidents.knowledge import Knowledge
+from miner_guard.incidents.log_lines import LogLine
+from miner_guard.incidents.patterns import Pattern
+from miner_guard.incidents.sightings import Sighting
+from miner_guard.incidents.tracebacks import CutOff, Ended
+
+UNKNOWN_EXCEPTION = Pattern("code_bug", "exception", (), (), None)
+_LAUNCHED = Pattern("code_bug", "symptom", (), (), None)
+CUT_OFF = Pattern("code_bug", "symptom", (), (), None)
+
+_NOT_A_FAULT = frozenset({"SystemExit", "StopIteration", "GeneratorExit"})
+_SUMMARIES = frozenset(
+    {"ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "CancelledError"}
+)
+"""What is raised because something else failed."""
+
+_LAUNCHERS = _SUMMARIES | {"CalledProcessError"}
+
+_RAISED = re.compile(r"raise (?:\w+\.)*(\w+)")
+_LEVEL = re.compile(rb"\b(?:INFO|DEBUG|TRACE|NOTICE|SUCCESS|WARN(?:ING)?)\b")
+_MAX_LEVEL = 120
+"""Bytes of a line within which its logger names the level."""
+
+_WARNING = re.compile(r"\[?w(?:\d{3,4})?[ \]]")
+"""How torch and glog begin a warning."""
+
+_MAX_LINE = 800
+_MAX_MESSAGE = 250
+"""Characters of a message that count beside the line that continues it."""
+
+_MAX_LINES = 6
+_RECORD = re.compile(r"[\w.-]{1,40}: |[\[{<(|#=*+-]|\d")
+"""How a line begins that is a record of its own."""
+
+
+@dataclass
+class _Unfinished:
+    """An exception without a label, whose message may continue on the next lines."""
+
+    sighting: Sighting
+    name: str
+    frames: bytes
+    message: str
+    prefix: int
+    """How many bytes precede the text of its line."""
+
+
+class UnmatchedErrors:
+    """Judges the errors of one log that no pattern knows."""
+
+    def __init__(self, knowledge: Knowledge) -> None:
+        self._knowledge = knowledge
+        self._unfinished: _Unfinished | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether the next line may continue an exception's message."""
+        return self._unfinished is not None
+
+    def exception(self, ended: Ended, text: str) -> list[Pattern]:
+        """What an exception shows; empty if it is no fault, or nothing better than the default."""
+        if ended.name in _NOT_A_FAULT or ended.name in _SUMMARIES:
+            return []
+        named = self._knowledge.unmatched(ended.name, text, ended.text)
+        return [named] if named else []
+
+    def default(self, name: str) -> list[Pattern]:
+        """A bug of the program."""
+        if name in _NOT_A_FAULT:
+            return []
+        return [_LAUNCHED if name in _LAUNCHERS else UNKNOWN_EXCEPTION]
+
+    def cut_off(self, cut: CutOff) -> Pattern | None:
+        """What a traceback shows that the end of the log cuts off."""
+        raised = _RAISED.match(cut.raises)
+        return self._knowledge.unmatched(raised[1] if raised else "", cut.raises, cut.text)
+
+    def line(self, line: LogLine, *, traced: bool) -> list[Pattern]:
+        """What an error line shows; `traced`: whether it stands in a traceback. Only for the
+        explanation of a whole log, since most errors that are only logged stop nothing."""
+        warns = _WARNING.match(line.lowered) or _LEVEL.search(line.raw, 0, _MAX_LEVEL)
+        if traced or warns or line.shape.exception is not None or len(line.text) > _MAX_LINE:
+            return []
+        named = self._knowledge.general.line(line.text)
+        return [replace(named, role="hint")] if named else []
+
+    def expect_more(self, sighting: Sighting, ended: Ended, line: LogLine) -> None:
+        """Remember an exception without a label."""
+        message, prefix = line.text[:_MAX_MESSAGE], _prefix(line)
+        self._unfinished = _Unfinished(sighting, ended.name, ended.text, message, prefix)
+
+    def go_on(self, line: LogLine) -> Sighting | None:
+        """The exception that this line continues, once the line shows what it is."""
+        first = self._unfinished
+        if first is None or line.number > first.sighting.line + _MAX_LINES:
+            self._unfinished = None
+            return None
+        if line.rank != first.sighting.rank or _prefix(line) != first.prefix:
+            # Another process prints in between.
+            return None
+        if not self._continues(line):
+            self._unfinished = None
+            return None
+        message = f"{first.message} {line.text.strip()}"
+        named = self._knowledge.unmatched(first.name, message, first.frames)
+        if named is None:
+            return None
+        self._unfinished = None
+        return first.sighting._replace(
+            label=named.label,
+            role=named.role,
+            cause=named.cause,
+            fix=named.fix,
+            restart=named.restart,
+            source=named.source,
+            more=line.text.strip(),
+        )
+
+    def _continues(self, line: LogLine) -> bool:
+        new = _RECORD.match(line.text) or not line.text.strip() or not line.shape.ordinary
+        if new or line.shape.exception is not None:
+            return False
+        return not self._knowledge.match(line.lowered)
+
+
+def says_little(matches: Sequence[Pattern]) -> bool:
+    """Whether the matches name no cause: an unknown exception, or a wait that timed out."""
+    return bool(matches) and all(
+        pattern is UNKNOWN_EXCEPTION or pattern.says_little for pattern in matches
+    )
+
+
+def _prefix(line: LogLine) -> int:
+    return len(line.raw.rstrip()) - len(line.text.encode(errors="replace"))
