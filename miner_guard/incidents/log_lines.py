@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Set
 from typing import NamedTuple
 
-from miner_guard.incidents.log_text import clean, without_colours
+from miner_guard.incidents.log_text import CONTROL, clean, without_colours
 
 EXCEPTION = re.compile(
     r"(?:[A-Za-z_]\w*\.)*(?P<name>[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Fault|Failure|Timeout|Violation)"
@@ -129,7 +129,8 @@ class LineReader:
         return LogLine(rank, number, text, text.lower(), shape, raw)
 
     def _learn(self, masked: bytes, shape: LineShape) -> None:
-        if any(words in masked for words in _A_RANK_OR_NONE):
+        shown = without_colours(masked).translate(None, CONTROL)
+        if any(words in shown for words in _A_RANK_OR_NONE):
             return
         if len(self._shapes) >= _MAX_SHAPES:
             self._shapes.clear()

@@ -19,7 +19,8 @@ _ANSI = re.compile(
 _ANSI_WITHOUT_ESC = re.compile(rb"\[(?:\d{1,3}(?:;\d{1,3})*)?m(?![a-z])")
 """The ESC is optional, because log collectors often drop it."""
 
-_CONTROL = bytes(set(range(32)) - set(b"\t\n") | {127})
+CONTROL = bytes(set(range(32)) - set(b"\t\n") | {127})
+"""Control characters, which `clean` drops."""
 
 _PREFIX = re.compile(
     r"""
@@ -92,7 +93,7 @@ def without_colours(raw: bytes) -> bytes:
 
 def clean(raw: bytes) -> tuple[int | None, str]:
     """The rank named in a line's prefix, and the line's text; blanks after the prefix are kept."""
-    text = without_colours(raw).translate(None, _CONTROL).decode("utf-8", "replace")
+    text = without_colours(raw).translate(None, CONTROL).decode("utf-8", "replace")
     rank: int | None = None
     # A stack frame has no prefix, and is the most frequent line in a log full of errors.
     for _ in range(0 if text.startswith(_FRAME) else _MAX_PREFIXES):

@@ -59,6 +59,7 @@ def _renumbered(text: str, chance: random.Random) -> str:
 
 
 @example("450: ValueError: 3", 1)
+@example("1\r17:     raise X1", 0)
 @example("\x1b[0mValueError: 3", 1)
 @settings(max_examples=400)
 @given(st.lists(PARTS, max_size=5).map("".join), st.integers())
