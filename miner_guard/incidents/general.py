@@ -38,8 +38,8 @@ _DROPPED = b"\"'`"
 _TO_FRAMES = bytes(
     ord("0") if chr(code).isdigit() else ord(chr(code).lower()) if code < 128 else code
     for code in range(256)
-)
-"""Lines of code differ in their numbers, and no class of frames does."""
+).replace(b"\\", b"/")
+"""Frames differ in their numbers, and no class of frames does."""
 
 _FRAME = b'file "'
 

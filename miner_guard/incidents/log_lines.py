@@ -45,7 +45,7 @@ LAUNCH = "miner started"
 REMARKABLE = (BEGINS, IGNORED, *CHAINED, INCIDENT, LAUNCH, 'file "')
 """A line without any of these, that begins like none of a traceback, only has its message."""
 
-_IN_A_TRACEBACK = ("file ", "raise ")
+_IN_A_TRACEBACK = ("file ", "raise ", "\u2502", "/", "~/", "./")
 _REMARKABLE_WORDS = frozenset(word.encode() for word in REMARKABLE)
 
 WITHOUT_DIGITS = bytes.maketrans(b"123456789", b"0" * 9)

@@ -20,6 +20,14 @@ _FRAME = re.compile(
 )
 """Stack frame lines of Python and IPython."""
 
+_OTHER_FRAME = re.compile(
+    r"(?:\u2502 ?)?((?:[~/.]|[a-z]:\\)[^\s:]{1,300}\.py)(?::\d{1,9})? in ([^\s(]{0,100})"
+)
+"""The same of rich and of older IPython."""
+
+_OTHER_SOURCE = re.compile(r"\u2502 {0,8}\u2771 {0,8}\d{1,9} [\u2502 ]{0,100}(.{1,200})")
+"""The source line that rich marks."""
+
 MAX_STREAMS = 256
 """Maximum number of ranks whose lines are tracked separately."""
 
@@ -94,6 +102,8 @@ class Tracebacks:
         quotes source: the error itself comes at the end."""
         lowered = line.lowered
         inner = lowered.lstrip()
+        if not inner.startswith("file ") and self._other(line, inner):
+            return True
         starts = BEGINS in lowered
         quoted = inner.startswith("file ") or 'file "' in lowered
         frame = _FRAME.search(lowered) if quoted else None
@@ -116,6 +126,21 @@ class Tracebacks:
         if opened is not None and within and quoted and not positions:
             opened.shows(line.text.encode(errors="replace") + b"\n")
         return positions or bool(within and quoted)
+
+    def _other(self, line: LogLine, inner: str) -> bool:
+        """Follow a line of a traceback that rich or older IPython prints."""
+        opened = self._open.get(line.rank)
+        if opened is None:
+            return False
+        if frame := _OTHER_FRAME.match(inner):
+            opened.passes(frame[1])
+            opened.shows(f'  File "{frame[1]}", line 0, in {frame[2]}\n'.encode())
+        elif source := _OTHER_SOURCE.match(inner):
+            quoted = source[1].strip(" \u2502")
+            opened.shows(f"    {quoted}\n".encode())
+        else:
+            return False
+        return True
 
     @property
     def quoting(self) -> bool:
