@@ -267,7 +267,7 @@ class Scanner:
             matches = self._knowledge.match_in(ended.frames, line.lowered, matches, ended.text)
             if not matches or says_little(matches):
                 named = self._unmatched.exception(ended, line.text)
-                matches = named or matches or self._unmatched.default(ended.name)
+                matches = named or matches or self._unmatched.default(ended.name, line.text)
             if not known and first is not None and says_little(matches):
                 self._raised[line.rank] = first
                 seen.append(first)

@@ -72,11 +72,14 @@ class UnmatchedErrors:
         named = self._knowledge.unmatched(ended.name, text, ended.text)
         return [named] if named else []
 
-    def default(self, name: str) -> list[Pattern]:
-        """A bug of the program."""
+    def default(self, name: str, text: str) -> list[Pattern]:
+        """A bug of the program, or what is raised because something else failed."""
         if name in _NOT_A_FAULT:
             return []
-        return [_LAUNCHED if name in _LAUNCHERS else UNKNOWN_EXCEPTION]
+        # torch.multiprocessing raises an Exception that shows the worker's traceback on the next
+        # lines.
+        empty = text.rstrip(": ") == "Exception"
+        return [_LAUNCHED if empty or name in _LAUNCHERS else UNKNOWN_EXCEPTION]
 
     def cut_off(self, cut: CutOff) -> Pattern | None:
         """What a traceback shows that the end of the log cuts off."""

@@ -182,6 +182,43 @@ def test_a_pattern_may_require_what_the_frames_show(source: str, label: str) -> 
     assert root(traceback(last, ("/srv/train.py", "main", source))) == label
 
 
+RICH = """\
+\u256d\u2500\u2500 Traceback (most recent call last) \u2500\u2500\u256e
+\u2502 /srv/train.py:7 in main                                  \u2502
+\u2502                                                          \u2502
+\u2502     6 \u2502   for path in paths:                             \u2502
+\u2502 \u2771   7 \u2502   \u2502   model.load_state_dict(read(path))         \u2502
+\u2502                                                          \u2502
+\u2502 /opt/lib/python3.10/site-packages/fancy/model.py:31 in   \u2502
+\u2570\u2500\u2500\u2500\u2500\u2500\u256f
+ValueError: 12 groups here, 10 there
+"""
+NOTEBOOK = """\
+OSError                                   Traceback (most recent call last)
+/srv/train.ipynb in main(path)
+/opt/lib/python3.10/dist-packages/fancy/files.py in load_shard(path, mode)
+     30     with open(path, mode) as file:
+---> 31         raise OSError(path)
+
+OSError: row 331 has 7 columns
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "label"), [(RICH, "state_dict_mismatch"), (NOTEBOOK, "dataset_fetch_failed")]
+)
+@pytest.mark.parametrize("prefix", ["", "[rank3]: "])
+def test_the_frames_of_rich_and_of_a_notebook_count(log: str, label: str, prefix: str) -> None:
+    assert root("".join(f"{prefix}{line}\n" for line in log.splitlines())) == label
+
+
+def test_a_workers_traceback_follows_that_of_its_parent() -> None:
+    parent = traceback("Exception: ", (f"{PACKAGES}/torch/mp/spawn.py", "join", "raise e"))
+    said = "\n-- Process 3 terminated with the following error:\n"
+    worker = traceback("OSError: row 331 has 7 columns", ("/srv/a.py", "load_shard", "x"))
+    assert root(parent + said + worker) == "dataset_fetch_failed"
+
+
 def test_a_pattern_wins() -> None:
     """The message alone would be one about a data set."""
     known = "OSError: [Errno 28] No space left on device: '/data/dataset/shard-3.tar'"
