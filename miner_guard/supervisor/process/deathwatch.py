@@ -66,7 +66,11 @@ class Deathwatch:
         """Start the process. Main thread only: the kernel sends the parent-death signal when the
         thread that forked ends. Raises OSError."""
         reading, writing = os.pipe2(os.O_CLOEXEC)
+        order = {**asdict(self._run), "packages": str(_PACKAGES)}
         try:
+            # Before the fork, because the guard may be killed immediately after it. The pipe holds
+            # far more than these few hundred bytes.
+            os.write(writing, json.dumps(order).encode() + b"\n")
             # Run the real interpreter, not a virtual environment's symlink: the path of the symlink
             # may contain the guard's name.
             self._process = subprocess.Popen(
@@ -88,8 +92,6 @@ class Deathwatch:
         finally:
             os.close(reading)
         self._writing = writing
-        order = {**asdict(self._run), "packages": str(_PACKAGES)}
-        os.write(writing, json.dumps(order).encode() + b"\n")
         self._started_at = self._monotonic()
         assert self._process.stdout is not None
         self._loop.watch(self._process.stdout.fileno(), self._ended)
