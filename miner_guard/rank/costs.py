@@ -1,4 +1,4 @@
-"""Sums up what monitoring costs in this rank, and journals the sums from time to time."""
+"""Adds up what monitoring costs in this rank, and journals the totals periodically."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 def follow(forked: Callable[[], None], exited: Callable[[bool], None]) -> None:
     """Call the method `forked` in each forked child of this process, and the method
-    `exited(failed)` as `at_exit` does, for as long as their object exists."""
+    `exited(failed)` as `at_exit` does, as long as the object that they belong to exists."""
     weak_forked, weak_exited = weakref.WeakMethod(forked), weakref.WeakMethod(exited)
 
     def after_in_child() -> None:

@@ -29,7 +29,7 @@ class RankSettings:
     hang: HangSettings = field(default_factory=HangSettings)
     costs: CostSettings = field(default_factory=CostSettings)
     launch: int = 0
-    """How many times this run of the guard has started the miner before this launch."""
+    """Number of times that this run of the guard had started the miner before this launch."""
 
 
 @dataclass(frozen=True)

@@ -149,8 +149,8 @@ class Guard:
         self._costs.own(self._monotonic() - started)
 
     def arm(self, loop: _hot.HotLoop, leader: weakref.ref[Any], steps: int, may_sum: bool) -> None:
-        """Let a compiled loop record the usual steps, as `HotLoop.arm` says, unless this rank takes
-        the Python path or has no supervisor, so that it logs each step itself."""
+        """Let a compiled loop record the usual steps (see `HotLoop.arm`), unless this rank uses the
+        Python path, or logs each step itself because it has no supervisor."""
         if self._closed or self._hot.step is None or self._recorder.notifier.alone:
             return
         phases: Any = self._hot.phases
@@ -160,8 +160,8 @@ class Guard:
 
     @harmless_or(lambda: False)
     def keep_house(self) -> bool:
-        """Do periodic work after a compiled step. Returns whether a compiled loop may record
-        further steps."""
+        """Do periodic work after a compiled step. Returns True if the compiled loop may keep
+        recording steps."""
         self._keep_house()
         return not self._recorder.notifier.alone
 
@@ -235,8 +235,8 @@ class Guard:
 
     @harmless_or(lambda: False)
     def checkpoint_requested(self) -> bool:
-        """Whether someone has run `miner-guard ctl checkpoint` since this last returned True.
-        Collective; every rank gets the same answer."""
+        """Whether someone has run `miner-guard ctl checkpoint` since this method last returned
+        True. Collective; every rank gets the same answer."""
         return self._questions.checkpoint_requested()
 
     @harmless_or(no_reports)
@@ -285,7 +285,7 @@ class Guard:
         size_bytes: int | None = None,
         complete: bool = True,
     ) -> None:
-        """Report a checkpoint that was saved."""
+        """Report that a checkpoint was saved."""
         self.journal(
             CheckpointEntry(
                 path=str(path), step=step, seconds=seconds, size_bytes=size_bytes, complete=complete
@@ -294,7 +294,8 @@ class Guard:
 
     @harmless_or(nothing)
     def add_cost(self, operation: str, seconds: float, *, blocking: bool = True) -> None:
-        """Add what a monitoring operation cost. `blocking`: whether training waited for it."""
+        """Add the cost of a monitoring operation, in seconds. `blocking`: whether training waited
+        for it."""
         self._costs.add(str(operation), float(seconds), blocking)
 
     @harmless_or(lambda: False)
@@ -361,7 +362,7 @@ class Guard:
             self._recorder.report_error(
                 where, f"guard.{where}: {describe(error)}; training continues"
             )
-        except Exception:  # noqa: BLE001 - reporting itself failed; only the counter, which status shows, is left
+        except Exception:  # noqa: BLE001 - reporting itself failed; `status` still shows the counter
             self._recorder.error_count += 1
 
     def _forked(self) -> None:
@@ -370,7 +371,7 @@ class Guard:
         self._recorder.detach_after_fork()
 
     def _exited(self, failed: bool) -> None:
-        """Record that the process exits; `failed`: whether because of an exception."""
+        """Record that the process is exiting. `failed`: whether an exception caused the exit."""
         if not self._closed:
             self._attempt("exit", self._end, FAILED if failed else ENDED)
 
@@ -382,8 +383,8 @@ class Guard:
             self._attempt("agreement", self._questions.agreement)
         if self.place.state is not None:
             self._attempt("stacks", self._dump_stacks, self.place.state.stacks_of(self.rank))
-            # A single rank needs this too: if a CUDA kernel never ends, the rank's collectives
-            # queue up behind it.
+            # Serve dumps even with a single rank: if a CUDA kernel never ends, the rank's
+            # collectives queue up behind it.
             if self.world_size > 1 or environment.initialised_distributed() is not None:
                 dump = self.place.state.collectives_of(self.rank)
                 self._attempt("collectives", collectives.serve, self._recorder.notifier, dump)

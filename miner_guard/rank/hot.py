@@ -71,11 +71,11 @@ class HotPath:
     Python path must handle it."""
 
     take_own: Callable[[], tuple[float, int]]
-    """Seconds spent in `step` since the last call, and the number of those steps."""
+    """Returns the seconds spent in `step` since the last call, and the number of those steps."""
 
     watch: Callable[[int], None]
-    """Makes `step` return 2 once this signal has a different handler than now; 0: watch no
-    signal."""
+    """Takes a signal's number, and makes `step` return 2 once that signal's handler has changed. 0
+    watches no signal."""
 
 
 def hot_path(

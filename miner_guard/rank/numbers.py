@@ -11,7 +11,7 @@ MAX_INT = 1 << 63
 
 
 class Loss(NamedTuple):
-    """A loss with its origin, for `step(loss=…)`."""
+    """A loss and where it came from, for `step(loss=…)`."""
 
     value: float
     steps_ago: int = 0

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from miner_guard.flight_recorder.layout import NAN, PHASES
 
 COLUMNS = {**{name: name for name in PHASES}, "checkpoint": "pause"}
-"""By phase: the column of `layout.PHASES` to which its time counts. All other phases count as
+"""By phase: the column of `layout.PHASES` to which its time is added. All other phases count as
 `other`."""
 
 _MAX_NAMES = 256

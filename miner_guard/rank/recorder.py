@@ -21,7 +21,7 @@ from miner_guard.system.once import Once
 STARTING, RUNNING, CLOSED, FINISHED, ENDED, FAILED = layout.STATES
 
 NOTIFY_EVERY_S = 0.05
-"""Minimum time between two notifications of the supervisor about steps."""
+"""Minimum interval between two step notifications to the supervisor."""
 
 _MAX_TROUBLES = 20
 """How many different failures the hook reports; it only counts the rest."""

@@ -36,7 +36,7 @@ _KEPT_LOGS = LogSettings.keep
 _STEP_LINES_PER_S = LogSettings.step_lines_per_s
 _LEFT_OUT_EVERY_S = 60.0
 _LAST_WORDS_S = 1.0
-"""How long an exiting process waits until the last lines are written."""
+"""How long an exiting process waits for its last lines to be written."""
 
 
 class StandaloneLog:
@@ -55,7 +55,7 @@ class StandaloneLog:
         self.left_out = 0
         """Number of findings that overflowed the queue or could not be written."""
 
-        self._why = "too many at once"
+        self._why = "too many lines at the same time"
         self._left_out_reported = 0
         self._report_again = -math.inf
 
@@ -99,7 +99,7 @@ class StandaloneLog:
         atexit.register(self.flush)
 
     def flush(self, timeout_s: float = _LAST_WORDS_S) -> None:
-        """Wait up to `timeout_s` until all queued findings are written."""
+        """Wait up to `timeout_s` for all queued findings to be written."""
         if self._thread is not None:
             self._idle.wait(timeout_s)
 
@@ -123,7 +123,7 @@ class StandaloneLog:
     def _try(self, finding: Finding) -> None:
         try:
             self._write(finding)
-        except Exception as error:  # noqa: BLE001 - one that can't be shown must not silence the rest; it is counted and reported
+        except Exception as error:  # noqa: BLE001 - one failure must not silence the other findings; it is counted and reported
             self.left_out += 1
             self._why = f"{finding.event}: {type(error).__name__}: {error}"[:200]
 
@@ -198,7 +198,7 @@ class StepLines:
         self._lines = OncePer(1 / _STEP_LINES_PER_S)
 
     def of(self, step: StepRecord) -> Iterator[Finding]:
-        """The findings of one step; step lines are limited to five per second."""
+        """Yield the findings of one step, with at most five step lines per second."""
         if self._lines.ask(step.end):
             yield catalog.make_finding(
                 "inner_step",
@@ -233,8 +233,9 @@ class StepLines:
 
 
 def _training_seconds(step: StepRecord) -> float:
-    """The seconds to which the absolute slow rule applies, as in the supervisor: those of the step
-    without work other than training; 0 for the first step, which compiles."""
+    """Return the seconds that the absolute slow-step rule compares with its limit. As in the
+    supervisor, they exclude work other than training, and are 0 for the first step, which
+    compiles."""
     if step.flags & FLAG_FIRST:
         return 0.0
     return step.seconds - sum(step.phases.get(name, 0.0) for name in SPECIAL_PHASES)

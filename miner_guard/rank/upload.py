@@ -94,6 +94,6 @@ class UploadRecorder:
 
 
 def _shown(checksum: str | None) -> str | None:
-    """The first 32 characters. The guard would redact a whole sha256, because it looks like a
-    private key."""
+    """Return the first 32 characters. The guard would redact a whole sha256, because it looks like
+    a private key."""
     return None if checksum is None else checksum[:32]

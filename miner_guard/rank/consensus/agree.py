@@ -26,7 +26,7 @@ from miner_guard.system.boot import boot_id
 
 PAYLOAD_BYTES = 4096
 LATE = "late rank"
-"""`where` of the `guard_degraded` that the supervisor handles as a hang."""
+"""The `where` field of a `guard_degraded` event that the supervisor handles as a hang."""
 
 _EARLY_S = 0.5
 _GRACE_S = 2.0
@@ -34,8 +34,8 @@ _GRACE_S = 2.0
 
 _FIRST_POLL_S, _MAX_POLL_S = 0.001, 0.1
 _COUNT_SHIFT = 40
-"""The store adds up one number per question. From this bit up it counts ranks; the bits below hold
-the sum of their 24-bit marks."""
+"""The store keeps one running sum per question. The bits from this one up count ranks, and the bits
+below it hold the sum of their 24-bit marks."""
 
 _MARK = (1 << 24) - 1
 
@@ -82,7 +82,7 @@ class Member:
 
 
 class SingleRank:
-    """The agreement in a world of one rank: its answer is the common answer."""
+    """The agreement when the world size is 1: the rank's own answer is the common answer."""
 
     def share(self, question: str, answer: bytes | None) -> bytes:
         """Return the answer. Raises NoConsensus if there is none."""
@@ -104,8 +104,8 @@ class Group:
         self._agreed = False
         self.broken: str | None = None
         self.late = False
-        """Whether the group broke because a rank was late although the ranks had agreed before. (If
-        they have never agreed, the program may be asking on some ranks only, and a restart would
+        """Whether the group broke because a rank was late after the ranks had agreed at least once.
+        (If they never agreed, the program might be asking on some ranks only, and a restart would
         not help.)"""
 
         first = store.add(f"members/{member.node}", 1) == 1
@@ -145,9 +145,11 @@ class Group:
             self._break(time.monotonic() - started, payload.decode(errors="replace"))
         self._agreed = True
         if outcome == _DIFFER:
-            raise NoConsensus(f"the ranks ask different questions; this one: {question}")
+            raise NoConsensus(
+                f"the ranks are asking different questions; this rank asks: {question}"
+            )
         if outcome == _NO_ANSWER:
-            raise NoConsensus("rank 0 had no answer, or one that is too long")
+            raise NoConsensus("rank 0 had no answer, or its answer was too long")
         return payload
 
     def close(self) -> None:
@@ -178,7 +180,7 @@ class Group:
             self._store.set("broken", b"1")
         return outcome, payload
 
-    # the leaders, in the store
+    # How the leaders agree through the store.
 
     def _lead(self, channel: NodeLeader, own: Ask) -> tuple[str, bytes]:
         size = self._size_of_node(own.asked + self._timeout_s)
@@ -214,8 +216,8 @@ class Group:
         return (_GO, payload[1:]) if payload else (_NO_ANSWER, b"")
 
     def _size_of_node(self, end: float) -> int | None:
-        """The number of ranks on this node. Waits until all ranks have registered; None if they
-        have not by `end`."""
+        """Wait until all ranks have registered, and return the number of ranks on this node.
+        Returns None if some have not registered by `end`."""
         if self._node_size is None:
             world_size = self._member.world_size
             if not _poll(lambda: self._store.add("registered", 0) >= world_size, end):
@@ -231,7 +233,8 @@ class Group:
         return outcome, self._absent(number) if outcome == _LATE else b""
 
     def _absent(self, number: int) -> bytes:
-        """The nodes on which not every rank has asked question `number`; empty if unknown."""
+        """Return the nodes on which some ranks have not asked question `number`; empty if
+        unknown."""
         late = []
         try:
             for leader in range(1, self._store.add("leaders", 0) + 1):

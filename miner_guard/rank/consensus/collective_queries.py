@@ -88,7 +88,8 @@ class CollectiveQueries:
         return self._notice()[1]
 
     def checkpoint_requested(self) -> bool:
-        """Whether a checkpoint was requested since this last returned True. Raises NoConsensus."""
+        """Whether a checkpoint has been requested since this method last returned True. Raises
+        NoConsensus."""
         asked = self._notice()[2]
         if asked <= self._checkpoints:
             return False

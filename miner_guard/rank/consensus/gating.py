@@ -26,7 +26,7 @@ _SHORT = 100
 
 
 class Agreement(Protocol):
-    """How the ranks reach one answer."""
+    """Interface through which the ranks get a common answer."""
 
     def share(self, question: str, answer: bytes | None) -> bytes:
         """Return rank 0's answer on every rank. Raises NoConsensus."""
@@ -54,8 +54,9 @@ class Gate:
             answer = agreement().share(question, None if own is None else pack(own))
         except NoConsensus as error:
             return self.blocked(candidate, str(error)), str(error)
-        # Rank 0 uses the shared answer too, so that all ranks have the same decision. Only the
-        # replay record and the verdicts stay rank 0's own.
+        # Rank 0 uses the shared answer too, so that all ranks have the same decision. It restores
+        # only the replay record and the verdicts, which may have been dropped to make the answer
+        # fit.
         decision = GateDecision.from_dict(json.loads(answer))
         return (
             decision if own is None else replace(decision, record=own.record, verdicts=own.verdicts)
@@ -92,7 +93,7 @@ class Gate:
         return gate.due(inputs, self._settings, now)
 
     def uploaded(self) -> None:
-        """Record that an upload of this rank has just succeeded. It counts as published until the
+        """Record that an upload from this rank has just succeeded. It counts as published until the
         guard checks the repo again."""
         self._uploaded_at = self._monotonic()
 
@@ -104,7 +105,7 @@ class Gate:
     def _judged(self, candidate: Candidate) -> GateDecision:
         try:
             return self._decided(candidate)
-        except Exception as error:  # noqa: BLE001 - the others wait for an answer; this one blocks every rank and gives the reason
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer; blocking tells them all the reason
             return self.blocked(
                 candidate, f"the gate failed: {describe(error)}; the upload is blocked"
             )
@@ -116,12 +117,12 @@ class Gate:
 
     def _inputs(self) -> GateInputs:
         if self._place.state is None:
-            return unknown("no supervisor: nothing watches the repo")
+            return unknown("no supervisor is watching the repo")
         return read(self._place.state.gate_inputs)
 
     def blocked(self, candidate: Candidate, why: str) -> GateDecision:
-        """This rank's own decision to block the upload. In shadow mode it allows the upload and
-        only reports the block.
+        """Return a decision, made by this rank, that blocks the upload. In shadow mode it allows
+        the upload and only reports the block.
 
         Its id differs in each launch, because the ledger accepts each id only once.
         """

@@ -36,7 +36,7 @@ class Ask:
     """Hash of the question's text, which shows whether all ranks ask the same question."""
 
     asked: float
-    """When the rank asked, in monotonic seconds, which all ranks of a node share."""
+    """Monotonic time in seconds at which the rank asked; all ranks on a node share this clock."""
 
     is_root: bool
     """Whether rank 0 sent it; rank 0 provides the answer."""
@@ -78,7 +78,7 @@ class NodeLeader:
 
     def collect(self, own: Ask, size: int, timeout_s: float) -> list[Ask]:
         """Wait for the questions of the node's `size` ranks, and return them with this rank's own.
-        Returns fewer if the first of them has waited `timeout_s`."""
+        Returns fewer if the earliest question has waited `timeout_s`."""
         heard = self._early.pop(own.number, [])
         asks = [own, *(ask for ask, _ in heard)]
         self._asked = [(ask.number, name) for ask, name in heard]
@@ -124,7 +124,7 @@ class NodeFollower:
         """Raises OSError."""
         self._path = path
         self._socket: socket.socket | None = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        # The kernel picks an address, which leaves no file.
+        # Let the kernel pick an address, so that no socket file is left behind.
         self._socket.bind("")
 
     def ask(self, own: Ask, deadline: float, gave_up: Callable[[], bool]) -> tuple[str, bytes]:

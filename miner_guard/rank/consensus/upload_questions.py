@@ -78,18 +78,18 @@ class UploadQuestions:
             judged = self._gate.ready(decision, gradient)
             if judged is not decision:
                 self._decided(judged, None)
-        except Exception as error:  # noqa: BLE001 - the gate has let it pass before
+        except Exception as error:  # noqa: BLE001 - the gate has already allowed this upload
             self._report("may_publish", error)
             return decision
         return judged
 
     def _decided(self, decision: GateDecision, wrong: str | None) -> None:
-        """Journal a decision on rank 0. `wrong`: why the decision applies to this rank alone; None
+        """Journal a decision on rank 0. `wrong`: why the decision applies only to this rank; None
         if all ranks share it."""
         if wrong is not None:
             self._recorder.report_error(
                 f"agreement {decision.outer_step}",
-                f"may_upload is blocked on this rank alone: {wrong}",
+                f"may_upload blocks the upload on this rank only: {wrong}",
             )
         if self._recorder.place.rank != 0:
             return

@@ -20,7 +20,7 @@ _LAST = 64
 """How many of the latest collectives to keep from each dump."""
 
 _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-"""The first contains NCCL's collectives and exists only in torch's CUDA builds; the second contains
+"""The first dumps NCCL's collectives and exists only in torch's CUDA builds; the second dumps
 gloo's."""
 
 
@@ -30,14 +30,14 @@ def serve(notifier: Notifier, path: Path) -> None:
 
 
 def asking(path: Path) -> Path:
-    """The socket through which to ask for a dump to `path`."""
+    """Return the path of the socket that takes requests for a dump to `path`."""
     return path.with_name(path.name + ".ask")
 
 
 def _answer(path: Path) -> None:
     try:
         document = _last_collectives()
-    except Exception as error:  # noqa: BLE001 - a torch without it must not end this thread; the file says why
+    except Exception as error:  # noqa: BLE001 - a torch build without the recorder must not end this thread; the file gives the reason
         document = {"error": f"{type(error).__name__}: {error}"}
     with contextlib.suppress(OSError):
         write_atomic(path, json.dumps(document, default=str))

@@ -162,7 +162,7 @@ def _wait_for(store: Store, rank: int, end: float, deadline_s: float) -> Report:
             time.sleep(min(pause, max(end - time.monotonic(), 0.001)))
             pause = min(pause * 2, _MAX_POLL_S)
         answer = json.loads(store.get(_key(rank)))
-    except Exception as error:  # noqa: BLE001  as above; the row says it
+    except Exception as error:  # noqa: BLE001  as above; the rank's row shows the error
         return {
             "rank": rank,
             "error": f"its report could not be read: {type(error).__name__}: {error}"[:300],
@@ -242,7 +242,7 @@ def _write_shapes(file: Path, model: torch.nn.Module, reports: list[Report]) -> 
 
 
 def training(own: Report, model: torch.nn.Module | None, given: TrainingEntry) -> TrainingEntry:
-    """The journal's `training` entry: the caller's values, completed by what `diagnose` found."""
+    """Return the journal's `training` entry: the caller's values, plus what `diagnose` found."""
     named = getattr(getattr(model, "config", None), "_name_or_path", None) or (
         type(model).__name__ if model else None
     )

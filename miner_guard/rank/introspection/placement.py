@@ -17,7 +17,7 @@ def placement(model: torch.nn.Module) -> dict[str, Any]:
 
     Reads metadata only: no collective, no copy, no allocation, no CUDA context. It counts the local
     shard, because `.numel()` of a DTensor is the global count. Call it between steps: during a step
-    FSDP2 replaces the shards by gathered parameters.
+    FSDP2 replaces the shards with gathered parameters.
 
     Keys: `params` (global count), `shard_params`, `shard_bytes`, `shards` ({device: [count,
     bytes]}), `shard_devices`, `model_device` (where most bytes are), `dtype`, `mesh_device` (None
