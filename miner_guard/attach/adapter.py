@@ -84,7 +84,7 @@ class Adapter:
         self._pending.append(finding)
 
     def _say_at_last(self) -> None:
-        """Print the findings kept so far, because the process exits before it has a guard."""
+        """Print the pending findings, because the process is exiting before it has a guard."""
         for finding in self._pending:
             with contextlib.suppress(OSError):
                 os.write(2, f"{message(finding)}\n".encode("utf-8", "replace"))

@@ -95,7 +95,7 @@ class Auto:
         self._loop: _hot.HotLoop | None = None
         """Records the usual steps, while it is armed; None if the compiled hook is not used."""
 
-    # a plain loop
+    # Hooks for a plain training loop, without a framework.
 
     def follow_torch(self, module: Any) -> None:
         """Hook `backward` and all optimizers; `torch.optim.optimizer` was just imported."""
@@ -123,7 +123,7 @@ class Auto:
             stepping, stepped = loop.stepping, loop.stepped
         module.register_optimizer_step_pre_hook(stepping)
         module.register_optimizer_step_post_hook(stepped)
-        setattr(torch.Tensor, "backward", hook)  # noqa: B010 - mypy takes no assigned method
+        setattr(torch.Tensor, "backward", hook)  # noqa: B010 - mypy rejects an assignment to a method
 
     def follow_scaler(self, module: Any) -> None:
         """Hook the GradScaler, with which the program calls `backward` on the loss times a varying
@@ -163,8 +163,8 @@ class Auto:
         loader.__next__ = followed
 
     def _disarm(self) -> None:
-        """Take the current step back from the compiled loop, because the step is out of the
-        ordinary."""
+        """Take the current step back from the compiled loop, because the step is not an ordinary
+        one."""
         if self._loop is None or not self._loop.armed:
             return
         total, count, self.steps, stepping = self._loop.disarm()
@@ -187,7 +187,8 @@ class Auto:
             self.adapter.guard.arm(self._loop, leader, self.steps, self.losses.divided)
 
     def _due(self) -> None:
-        """Do the work that the compiled loop leaves to the guard, which it calls after a step."""
+        """Let the guard do its periodic work. The compiled loop calls this after a step if work is
+        due."""
         guard = self.adapter.guard
         if guard is None or not guard.keep_house():
             self._disarm()
@@ -278,7 +279,7 @@ class Auto:
                 model_name=os.path.basename(sys.argv[0]),
             )
 
-    # reported by a framework (adapter.StepListener)
+    # What a framework reports (adapter.StepListener).
 
     def trains(self, framework: str) -> None:
         """Take steps from this framework's callbacks from now on, because it starts training."""

@@ -25,7 +25,7 @@ def quoted(line: str) -> str:
 
 @dataclass(frozen=True)
 class StepSeen:
-    """A step that the log shows, and the line that shows it."""
+    """A step found in the log, and the line that reports it."""
 
     place: int
     """Number of the line, counted from 1."""
@@ -105,6 +105,6 @@ def _take(result: LogCheck, steps: LogSteps, numbered: tuple[int, str], patterns
         result.phases[name] = result.phases.get(name, 0) + 1
     elif isinstance(parsed, Miss):
         result.misses.append((place, parsed, quoted(text)))
-        # The sort is stable: of equally close lines, the earliest stay.
+        # The sort is stable, so the earliest of several equally close lines are kept.
         result.misses.sort(key=lambda miss: -miss[1].nearness)
         del result.misses[_MISSES_KEPT:]

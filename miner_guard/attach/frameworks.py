@@ -62,7 +62,7 @@ def follow_transformers(adapter: Adapter, listener: StepListener, module: Any) -
 
     _after_init(module.Trainer, lambda trainer: trainer.add_callback(TransformersCallback))
     _share_losses(listener, module.Trainer)
-    # No callback marks the start of these two, and they can take longer than any step.
+    # No callback marks the start of these two methods, and they can take longer than any step.
     _follow(adapter, module.Trainer, "evaluate", "val_loss")
     _follow(adapter, module.Trainer, "_save_checkpoint", "checkpoint")
 

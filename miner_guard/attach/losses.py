@@ -187,8 +187,8 @@ class Losses:
 
     @property
     def settled(self) -> bool:
-        """Whether a step's losses are plain numbers whose meaning is known, so that `add` may get
-        their sum."""
+        """Whether a step's losses are plain numbers whose meaning is known, so that their sum can
+        be passed to `add`."""
         judged = self._divided or self._judged >= _MAX_JUDGED_STEPS
         return judged and not self._in_flight and not self._slots and self._scaled is None
 

@@ -46,7 +46,7 @@ class Subnet38:
         self._by_optimizer = False
         self._miner: Callable[[], Any] = lambda: None
 
-    # on import
+    # Called when the miner's modules are imported.
 
     def base(self, module: Any) -> None:
         """Hook the base class; its module was just imported."""
@@ -67,7 +67,7 @@ class Subnet38:
                 own.__func__(cls, **kwargs)
             quiet(follow, cls)
 
-        setattr(base, "__init_subclass__", classmethod(follow_subclass))  # noqa: B010 - mypy takes no assigned method
+        setattr(base, "__init_subclass__", classmethod(follow_subclass))  # noqa: B010 - mypy rejects an assignment to a method
         self._replace(base, "__init__", lambda f: followed(f, self._initialised))
         if "run" in vars(base):
             self._replace(base, "run", lambda f: followed(f, self._loop_ended))
@@ -82,8 +82,8 @@ class Subnet38:
     def subclass(self, cls: type) -> None:
         """Hook the miner's class; Python has just defined it."""
         if not _has_steps(cls):
-            # This class does not train. Without a hook, the monitor `log_attach` reads the miner's
-            # output.
+            # This class does not train, so it is not hooked. The monitor `log_attach` reads the
+            # miner's output instead.
             return
         own = vars(cls)
         for name, phase in _PHASES.items():
@@ -119,7 +119,7 @@ class Subnet38:
             return
         setattr(cls, name, wrap(function))
 
-    # at run time
+    # Called while the miner runs.
 
     def _initialised(self, miner: Any, error: BaseException | None) -> None:
         if error is None and _has_steps(type(miner)):
@@ -202,7 +202,8 @@ class Subnet38:
     def _failed(self, what: str) -> None:
         if not self._failure.first():
             return
-        # This is not an incident: rank 0's output already leads to one, and every rank gets here.
+        # Do not report an incident here: rank 0's output already leads to one, and every rank
+        # reaches this line.
         text = (
             "training loop failed; the miner swallows the error and will exit with "
             f"code 0: {what[:500]}"

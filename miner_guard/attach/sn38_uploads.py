@@ -23,8 +23,8 @@ _KNOWN = {"epoch", "archive", "inner_step", "batch_size"}
 (epoch, archive=False)."""
 
 _UNREAD = {"outer_step": -1, "inner_step": -1}
-"""The candidate of a rank that cannot read its own. Rank 0 blocks it; on any other rank only rank
-0's answer counts."""
+"""The candidate that a rank asks about if it cannot read its real one. Rank 0 blocks it; on any
+other rank only rank 0's answer counts."""
 
 _REVISION = re.compile(r"\w+\.\d+\.\d+")
 

@@ -111,7 +111,7 @@ if os.environ.get("_MINER_GUARD_ATTACH") and os.environ.get("_MINER_GUARD_ATTACH
     "",
     str(os.getpid()),
 ):
-    if sys.version_info >= (3, 10):  # noqa: UP036 - the miner's Python may be another
+    if sys.version_info >= (3, 10):  # noqa: UP036 - the miner's Python can be a different version
         sys.meta_path.insert(
             0, Watch(os.environ.get("_MINER_GUARD_ATTACH_MODULES", "").split(","), _imported)
         )
