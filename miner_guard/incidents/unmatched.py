@@ -109,8 +109,10 @@ class UnmatchedErrors:
         if line.rank != first.sighting.rank or _prefix(line) != first.prefix:
             # Another process prints in between.
             return None
-        if not self._continues(line):
+        if self._ends_message(line):
             self._unfinished = None
+            return None
+        if _RECORD.match(line.text) or self._knowledge.match(line.lowered):
             return None
         message = f"{first.message} {line.text.strip()}"
         named = self._knowledge.unmatched(first.name, message, first.frames)
@@ -127,11 +129,10 @@ class UnmatchedErrors:
             more=line.text.strip(),
         )
 
-    def _continues(self, line: LogLine) -> bool:
-        new = _RECORD.match(line.text) or not line.text.strip() or not line.shape.ordinary
-        if new or line.shape.exception is not None:
-            return False
-        return not self._knowledge.match(line.lowered)
+    @staticmethod
+    def _ends_message(line: LogLine) -> bool:
+        exception = line.shape.exception is not None
+        return exception or not line.shape.ordinary or not line.text.strip()
 
 
 def says_little(matches: Sequence[Pattern]) -> bool:
