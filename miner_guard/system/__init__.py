@@ -1,2 +1,2 @@
-"""Facts about this machine and process, and safe access to them: clock, probes, processes, sockets.
-Of the guard's other modules, this package imports only `state_dir`."""
+"""Clocks, probes, processes, sockets and other access to the operating system. The only other guard
+module that this package imports is `state_dir`."""

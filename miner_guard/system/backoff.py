@@ -6,7 +6,7 @@ from __future__ import annotations
 _FIRST_S = 1.0
 _MAX_S = 60.0
 _HEALTHY_S = 120.0
-"""A process that lived this long started properly, so its exit starts a new series."""
+"""A process that ran at least this long started properly, so its exit resets the wait."""
 
 
 class Backoff:
@@ -15,11 +15,12 @@ class Backoff:
     def __init__(self) -> None:
         self._wait_s = 0.0
         self.first = False
-        """Whether the latest exit began a series of early exits. Only that one is reported."""
+        """Whether the latest exit is the first in a series of early exits. Only the first is
+        reported."""
 
     def ended(self, lived_s: float) -> float:
-        """Record the exit of a process that lived `lived_s`. Returns how many seconds to wait
-        before restarting it."""
+        """Record the exit of a process that ran for `lived_s` seconds. Returns the number of
+        seconds to wait before restarting it."""
         if lived_s >= _HEALTHY_S:
             self._wait_s = 0.0
         self.first = self._wait_s == 0.0

@@ -6,8 +6,8 @@ from pathlib import Path
 
 
 def boot_id(path: Path = Path("/proc/sys/kernel/random/boot_id")) -> str | None:
-    """The kernel's id for this boot, which distinguishes machines with the same host name
-    (containers often share one). None if it is unreadable."""
+    """Return the kernel's id for the current boot, or None if it is unreadable. The id tells apart
+    machines that have the same host name, as containers often do."""
     try:
         return path.read_text().strip()
     except OSError:

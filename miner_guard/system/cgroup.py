@@ -17,8 +17,8 @@ _PREFIX = "miner-guard-"
 
 
 class Cgroup:
-    """One cgroup below the guard's own. It enables no controllers, because the limits of the
-    guard's cgroup apply to it too."""
+    """A child of the guard's cgroup. It enables no controllers, because the limits of the guard's
+    cgroup apply to it too."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -46,8 +46,8 @@ class Cgroup:
 
     @classmethod
     def beside(cls, state_dir: str) -> list[Cgroup]:
-        """The cgroups of earlier guards of this state directory. They are where this guard would
-        create its own, so no list of them is needed."""
+        """Return the cgroups that earlier guards of this state directory left behind. Lists the
+        folder in which this guard would create its own cgroup."""
         try:
             return [cls(path) for path in _own_group().glob(f"{_prefix_of(state_dir)}*")]
         except OSError:
@@ -69,8 +69,8 @@ class Cgroup:
         return found
 
     def kill(self) -> bool:
-        """Send SIGKILL to all members at once, including any that are just being forked. Returns
-        False if the kernel cannot (before Linux 5.14)."""
+        """Send SIGKILL to all members at once, including any that are being forked. Returns
+        False if the kernel does not support it (before Linux 5.14)."""
         try:
             (self.path / "cgroup.kill").write_text("1")
         except OSError:

@@ -1,4 +1,4 @@
-"""Clocks that callers pass in: detectors and timers take a clock and never call `time`."""
+"""Clocks that callers pass to detectors and timers, which never call `time` themselves."""
 
 from __future__ import annotations
 

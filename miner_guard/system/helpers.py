@@ -40,16 +40,16 @@ def reap_miners(pid: int) -> int | None:
 
 
 class HelperFilter:
-    """Distinguishes the guard's helpers among its children from the miner's processes. Use from one
-    thread only."""
+    """Tells which of the guard's children are its helpers and which belong to the miner. Use from
+    one thread only."""
 
     def __init__(self) -> None:
         self._own_command = processes.command(os.getpid())
         self._known: Mapping[Process, bool] = {}
 
     def judge(self, children: Iterable[Stat]) -> dict[Process, bool | None]:
-        """For each child, whether it is a helper; None if that is unknown, perhaps only for now.
-        Reads each child's environment only once."""
+        """Return, for each child, whether it is a helper; None if that is not known (yet). Reads
+        each child's environment only once."""
         judged = {seen.process: self._judged(seen) for seen in children}
         self._known = {process: helper for process, helper in judged.items() if helper is not None}
         return judged
@@ -107,7 +107,7 @@ def end_helpers(within_s: float) -> None:
 
 
 def _any_after_killing(helpers: HelperFilter) -> bool:
-    """Kill all helpers; returns whether there was any. A child between fork and exec counts too: it
+    """Kill all helpers; return True if there were any. A child between fork and exec counts too: it
     is still a copy of the guard and may become a helper."""
     living = [seen for seen in _children() if seen.lives]
     for seen in living:
@@ -122,13 +122,13 @@ def _any_after_killing(helpers: HelperFilter) -> bool:
 
 
 def _reaped_s() -> float:
-    """CPU seconds of the children that this process has reaped, without the miner's processes."""
+    """CPU seconds of the children that this process has reaped, except the miner's processes."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime - _miners_reaped_s
 
 
 def _children() -> list[Stat]:
-    """The children that any thread of this process started, as far as they can still be read."""
+    """The children that any thread of this process started, except those that have vanished."""
     own = os.getpid()
     found: set[int] = set()
     try:

@@ -1,7 +1,7 @@
-"""Resets inherited process state with which the guard cannot work, before anything else runs.
+"""Resets inherited process state that would break the guard, before anything else runs.
 
-A parent may have blocked or ignored signals, or closed standard streams. If the guard left that as
-it is, it would miss stop signals or the miner's exit, or it would open the lock file as descriptor
+A parent may have blocked or ignored signals, or closed standard streams. If the guard kept that
+state, it would miss stop signals or the miner's exit, or it would open the lock file as descriptor
 1 and print into it.
 """
 
@@ -26,8 +26,8 @@ def settle_signals() -> None:
 
 
 def continue_when_the_parent_dies() -> None:
-    """Make the kernel send this process SIGCONT when its parent dies. For a helper that exits at
-    the end of its input: while suspended, it would not notice that end and would never exit."""
+    """Make the kernel send this process SIGCONT when its parent dies. A helper that exits at EOF
+    on its input needs this: while suspended, it would never notice EOF and never exit."""
     # Only helpers need ctypes.
     from miner_guard.system.parent_death import signal_at_parents_death
 

@@ -12,7 +12,7 @@ class Once:
     """Lets the first report of each subject pass, and the next one only after `clear`."""
 
     def __init__(self, max_subjects: int | None = None) -> None:
-        """`max_subjects`: how many subjects may pass in all; None: no limit."""
+        """`max_subjects`: maximum number of subjects to let pass; None: no limit."""
         self._reported: set[Hashable] = set()
         self._max = max_subjects
 
@@ -41,13 +41,13 @@ class Once:
 
 
 class OncePer:
-    """Lets a report pass when its content has changed, otherwise once per `every_s`."""
+    """Lets a report pass when its content has changed; repeats pass once per `every_s` seconds."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
         self._last: tuple[object, float] | None = None
         self.left_out = 0
-        """Reports that `ask` has refused since the last call of `take_left_out`."""
+        """Number of reports that `ask` has refused since the last call to `take_left_out`."""
 
     def ask(self, now: float, content: object = None) -> bool:
         """Whether to report `content` at `now` (seconds)."""

@@ -1,6 +1,6 @@
-"""The signal that the kernel sends a process when its parent dies.
+"""Asks the kernel to send this process a signal when its parent dies.
 
-A separate module: ctypes costs memory, and only some processes need it.
+This is a separate module because ctypes costs memory and only some processes need it.
 """
 
 from __future__ import annotations

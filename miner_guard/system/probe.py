@@ -30,12 +30,11 @@ _asked: set[subprocess.Popen[bytes]] = set()
 
 PROBE_FD = "_MINER_GUARD_PROBE_FD"
 _LOOK_S = 2.0
-"""How long the guard waits for a late child before it checks again whether the child makes
-progress."""
+"""Seconds between checks of whether a late child is still making progress."""
 
 _MIN_PROGRESS = 0.1
-"""CPU seconds plus megabytes per interval that count as progress. An interpreter that only waits
-stays below this."""
+"""CPU seconds plus megabytes per interval that count as progress. A Python interpreter that is
+only waiting stays below this."""
 
 _TAIL = 2000
 _MAX_ANSWER = 16 * 1024 * 1024
@@ -118,7 +117,7 @@ def end_all() -> None:
 
 
 class _Deadline:
-    """Decides when to give up on a child: at its deadline, or later if it still makes progress.
+    """Decides when to give up on a child: at its deadline, or later if it is still making progress.
 
     Progress is CPU time of the child or bytes that it reads (including page faults on a mapped
     file). A child that is blocked in a driver call shows neither.
@@ -161,7 +160,7 @@ class _Asked:
 
     child: subprocess.Popen[bytes]
     answer_end: int
-    """The descriptor on which it answers."""
+    """The descriptor from which the guard reads the answer."""
 
     name: str
 

@@ -1,4 +1,4 @@
-"""Reads processes from /proc (identity, parents, children) and sends signals to exactly one.
+"""Inspects processes through /proc (identity, parents, children) and signals a single process.
 
 A pid and its start time together identify a process, so that the guard never signals a process that
 has reused the pid.
@@ -92,14 +92,15 @@ def children_of_thread(pid: int, thread: int) -> set[int]:
 
 
 def latest_pid() -> int:
-    """The pid that the kernel assigned last in this namespace, to a process or a thread. If it has
-    not changed, nothing was started since the last call. Raises OSError."""
+    """The pid that the kernel assigned most recently in this namespace, to a process or a thread.
+    If it has not changed, nothing has started since the last call. Raises OSError."""
     with open("/proc/loadavg", "rb", buffering=0) as file:
         return int(file.read(128).split()[4])
 
 
 def descendants(roots: Iterable[int], among: Table) -> set[Process]:
-    """`roots` and their descendants, as far as they are alive, including a zombie's children."""
+    """Return the living processes among `roots` and their descendants, including the children of
+    zombies."""
     below: dict[int, list[int]] = {}
     for pid, seen in among.items():
         below.setdefault(seen.parent, []).append(pid)
@@ -241,8 +242,8 @@ def send(process: Process, *numbers: int) -> bool:
             return False
         for number in numbers:
             if handle is None:
-                # The pid would have to be reused between the check and the signal, for which the
-                # kernel's pid counter would have to wrap around.
+                # This hits another process only if the pid is reused between the check and the
+                # signal, which requires the kernel's pid counter to wrap around.
                 os.kill(process.pid, number)
             else:
                 signal.pidfd_send_signal(handle, number)
@@ -267,8 +268,8 @@ def _handle(pid: int) -> int | None:
 
 @functools.cache
 def pidfd_works() -> bool:
-    """Whether this process can send signals through pidfds, which cannot reach a process that
-    reuses a pid."""
+    """Whether this process can send signals through pidfds. Such a signal cannot hit a later
+    process that reuses the pid."""
     try:
         handle = os.pidfd_open(os.getpid())
     except (AttributeError, PermissionError):

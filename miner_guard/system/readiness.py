@@ -1,7 +1,7 @@
 """Waits until files can be read or written.
 
-It uses `poll`, because `select.select` refuses descriptors from 1,024 on, and a process that
-inherits or opens many files gets such numbers.
+It uses `poll`, because `select.select` refuses descriptors of 1,024 and above, and a process
+that inherits or opens many files has such descriptors.
 """
 
 from __future__ import annotations
