@@ -1,6 +1,6 @@
 """The supervisor that a distributed-training miner runs under.
 
-Importing this package imports neither torch nor any third-party module: it happens in every rank.
+Every rank imports this package, so it imports neither torch nor any third-party module.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m miner_guard` is `miner-guard`."""
+"""Makes `python -m miner_guard` the same as `miner-guard`."""
 
 from miner_guard.cli.main import main
 

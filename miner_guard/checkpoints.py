@@ -50,7 +50,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Skipped:
-    """An unusable checkpoint, and why."""
+    """An unusable checkpoint, and the reason why `resume` skipped it."""
 
     path: Path
     reason: str
@@ -151,7 +151,7 @@ class Checkpointer:
             self._memory.settle()
 
     def request(self) -> None:
-        """Make the next `due` return True, whatever the step. May be called in a signal handler."""
+        """Make the next call to `due` return True at any step. Safe in a signal handler."""
         self._requested = True
 
     def due(self, step: int, *, asked: bool = False) -> bool:
@@ -177,8 +177,8 @@ class Checkpointer:
             try:
                 written = async_save(state, checkpoint_id=draft, process_group=self._group)  # type: ignore[assignment]
             except AssertionError:
-                # Some versions of torch require that the default group has a CPU backend, although
-                # they get a gloo group. Let training wait for the write instead of failing.
+                # Some versions of torch require a CPU backend in the default group even when they
+                # are given a gloo group. Let training wait for the write instead of failing.
                 save(state, checkpoint_id=draft, process_group=self._group)
                 written.set_result(None)
         self._pending = self._writer.submit(self._finish, written, draft, step, start)
@@ -193,7 +193,7 @@ class Checkpointer:
             pending.result()
         except (Exception, CheckpointException) as error:
             raise CheckpointError(
-                f"no checkpoint was written: {error}; check space in {self._folder}"
+                f"no checkpoint was written: {error}; check the space in {self._folder}"
             ) from error
 
     def close(self) -> None:
@@ -207,13 +207,14 @@ class Checkpointer:
 
     def _finish(self, written: Future[Any], draft: Path, step: int, start: float) -> None:
         # A rank's future completes when every rank's share and the common index are written,
-        # because torch gathers the results.
+        # because torch gathers the results first.
         written.result()
         if self._rank != 0:
             return
         size = _seal(draft, step)
         path = self._folder / f"step-{step:08d}"
-        # A request may save the same step again, but the rename needs a free name.
+        # A requested checkpoint may repeat a step that is already saved; the rename needs a
+        # free name.
         unnamed = [_unname(path)] if path.exists() else []
         os.replace(draft, path)
         _fsync(self._folder)
@@ -277,7 +278,7 @@ class Checkpointer:
         return path
 
     def _gather(self, own: T) -> list[T]:
-        """The values of all ranks, in rank order. Collective."""
+        """Return every rank's value, in rank order. Collective."""
         if self._group is None:
             return [own]
         values: list[Any] = [None] * dist.get_world_size(self._group)
@@ -285,8 +286,8 @@ class Checkpointer:
         return values
 
     def _agree_step(self, newest: int) -> int:
-        """Rank 0's step on every rank, because on a network disk another node may briefly see
-        different folders."""
+        """Return rank 0's step on every rank, because nodes that share a network disk may
+        briefly see different folders."""
         return self._gather(newest)[0]
 
     def _choose(
@@ -328,8 +329,8 @@ class Checkpointer:
 
 
 def damage(path: Path) -> str | None:
-    """The first problem with a checkpoint's files, judged by its manifest; None if all of them are
-    intact."""
+    """Return the first mismatch between a checkpoint's files and its manifest; None if all files
+    are intact."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         files = dict(manifest["files"])

@@ -1,6 +1,6 @@
 """The state directory: names the guard's files, and writes and reads them.
 
-Standard library only. If a file of one of these names has torn or foreign content, the guard sets
+Standard library only. If a file with one of these names has torn or foreign content, the guard sets
 it aside and never trusts it. It does not touch other files.
 """
 
@@ -163,7 +163,7 @@ def _resolved(path: Path, links: int = 40) -> Path:
         if (owner := foreign_link(seen)) is not None:
             raise ForeignLink(f"{seen} is a symlink that uid {owner} owns and could redirect.")
         if not links:
-            # The symlinks form a loop. Opening the original path reports that.
+            # The symlinks form a loop. Opening the original path will report that.
             return path
         seen = _resolved(seen.parent / os.readlink(seen), links - 1)
     return seen
@@ -195,8 +195,8 @@ def make_folder(path: Path) -> None:
         if path.parent == path:
             raise
         make_folder(path.parent)
-        # Try only once more: in /proc, or if another process keeps removing the parent, the error
-        # would stay the same.
+        # Try only once more: in /proc, or if another process keeps removing the parent, the same
+        # error would recur.
         _make_one(path)
 
 
@@ -278,7 +278,7 @@ def remove(path: Path) -> None:
 
 
 def write_atomic(path: Path, text: str, mode: int = PRIVATE_FILE) -> None:
-    """Replace the content of `path` by `text` atomically: a reader sees either all of the old
+    """Replace the content of `path` with `text` atomically: a reader sees either all of the old
     content or all of the new. Raises OSError.
 
     With `mode` 0o666 the umask decides who may read the file; use that for files that a user
@@ -341,17 +341,17 @@ def read_json(path: Path) -> Any | None:
 
 
 ROOM_TO_RESUME = 64 * 1024
-"""How many bytes must be free before the guard writes to a full disk again: otherwise a short line
-might fit where a longer one did not."""
+"""How many bytes must be free before the guard writes to a full disk again: otherwise it could
+write a short line right after a longer one did not fit."""
 
 
 def is_full(error: OSError) -> bool:
-    """Whether a write failed for lack of space, so that it may work again later."""
+    """Whether a write failed for lack of space and may succeed later."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def has_room(where: int | Path) -> bool:
-    """Whether the file system that holds a descriptor or a path has room again. Raises OSError."""
+    """Whether the file system of this descriptor or path has enough free space. Raises OSError."""
     disk = os.statvfs(where)
     return disk.f_bavail * disk.f_frsize >= ROOM_TO_RESUME
 
@@ -384,7 +384,7 @@ def json_number(value: float | None) -> float | str | None:
 
 
 def finite(value: Any) -> Any:
-    """Replace NaN and infinities in `value` by None, recursively, because JSON has no such
+    """Replace NaN and infinities in `value` with None, recursively, because JSON has no such
     numbers."""
     kind = type(value)
     if kind is str or kind is int or kind is bool or value is None:
