@@ -1,20 +1,20 @@
-/* The hot path of the hook: entering and leaving a phase, and the record of a step.
+/* The hot path of the hook: enters and leaves phases, and records steps.
  *
- * It does what rank/phases.py, StepRecord.pack_into and FlightWriter.append do, byte for byte, for the values that
- * almost every step has: ints, floats and None. Anything else it leaves to them. One test suite runs against both.
+ * For the values that almost every step has (ints, floats and None), it writes the same bytes as rank/phases.py,
+ * StepRecord.pack_into and FlightWriter.append. It leaves all other values to them. One test suite runs against both.
  *
- * The layout is flight_recorder/layout.py's; LAYOUT below lets Python refuse a module built from another version.
- * All calls hold the GIL and run no Python code while the header's sequence lock is odd, so they are atomic to every
- * other thread of the rank; counts live in the file, where FlightWriter keeps them too.
+ * The layout is that of flight_recorder/layout.py. With LAYOUT below, Python rejects a module built for another one.
+ * All calls hold the GIL and run no Python code while the header's sequence lock is odd, so the rank's other threads
+ * see them as atomic. Counts are in the file, where FlightWriter keeps them too.
  */
 #include "_hot.h"
 
-/* How often Python notifies the supervisor itself, and journals what the hook cost meanwhile. */
+/* How often Python notifies the supervisor itself, and journals what the hook has cost since the last time. */
 static const double HOUSEKEEPING_S = 1.0;
 
-static PyObject *phase_names; /* the columns' names, given by Python */
+static PyObject *phase_names; /* the names of the columns, set by Python */
 
-/* time and header */
+/* Time and header. */
 
 static double clock_seconds(clockid_t clock)
 {
@@ -23,7 +23,7 @@ static double clock_seconds(clockid_t clock)
     return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
 }
 
-/* Seconds, or -1 with an exception set. */
+/* Return the time in seconds, or -1 with an exception set. */
 static double now_of(Phases *self)
 {
     if (self->monotonic == NULL)
@@ -41,7 +41,7 @@ static Header *header_of(Phases *self)
     return self->map.obj == NULL ? NULL : (Header *)((char *)self->map.buf + HEADER_OFFSET);
 }
 
-/* Make the lock odd. Where another thread was interrupted while it wrote, it is odd, and stays so until that one ends. */
+/* Make the lock odd. It is already odd if another thread was interrupted while writing; that thread releases it. */
 static int begin_write(Header *header)
 {
     int mine = !(header->lock & 1);
@@ -70,7 +70,7 @@ static void show_phase(Phases *self, const char *name, double since, double hear
     end_write(header, mine);
 }
 
-/* phases */
+/* Phases. */
 
 static void count_phase(Phases *self, int depth, double now)
 {
@@ -84,7 +84,7 @@ static void count_phase(Phases *self, int depth, double now)
         self->nested += now - open->counted_to;
 }
 
-/* Keep the exception that is set for the next step to report; the miner's step must not see it. */
+/* Clear the current exception and keep it for the next step to report; the miner must not see it. */
 static void keep_error(Phases *self)
 {
     PyObject *type, *value, *trace;
@@ -108,7 +108,7 @@ void hot_enter(Phase *phase)
     if (!hot_is_mine(self))
         return;
     if (self->depth >= MAX_OPEN) {
-        PyErr_Format(PyExc_OverflowError, "%d phases are open, none is left; %.24s is not counted", MAX_OPEN, phase->name);
+        PyErr_Format(PyExc_OverflowError, "%d phases are open (the limit); %.24s is not counted", MAX_OPEN, phase->name);
         keep_error(self);
         return;
     }
@@ -122,7 +122,7 @@ void hot_enter(Phase *phase)
     open->since = open->counted_to = now;
     open->until = now + phase->longest;
     open->allowance = phase->allowance;
-    /* A long phase stays long inside: a validation contains data and forward phases. */
+    /* A nested phase inherits a longer deadline: a validation, for example, has its own data and forward phases. */
     if (self->depth && open[-1].until > open->until) {
         open->until = open[-1].until;
         open->allowance = open->until - now;
@@ -153,7 +153,7 @@ void hot_leave(Phase *phase)
     while (depth >= 0 && self->open[depth].phase != phase)
         depth--;
     if (depth >= 0) {
-        /* What was entered inside it and never left is left with it. */
+        /* Leave the phases that are still open inside it, too. */
         for (int top = self->depth - 1; top >= depth; top--)
             count_phase(self, top, now);
         int entered = self->depth;
@@ -175,9 +175,9 @@ static PyObject *phase_exit(Phase *phase, PyObject *const *Py_UNUSED(error), Py_
     Py_RETURN_NONE;
 }
 
-/* steps */
+/* Steps. */
 
-/* Whether `value` is None, as *number -1, or an int that a record has room for. */
+/* Store in *number an int that fits a record, or -1 for None. Returns 0 for any other value. */
 static int plain_int(PyObject *value, int64_t *number)
 {
     *number = -1;
@@ -190,7 +190,7 @@ static int plain_int(PyObject *value, int64_t *number)
     return !overflow;
 }
 
-/* Whether `value` is None, as *number NaN, or a float. */
+/* Store in *number a float, or NaN for None. Returns 0 for any other value. */
 static int plain_float(PyObject *value, double *number)
 {
     *number = NAN;
@@ -202,14 +202,14 @@ static int plain_float(PyObject *value, double *number)
     return 1;
 }
 
-/* Allocated and reserved bytes, NaN where CUDA is not in use. False where reading them failed; no exception is set. */
+/* Read the allocated and reserved bytes; NaN if CUDA is not in use. Returns 0 on failure; sets no exception. */
 static int read_memory(Phases *self, double *allocated, double *reserved)
 {
     *allocated = *reserved = NAN;
     PyObject *cuda = PyDict_GetItem(self->modules, self->cuda);
     if (cuda == NULL)
         return 1;
-    /* torch.cuda.is_initialized() of a program on the CPU, without its two Python functions. */
+    /* Check what torch.cuda.is_initialized() checks first, without calling Python. */
     if (PyModule_Check(cuda) && PyDict_GetItemString(PyModule_GetDict(cuda), "_initialized") == Py_False)
         return 1;
     PyObject *pair = PyObject_CallNoArgs(self->memory);
@@ -223,7 +223,7 @@ static int read_memory(Phases *self, double *allocated, double *reserved)
 static int remember_loss(Phases *self, PyObject *given, const StepRow *row)
 {
     PyObject *value = Py_NewRef(given);
-    /* HF Trainer shows a NaN loss as 0.0: the gate must not take it for a number. */
+    /* HF Trainer reports a NaN loss as 0.0; the gate must not treat that as a real loss. */
     if (row->loss == 0.0 && (row->flags & FLAG_GRAD_NORM_GIVEN) && !isfinite(row->grad_norm))
         Py_SETREF(value, PyFloat_FromDouble(NAN));
     PyObject *done = value == NULL ? NULL : PyObject_CallOneArg(self->remember, value);
@@ -273,8 +273,8 @@ static void append_row(Phases *self, StepRow *row)
     end_write(header, mine);
 }
 
-/* Notify the supervisor. False: Python has to, since it could not be reached, since the program has replaced the
- * handler of the watched signal, or since the hook's own costs are due to be journalled. */
+/* Notify the supervisor. Returns 0 if Python must do it, because the datagram could not be sent or because it is time
+ * to journal the hook's own costs. */
 static int notify(Phases *self, double now)
 {
     if (self->socket < 0 || now - self->kept_house >= HOUSEKEEPING_S) {
@@ -331,8 +331,9 @@ int hot_step(Phases *self, const Given *given)
 
 PyDoc_STRVAR(step_doc,
 "step(outer_step, inner_step, total_steps, loss, lr, grad_norm, eval_loss, tokens)\n\n"
-"Record the step that ends now. 0: not done, since a value is neither None nor a plain number, or an error waits to be\n"
-"reported; 1: done; 2: done, and the caller has to notify the supervisor, keep the books and check the signal.");
+"Record the step that ends now. Returns 0 if it was not recorded, because a value is neither None nor a plain number,\n"
+"or an error must be reported first; 1 if it was recorded; 2 if it was recorded and the caller must now notify the\n"
+"supervisor, journal the costs and check the signal.");
 
 static PyObject *phases_step(Phases *self, PyObject *const *given, Py_ssize_t count)
 {
@@ -344,7 +345,7 @@ static PyObject *phases_step(Phases *self, PyObject *const *given, Py_ssize_t co
 
 PyDoc_STRVAR(reach_doc,
 "reach(fd, path, notification)\n\n"
-"Send this notification from the Unix datagram socket `fd` to `path`. An fd of -1: the caller of `step` sends.");
+"Send this notification through the datagram socket `fd` to `path`. If `fd` is -1, the caller of `step` sends it.");
 
 static PyObject *phases_reach(Phases *self, PyObject *args)
 {
@@ -354,7 +355,7 @@ static PyObject *phases_reach(Phases *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "iy#y#", &fd, &path, &path_size, &notification, &size))
         return NULL;
     if ((size_t)path_size >= sizeof self->supervisor.sun_path || size > NOTIFICATION_SIZE) {
-        PyErr_SetString(PyExc_ValueError, "a path of more than 107 bytes, or a notification of more than 64");
+        PyErr_SetString(PyExc_ValueError, "the path exceeds 107 bytes, or the notification exceeds 64");
         return NULL;
     }
     memset(&self->supervisor, 0, sizeof self->supervisor);
@@ -366,7 +367,7 @@ static PyObject *phases_reach(Phases *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(watch_doc, "watch(signal)\n\nLet `step` return 2 once the signal has another handler than now.");
+PyDoc_STRVAR(watch_doc, "watch(signal)\n\nMake `step` return 2 once the signal's handler has changed.");
 
 static PyObject *phases_watch(Phases *self, PyObject *argument)
 {
@@ -378,7 +379,7 @@ static PyObject *phases_watch(Phases *self, PyObject *argument)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(take_doc, "take(now)\n\nSeconds by phase since the last call, and those nested in monitor, as a tuple.");
+PyDoc_STRVAR(take_doc, "take(now)\n\nReturn (seconds by phase since the last call, seconds nested in monitor).");
 
 static PyObject *phases_take(Phases *self, PyObject *argument)
 {
@@ -413,7 +414,7 @@ static PyObject *phases_adopt_thread(Phases *self, PyObject *Py_UNUSED(unused))
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(own_doc, "take_own()\n\nSeconds that the steps recorded here took since the last call, and their number.");
+PyDoc_STRVAR(own_doc, "take_own()\n\nReturn (seconds spent in `step` since the last call, number of those steps).");
 
 static PyObject *phases_take_own(Phases *self, PyObject *Py_UNUSED(unused))
 {
@@ -441,7 +442,7 @@ static int phases_set_failed(Phases *self, PyObject *value, void *Py_UNUSED(clos
     return 0;
 }
 
-/* types */
+/* Types. */
 
 static int phases_traverse(Phases *self, visitproc visit, void *arg)
 {
@@ -486,9 +487,9 @@ static void phases_dealloc(Phases *self)
 
 PyDoc_STRVAR(phases_doc,
 "HotPhases(map, monotonic, remember, memory, columns, notify_every_s)\n\n"
-"map: the flight record's mmap, or None. monotonic: None for CLOCK_MONOTONIC, else a callable. remember: called with\n"
-"each loss. memory: called for (allocated, reserved) where torch.cuda is imported. columns: (name, flag of a step\n"
-"that has it) for each of layout.PHASES.");
+"map: the flight record's mmap, or None. monotonic: a clock, or None for CLOCK_MONOTONIC. remember: called with each\n"
+"loss. memory: returns (allocated, reserved) bytes; called only if torch.cuda is imported. columns: for each of\n"
+"layout.PHASES, its name and the flag of a step that spent time in it.");
 
 static int phases_init(Phases *self, PyObject *args, PyObject *kwargs)
 {
@@ -498,7 +499,7 @@ static int phases_init(Phases *self, PyObject *args, PyObject *kwargs)
                                      &PyTuple_Type, &columns, &self->notify_every))
         return -1;
     if (PyTuple_GET_SIZE(columns) != PHASE_COUNT) {
-        PyErr_Format(PyExc_ValueError, "%zd columns of phases, this module was built for %d", PyTuple_GET_SIZE(columns), PHASE_COUNT);
+        PyErr_Format(PyExc_ValueError, "%zd phase columns, but this module was built for %d", PyTuple_GET_SIZE(columns), PHASE_COUNT);
         return -1;
     }
     PyObject *by_column = PyTuple_New(PHASE_COUNT);
@@ -518,7 +519,7 @@ static int phases_init(Phases *self, PyObject *args, PyObject *kwargs)
     if (map != Py_None && PyObject_GetBuffer(map, &self->map, PyBUF_WRITABLE) < 0)
         return -1;
     if (self->map.obj != NULL && self->map.len != FILE_SIZE) {
-        PyErr_Format(PyExc_ValueError, "a flight record of %zd bytes, this module was built for %d", self->map.len, FILE_SIZE);
+        PyErr_Format(PyExc_ValueError, "the flight record has %zd bytes, but this module was built for %d", self->map.len, FILE_SIZE);
         return -1;
     }
     self->monotonic = monotonic == Py_None ? NULL : Py_NewRef(monotonic);
@@ -540,21 +541,22 @@ static PyMethodDef phases_methods[] = {
     {"watch", (PyCFunction)phases_watch, METH_O, watch_doc},
     {"take", (PyCFunction)phases_take, METH_O, take_doc},
     {"take_own", (PyCFunction)phases_take_own, METH_NOARGS, own_doc},
-    {"adopt_thread", (PyCFunction)phases_adopt_thread, METH_NOARGS, "The thread that calls this between phases trains."},
+    {"adopt_thread", (PyCFunction)phases_adopt_thread, METH_NOARGS, "Make the calling thread the training thread."},
     {0},
 };
 
 static PyGetSetDef phases_properties[] = {
-    {"open", (getter)phases_get_open, NULL, "Phases that were entered and not left.", NULL},
-    {"failed", (getter)phases_get_failed, (setter)phases_set_failed, "The first error inside a phase.", NULL},
+    {"open", (getter)phases_get_open, NULL, "The number of open phases.", NULL},
+    {"failed", (getter)phases_get_failed, (setter)phases_set_failed,
+     "The first error while entering or leaving a phase since the last step.", NULL},
     {0},
 };
 
 static PyMemberDef phases_members[] = {
-    {"live", T_BOOL, offsetof(Phases, live), 0, "Phases are timed; false after close and in a forked child."},
-    {"owner", T_ULONG, offsetof(Phases, owner), 0, "The thread that trains."},
-    {"count", T_LONGLONG, offsetof(Phases, count), 0, "Steps of this process."},
-    {"started", T_DOUBLE, offsetof(Phases, started), 0, "When the current step began, monotonic seconds."},
+    {"live", T_BOOL, offsetof(Phases, live), 0, "Whether phases are timed; false after close and in a forked child."},
+    {"owner", T_ULONG, offsetof(Phases, owner), 0, "The training thread."},
+    {"count", T_LONGLONG, offsetof(Phases, count), 0, "Number of steps of this process."},
+    {"started", T_DOUBLE, offsetof(Phases, started), 0, "Monotonic time, in seconds, at which the current step began."},
     {0},
 };
 
@@ -582,7 +584,7 @@ static int phase_traverse(Phase *phase, visitproc visit, void *arg)
 
 static int phase_clear(Phase *phase)
 {
-    /* Its phases stay until it is freed: any holder may still enter it. */
+    /* Keep its phases until it is freed, because any holder may still enter it. */
     (void)phase;
     return 0;
 }
@@ -604,7 +606,7 @@ static int phase_init(Phase *phase, PyObject *args, PyObject *kwargs)
                                      &phase->column, &phase->allowance, &phase->longest))
         return -1;
     if (phase->column < 0 || phase->column >= PHASE_COUNT || length > NAME_SIZE) {
-        PyErr_SetString(PyExc_ValueError, "no such column, or a name of more than 24 bytes");
+        PyErr_SetString(PyExc_ValueError, "the column does not exist, or the name exceeds 24 bytes");
         return -1;
     }
     memcpy(phase->name, name, (size_t)length);
@@ -635,7 +637,7 @@ PyTypeObject hot_phase_type = {
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "_hot",
-    .m_doc = "The hot path of the hook, compiled. LAYOUT: what it was built for.",
+    .m_doc = "The compiled hot path of the hook. LAYOUT: the layout that it was built for.",
     .m_size = -1,
 };
 

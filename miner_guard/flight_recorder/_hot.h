@@ -24,7 +24,7 @@ enum {
     NAME_SIZE = 24,
     MAX_OPEN = 64,
     NOTIFICATION_SIZE = 64,
-    INTERFACE = 2, /* rank/hot.py's */
+    INTERFACE = 2, /* must equal rank/hot.py's */
     STATE_RUNNING = 1,
 };
 enum {
@@ -70,11 +70,11 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    Py_buffer map;            /* map.obj is NULL where there is no flight record */
-    PyObject *monotonic;      /* NULL: CLOCK_MONOTONIC, else a callable */
-    PyObject *remember, *memory; /* called with each loss; called for bytes of CUDA memory */
+    Py_buffer map;            /* map.obj is NULL if there is no flight record */
+    PyObject *monotonic;      /* a callable; NULL: use CLOCK_MONOTONIC */
+    PyObject *remember, *memory; /* callables: take each loss; return CUDA memory in bytes */
     PyObject *failed;         /* the first error inside a phase since the last step, or NULL */
-    PyObject *modules, *cuda; /* sys.modules and the name under which torch.cuda is there */
+    PyObject *modules, *cuda; /* sys.modules, and torch.cuda's name in it */
     unsigned long owner;
     char live;
     int depth, monitor;
@@ -83,11 +83,11 @@ typedef struct {
     uint32_t flags[PHASE_COUNT];
     double started, notified, notify_every, kept_house, own;
     long long count, own_count;
-    int socket;               /* for notifications of the supervisor; -1 where Python sends them */
+    int socket;               /* for notifications to the supervisor; -1 if Python sends them */
     struct sockaddr_un supervisor;
     char notification[NOTIFICATION_SIZE];
     size_t notification_size;
-    int signal;               /* whose handler the program may replace; 0: none is watched */
+    int signal;               /* watch whether the program replaces its handler; 0: watch no signal */
     PyOS_sighandler_t handler;
 } Phases;
 
@@ -99,19 +99,19 @@ struct Phase {
     char name[NAME_SIZE];
 };
 
-/* Whether the calling thread is the one whose phases and steps are recorded. */
+/* Return whether the calling thread's phases and steps are recorded. */
 int hot_is_mine(Phases *phases);
 
 /* Enter and leave a phase. Neither raises. */
 void hot_enter(Phase *phase);
 void hot_leave(Phase *phase);
 
-/* What a step reports: values of any type. */
+/* The values that the training loop reports for a step; they may be of any type. */
 typedef struct {
     PyObject *outer_step, *inner_step, *total_steps, *loss, *lr, *grad_norm, *eval_loss, *tokens;
 } Given;
 
-/* Record the step that ends now; returns as HotPhases.step does. Sets no exception. */
+/* Record the step that ends now. Returns the same values as HotPhases.step. Sets no exception. */
 int hot_step(Phases *phases, const Given *given);
 
 extern PyTypeObject hot_phases_type, hot_phase_type, hot_loop_type, hot_backward_type;

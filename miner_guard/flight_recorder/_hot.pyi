@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 LAYOUT: dict[str, int]
-"""What this module was built for, by name of its constants."""
+"""The layout that this module was built for, by constant name."""
 
 class HotPhases:
     live: bool

@@ -1,16 +1,16 @@
-/* The usual step of a training loop that knows nothing of the hook: one `backward` on a CPU scalar, one optimizer.
+/* Records the usual step of a training loop that does not call the hook: one `backward` on a CPU scalar, one optimizer.
  *
- * At 50 ms a step all of the hook's code has left the processor's caches, and each function on the way costs more than
- * what it does. So the usual step runs through here alone: `backward` reads the loss from memory, the optimizer's hooks
- * enter and leave its phase, and its post hook records the step. Anything else (another optimizer, a loss on a GPU, a
- * framework, a closed guard) goes to the Python functions that this was given (attach/auto.py), which first take the
- * state back with `disarm`, and `arm` again after a step that was usual.
+ * With 50 ms between steps, the hook's code has left the processor's caches, and a function call costs more than the
+ * function's work. So the usual step runs only this code: `backward` reads the loss from memory, the optimizer's hooks
+ * enter and leave its phase, and its post-step hook records the step. Anything else (a second optimizer, a loss on a
+ * GPU, a framework, a closed guard) goes to Python functions in attach/auto.py. They first take the state back with
+ * `disarm`, and call `arm` again after a usual step.
  */
 #include "_hot.h"
 
 typedef struct {
     PyObject_HEAD
-    PyObject *plain;          /* Tensor.backward as torch has it */
+    PyObject *plain;          /* torch's own Tensor.backward */
     PyObject *slow_backward, *slow_stepping, *slow_stepped, *slow_step, *notify;
     PyObject *tensor, *float32, *float64;
     PyObject *leader;         /* weak reference to the optimizer whose steps count */
@@ -21,7 +21,7 @@ typedef struct {
     long long count, steps;
 } Loop;
 
-/* What replaces Tensor.backward; a method descriptor, with a __dict__ for functools.update_wrapper. */
+/* The replacement for Tensor.backward: a method descriptor, with a __dict__ for functools.update_wrapper. */
 typedef struct {
     PyObject_HEAD
     vectorcallfunc call;
@@ -36,7 +36,7 @@ static int is_usual(Loop *self)
     return self->armed && hot_is_mine(self->phases);
 }
 
-/* The result of a call without arguments, as a number; -1 with the exception cleared. */
+/* Call a method without arguments; return its result as a number, or -1 on an error, which is cleared. */
 static long long called(PyObject *object, PyObject *method)
 {
     PyObject *answer = PyObject_CallMethodNoArgs(object, method);
@@ -46,8 +46,8 @@ static long long called(PyObject *object, PyObject *method)
     return number;
 }
 
-/* Add the tensor's value to the step's loss. False where it is no plain CPU scalar; no exception is set. `item()` gives
- * the same number through torch's dispatcher, which takes ten times as long with cold caches. */
+/* Add the tensor's value to the step's loss. Returns 0 if it is not a plain CPU scalar; sets no exception. `item()`
+ * returns the same number through torch's dispatcher, which takes ten times as long with cold caches. */
 static int note(Loop *self, PyObject *tensor)
 {
     if ((PyObject *)Py_TYPE(tensor) != self->tensor)
@@ -85,7 +85,7 @@ static PyObject *backward_call(Backward *self, PyObject *const *args, size_t fla
 
 static int is_leader(Loop *self, PyObject *optimizer)
 {
-    /* An object has one weak reference without a callback, which all who ask for it share. */
+    /* An object has only one weak reference without a callback, so the two can be compared by identity. */
     PyObject *reference = PyWeakref_NewRef(optimizer, NULL);
     Py_XDECREF(reference);
     PyErr_Clear();
@@ -103,7 +103,7 @@ static PyObject *loop_stepping(Loop *self, PyObject *const *args, Py_ssize_t cou
     Py_RETURN_NONE;
 }
 
-/* Record the step whose optimizer this is. 0: it is not usual; else what hot_step returns. */
+/* Record the optimizer's step. Returns 0 if it is not a usual step, otherwise the result of hot_step. */
 static int record(Loop *self, PyObject *optimizer)
 {
     if (!self->count || (self->count > 1 && !self->may_sum))
@@ -146,7 +146,8 @@ static PyObject *loop_stepped(Loop *self, PyObject *const *args, Py_ssize_t coun
 PyDoc_STRVAR(arm_doc,
 "arm(phases, backward, optimizer, leader, steps, may_sum)\n\n"
 "Record usual steps from now on. phases: the HotPhases; backward, optimizer: HotPhase; leader: a weak reference to the\n"
-"optimizer whose steps count; steps: how many it has taken; may_sum: the losses of several micro-batches add up.");
+"optimizer whose steps count; steps: how many it has taken; may_sum: the sum of several micro-batches' losses is the\n"
+"step's loss.");
 
 static PyObject *loop_arm(Loop *self, PyObject *args)
 {
@@ -170,7 +171,7 @@ static PyObject *loop_arm(Loop *self, PyObject *args)
 }
 
 PyDoc_STRVAR(disarm_doc,
-"disarm()\n\nLet Python handle the rest of this step. Returns (loss so far, its micro-batches, steps, stepping).");
+"disarm()\n\nLet Python handle the rest of this step. Returns (loss up to now, its micro-batches, steps, stepping).");
 
 static PyObject *loop_disarm(Loop *self, PyObject *Py_UNUSED(unused))
 {
@@ -190,7 +191,7 @@ static PyObject *loop_get_backward(Loop *self, void *Py_UNUSED(closure))
     return (PyObject *)made;
 }
 
-/* types */
+/* Types. */
 
 static int loop_init(Loop *self, PyObject *args, PyObject *kwargs)
 {
@@ -294,7 +295,7 @@ static PyGetSetDef loop_properties[] = {
 };
 
 static PyMemberDef loop_members[] = {
-    {"armed", T_BOOL, offsetof(Loop, armed), READONLY, "Usual steps are recorded here."},
+    {"armed", T_BOOL, offsetof(Loop, armed), READONLY, "Whether usual steps are recorded here."},
     {0},
 };
 

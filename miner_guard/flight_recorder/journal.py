@@ -19,7 +19,7 @@ class JournalEntry:
 
     KIND: ClassVar[str] = ""
     JSON_NAMES: ClassVar[Mapping[str, str]] = {}
-    """Names in the file, by field, for fields whose name there differs."""
+    """By field: its name in the file, for fields whose name is different there."""
 
     t: float = 0.0
 

@@ -95,7 +95,7 @@ STEPPED_OFFSET = NOW_OFFSET + 48
 STEP = struct.Struct("<QqqqdddddddddqII" + f"{len(PHASES)}f" + "f")
 """sequence number + 1, outer step, inner step, total steps, start (monotonic), end (monotonic), end
 (wall), loss, lr, grad norm, evaluation loss, allocated bytes, reserved bytes, tokens, flags, check,
-seconds per phase (inclusive of what is nested in it), seconds of the phases nested in `monitor`."""
+seconds per phase (including the phases nested in it), seconds of the phases nested in `monitor`."""
 
 FLAG_EVAL = 1
 """Part of the step was spent in inference, val_loss, example_loss or monitor."""
@@ -161,7 +161,8 @@ def slot_offset(number: int) -> int:
 
 
 def check_of(number: int, inner_step: int, end: float) -> int:
-    """The check word at the end of a step record, with which a reader detects a torn write."""
+    """Compute the check word at the end of a step record, with which a reader detects a torn
+    write."""
     return (number * 2654435761 ^ (inner_step & 0xFFFFFFFF) ^ int(end * 1000)) & 0xFFFFFFFF
 
 

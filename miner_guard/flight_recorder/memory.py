@@ -22,8 +22,8 @@ from miner_guard.flight_recorder import layout
 from miner_guard.state_dir import make_folder, open_private
 
 COPY_EVERY_S = 1.0
-"""Interval between copies: at most this much is lost if the supervisor and the rank are killed at
-the same moment."""
+"""Interval between copies. If the supervisor and the rank are killed at the same moment, at most
+this much is lost."""
 
 _NAME = "miner-guard-flight"
 _F_ADD_SEALS = 1033
@@ -47,10 +47,11 @@ def create() -> tuple[mmap.mmap, int]:
 
 
 def _duplicate_of(fd: int) -> int:
-    """The mapping's own descriptor for the same file, so a rank needs no other. Raises OSError."""
+    """Return the mapping's descriptor for the same file, so that a rank needs no other. Raises
+    OSError."""
     target = _file_of(os.fstat(fd))
     for name in os.listdir("/proc/self/fd"):
-        # Another thread may close a descriptor meanwhile.
+        # Another thread may close a descriptor while this loop runs.
         with contextlib.suppress(OSError):
             if int(name) != fd and _file_of(os.fstat(int(name))) == target:
                 return int(name)
@@ -84,7 +85,7 @@ def open_live(path: Path, flags: int) -> int | None:
 
 
 class Version(NamedTuple):
-    """Distinguishes different records at the same `path`, and different states of a copy."""
+    """Tells apart different records at the same `path`, and different states of a copy."""
 
     live: bool
     device: int
@@ -152,8 +153,8 @@ class Copier:
         self._steps, self._entries = steps, entries
 
     def _open(self, before: tuple[int, int]) -> int | None:
-        """The copy, if it is complete and still the file `before`. The file system may give the
-        same inode to another file, so its identity counts too."""
+        """Open the copy; None unless it is complete and still the file `before`. Compare the
+        record's identity too, because the file system may reuse the inode for another file."""
         try:
             file = open_private(self.path, os.O_RDWR)
         except OSError:

@@ -83,7 +83,8 @@ class Identity:
 
 
 def ranks_elsewhere(identities: Iterable[Identity]) -> int:
-    """How many ranks other nodes run; 0 if the launcher did not set the local world size."""
+    """Return the number of ranks on other nodes; 0 if the launcher did not set the local world
+    size."""
     known = (one for one in identities if one.local_world_size)
     return max((one.world_size - one.local_world_size for one in known), default=0)
 
@@ -322,7 +323,7 @@ class StepRecord:
 
 
 def json_default(value: Any) -> str:
-    """Text for a value that JSON cannot express. For a GPU tensor only its type and device, because
-    reading its value would synchronise the GPU."""
+    """Return text for a value that JSON cannot express. The text for a GPU tensor has only its type
+    and device, because reading its value would synchronise the GPU."""
     device = getattr(getattr(value, "device", None), "type", "cpu")
     return str(value) if device == "cpu" else f"{type(value).__name__} on {device}"
