@@ -1,4 +1,4 @@
-"""The guard's view of the chain: each query runs in a child with a deadline."""
+"""Queries the chain. Each query runs in a child process with a deadline."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The child that reads the chain through bittensor 9.10 to 11: `python -m
 miner_guard.health.chain_probe`.
 
-It runs in a child, because bittensor may hang for minutes on a silent node, parses the command
-line, prints, takes over its process's logging, and uses up to 160 MB. Reads only public data and
-opens no wallet.
+It runs in a child, because bittensor may hang for minutes if a node does not respond, parses the
+command line, prints, takes over its process's logging, and uses up to 160 MB. Reads only public
+data and opens no wallet.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def _data_of(value: Any) -> bytes:
         return bytes(value)
     if isinstance(value, (list, tuple)):
         return _data_of(value[0])
-    raise TypeError(f"a commitment of {type(value).__name__}")
+    raise TypeError(f"the commitment has the unexpected type {type(value).__name__}")
 
 
 def _row(neuron: Any, amount: Callable[[Any], float | None]) -> dict[str, Any]:

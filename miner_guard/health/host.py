@@ -184,7 +184,7 @@ def _cgroup_folder(proc: Path, cgroup: Path) -> Path | None:
 
 
 def _least_limit(folder: Path, top: Path, name: str) -> int | None:
-    """The tightest limit of a folder and its parents."""
+    """Return the lowest limit set by a folder or any of its parents."""
     limits = []
     while True:
         limit = _number(folder / name)

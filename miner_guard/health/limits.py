@@ -41,7 +41,7 @@ class HostLimits:
                     what=f"disk of {name}",
                     seen=f"{seen:.1f} GB free",
                     limit=f"{minimum:g} GB",
-                    next_step="free space: checkpoints and logs stop when it is full",
+                    next_step="free disk space: checkpoints and logs stop when the disk is full",
                 )
 
     def _shm(self, host: Mapping[str, Any]) -> Iterator[Finding]:
@@ -67,7 +67,7 @@ class HostLimits:
                 "host_warning",
                 what="memory",
                 seen=f"{used / _GIB:.1f} of {limit / _GIB:.1f} GB",
-                limit=f"{_MEMORY_WARN_RATIO:.0%} of the {host['memory_limit_by']}'s",
+                limit=f"{_MEMORY_WARN_RATIO:.0%} of the {host['memory_limit_by']}'s memory",
                 next_step=(
                     "the kernel will kill a rank next; use fewer dataloader workers or a "
                     "larger machine"
@@ -81,7 +81,7 @@ class HostLimits:
                 "host_warning",
                 level="error",
                 what="out-of-memory kill",
-                seen=f"{kills - before} more",
+                seen=f"{kills - before} since the last sample",
                 limit="0",
                 next_step=(
                     "the kernel killed a process in this container: use fewer dataloader workers, "

@@ -11,8 +11,8 @@ A sample is plain data:
   `utilization_ratio` (some kernel ran), `temperature_c`, `power_w`, clocks in MHz,
   `throttle_bits` and `throttle`, ECC, remapped rows, PCIe, NVLink, modes; `xids` since the last
   sample. A value that could not be read is null, with the reason under `unread`.
-- a row's `state`: `ok` · `lost` · `reset_required` · `unknown` · `hangs` · `gone` (it was there
-  before) · `unreadable`
+- a row's `state`: `ok` · `lost` · `reset_required` · `unknown` · `hangs` · `gone` (an earlier
+  sample had it) · `unreadable`
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class NvmlSampler:
                 self._end_child()
 
     def _last_words(self, until: float) -> Mapping[str, list[int]]:
-        """Collect the Xid events that only the retired child received, and end it. Both children
-        report an event that arrives now."""
+        """Collect the Xid events that only the retired child received, and end that child. Until
+        then, both children report the same new events."""
         child = self._retired
         if child is None or time.monotonic() >= until:
             return {}
@@ -134,9 +134,10 @@ class NvmlSampler:
             self._pending_xids.setdefault(uuid, []).extend(numbers)
 
     def _hand_out_xids(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Give each row its events. A GPU without a row gets its events once it has one."""
+        """Add each GPU's Xid events to its row. If a GPU has no row, keep its events until it has
+        one."""
         for row in rows:
-            # A row without a UUID (its GPU was lost before it could be named) stands for the GPU of
+            # A row without a UUID (its GPU was lost before it could be named) represents the GPU at
             # its index.
             named = [row.get("uuid")] if row.get("uuid") else self._once_at(row["index"])
             row["xids"] = [
@@ -179,7 +180,7 @@ class NvmlSampler:
             {
                 **known,
                 "state": "gone",
-                "error": "it was there before",
+                "error": "the GPU was present in an earlier sample",
                 "memory_used_bytes": None,
                 "unread": {},
             }
@@ -241,8 +242,8 @@ class NvmlSampler:
 
 
 def _ask(child: subprocess.Popen[bytes], request: Mapping[str, Any], until: float) -> bytes | None:
-    """Send a request; the child's answer by `until` (monotonic), as `_line` returns it. Raises
-    OSError if the child no longer listens."""
+    """Send a request and return the child's answer as `_line` does, waiting until `until`
+    (monotonic). Raises OSError if the child no longer listens."""
     assert child.stdin is not None
     assert child.stdout is not None
     now = time.monotonic()

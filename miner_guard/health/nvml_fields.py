@@ -26,7 +26,7 @@ THROTTLE = {
     0x80: "HW power brake",
     0x100: "display clocks",
 }
-"""Bits of the clocks event reasons (nvml.h); R535 and later call them event, earlier throttle
+"""Names of the clocks event reasons (nvml.h), by bit. Drivers before R535 call them throttle
 reasons."""
 
 _P2P_READ = 0

@@ -122,7 +122,7 @@ class GpuHandle:
             if error.value == nvml.NVML_ERROR_NOT_SUPPORTED:
                 self._permanent[first] = str(error)
             return
-        except Exception as error:  # noqa: BLE001  bindings older than the field, or a struct that changed: this field only
+        except Exception as error:  # noqa: BLE001  the bindings may lack the field, or a struct may have changed; only this field is affected
             unread[first] = self._permanent[first] = f"{type(error).__name__}: {error}"
             return
         row.update(values)
@@ -199,7 +199,7 @@ class System:
         self.facts = facts
 
     def watch(self, gpus: Mapping[int, GpuHandle]) -> None:
-        """Subscribe to the Xid events of new GPUs; the next call retries a GPU that refuses."""
+        """Subscribe to the Xid events of new GPUs. The next call retries any GPU that refuses."""
         if not gpus:
             return
         self.worker.at = "nvmlEventSetCreate"

@@ -19,10 +19,10 @@ class OwnSampler:
         self._before: tuple[float, float] | None = None
 
     def sample(self) -> dict[str, Any]:
-        """`cpu_pct` and `cpu_s` of the supervisor and its helpers (the HTTP port, the GPU
-        sampler, senders, probes, including those that have exited); `helpers_cpu_s`: the helpers
-        alone; `helpers`: CPU seconds of each running helper by its name; `memory_bytes`, `threads`
-        and `open_files` of the supervisor. Raises OSError."""
+        """`cpu_pct` and `cpu_s` of the supervisor and its helpers (the HTTP port, the GPU sampler,
+        senders, probes, including those that have exited); `helpers_cpu_s`: CPU seconds of
+        the helpers only; `helpers`: CPU seconds of each running helper by its name; `memory_bytes`,
+        `threads` and `open_files` of the supervisor. Raises OSError."""
         helpers_s, helpers = self._helpers.read()
         now, used = time.monotonic(), time.process_time() + helpers_s
         before, self._before = self._before, (now, used)

@@ -66,8 +66,8 @@ class Samplers:
         """Start all samplers and wait for their answers or the deadline; returns new failures and
         recoveries.
 
-        Does not start a sampler again that has not returned from an earlier call, so at most one
-        thread of each hangs.
+        Skips a sampler that has not returned from an earlier call, so at most one thread per
+        sampler hangs.
         """
         for name in self._reads:
             if name not in self._running:

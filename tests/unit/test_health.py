@@ -213,9 +213,9 @@ def _host(**figures: Any) -> dict[str, Any]:
         ({"shm_total_bytes": 64 * 1024**2}, "HOST WARNING: /dev/shm: 64 MB (limit 1 GB)"),
         (
             {"memory_used_bytes": 63 * GIB},
-            "HOST WARNING: memory: 63.0 of 64.0 GB (limit 95% of the cgroup's)",
+            "HOST WARNING: memory: 63.0 of 64.0 GB (limit 95% of the cgroup's memory)",
         ),
-        ({"oom_kills": 2}, "HOST WARNING: out-of-memory kill: 2 more"),
+        ({"oom_kills": 2}, "HOST WARNING: out-of-memory kill: 2 since the last sample"),
     ],
 )
 def test_a_shortage_is_reported_once_until_it_clears(figures: dict[str, Any], words: str) -> None:
