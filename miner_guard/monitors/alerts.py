@@ -66,8 +66,8 @@ class AlertsMonitor(Monitor):
             self._outbox.put(replace(alert, title=redact(alert.title), body=redact(body)))
 
     def _verdict(self) -> str:
-        """The current verdict and its next step. The monitor `verdict` waits until a condition has
-        lasted a while; an alert does not."""
+        """Return the current verdict and the next step to take. The `verdict` monitor waits until
+        a condition has lasted a while; an alert does not."""
         status = StatusDocument.from_json(self.context.status())
         now = judge(status, self._memory)
         known = status.verdict
@@ -113,11 +113,11 @@ class AlertsMonitor(Monitor):
 
 
 def send_test(settings: AlertSettings) -> probe.Answer:
-    """Send a test message to every configured target. The answer's value is the number of targets;
-    it is unknown, with the reasons, if any target did not accept the message."""
+    """Send a test message to every configured target. The answer's value is the number of targets.
+    If any target did not accept the message, the answer is unknown and gives the reasons."""
     title, body = (
         f"[{socket.gethostname()}] miner-guard test",
-        "This is a test message from miner-guard: alerts reach you.",
+        "This is a test message from miner-guard. Alerts sent to this target reach you.",
     )
     messages = [
         {"id": number, "target": number, "url": url, "level": "info", "title": title, "body": body}

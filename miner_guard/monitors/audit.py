@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 _EVERY_S = 600.0
 _REPEAT_S = 3600.0
-"""How long a repeated verdict is logged only at debug level."""
+"""How long to log an unchanged verdict only at debug level."""
 
 
 class AuditMonitor(Monitor):
-    """Inactive without a repo, or if `[repo] audit_every_s` is 0."""
+    """Runs the audits. Inactive without a repo, or if `[repo] audit_every_s` is 0."""
 
     name = "audit"
 
@@ -48,7 +48,7 @@ class AuditMonitor(Monitor):
         return ()
 
     def _audit(self) -> None:
-        # An audit is still running: that one or the next scheduled one covers the push.
+        # If an audit is still running, it or the next scheduled one covers the push.
         if not self._running.acquire(blocking=False):
             return
         try:
@@ -84,7 +84,7 @@ def interval_s(config: Config) -> float:
 
 
 def allreduce_of(fields: Any) -> AllReduce:
-    """How an AllReduce ended, from the fields of its event or from the `swarm` monitor's
+    """Return how an AllReduce ended. `fields` are those of its event, or the `swarm` monitor's
     section of the status."""
     failed = fields.get("reason") is not None
     return AllReduce(str(fields["reason"]) if failed else None)

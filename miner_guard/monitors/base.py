@@ -46,7 +46,7 @@ class Exit:
 
     finished: bool
     """Whether the miner finished its work: every rank reported that it finished, or the exit code
-    is 0 and either `[miner] finite` is set or `attribution.ran_to_its_end` has all its evidence."""
+    is 0 and either `[miner] finite` is set or `attribution.ran_to_its_end` returned True."""
 
     runtime_s: float
 
@@ -126,7 +126,7 @@ class Monitor:
     name = "part"
 
     words: frozenset[bytes] | None = None
-    """A filter: the monitor receives every line that contains one of these words, and a few others.
+    """A filter: the monitor receives every line with one of these words, plus a few others.
     Each word has the form that `line_templates.template` returns. None: all output; empty: none."""
 
     def __init__(self, context: Context) -> None:
@@ -141,11 +141,11 @@ class Monitor:
         return ()
 
     def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
-        """A new journal entry from one rank; acknowledged after all monitors have returned."""
+        """A new journal entry from one rank. Acknowledged after all monitors have returned."""
         return ()
 
     def reads_lines(self) -> bool:
-        """Whether `on_lines` currently needs lines: picking them out costs as much as relaying
+        """Return True while `on_lines` needs lines. Picking them out costs as much as relaying
         them."""
         return True
 
@@ -170,8 +170,8 @@ class Monitor:
         return ()
 
     def objection(self) -> str | None:
-        """Why a miner that exited with code 0 does not count as finished; None if this monitor does
-        not object. Called after the last output and before `on_exit`."""
+        """Return why a miner that exited with code 0 does not count as finished, or None to raise
+        no objection. Called after the last output and before `on_exit`."""
         return None
 
     def on_exit(self, end: Exit) -> Iterable[Finding]:
@@ -183,8 +183,8 @@ class Monitor:
         return ()
 
     def lingers(self) -> bool:
-        """Called after `on_stop`: whether this monitor still has something to send before the
-        process exits."""
+        """Return True while this monitor has something to send before the process exits. Called
+        after `on_stop`."""
         return False
 
     def snapshot(self) -> Mapping[str, Any]:

@@ -56,7 +56,8 @@ class ChainMonitor(Monitor):
         """The findings for one chain poll at `now` (monotonic). Their `network` field goes to
         the gate."""
         frozen = self._frozen_s(reading, now)
-        # Date a block by its first sighting: the chain advances even if this node has stalled.
+        # Use the time of the poll that first saw this block: even if this node has stalled, the
+        # chain advances.
         seen_at = now if self._moved is None else self._moved[1]
         form, per_allreduce = self._limits.commitment_form, self._settings.blocks_per_allreduce
         network = network_of(reading, ahead, seen_at, form=form, per_allreduce=per_allreduce)
@@ -79,7 +80,7 @@ class ChainMonitor(Monitor):
         level = ("info" if frozen is None else "warning") if self._status.ask(now, key) else "debug"
         words = chain.summary(reading, network.outer_step)
         if frozen is not None:
-            words += f"; no new block for {frozen:.0f}s: has the node stalled?"
+            words += f"; no new block for {frozen:.0f}s: check whether the node has stalled"
         if self._settings.master_uid is not None and ahead.reason is not None:
             words += f"; network outer step unknown ({ahead.reason})"
         yield make_finding(
@@ -102,8 +103,8 @@ class ChainMonitor(Monitor):
             )
 
     def _frozen_s(self, reading: ChainReading, now: float) -> float | None:
-        """Seconds without a new block; None until they amount to ten block times. A stalled node
-        misleads the miner."""
+        """Return the seconds since the last new block, or None if fewer than ten block times have
+        passed. A stalled node gives the miner outdated data."""
         if reading.block is None:
             return None
         if self._moved is None or reading.block != self._moved[0]:

@@ -55,8 +55,8 @@ class CostsMonitor(Monitor):
         return ()
 
     def _training_s(self) -> float:
-        """Step time if there are steps, else the miner's run time, minus the time that monitoring
-        took."""
+        """Return the total step time (the miner's run time if there are no steps), without the time
+        that monitoring took."""
         running = 0.0 if self._launched is None else self.context.clock.monotonic() - self._launched
         return (self._step_s or self._ran_s + running) - self.tracker.blocking_s()
 

@@ -139,7 +139,7 @@ class CurvesMonitor(Monitor):
 
     def _recorded_evaluation(self, step: StepRecord, value: float) -> Iterator[Anomaly]:
         if not self._evaluations_come:
-            # The printed lines may already have provided this evaluation: start over.
+            # Start over, because the miner may already have printed this evaluation.
             self._evaluations_come = True
             self._overfit = OverfitWatch(self.context.config.loss)
         anomaly = self._judge_evaluation(step, value)

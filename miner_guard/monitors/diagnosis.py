@@ -1,5 +1,5 @@
-"""Reports the results of `guard.diagnose` on the ranks: the block, the red flags, and findings that
-concern several ranks."""
+"""Reports the results of `guard.diagnose` on the ranks: the GPU DIAGNOSTICS block, red flags, and
+findings that concern several ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from miner_guard.rank.introspection.diagnosis_codec import unpack
 
 
 class DiagnosisMonitor(Monitor):
-    """Assembles the parts of a diagnosis and reports what they mean."""
+    """Assembles the parts of a diagnosis and reports what is wrong."""
 
     name = "diagnosis"
 

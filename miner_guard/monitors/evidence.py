@@ -141,8 +141,8 @@ class Scene:
 
     def behind(self) -> tuple[int, ...]:
         """The ranks that are outside the collective that the others wait in, according to the
-        stacks that `frames` stored. Empty unless every rank's stacks are known. If a rank is alone
-        on its node, the others run on other nodes."""
+        stacks that `frames` stored. Empty unless every rank's stacks are known. A rank that is
+        alone on its node counts if other nodes run ranks and it is in no collective."""
         if len(self._waiting) != len(self._who):
             return ()
         if len(self._who) == 1 and ranks_elsewhere([self._who[0].identity]):

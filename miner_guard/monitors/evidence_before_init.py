@@ -29,8 +29,8 @@ class Place:
 
 
 def places(state: StateDir, folder: Path, launcher: int, timeout_s: float) -> list[Place]:
-    """Find where in their code `launcher` and its Python descendants are, processes without
-    children first, and write their stacks to `folder`. Raises OSError."""
+    """Find which code `launcher` and its Python descendants are executing, and write their stacks
+    to `folder`. Processes without children come first. Raises OSError."""
     deadline = time.monotonic() + timeout_s
     among = processes.table()
     tree = processes.descendants([launcher], among)
@@ -59,7 +59,8 @@ def _of_python(tree: Iterable[Process], state: StateDir) -> list[Process]:
 
 
 def _written(state: StateDir, path: Path, process: Process, deadline: float) -> bool:
-    """Have the process itself, else py-spy, write its stacks to `path`. Returns whether one did."""
+    """Have the process itself, or else py-spy, write its stacks to `path`. Returns True if either
+    did."""
     source = state.early_stacks_of(process.pid)
     if faulthandler(source, path, process) == "faulthandler":
         return True

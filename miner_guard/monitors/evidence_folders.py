@@ -14,7 +14,7 @@ _OURS = re.compile(r"\d{8}T\d{6}-\w+")
 
 
 def folder(state: StateDir, wall_s: float, label: str) -> Path:
-    """`incidents/YYYYMMDDTHHMMSS-LABEL`, in UTC; does not create the folder."""
+    """Return `incidents/YYYYMMDDTHHMMSS-LABEL`, in UTC, without creating the folder."""
     return state.incidents / f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime(wall_s))}-{label}"
 
 

@@ -17,7 +17,7 @@ from miner_guard.monitors.base import Context, Exit, Launch, Monitor
 
 _WHY_NO_STEP = {
     None: "no rank has called miner_guard.init(). Either the miner has not got that far, or it "
-    "never calls the hook: then start it with --attach sn38, auto or log",
+    "never calls the hook; in that case, start it with --attach sn38, auto or log",
     "sn38": "--attach sn38 found nothing to hook in this miner; try --attach auto or log",
     "auto": (
         "--attach auto found no torch training loop in this miner; try --attach log, or "
@@ -28,10 +28,11 @@ _WHY_NO_STEP = {
         "log_patterns"
     ),
 }
-"""By attach mode: why a live miner shows no steps, and what to do."""
+"""Why a live miner shows no steps, and what to do, by attach mode."""
 
 _PERSISTS_S = 60.0
-"""How long the miner may print step-like lines before it reports a step: a hook takes seconds."""
+"""How long the miner may print step-like lines before a rank must report a step. A working hook
+reports within seconds."""
 
 _MAX_LINES = 2_000
 """Maximum lines to parse per launch: parsing one with the grammar takes as long as relaying
@@ -42,7 +43,7 @@ _IS_A_STEP = 3
 
 
 class FirstStepMonitor(Monitor):
-    """Watches each launch until its first step; a hang or a stop ends the watch too."""
+    """Watches each launch until its first step, a hang or a stop."""
 
     name = "first_step"
     words = frozenset({b"step", b"iter", b"loss", b"epoch", b"batch", b"it/s", b"s/it"})
@@ -117,7 +118,7 @@ class FirstStepMonitor(Monitor):
             return ()
         hang, waited = self.context.config.hang, now - self._launch.started
         hooked = bool(ranks) and self.context.config.miner.attach != "log"
-        # The hang monitor reports a miner that hangs within this time.
+        # Before this, leave it to the hang monitor to report a miner that hangs.
         blind = waited > hang.first_step_s + _PERSISTS_S
         if blind and not self._warned and not hooked:
             self._warned = True
@@ -142,7 +143,9 @@ class FirstStepMonitor(Monitor):
             if ranks and attach != "log":
                 phase = ranks[min(ranks)].phase
                 return f"rank {min(ranks)} is in {phase or 'no named phase'}"
-            return "none of the miner's lines looks like a step either; it may still be loading"
+            return (
+                "none of the miner's lines looks like a step either; the miner may still be loading"
+            )
         nearness, text = self._nearest
         if attach == "log":
             return (

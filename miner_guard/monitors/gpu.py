@@ -61,7 +61,7 @@ class GpuMonitor(Monitor):
         self._printed: Printed | None = None
         self._totals: dict[int, float] = {}
         self._busy_pct: list[float] = []
-        """Utilization of the least busy GPU, with one value per sample since the last check."""
+        """Utilization of the least busy GPU in each sample since the last check."""
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
         self._forget_launch()
@@ -146,7 +146,7 @@ class GpuMonitor(Monitor):
         yield from self._faults.driver(health.unknown.get("gpus"), bool(self._rows()), now)
 
     def _is_due(self) -> bool:
-        """Whether the run should use a GPU: by setting, or because the host has one."""
+        """Return True if the run should use a GPU: a setting says so, or the host has one."""
         if self._settings.expect != "auto":
             return self._settings.expect > 0
         return bool(self._nvml.gpus)

@@ -27,8 +27,8 @@ from miner_guard.system.processes import cpu_s
 
 _CPU_EVERY_S = 30.0
 _CPU_LOOKS = 10
-"""If no rank of the miner reports: read its CPU time every `_CPU_EVERY_S`, or this many times per
-hang limit if that is more frequent. Not more often, because each reading scans all of /proc."""
+"""While no rank reports, the monitor reads the miner's CPU time every `_CPU_EVERY_S`, or this many
+times per hang limit if that is more often. Each reading scans all of /proc, so keep them rare."""
 
 
 class HangMonitor(Monitor):
@@ -166,7 +166,7 @@ class HangMonitor(Monitor):
                 )
             named = [f"rank {rank}" for rank in had.stacks_of]
             named += [f"pid {place.pid}" for place in early]
-            ranks = ", ".join(named) or "everything but stacks"
+            ranks = ", ".join(named) or "no stacks, only other evidence"
             self.context.emit(make_finding("stack_dump", ranks=ranks, path=str(folder)))
             evidence_folders.prune(self.context.state, self.context.config.logs.keep_incidents)
         except OSError as error:
@@ -176,8 +176,8 @@ class HangMonitor(Monitor):
                 self._act(hang, str(story["detail"]))
 
     def _with_culprits(self, hang: Hang, behind: tuple[int, ...]) -> Hang:
-        """Name `behind` as the culprits if the headers name none: they look alike in FSDP's forward
-        pass, which is not a phase, but the stacks show which ranks the others wait for."""
+        """Name `behind` as the culprits if the headers name none. FSDP's forward pass is not a
+        phase, so all headers look alike, but the stacks show which ranks the others wait for."""
         if hang.culprits or not behind:
             return hang
         rest = sorted(self._ranks.keys() - set(behind))
@@ -190,8 +190,8 @@ class HangMonitor(Monitor):
         return replace(hang, culprits=behind, detail=detail)
 
     def _before_init(self, folder: Path) -> list[evidence_before_init.Place]:
-        """Find where the miner's processes are while no rank is known; empty without a running
-        launch."""
+        """Find which code the miner's processes are executing while no rank is known; empty without
+        a running launch."""
         launch = self._launch
         if launch is None:
             return []
@@ -235,7 +235,7 @@ class HangMonitor(Monitor):
         if self._hang is not hang:
             # Gathering takes seconds. If the ranks are stepping again, or another launch has
             # replaced this one, leave the miner alone.
-            what = "it cleared while the guard collected evidence; the miner keeps running"
+            what = "the hang cleared while the guard collected evidence; the miner keeps running"
             self.context.emit(make_finding("hang_evidence", level="info", detail=what, ranks=[]))
         elif hang.finished:
             self.context.control.finish(f"hang at exit: {detail}")
@@ -259,9 +259,9 @@ class HangMonitor(Monitor):
 
 
 def _elsewhere(hang: Hang, who: Sequence[Subject]) -> str:
-    """Point to the other nodes if they run ranks and no rank of this node stands out; else
-    empty."""
+    """Return a hint to look at the other nodes if they run ranks and no rank of this node stands
+    out; otherwise an empty text."""
     others = ranks_elsewhere(subject.identity for subject in who)
     if hang.culprits or hang.finished or others <= 0:
         return ""
-    return f"; {counted(others, 'rank')} on other nodes: the late rank's guard names it"
+    return f"; {counted(others, 'rank')} on other nodes: a guard there names the late rank"

@@ -19,12 +19,12 @@ from miner_guard.health.snapshot import assemble, summary
 from miner_guard.monitors.base import Context, Monitor
 
 _GPU_DEADLINE_RATIO = 0.9
-"""The probe returns partial results before the sampler's deadline: one hung GPU must not hide the
-others."""
+"""Share of the sampler's deadline after which the probe returns the results that it has, so that
+one hung GPU does not hide the others."""
 
 
 class HealthMonitor(Monitor):
-    """The samplers run in jobs; the monitor only keeps their results."""
+    """Keeps the results of the samplers, which run in jobs."""
 
     name = "health"
 
@@ -62,8 +62,8 @@ class HealthMonitor(Monitor):
     def _gpus(self) -> Mapping[str, Any]:
         sample = self._nvml.sample()
         if self.context.config.gpu.expect != 0:
-            # Report here: the status, from which other monitors read the rows, shows only the
-            # latest of several samples.
+            # Report the faults here, in every sample: other monitors read the status, which holds
+            # only the latest one.
             for finding in faults.of_events(sample["gpus"]):
                 self.context.emit(finding)
         if sample["state"] not in ("ok", "absent"):

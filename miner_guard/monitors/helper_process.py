@@ -61,7 +61,7 @@ class HelperProcess:
 
         self.child: subprocess.Popen[bytes] | None = None
         self.running = False
-        """Whether it runs and, if an answer is expected, has answered."""
+        """True once it runs and, if an answer is expected, has answered."""
 
         self._again_at: float | None = None
         self._started_at = context.clock.monotonic()
@@ -91,7 +91,7 @@ class HelperProcess:
         if self.running:
             self._close()
         elif self.child is not None:
-            # The job that waits for its answer closes it and needs the pipe.
+            # Leave the pipe open: the job that waits for the answer still needs it, and closes it.
             self.child.kill()
 
     def let_finish(self) -> None:

@@ -119,7 +119,7 @@ class IncidentsMonitor(Monitor):
         return self._overcome(seen)
 
     def _prepare(self) -> None:
-        """Read the knowledge of errors. Runs in a job thread."""
+        """Load the error patterns. Runs in a job thread."""
         self._knowledge.prepare()
         free_memory.give_back()
 
@@ -167,8 +167,8 @@ class IncidentsMonitor(Monitor):
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
         if self._printed and not self._prepared:
-            # Before the first traceback and in a job, since this thread would delay the output;
-            # but after the first output, which may be a burst that a second thread would slow down.
+            # Load the patterns before the first traceback, and in a job, because this thread would
+            # delay the output. Wait for the first output, because loading would slow down a burst.
             self._prepared = True
             self.context.jobs.once("incident knowledge", self._prepare)
         if self._first_s is None or (
@@ -215,8 +215,8 @@ class IncidentsMonitor(Monitor):
         return [Retraction(tuple(well), self._scanner.line, None, ("cause",))] if well else []
 
     def _lasting(self) -> list[Seen]:
-        """Earlier causes that still hold by the guard's own measurements: a model with NaN weights
-        fails in ways that no pattern covers."""
+        """Earlier causes that still hold according to the guard's own measurements. For example, a
+        model with NaN weights fails in ways that no pattern covers."""
         root = self._seen_root()
         if root is not None and root.label not in ("code_bug", *self._shown):
             return []
@@ -245,8 +245,8 @@ class IncidentsMonitor(Monitor):
         return replace(root, label=name, first=first, kept=())
 
     def _name(self, now: float, min_count: int) -> Iterable[Finding]:
-        """Report the root cause, unless it was reported or is a mere retry seen fewer than
-        `min_count` times."""
+        """Report the root cause, unless it has already been reported or is only a retry or warning
+        seen fewer than `min_count` times."""
         self._first_s = None
         root = self._seen_root()
         if root is not None:

@@ -18,13 +18,13 @@ MAX_LINE_BYTES = 64 * 1024
 """Longer lines are truncated to this: log lines are shorter, and memory stays bounded."""
 
 _MORE_TO_COME = 4096
-"""A read of at least a page ends at an arbitrary position, so the rest of its last line is still to
-come. The end of a shorter read is delivered immediately, because a progress bar ends its lines with
-a carriage return."""
+"""A read of at least this size ends at an arbitrary position, so the rest of its last line is still
+to come. A shorter read is delivered to its end immediately: it may be a progress bar, which ends
+its lines with a carriage return."""
 
 _MAX_REST_LENGTH = 16384
 _MAX_KNOWN = 1024
-"""How many templates to remember the readers of."""
+"""Number of templates whose readers are remembered."""
 
 _LinesOf = Callable[[Iterable[bytes]], list[bytes]]
 
@@ -62,14 +62,14 @@ class LineRouter:
         self._seekers = [m for m in (*self._raw, *self._by_line) if m.words]
         self._sieve = TemplateFilter({word for m in self._seekers for word in m.words or ()})
         self._known: dict[bytes, frozenset[Monitor]] = {}
-        """The monitors that a template concerns, for the latest templates."""
+        """The monitors to which lines of a template go, for the latest templates."""
 
         self._rest = b""
         self._begun = False
         """Whether the raw readers have already received the start of an unfinished line."""
 
         self._line = b""
-        """The start of that line, kept until the line readers can receive the line as a whole."""
+        """The start of that line, kept until the line readers can receive the whole line."""
 
     def pieces(self, chunk: bytes) -> Iterator[Delivery]:
         """The deliveries for a new `chunk`."""
@@ -81,7 +81,7 @@ class LineRouter:
             yield from self._unrouted([*self._redraws(chunk[: begin - 1]), self._take_line()])
             self._begun = False
         if end > begin:
-            # A view, because copies of a flood cost as much as the search in it.
+            # Use a view, because copying a flood of output costs as much as searching it.
             yield from self._block(LineChunk(b"".join((rest, memoryview(chunk)[begin:end]))))
         if self._begun or len(chunk) < _MORE_TO_COME or len(self._rest) > _MAX_REST_LENGTH:
             yield from self.rest()
@@ -157,7 +157,7 @@ class LineRouter:
                 yield Delivery(monitor, "on_output", b"\n".join([*texts, b""]))
         # Splitting the whole block pays off only if a monitor reads all lines.
         everything = any(m.words is None and self._reads_lines(m) for m in self._by_line)
-        # One search of the block is faster than a split of each line, which few blocks need.
+        # Searching the block once is faster than splitting each line, which few blocks need.
         lines_of = _whole_lines if block.find(b"\r") < 0 else _lines_of
         every = lines_of(block.split(b"\n")) if everything else []
         yield from self._to_line_readers(every, found, lines_of)

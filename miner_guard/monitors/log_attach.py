@@ -51,7 +51,7 @@ class LogAttachMonitor(Monitor):
         attach = context.config.miner.attach
         self._active = attach == "log"
         self._standby = attach == "sn38"
-        """Takes over once the miner turns out to have nothing to hook."""
+        """Whether to take over once the miner turns out to have nothing to hook."""
 
         self.words = None if self._active else _SN38_WORDS if self._standby else frozenset()
         self._launch: Launch | None = None
@@ -59,7 +59,7 @@ class LogAttachMonitor(Monitor):
         self._flight: FlightWriter | None = None
         self._findings: list[Finding] = []
         self._blind = ""
-        """Why there is no flight record; reported once while consecutive launches fail alike."""
+        """Why there is no flight record. Reported once while launches keep failing the same way."""
         self._patterns = self._load() if self._active or self._standby else Patterns(())
         self._begin(0.0)
 
@@ -119,7 +119,7 @@ class LogAttachMonitor(Monitor):
         except OSError as error:
             self._flight = None
             what = (
-                f"--attach log: no flight record: {error.strerror or error}; steps are not followed"
+                f"--attach log: no flight record: {error.strerror or error}; steps are not recorded"
             )
             if what != self._blind:
                 findings.append(make_finding("guard_degraded", what=what))
@@ -183,7 +183,7 @@ class LogAttachMonitor(Monitor):
             self._show(flight, RUNNING, now)
 
     def _progressed(self, flight: FlightWriter, now: float, *, in_phase: bool) -> None:
-        """Record that a line about a step arrived. `in_phase`: before it, the miner was in a phase
+        """Record that a line about a step arrived. `in_phase`: until then, the miner was in a phase
         rather than in plain training."""
         if self._line_at is not None and not in_phase:
             self._longest_gap = max(self._longest_gap, now - self._line_at)
@@ -230,8 +230,8 @@ class LogAttachMonitor(Monitor):
         )
 
     def _show(self, flight: FlightWriter, state: str, now: float) -> None:
-        # A program that prints every hundredth step is not hanging in between. A phase has its own
-        # allowance.
+        # A program that prints every hundredth step is not hanging in between. In a phase, the hang
+        # limit of that phase applies instead.
         allowance = 0.0 if self._phase else self._longest_gap * self.context.config.hang.factor
         flight.show_state(state, now)
         since = self._phase_at if self._phase else now

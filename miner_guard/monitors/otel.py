@@ -19,7 +19,7 @@ _SDKS_OWN = "OTEL_"
 
 
 class OtelMonitor(Monitor):
-    """Inactive unless `[otel] endpoint` is set."""
+    """Runs the OTLP sender. Inactive unless `[otel] endpoint` is set."""
 
     name = "otel"
 

@@ -1,4 +1,5 @@
-"""Pushes known only from the miner's printed lines, unverified until the upload check."""
+"""Reports pushes that are known only from the miner's printed lines; the `uploads` monitor verifies
+them later."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from miner_guard.monitors.base import Context, Monitor
 
 
 class PrintedUploadsMonitor(Monitor):
-    """Reports nothing if upload verification is off. Once a hook has reported a push, stays silent
-    for the rest of the run."""
+    """Reports nothing if upload verification is off. Stays silent for the
+    rest of the run once a hook has reported a push."""
 
     name = "push_lines"
     words = frozenset({b"push", b"upload"})

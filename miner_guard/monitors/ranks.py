@@ -1,4 +1,4 @@
-"""Ranks: which one computes on the CPU, which one is the straggler, and why steps are slow."""
+"""Ranks: reports ranks that compute on the CPU, stragglers, and the reason for slow steps."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Finds the other nodes of a run from the launcher's command and connections, and checks whether
 they respond.
 
-The launcher is torch's, and this module does not speak its protocol. A node counts as reachable if
-its kernel responds, whether it accepts or refuses the connection.
+This module does not speak the protocol of torch's launcher. A node counts as reachable if its
+kernel responds, whether it accepts or refuses the connection.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def answers(host: str, port: int, timeout_s: float) -> str | None:
 
 
 def is_own(host: str) -> bool:
-    """Whether `host` is this host: it can bind that address."""
+    """Return True if `host` is this host, that is, if this host can bind the address."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:

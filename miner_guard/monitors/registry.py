@@ -63,5 +63,5 @@ def _monitor_of(module: ModuleType) -> type[Monitor]:
         and value.__module__ == module.__name__
     ]
     if len(own) != 1:
-        raise TypeError(f"{module.__name__} must define one Monitor, it defines {len(own)}")
+        raise TypeError(f"{module.__name__} must define exactly one Monitor; found {len(own)}")
     return own[0]

@@ -108,8 +108,8 @@ class ReportsMonitor(Monitor):
         )
 
     def on_stop(self) -> Iterable[Finding]:
-        # In-memory checkpoints serve a quick resume between launches; nothing else frees them after
-        # the guard exits.
+        # In-memory checkpoints allow a quick resume between launches. Free them here: nothing else
+        # does after the guard exits.
         shutil.rmtree(self.context.state.memory, ignore_errors=True)
         return ()
 

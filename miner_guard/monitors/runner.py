@@ -27,8 +27,8 @@ class MonitorRunner:
         """Called for every finding; drives the restart policy."""
 
         self.deliveries = 0
-        """Steps, entries, output, launches, exits and findings delivered so far: while the count
-        stays the same, the monitors know nothing new."""
+        """Number of steps, entries, launches, exits, findings and pieces of output delivered. While
+        it stays the same, the monitors have learned nothing new."""
 
         self._output: LineRouter | None = None
         self._failed: set[tuple[str, str]] = set()
@@ -104,7 +104,7 @@ class MonitorRunner:
         self._each("on_stop")
 
     def lingers(self) -> bool:
-        """Whether any monitor still has something to send."""
+        """Return True while any monitor has something to send."""
         return any(monitor.lingers() for monitor in self.monitors)
 
     def finding(self, finding: Finding, source: Monitor | None = None, depth: int = 0) -> None:

@@ -41,8 +41,8 @@ class SecretLeaksMonitor(Monitor):
         }
         self._max_length = max([len(_COMMITMENT), *map(len, self._values.values())])
         words = frozenset(map(template, [_COMMITMENT, *self._values.values()]))
-        # A value that is almost all digits has no usable template; a multi-line value never occurs
-        # within one line.
+        # Read all output if a word cannot select lines: a value that is almost all digits has no
+        # usable template, and a multi-line value never occurs within one line.
         self.words = (
             None if any(len(word) < _MIN_SHAPE_LENGTH or b"\n" in word for word in words) else words
         )

@@ -191,22 +191,22 @@ class StepsMonitor(Monitor):
     def _low_memory(
         self, rank: int, step: StepRecord, slow: step_time.SlowStep
     ) -> Iterator[Finding]:
-        """Source 004's second line for a slow step, once per launch; `cpu_fallback` reports the
-        rest."""
+        """Yield source 004's second line for a slow step, once per launch. If memory stays
+        low, `cpu_fallback` reports it."""
         memory, gpu = gb(step.allocated_bytes), self.context.config.gpu
         low = memory is not None and memory < gpu.low_memory_gb and gpu.expect != 0
         if slow.rule == "absolute" and low and self._low_memory_reports.first():
             yield make_finding("low_gpu_memory", rank=rank, gpu_mem_gb=memory)
 
     def _no_gpu(self) -> bool:
-        """Whether this is known to be a machine without a GPU."""
+        """Return True if this machine is known to have no GPU."""
         health = self.context.status().get("health")
         gpus = health.get("gpus") if isinstance(health, Mapping) else None
         return isinstance(gpus, Mapping) and gpus.get("state") == "absent"
 
     def _pause(self, step: StepRecord, slow: step_time.SlowStep) -> str | None:
-        """The kind of pause; None if named phases account for most of the excess time, or if the
-        step broke the absolute limit."""
+        """Return the kind of pause; None if named phases account for most of the excess time, or if
+        the step exceeded the absolute limit."""
         if slow.rule != "relative" or slow.median_s is None:
             return None
         outside = step.seconds - sum(step.phases.values())
@@ -277,7 +277,7 @@ class StepsMonitor(Monitor):
         if finding.event == "gpu_memory_peak" and finding.rank is not None:
             self._peaks_gb[finding.rank] = finding.fields["peak_gb"]
         if finding.event == "cpu_fallback":
-            # A CPU fallback explains a lasting slowdown; do not report that as well.
+            # A CPU fallback explains a lasting slowdown, so do not report the slowdown too.
             self._on_cpu = finding.fields["verdict"] != "cleared"
         return ()
 
@@ -380,8 +380,8 @@ class LineLimiter:
         self._counted_at = float("-inf")
 
     def allow(self, now: float) -> bool:
-        """Whether a line at `now` (monotonic) may be printed. Rates below 1/s allow one line every
-        1/per_s seconds."""
+        """Return True if a line may be printed at `now` (monotonic). Rates below 1/s allow one
+        line every 1/per_s seconds."""
         stretch = max(1.0, 1.0 / self.per_s)
         if int(now / stretch) != self._second:
             self._second, self._used = int(now / stretch), 0.0
@@ -392,7 +392,7 @@ class LineLimiter:
         return True
 
     def left_out(self, now: float) -> int:
-        """Lines suppressed since the last non-zero result; 0 within ten seconds of it."""
+        """Lines suppressed since the last non-zero result; 0 if that is less than 10 s old."""
         if not self._left_out or now - self._counted_at < _LEFT_OUT_EVERY_S:
             return 0
         count, self._left_out = self._left_out, 0

@@ -8,7 +8,7 @@ _BYTES = 64 * 1024
 
 
 class Tail:
-    """Keeps at least the last 64 KiB added, and less than one chunk more."""
+    """Keeps the last 64 KiB added, plus less than one chunk."""
 
     def __init__(self) -> None:
         self._chunks: deque[bytes] = deque()

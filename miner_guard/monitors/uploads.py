@@ -93,7 +93,7 @@ class UploadsMonitor(Monitor):
         self._ledger = _ledger(context)
         self._written: dict[str, Mapping[str, Any]] = {}
         self._written_at = self._newest_probe = float("-inf")
-        self._outage = WriteOutage("gate-inputs.json", "; the gate sees the repo as unknown")
+        self._outage = WriteOutage("gate-inputs.json", "; the gate treats the repo as unknown")
         self._watched_written = False
         self._began: dict[str, Begun] = {}
         self._pushes: list[Push] = []

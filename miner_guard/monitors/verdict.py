@@ -23,8 +23,8 @@ _SETTLED_S = 5.0
 other events."""
 
 _UNWATCHED_S = 600.0
-"""If two ticks are further apart than this (the host was suspended), the time in between is
-unwatched."""
+"""If two ticks are further apart than this (the host was suspended), the time in between
+counts as unwatched."""
 
 _REPORTED = ("state", "since", "cause", "next_step", "confidence", "earns")
 
@@ -91,8 +91,8 @@ class VerdictMonitor(Monitor):
             self._week.add(state, wall - passed_s, wall)
 
     def _change(self, verdict: RunVerdict, held_s: float = 0.0) -> Finding:
-        """Adopt a verdict whose condition has held for `held_s` seconds; a hang counts from its
-        first silent second."""
+        """Adopt a verdict whose condition has held for `held_s` seconds. A hang counts from
+        the last step before it."""
         previous = self._current
         self._current, self._candidate = verdict, None
         if previous is None or previous.state != verdict.state:
