@@ -155,8 +155,8 @@ class Checkpointer:
         self._requested = True
 
     def due(self, step: int, *, asked: bool = False) -> bool:
-        """Whether to save a checkpoint after `step`. All ranks get the same answer if they pass the
-        same `asked` and either all of them or none have called `request`."""
+        """Return True if a checkpoint is due after `step`. All ranks get the same answer if they
+        pass the same `asked` and either all of them or none have called `request`."""
         return step % self._every == 0 or asked or self._requested
 
     def save(self, step: int, state: dict[str, Any]) -> None:
@@ -316,7 +316,7 @@ class Checkpointer:
         reason: str | None = None
         try:
             load(state, checkpoint_id=path, process_group=self._group, no_dist=self._group is None)
-        except (Exception, CheckpointException) as error:  # noqa: BLE001 - any failure is a reason to take another, and is reported
+        except (Exception, CheckpointException) as error:  # noqa: BLE001 - after any failure, try another checkpoint; it is reported
             reason = (
                 f"cannot be loaded: {type(error).__name__}: "
                 f"{str(error).splitlines()[0] if str(error) else ''}"

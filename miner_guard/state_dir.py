@@ -51,13 +51,13 @@ class StateDir:
         return self.flight / f"rank-{rank:04d}.bin"
 
     def stacks_of(self, rank: int) -> Path:
-        """Where a rank writes the stacks of its threads on request
+        """The file to which a rank writes its threads' stacks on request
         (`rank.introspection.stacks.STACKS_SIGNAL`)."""
         return self.flight / f"rank-{rank:04d}.stacks"
 
     def early_stacks_of(self, pid: int) -> Path:
-        """Where a process that has no rank yet, because it has not called `init()`, writes the
-        stacks of its threads on request."""
+        """The file to which a process that has no rank yet, because it has not called `init()`,
+        writes its threads' stacks on request."""
         return self.flight / f"early-{pid}.stacks"
 
     @property
@@ -71,7 +71,7 @@ class StateDir:
         return self.flight / f"agree-{name}.sock"
 
     def collectives_of(self, rank: int) -> Path:
-        """Where a rank writes its last collectives on request
+        """The file to which a rank writes its last collectives on request
         (`rank.introspection.collectives`)."""
         return self.flight / f"rank-{rank:04d}.collectives"
 
@@ -111,7 +111,7 @@ class StateDir:
 
     @property
     def otlp_position(self) -> Path:
-        """How far guard.jsonl has been exported over OTLP (`reporting.otlp_sender`)."""
+        """Records how far guard.jsonl has been exported over OTLP (`reporting.otlp_sender`)."""
         return self.root / "otlp-position.json"
 
     @property
@@ -346,18 +346,18 @@ write a short line right after a longer one did not fit."""
 
 
 def is_full(error: OSError) -> bool:
-    """Whether a write failed for lack of space and may succeed later."""
+    """Return True if a write failed for lack of space and may succeed later."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def has_room(where: int | Path) -> bool:
-    """Whether the file system of this descriptor or path has enough free space. Raises OSError."""
+    """Return True if the file system of a descriptor or path has room again. Raises OSError."""
     disk = os.statvfs(where)
     return disk.f_bavail * disk.f_frsize >= ROOM_TO_RESUME
 
 
 def is_at(path: Path, fd: int) -> bool:
-    """Whether `path` still refers to the open file: it was neither removed nor replaced.
+    """Return True if `path` still refers to the open file, neither removed nor replaced.
     Raises OSError."""
     try:
         seen, held = os.stat(path), os.fstat(fd)

@@ -17,7 +17,7 @@ class Once:
         self._max = max_subjects
 
     def first(self, subject: Hashable = None) -> bool:
-        """Whether to report `subject` now."""
+        """Return True if `subject` should be reported now."""
         full = self._max is not None and len(self._reported) >= self._max
         if subject in self._reported or full:
             return False
@@ -50,7 +50,7 @@ class OncePer:
         """Number of reports that `ask` has refused since the last call to `take_left_out`."""
 
     def ask(self, now: float, content: object = None) -> bool:
-        """Whether to report `content` at `now` (seconds)."""
+        """Return True if `content` should be reported at `now` (seconds)."""
         if self._last is not None:
             last, at = self._last
             if last == content and now - at < self._every_s:

@@ -57,7 +57,7 @@ class Stat:
 
     @property
     def lives(self) -> bool:
-        """Whether the process still runs. A zombie does not: it only waits to be reaped."""
+        """Whether the process is still running. A zombie is not; it is waiting to be reaped."""
         return self.state not in "ZX"
 
 
@@ -133,7 +133,7 @@ def cpu_s(pid: int) -> float:
 
 
 def alive(process: Process) -> bool:
-    """Whether the process still runs; False for a zombie."""
+    """Return True if the process is still running; a zombie is not."""
     seen = stat(process.pid)
     return seen is not None and seen.process == process and seen.lives
 
@@ -214,16 +214,17 @@ def ancestors(pid: int) -> set[int]:
 
 
 def is_helper(pid: int, guards_command: str) -> bool | None:
-    """Whether this child is one of the guard's helpers; None between fork and exec, while the child
-    is still a copy of the guard. `guards_command` is the guard's own command line."""
+    """Return True if this child is one of the guard's helpers; None between fork and exec,
+    while the child is still a copy of the guard. `guards_command` is the guard's own command
+    line."""
     if HELPER in environment(pid):
         return True
     return None if command(pid) == guards_command else False
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether the process has a handler for signal `number`; False if that cannot be read. A
-    process without a handler dies from most signals."""
+    """Return True if the process has a handler for signal `number`; False if that cannot be read.
+    A process without a handler dies from most signals."""
     try:
         with open(f"/proc/{pid}/status", "rb") as status:
             masks = [int(line.split()[1], 16) for line in status if line.startswith(b"SigCgt:")]
@@ -268,7 +269,7 @@ def _handle(pid: int) -> int | None:
 
 @functools.cache
 def pidfd_works() -> bool:
-    """Whether this process can send signals through pidfds. Such a signal cannot hit a later
+    """Return True if this process can send signals through pidfds. Such a signal cannot hit a later
     process that reuses the pid."""
     try:
         handle = os.pidfd_open(os.getpid())
