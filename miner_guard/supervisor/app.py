@@ -65,7 +65,7 @@ from uploads.repos.credentials import beside
 
 _LAST_WORDS_S = 2.0
 _SWITCH_S = 0.001
-"""Thread switch interval: 5 ms, the default, would delay the output writer during a flood."""
+"""Thread switch interval. The default of 5 ms would delay the output writer during a flood."""
 
 _SWEEP_GRACE_S = 5.0
 _GAVE_UP = (UNAVAILABLE, CRASH_LOOP)
@@ -77,7 +77,7 @@ _HELPERS_END_S = 0.5
 
 _FLUSH_S = 10.0
 _FLUSH_ASKED_S = 2.0
-"""How long the shutdown waits until all alerts are sent: `_FLUSH_S` if the guard gave up,
+"""How long the shutdown waits for all alerts to be sent: `_FLUSH_S` if the guard gave up,
 `_FLUSH_ASKED_S` otherwise, because an operator who requested the stop needs no alert about it."""
 
 

@@ -21,19 +21,18 @@ class RankStates(Protocol):
     """The ranks' latest reported states."""
 
     def all_in(self, states: Collection[str]) -> bool:
-        """Whether every rank is present and in one of these states."""
+        """Return True if every rank is present and in one of these states."""
         ...
 
     def all_stepped(self) -> bool:
-        """Whether every rank has finished a step."""
+        """Return True if every rank has finished a step."""
         ...
 
 
 def ran_to_its_end(ranks: RankStates, objections: Sequence[str]) -> bool:
-    """Whether a miner that exited with 0 has finished its work even though it never reported doing
-    so.
+    """Return True if a miner that exited with 0 finished its work, though it never said so.
 
-    It has if every rank completed a step and reached the end of its program, no exception reached
+    It did if every rank completed a step and reached the end of its program, no exception reached
     the top level, and the last few minutes of output show no error. The output matters because a
     training loop that catches an exception, prints it and returns also exits with 0.
     """
@@ -41,7 +40,7 @@ def ran_to_its_end(ranks: RankStates, objections: Sequence[str]) -> bool:
 
 
 class Attribution:
-    """Finds the cause of each of a series of exits."""
+    """Finds the cause of each exit. One instance covers all launches of a run."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

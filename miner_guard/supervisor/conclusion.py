@@ -47,7 +47,7 @@ class Conclusion:
             self._runner.finding(make_finding("guard_degraded", what=what))
 
     def _has_finished(self, launch: ActiveLaunch) -> bool:
-        """Whether the miner finished its work. False if judging that fails."""
+        """Return True if the miner finished its work; False if that check fails."""
         answers: list[bool] = []
         self._loop.attempt(lambda: answers.append(self._judge_finish(launch)))
         return answers == [True]

@@ -27,8 +27,8 @@ _MAX_STEPS_A_LOOK = 1024
 _RECORD = re.compile(r"rank-\d+\.(?:bin|live)")
 
 _PATIENCE = 2
-"""For how many polls the other ranks' steps are held back until the lead rank reports the same
-step: ranks end a step milliseconds apart."""
+"""Number of polls for which to hold back the other ranks' steps until the lead rank reports the
+same step: ranks end a step milliseconds apart."""
 
 
 class Reader(Protocol):
@@ -134,7 +134,7 @@ class Flights:
         for rank in sorted(self._open):
             try:
                 work(rank, self._open[rank])
-            except Exception as error:  # noqa: BLE001 - raised below, when all have had their turn
+            except Exception as error:  # noqa: BLE001 - raised below, after every rank has had its turn
                 failed.append(error)
         if failed:
             raise failed[0]
@@ -194,7 +194,7 @@ class Flights:
         return {rank: current.reader.identity for rank, current in sorted(self._open.items())}
 
     def all_in(self, states: Collection[str]) -> bool:
-        """Whether every rank of this host is present and in one of these states."""
+        """Return True if every rank of this host is present and in one of these states."""
         headers = self.now()
         identities = self.identities().values()
         local_ranks = {identity.local_rank for identity in identities}
@@ -205,7 +205,7 @@ class Flights:
         return bool(headers) and whole and all(now.state in states for now in headers.values())
 
     def all_stepped(self) -> bool:
-        """Whether every rank that reported has finished at least one step."""
+        """Return True if every rank that reported has finished at least one step."""
         headers = self.now()
         return bool(headers) and all(now.total_steps > 0 for now in headers.values())
 

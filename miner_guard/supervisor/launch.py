@@ -18,8 +18,8 @@ RETRY_INSPECT_S = 1.0
 
 @dataclass
 class ActiveLaunch:
-    """One active launch. Supervisor thread only. Methods are idempotent: each call continues where
-    the last one stopped."""
+    """One active launch. Supervisor thread only. Methods may be called again: each call continues
+    where the last one stopped."""
 
     child: Child
     attempt: int
@@ -44,7 +44,7 @@ class ActiveLaunch:
     _next_step: float = field(default=0.0)
 
     def gone(self) -> bool:
-        """Whether the launcher has ended; reaps it."""
+        """Return True if the launcher has ended, and reap it."""
         return self.child.code() is not None
 
     def ask_to_end(self, grace_s: float) -> None:
@@ -90,8 +90,8 @@ class ActiveLaunch:
         return again
 
     def exit(self, said_finished: bool) -> Exit:
-        """How the launch ended. `said_finished`: its ranks reported, or the settings imply, that
-        its work is done."""
+        """Return how the launch ended. `said_finished`: its ranks reported, or the settings imply,
+        that its work is done."""
         code = self.child.code()
         if code is None:
             # The launcher is stuck in the kernel and can't be reaped; SIGKILL was the last resort.
@@ -102,5 +102,5 @@ class ActiveLaunch:
         return Exit(code, self.child.signal, asked, finished, self.clock.monotonic() - self.started)
 
     def asked_to(self, then: Then) -> bool:
-        """Whether the guard is ending this launch and `then` follows."""
+        """Return True if the guard is ending this launch and `then` follows."""
         return self.stop_request is not None and self.stop_request.then is then

@@ -35,8 +35,8 @@ class Then(Enum):
     """Restart when the restart policy allows it."""
 
     FINISH = "finish"
-    """The guard exits as if the miner had finished: the ranks reported that they were done, and
-    only their exit hangs."""
+    """The guard exits as if the miner had finished: the ranks reported that they were done, but
+    their exit hangs."""
 
     RELAUNCH = "relaunch"
     """Restart immediately. An operator or a setting requested it, so it does not count as a
@@ -45,7 +45,7 @@ class Then(Enum):
 
 @dataclass(frozen=True)
 class StopRequest:
-    """Why the guard ends the current launch, and what follows."""
+    """A request to end the current launch, with its reason and what follows."""
 
     cause: str
     then: Then

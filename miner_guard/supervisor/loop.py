@@ -76,7 +76,7 @@ class Loop:
             self._selector.unregister(fd)
 
     def watched(self, fd: int) -> bool:
-        """Whether the loop currently waits for `fd`."""
+        """Return True while the loop waits for `fd`."""
         return fd in self._selector.get_map()
 
     def rest(self, fd: int) -> None:
@@ -98,8 +98,8 @@ class Loop:
 
     def every(self, seconds: float | Callable[[], float], call: Callable[[], None]) -> None:
         """Run `call` every `seconds`, even after it has failed. If `seconds` is a function, the
-        loop calls it before each wait. Calls are due at multiples of `seconds`, so that several
-        intervals wake the loop together."""
+        loop calls it before each wait. Calls are due at multiples of `seconds`, so that timers
+        with different intervals wake the loop together."""
 
         def wait() -> None:
             interval = seconds() if callable(seconds) else seconds
@@ -130,8 +130,8 @@ class Loop:
         self._before[number] = signal.signal(number, self._note)
 
     def _note(self, number: int, _frame: object) -> None:
-        # Python may run this between any two bytecodes of the main thread, so nothing here may
-        # fail.
+        # Python may run this between any two bytecodes of the main thread, so it must not
+        # raise.
         self._arrived.append(number)
         self.wake()
 

@@ -51,8 +51,8 @@ class PulsedRun(Protocol):
 
 
 class Pulse:
-    """Runs the tick twice a second, or once while nothing happens. A failed step does not affect
-    the others."""
+    """Runs the tick twice a second, or once a second while nothing happens. If a step of the tick
+    fails, the others still run."""
 
     def __init__(self, supervisor: PulsedRun) -> None:
         self._run = supervisor

@@ -37,7 +37,7 @@ RULES = {
     "hardware": RestartRule(
         1, "restarting the miner can't bring it back: restart the container, then the host"
     ),
-    "config": RestartRule(1, "a person must change something first; a restart cannot fix it"),
+    "config": RestartRule(1, "a restart cannot fix it; someone must change something first"),
 }
 """Rules by the value of an incident's field `restart`; `never` and unknown values count as
 transient.
@@ -107,7 +107,7 @@ class RestartPolicy:
         self._times.clear()
 
     def failed(self, failure: Failure) -> Again | GiveUp:
-        """Decide after an unrequested exit or a hang."""
+        """Decide whether to restart after an unrequested exit or a hang."""
         cause = failure.cause
         rule = RULES.get(failure.kind, RULES["transient"])
         self._times.append(failure.runtime_s)

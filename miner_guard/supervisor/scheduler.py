@@ -2,7 +2,7 @@
 monitors' `Jobs`.
 
 APScheduler plans in wall-clock time. When the clock jumps from 2000 to today, it would enumerate
-every "missed" run while it holds the lock that adding a job needs. Therefore the monotonic clock
+every "missed" run while it holds the lock that adding a job needs. So the monotonic clock
 measures intervals, the scheduler shifts the plan after a wall-clock step before it reads the plan,
 and only the scheduler's thread touches the plan.
 """
@@ -192,8 +192,8 @@ class Scheduler:
             self._report(make_finding("job_recovered", job=name))
 
     def figures(self) -> dict[str, dict[str, float | int | None]]:
-        """For each repeated job: its number of runs, the seconds that the last and the longest run
-        took, and the number of missed runs."""
+        """Return, for each repeated job, its number of runs, the seconds that the last and the
+        longest run took, and the number of missed runs."""
         return {
             name: {"runs": due.runs, "last_s": due.last_s, "max_s": due.max_s, "missed": due.missed}
             for name, due in list(self._due.items())

@@ -168,7 +168,7 @@ class Supervisor:
             # The request targeted a launch that has since ended: the restart policy decides what
             # follows, with its backoff.
             return
-        # From here on the request is honoured, whatever fails below.
+        # From here on, the request is carried out whatever fails below.
         self._stop_request = stop_request
         if stop_request.then is Then.STOP:
             self.loop.attempt(self.on_stopping)

@@ -27,8 +27,8 @@ from miner_guard.system import processes
 from miner_guard.system.readiness import ready
 
 SILENT_S = 5.0
-"""The loop hangs if no iteration ends for this long. It runs at least once a second; with a load
-average of 20 on 2 cores its longest iteration took less than a second."""
+"""The loop counts as hung if no iteration ends for this long. It normally runs at least once a
+second; with a load average of 20 on 2 cores, its longest iteration took less than a second."""
 
 _LAST_WORDS_S = 20.0
 """Time allowed after the miner exits to send alerts (10 s of this), write the final status, and

@@ -39,7 +39,8 @@ def test_memory_that_stays_held_is_reported_and_the_miner_started_anyway(
     _die_holding(guarded, fake_nvml)
     guarded.wait_for("miner_started", 2)
     (message,) = [e["msg"] for e in guarded.named("guard_degraded") if "GPU memory" in e["msg"]]
-    assert "still above its level before the launch 1s after the stop" in message
+    expected = "1s after the stop, GPU memory is still above its level before the first launch"
+    assert expected in message
     assert "60.0 GB" in message
     assert guarded.stop() == 0
     guarded.assert_nothing_left()

@@ -130,7 +130,7 @@ def ask(state: StateDir, request: Mapping[str, Any], timeout_s: float = 5.0) -> 
         while b"\n" not in received:
             data = client.recv(_MAX_SIZE)
             if not data:
-                raise NotRunning(f"the guard in {state.root} closed the connection; it is ending")
+                raise NotRunning(f"the guard in {state.root} closed the connection; it is exiting")
             received += data
     answer: Answer = json.loads(received)
     return answer

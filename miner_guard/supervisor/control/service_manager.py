@@ -163,8 +163,8 @@ def monitor_values(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Systemd:
-    """Tells systemd that the guard is ready, its status line, and that it is alive (watchdog). See
-    sd_notify(3)."""
+    """Notifies systemd when the guard is ready or stopping, sends its status line, and keeps the
+    watchdog from expiring. See sd_notify(3)."""
 
     def __init__(self, address: str, env: Mapping[str, str]) -> None:
         self._address = "\0" + address[1:] if address.startswith("@") else address
@@ -173,7 +173,7 @@ class Systemd:
         )
         meant_for = env.get("WATCHDOG_PID", str(os.getpid()))
         watched = env.get("WATCHDOG_USEC", "").isdigit() and meant_for == str(os.getpid())
-        # Send it every half interval, as sd_watchdog_enabled(3) recommends.
+        # Send WATCHDOG=1 twice per interval, as sd_watchdog_enabled(3) recommends.
         self._every_s = int(env["WATCHDOG_USEC"]) / 2e6 if watched else None
         self._last = float("-inf")
         self._line = ""

@@ -70,8 +70,8 @@ class Status:
         self.latest: Mapping[str, Any] = {}
 
     def due(self, heard: object) -> bool:
-        """Whether to compose a new document: `heard` has changed since the last call that returned
-        True, or that call was at least `_QUIET_S` ago."""
+        """Return True if a new document is due: `heard` has changed since the last call that
+        returned True, or that call was at least `_QUIET_S` ago."""
         now = self._clock.monotonic()
         if heard == self._heard and now < self._due_at:
             return False

@@ -84,7 +84,7 @@ class Files:
                 self._report(write_failed(path.name, error))
 
     def unfinished(self) -> bool:
-        """Whether a write failed and is not obsolete."""
+        """Return True while a failed write is not obsolete."""
         return bool(self._waiting)
 
     def idle(self) -> None:
@@ -118,9 +118,10 @@ def _do(path: Path, message: Message) -> None:
 def _overwrite(path: Path, data: bytes, *, within_blocks: bool = False) -> None:
     """Overwrite a file in place. Raises OSError.
 
-    With `within_blocks` only if the file system has already allocated enough for it. A full disk
-    has no room for a second copy of status.json, but every reader must still learn that it is full,
-    and not that the guard is gone. A reader may catch the file half written: see `read_status`.
+    `within_blocks`: fail with ENOSPC unless the file system has already allocated enough space. A
+    full disk has no room for a second copy of status.json, but every reader must learn that the
+    disk is full, and must not conclude that the guard is gone. A reader may catch the
+    file half written: see `read_status`.
     """
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
@@ -187,7 +188,7 @@ class Rows:
         self._ledger.write(message["statement"], message["values"])
 
     def unfinished(self) -> bool:
-        """Whether rows are queued."""
+        """Return True while rows are queued."""
         return self._ledger.waiting > 0
 
     def idle(self) -> None:
@@ -229,7 +230,7 @@ class Lane(threading.Thread):
             try:
                 writer = self._make() if writer is None else writer
                 writer.write(message)
-            except Exception as error:  # noqa: BLE001 - the next message must be written; it is reported
+            except Exception as error:  # noqa: BLE001 - later messages must still be written; it is reported
                 self._report(
                     make_finding("guard_degraded", what=f"{self.name} can't be written: {error!r}")
                 )

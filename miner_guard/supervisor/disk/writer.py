@@ -33,7 +33,7 @@ from miner_guard.system.own_module import own_module
 from miner_guard.system.readiness import ready
 
 STUCK_S = 5.0
-"""The disk counts as unresponsive if it confirms no write for this long."""
+"""The disk counts as unresponsive if no write has been confirmed for this long."""
 
 MAX_WAITING_BYTES = 8 * 1024 * 1024
 """Limit per kind of file. For comparison: an hour of log at one line per second is 1 MiB."""

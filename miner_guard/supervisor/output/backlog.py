@@ -6,12 +6,13 @@ import zlib
 from collections import deque
 
 PLAIN = 4 * 1024 * 1024
-"""Bytes kept as they are; ordinary output never exceeds them."""
+"""Number of bytes to keep uncompressed; ordinary output never exceeds it."""
 
 _WORTH = 4
 _DENSE_CHUNKS = 15
-"""After a chunk that does not compress to a quarter of its size, as log lines do, this many chunks
-stay uncompressed: compressing such data takes as long as the monitors need to read it."""
+"""Number of chunks that stay uncompressed after one that does not shrink to a quarter of its size.
+Log lines do shrink that much; compressing other data takes as long as the monitors need to read
+it."""
 
 
 class Backlog:

@@ -28,8 +28,8 @@ _SMALL = CHUNK // 4
 _UNSEEN = 64 * 1024 * 1024
 _UNSEEN_HELD = 8 * 1024 * 1024
 """Limits for output that the monitors have not seen yet, and for the memory that it occupies. The
-guard relays a burst up to this size as fast as it can copy; a larger one is slowed to the monitors'
-speed."""
+guard relays a burst up to this size as fast as it can copy. For a larger one, it slows the miner
+down to the monitors' speed."""
 
 _BURST = 8 * 1024 * 1024
 """After a backlog of more than this, the guard returns free memory to the system."""
@@ -41,17 +41,17 @@ fill, so that the miner does not wait for it."""
 
 _BLOCK = 4 * CHUNK
 """How many bytes of a burst to read at once, and to pass to the monitors per call while they keep
-up. Around each read, the reading and writing threads may wait for each other; with smaller blocks,
-the calls to the monitors take as long as their search."""
+up. With smaller blocks, the reading and writing threads wait for each other more often, and calling
+the monitors takes as long as their search."""
 
 _COMPRESSION_S = 3e-9
-"""Approximate time per byte to compress and expand a burst. The monitors get that much time while a
-burst arrives: they read ordinary lines faster than that, so nothing has to be buffered."""
+"""Approximate seconds per byte to compress and expand a burst. The monitors get that much time
+while a burst arrives. They read ordinary lines faster, so a burst of those is not buffered."""
 
 LAST_WORDS = 256 * 1024
 LAST_WORDS_S = 2.0
-"""How many of the last bytes of a launch's output the monitors see even if they have fallen behind
-(because that is where the traceback is), and how long they get to read them."""
+"""How many bytes at the end of a launch's output the monitors read even if they have fallen behind
+(because the traceback is there), and how many seconds they get to read them."""
 
 
 class Relay:
@@ -146,7 +146,8 @@ class Relay:
             self._rest_from(fd)
 
     def _must_wait(self, fd: int) -> bool:
-        """Whether the miner prints faster than the guard's reader or the monitors consume it."""
+        """Return True if the miner prints faster than the guard's reader or the monitors consume
+        the output."""
         return self._behind or self._sources[fd].congested
 
     @property

@@ -65,9 +65,9 @@ class OutputWriter:
 
     @property
     def congested(self) -> bool:
-        """Whether the miner should wait: the reader is behind but makes progress. Then the writer
-        calls `on_room` once it has caught up."""
-        # Before the comparison, because the writer's thread may catch up during it.
+        """Whether the miner should wait: the reader is behind but makes progress. If so, the
+        writer calls `on_room` once the reader has caught up."""
+        # Set this before the comparison, because the writer's thread may catch up during it.
         self._room_wanted = True
         congested = self._size > HIGH_WATER and not self.stuck
         self._room_wanted = congested
@@ -176,8 +176,8 @@ class OutputWriter:
             try:
                 written = self._write(batch)
             except BlockingIOError:
-                # Even a blocking descriptor may refuse: another program may have set a shared
-                # terminal to O_NONBLOCK, and repeating the write would use a whole core.
+                # Even a blocking descriptor may refuse a write: another program may have set a
+                # shared terminal to O_NONBLOCK. Retrying at once would use a whole core.
                 poller.poll(1000)
                 continue
             self._progress = time.monotonic()
@@ -236,7 +236,7 @@ def _writer(fd: int) -> tuple[_Write, int, bool]:
 
 
 def same_target(one: int, other: int) -> bool:
-    """Whether two descriptors have the same target. If so, the miner's two streams share one pipe,
-    which keeps their lines in order."""
+    """Return True if two descriptors have the same target. The miner's two streams then share one
+    pipe, which keeps their lines in order."""
     a, b = os.fstat(one), os.fstat(other)
     return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)

@@ -54,7 +54,7 @@ class Child:
         """Start the launcher. Main thread only: the kernel sends the parent-death signal when the
         thread that forked ends. Raises OSError.
 
-        `join`: descriptor from `Cgroup.open_to_join` of the cgroup to join; this closes it.
+        `join`: descriptor from `Cgroup.open_to_join` of the cgroup to join; closed here.
         """
         guard = os.getpid()
 
@@ -114,14 +114,14 @@ class Child:
 
     @property
     def signal(self) -> int | None:
-        """The number of the signal that killed the launcher; None if it still runs or exited by
-        itself."""
+        """The number of the signal that killed the launcher; None if it still runs or exited on its
+        own."""
         code = self._popen.returncode
         return -code if code is not None and code < 0 else None
 
     def send(self, number: int) -> None:
-        """Send signal `number` to the launcher alone."""
-        # While the launcher is not reaped, the pid is still its own. `Popen.send_signal` would reap
-        # it.
+        """Send signal `number` to the launcher only, not to its children."""
+        # No other process can get the pid until the launcher is reaped, which
+        # `Popen.send_signal` would do.
         if self.code() is None:
             os.kill(self.pid, number)

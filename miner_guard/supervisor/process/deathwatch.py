@@ -105,7 +105,7 @@ class Deathwatch:
         os.ftruncate(self._list, len(lines))
 
     def tick(self) -> None:
-        """Start the process when it is due; call about once a second."""
+        """Start the process if a start is due. Call this about once a second."""
         if self._process is None and self._monotonic() >= self._start_at:
             try:
                 self.start()

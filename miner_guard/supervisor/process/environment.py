@@ -50,7 +50,7 @@ _PM2_NAMES = frozenset(_PM2_TEXT.split())
 
 
 def under_pm2(env: Mapping[str, str]) -> bool:
-    """Whether pm2 started this process."""
+    """Return True if pm2 started this process."""
     return "pm_id" in env and "pm_exec_path" in env
 
 

@@ -13,7 +13,7 @@ from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.system.clock import Clock
 
 _SLACK_BYTES = 512 * 1024**2
-"""Tolerance above the baseline: drivers hold on to a little memory."""
+"""Tolerance above the baseline, because drivers keep a little memory."""
 
 _LOOK_EVERY_S = 0.5
 
@@ -60,8 +60,8 @@ class GpuMemoryWait:
             self._before = self._read()
 
     def wait(self, proceed: Callable[[], None]) -> None:
-        """Call `proceed` in the supervisor's thread when the memory is free. After `settle_s`,
-        report a finding and call it anyway."""
+        """Call `proceed` in the supervisor's thread when the memory is free. After `settle_s`
+        seconds, report a finding and call `proceed` anyway."""
         if self._before is None:
             proceed()
             return
@@ -100,8 +100,8 @@ class GpuMemoryWait:
                     f"{uuid} {size / 1024**3:.1f} GB" for uuid, size in sorted(over.items())
                 )
                 what = (
-                    f"GPU memory is still above its level before the launch {self._settle_s:.0f}s "
-                    f"after the stop: {listed}"
+                    f"{self._settle_s:.0f}s after the stop, GPU memory is still above its level "
+                    f"before the first launch: {listed}"
                 )
                 self._report(
                     make_finding("guard_degraded", what=f"{what}; starting the miner anyway")

@@ -18,7 +18,7 @@ from miner_guard.system.processes import Process
 
 _GIVE_UP_AFTER_S = 8.0
 _LOOK_EVERY_S = 0.05
-_LIST = "an earlier guard's list"
+_LIST = "unknown (listed by an earlier guard)"
 
 
 def end_orphans(state: StateDir, grace_s: float, report: Callable[[Finding], None]) -> None:

@@ -18,8 +18,8 @@ from miner_guard.system.processes import Process, Table
 
 _LIST_EVERY_S = 1.0
 _WRITE_EVERY_S = 10.0
-"""Interval at which run.json is rewritten. It also limits the time without a search, because the
-guard may miss a hint that processes have changed."""
+"""Interval at which run.json is rewritten. It is also the longest time without a search,
+because the guard may miss a sign that processes have changed."""
 
 _SHARE_OF_CPU = 0.002
 """Scanning processes uses at most this share of one CPU, even on a host with thousands of them."""
@@ -27,8 +27,8 @@ _SHARE_OF_CPU = 0.002
 _MARKED_EVERY_S = 1.0
 
 _UNWANTED_S = 10.0
-"""A zombie child that is this old is reaped in any case: a thread that starts a helper reaps it
-sooner."""
+"""Reap any zombie child this old. It can't be a helper: the thread that started the helper would
+have reaped it sooner."""
 
 
 class ProcessTree:

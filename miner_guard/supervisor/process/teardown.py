@@ -62,17 +62,17 @@ class Teardown:
     _signalled: set[Process] = field(default_factory=set)
 
     def ask(self) -> None:
-        """Make the next step send SIGTERM to the launcher alone, so that the launcher can stop its
-        ranks cleanly."""
+        """Make the next step send SIGTERM only to the launcher, so that it can stop its ranks
+        cleanly."""
         self._stage, self._since = "launcher", self.clock.monotonic()
         self._asked = False
 
     def ended(self) -> None:
-        """Turn to the leftovers, because the launcher has been reaped."""
+        """End the leftovers next, because the launcher has been reaped."""
         self._stage, self._since = "settle", self.clock.monotonic()
 
     def may_report(self) -> bool:
-        """Whether to report a repeated stop request: True at most once per second."""
+        """Return True if a repeated stop request should be reported: at most once per second."""
         return self._reports.ask(self.clock.monotonic())
 
     def left_s(self) -> float:
@@ -129,7 +129,7 @@ class Teardown:
         """The findings to log after the teardown."""
         yield from orphans_killed((process, command, run_id) for process, command in self.killed)
         for process in self.stuck:
-            what = f"pid {process.pid} does not exit, even after SIGKILL: {why_stuck(process)}"
+            what = f"pid {process.pid} did not exit in time after SIGKILL: {why_stuck(process)}"
             yield make_finding("guard_degraded", what=what)
 
     def _enter(self, stage: str, number: int, targets: set[Process]) -> None:
@@ -172,7 +172,7 @@ def why_stuck(process: Process) -> str:
     except OSError as error:
         return f"its state can't be read ({error.strerror})"
     if seen is None or seen.process != process:
-        return "it exited later"
+        return "it has exited since"
     if seen.state == "D":
         return "it is blocked in the kernel (D state)"
     if not processes.send(process, 0):

@@ -37,8 +37,8 @@ _DEEP_DEADLINES = 6
 def collect_snapshot(question: PreflightRequest, wait: Callable[[float], bool]) -> Snapshot:
     """Run all queries in parallel and wait for each until its deadline.
 
-    `wait(seconds)` pauses and returns True if the guard is stopping; no further GPU memory readings
-    are taken then.
+    `wait(seconds)` pauses and returns True if the guard is stopping, which ends the GPU memory
+    readings.
     """
     deadline = question.config.gpu.probe_timeout_s
     sampler = NvmlSampler(deadline, question.env)
@@ -165,8 +165,8 @@ class SnapshotCollector:
             self._unread["deep"] = "--deep needs torch in the miner's interpreter"
             return None
         gpus = int(torch["gpu_count"])
-        # One GPU after the other would measure each more precisely, but training loads all of them
-        # at once.
+        # Measuring one GPU at a time would be more precise, but training loads all of them at the
+        # same time.
         matmul = self._each(range(gpus), "matmul", _DEEP_DEADLINES)
         request = {
             "ranks": max(gpus, 2),

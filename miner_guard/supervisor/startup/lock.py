@@ -78,7 +78,7 @@ class Lock:
         self._write()
 
     def lost(self) -> bool:
-        """Whether someone has removed or replaced the lock file; False if the guard cannot tell."""
+        """Return True if someone removed or replaced the lock file; False if it is unclear."""
         try:
             return self._fd is not None and not is_at(self._state.lock, self._fd)
         except OSError:

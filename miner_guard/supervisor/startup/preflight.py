@@ -59,7 +59,7 @@ def preflight(
         checks = judge(snapshot)
         critical = [c for c in checks if c.level == "critical"]
         for check in checks:
-            # Do not repeat a check only because its reading changed (29.1 GB, then 29.2 GB).
+            # Do not report a check again just because its reading changed (29.1 GB, then 29.2 GB).
             if (
                 check.level != "ok"
                 and (key := (f"{check.check}{check.gpu}", check.level)) not in reported

@@ -106,8 +106,8 @@ def _own(state: StateDir) -> Iterator[Path]:
 
 
 def wrong_kind(path: Path, kind: int) -> str | None:
-    """Why `path` is not of type `kind` (`stat.S_IFREG` …); None if it is of that type or does not
-    exist."""
+    """Return why `path` is not of type `kind` (`stat.S_IFREG` …); None if it is of that type or
+    does not exist."""
     if (owner := foreign_link(path)) is not None:
         return f"a symlink owned by uid {owner}"
     try:
@@ -135,8 +135,8 @@ def set_aside_foreign(path: Path, reason: str) -> Finding:
 
 
 def _not_ours(path: Path) -> str | None:
-    """Why this user can't use the file, which another user's guard may have left; None if the file
-    is readable and writable, or does not exist."""
+    """Return why this user can't use the file, which another user's guard may have left; None if
+    the file is readable and writable, or does not exist."""
     return (
         "not readable and writable by this user"
         if path.exists() and not os.access(path, os.R_OK | os.W_OK)
