@@ -24,7 +24,7 @@ HEALTH_LINES = 3
 PAGE = """\
 # What it looks like
 
-One run of the demo on two CPU cores made all of this, with an injected slow step and crash
+A single run of the demo on two CPU cores produced all of this, with an injected slow step and an injected crash
 (`miner-guard demo {faults}`, minimum inner step 20). `make screens` regenerates this page.
 
 ## `miner-guard top`
@@ -34,7 +34,7 @@ One run of the demo on two CPU cores made all of this, with an injected slow ste
 ```
 
 It fits 80 columns and 24 lines and needs no colour (`NO_COLOR` and dumb terminals get none); it sends only changed lines, so it
-works over a slow ssh. `?` lists the keys: scroll the events, sort the ranks, pause, quit.
+works over a slow ssh connection. `?` lists the keys: scroll the events, sort the ranks, pause, quit.
 
 ## `miner-guard status`
 
@@ -76,8 +76,8 @@ Where `[http] token` is set, the live page asks for it once per tab:
 
 ## The first screen, state by state
 
-Each begins with the verdict, its start, its cause and the next step. These miners are simulated
-(`tests/support/page_states.py`); lines, verdicts and pages are the guard's own.
+Each begins with the verdict, when it began, its cause and the next step. These miners are simulated
+(`tests/support/page_states.py`); the log lines, verdicts and pages are the guard's own.
 
 {states}
 """
