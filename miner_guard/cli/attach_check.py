@@ -56,7 +56,7 @@ def command(
 
 
 def report(result: LogCheck, profile: str | None) -> Iterator[str]:
-    """The lines that describe the result on a terminal."""
+    """Yield the lines that show the result on a terminal."""
     steps = result.steps
     shown = steps if len(steps) <= _FIRST + _LAST else [*steps[:_FIRST], *steps[-_LAST:]]
     for at, seen in enumerate(shown):
@@ -71,7 +71,7 @@ def report(result: LogCheck, profile: str | None) -> Iterator[str]:
         yield f"{counted(result.pushes, 'push')}, {result.failed_pushes} failed"
     if result.phases:
         lines = ", ".join(f"{name} {count}" for name, count in sorted(result.phases.items()))
-        yield f"lines of phases: {lines}"
+        yield f"phase lines: {lines}"
     if result.misses:
         yield "Not read as steps, closest matches first:"
     for place, miss, text in result.misses:

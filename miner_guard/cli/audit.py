@@ -51,13 +51,13 @@ def command(
 
 def _speaks_for(read_from: str | None) -> str:
     if read_from is None:
-        return "judged by general rules: no [miner] profile names the network's validators"
+        return "judged by general rules only: no [miner] profile is set for the network"
     return f"judged by the rules of {read_from}"
 
 
 def _last_allreduce(state: statedir.StateDir) -> AllReduce | None:
-    """How the last AllReduce ended, as read from the miner's log by this state directory's
-    guard."""
+    """Return the last AllReduce that this state directory's guard read from the miner's log; None
+    if it saw none."""
     status = statedir.read_json(state.status)
     swarm = status.get("swarm") if isinstance(status, Mapping) else None
     last = swarm.get("last") if isinstance(swarm, Mapping) else None
@@ -73,10 +73,8 @@ def _what(place: options.CommandContext) -> Watched:
         return Watched(own.repo, own.chain, own.gate, limits_of(own.miner))
     where = known.repo.path or known.repo.bucket or known.repo.repo_id
     echo(
-        (
-            f"no [repo] in the settings here: auditing {where}, as the guard of "
-            f"{place.state.root} does"
-        ),
+        f"these settings have no [repo]; auditing {where}, which the guard in {place.state.root} "
+        "watches",
         err=True,
     )
     return known

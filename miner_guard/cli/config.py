@@ -34,7 +34,7 @@ def command(
     ] = False,
     validate: Annotated[
         Optional[Path],
-        typer.Option(metavar="FILE", help="Check FILE alone; exit code 78 if it is invalid."),
+        typer.Option(metavar="FILE", help="Only check FILE; exit code 78 if it is invalid."),
     ] = None,
     diff: Annotated[
         Optional[Path],
@@ -74,7 +74,7 @@ def command(
     echo(f"# state directory: {place.state.root}")
     echo(f"# profile: {place.profile or 'none'}")
     if unread := credentials.problem(place.settings.config.repo):
-        echo(f"# left out: {unread}")
+        echo(f"# keys not read: {unread}")
     section = ""
     for dotted, value, origin in rows:
         head, key = dotted.split(".", 1)
@@ -121,14 +121,14 @@ def _diff(ours: CommandContext, theirs: CommandContext) -> None:
 
 
 def _rows(place: CommandContext) -> Iterator[tuple[str, Any, str]]:
-    """`section.key`, masked value, source; in the order of the settings."""
+    """Yield each setting as (`section.key`, masked value, source), in the order of `Config`."""
     redactor = Redactor.from_environment(os.environ)
     for dotted, value, origin in place.settings.rows():
         yield dotted, _masked(dotted, value, redactor), origin
 
 
 def _masked(dotted: str, value: Any, redactor: Redactor) -> Any:
-    # Import late, as in `open_context`: this import is most of a command's start-up time.
+    # Import late, as in `open_context`: this import takes most of a command's start-up time.
     from miner_guard.config.loading import SECRET
 
     if dotted in SECRET and value:
@@ -145,7 +145,7 @@ def _document(place: CommandContext, rows: list[tuple[str, Any, str]]) -> Mappin
 
 
 def _toml(value: Any) -> str:
-    """A value as written in guard.toml; JSON and TOML write everything but tables alike."""
+    """Format a value as TOML, which writes everything except tables as JSON does."""
     if isinstance(value, Mapping):
         return (
             "{ " + ", ".join(f"{json.dumps(str(k))} = {_toml(v)}" for k, v in value.items()) + " }"

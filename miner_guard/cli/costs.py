@@ -40,7 +40,7 @@ def command(
     every: Annotated[
         Optional[int],
         typer.Option(
-            "--every", min=1, callback=a_number, help="estimate: number of steps between two calls."
+            "--every", min=1, callback=a_number, help="estimate: number of steps between calls."
         ),
     ] = None,
     seconds: Annotated[
@@ -79,7 +79,7 @@ def command(
         echo(json.dumps(_known_document(), indent=1) if as_json else _known_words())
     elif what == "estimate":
         if every is None or seconds is None:
-            raise Refused("estimate needs --every STEPS and --seconds TIME_OF_ONE_CALL", USAGE)
+            raise Refused("estimate needs --every STEPS and --seconds SECONDS_PER_CALL", USAGE)
         answer = _estimate(
             place, operation, steps=steps, every=every, seconds=seconds, step_time=step_time
         )
@@ -101,7 +101,8 @@ def _ledger(place: CommandContext, *, as_json: bool) -> None:
         words = table.text(report)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Refused(
-            f"{place.state.costs} is not a ledger: {error!r}; the running guard rewrites it", FAILED
+            f"{place.state.costs} is not a cost ledger: {error!r}; a running guard rewrites it",
+            FAILED,
         ) from error
     report = statedir.finite(report)
     echo(json.dumps(report, indent=1, ensure_ascii=False) if as_json else words)
@@ -144,7 +145,7 @@ def _estimate(
 
 
 def _is_tracked(place: CommandContext, operation: str) -> bool:
-    """Whether this state directory's cost ledger contains the operation."""
+    """Return True if this state directory's cost ledger contains the operation."""
     report = statedir.read_json(place.state.costs)
     operations = report.get("operations") if isinstance(report, dict) else None
     return isinstance(operations, dict) and operation in operations
@@ -159,7 +160,7 @@ def _known_document() -> list[dict[str, Any]]:
 
 
 def _known_words() -> str:
-    """Source 000's decision framework, with its table of usual costs."""
+    """Format source 000's decision framework with its table of usual costs."""
     lines: list[str] = []
     for advice, rows in itertools.groupby(operations(), lambda row: row.advice):
         lines += [advice, *(f"  {row.name}: {_usual(row)}{row.why}" for row in rows)]
@@ -167,7 +168,8 @@ def _known_words() -> str:
 
 
 def _usual(row: KnownOperation) -> str:
-    """`60-300s a call, every 500 steps; `, without the parts that source 000 does not state."""
+    """Format the usual cost as `60-300s a call, every 500 steps; `, with only the parts that source
+    000 states."""
     parts = []
     if row.call_s is not None:
         low, high = row.call_s
@@ -188,7 +190,7 @@ def _step_time(place: CommandContext) -> float:
     status = read_status(place.state)
     median = None if status is None else status.steps.p50_s
     if median is None or not 0 < median < math.inf:
-        raise Refused("no step time is known here; pass --step-time SECONDS", USAGE)
+        raise Refused("the guard has not measured a step time yet; pass --step-time SECONDS", USAGE)
     return median
 
 
@@ -205,7 +207,7 @@ def _words(answer: dict[str, Any]) -> str:
     ]
     if answer["budget_status"] != "ok":
         lines.append(
-            f"it would fit every {answer['fits_every_steps']} steps, with fewer "
+            f"to fit the budget, run it every {answer['fits_every_steps']} steps, with fewer "
             "examples, or after training"
         )
     if answer["advice"] is not None:
@@ -236,7 +238,7 @@ def _checklist(answer: dict[str, Any]) -> list[str]:
         (fits, f"below {within}", "yes" if fits else "no"),
         (fits, "cheaper", cheaper),
         (fits, "alternative", "not needed" if fits else "run it on a checkpoint, after training"),
-        (answer["tracked"], "in the cost account", tracked),
+        (answer["tracked"], "in the cost ledger", tracked),
     )
     return [
         "checklist",

@@ -44,9 +44,12 @@ def command(
             help=f"A fault to inject, such as slow@20:1: {', '.join(KINDS)}. Repeatable.",
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Inner steps.")] = 90,
+    steps: Annotated[int, typer.Option(min=1, help="Number of inner steps.")] = 90,
     ranks: Annotated[
-        Optional[int], typer.Option(min=1, help="Ranks; one per GPU, or 2.", show_default=False)
+        Optional[int],
+        typer.Option(
+            min=1, help="Number of ranks; default: one per GPU, or 2.", show_default=False
+        ),
     ] = None,
     fault_repeat: Annotated[
         bool, typer.Option("--fault-repeat", help="Let a fault fire again after a restart.")
@@ -138,7 +141,7 @@ def _run(miner: tuple[str, ...], settings: Config, state: StateDir, finished_cod
 
 
 def start_fresh(state: StateDir) -> None:
-    """Remove the files of an earlier demo. Moves a real miner's files aside and never deletes them.
+    """Remove an earlier demo's files. If the files are a real miner's, move them aside instead.
     Raises OSError."""
     work = state.root / _WORK
     own = [
@@ -180,7 +183,7 @@ def _summary(state: StateDir, wall_s: float, helpers_s: float) -> None:
 
 
 def _blocked(state: StateDir) -> int:
-    """Number of blocking decisions in the ledger; 0 if it can't be read."""
+    """Return the number of blocking decisions in the ledger; 0 if it can't be read."""
     from uploads import ledger_readers
 
     return sum(

@@ -1,4 +1,4 @@
-"""`miner-guard doctor`: the startup diagnosis alone."""
+"""`miner-guard doctor`: runs only the startup diagnosis."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 CONTEXT = {"allow_interspersed_args": False}
 
 _FACTS = ("nvml", "torch", "cuda", "packages", "host", "clock", "repo", "deep")
-"""Sections of the snapshot that `--json` prints as they are."""
+"""Sections of the snapshot that `--json` prints unchanged."""
 
 _STYLE = {"ok": "green", "warn": "yellow", "critical": "bold red", "unknown": "cyan"}
 
@@ -43,7 +43,7 @@ def command(
     state_dir: options.State = None,
     as_json: options.Json = False,
     expect_gpus: Annotated[
-        Optional[int], typer.Option(help="GPUs that must be present.", show_default=False)
+        Optional[int], typer.Option(help="How many GPUs must be present.", show_default=False)
     ] = None,
     deep: Annotated[
         bool, typer.Option("--deep", help="Also run a matmul on each GPU and an all_reduce.")
@@ -86,8 +86,8 @@ def _pause(seconds: float) -> bool:
 
 
 def document(snapshot: Snapshot, checks: Sequence[Check], seconds: float) -> dict[str, Any]:
-    """Everything that was read, and all results, without the environment and the command, which may
-    contain secrets."""
+    """Return the snapshot and all results as a JSON document. Leaves out the environment and the
+    command, which may contain secrets."""
     from miner_guard.diagnosis.check import counts
     from miner_guard.eventlog.redact import Redactor
     from miner_guard.state_dir import finite

@@ -9,6 +9,6 @@ from miner_guard.eventlog.rendering import visible
 
 
 def echo(text: str, *, err: bool = False) -> None:
-    """Print `text` and a newline on stdout (`err`: on stderr), control characters made visible.
-    JSON stays valid."""
+    """Print `text` and a newline on stdout, or on stderr if `err`. Escapes control characters, so
+    that JSON stays valid."""
     typer.echo(visible(text), err=err)

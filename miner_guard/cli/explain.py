@@ -40,8 +40,8 @@ from miner_guard.system.clock import SystemClock
 _GZIP = b"\x1f\x8b"
 _NOTES_SHOWN = 3
 _MAX_RATIO = 200
-"""Highest ratio of unpacked to packed size for a log: logs compress to a tenth, repetitive ones to
-a fiftieth; zeros to a thousandth."""
+"""A gzip file with a higher ratio of unpacked to packed size is refused. Logs compress to a tenth
+of their size, repetitive logs to a fiftieth, and zeros to a thousandth."""
 
 _UNPACKED_AT_ONCE = 8 * 1024 * 1024
 """Unpacked bytes allowed before the ratio applies."""
@@ -57,7 +57,7 @@ def command(
         ),
     ] = None,
     trace: Annotated[
-        bool, typer.Option("--trace", help="FILE contains numbers by step instead of a log.")
+        bool, typer.Option("--trace", help="FILE contains per-step numbers instead of a log.")
     ] = False,
     note: Annotated[
         str,
@@ -71,7 +71,7 @@ def command(
     """Find the root cause and fixes in any log. Exit 1: nothing wrong."""
     if trace and note:
         raise Refused(
-            "--note goes with a log, not with --trace: notes are kept by the label of an incident",
+            "--note works with a log, not with --trace: a note is stored under an incident label",
             USAGE,
         )
     if file is None and name is None and state_dir is None and _piped():
@@ -133,7 +133,7 @@ def _size(log: BinaryIO) -> int | None:
 
 
 class _CountedReader:
-    """Reads a log and counts what was read."""
+    """Reads a log and passes the number of bytes read to the progress line."""
 
     def __init__(self, log: BinaryIO, at: Working) -> None:
         self._log, self._at = log, at
@@ -145,7 +145,7 @@ class _CountedReader:
 
 
 def _piped() -> bool:
-    """Whether standard input is a pipe or a file: a terminal and /dev/null hold no log."""
+    """Return True if standard input is a pipe or a file: a terminal or /dev/null holds no log."""
     try:
         return not stat.S_ISCHR(os.fstat(sys.stdin.fileno()).st_mode)
     except (OSError, ValueError):
@@ -194,8 +194,8 @@ class _Joined:
 
 
 class _BoundedReader:
-    """A gzip with a bounded expansion ratio: 300 KB of it may unpack to 300 MB of zeros, or
-    more."""
+    """Reads a gzip file, but refuses one that expands too far: 300 KB can unpack to 300 MB of zeros
+    or more."""
 
     def __init__(self, unpacked: BinaryIO | gzip.GzipFile, packed: BinaryIO, name: str) -> None:
         self._unpacked, self._packed, self._name = unpacked, packed, name
@@ -207,8 +207,8 @@ class _BoundedReader:
         self._size += len(data)
         if self._size > _UNPACKED_AT_ONCE + _MAX_RATIO * self._packed.tell():
             raise Refused(
-                f"{self._name} unpacks to more than {_MAX_RATIO} times its size, which no log "
-                "does; if it is one, pass "
+                f"{self._name} unpacks to more than {_MAX_RATIO} times its size, so it is probably "
+                "not a log; if it is a log, pass only "
                 f"its end: zcat {self._name} | tail -n 100000 | miner-guard explain -",
                 USAGE,
             )
@@ -232,9 +232,9 @@ def text(
     again: str,
     of: StateDir | None = None,
 ) -> str:
-    """The report as text: observed, hypothesis, the one change to make. `again`: the argument that
-    makes the command read the same log again; `of`: the state directory if the log is the
-    guard's."""
+    """Render the report as text: what was observed, a hypothesis, and the one change to make.
+    `again`: the argument that makes the command read the same log again; `of`: the state directory
+    if the log is the guard's."""
     root = report.root
     if root is None:
         read = "" if of is None else f" of {of.log}"
@@ -242,7 +242,7 @@ def text(
     where = f"line {root.line}" + (f", rank {root.ranks[0]}" if len(root.ranks) == 1 else "")
     rows = [
         f"ROOT CAUSE {root.label} ({where})",
-        *(["  Severity    info: it stopped nothing"] if root.severity == "info" else []),
+        *(["  Severity    info: it did not stop the run"] if root.severity == "info" else []),
         *([] if of is None else [f"  Log         {of.log}"]),
         f"  Observed    {root.excerpt}",
         f"  Hypothesis  {root.cause}",

@@ -18,7 +18,7 @@ from miner_guard.detectors.trace.series import Trace
 from miner_guard.eventlog import catalog
 
 _ALIKE = 3
-"""Findings of one type printed in full; the rest become a list of steps."""
+"""How many findings of each type to print in full. The rest are only listed by step."""
 
 _STEPS_SHOWN = 20
 
@@ -27,9 +27,9 @@ def explain_trace(source: str, facts: TrainingFacts, *, as_json: bool) -> None:
     """Explain the trace in the file `source` (`-`: standard input). Exits with 1 if it is
     healthy.
 
-    `facts`: batch sizes of the run, for the example range of a NaN. Raises Refused (64) if the
-    file can't be read or holds no trace line. A remark (severity info) alone is not an alarm: the
-    run counts as healthy.
+    `facts` has the run's batch sizes, for naming the examples behind a NaN. Raises Refused (64) if
+    the file can't be read or contains no trace line. A run whose only findings are remarks
+    (severity info) counts as healthy.
     """
     with open_text(source, "a trace file") as lines:
         trace = reading.read(lines)
@@ -62,8 +62,8 @@ def document(anomaly: Anomaly) -> Mapping[str, Any]:
 
 
 def report(trace: Trace, found: Sequence[Anomaly]) -> Iterator[str]:
-    """The findings as text: each type once with its evidence and fixes, repeats as a list of
-    steps."""
+    """Yield the findings as lines of text. Each type appears once with its evidence and fixes;
+    repeats are listed by step."""
     counts = ", ".join(
         f"{len(series)} {name}" for name, series in trace.series.items() if len(series)
     )

@@ -24,7 +24,9 @@ _KINDS = ("tensorboard", "wandb")
 def command(
     kind: Annotated[str, typer.Argument(metavar="tensorboard|wandb", help="The format to write.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write to.")],
-    project: Annotated[str, typer.Option("--project", help="wandb: the project.")] = "miner-guard",
+    project: Annotated[
+        str, typer.Option("--project", help="wandb: name of the project.")
+    ] = "miner-guard",
     online: Annotated[
         bool,
         typer.Option("--online", help="wandb: upload the run instead of writing offline files."),
@@ -36,8 +38,8 @@ def command(
     name: AnyName = None,
     state_dir: State = None,
 ) -> None:
-    """Write the run's numbers for TensorBoard or Weights & Biases, without loading the guard. Exit
-    1: no numbers."""
+    """Export the run's numbers to TensorBoard or Weights & Biases without slowing down the guard.
+    Exit 1: no numbers."""
     from miner_guard.reporting import export
 
     if kind not in _KINDS:

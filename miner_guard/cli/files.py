@@ -13,8 +13,8 @@ from miner_guard.exits import FAILED, USAGE, Refused
 
 @contextmanager
 def open_text(source: str, what: str, newline: str | None = None) -> Iterator[TextIO]:
-    """The text of a file, or of standard input for `-`. `what` names the kind of file expected.
-    Raises Refused (64)."""
+    """Open a text file, or standard input for `-`. `what` names the kind of file that the command
+    expects. Raises Refused (64) if the file can't be read."""
     if source == "-":
         sys.stdin.reconfigure(errors="replace", newline=newline)  # type: ignore[union-attr]
         yield sys.stdin

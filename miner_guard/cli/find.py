@@ -16,14 +16,14 @@ from miner_guard.state_dir import StateDir
 from miner_guard.system.sockets import address
 
 _DEMO = Path(".demo", "state")
-"""The state directory of `make demo`, below the source tree."""
+"""The state directory of `make demo`, in the source tree."""
 
 _MAX_NAMED = 8
 
 
 def find_guard(name: str | None, state_dir: str | None) -> StateDir:
-    """The state directory to use, from the first of these that applies: the flags or the
-    environment, the only running guard, the default directory, the guard that ran last.
+    """Choose the state directory by the first of these that applies: the flags or the environment,
+    the only running guard, the default directory, the guard that ran last.
 
     Reports the choice on stderr if the flags don't determine it. Raises Refused: 64 if several
     guards run, 78 for an invalid name.
@@ -35,16 +35,16 @@ def find_guard(name: str | None, state_dir: str | None) -> StateDir:
     running = running_guards()
     if len(running) > 1:
         raise Refused(
-            f"{len(running)} guards run here; name one: "
+            f"{len(running)} guards are running here; name one: "
             + " · ".join(flag(state) for state in running[:_MAX_NAMED]),
             USAGE,
         )
     if running:
-        echo(f"the running guard: {flag(running[0])}", err=True)
+        echo(f"using the running guard: {flag(running[0])}", err=True)
         return running[0]
     if usual.status.is_file() or (last := _last_ended(usual)) is None:
         return usual
-    echo(f"no guard is running; the last one: {flag(last)}", err=True)
+    echo(f"no guard is running; using the last one: {flag(last)}", err=True)
     return last
 
 
@@ -60,14 +60,14 @@ def check_version(answer: Mapping[str, Any]) -> None:
     if theirs != __version__:
         version = "an older version" if theirs is None else f"version {theirs}"
         echo(
-            f"the running guard is {version}, this command {__version__}; restart the guard to "
-            "update it",
+            f"the running guard is {version}, but this command is version {__version__}; restart "
+            "the guard to update it",
             err=True,
         )
 
 
 def running_guards() -> list[StateDir]:
-    """This user's guards, by the lock files that their processes hold open."""
+    """Find this user's running guards by the lock files that their processes hold open."""
     roots = {path.parent for pid in _guard_pids() for path in _open_files(pid) if _is_lock(path)}
     return [state for root in sorted(roots) if listens(state := StateDir(root))]
 
@@ -95,7 +95,7 @@ def _guard_pids() -> Iterator[int]:
 def _open_files(pid: int) -> Iterator[Path]:
     folder = f"/proc/{pid}/fd"
     try:
-        # Another user's process: this user may not read it.
+        # Fails for another user's process.
         numbers = os.listdir(folder)
     except OSError:
         return
@@ -111,7 +111,7 @@ def _is_lock(path: Path) -> bool:
 
 
 def listens(state: StateDir) -> bool:
-    """Whether a guard runs in this state directory."""
+    """Return True if a guard is running in this state directory."""
     try:
         with (
             socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client,
@@ -125,8 +125,8 @@ def listens(state: StateDir) -> bool:
 
 
 def _last_ended(usual: StateDir) -> StateDir | None:
-    """The guard with the newest status.json, among the demo and the guards next to the default
-    one."""
+    """Return the state directory with the newest status.json, among the demo's and those next to
+    the default one; None if there is none."""
     try:
         roots = [*usual.root.parent.iterdir(), _DEMO.absolute()]
     except OSError:

@@ -43,16 +43,18 @@ def command(
     kind: Annotated[
         str, typer.Option(help="gradient, or archive (after an AllReduce; always allowed).")
     ] = "gradient",
-    loss: Annotated[Optional[float], typer.Option(help="The last loss.")] = None,
+    loss: Annotated[Optional[float], typer.Option(help="The latest loss.")] = None,
     base_outer_step: Annotated[
-        Optional[int], typer.Option(min=0, help="Outer step of its base.")
+        Optional[int], typer.Option(min=0, help="Outer step that the upload is based on.")
     ] = None,
     gradients: Annotated[
         Optional[Path], typer.Option(**_THERE, help="The gradients.pt to inspect.")
     ] = None,
-    config_json: Annotated[Optional[Path], typer.Option(**_THERE, help="Its config.json.")] = None,
+    config_json: Annotated[
+        Optional[Path], typer.Option(**_THERE, help="The upload's config.json.")
+    ] = None,
     metadata_json: Annotated[
-        Optional[Path], typer.Option(**_THERE, help="Its metadata.json.")
+        Optional[Path], typer.Option(**_THERE, help="The upload's metadata.json.")
     ] = None,
     revision: Annotated[
         Optional[str], typer.Option(help="The upload's tag, such as 5.56.84.")
@@ -70,7 +72,7 @@ def command(
     if replay_id is not None:
         raise typer.Exit(_replayed(place.state, replay_id, as_json))
     if outer_step is None or inner_step is None:
-        raise Refused("--outer-step and --inner-step are needed, or --replay ID", USAGE)
+        raise Refused("pass --outer-step and --inner-step, or --replay ID", USAGE)
     if kind not in ("gradient", "archive"):
         raise Refused(f"--kind {kind!r} is unknown; allowed: gradient, archive", USAGE)
     known, settings = _inputs(place), _settings(place)
@@ -109,8 +111,8 @@ def _inputs(place: options.CommandContext) -> GateInputs:
 
 
 def _settings(place: options.CommandContext) -> GateSettings:
-    """[gate] from the settings here or, if they do not set it, from the guard that runs in the
-    state directory."""
+    """Return [gate] from the settings here or, if they do not set it, from the guard in the state
+    directory."""
     own = place.settings
     if any(
         name.startswith("gate.") and origin != "default" for name, origin in own.origins.items()
@@ -119,9 +121,7 @@ def _settings(place: options.CommandContext) -> GateSettings:
     there = remembered_settings.read(place.state)
     if there is None or there.gate == own.config.gate:
         return own.config.gate
-    echo(
-        f"no [gate] in the settings here: asking as the guard of {place.state.root} does", err=True
-    )
+    echo(f"these settings have no [gate]; using those of the guard in {place.state.root}", err=True)
     return there.gate
 
 
@@ -139,7 +139,7 @@ def _document(path: Path | None) -> dict[str, Any] | None:
         return None
     document = statedir.read_json(path)
     if not isinstance(document, dict):
-        raise Refused(f"{path} holds no JSON object", USAGE)
+        raise Refused(f"{path} does not contain a JSON object", USAGE)
     return document
 
 
@@ -155,15 +155,17 @@ def _show(decision: GateDecision, as_json: bool) -> None:
 
 
 def _replayed(state: statedir.StateDir, decision_id: str, as_json: bool) -> int:
-    """Replay a decision from the ledger alone. Returns 1 if it blocks or differs from the stored
-    one."""
+    """Replay a recorded decision using only the ledger. Returns the exit code: 0 if the replay
+    allows the upload and equals the recorded decision, otherwise 1."""
     ledger = ReadOnlyLedger(state.ledger)
     stored = ledger.find_decision(decision_id)
     if stored is None and ledger.unread is not None:
         raise Refused(f"{state.ledger} cannot be read: {ledger.unread}", FAILED)
     if stored is None:
         raise Refused(
-            f"{state.ledger} holds no decision {decision_id!r}; see `miner-guard status`", FAILED
+            f"{state.ledger} has no decision {decision_id!r}; to list the decisions, run "
+            "`miner-guard logs --ledger decisions`",
+            FAILED,
         )
     document, inputs_document = stored
     record = document.get("record") or {}
@@ -174,8 +176,8 @@ def _replayed(state: statedir.StateDir, decision_id: str, as_json: bool) -> int:
     else:
         raise Refused(
             (
-                f"decision {document.get('decision_id')}: the ledger does not have the inputs that "
-                "the gate used then"
+                f"decision {document.get('decision_id')} cannot be replayed: the ledger does not "
+                "have the inputs that the gate used"
             ),
             FAILED,
         )

@@ -37,7 +37,7 @@ def command(
         ),
     ] = None,
     name: Name = DEFAULT_NAME,
-    directory: Annotated[Path, typer.Option("--dir", help="Where to write.")] = Path(),
+    directory: Annotated[Path, typer.Option("--dir", help="Folder to write to.")] = Path(),
     remove: Annotated[
         bool,
         typer.Option("--remove", help="Instead, delete what init wrote and the state directory."),
@@ -64,7 +64,8 @@ def command(
     texts = {files[0]: guard_toml(cmd), files[1]: ecosystem(cmd, name, _flags(config, state_dir))}
     if taken := [str(path) for path in texts if path.exists() or path.is_symlink()]:
         raise Refused(
-            f"{' and '.join(taken)} already there; nothing was written. Move it away, or use --dir",
+            f"{' and '.join(taken)} already exist{'s' if len(taken) == 1 else ''}; nothing was "
+            "written. Move or delete what is there, or pass --dir",
             FAILED,
         )
     try:
@@ -80,14 +81,14 @@ def command(
 
 
 def guard_toml(cmd: Sequence[str]) -> str:
-    """The settings file: values known from the command line are set, values that a person must
-    supply are commented out."""
+    """Return the text of guard.toml. Values known from the command line are set; values that a
+    person must supply are commented out."""
     miner, chain, gpu = _miner(cmd), _chain(cmd), _gpu(cmd)
     return _fill("guard.toml", {"MINER": "\n".join(miner), "CHAIN": "\n".join(chain), "GPU": gpu})
 
 
 def ecosystem(cmd: Sequence[str], name: str, flags: Sequence[str] = ()) -> str:
-    """The pm2 file; `flags` are the guard's own."""
+    """Return the text of ecosystem.config.js; `flags` go to `miner-guard run`."""
     guard = Path(sys.executable).with_name("miner-guard")
     values = {"RUN": ["run", *flags, "--", *cmd], "PYTHON": sys.executable, "GUARD": str(guard)}
     # The template puts the name between quotes.
@@ -98,7 +99,7 @@ def ecosystem(cmd: Sequence[str], name: str, flags: Sequence[str] = ()) -> str:
 
 
 def _flags(config: Path | None, state_dir: str | None) -> list[str]:
-    """The guard's own flags that `run` needs to find the files that `init` wrote."""
+    """Return the flags that `run` needs to find the files that `init` wrote."""
     settings = [] if config is None else ["-c", str(config)]
     return (
         settings
@@ -108,8 +109,8 @@ def _flags(config: Path | None, state_dir: str | None) -> list[str]:
 
 
 def _place(name: str, state_dir: str | None) -> str:
-    """The flag that points the other commands at this guard; empty if they find it by
-    themselves."""
+    """Return the flag that points the other commands at this guard; empty if they find it
+    without one."""
     if state_dir is not None:
         return f"--state-dir {shlex.quote(str(Path(state_dir).absolute()))}"
     return "" if name == DEFAULT_NAME else f"--name {shlex.quote(name)}"
@@ -156,5 +157,5 @@ def _gpu(cmd: Sequence[str]) -> str:
 
 
 def _is_number(value: str) -> bool:
-    """Whether TOML parses it as a whole number."""
+    """Return True if TOML parses `value` as a whole number."""
     return re.fullmatch("0|[1-9][0-9]{0,14}", value) is not None

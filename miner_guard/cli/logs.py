@@ -60,7 +60,7 @@ def command(
         Optional[str],
         typer.Option(
             "--ledger",
-            help="Rows of the ledger: decisions, uploads, repo_age, incidents, restarts.",
+            help="Print a ledger table: decisions, uploads, repo_age, incidents or restarts.",
         ),
     ] = None,
     emoji: Annotated[
@@ -78,8 +78,8 @@ def command(
         if event or rank or follow or level != "debug":
             raise Refused(
                 (
-                    "--ledger takes --since, --lines and --json; the other options filter "
-                    "the log's lines"
+                    "--ledger works only with --since, --lines and --json; the other options "
+                    "filter the log's lines"
                 ),
                 USAGE,
             )
@@ -119,7 +119,7 @@ def _ledger(
     if ledger.unread is not None:
         raise Refused(f"{state.ledger} cannot be read: {ledger.unread}", FAILED)
     if not rows:
-        raise Refused(f"the ledger of {state.root} has no {table}", FAILED)
+        raise Refused(f"the ledger in {state.root} has no {table}", FAILED)
     # The full document of a decision is only for replays: `miner-guard gate --replay ID`.
     shown = [{key: value for key, value in row.items() if key not in _FOR_REPLAY} for row in rows]
     if as_json:
@@ -157,8 +157,7 @@ def _write(pieces: Iterable[bytes]) -> None:
 
 
 def _follow(log: Path, query: Query, lines: int | None, *, as_json: bool, emoji: bool) -> None:
-    # Open the follower first: then, at worst, lines written in between appear twice, but none is
-    # lost.
+    # Open the follower first: a line written in between may then appear twice, but none is lost.
     follower = Follower(log, query)
     count = _TAIL_OF_FOLLOW if lines is None and not query.since else lines
     earlier = (

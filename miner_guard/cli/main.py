@@ -108,16 +108,16 @@ def _options(
 
 def main() -> None:
     """Entry point. Exits with the codes of `miner_guard.exits`."""
-    # Imported modules live until exit: collecting garbage every 700 objects costs a tenth of the
-    # start-up.
+    # Imported modules live until exit: collecting garbage every 700 objects takes a tenth of the
+    # start-up time.
     gc.set_threshold(_GC_EVERY)
     inherited.open_standard_streams()
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code. Any failure is one line on stderr, never a
-    traceback."""
+    """Run one command line and return its exit code. Reports any failure as one line on stderr,
+    never as a traceback."""
     try:
         code = build(arguments)(
             args=list(arguments), prog_name="miner-guard", standalone_mode=False

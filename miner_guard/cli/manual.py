@@ -27,7 +27,7 @@ _FILES = {
 
 
 def page() -> str:
-    """The page in man(7)'s macros."""
+    """Return the page as man(7) macros."""
     intro = _help([])
     about = " ".join(_after(intro, "").split("\n\n")[1].split())
     return "\n".join(
@@ -72,14 +72,14 @@ def _after(text: str, heading: str) -> str:
 
 
 def _verbatim(text: str) -> list[str]:
-    """The help's lines, unchanged: its columns must stay aligned."""
+    """Keep the help's lines unchanged, so that its columns stay aligned."""
     return [".nf", *(_escaped(line) for line in text.strip("\n").split("\n")), ".fi"]
 
 
 def _escaped(line: str) -> str:
     line = line.replace("\\", r"\e").replace("-", r"\-")
     line = "".join(c if ord(c) < 128 else rf"\[u{ord(c):04X}]" for c in line)
-    # A line that begins with a dot or an apostrophe would be a request.
+    # roff would read a line that begins with a dot or an apostrophe as a request.
     return re.sub(r"^([.'])", r"\\&\1", line)
 
 

@@ -1,4 +1,4 @@
-"""`miner-guard ops DIR`: the files for people on call, written where they can be edited."""
+"""`miner-guard ops DIR`: copies the files for people on call to a folder for editing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def command(
     source = installed()
     if source is None:
         raise Refused(
-            "this installation has no ops/ files; install miner-guard from its wheel or its tree",
+            "this installation has no ops/ files; install miner-guard from its wheel or sources",
             UNAVAILABLE,
         )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -53,7 +53,7 @@ Name = Annotated[
 AnyName = Annotated[
     Optional[str],
     typer.Option(
-        "--name", help="Name of the miner; defaults to the running guard.", show_default=False
+        "--name", help="Name of the miner; defaults to the running guard's.", show_default=False
     ),
 ]
 State = Annotated[
@@ -63,7 +63,7 @@ Since = Annotated[
     str,
     typer.Option("--since", help="Only events since: 90s, 15m, 1h, 2d, or 2026-01-02T03:04 (UTC)."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,13 @@ def open_context(
 ) -> CommandContext:
     """Load the settings and choose the state directory. Raises Refused: 64 for a bad flag, 78 for
     bad settings."""
-    # Import here, not above: this is most of the start-up time, and commands such as `logs` read
-    # no settings.
+    # Import here, not above: these imports take most of the start-up time, and commands such as
+    # `logs` read no settings.
     from miner_guard.config import loading
     from validators.profiles import chosen
 
     try:
-        # Load twice: the first pass only determines which profile underlies the rest.
+        # Load twice: the first pass only determines which profile applies.
         first = loading.load(config, flags=flags).config
         profile = chosen(first.miner)
         document = None if profile is None else settings_of_profile(profile)
@@ -121,7 +121,7 @@ def _dotenv(repo: RepoSettings) -> tuple[str, Mapping[str, str]] | None:
 
 
 def settings_of_profile(profile: str) -> Mapping[str, Any]:
-    """The defaults that a profile gives guard.toml. Raises Refused (78) with its mistake."""
+    """Return a profile's defaults for guard.toml. Raises Refused (78) if the profile is invalid."""
     from validators.profiles import load_profile
 
     try:
@@ -131,8 +131,8 @@ def settings_of_profile(profile: str) -> Mapping[str, Any]:
 
 
 def choose_state(name: str, state_dir: str | None) -> statedir.StateDir:
-    """The state directory alone, for commands that need no settings. Raises Refused (78) for an
-    invalid name."""
+    """Choose the state directory without reading any settings. Raises Refused (78) for an invalid
+    name."""
     if os.sep in name or name in ("", ".", ".."):
         raise Refused(
             f"--name {name!r} can't name a directory; use letters, digits and dashes", CONFIG
@@ -141,19 +141,20 @@ def choose_state(name: str, state_dir: str | None) -> statedir.StateDir:
         return statedir.choose(name, state_dir, os.environ)
     except statedir.ForeignLink as error:
         raise Refused(
-            f"no state directory: {error} Pass --state-dir a path without that link", CONFIG
+            f"no state directory: {error} Pass a --state-dir that does not go through that link",
+            CONFIG,
         ) from error
     except RuntimeError as error:
-        # HOME is not set and the host does not know the user: a container that runs under another
-        # uid.
+        # HOME is not set and the host does not know the user, as in a container that runs under
+        # another uid.
         raise Refused(
             f"no state directory: {error} Pass --state-dir, or set HOME", CONFIG
         ) from error
 
 
 def start_or_name(state: statedir.StateDir) -> str:
-    """Advice if no guard is running: start one, or name one that ran next to this state
-    directory."""
+    """Return advice for when no guard is running: start one, or name one that ran next to this
+    state directory."""
     start = "start it with `miner-guard run`"
     folder = state.root.parent
     if folder.name != statedir.FOLDER:
@@ -169,7 +170,9 @@ def start_or_name(state: statedir.StateDir) -> str:
     if not others:
         return start
     more = "" if len(others) <= _OTHERS else f" and {len(others) - _OTHERS} more"
-    return f"{start}, or pass --name: {', '.join(others[:_OTHERS])}{more} ran here"
+    return (
+        f"{start}, or pass the --name of a guard that ran here: {', '.join(others[:_OTHERS])}{more}"
+    )
 
 
 def check_there(state: statedir.StateDir) -> None:
@@ -177,13 +180,13 @@ def check_there(state: statedir.StateDir) -> None:
     if not state.root.is_dir():
         raise Refused(
             f"state directory {state.root} does not exist; "
-            "pass the same --name or --state-dir as to `run`",
+            "pass the --name or --state-dir that you passed to `run`",
             FAILED,
         )
 
 
 def earliest(since: str) -> str:
-    """The ISO time for `--since`; empty for all. Raises Refused (64)."""
+    """Return the ISO time for `--since`; empty if it sets no limit. Raises Refused (64)."""
     from miner_guard.eventlog import query
 
     try:

@@ -43,7 +43,7 @@ def _params(text: str) -> float:
 
 def command(
     gpus: Annotated[
-        int, typer.Option(min=1, callback=a_number, help="GPUs of the miner (world size).")
+        int, typer.Option(min=1, callback=a_number, help="Number of GPUs (world size).")
     ] = 4,
     batch: Annotated[
         Optional[int],
@@ -62,7 +62,7 @@ def command(
         ),
     ] = None,
     params: Annotated[
-        str, typer.Option(metavar="N", help="Parameters, such as 4e9 or 4B.")
+        str, typer.Option(metavar="N", help="Number of parameters, such as 4e9 or 4B.")
     ] = "4e9",
     seq: Annotated[int, typer.Option(min=1, callback=a_number, help="Sequence length.")] = 1024,
     upload_steps: Annotated[
@@ -151,19 +151,19 @@ def _way(way: plan_model.PlanEstimate) -> dict[str, Any]:
 
 
 def fits(plan: plan_model.Plan) -> bool | None:
-    """Whether the miner fits into the GPU's memory; None if the size of that memory was not
+    """Return True if the miner fits into the GPU's memory; None if the GPU's memory size was not
     given."""
     memory = plan.settings.gpu_memory_gb
     return None if memory is None else plan.actual.memory.total <= memory
 
 
 def text(plan: plan_model.Plan, steps: Any) -> Iterator[str]:
-    """The plan as text."""
+    """Yield the plan as lines of text."""
     s, doc, actual = plan.settings, plan.document, plan.actual
     batches = f"batch {s.batch}, effective batch {s.effective}"
     yield f"{s.gpus} GPUs, {batches}, {s.params / 1e9:.3g}B parameters, sequence {s.seq}"
     yield ""
-    yield f"{'':34}{'usual estimate':>18}{'as the miner does':>20}"
+    yield f"{'':34}{'usual estimate':>18}{'what the miner does':>20}"
     for title, one, two in (
         (
             "Gradient accumulation steps",

@@ -1,10 +1,10 @@
-"""The consequences of training settings, before a GPU hour is spent: source 004's analysis, and
+"""Computes what training settings imply, before a GPU hour is spent: source 004's analysis, and
 where reality differs.
 
 The document's figures (`Plan.accumulation_steps`, `micro_batches`, `memory`, `inner_step_s`) follow
-source 004 to the letter. `Plan.actual` gives subnet 38's miner's behaviour: it divides the
-effective batch by the world size, the ranks work at the same time, and FSDP2 shards weights,
-gradients and optimizer state. GB are 10^9 bytes here, as in the document.
+source 004 to the letter. `Plan.actual` describes what subnet 38's miner really does: it divides the
+effective batch by the world size, the ranks work in parallel, and FSDP2 shards weights, gradients
+and optimizer state. GB are 10^9 bytes here, as in the document.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class PlanSettings:
     seq: int
     upload_steps: int
     micro_batch_s: float | None = None
-    """Measured or assumed seconds of one micro-batch on one GPU."""
+    """Measured or assumed time of one micro-batch on one GPU."""
 
     step_s: float | None = None
-    """Measured seconds of an inner step; replaces the computed ones."""
+    """Measured time of an inner step; overrides the computed one."""
 
     min_inner_step: int = 50
     repo_age_target_s: float = 1800.0
@@ -52,8 +52,8 @@ class PlanSettings:
     """Bytes per weight: bf16."""
 
     state_bytes: int = 2
-    """Bytes per parameter of each of AdamW's two moments: source 004's 16 GB for 4B parameters are
-    bf16 moments."""
+    """Bytes per parameter for each of AdamW's two moments. Source 004's 16 GB for 4B parameters
+    implies bf16 moments."""
 
     checkpointing: bool = False
 
@@ -87,8 +87,8 @@ class UploadPlan:
     every_s: float | None
     cadence: str
     fresh: bool | None
-    """Whether the repo stays younger than its target between uploads and up to the first valid one;
-    None: unknown."""
+    """True if the repo stays younger than its target, both until the first valid upload and between
+    uploads. None: unknown."""
 
     why: str
 
@@ -136,7 +136,7 @@ class Plan:
 
 
 def plan(settings: PlanSettings) -> Plan:
-    """The consequences of the settings. Raises BadPlan."""
+    """Compute the plan for these settings. Raises BadPlan."""
     _check(settings)
     document, actual = _document(settings), _actual(settings)
     return Plan(
@@ -154,8 +154,8 @@ def _check(settings: PlanSettings) -> None:
             raise BadPlan(f"{name} is {getattr(settings, name):g}; it must be at least 1")
     if settings.effective < settings.batch:
         raise BadPlan(
-            f"effective batch {settings.effective} is below the batch {settings.batch}; "
-            "raise it or lower batch"
+            f"effective batch {settings.effective} is smaller than batch {settings.batch}; "
+            "raise the effective batch or lower the batch"
         )
 
 
@@ -192,12 +192,12 @@ def _actual(s: PlanSettings) -> PlanEstimate:
 
 
 def document_memory(s: PlanSettings) -> MemoryPlan:
-    """Source 004: nothing sharded, no gradients.
+    """Estimate memory as source 004 does: nothing is sharded, and gradients are left out.
 
     Weights = params · 2 bytes (bf16). Optimizer = 2 moments · params · 2 bytes. Activations: the
     document's upper figure, 4 GB for batch 2, sequence 1024 and 4B parameters, scaled as in
-    `activations_gb`. FSDP: the document's 2 GB for 8 GB of weights, which means a quarter of the
-    weights gathered or in buffers.
+    `activations_gb`. FSDP: the document's 2 GB for 8 GB of weights, as if a quarter of the
+    weights were gathered or in buffers.
     """
     weights = s.params * s.weight_bytes / GB
     return MemoryPlan(
@@ -206,9 +206,9 @@ def document_memory(s: PlanSettings) -> MemoryPlan:
 
 
 def sharded_memory(s: PlanSettings) -> MemoryPlan:
-    """FSDP2, fully sharded: weights, gradients and both moments divided by the number of GPUs
-    (ZeRO, Rajbhandari et al. 2020, stage 3: (weights + gradients + optimizer) / N). Activations are
-    not sharded. FSDP: as in `document_memory`."""
+    """Estimate memory with FSDP2: weights, gradients and both moments are divided by the number of
+    GPUs (ZeRO, Rajbhandari et al. 2020, stage 3: (weights + gradients + optimizer) / N).
+    Activations are not sharded. FSDP: as in `document_memory`."""
     weights = s.params * s.weight_bytes / GB
     optimizer = 2 * s.params * s.state_bytes / GB
     return MemoryPlan(
@@ -217,7 +217,7 @@ def sharded_memory(s: PlanSettings) -> MemoryPlan:
 
 
 def activations_gb(s: PlanSettings) -> float:
-    """Activation memory, anchored at source 004's 4 GB.
+    """Estimate activation memory in GB, scaled from source 004's 4 GB.
 
     Korthikanti et al. 2022: bytes per layer = 34 · seq · batch · hidden (+ attention scores, which
     flash attention does not keep), so it grows with seq · batch · hidden · layers. With layers and
@@ -271,7 +271,7 @@ def _simplifications(
 ) -> Iterator[str]:
     if s.gpus > 1:
         yield (
-            f"The usual estimate lets every GPU take {document.accumulation_steps} micro-batches. "
+            f"The usual estimate gives every GPU {document.accumulation_steps} micro-batches. "
             f"Subnet 38's miner divides the effective batch by the world size: {s.effective} / "
             f"{s.gpus} GPUs / {s.batch} = {actual.accumulation_steps} micro-batches on each, "
             f"{actual.micro_batches} in all, {actual.samples} samples instead of "
@@ -283,8 +283,8 @@ def _simplifications(
             and actual.inner_step_s is not None
         ):
             yield (
-                "The usual estimate adds up the micro-batches of all GPUs, which work at the same "
-                f"time: {actual.accumulation_steps} x {1000 * (s.micro_batch_s or 0):g} ms = "
+                "The usual estimate adds up the micro-batches of all GPUs, although they run in "
+                f"parallel: {actual.accumulation_steps} x {1000 * (s.micro_batch_s or 0):g} ms = "
                 f"{actual.inner_step_s:.3g}s instead of {document.inner_step_s:.4g}s "
                 "(communication and optimizer not counted)."
             )
@@ -302,7 +302,7 @@ def _simplifications(
     sharded = f"sharded {gradients / s.gpus:.1f} GB on each GPU"
     yield f"The usual estimate leaves out gradients: {gradients:.1f} GB, {sharded}."
     yield (
-        "The usual 16 GB of AdamW state for 4B parameters are bf16 moments; fp32 moments "
+        "The usual 16 GB of AdamW state for 4B parameters assumes bf16 moments; fp32 moments "
         "take twice that."
     )
     if s.effective % s.batch:
@@ -318,7 +318,7 @@ def _simplifications(
 
 
 def _changes(s: PlanSettings) -> Iterator[Suggestion]:
-    """The changes that source 004 suggests, and source 003's checkpointing."""
+    """Yield the changes that source 004 suggests, and source 003's checkpointing."""
     batch, effective = (
         "--neuron.local_batch_size_train={}",
         "--neuron.local_batch_size_train_effective={}",

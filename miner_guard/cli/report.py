@@ -21,7 +21,7 @@ def command(
     name: options.AnyName = None,
     state_dir: options.State = None,
 ) -> None:
-    """Write one self-contained HTML page of the run: curves, uploads, costs, incidents,
+    """Write one self-contained HTML page about the run: curves, uploads, costs, incidents,
     milestones."""
     from miner_guard.cli.working import Working
     from miner_guard.eventlog import query

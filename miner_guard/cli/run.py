@@ -27,14 +27,14 @@ def command(
         typer.Option(
             help=(
                 "Hook an unmodified miner: sn38 (subnet 38's), auto (any torch loop), log "
-                "(its step lines)."
+                "(reads its step lines)."
             ),
             show_default=False,
         ),
     ] = None,
     max_restarts: Annotated[
         Optional[int],
-        typer.Option(help="Consecutive restarts before the guard calls it a crash loop."),
+        typer.Option(help="Consecutive restarts before the guard declares a crash loop."),
     ] = None,
     no_restart: Annotated[
         bool, typer.Option("--no-restart", help="Never restart; exit with the miner's code.")
@@ -43,12 +43,14 @@ def command(
         Optional[bool],
         typer.Option(
             "--finite/--no-finite",
-            help="Whether exit code 0 means that the miner has finished. By default, the guard "
-            "decides by the evidence (--attach auto).",
+            help="Whether exit code 0 means that the miner has finished. By default it does not, "
+            "except with --attach auto after a complete training loop.",
             show_default=False,
         ),
     ] = None,
-    expect_gpus: Annotated[Optional[int], typer.Option(help="GPUs that must be present.")] = None,
+    expect_gpus: Annotated[
+        Optional[int], typer.Option(help="How many GPUs must be present.")
+    ] = None,
     no_preflight: Annotated[
         bool, typer.Option("--no-preflight", help="Start without the startup checks.")
     ] = False,

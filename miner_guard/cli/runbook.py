@@ -23,7 +23,7 @@ def command(
     found = rows()
     if not found:
         raise Refused(
-            "this installation has no runbook; install miner-guard from its wheel or its tree",
+            "this installation has no runbook; install miner-guard from its wheel or sources",
             UNAVAILABLE,
         )
     if event is None:
@@ -40,6 +40,6 @@ def _described(row: RunbookRow) -> list[str]:
         f"event    {row.event} ({CATALOGUE[row.event].level})",
         f"means    {row.meaning}",
         f"do       {row.action}",
-        f"its line {row.grep}",
+        f"grep for {row.grep}",
         f"earlier  miner-guard logs --event {row.event}",
     ]

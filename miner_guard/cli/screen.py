@@ -50,7 +50,7 @@ _CELLS = 9
 
 @dataclass
 class CurveHistory:
-    """Loss and step time by step, collected while watching."""
+    """The loss and step time of each step since `top` started."""
 
     loss: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     step_time: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -73,7 +73,7 @@ class ShownPart:
     help: bool = False
     paused: bool = False
     by_number: bool = False
-    """Ranks by their number; otherwise the slowest first."""
+    """Sort the ranks by number; otherwise the slowest comes first."""
 
     scrolled: int = 0
     """How many newer events follow the last one shown."""
@@ -108,10 +108,10 @@ HELP = (
     "space, p       pause the screen; again to continue",
     "up, down, k, j scroll the events by one",
     "PgUp, PgDn     scroll them by half a screen",
-    "s              sort ranks by number, or the slowest first",
+    "s              sort ranks by number, or slowest first",
     "?              this help; any key closes it",
     "",
-    "the line `week`: up to seven days in cells of at least two hours, by their worst verdict:",
+    "the `week` line: up to seven days; each cell shows the worst verdict of two hours or more:",
     *(
         f"  {marks[0]} (--ascii: {marks[1]})  {state}"
         for state, marks in {**WEEK_MARKS, UNWATCHED: _NO_MARK}.items()
@@ -129,7 +129,7 @@ def lines(
     min_inner_step: int,
     ascii_only: bool = False,
 ) -> list[str]:
-    """Exactly `canvas.height` lines of at most its width; events fill the remaining lines."""
+    """Return exactly `canvas.height` lines, none wider than the canvas. Events fill the rest."""
     width, height, shown = canvas.width, canvas.height, canvas.shown
     if shown.help:
         top = list(HELP)
@@ -177,7 +177,7 @@ def overview(
     ascii_only: bool = False,
     by_number: bool = False,
 ) -> list[str]:
-    """Steps, uploads, ranks, GPUs, host; `status` shows the same lines."""
+    """Return the lines for steps, uploads, ranks, GPUs and host. `status` shows the same lines."""
     rows = [
         *_steps(status.steps, curves, width, ascii_only),
         *_uploads(status, min_inner_step, ascii_only),
@@ -187,7 +187,7 @@ def overview(
 
 
 def verdict_lines(status: StatusDocument, age_s: float = 0.0) -> list[str]:
-    """The verdict, which the person on call reads first, and the next step."""
+    """Return the verdict, which the person on call reads first, and the next step."""
     verdict = shown(status, age_s)
     step = advice(verdict)
     return [
@@ -197,7 +197,7 @@ def verdict_lines(status: StatusDocument, age_s: float = 0.0) -> list[str]:
 
 
 def week_lines(status: StatusDocument, age_s: float, *, ascii_only: bool = False) -> list[str]:
-    """The last seven days of verdicts in a line, with their shares in words."""
+    """Return the last seven days of verdicts as one line, followed by their shares in words."""
     week = week_of(status, age_s, _CELLS_OF_A_WEEK)
     if week is None:
         return []
@@ -268,23 +268,23 @@ def _uploads(status: StatusDocument, required: int, ascii_only: bool) -> list[st
             rows.append(f"       {decision.note}")
     costs = uploads.forecast and uploads.forecast.waiting_costs_s
     if costs:
-        words = f"waiting for inner step {required} costs {duration(costs)} without a score"
+        words = f"waiting for inner step {required} means {duration(costs)} without a score"
         rows.append(f"       {words}")
     return rows
 
 
 def _when_valid(status: StatusDocument, required: int) -> str:
-    """Whether validators would accept an upload now, else when they would. Gives no time if the
+    """Say whether validators would accept an upload now, or when they would. Gives no time if the
     verdict says that the miner is not earning or has stopped."""
     steps, decision = status.steps, status.uploads.decision
     stalled = status.verdict is not None and status.verdict.state in (NOT_EARNING, STOPPED)
     outer = "" if stalled else f"; outer step in {duration(steps.eta_outer_s)}"
     if isinstance(steps.inner_step, int) and steps.inner_step >= required:
         if decision is not None and decision.allowed is False:
-            return f"far enough, but blocked{outer}"
+            return f"minimum reached, but blocked{outer}"
         why = status.verdict.state if stalled and status.verdict is not None else None
-        return f"far enough, but {why}" if why else f"valid now{outer}"
-    return "not far enough" if stalled else f"valid in {duration(steps.eta_upload_s)}{outer}"
+        return f"minimum reached, but {why}" if why else f"valid now{outer}"
+    return "minimum not reached" if stalled else f"valid in {duration(steps.eta_upload_s)}{outer}"
 
 
 def _ago(status: StatusDocument, wall: float | None) -> str:
@@ -296,8 +296,8 @@ def _ago(status: StatusDocument, wall: float | None) -> str:
 
 
 def _ranks(steps: StepsStatus, *, by_number: bool) -> list[str]:
-    """The ranks, those with the longest own work first, so that the screen never omits a
-    straggler."""
+    """Return the ranks, by default the one with the longest work time first, so that the screen
+    never omits a straggler."""
     ranks = list(steps.per_rank.items())
     if not by_number:
         ranks.sort(key=lambda item: -(item[1].work_s or 0.0))

@@ -1,4 +1,4 @@
-"""Text for the screens of `top` and `status`: curves, bars, lengths of time, lines that fit."""
+"""Text for the screens of `top` and `status`: curves, bars, durations, lines that fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _INDENT = " " * 7
 
 
 def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) -> str:
-    """The last `width` values as bars between their minimum and maximum."""
+    """Draw the last `width` values as bars scaled between their minimum and maximum."""
     shown = [value for value in list(values)[-width:] if value - value == 0]
     if not shown:
         return ""
@@ -28,7 +28,7 @@ def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) 
 
 
 def progress_bar(done: float, whole: float, width: int, *, ascii_only: bool = False) -> str:
-    """A bar of `width` columns."""
+    """Draw `done` out of `whole` as a bar of `width` columns."""
     filled = 0 if whole <= 0 else max(0, min(width, round(width * done / whole)))
     full, empty = ("#", ".") if ascii_only else ("█", "░")
     return full * filled + empty * (width - filled)
@@ -46,15 +46,15 @@ def duration(seconds: Any) -> str:
 
 
 def cut(line: str, width: int, *, ascii_only: bool = False) -> str:
-    """The line cut to `width`, with a mark where text is left out."""
+    """Cut the line to `width` and mark where text is left out."""
     more = "..." if ascii_only else "…"
     line = visible(line).replace("\n", " ")
     return line if len(line) <= width else line[: width - len(more)] + more
 
 
 def wrapped(line: str, width: int) -> list[str]:
-    """The line in as many lines of `width` as it needs: the first lines of the screen answer the
-    first questions, so none of their words may be cut off."""
+    """Wrap a line to `width`. The first lines of the screen matter most, so none of their words may
+    be cut off."""
     return textwrap.wrap(
         visible(line).replace("\n", " "),
         max(width, 2 * len(_INDENT)),

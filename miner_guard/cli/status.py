@@ -38,7 +38,7 @@ def command(
         bool,
         typer.Option(
             "--check",
-            help="Only check whether the miner makes progress: exit code 0, or 1 with the reason.",
+            help="Only check whether the miner makes progress; if not, exit with 1 and the reason.",
         ),
     ] = False,
 ) -> None:
@@ -76,8 +76,8 @@ def command(
 
 
 def _check(status: StatusDocument, hang: HangSettings) -> None:
-    """The answer of `/healthz`, for a container or Kubernetes probe that runs a command. Raises
-    Refused (1)."""
+    """Give the same answer as `/healthz`, for a container or Kubernetes probe that runs a command.
+    Raises Refused (1) if the miner is not making progress."""
     from miner_guard.reporting import progress
 
     if (problem := progress.problem(status, 0.0, time.time(), hang)) is not None:
@@ -86,8 +86,8 @@ def _check(status: StatusDocument, hang: HangSettings) -> None:
 
 
 def _last_end(log: Path) -> str:
-    """`the last one: 2026-01-02T03:04:05Z GUARD STOPPED: exit code 75, …; `; empty if no guard has
-    run."""
+    """Say how the last guard ended, such as `the last one: 2026-01-02T03:04:05Z GUARD STOPPED: exit
+    code 75, …; `. Empty if no guard has run."""
     for hit in query.last(log, Query(events=frozenset({"guard_started", "guard_stopped"})), 1):
         if hit.event == "guard_stopped":
             return f"the last one: {hit.ts[:19]}Z {hit.headline}; "
@@ -98,7 +98,7 @@ def _last_end(log: Path) -> str:
 def _lines(
     status: StatusDocument, curves: CurveHistory, events: list[str], min_inner_step: int
 ) -> list[str]:
-    """One screen: the run, then what `top` shows, then the last warnings."""
+    """Return one screen: the run, then the lines that `top` shows, then the last warnings."""
     paused = "  restarts paused" if status.paused else ""
     since = f" since {status.started[:19]}Z" if status.started else ""
     ranks = ", ".join(sorted(status.rank_processes, key=int)) or "none yet"

@@ -59,23 +59,23 @@ _WORDS = (
 
 
 def is_dumb() -> bool:
-    """Whether standard output cannot move its cursor: a pipe, a file, or TERM=dumb."""
+    """Return True if standard output cannot move its cursor: a pipe, a file, or TERM=dumb."""
     return not sys.stdout.isatty() or os.environ.get("TERM", "dumb") in ("", "dumb")
 
 
 def has_unicode() -> bool:
-    """Whether standard output can show bars."""
+    """Return True if standard output can show Unicode bars."""
     return "utf" in (sys.stdout.encoding or "").lower()
 
 
 def has_colour() -> bool:
-    """Whether to use colour: not in a pipe, on a dumb terminal, or if NO_COLOR is set
-    (no-color.org)."""
+    """Return True if colour is allowed: not in a pipe, not on a dumb terminal, and not if NO_COLOR
+    is set (no-color.org)."""
     return not is_dumb() and not os.environ.get("NO_COLOR")
 
 
 def coloured(line: str) -> str:
-    """The line with the words that need attention in colour; its width stays the same."""
+    """Colour the words of a line that need attention. The line stays as wide as it was."""
     for words, colour in _HEADLINES:
         if line.startswith(words):
             return f"{_BOLD}{colour}{words}{_OFF}{line[len(words) :]}"
@@ -143,7 +143,7 @@ class Terminal:
                 yield _KEYS.get(key, "")
 
     def paint(self, lines: Sequence[str], *, colour: bool) -> None:
-        """Send only changed lines: over a slow ssh a screen is a few dozen bytes."""
+        """Send only changed lines, so that a refresh over a slow ssh takes a few dozen bytes."""
         whole = len(lines) != len(self._painted)
         changed = [
             f"\x1b[{row};1H{coloured(line) if colour else line}\x1b[K"

@@ -43,7 +43,7 @@ def command(
         ),
     ] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one screen and exit.")] = False,
-    plain: Annotated[bool, typer.Option("--ascii", help="Only ASCII characters.")] = False,
+    plain: Annotated[bool, typer.Option("--ascii", help="Use only ASCII characters.")] = False,
     config: Config = None,
     name: AnyName = None,
     state_dir: State = None,

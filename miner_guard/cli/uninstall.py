@@ -25,7 +25,7 @@ def uninstall(files: Sequence[Path], state: StateDir, name: str) -> None:
     Refused (1) while a guard runs there, for a directory without a guard's state, and for files
     that can't be deleted."""
     if listens(state):
-        raise Refused(f"a guard runs in {state.root}; stop it first", FAILED)
+        raise Refused(f"a guard is running in {state.root}; stop it first", FAILED)
     if state.root.exists() and not state.log.is_file() and not state.lock.is_file():
         raise Refused(f"{state.root} is not a guard's state directory; nothing deleted", FAILED)
     try:

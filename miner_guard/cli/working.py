@@ -16,8 +16,9 @@ _CLEAR = "\r\x1b[K"
 
 
 class Working:
-    """A line on standard error that shows the task, its progress and the seconds so far, and is
-    removed at the end. Writes nothing to a pipe or a dumb terminal. Use as a context manager."""
+    """Shows the task, its progress and the elapsed seconds on one line of standard error, and
+    clears the line at the end. Writes nothing to a pipe or a dumb terminal. Use as a context
+    manager."""
 
     def __init__(self, what: str, total: int | None = None) -> None:
         """`total`: the amount of work, in the unit that `advance` counts."""

@@ -70,7 +70,10 @@ def test_several_guards_are_listed_and_none_is_chosen(
     monkeypatch.setattr(find, "running_guards", lambda: two)
     assert run(["status"]) == 64
     words = capsys.readouterr().err
-    assert f"2 guards run here; name one: --name sn38 · --state-dir {tmp_path}/elsewhere" in words
+    assert (
+        f"2 guards are running here; name one: --name sn38 · --state-dir {tmp_path}/elsewhere"
+        in words
+    )
 
 
 def test_after_the_demo_its_state_is_shown(
@@ -80,7 +83,10 @@ def test_after_the_demo_its_state_is_shown(
     ended(home / "sn38", 500.0)
     demo = ended(tmp_path / "work" / ".demo" / "state", 5.0)
     assert find.find_guard(None, None).root == demo.root
-    assert f"no guard is running; the last one: --state-dir {demo.root}" in capsys.readouterr().err
+    assert (
+        f"no guard is running; using the last one: --state-dir {demo.root}"
+        in capsys.readouterr().err
+    )
     assert run(["status"]) == 3
     assert f"no guard runs in {demo.root}" in capsys.readouterr().err
 
@@ -109,7 +115,10 @@ def test_a_command_of_a_new_version_says_that_the_guard_runs_the_old_one(
     assert run(["ctl", "pause", *here]) == 0
     assert "version" not in capsys.readouterr().err
     monkeypatch.setattr(find, "__version__", "99.0")
-    words = f"the running guard is version {__version__}, this command 99.0; restart the guard"
+    words = (
+        f"the running guard is version {__version__}, but this command is version 99.0; restart "
+        "the guard"
+    )
     for command in (["ctl", "pause"], ["status"], ["status", "--json"]):
         assert run([*command, *here]) == 0
         assert words in capsys.readouterr().err

@@ -300,7 +300,7 @@ def test_the_audit_names_the_validators_version(
     repo = f'[repo]\nkind = "local"\npath = "{tmp_path}/repo"\n'
     (tmp_path / "guard.toml").write_text(repo)
     run(["audit"])
-    assert "judged by general rules: no [miner] profile" in capsys.readouterr().out
+    assert "judged by general rules only: no [miner] profile" in capsys.readouterr().out
     (tmp_path / "guard.toml").write_text(f'[miner]\nprofile = "sn38"\n{repo}')
     run(["audit"])
     assert "judged by the rules of dstrbtd/DistributedTraining at" in capsys.readouterr().out
@@ -358,7 +358,7 @@ def test_a_state_directory_tells_what_its_guard_watches(
     printed = capsys.readouterr()
     assert printed.out.startswith("AUDIT PASSED: epoch 56 (as published")
     assert "gradients are 2100s old (keep < 9s)" in ages_to_the_hundred(printed.out)
-    assert f"auditing {tmp_path}/repo, as the guard of {state.root} does" in printed.err
+    assert f"auditing {tmp_path}/repo, which the guard in {state.root} watches" in printed.err
     state.watched.write_text('{"repo": 7}')
     assert run(["audit", "--state-dir", str(state.root)]) == 69
     assert "pass the same -c or --state-dir as to `run`" in capsys.readouterr().out

@@ -83,7 +83,7 @@ def test_config_says_that_the_miners_env_file_is_left_out(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "guard.toml").write_text('[repo]\ncredentials = "dotenv"\n')
     assert run(["config", "--changed"]) == 0
-    assert "# left out: the keys' file .env cannot be read" in capsys.readouterr().out
+    assert "# keys not read: the keys' file .env cannot be read" in capsys.readouterr().out
 
 
 def test_config_refuses_a_bad_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,7 +115,7 @@ def test_init_overwrites_nothing_and_then_writes_nothing(
 ) -> None:
     (tmp_path / "ecosystem.config.js").write_text("mine")
     assert run(["init", "--dir", str(tmp_path), "--", "python", "train.py"]) == 1
-    assert "already there; nothing was written" in capsys.readouterr().err
+    assert "already exists; nothing was written" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["ecosystem.config.js"]
     assert (tmp_path / "ecosystem.config.js").read_text() == "mine"
 
@@ -217,7 +217,7 @@ def test_init_says_how_the_other_commands_find_a_guard_of_another_name(
     monkeypatch.setattr(find, "running_guards", list)
     for command in (["status"], ["ctl", "pause"]):
         assert run(command) == 3
-        assert "no guard is running; the last one: --name s9" in capsys.readouterr().err
+        assert "no guard is running; using the last one: --name s9" in capsys.readouterr().err
     assert run(["status", "--state-dir", str(tmp_path / "elsewhere")]) == 3
     assert "--name" not in capsys.readouterr().err
 

@@ -70,7 +70,7 @@ def test_without_settings_here_the_guard_of_the_state_directory_decides(
     miner uses."""
     remembered_settings.write(StateDir(tmp_path), Config(gate=GateSettings(min_inner_step=30)))
     assert ask("--outer-step", "56", "--inner-step", "40") == 0
-    assert f"asking as the guard of {tmp_path} does" in capsys.readouterr().err
+    assert f"using those of the guard in {tmp_path}" in capsys.readouterr().err
     assert ask("--outer-step", "56", "--inner-step", "29") == 1
     monkeypatch.setenv("MINER_GUARD_GATE__MIN_INNER_STEP", "45")
     assert ask("--outer-step", "56", "--inner-step", "40") == 1
@@ -162,7 +162,7 @@ def test_a_ledger_that_cannot_be_read_is_not_called_empty(
         assert "cannot be read: file is not a database" in capsys.readouterr().err
     (tmp_path / "ledger.sqlite3").unlink()
     assert ask("--replay", "abc") == 1
-    assert "holds no decision 'abc'" in capsys.readouterr().err
+    assert "has no decision 'abc'" in capsys.readouterr().err
 
 
 def test_the_ledger_is_read_by_logs_and_the_report(

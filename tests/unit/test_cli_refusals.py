@@ -106,9 +106,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (
             "logs --state-dir folder --ledger uploads --rank 0",
             64,
-            "--ledger takes --since, --lines and --json",
+            "--ledger works only with --since, --lines and --json",
         ),
-        ("gate --outer-step 1", 64, "--outer-step and --inner-step are needed"),
+        ("gate --outer-step 1", 64, "pass --outer-step and --inner-step, or --replay ID"),
         (
             "gate --outer-step 1 --inner-step 50 --kind foo",
             64,
@@ -118,9 +118,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (
             "gate --outer-step 1 --inner-step 50 --config-json list.json",
             64,
-            "list.json holds no JSON object",
+            "list.json does not contain a JSON object",
         ),
-        ("gate --replay nosuch", 1, "holds no decision 'nosuch'"),
+        ("gate --replay nosuch", 1, "has no decision 'nosuch'"),
         ("explain nosuch.log", 64, "nosuch.log can't be read: No such file"),
         ("explain --trace folder", 64, "folder: cannot be read: Is a directory"),
         ("plan --params x", 64, "--params 'x' is not a number of parameters, such as 4e9 or 4B"),
@@ -130,7 +130,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (
             "costs estimate op --every 10 --seconds 1",
             64,
-            "no step time is known here; pass --step-time SECONDS",
+            "the guard has not measured a step time yet; pass --step-time SECONDS",
         ),
         ("report -o x.html", 1, "does not exist"),
         ("report -o x.html --since foo", 64, "--since: 'foo' is not a time"),
@@ -141,7 +141,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("alerts test", 64, "no targets; set MINER_GUARD_ALERTS__URLS"),
         ("alerts test -c dotenv.toml", 64, "no targets, and the keys' file .env cannot be read"),
         ("init --dir file -- true", 1, "file cannot be written"),
-        ("init -c bad.toml -- true", 1, "bad.toml already there; nothing was written"),
+        ("init -c bad.toml -- true", 1, "bad.toml already exists; nothing was written"),
         ("demo --fault foo", 64, "fault 'foo' is not of the form KIND@STEP"),
         ("demo --fault slow@300", 64, "fault 'slow@300' never happens: the demo has 90 steps"),
         (

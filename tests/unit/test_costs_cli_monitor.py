@@ -78,7 +78,7 @@ def test_estimate_fills_in_the_documents_checklist(
         "[ ] cheaper: 87.5s per call would fit, or one call every 1029 steps: "
         "sample 10-20 examples, not 100",
         "[ ] alternative: run it on a checkpoint, after training",
-        "[ ] in the cost account: no calls recorded here: "
+        "[ ] in the cost ledger: no calls recorded here: "
         'wrap it in tracker.track("evolution_snapshot")',
     ]
 
@@ -133,7 +133,7 @@ def test_a_file_that_is_not_a_ledger_is_reported_without_a_traceback(
     assert run(["costs", *flags, "--state-dir", str(tmp_path)]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert "is not a ledger" in printed.err
+    assert "is not a cost ledger" in printed.err
     assert (
         run(["costs", "estimate", "--every", "5", "--seconds", "1", "--state-dir", str(tmp_path)])
         == 64
@@ -144,7 +144,11 @@ def test_a_file_that_is_not_a_ledger_is_reported_without_a_traceback(
     ("arguments", "code", "words"),
     [
         (["costs", "estimate"], 64, "needs --every"),
-        (["costs", "estimate", "--every", "5", "--seconds", "1"], 64, "no step time is known"),
+        (
+            ["costs", "estimate", "--every", "5", "--seconds", "1"],
+            64,
+            "the guard has not measured a step time yet",
+        ),
         (
             ["costs", "estimate", "--every", "5", "--seconds", "1", "--step-time", "0"],
             64,

@@ -39,7 +39,7 @@ def test_what_the_miner_really_does_is_reported() -> None:
     assert seen.actual.inner_step_s == pytest.approx(0.64)
     assert seen.actual.memory.total < seen.document.memory.total
     words = " ".join(seen.simplifications)
-    for phrase in ("world size", "at the same time", "shards", "gradients"):
+    for phrase in ("world size", "in parallel", "shards", "gradients"):
         assert phrase in words
 
 

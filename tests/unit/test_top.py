@@ -132,8 +132,8 @@ def test_the_verdict_its_next_step_and_the_state_wrap_and_lose_no_word(width: in
     ("state", "inner", "words"),
     [
         ("earning", 84, "84/50 valid now; outer step in"),
-        ("not earning", 84, "84/50 far enough, but not earning"),
-        ("stopped", 34, "34/50 not far enough"),
+        ("not earning", 84, "84/50 minimum reached, but not earning"),
+        ("stopped", 34, "34/50 minimum not reached"),
     ],
 )
 def test_nothing_is_valid_now_while_the_verdict_is_not_earning(
@@ -173,7 +173,7 @@ def test_what_waiting_for_the_minimum_costs_is_shown() -> None:
     canvas, curves = Canvas(80, 24), CurveHistory()
     document = StatusDocument.from_json(status)
     shown = "\n".join(lines(document, curves, [], canvas, age_s=0, min_inner_step=50))
-    assert "waiting for inner step 50 costs 13m without a score" in shown
+    assert "waiting for inner step 50 means 13m without a score" in shown
 
 
 def test_ranks_that_do_not_fit_are_counted() -> None:
