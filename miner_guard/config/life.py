@@ -65,7 +65,7 @@ class HangSettings:
 
     @property
     def allowances(self) -> dict[str, float]:
-        """How long each phase may last, in seconds, for the phases that have their own limit."""
+        """The time limit in seconds of each phase that has its own limit."""
         return {
             "allreduce": self.allreduce_s,
             "upload": self.upload_s,
@@ -92,7 +92,7 @@ class RestartSettings:
     crash loop (exit code 75)."""
 
     backoff_s: NotNegative = 2.0
-    """Wait before the first restart. The wait doubles with each further restart."""
+    """Wait before the first restart. The wait doubles with each restart after that."""
 
     outage_backoff_s: NotNegative = 20.0
     """Wait before the first restart after a network, storage or chain outage. With the defaults,
@@ -135,7 +135,7 @@ class HealthSettings:
     """How long another node may take to answer."""
 
     clock_skew_max_s: Positive = 60.0
-    """The guard warns if the clock differs by more than this from the storage's Date header."""
+    """The guard warns if the clock differs from the storage's Date header by more than this."""
 
     checkpoint_dir: str | None = None
     """Folder in which the guard watches the age and size of checkpoints. None: the guard knows only

@@ -80,8 +80,9 @@ def load(
     """Merge all layers into checked settings.
 
     `profile` is a document with the structure of guard.toml. `dotenv` is the name of the miner's
-    `.env` and what it assigns; the environment overrides it. `flags` maps `section.key` to a value.
-    Without `file`, `./guard.toml` is read if it exists. Raises BadConfig, or BadFlag for a flag.
+    `.env` and its variables, which the environment overrides. `flags` maps `section.key` to a
+    value. Without `file`, `./guard.toml` is read if it exists. Raises BadConfig, or BadFlag for a
+    flag.
     """
     merged: dict[str, dict[str, Any]] = {name: {} for name in sections()}
     origins: dict[str, str] = {}
@@ -203,8 +204,8 @@ _PLAIN_NUMBER = re.compile(r"[0-9]{1,15}(\.[0-9]{1,15})?")
 def plain_value(hint: Any, value: Any, *, strict: bool) -> Any:
     """Return the setting's value if it is clearly valid, otherwise `UNSURE`.
 
-    pydantic decides the unsure cases. Most commands avoid its import, which takes longer than
-    everything else that a short command does. `strict`: do not convert text to other types.
+    pydantic decides the unsure cases. Most commands never import it, because the import takes
+    longer than everything else in a short command. `strict`: do not convert text to other types.
     """
     if value is None or isinstance(value, tuple):
         fits = type(None) in _alternatives(hint) if value is None else _is_texts(hint, value)

@@ -1,5 +1,5 @@
-"""Lists which setting needs which optional package, and checks whether it is installed, without
-importing any of them."""
+"""Lists the optional packages that each setting needs, and checks whether they are installed
+without importing them."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ def _package(module: str) -> str:
 
 
 def requirements(name: str) -> list[str]:
-    """The requirements of an extra (`["apprise>=1.7"]`), from the metadata of this installation if
-    there is any."""
+    """Return an extra's requirements (`["apprise>=1.7"]`), from this installation's metadata if it
+    has any."""
     try:
         declared = metadata.requires(_PACKAGE) or []
     except metadata.PackageNotFoundError:

@@ -25,7 +25,7 @@ class GateSettings:
     scores nothing. None: `min_inner_step`. Subnet 38's validators accept 1 and above."""
 
     min_upload_interval_s: NotNegative = 0.0
-    """The gate blocks an upload while the published one is younger than this. 0: it never does."""
+    """The gate blocks an upload while the published one is younger than this. 0: never."""
 
     repo_age_target_s: Positive = 1800.0
     """An upload is due when the repo is this old (source 004: keep < 1800 s)."""
@@ -78,7 +78,7 @@ class RepoSettings:
     """Verify the repo after each reported push."""
 
     audit_every_s: NotNegative | None = None
-    """Seconds between two audits; the guard also audits after each verified push. 0: only on
+    """Seconds between audits; the guard also audits after each verified push. 0: only on
     demand. None: 600 if the profile defines what validators accept, otherwise 0."""
 
     audit_bytes_per_hour: Count = 2_000_000_000
@@ -103,8 +103,8 @@ class ChainSettings:
     """uid whose repo publishes the network's outer step."""
 
     blocks_per_allreduce: Annotated[int, Range(ge=1)] | None = None
-    """Blocks between two AllReduces, which the gate and the audit assume. None: the profile's value
-    (subnet 38: 400; its master uses 750 after its first successful AllReduce)."""
+    """Number of blocks between AllReduces that the gate and the audit assume. None: the profile's
+    value (subnet 38: 400; its master uses 750 after its first successful AllReduce)."""
 
     refresh_every_s: Positive = 120.0
     """Interval between chain queries."""

@@ -51,10 +51,10 @@ class MinerSettings:
     """Samples per inner step over all ranks, in case the hook does not report it."""
 
     upload_steps: AtLeastOne | None = None
-    """Inner steps between two uploads, for forecasts."""
+    """Inner steps between uploads, for forecasts."""
 
     inner_steps_per_outer: AtLeastOne | None = None
-    """Inner steps between two outer steps, for the ETA."""
+    """Inner steps between outer steps, for the ETA."""
 
     master_port: Annotated[int, Range(ge=1, le=65535)] | None = None
     """Rendezvous port that must be free before the start. None: the port in the command; if the
@@ -101,10 +101,10 @@ class StepSettings:
     below this."""
 
     fast_log_every: AtLeastOne = 10
-    """Inner steps between two `Fast log time` lines (source 001)."""
+    """Inner steps between `Fast log time` lines (source 001)."""
 
     breakdown_every: AtLeastOne = 200
-    """Inner steps between two `TIMING BREAKDOWN` blocks (source 001)."""
+    """Inner steps between `TIMING BREAKDOWN` blocks (source 001)."""
 
     fast_log_max_s: Positive = 1.0
     """A fast log that takes longer than this is a red flag (source 001)."""
@@ -127,7 +127,7 @@ class StepSettings:
 
     overhead_good_pct: Percent = 10.0
     """If the share of overhead in an evaluation step is above this, the guard logs a remark (source
-    001: an issue, but no red flag)."""
+    001: an issue, but not a red flag)."""
 
     overhead_max_pct: Percent = 20.0
     """An evaluation step with a higher share of overhead than this is a red flag (source 001)."""
@@ -200,7 +200,7 @@ class GpuSettings:
     """A memory share below this is severe under-use (source 002)."""
 
     optimal_pct: Percent = 70.0
-    """The optimal range reaches from here to `near_limit_pct` (source 002)."""
+    """The optimal range is from here to `near_limit_pct` (source 002)."""
 
     near_limit_pct: Percent = 90.0
     """A memory share above this is near the limit (source 002)."""
@@ -210,7 +210,7 @@ class GpuSettings:
     (source 004: 15-35 GB is good, whatever the GPU's size)."""
 
     acceptable_memory_gb: Positive = 10.0
-    """Used memory from here to `good_memory_gb` is acceptable (source 004: 10-15 GB)."""
+    """Memory use from here to `good_memory_gb` is acceptable (source 004: 10-15 GB)."""
 
     high_memory_gb: Positive = 35.0
     """Memory use above this exceeds source 004's good range (15-35 GB) for an 80 GB GPU."""
@@ -224,7 +224,7 @@ class GpuSettings:
     blocking (source 000: above 90 % is normal)."""
 
     drop_pct: Percent = 20.0
-    """A fall of the memory share by this many percentage points between two checks counts as a
+    """If the memory share falls by this many percentage points from one check to the next, it is a
     sudden drop (source 002: 76 % to 45 %)."""
 
     model_name: str | None = None
@@ -245,8 +245,7 @@ class GpuSettings:
     """How many relaunches one run may have."""
 
     memory_settle_s: NotNegative = 50.0
-    """How long to wait after a stop until GPU memory is back at its level from before the
-    launch."""
+    """How long to wait after a stop for GPU memory to return to its level before the launch."""
 
 
 @dataclass(frozen=True)
