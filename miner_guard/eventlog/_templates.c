@@ -1,8 +1,9 @@
-/* The templates of lines (line_templates.py): in lower case, without digits, signs and points. A
-   miner prints the same few over and over, so equal templates become one object, and a line that
-   differs from an earlier one only in its numbers is not even converted. Holds no state. Large
-   texts are searched without the interpreter lock, so that what was read of a flood is written
-   meanwhile; then nothing here may touch a reference count. */
+/* Computes the template of each line (line_templates.py): lower case, without digits, signs and
+   points. A miner prints the same few templates over and over, so equal templates share one object,
+   and a line that differs from an earlier one only in its numbers is not converted at all. Keeps no
+   state between calls. Releases the interpreter lock while it processes a large text, so that the
+   guard can write out earlier output in the meantime. Code that runs without the lock must not
+   touch a reference count. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -10,11 +11,11 @@
 #include <stdint.h>
 #include <string.h>
 
-#define MAX_PROBES 32 /* Beyond it a template gets an object of its own: no text takes longer. */
+#define MAX_PROBES 32 /* Then a template gets its own object, so that lookups stay fast. */
 #define LENGTHS 512
-#define SLOTS 1024 /* At first. */
+#define SLOTS 1024 /* Initial size of the table. */
 #define LARGE 65536
-#define MAX_HANDOFFS 16 /* Text with more templates than this is searched under the lock. */
+#define MAX_HANDOFFS 16 /* After releasing the lock this often, keep it. */
 
 typedef struct {
     uint64_t hash;
@@ -33,7 +34,7 @@ typedef struct {
     size_t used;
     line latest[LENGTHS]; /* The latest line of each length. */
     uint8_t *scratch;
-    PyObject **found; /* The template of each line so far, borrowed from `made`. */
+    PyObject **found; /* The template of each line, borrowed from `made`. */
     size_t count, room;
     PyObject *made, *distinct;
     PyThreadState *outside; /* NULL while this thread holds the interpreter lock. */
@@ -58,7 +59,7 @@ static uint64_t hash_of(const uint8_t *at, size_t size)
     return hash ^ (hash >> 29);
 }
 
-/* Whether two lines of one size differ only in characters that a template lacks. */
+/* Return 1 if two lines of equal size differ only in characters that a template drops. */
 static int alike(const uint8_t *a, const uint8_t *b, size_t size)
 {
     size_t i = 0;
@@ -96,7 +97,7 @@ static void enter(search *self)
     }
 }
 
-/* Enlarge the table once it is half full; text with few templates does not pay for a large one. */
+/* Enlarge the table. It starts small, so that text with few templates stays cheap. */
 static int widen(search *self)
 {
     const size_t slots = self->table == NULL ? SLOTS : 4 * (self->mask + 1);
@@ -121,7 +122,7 @@ static int widen(search *self)
     return 0;
 }
 
-/* Make a template, under the interpreter lock. */
+/* Create a template. The caller must hold the interpreter lock. */
 static PyObject *make(search *self, const uint8_t *at, size_t size)
 {
     PyObject *made = PyBytes_FromStringAndSize((const char *)at, (Py_ssize_t)size);
@@ -133,7 +134,7 @@ static PyObject *make(search *self, const uint8_t *at, size_t size)
     return failed ? NULL : made;
 }
 
-/* Return the template of these bytes from the table; if it holds none, make one. */
+/* Return the template of these bytes from the table, or create it. */
 static PyObject *interned(search *self, const uint8_t *at, size_t size)
 {
     const uint64_t hash = hash_of(at, size);
@@ -187,7 +188,7 @@ static const uint8_t *end_of_line(const uint8_t *at, const uint8_t *end)
     return found == NULL ? end : found;
 }
 
-/* Whether the text at `at` begins with a line of the size of the latest one and of its template. */
+/* Return 1 if the text at `at` begins with a line of the same size and template as `latest`. */
 static int repeats(const line *latest, const uint8_t *at, const uint8_t *end)
 {
     return latest->template != NULL && (size_t)(end - at) > latest->size &&
@@ -211,7 +212,7 @@ static int append(search *self, PyObject *template)
     return 0;
 }
 
-/* Returns -1 with an exception set, and then under the interpreter lock. */
+/* Return 0, or -1 with an exception set and the interpreter lock held. */
 static int find(search *self, const uint8_t *at, const uint8_t *end)
 {
     const line *latest = &self->latest[0];
@@ -269,7 +270,7 @@ static PyObject *searched(search *self, const uint8_t *at, size_t size)
 static PyObject *templates(PyObject *Py_UNUSED(module), PyObject *text)
 {
     if (!PyBytes_Check(text)) {
-        PyErr_Format(PyExc_TypeError, "bytes expected, not %s", Py_TYPE(text)->tp_name);
+        PyErr_Format(PyExc_TypeError, "expected bytes, not %s", Py_TYPE(text)->tp_name);
         return NULL;
     }
     search *self = PyMem_Calloc(1, sizeof *self);
@@ -288,7 +289,7 @@ static PyObject *templates(PyObject *Py_UNUSED(module), PyObject *text)
 }
 
 static PyMethodDef functions[] = {
-    {"templates", templates, METH_O, "The template of each line of a text, and the distinct ones."},
+    {"templates", templates, METH_O, "Return the template of each line, and the distinct ones."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,3 +1,3 @@
-"""Compiled: the templates of lines, _templates.c; line_templates.py holds the Python path."""
+"""Line templates in C (_templates.c). line_templates.py has the Python version."""
 
 def templates(text: bytes, /) -> tuple[list[bytes], frozenset[bytes]]: ...

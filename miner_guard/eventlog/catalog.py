@@ -77,7 +77,7 @@ class Finding:
 
 
 def counted(count: int | None, noun: str) -> str:
-    """`1 line`, `2 lines`, `unknown lines`."""
+    """Format a count with its noun: `1 line`, `2 lines`, `unknown lines`."""
     return f"{'unknown' if count is None else count} {noun}{'' if count == 1 else 's'}"
 
 
@@ -122,7 +122,7 @@ def message(finding: Finding) -> str:
         if callable(spec.line):
             return spec.line(finding.fields)
         return _formatter.vformat(spec.line, (), {"rank": finding.rank, **finding.fields})
-    except Exception as error:  # noqa: BLE001 - a line that raises would stop anyone who logs it; the line says what is wrong
+    except Exception as error:  # noqa: BLE001 - an exception here would break every caller that logs; the text says what is wrong
         shown = str(dict(finding.fields))[:_MAX_ODD_LENGTH]
         return (
             f"{finding.event} with fields that do not fit its template "

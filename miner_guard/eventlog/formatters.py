@@ -12,8 +12,8 @@ _TINY_SHARE = 0.01
 
 
 def known(value: Any, spec: str = "") -> str:
-    """Format `value` with `spec`. A string stays unchanged; None becomes `unknown`, and NaN the
-    log's own word for it."""
+    """Format `value` with `spec`. A string stays unchanged, None becomes `unknown`, and NaN becomes
+    `NaN`, as in the log."""
     if isinstance(value, str):
         return value
     if isinstance(value, float) and math.isnan(value):
@@ -22,8 +22,8 @@ def known(value: Any, spec: str = "") -> str:
 
 
 def percentages(shares: Mapping[str, float]) -> dict[str, str]:
-    """Format shares of a whole (0-1) as percentages, the largest first. They are whole numbers that
-    sum to 100, or to 99 at most if there is a share below 1 %, which is shown as `<1%`."""
+    """Format shares of a whole (0-1) as percentages, largest first. The percentages are whole
+    numbers that sum to 100, or to at most 99 if a share below 1 % is shown as `<1%`."""
     ordered = sorted((name for name in shares if shares[name] > 0), key=lambda name: -shares[name])
     exact = {name: 100 * shares[name] for name in ordered if shares[name] >= _TINY_SHARE}
     whole = {name: int(percent) for name, percent in exact.items()}
@@ -39,7 +39,7 @@ def gb(size_bytes: float | None) -> float | None:
 
 
 _MAX_ROWS = 16
-"""Up to this many ranks, each has its own row in the diagnostics block."""
+"""With up to this many ranks, each rank has its own row in the diagnostics block."""
 
 
 def rank_list(ranks: Iterable[int]) -> str:
@@ -86,7 +86,7 @@ def slow_step(fields: Mapping[str, Any]) -> str:
 
 
 def _loss_remark(fields: Mapping[str, Any]) -> str:
-    """A remark that the reader needs to compare this loss with the one that the trainer prints."""
+    """Say how this loss differs from the loss that the trainer prints; empty if it does not."""
     step, summed = fields.get("loss_step"), fields.get("loss_summed")
     remarks = [f"of step {step}"] if step is not None else []
     remarks += ["sum of the losses passed to backward"] if summed else []

@@ -65,8 +65,8 @@ class JsonlSink:
 
     def _append(self, data: bytes) -> None:
         if self._fd is not None and not is_at(self._path, self._fd):
-            # Someone has moved the file, or removed it to free space on a full disk. Further lines
-            # would go to a file that has no name.
+            # Someone has moved the file, or removed it to free space on a full disk. Writing to it
+            # would lose the lines.
             os.close(self._fd)
             self._fd = None
         if self._fd is None:
@@ -90,7 +90,7 @@ class JsonlSink:
         self._size = os.fstat(self._fd).st_size
         if self._size and os.pread(self._fd, 1, self._size - 1) != b"\n":
             # A guard was killed while it wrote the last line. End that line, so that the next one
-            # starts on its own.
+            # starts on a new line.
             self._size += os.write(self._fd, b"\n")
 
     def _rotate(self) -> None:

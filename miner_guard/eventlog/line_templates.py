@@ -32,14 +32,14 @@ word."""
 
 
 _SAMPLE = 1024
-"""Bytes that show whether text consists of base64."""
+"""How many bytes to check for base64 before processing a whole text."""
 
 _ENCODED_LINE = re.compile(rb"^[A-Za-z0-9+/=]{48,}\r?$", re.MULTILINE)
 
 
 def without_encoded_lines(text: bytes) -> bytes:
-    """`text` with its lines of base64 emptied, because short words occur in base64 by chance. Text
-    whose first line is not base64 stays unchanged: that is correct, but slower to search."""
+    """Empty the lines of base64 in `text`, because short words occur in base64 by chance. A long
+    text that does not begin with base64 is returned unchanged, which only slows down the search."""
     if _ENCODED_LINE.search(text, 0, _SAMPLE) is None and len(text) > _SAMPLE:
         return text
     return _ENCODED_LINE.sub(b"", text)
@@ -51,7 +51,7 @@ def template(text: bytes) -> bytes:
 
 
 def templates_in_python(text: bytes) -> tuple[list[bytes], frozenset[bytes]]:
-    """The template of each line of `text`, and the distinct ones among them."""
+    """Return the template of each line of `text`, and the set of distinct templates."""
     templates = template(text).split(b"\n")
     return templates, frozenset(templates)
 
@@ -71,7 +71,7 @@ class LineChunk(bytes):
 
     @property
     def templates(self) -> list[bytes]:
-        """The template of each line, and of what follows the last newline; empty for a line of
+        """The template of each line, and of the text after the last newline; empty for a line of
         base64."""
         return self._computed[0]
 
@@ -97,15 +97,15 @@ class TemplateFilter:
         self._loud: set[bytes] = set()
 
     def words(self, text: bytes) -> set[bytes]:
-        """The words that the template `text` contains."""
+        """Return the words that the template `text` contains."""
         return self._search.find(text)
 
     def holds(self, text: bytes) -> bool:
-        """Whether the template `text` contains a word."""
+        """Return True if the template `text` contains a word."""
         return bool(self._search.find(text))
 
     def holding(self, texts: Sequence[bytes]) -> list[bytes]:
-        """The `texts`, each a part of a line, whose template contains a word."""
+        """Return those of `texts` (each part of a line) whose template contains a word."""
         together = template(b"\n".join(texts))
         words = self._search.find(together)
         if not words:
@@ -118,7 +118,7 @@ class TemplateFilter:
         ]
 
     def matching(self, lines: LineChunk) -> Set[bytes]:
-        """The templates of `lines` that contain a word."""
+        """Return the templates of `lines` that contain a word."""
         known = lines.distinct & self._loud
         new = lines.distinct - self._quiet - known
         if not new:

@@ -34,7 +34,7 @@ class LiteralSearch(Protocol):
 
 
 def literal_search(literals: Iterable[bytes]) -> LiteralSearch:
-    """The fastest search that this machine can run. Literals must not be empty or contain a NUL."""
+    """Build the fastest search for this machine. Literals must not be empty or contain a NUL."""
     words = sorted(set(literals))
     if hyperscan is not None and words:
         try:

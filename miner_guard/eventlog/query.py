@@ -31,7 +31,7 @@ _Block = tuple[bytes, int, int]
 """Bytes, and the start and end of the whole lines in them."""
 
 _MIDNIGHT = "0000-00-00T00:00:00.000000"
-"""Fills in what a time lacks at its end: hour, minute or second."""
+"""Supplies the hour, minute or second that a shortened time leaves out."""
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 
@@ -54,8 +54,8 @@ class Query:
         return frozenset(name for name, value in LEVELS.items() if value >= LEVELS[self.min_level])
 
     def needles(self) -> list[bytes]:
-        """Byte strings of which a matching line contains at least one; empty if every line must be
-        inspected."""
+        """Byte strings, at least one of which occurs in every matching line; empty if every line
+        must be inspected."""
         if self.events:
             return [b'"event": "' + name.encode() + b'"' for name in sorted(self.events)]
         if self.ranks:
@@ -115,9 +115,7 @@ def since_text(text: str, now: float) -> str:
         with contextlib.suppress(ValueError):
             parse_iso_utc(whole)
             return whole
-    raise ValueError(
-        f"{text!r} is not a time: allowed are 90s, 15m, 1h, 2d, or 2026-01-02T03:04 (UTC)"
-    )
+    raise ValueError(f"{text!r} is not a time; use 90s, 15m, 1h, 2d, or 2026-01-02T03:04 (UTC)")
 
 
 def files_of(log: Path) -> list[Path]:
@@ -132,8 +130,8 @@ def files_of(log: Path) -> list[Path]:
 
 
 def search(log: Path, query: Query, seen: Seen | None = None) -> Iterator[Hit]:
-    """Matching lines of all files of `log`, oldest first. Skips files that disappear during the
-    search."""
+    """Yield the matching lines from `log` and its rotated files, oldest first. Skips files that
+    disappear during the search."""
     seen = Seen() if seen is None else seen
     for path in files_of(log):
         try:

@@ -1,8 +1,8 @@
 """Removes secrets from everything that the guard itself stores or prints.
 
-Standard library only. There are two kinds of rule. Shapes recognise a token wherever it occurs.
-Values mask whatever an environment variable with a name such as `API_KEY` holds, whatever it looks
-like.
+Standard library only. There are two kinds of rule. Shapes are patterns that recognise a token
+wherever it occurs. Values are the contents of environment variables with names such as `API_KEY`,
+which are masked whatever they look like.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ _MNEMONIC = re.compile(
     rf"_-]?(?:phrase|words))\b{_GAP}{{1,16}}"
     rf"(?:\w{{1,16}}{_GAP}{{1,16}}){{0,8}}?)({_WORDS})"
 )
-# Matches a phrase's words alone on their line, in exactly the numbers that phrases have.
+# Matches a phrase on its own line, with one of the word counts that phrases have.
 _PHRASE = re.compile(
     rf"(?m)^((?:{_ANSI}|[^\w\x1b\n]){{0,16}})[a-z]{{3,8}}(?: [a-z]{{3,8}}){{2}}(?:(?: "
     rf"[a-z]{{3,8}}){{3}}){{3,7}}"
@@ -162,8 +162,8 @@ def _without_private_keys(text: str) -> str:
 
 
 def without_secrets(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` without the variables whose names suggest secrets, for a process that does not need
-    them."""
+    """Return `env` without the variables whose names suggest secrets, for a process that does not
+    need them."""
     return {name: value for name, value in env.items() if not SECRET_NAME.search(name)}
 
 
@@ -197,7 +197,7 @@ class Redactor:
         )
 
     def text(self, text: str) -> str:
-        """`text` without secrets."""
+        """Return `text` with its secrets masked."""
         if self._values is not None:
             text = self._values.sub(MASK, text)
         text = _PHRASE.sub(rf"\1{MASK}", text)
@@ -219,8 +219,8 @@ class Redactor:
         return _NAMED.sub(rf"\1{MASK}", text)
 
     def value(self, value: Any, name: str = "") -> Any:
-        """`value` without secrets, also inside mappings and sequences. A field whose name suggests
-        a secret is masked completely."""
+        """Return `value` with its secrets masked, including those inside mappings and sequences. A
+        field whose name suggests a secret is masked completely."""
         if value is None or isinstance(value, (bool, int, float)):
             return value
         if isinstance(value, str):

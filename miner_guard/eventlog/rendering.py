@@ -15,8 +15,8 @@ from miner_guard.state_dir import finite
 
 _CONTROL = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f"
-    r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # turn the order of the characters around them
-    r"\u2028\u2029"  # end a line
+    r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # reorder the characters around them
+    r"\u2028\u2029"  # break lines
     r"\ud800-\udfff]"  # stand for bytes that are not UTF-8, and can't be written as UTF-8
 )
 
@@ -26,7 +26,7 @@ def visible(text: str) -> str:
     JSON stays valid JSON.
 
     A log may contain sequences that control a terminal or reorder the text on it. A command or a
-    path may contain bytes that are not UTF-8; with them a line would not be valid JSON.
+    path may contain bytes that are not UTF-8, which would make a line invalid JSON.
     """
     return _CONTROL.sub(_escaped, text)
 
@@ -37,8 +37,8 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def console_line(record: Mapping[str, Any], *, emoji: bool) -> str:
-    """A record as `2026-01-02T03:04:05.678Z | WARNING | Rank 2 | ⚠️  SLOW STEP: …`. The other lines
-    of a block follow unchanged."""
+    """Format a record as `2026-01-02T03:04:05.678Z | WARNING | Rank 2 | ⚠️  SLOW STEP: …`. If the
+    message is a block, its other lines follow unchanged."""
     spec = CATALOGUE.get(str(record["event"]))
     who = "guard" if record.get("rank") is None else f"Rank {record['rank']}"
     mark = (
@@ -59,14 +59,14 @@ def console_line(record: Mapping[str, Any], *, emoji: bool) -> str:
 
 
 def _milder(spec: Spec, record: Mapping[str, Any]) -> bool:
-    """Whether the record is only informative although the event's usual level is higher. A
+    """Return True if the record's level is info although the event's usual level is higher. A
     requested exit, for example, gets no ❌."""
     return str(record["level"]) == "info" and LEVELS[spec.level] > LEVELS["info"]
 
 
 def json_line(record: Mapping[str, Any], default: Callable[[Any], Any] = str) -> str:
-    """The record as one line of JSON. Non-finite numbers become null; `default` converts values
-    that JSON cannot express."""
+    """Format the record as one line of JSON. Non-finite numbers become null; `default` converts
+    values that JSON cannot express."""
     return visible(
         json.dumps(finite(record), ensure_ascii=False, default=default, separators=(", ", ": "))
     )

@@ -1,4 +1,4 @@
-"""Dataclasses that are sections of a JSON document, which another version may have written.
+"""Dataclasses for the sections of a JSON document that another version may have written.
 
 If a section is missing or a value has an unexpected type, the field has its default, so that no
 reader has to check types.

@@ -39,7 +39,7 @@ class VerdictStatus(Section):
     does not say."""
 
     week: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Seconds by state, in intervals of two hours numbered from 1970
+    """Seconds in each state, by two-hour interval numbered from 1970
     (`detectors.verdict_history`)."""
 
     week_start: float | None = None
@@ -240,15 +240,14 @@ class HealthStatus(Section):
     """The figures from `health.own`."""
 
     unknown: Mapping[str, str] = field(default_factory=dict)
-    """Why a sampler's readings are unknown, by sampler."""
+    """By sampler, the reason why its readings are unknown."""
 
     snapshots: int | None = None
     events_dropped: int | None = None
     entries_lost: int | None = None
 
     def without_gpu(self) -> str:
-        """A human-readable reason why no GPU is listed: the machine has none, or the guard cannot
-        tell."""
+        """Explain why no GPU is listed: the machine has none, or the guard cannot tell."""
         gpus = self.gpus
         if gpus.state == "absent":
             return f"no GPU: this machine has no NVIDIA driver ({gpus.reason})"
@@ -271,7 +270,8 @@ class HangStatus(Section):
 
 @dataclass(frozen=True)
 class ChainStatus(Section):
-    """The chain at the last poll. The file also has the rest of `health.chain.ChainReading`."""
+    """The chain at the last poll. The file also has the other fields of
+    `health.chain.ChainReading`."""
 
     block: int | None = None
     reason: str | None = None
@@ -352,8 +352,8 @@ class MetricsStatus(Section):
 class StatusDocument(RunStatus):
     """status.json: the supervisor's fields, then one section per monitor.
 
-    The model leaves out sections that no code of this package reads (alerts, curves, gpu,
-    incidents, nodes, …); the monitor's `snapshot` defines those.
+    The model leaves out sections that no code in this package reads (alerts, curves, gpu,
+    incidents, nodes, …); the `snapshot` methods of their monitors define them.
     """
 
     updated: str | None = None
@@ -373,7 +373,7 @@ class StatusDocument(RunStatus):
 
 
 def status_age_s(state: StateDir) -> float:
-    """Seconds since the guard wrote status.json; infinite without one."""
+    """Return the seconds since the guard wrote status.json; infinity if the file is missing."""
     try:
         return max(0.0, time.time() - state.status.stat().st_mtime)
     except OSError:
@@ -385,6 +385,6 @@ def read_status(state: StateDir) -> StatusDocument | None:
     unreadable."""
     document = read_json(state.status)
     if document is None:
-        # On a full disk the guard overwrites the file in place: it may have been half written.
+        # On a full disk the guard overwrites the file in place, and this may have read half of it.
         document = read_json(state.status)
     return StatusDocument.from_json(document) if isinstance(document, dict) else None

@@ -96,7 +96,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("logs", 1, "does not exist"),
         ("logs --event slow_steps", 64, "unknown event 'slow_steps'; did you mean slow_step?"),
         ("logs --level loud", 64, "unknown level 'loud'; allowed: debug, info"),
-        ("logs --since yesterday", 64, "--since: 'yesterday' is not a time: allowed are 90s, 15m"),
+        ("logs --since yesterday", 64, "--since: 'yesterday' is not a time; use 90s, 15m"),
         ("logs --rank -1", 64, "--rank"),
         (
             "logs --state-dir folder --ledger nosuch",
