@@ -7,7 +7,7 @@ so the time is linear in them, and equal sets have one answer.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import or_
 from typing import NamedTuple, TypeVar
@@ -22,6 +22,9 @@ _V = TypeVar("_V")
 _MAX_TEXT = 400
 """Characters of a message that are read: a longer one explains itself with words of other
 faults."""
+
+_MAX_NAMES = 120
+"""Characters of a message in which names are cut into words."""
 
 _MAX_ANSWERS = 512
 
@@ -41,6 +44,8 @@ _TO_FRAMES = bytes(
 ).replace(b"\\", b"/")
 """Frames differ in their numbers, and no class of frames does."""
 
+_BEFORE_NUMBERS = (" ", ": ", "=", ":", " (", "(", "': ", '": ', " [", "[")
+_DIGIT = re.compile(r"\d")
 _FRAME = b'file "'
 
 
@@ -85,9 +90,8 @@ class GeneralLayer:
         self._harmless = self._words.mask(grammar.harmless)
         self._answers: dict[tuple[Texts, bool], Pattern | None] = {}
         self._names: dict[str, int] = {}
-        self._passed: dict[int, tuple[int, int]] = {}
-        """By the hash of recent frames without their digits, the classes in them and in the
-        deepest."""
+        self._exceptions: dict[tuple[str, int, int], Pattern | None] = {}
+        """By name, the classes in the message and the hash of the frames without their digits."""
 
     def _masks(self, needs: Iterable[Need]) -> list[_Mask]:
         return [
@@ -105,11 +109,14 @@ class GeneralLayer:
     def exception(self, name: str, message: int, frames: bytes) -> Pattern | None:
         """What an exception with this name shows, with these classes in its message and after these
         frames."""
-        named = self._names.get(name)
-        if named is None:
-            named = self.classes_in(name)
-            _keep(self._names, name, named)
-        return self._answer(Texts(message, named, *self._in_frames(frames)), lines=False)
+        shown = frames.translate(_TO_FRAMES)
+        key = name, message, hash(shown)
+        if key not in self._exceptions:
+            if name not in self._names:
+                _keep(self._names, name, self.classes_in(name))
+            texts = Texts(message, self._names.get(name, 0), *self._in_frames(shown))
+            _keep(self._exceptions, key, self._answer(texts, lines=False))
+        return self._exceptions.get(key)
 
     def line(self, text: str) -> Pattern | None:
         """What a line shows that reports an error without an exception."""
@@ -118,16 +125,11 @@ class GeneralLayer:
             return None
         return self._answer(Texts(message), lines=True)
 
-    def _in_frames(self, frames: bytes) -> tuple[int, int]:
-        shown = frames.translate(_TO_FRAMES)
-        key = hash(shown)
-        found = self._passed.get(key)
-        if found is None:
-            anywhere = self._frames.found_in(shown)
-            deepest = shown[max(shown.rfind(_FRAME), 0) :] if anywhere else b""
-            found = anywhere, self._frames.found_in(deepest) if deepest else 0
-            _keep(self._passed, key, found)
-        return found
+    def _in_frames(self, shown: bytes) -> tuple[int, int]:
+        """The classes in frames, and those in the deepest."""
+        anywhere = self._frames.found_in(shown)
+        deepest = shown[max(shown.rfind(_FRAME), 0) :] if anywhere else b""
+        return anywhere, self._frames.found_in(deepest) if deepest else 0
 
     def _answer(self, texts: Texts, *, lines: bool) -> Pattern | None:
         key = texts, lines
@@ -154,7 +156,10 @@ class _Classes:
 
     def found_in(self, text: bytes) -> int:
         """The bits of the classes that occur in `text`."""
-        return reduce(or_, map(self._classes.__getitem__, self._search.find(text)), 0)
+        found = 0
+        for one in self._search.find(text):
+            found |= self._classes[one]
+        return found
 
 
 def literal(word: str) -> bytes:
@@ -164,9 +169,23 @@ def literal(word: str) -> bytes:
     return f"{start}{word.strip('*')}{end}".encode()
 
 
+def numbers_in(word: str) -> Iterator[bytes]:
+    """The texts of a log in which digits decide whether a word of the grammar occurs."""
+    before, _, last = word.strip("*").rpartition(" ")
+    if before and last.isdigit():
+        # A number such as `errno 5` is part of many others; its name, in front of it, is not.
+        yield from (f"{before}{by}{last}".encode() for by in _BEFORE_NUMBERS)
+    else:
+        yield from (part.encode() for part in word.strip("*").split() if _DIGIT.search(part))
+
+
 def _words(text: str) -> bytes:
-    apart = _CAPITALS.sub(" ", text[:_MAX_TEXT])
-    words = apart.encode("ascii", "replace").translate(_TO_WORDS, _DROPPED).split()
+    apart = _CAPITALS.sub(" ", text[:_MAX_NAMES])
+    words = (
+        f"{apart}{text[_MAX_NAMES:_MAX_TEXT]}".encode("ascii", "replace")
+        .translate(_TO_WORDS, _DROPPED)
+        .split()
+    )
     return b" %b " % b" ".join(words)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar, Union
 
 from miner_guard.eventlog.literal_search import LiteralSearch, literal_search
-from miner_guard.incidents.general import GeneralLayer
+from miner_guard.incidents.general import GeneralLayer, numbers_in
 from miner_guard.incidents.log_lines import BEGINS, CHAINED, IGNORED, REMARKABLE, WITHOUT_DIGITS
 from miner_guard.incidents.parsing import Document, Index, check_expressions, index_of, parsed
 from miner_guard.incidents.patterns import ROLES, Benign, Label, Pattern
@@ -37,7 +37,6 @@ _MAX_ANSWERS = 512
 _MAX_ANSWERED_LENGTH = 400
 
 _DIGIT = re.compile(rb"\d")
-_NUMERIC = re.compile(r"[a-z]*\d[a-z\d]*")
 _NONE: frozenset[bytes] = frozenset()
 
 _Shape = tuple[bytes, frozenset[bytes]]
@@ -135,10 +134,10 @@ class Knowledge:
         frames."""
         if len(text) > _MAX_ANSWERED_LENGTH:
             return self.general.exception(name, self.general.classes_in(text), frames)
-        answer = self._answer(text.lower())
+        general, answer = self.general, self._answer(text.lower())
         if answer.classes is None:
-            answer.classes = self.general.classes_in(text)
-        return self.general.exception(name, answer.classes, frames)
+            answer.classes = general.classes_in(text)
+        return general.exception(name, answer.classes, frames)
 
     @property
     def entries(self) -> tuple[Pattern, ...]:
@@ -175,10 +174,10 @@ class Knowledge:
 
     @cached_property
     def _numeric(self) -> LiteralSearch:
-        general = (w for words in self._document.grammar.words.values() for w in words)
-        numbers = _NUMERIC.findall(" ".join(general))
+        general = chain.from_iterable(self._document.grammar.words.values())
+        numbers = chain.from_iterable(map(numbers_in, general))
         words = (word for word in self._words if _DIGIT.search(word))
-        return literal_search((*words, *map(str.encode, numbers)))
+        return literal_search((*words, *numbers))
 
     @cached_property
     def _by_word(self) -> dict[bytes, list[Pattern | Benign]]:

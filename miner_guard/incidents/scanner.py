@@ -135,7 +135,8 @@ class Scanner:
         indices = hits | self._tails(shapes, hits) | frames.keys()
         waits = self._course.waits or self._unmatched.waits
         lines = block.split(b"\n") if indices or waits else []
-        self._go_on_unmatched(lines, 0, seen)
+        if self._unmatched.waits:
+            self._go_on_unmatched(lines, 0, seen)
         for index in sorted(indices):
             if self._tail is not None:
                 self._go_on(lines[index], self.line + index, seen)
@@ -146,7 +147,8 @@ class Scanner:
                 self._line(lines[index], self.line + index, found)
                 if found:
                     seen += self._relevant(found, shapes, index)
-                self._go_on_unmatched(lines, index + 1, seen)
+                if self._unmatched.waits:
+                    self._go_on_unmatched(lines, index + 1, seen)
         for troubles, number in self._course.overcome(lines, shapes, self.line, self._tried(seen)):
             for trouble in troubles:
                 past = Retraction((trouble.label,), number, None, trouble.roles)
@@ -324,9 +326,8 @@ class Scanner:
 
     def _go_on_unmatched(self, lines: list[bytes], start: int, seen: list[Seen]) -> None:
         """Read on where an exception without a label may continue its message."""
-        end = len(lines) - (not lines[-1]) if self._unmatched.waits else 0
-        for index in range(start, end):
-            if not self._unmatched.waits:
+        for index in range(start, len(lines) - (not lines[-1])):
+            if self._unmatched.ends_with(lines[index]):
                 return
             number = self.line + index
             line = self._reader.read(without_blobs(lines[index][:MAX_BLOBLESS]), number)

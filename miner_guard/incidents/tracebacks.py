@@ -74,7 +74,7 @@ class _Traceback:
 
     def shows(self, lines: bytes) -> None:
         """Add lines of frames or of source."""
-        self.text = (self.text + lines)[-MAX_TEXT:]
+        self.text = (self.text + lines)[-MAX_TEXT:] if self.text else lines
 
     def passes(self, path: str) -> None:
         """Add the lower-cased path of a frame, or several with a blank between them."""

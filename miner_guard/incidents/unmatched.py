@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from miner_guard.incidents.knowledge import Knowledge
 from miner_guard.incidents.log_lines import LogLine
@@ -37,20 +38,17 @@ _MAX_MESSAGE = 250
 """Characters of a message that count beside the line that continues it."""
 
 _MAX_LINES = 6
+_NEXT_TRACEBACK = b"Traceback (most recent call last)"
 _RECORD = re.compile(r"[\w.-]{1,40}: |[\[{<(|#=*+-]|\d")
 """How a line begins that is a record of its own."""
 
 
-@dataclass
-class _Unfinished:
+class _Unfinished(NamedTuple):
     """An exception without a label, whose message may continue on the next lines."""
 
     sighting: Sighting
-    name: str
-    frames: bytes
-    message: str
-    prefix: int
-    """How many bytes precede the text of its line."""
+    ended: Ended
+    line: LogLine
 
 
 class UnmatchedErrors:
@@ -97,8 +95,13 @@ class UnmatchedErrors:
 
     def expect_more(self, sighting: Sighting, ended: Ended, line: LogLine) -> None:
         """Remember an exception without a label."""
-        message, prefix = line.text[:_MAX_MESSAGE], _prefix(line)
-        self._unfinished = _Unfinished(sighting, ended.name, ended.text, message, prefix)
+        self._unfinished = _Unfinished(sighting, ended, line)
+
+    def ends_with(self, raw: bytes) -> bool:
+        """Whether this line ends the message, by its bytes; a quick answer for a frequent case."""
+        if raw.startswith(_NEXT_TRACEBACK):
+            self._unfinished = None
+        return self._unfinished is None
 
     def go_on(self, line: LogLine) -> Sighting | None:
         """The exception that this line continues, once the line shows what it is."""
@@ -106,7 +109,7 @@ class UnmatchedErrors:
         if first is None or line.number > first.sighting.line + _MAX_LINES:
             self._unfinished = None
             return None
-        if line.rank != first.sighting.rank or _prefix(line) != first.prefix:
+        if line.rank != first.sighting.rank or _prefix(line) != _prefix(first.line):
             # Another process prints in between.
             return None
         if self._ends_message(line):
@@ -114,8 +117,8 @@ class UnmatchedErrors:
             return None
         if _RECORD.match(line.text) or self._knowledge.match(line.lowered):
             return None
-        message = f"{first.message} {line.text.strip()}"
-        named = self._knowledge.unmatched(first.name, message, first.frames)
+        message = f"{first.line.text[:_MAX_MESSAGE]} {line.text.strip()}"
+        named = self._knowledge.unmatched(first.ended.name, message, first.ended.text)
         if named is None:
             return None
         self._unfinished = None
