@@ -1,8 +1,8 @@
-"""A loop over Hugging Face's accelerate, unmodified, with gradient accumulation.
+"""A loop that uses Hugging Face's accelerate with gradient accumulation, unmodified.
 miner-guard run --attach auto -- python examples/accelerate_loop.py
 
-The guard adds: one step line per optimizer step with the loss of all its micro-batches, not one per
-backward pass; slow steps, NaN, a restart after a crash.
+The guard adds: one step line per optimizer step, with the loss of all its micro-batches; reports of
+slow steps and NaN; a restart after a crash.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Resume one step back. miner-guard run -- torchrun --nproc-per-node=2 examples/checkpoints.py
+"""Lose at most one step. miner-guard run -- torchrun --nproc-per-node=2 examples/checkpoints.py
 
 The guard adds: a snapshot in memory after each step, complete checkpoints on disk and, after a kill
 or a hang, a relaunch that resumes from the newest of them.

@@ -1,8 +1,8 @@
 """DiLoCo: local inner steps, then an outer step over the averaged pseudo-gradient.
 miner-guard run -- torchrun --nproc-per-node=2 examples/diloco.py
 
-The guard adds: blocking, on all ranks alike, of uploads that validators would reject; the time and
-size of each upload; and, for a hang in the AllReduce, the rank that is missing.
+The guard adds: a gate that blocks, on all ranks alike, uploads that validators would reject; the
+time and size of each upload; and, for a hang in the AllReduce, the name of the missing rank.
 """
 
 import os

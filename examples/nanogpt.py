@@ -1,4 +1,4 @@
-"""A character-level GPT in the manner of nanoGPT's train.py, unmodified.
+"""A character-level GPT in the style of nanoGPT's train.py, unmodified.
 miner-guard run --attach auto -- python examples/nanogpt.py
 
 The guard adds: a line with loss and learning rate for each step, although the script prints one
