@@ -86,10 +86,10 @@ class Checkpointer:
         """`memory_every`: number of steps between two snapshots in /dev/shm; None: take none. When
         a rank stops taking snapshots, it calls `on_memory_off` with the reason.
 
-        `optimizers`: their parameters and states are copied while training continues, until the
-        next step of any optimizer. Pass every optimizer that changes the model only in its `step`,
-        and call `settle` before anything else changes the model. Without them, training waits for
-        the whole copy.
+        `optimizers`: their parameters and states are copied while training continues; the next step
+        of any optimizer waits for the copy. Pass every optimizer that changes the model only in its
+        `step`, and call `settle` before anything else changes the model. Without optimizers,
+        training waits for the whole copy.
         """
         if every < 1 or keep < 1:
             raise ValueError(f"every = {every} and keep = {keep} must be at least 1")
@@ -145,8 +145,8 @@ class Checkpointer:
             return 0.0
 
     def settle(self) -> None:
-        """Wait until the last snapshot no longer needs the state's tensors. An optimizer's step
-        calls it; call it before anything else changes parameters or optimizer states."""
+        """Wait until the last snapshot no longer needs the state's tensors. Optimizer
+        steps call this; call it before anything else changes parameters or optimizer states."""
         if self._memory is not None:
             self._memory.settle()
 

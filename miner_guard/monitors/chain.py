@@ -56,8 +56,8 @@ class ChainMonitor(Monitor):
         """The findings for one chain poll at `now` (monotonic). Their `network` field goes to
         the gate."""
         frozen = self._frozen_s(reading, now)
-        # Use the time of the poll that first saw this block: even if this node has stalled, the
-        # chain advances.
+        # Use the time of the poll that first saw this block: the chain keeps advancing even
+        # if this node has stalled.
         seen_at = now if self._moved is None else self._moved[1]
         form, per_allreduce = self._limits.commitment_form, self._settings.blocks_per_allreduce
         network = network_of(reading, ahead, seen_at, form=form, per_allreduce=per_allreduce)

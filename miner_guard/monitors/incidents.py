@@ -29,13 +29,14 @@ from miner_guard.monitors.tail import Tail
 from miner_guard.system import free_memory
 
 SETTLE_S = 2.0
-"""After this long without new matches the cascade is complete and its root can be named."""
+"""After this long without new matches the cascade is complete and its root cause can be
+reported."""
 
 MAX_WAIT_S = 10.0
-"""Name the root after this long at the latest, even if lines keep arriving."""
+"""Report the root cause after this long at the latest, even if lines keep arriving."""
 
 CAUSELESS_S = 30.0
-"""Wait this long if the case contains only symptoms, or reports without a reason: the launcher
+"""Wait this long while only symptoms, or reports without a reason, have arrived: the launcher
 reports how the lost rank ended only after stopping the others (torchrun gives them 30 s)."""
 
 EPISODE_S = 600.0
@@ -85,8 +86,7 @@ class IncidentsMonitor(Monitor):
         self._reported_at: dict[str, float] = {}
         self._events: set[str] = set()
         self._shown: dict[str, Sighting] = {}
-        """Labels whose cause one of the guard's own events has established, each with its
-        sighting."""
+        """Sightings by label, for causes that one of the guard's own events has established."""
 
         self._finite: dict[int, bool] = {}
         """Whether each rank's last loss was finite."""

@@ -41,7 +41,7 @@ _UNHOOKED_S = 3.0
 
 class LogAttachMonitor(Monitor):
     """Reads the miner's lines if `[miner] attach` is `log`. With `sn38`, does so only for a miner
-    without the methods to hook (subnet 38's before 2025-02): it prints steps, but no rank
+    that lacks the methods to hook (subnet 38's before 2025-02): it prints steps, but no rank
     reports."""
 
     name = "log_only"

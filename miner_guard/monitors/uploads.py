@@ -125,7 +125,7 @@ class UploadsMonitor(Monitor):
         self._probed(self._probe(), began)
 
     def _probe(self) -> Published:
-        # This process uses monotonic time, whatever clock the child used.
+        # Date it by this process's monotonic clock, whatever clock the child used.
         return replace(look_at(self._repo, self._layout), seen_at=self.context.clock.monotonic())
 
     def _probed(self, published: Published, began: float) -> None:

@@ -30,7 +30,7 @@ _REPORTED = ("state", "since", "cause", "next_step", "confidence", "earns")
 
 
 class VerdictMonitor(Monitor):
-    """Judges the status document at each tick and reports changes of the verdict."""
+    """Judges the status document at each tick and reports changes in the verdict."""
 
     name = "verdict"
 

@@ -32,9 +32,10 @@ class RankStates(Protocol):
 def ran_to_its_end(ranks: RankStates, objections: Sequence[str]) -> bool:
     """Return True if a miner that exited with 0 finished its work, though it never said so.
 
-    It did if every rank completed a step and reached the end of its program, no exception reached
-    the top level, and the last few minutes of output show no error. The output matters because a
-    training loop that catches an exception, prints it and returns also exits with 0.
+    The work is finished if every rank completed a step and reached the end of its program, no
+    exception reached the top level, and the last few minutes of output show no error. The output
+    matters because a training loop that catches an exception, prints it and returns also exits
+    with 0.
     """
     return not objections and ranks.all_stepped() and ranks.all_in({"ended", "finished"})
 
@@ -52,8 +53,8 @@ class Attribution:
         self._incident = None
 
     def hear(self, finding: Finding) -> None:
-        """Remember the latest incident until training recovers from it. The monitor reports only
-        root causes, and training survived the earlier ones."""
+        """Remember the latest incident until training recovers from it. The incidents
+        monitor reports only root causes, and training survived all earlier ones."""
         if finding.event == "incident":
             self._incident, self._incident_at = finding, self._clock.monotonic()
         elif (

@@ -122,7 +122,7 @@ class Flights:
         self._keep_copies()
 
     def last_poll(self, reader: Reader) -> None:
-        """Deliver everything that is left. No rank writes any longer, so hold no steps back."""
+        """Deliver everything that is left. No rank is writing anymore, so hold no steps back."""
         self._refresh_all()
         self._finish_past(reader)
         self._of_each(lambda rank, each: self._hand_over(rank, each, reader, patient=False))

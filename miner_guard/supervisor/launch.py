@@ -74,8 +74,8 @@ class ActiveLaunch:
         )
 
     def step(self) -> float | None:
-        """Advance the teardown. Returns seconds until the next step, or None when no process is
-        left or can be killed.
+        """Advance the teardown. Returns seconds until the next step, or None when every process
+        is gone or can't be killed.
 
         Raises OSError if processes can't be inspected; the next step is then due after
         `RETRY_INSPECT_S`.

@@ -1,4 +1,4 @@
-"""guard.sock: the ranks announce new data by datagram. A datagram may get lost."""
+"""guard.sock: the ranks announce new data by datagram. Datagrams can get lost."""
 
 from __future__ import annotations
 

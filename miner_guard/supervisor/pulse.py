@@ -30,7 +30,7 @@ _QUIET_S = 1.0
 
 
 class PulsedRun(Protocol):
-    """What the tick needs from the supervisor."""
+    """The parts of the supervisor that the tick uses."""
 
     spec: LaunchSpec
     clock: Clock

@@ -35,7 +35,7 @@ RULES = {
     ),
     "once": RestartRule(1, "a restart does not fix it"),
     "hardware": RestartRule(
-        1, "restarting the miner can't bring it back: restart the container, then the host"
+        1, "restarting the miner can't fix the hardware: restart the container, then the host"
     ),
     "config": RestartRule(1, "a restart cannot fix it; someone must change something first"),
 }

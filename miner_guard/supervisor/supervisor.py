@@ -296,7 +296,7 @@ class Supervisor:
         self._step_ending()
 
     def _torn_down(self, launch: ActiveLaunch) -> bool:
-        """Run the teardown; True when no process of the launch is left or can be killed."""
+        """Run the teardown; True when every process of the launch is gone or can't be killed."""
         try:
             again = launch.step()
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Reads the miner's output from its pipes, passes it on unchanged, and shows it to the monitors."""
+"""Reads the miner's output from its pipes, passes it on unchanged, and feeds it to the monitors."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Relay:
 
     @property
     def unseen(self) -> int:
-        """Bytes relayed but not yet shown to the monitors."""
+        """Bytes relayed but not yet passed to the monitors."""
         return self._unseen.size
 
     @property
@@ -214,8 +214,8 @@ class Relay:
         self._fresh += size
 
     def _show(self) -> None:
-        """Show the monitors some of the relayed output. Reading takes priority, unless the monitors
-        are too far behind."""
+        """Pass some of the relayed output to the monitors. Reading takes priority, unless the
+        monitors are too far behind."""
         try:
             if not self._fresh or self._behind:
                 self._show_up_to(_SLICE)
@@ -230,7 +230,7 @@ class Relay:
             self._resume()
 
     def _keep_up(self) -> None:
-        """Show the monitors enough of a burst that the backlog does not have to compress what
+        """Pass the monitors enough of a burst that the backlog does not have to compress what
         follows."""
         begun, shown, spent = time.thread_time(), 0, 0.0
         while self.unseen > PLAIN // 2 and spent < self._fresh * _COMPRESSION_S:
@@ -261,8 +261,8 @@ class Relay:
         self.close_sources()
 
     def show_rest(self) -> int:
-        """Show the monitors the last `LAST_WORDS` bytes that they have not seen yet; returns the
-        number of bytes that they never see."""
+        """Pass the monitors the last `LAST_WORDS` bytes that they have not seen yet. Returns the
+        number of bytes skipped, which they never see."""
         left_out = max(self.unseen - LAST_WORDS, 0)
         self._unseen.skip(left_out)
         self._show_up_to(self.unseen, LAST_WORDS_S)

@@ -177,7 +177,7 @@ class OutputWriter:
                 written = self._write(batch)
             except BlockingIOError:
                 # Even a blocking descriptor may refuse a write: another program may have set a
-                # shared terminal to O_NONBLOCK. Retrying at once would use a whole core.
+                # shared terminal to O_NONBLOCK. Retrying immediately would use a whole core.
                 poller.poll(1000)
                 continue
             self._progress = time.monotonic()

@@ -54,7 +54,7 @@ class Child:
         """Start the launcher. Main thread only: the kernel sends the parent-death signal when the
         thread that forked ends. Raises OSError.
 
-        `join`: descriptor from `Cgroup.open_to_join` of the cgroup to join; closed here.
+        `join`: descriptor from `Cgroup.open_to_join` of the cgroup to join; this call closes it.
         """
         guard = os.getpid()
 

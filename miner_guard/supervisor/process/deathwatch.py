@@ -34,8 +34,8 @@ sys.path.insert(0, order.pop("packages"))
 from miner_guard.supervisor.loop import Loop
 from miner_guard.supervisor.process.last_resort import main
 main(order)"""
-"""The program reads its settings from stdin. Its command line contains neither the guard's name nor
-its folder, so that `pkill -f miner-guard` does not match it."""
+"""The process runs this program, which reads its settings from stdin. The command line contains
+neither the guard's name nor its folder, so that `pkill -f miner-guard` does not match it."""
 
 
 class Deathwatch:
@@ -68,8 +68,8 @@ class Deathwatch:
         reading, writing = os.pipe2(os.O_CLOEXEC)
         order = {**asdict(self._run), "packages": str(_PACKAGES)}
         try:
-            # Before the fork, because the guard may be killed immediately after it. The pipe holds
-            # far more than these few hundred bytes.
+            # Write this before the fork, because the guard may be killed immediately after it. The
+            # pipe holds far more than these few hundred bytes.
             os.write(writing, json.dumps(order).encode() + b"\n")
             # Run the real interpreter, not a virtual environment's symlink: the path of the symlink
             # may contain the guard's name.

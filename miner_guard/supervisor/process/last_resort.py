@@ -33,7 +33,7 @@ _COST_TO_PAUSE = 4.0
 
 @dataclass(frozen=True)
 class RunToEnd:
-    """The run to end if the guard is killed."""
+    """The run that this process ends if the guard is killed."""
 
     run_id: str
     state_dir: str

@@ -93,8 +93,8 @@ class Teardown:
         return f"pid {self.launcher.pid} got SIGTERM and is still running; SIGKILL is next"
 
     def step(self) -> float | None:
-        """Advance. Returns seconds until the next call, or None when no process is left or can be
-        killed.
+        """Advance the teardown. Returns seconds until the next call, or None when every process is
+        gone or can't be killed.
 
         Raises OSError if processes can't be inspected or signalled: call again later.
         """

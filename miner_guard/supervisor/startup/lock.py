@@ -105,7 +105,7 @@ class Lock:
                 return None
             pid = holder.pid or "unknown"
             return self._report_lost(
-                f"the guard with pid {pid} holds it now: two guards run here, stop one of them"
+                f"the guard with pid {pid} now holds the lock, so two guards run here; stop one"
             )
         os.close(self._fd)
         self._fd = fd
