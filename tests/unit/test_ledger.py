@@ -56,10 +56,10 @@ def test_a_full_disk_loses_rows_and_is_reported_once(
     ledger.restart(3.0, "crash", 3, 4.0)
     assert [message(f) for f in findings] == [
         (
-            "DISK FULL: ledger.sqlite3 stopped writing (database or disk is full); the "
+            "DISK FULL: cannot write ledger.sqlite3 (database or disk is full); the "
             "miner keeps running"
         ),
-        "DISK RECOVERED: ledger.sqlite3 writes again, 3 lines lost",
+        "DISK RECOVERED: writing ledger.sqlite3 again, 3 lines lost",
     ]
     assert [row["wall"] for row in ledger.rows("restarts")] == [1.0, 3.0]
 
@@ -84,7 +84,7 @@ def test_rows_wait_while_another_process_holds_the_file_and_block_no_caller(tmp_
     ledger.restart(200.0, "crash", 3, 4.0)
     assert [message(f) for f in findings] == [
         "LEDGER STUCK: ledger.sqlite3: database is locked; the miner keeps running",
-        "LEDGER RECOVERED: ledger.sqlite3 is written again, 0 rows lost",
+        "LEDGER RECOVERED: writing ledger.sqlite3 again, 0 rows lost",
     ]
     assert [row["wall"] for row in ledger.rows("restarts")] == [
         1.0,
