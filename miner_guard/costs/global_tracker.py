@@ -1,5 +1,4 @@
-"""The cost tracker of this process: one per process, and inside a rank one that records to the
-guard's ledger."""
+"""Holds this process's cost tracker. Inside a rank, the tracker records to the guard's ledger."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ def set_global_tracker(tracker: MonitoringCostTracker | None) -> None:
 
 
 def get_global_tracker(env: Mapping[str, str] | None = None) -> MonitoringCostTracker:
-    """This process's tracker. Inside a rank it records to the guard's ledger; until this process
-    records an operation, its report is that ledger."""
+    """Return this process's tracker, which inside a rank records to the guard's ledger. Until this
+    process records an operation, the tracker's report shows that ledger."""
     global _global
     with _global_mutex:
         if _global is None:

@@ -1,5 +1,5 @@
-"""Source 000's known operations: what a call usually takes, how often it runs, and when to enable
-it."""
+"""Source 000's known operations: how long a call usually takes, how often it runs, and when to
+enable it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class KnownOperation:
 
 @functools.cache
 def operations() -> tuple[KnownOperation, ...]:
-    """All known operations: the rows of known.toml."""
+    """Return all known operations: the rows of known.toml."""
     rows = read_toml(Path(__file__).with_name("known.toml"))["operation"]
     return tuple(KnownOperation(**row) for row in rows)
 

@@ -14,7 +14,7 @@ _IMPACTS = ((10.0, "critical"), (5.0, "high"), (2.5, "moderate"), (0.25, "accept
 
 @dataclass
 class Operation:
-    """What one operation has cost so far."""
+    """The accumulated cost of one operation."""
 
     calls: int = 0
     blocking_s: float = 0.0
@@ -26,8 +26,8 @@ class Operation:
     longest_s: float = 0.0
     last_s: float = 0.0
     recent_s: float = 0.0
-    """Expected duration of the next call: that of the longest recent blocking call, with older
-    calls weighted less and less."""
+    """Expected duration of the next call: the longest recent blocking call, with less weight for
+    older calls."""
 
     asked_s: float | None = None
     """The requested interval, in seconds."""
@@ -71,8 +71,8 @@ class Operation:
 
 
 def percent(seconds: float, training_s: float) -> float:
-    """`seconds` as per cent of training time, capped at 100 if monitoring took longer than
-    training."""
+    """Convert `seconds` to a percentage of training time, at most 100 even if monitoring took
+    longer than training."""
     if seconds <= 0:
         return 0.0
     return 100.0 if seconds >= training_s else 100 * seconds / training_s
@@ -85,7 +85,7 @@ def impact(share_pct: float) -> str:
 
 
 def fair_cap(shares_pct: Collection[float], budget_pct: float) -> float:
-    """The largest share an operation may keep so that all of them together fit the budget.
+    """Return the largest share that any operation may keep if all together are to fit the budget.
 
     Operations below the cap keep their share; the cap limits the most expensive ones:
     sum(min(share, cap)) = budget. Infinite if the operations already fit.

@@ -51,7 +51,7 @@ class Budget:
 
     @classmethod
     def from_settings(cls, settings: CostSettings) -> Budget:
-        """The budget in force; a preset overrides both shares."""
+        """Return the budget in force; a preset overrides both shares."""
         if settings.preset is None:
             return cls(
                 settings.budget_pct,

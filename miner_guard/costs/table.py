@@ -65,7 +65,7 @@ def _row(name: str, values: Mapping[str, Any], report: Mapping[str, Any]) -> tup
 
 
 def _frequency(calls: int, training_s: float, step_s: float | None) -> str:
-    """How often the operation has run: in steps, or in seconds while no step time is known."""
+    """Say how often the operation has run: in steps, or in seconds if the step time is unknown."""
     if calls < 2 or training_s <= 0:
         return "once" if calls == 1 else "-"
     interval = training_s / calls
@@ -76,7 +76,7 @@ def _frequency(calls: int, training_s: float, step_s: float | None) -> str:
 
 
 def _per_thousand_steps(total_s: float, training_s: float, step_s: float | None) -> str:
-    """The operation's cost per 1000 steps; `-` while no step time is known."""
+    """Format the operation's cost per 1000 steps; `-` if the step time is unknown."""
     if not step_s or training_s <= 0:
         return "-"
     return seconds(1000 * total_s * step_s / training_s)

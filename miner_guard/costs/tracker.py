@@ -150,12 +150,12 @@ class MonitoringCostTracker:
     def training_time(
         self, source: Callable[[], float], step_time: Callable[[], float | None] = lambda: None
     ) -> None:
-        """Take the training time, in seconds, from `source`: the supervisor knows when the miner
-        was down. `step_time`: seconds of training per step, or None while unknown."""
+        """Take the training time, in seconds, from `source`: only the supervisor knows when the
+        miner was down. `step_time`: seconds of training per step, or None while unknown."""
         self._training_s, self._measured_step_s = source, step_time
 
     def blocking_s(self) -> float:
-        """Seconds that monitoring blocked training."""
+        """Seconds that monitoring has blocked training."""
         with self._mutex:
             return sum(account.blocking_s for account in self._operations.values())
 
@@ -167,7 +167,7 @@ class MonitoringCostTracker:
             )
 
     def training_s(self) -> float:
-        """Seconds of training so far, excluding time blocked by monitoring."""
+        """Seconds of training, excluding the time that monitoring blocked it."""
         if self._training_s is not None:
             return max(0.0, self._training_s())
         return max(0.0, self._clock.monotonic() - self._start - self.blocking_s())
@@ -178,7 +178,7 @@ class MonitoringCostTracker:
             return percent(self.blocking_s(), self.training_s())
 
     def is_over_budget(self) -> bool:
-        """Whether monitoring has exceeded its share."""
+        """Return True if monitoring takes more training time than the budget allows."""
         return self.budget.status(self.share_pct()) != "ok"
 
     # throttling
@@ -191,7 +191,7 @@ class MonitoringCostTracker:
         every_steps: int | None = None,
         step: int | None = None,
     ) -> bool:
-        """Whether `operation` should run now; call this at every step or at any other rate.
+        """Return True if `operation` is due. Call this at every step or at any other rate.
 
         Pass either `every_s`, or `every_steps` and the current `step`. If the budget allows
         throttling, an expensive operation waits longer while its next call would take monitoring
@@ -325,7 +325,7 @@ class MonitoringCostTracker:
         if report["budget_status"] == "unknown":
             words = (
                 f"no ledger at {self._ledger}: no guard runs there. Set "
-                "MINER_GUARD_STATE_DIR to its state directory"
+                "MINER_GUARD_STATE_DIR to your guard's state directory"
             )
         else:
             words = table.text(report)
