@@ -17,7 +17,7 @@ _VALIDATION_BATCHES = 2
 
 
 class Evaluation:
-    """Evaluates the model between two inner steps. Call it on every rank: an FSDP forward pass is
+    """Evaluates the model between inner steps. Call it on every rank: an FSDP forward pass is
     collective."""
 
     def __init__(

@@ -52,8 +52,8 @@ def parse(text: str) -> Fault:
     match = _FORM.fullmatch(text)
     if match is None or match["kind"] not in KINDS or int(match["step"]) < 1:
         raise ValueError(
-            f"fault {text!r} is not of the form KIND@STEP or KIND@STEP:RANK; STEP from 1, "
-            f"KIND one of: {', '.join(KINDS)}"
+            f"fault {text!r} is not of the form KIND@STEP or KIND@STEP:RANK; STEP is 1 or "
+            f"more, KIND is one of: {', '.join(KINDS)}"
         )
     return Fault(
         match["kind"], int(match["step"]), None if match["rank"] is None else int(match["rank"])
@@ -61,7 +61,7 @@ def parse(text: str) -> Fault:
 
 
 class FaultPlan:
-    """Fires this rank's faults, each once across a run and its restarts unless set to repeat."""
+    """Fires this rank's faults. Each fires once, even across restarts, unless `repeat` is set."""
 
     def __init__(
         self, faults: list[Fault], *, rank: int, world_size: int, folder: Path, repeat: bool
@@ -79,8 +79,7 @@ class FaultPlan:
         self.slowed_from = min((f.step for f in assigned if f.kind == "cpu-fallback"), default=None)
 
     def at(self, step: int) -> str | None:
-        """The kind of fault due at `step`, which the call marks as fired; None if no fault is
-        due."""
+        """Return the kind of fault due at `step`, and mark it as fired; None if no fault is due."""
         fault = self._by_step.get(step)
         if fault is None:
             return None
@@ -100,7 +99,7 @@ def strike(kind: str | None) -> None:
     if kind == "slow":
         time.sleep(SLOW_S)
     if kind in ("crash", "exit0"):
-        raise RuntimeError(f"fault on request: {kind}")
+        raise RuntimeError(f"injected fault: {kind}")
     if kind == "sigkill":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "oom":

@@ -1,4 +1,4 @@
-"""Builds the files that subnet 38's validators read from the demo's pseudo-gradient."""
+"""Writes the demo's pseudo-gradient to the files that subnet 38's validators read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from miner_guard.demo.outer import OuterOptimizer
 
 KEPT_RATIO = 0.02
-"""Share of each tensor's entries to upload: those with the largest magnitude."""
+"""Share of each tensor's entries to upload. The entries with the largest magnitude are chosen."""
 
 BLOCK_S = 12
 """Seconds per block of the chain. The demo has no chain: it counts blocks of this length since

@@ -37,10 +37,10 @@ _SEED = 38
 _LR = 2e-3
 _WARMUP_STEPS = 10
 _LOG_STEPS = 10
-"""Inner steps between two fast logs (source 001): each computes the loss of a training example."""
+"""Inner steps between fast logs (source 001). A fast log computes one training example's loss."""
 
 _EVAL_STEPS = 30
-"""Inner steps between two full evaluations."""
+"""Inner steps between full evaluations."""
 
 
 class Miner:
@@ -310,7 +310,7 @@ def _sharded(model: ByteGPT, device: torch.device) -> Any:
 
 
 def _split(data: bytes) -> tuple[bytes, bytes]:
-    """Training data, and the last twentieth as held-out data."""
+    """Split the data into training data and held-out data, which is the last twentieth."""
     cut = len(data) - len(data) // 20
     return data[:cut], data[cut:]
 

@@ -29,7 +29,7 @@ class Options:
     upload."""
 
     upload_steps: int = 15
-    """Inner steps between two uploads; in source 004, the gate blocks the upload at 15."""
+    """Inner steps between uploads. In source 004, the gate blocks the upload at 15."""
 
     batch_size: int = 4
     effective_batch_size: int = 16
@@ -54,11 +54,11 @@ def parse(arguments: list[str] | None = None) -> Options:
     )
     for name, text in (
         ("steps", "inner steps of the whole run"),
-        ("inner-steps-per-outer", "inner steps between two outer steps"),
-        ("upload-steps", "inner steps between two uploads"),
+        ("inner-steps-per-outer", "inner steps between outer steps"),
+        ("upload-steps", "inner steps between uploads"),
         ("batch-size", "samples per micro-batch and rank"),
         ("effective-batch-size", "samples per inner step over all ranks"),
-        ("checkpoint-every", "inner steps between two checkpoints"),
+        ("checkpoint-every", "inner steps between checkpoints"),
     ):
         default = getattr(Options, name.replace("-", "_"))
         parser.add_argument(

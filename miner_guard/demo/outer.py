@@ -33,8 +33,8 @@ class OuterOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Move the outer parameters along the pseudo-gradient and continue the inner ones from
-        there."""
+        """Move the outer parameters along the pseudo-gradient and reset the inner ones to the
+        result."""
         for name, parameter in self._model.named_parameters():
             gradient = self.pseudo_gradient(name, parameter)
             self.velocity[name].mul_(_MOMENTUM).add_(gradient)

@@ -31,7 +31,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures; None for those that the log does not contain."""
+    """The run's figures. A figure that the log does not contain is None."""
 
     steps: int
     loss_from: float | None
@@ -60,11 +60,12 @@ class Summary:
     """The last verdict: `STOPPED since 12:03 UTC: the miner finished its work`."""
 
     before: str | None = None
-    """The verdict before it, without its cause: a finished demo always ends with STOPPED."""
+    """The verdict before the last, without its cause, because a finished demo always ends with
+    STOPPED."""
 
 
 def read_log(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Records of guard.jsonl; empty if the file is missing."""
+    """Yield the records of guard.jsonl; none if the file is missing."""
     if path.is_file():
         with open(path, encoding="utf-8") as file:
             for line in file:
@@ -138,7 +139,7 @@ def lines(summary: Summary) -> list[str]:
         f"step time   p50 {_seconds(s.p50_s)}, p95 {_seconds(s.p95_s)}",
         f"uploads     blocked {s.blocked}{asked}, verified {s.verified}"
         + (f", failed {s.failed}" if s.failed else ""),
-        f"guard cost  in the ranks {_in_the_ranks(s)}; beside them {usage.cpu_s:.1f}s of CPU in "
+        f"guard cost  in the ranks {_in_the_ranks(s)}; outside them {usage.cpu_s:.1f}s of CPU in "
         f"{usage.wall_s:.0f}s ({100 * usage.cpu_s / usage.wall_s:.1f}% of a core), "
         f"{usage.resident_mb:.0f} MB",
         f"alarms      {alarms}",

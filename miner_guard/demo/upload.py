@@ -96,6 +96,6 @@ class Uploader:
             # Keep training after a failed upload: the next one comes in a few steps.
             upload.error = str(error)
             self._lines.error(f"Model state upload failed: {error}")
-            # Keep the files: its recovery process, or the next publisher, may still need them.
+            # Keep the files: the recovery process or the next publisher may still need them.
             return
         shutil.rmtree(revision.folder, ignore_errors=True)

@@ -201,7 +201,7 @@ def test_a_summary_of_nothing_says_unknown(tmp_path: Path) -> None:
     text = "\n".join(lines(summarise([], None, Usage(1.0, 10.0, 50.0))))
     assert "loss        from unknown to unknown" in text
     assert "unknowns" not in text
-    assert "in the ranks unknown; beside them" in text
+    assert "in the ranks unknown; outside them" in text
 
 
 def test_a_summary_that_ends_in_nan_shows_it() -> None:
