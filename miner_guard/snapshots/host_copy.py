@@ -1,12 +1,12 @@
 """Copies a state into this process's memory while training continues.
 
-Parameters and optimizer states change only in an optimizer's step, so copying them may take as long
-as the next forward and backward pass: the next step of any optimizer waits for the rest. Everything
-else is copied before training continues: buffers such as those of BatchNorm, which a forward pass
-changes, and the states of random generators.
+Parameters and optimizer states change only in an optimizer's step, so they can be copied during the
+next forward and backward pass. If the copy takes longer, the next optimizer step waits for it.
+Everything else is copied before training continues: buffers such as BatchNorm's, which a forward
+pass changes, and the states of random generators.
 
 If something else changes a parameter in the meantime, the copy mixes two steps. torch counts most
-changes to a tensor (not those through `.data`); if a tensor has changed, its copy is not used.
+changes to a tensor (not those through `.data`); if a tensor has changed, the copy is discarded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from miner_guard.snapshots.layout import Leaf, Part, local_part, tensor_over
 
 _Tensors = list[tuple[Leaf, torch.Tensor]]
-"""Where each tensor goes, with this rank's shard."""
+"""The place of each tensor in the copy, and this rank's shard of it."""
 
 _PATIENCE_S = 60.0
 """How long an optimizer's step waits for a copy before discarding it. Copying takes a second per 5
@@ -33,11 +33,11 @@ GB."""
 
 
 class HostCopy:
-    """The memory for one copy at a time. Only `finish` runs in another thread."""
+    """Holds the memory for one copy at a time. Only `finish` runs in another thread."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
-        """`optimizers`: those whose parameters and states may be copied while training continues,
-        if their step calls torch's hooks."""
+        """`optimizers`: if their step calls torch's hooks, their parameters and states are copied
+        while training continues."""
         self._optimizers = tuple(each for one in optimizers if (each := _hooked(one)) is not None)
         self._hook: Any = None
         if self._optimizers:
@@ -56,7 +56,7 @@ class HostCopy:
         self._changed: str | None = None
         self._mutex = threading.Lock()
         self.waited_s = 0.0
-        """Seconds that optimizers' steps have waited so far."""
+        """Seconds that optimizer steps have waited for copies."""
 
     @property
     def size(self) -> int:
@@ -64,7 +64,7 @@ class HostCopy:
         return 0 if self._memory is None else len(self._memory)
 
     def resize(self, size: int, *, on_gpu: bool) -> mmap.mmap:
-        """The memory, with room for `size` bytes. Raises OSError."""
+        """Resize the memory to `size` bytes and return it. Raises OSError."""
         if self._memory is None or len(self._memory) != size:
             self._release()
             self._memory = mmap.mmap(-1, size)
@@ -73,7 +73,7 @@ class HostCopy:
         return self._memory
 
     def _pin(self, memory: mmap.mmap) -> None:
-        """Let the GPU write into the memory directly. Otherwise training waits for the copy."""
+        """Let the GPU write into the memory directly, so that training does not wait for it."""
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         with contextlib.suppress(RuntimeError, AttributeError):
             if int(torch.cuda.cudart().cudaHostRegister(address, len(memory), 0)) == 0:  # type: ignore[no-untyped-call]
@@ -83,7 +83,7 @@ class HostCopy:
         if self._pinned is not None:
             torch.cuda.cudart().cudaHostUnregister(self._pinned)  # type: ignore[no-untyped-call]
             self._pinned = None
-        # A tensor on this memory may still exist; Python frees the memory with the last of them.
+        # Tensors may still use this memory; Python frees it with the last of them.
         self._memory = None
 
     @torch.no_grad()
@@ -130,7 +130,7 @@ class HostCopy:
                     tensor.record_stream(self._stream)
 
     def _steady(self) -> set[int | None]:
-        """The storages that change only in a step of these optimizers."""
+        """Return the storages that only these optimizers' steps change."""
         found: set[int | None] = set()
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -173,8 +173,8 @@ class HostCopy:
             self.waited_s += time.monotonic() - started
 
     def settle(self) -> None:
-        """Wait until the copy no longer needs the tensors. Call it before anything but an
-        optimizer's step changes them."""
+        """Wait until the copy no longer needs the tensors. Call this before changing them outside
+        an optimizer's step."""
         if self._settled:
             return
         if not self._moved.wait(_PATIENCE_S):
@@ -185,24 +185,24 @@ class HostCopy:
             torch.cuda.current_stream().wait_event(self._copied)
 
     def changed(self) -> str | None:
-        """Why the copy mixes two steps; None if it is intact. Call it after `finish`."""
+        """Return why the copy mixes two steps; None if it is intact. Call this after `finish`."""
         self._conclude(self._changed_tensor())
         return self._changed
 
     def _changed_tensor(self) -> str | None:
         for name, tensor, version in self._versions:
             if tensor._version != version:
-                return f"{name} changed while it was copied"
+                return f"{name} changed while it was being copied"
         return None
 
     def _conclude(self, changed: str | None) -> None:
-        """Store the verdict; the first one counts, because tensors may change after `settle`."""
+        """Store the first result. Later ones do not count: tensors may change after `settle`."""
         with self._mutex:
             if not self._settled:
                 self._settled, self._changed, self._versions = True, changed, []
 
     def cancel(self) -> None:
-        """Discard a copy that `start` prepared, because no thread will finish it."""
+        """Discard the copy that `start` prepared. Call this if no thread can finish it."""
         self._later, self._versions, self._settled = [], [], True
         self._moved.set()
 
@@ -219,16 +219,15 @@ class HostCopy:
 
 
 def _hooked(optimizer: Any) -> Any | None:
-    """The optimizer whose step calls torch's hooks: this one or the one that it wraps, because
-    accelerate's wrapper itself calls none. None if neither does: then no step would wait for a
-    copy."""
+    """Unwrap an optimizer until its step calls torch's hooks; accelerate's wrapper, for example,
+    calls none. Returns None if no step calls them, because then no step would wait for a copy."""
     while optimizer is not None and not getattr(type(optimizer).step, "hooked", False):
         optimizer = getattr(optimizer, "optimizer", None)
     return optimizer
 
 
 def _storage(tensor: torch.Tensor) -> int | None:
-    """Identifies a tensor's memory; None if it has none, or if torch does not count its changes."""
+    """Return a tensor's memory address; None if it has none or torch does not count its changes."""
     if tensor.is_inference() or not tensor.numel():
         return None
     try:

@@ -15,7 +15,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Leaf:
-    """Where a tensor's bytes are."""
+    """A tensor's type, shape, and position in the memory or file."""
 
     name: str
     dtype: str
@@ -29,14 +29,14 @@ class Part:
     """One tensor in a state."""
 
     value: torch.Tensor
-    """The value as it is in the state."""
+    """The tensor that the state contains."""
 
     local: torch.Tensor
-    """This rank's shard of the value, detached from its graph."""
+    """This rank's shard of `value`, detached from its graph."""
 
 
 def local_part(value: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a tensor, detached from its graph."""
+    """Return this rank's shard of a tensor, detached from its graph."""
     local = value.to_local() if isinstance(value, DTensor) else value
     return local.detach()
 
@@ -66,7 +66,7 @@ def parts(state: dict[str, Any]) -> tuple[dict[str, Part], dict[str, Any]]:
 
 
 def placed(tensors: dict[str, Part], offset: int) -> list[Leaf]:
-    """Lay out this rank's shards one after the other, from `offset` on."""
+    """Lay out this rank's shards one after another, starting at `offset`."""
     leaves = []
     for name, part in tensors.items():
         local = part.local
@@ -78,7 +78,7 @@ def placed(tensors: dict[str, Part], offset: int) -> list[Leaf]:
 
 
 def tensor_over(data: Any, leaf: Leaf) -> torch.Tensor:
-    """A tensor that shares the leaf's bytes in `data`."""
+    """Return a tensor that shares the leaf's bytes in `data`."""
     dtype = getattr(torch, leaf.dtype.removeprefix("torch."))
     if not leaf.size:
         return torch.empty(leaf.shape, dtype=dtype)
@@ -88,7 +88,7 @@ def tensor_over(data: Any, leaf: Leaf) -> torch.Tensor:
 
 
 def fill(value: Any, rest: dict[str, Any], path: str = "") -> None:
-    """Put the values in `rest`, which are not tensors, back into `value`, in place."""
+    """Put the values of `rest`, none of which are tensors, back into `value`, in place."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, each in list(items):
         where = f"{path}/{key}"

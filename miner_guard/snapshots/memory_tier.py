@@ -1,10 +1,10 @@
 """The memory tier of checkpoints: keeps each rank's share of the state in /dev/shm for the next
 launch.
 
-A save first copies the state into memory of this process (`host_copy.py`). A thread then writes the
-copy to the older of two slots, and finally renames a manifest into place. So one slot is complete
-at any moment, and a save that a crash interrupts has no manifest. The slots survive the processes
-but not a reboot; checkpoints on disk do.
+A save first copies the state into this process's memory (`host_copy.py`). A thread then writes the
+copy to the older of two slots, and finally renames a manifest into place. So one slot is always
+complete, and a save that a crash interrupts has no manifest. The slots survive the processes but
+not a reboot; checkpoints on disk survive both.
 
 The slots are read and written as files and never mapped, because a rank that touches a mapped file
 dies of SIGBUS if something else has truncated the file.
@@ -60,8 +60,8 @@ class MemoryTier:
         world_size: int,
         optimizers: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
-        """`folder` must be on a tmpfs of this node and private to this user. `optimizers`: those
-        whose parameters and states may be copied while training continues. Raises OSError."""
+        """`folder` must be on a tmpfs of this node and private to this user. `optimizers`: their
+        parameters and states are copied while training continues. Raises OSError."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_uid != os.getuid() or folder.is_symlink():
             raise PermissionError(f"{folder} belongs to another user")
@@ -75,8 +75,8 @@ class MemoryTier:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-memory")
 
     def save(self, step: int, state: dict[str, Any]) -> float:
-        """Start saving `state`. Returns the seconds that training waited: here, and in the
-        optimizers' steps since the last call.
+        """Start saving `state`. Returns the seconds that training waited: in this call, and in
+        optimizer steps since the previous call.
 
         Waits for the previous save if it is still running. Raises NoRoom, OSError, or what the
         previous save raised.
@@ -116,7 +116,7 @@ class MemoryTier:
 
     @property
     def waited_s(self) -> float:
-        """Seconds that optimizers' steps have waited for the last save's copy."""
+        """Seconds that optimizer steps have waited for the last save's copy."""
         return self._copy.waited_s
 
     def settle(self) -> None:
@@ -131,11 +131,11 @@ class MemoryTier:
             pending.result()
 
     def whole(self) -> set[int]:
-        """The steps for which this rank's slots are complete and have matching checksums."""
+        """Return the steps of this rank's slots that are complete and have matching checksums."""
         return {int(m["step"]) for slot in (0, 1) if (m := self._verified(slot)) is not None}
 
     def unfit(self, step: int, state: dict[str, Any]) -> str | None:
-        """Why a step cannot be loaded into `state`; None if it can."""
+        """Return why a step cannot be loaded into `state`; None if it can."""
         _, manifest = self._of(step)
         leaves = {leaf.name: leaf for leaf in _leaves(manifest)}
         tensors = {name: part.local for name, part in parts(state)[0].items()}
@@ -143,7 +143,7 @@ class MemoryTier:
             return "its tensors differ from those of the model and optimizer"
         for name, tensor in tensors.items():
             if (tuple(tensor.shape), str(tensor.dtype)) != (leaves[name].shape, leaves[name].dtype):
-                return f"{name} has changed its shape or type"
+                return f"{name} has a different shape or type"
         return None
 
     def load(self, step: int, state: dict[str, Any]) -> None:
@@ -168,8 +168,8 @@ class MemoryTier:
         raise KeyError(f"step {step} is not in memory")
 
     def close(self, *, remove: bool) -> None:
-        """End the writer thread. `remove`: also delete the slots, because no launch will resume
-        from them."""
+        """End the writer thread. `remove`: also delete the slots, if no launch will resume from
+        them."""
         with contextlib.suppress(Exception):
             self.wait()
         self._writer.shutdown()
@@ -254,7 +254,7 @@ class MemoryTier:
 
 
 def _write(file: io.FileIO, data: memoryview) -> None:
-    """Write all of `data`. It loops, because one call may write less."""
+    """Write all of `data`. A single `write` call may write only part of it."""
     while data:
         data = data[file.write(data) :]
 
@@ -269,8 +269,8 @@ def _read(file: IO[bytes], start: int, size: int) -> bytearray:
 
 
 def free_bytes(folder: Path) -> int:
-    """How many bytes a file on `folder`'s tmpfs may take, given the limit of the tmpfs and this
-    machine's available memory."""
+    """Return how many bytes a new file on `folder`'s tmpfs can have, given the tmpfs's limit and
+    this machine's available memory."""
     space = os.statvfs(folder)
     free = space.f_bavail * space.f_frsize
     with open("/proc/meminfo") as file:
@@ -288,7 +288,7 @@ def _leaves(manifest: dict[str, Any]) -> list[Leaf]:
 
 
 def _crc(file: IO[bytes], size: int) -> int | None:
-    """The checksum of the first `size` bytes of a file; None if the file is shorter."""
+    """Return the checksum of a file's first `size` bytes; None if the file is shorter."""
     value, left = 0, size
     while left:
         chunk = file.read(min(_CHUNK, left))

@@ -123,7 +123,7 @@ def test_a_model_that_has_changed_is_not_loaded_into(tmp_path: Path, memory: Pat
     kept(memory, first)
     path, weight, _, skipped = resumed(tmp_path / "disk")
     assert (path, weight) == (None, -1.0)
-    assert "/model/weight has changed its shape or type" in skipped[0].reason
+    assert "/model/weight has a different shape or type" in skipped[0].reason
 
 
 def test_a_different_world_size_resumes_nothing(tmp_path: Path, memory: Path) -> None:
