@@ -70,6 +70,9 @@ class Scanner:
         self._reader = LineReader(knowledge.words)
         self._tracebacks = Tracebacks()
         self._unmatched = UnmatchedErrors(knowledge)
+        self._read_on = 0
+        """The latest line that was read as the rest of a message."""
+
         self._raised: dict[int | None, Sighting] = {}
         """The latest exception of each rank."""
 
@@ -283,6 +286,7 @@ class Scanner:
             self._saw(found, line, ended, seen)
             if ended is not None and pattern is UNKNOWN_EXCEPTION:
                 self._unmatched.expect_more(found, ended, line)
+                self._read_on = line.number
 
     def _saw(self, found: Sighting, line: LogLine, ended: Ended | None, seen: list[Seen]) -> None:
         seen.append(found)
@@ -330,6 +334,10 @@ class Scanner:
             if self._unmatched.ends_with(lines[index]):
                 return
             number = self.line + index
+            if number <= self._read_on:
+                # Another piece of a long line.
+                continue
+            self._read_on = number
             line = self._reader.read(without_blobs(lines[index][:MAX_BLOBLESS]), number)
             if (named := self._unmatched.go_on(line)) is not None:
                 within = number - named.line

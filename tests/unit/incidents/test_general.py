@@ -166,6 +166,15 @@ def test_a_message_continues_in_the_next_piece_of_the_log() -> None:
     assert gone == Retraction(("code_bug",), 2, 1)
 
 
+@pytest.mark.parametrize("cut", [1, 5_000, 16_384, 17_000, 30_000])
+def test_a_long_line_in_pieces_is_one_line(cut: int) -> None:
+    """However it arrives: what follows its first piece is no line of the message."""
+    log = (FIRST + "see below " * 1536 + REST.rstrip() + " b" * 9_000 + "\n").encode()
+    scanner = Scanner(knowledge.load())
+    pieces = [seen for part in (log[:cut], log[cut:]) for seen in scanner.feed(part)]
+    assert pieces == Scanner(knowledge.load()).feed(log)
+
+
 def test_the_last_line_of_a_traceback_may_lack_its_prefix() -> None:
     lost = "OSError: row 331 has 7 columns"
     frames = traceback("", ("/srv/a.py", "load_shard", "x"), prefix="[rank3]: ")
