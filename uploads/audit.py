@@ -185,7 +185,7 @@ class _Access:
         if self.own_account is not None and self.keys["R2_ACCOUNT_ID"] != self.own_account:
             return (
                 "the account committed on chain is not the one in use and does not respond "
-                "({reason}); commit again"
+                f"({reason}); commit again"
             )
         return None
 

@@ -20,6 +20,7 @@ from miner_guard.state_dir import StateDir
 from tests.support.published import FLAT, ages_to_the_hundred, chain, inspected_here, look, publish
 from uploads import audit, remembered_settings
 from uploads.audit_memory import AuditMemory
+from uploads.commitments import NAMES
 from validators.audit import epoch_scored
 from validators.commitment import fingerprint
 from validators.facts import Network
@@ -265,6 +266,20 @@ def test_a_commitment_of_placeholders_is_rejected_unread(tmp_path: Path) -> None
         )
         assert report.outcome == "rejected"
         assert "filled with x" in report.detail
+
+
+def test_an_account_on_chain_that_does_not_respond_is_rejected_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message once printed the name of the reason's variable instead of the reason."""
+    for name, value in zip(NAMES, ("o" * 32, "k" * 32, "s" * 64), strict=True):
+        monkeypatch.setenv(name, value)
+    publish(tmp_path)
+    repo = RepoSettings(kind="local", path=str(tmp_path))
+    child = audit.FetchChild(deadline_s=0.01)
+    report = audit.run(repo, FLAT, chain(), "a" * 32 + "b" * 32 + "c" * 64, child=child)
+    assert report.outcome == "rejected"
+    assert "does not respond (no answer within 0.01 s); commit again" in report.detail
 
 
 @pytest.mark.usefixtures("inspected_here")
