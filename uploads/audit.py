@@ -41,7 +41,7 @@ MAX_BYTES = 2 * 1024**3
 
 _FOLDER = "miner-guard-audit-"
 _ABANDONED_S = 6 * 3600.0
-"""Age at which a leftover folder is abandoned; no audit runs nearly this long."""
+"""Age at which a leftover folder counts as abandoned; no audit runs nearly this long."""
 
 _EVENTS = {"accepted": "audit_passed", "rejected": "audit_failed", "unknown": "audit_unknown"}
 
@@ -59,14 +59,14 @@ class AuditReport:
     seconds: float = 0.0
     fetched_bytes: int = 0
     credentials: str = "configured"
-    """Whose read keys the audit used: `commitment` (the ones on chain, as validators do) or
+    """Which read keys the audit used: `commitment` (those on chain, as validators do) or
     `configured`."""
 
     read_from: str | None = None
     """The version of the validators whose rules the audit applied; None without a profile."""
 
     not_checked: tuple[str, ...] = ()
-    """Checks that validators make and an audit cannot, as text."""
+    """Descriptions of the checks that validators make but an audit cannot."""
 
     def as_dict(self) -> dict[str, Any]:
         verdicts = [v.as_dict() for v in self.verdicts]
@@ -131,7 +131,7 @@ def run(
     known: Known | None = None,
     child: FetchChild | None = None,
 ) -> AuditReport:
-    """Audit the repo. `commitment` is the hotkey's on chain, if known. Never raises."""
+    """Audit the repo. `commitment`: the hotkey's commitment on chain, if known. Never raises."""
     keys = None if commitment is None else keys_of(commitment, limits.commitment_form)
     if repo.kind == "none":
         words = (
@@ -164,7 +164,7 @@ def _sweep() -> None:
 
 @dataclass(frozen=True)
 class _Access:
-    """Whose read keys open the repo."""
+    """The read keys with which the audit opens the repo: those committed on chain, or our own."""
 
     keys: Mapping[str, str] | None
     """The keys committed on chain; None if unknown."""
@@ -230,12 +230,16 @@ class _Audit:
             return self._ended("rejected", "metadata", damage)
         epoch = epoch or audit.epoch_scored(fetched.get("outer_step"), None, None, limits)
         if epoch is None:
-            words = "nothing is published: metadata.json is missing or names no outer step; upload"
+            words = (
+                "nothing is published: metadata.json is missing or names no outer step; "
+                "upload a revision"
+            )
             return self._ended("rejected", "repo_age", words)
         return self._judged(fetched, epoch)
 
     def _unknown_window(self) -> str | None:
-        """Why the key that validators read is unknown, on a network that counts in windows."""
+        """Return why the key that validators read is unknown, on a network that counts in windows;
+        None if it is known."""
         if self.limits.window_blocks is None:
             return None
         unread = [n for n in ("block", "uid") if getattr(self.network, n) is None]
@@ -323,7 +327,7 @@ class _Audit:
         if max_bytes is not None and size > max_bytes:
             return {
                 "size_bytes": size,
-                "problems": [f"{size} bytes, more than a plausible {max_bytes}"],
+                "problems": [f"{size} bytes, more than the plausible maximum of {max_bytes}"],
             }
         if size > MAX_BYTES:
             why = f"{size} bytes, more than the {MAX_BYTES} that an audit fetches"

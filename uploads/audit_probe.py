@@ -67,7 +67,8 @@ def _identity(entry: ObjectInfo) -> dict[str, Any]:
 
 
 def _looked(repo: Repo, request: dict[str, Any]) -> tuple[dict[str, Any], ObjectInfo | None]:
-    """The answer without the gradients' bytes, and the entry of the gradients file if it exists."""
+    """Return the answer without the gradients' bytes, and the entry of the gradients file if it
+    exists."""
     layout = Layout(**request["layout"])
     metadata, size = _document(repo, layout.metadata)
     outer = request["outer_step"]

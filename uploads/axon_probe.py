@@ -49,7 +49,7 @@ def ask(address: str, timeout_s: float) -> float:
 
 
 def main() -> None:
-    """Reply with the seconds, or with what went wrong."""
+    """Reply with the response time in seconds, or with the reason for a failure."""
     from http.client import HTTPException
 
     request: dict[str, Any] = probe.request()

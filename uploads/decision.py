@@ -11,7 +11,7 @@ from validators.verdict import Verdict
 
 @dataclass(frozen=True)
 class GateDecision:
-    """May this upload go out? Truthy if it may."""
+    """The gate's decision about one upload. Truthy if the upload may go out."""
 
     allowed: bool
     kind: str

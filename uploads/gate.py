@@ -70,7 +70,7 @@ def recorded(
 
 
 def _as_json(value: Any) -> Any:
-    """Replace NaN and infinities by text: JSON cannot represent them, and a replay needs them."""
+    """Replace NaN and infinities with text: JSON cannot represent them, and a replay needs them."""
     if isinstance(value, (list, tuple)):
         return [_as_json(v) for v in value]
     return value if math.isfinite(value) else str(float(value))

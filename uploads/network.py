@@ -96,7 +96,8 @@ def network_of(
     """Combine a reading of the chain, whose block was first seen at `seen_at`, with one of the
     master's repo into the facts that the rules need.
 
-    `form` is the commitment's; `per_allreduce` is the operator's blocks per AllReduce, if set.
+    `form`: the lengths of the commitment's fields. `per_allreduce`: the operator's setting for the
+    blocks per AllReduce, if any.
     """
     since = None
     if reading.block is not None and ahead.last_allreduce_block is not None:

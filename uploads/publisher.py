@@ -200,7 +200,8 @@ class Publisher:
         except RepoError as error:
             raise PublishError(str(error)) from error
         except OSError as error:
-            # From the journal or the miner's own files: a repo's file errors arrive as RepoError.
+            # This error comes from the journal or the miner's own files, because a repo reports
+            # file errors as RepoError.
             raise PublishError(
                 f"{error.filename or self._journal.path}: {error.strerror or error}"
             ) from error

@@ -130,7 +130,7 @@ def _other_steps(after: Published, reported: Reported) -> str | None:
         and after.outer_step != reported.outer_step
     ):
         return (
-            f"metadata.json names outer step {after.outer_step}, "
+            f"metadata.json names outer step {after.outer_step}, but "
             f"the miner reported {reported.outer_step}"
         )
     # Upstream writes the root metadata last, with the inner step at that moment: a later step is
@@ -141,7 +141,7 @@ def _other_steps(after: Published, reported: Reported) -> str | None:
         and after.inner_step < reported.inner_step
     ):
         return (
-            f"metadata.json names inner step {after.inner_step}, "
+            f"metadata.json names inner step {after.inner_step}, but "
             f"the miner reported {reported.inner_step}"
         )
     return None

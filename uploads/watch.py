@@ -86,7 +86,7 @@ class RepoWatch:
         )
 
     def tick(self, now: float) -> Iterator[Finding]:
-        """Report anything that changes with the passage of time alone."""
+        """Report what changes only because time has passed."""
         age = self.age(now)
         if age is None or not self.is_stale(now):
             self._stale.clear()

@@ -35,12 +35,12 @@ OLD = Published(age_s=900.0, reason=None, outer_step=56, inner_step=50, checksum
         (
             Published(age_s=3, reason=None, outer_step=55),
             False,
-            "names outer step 55, the miner reported 56",
+            "names outer step 55, but the miner reported 56",
         ),
         (
             Published(age_s=3, reason=None, outer_step=56, inner_step=50),
             False,
-            "names inner step 50, the miner reported 51",
+            "names inner step 50, but the miner reported 51",
         ),
         (
             Published(age_s=3, reason=None, outer_step=56, inner_step=51, checksum="a" * 40),

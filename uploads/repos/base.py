@@ -196,7 +196,8 @@ def server_time(date: str | None, server: str) -> float:
 
 
 def check_size(entry: ObjectInfo, ticket: StagedObject) -> None:
-    """Raises Differs if a committed object reads back with a different size."""
+    """Check the size of a committed object. Raises Differs if it reads back with a different
+    size."""
     if entry.size_bytes != ticket.size_bytes:
         raise Differs(
             f"{ticket.key} reads back as {entry.size_bytes} bytes, but {ticket.size_bytes} were "

@@ -309,7 +309,8 @@ def _status(error: Exception) -> Any:
 
 
 def _translated(error: Exception, repo_id: str) -> RepoError:
-    """Match by status and class name: the classes' modules differ between library versions."""
+    """Translate an exception by its status and class name, because the modules of the classes
+    differ between library versions."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     status = _status(error)
     no_file = status == 404 and isinstance(error, urllib.error.HTTPError)

@@ -216,8 +216,8 @@ class S3Repo:
         return part.etag(answer, key)
 
     def commit(self, tickets: Sequence[StagedObject], revision: str) -> None:
-        """Make the first object visible on its own, since a server may take long to assemble a
-        large one, and then the last one, as in every repo."""
+        """Make the first object visible before all others, because a server can take a long time to
+        assemble a large one. As in every repo, the last object becomes visible last."""
         with ThreadPoolExecutor(s3_client.PARALLEL, thread_name_prefix="show") as pool:
             for together in (tickets[:1], tickets[1:-1], tickets[1:][-1:]):
                 list(pool.map(self._show, together))
@@ -234,7 +234,8 @@ class S3Repo:
                 MultipartUpload={"Parts": ticket.data["parts"]},
             )
         except Missing as error:
-            # The dead publisher completed it, or it is gone: the object itself shows which.
+            # Either the dead publisher completed this upload, or it is gone. The object itself
+            # shows which.
             if not self._arrived(ticket):
                 raise RepoError(
                     f"the staged upload of {ticket.key} is gone; publish again"
