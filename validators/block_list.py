@@ -81,8 +81,8 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         return Verdict(RULE, "block", None, limit, words)
     if not blocks:
         words = (
-            "block_list is empty: the validator raises and resets scores; wait for "
-            "the chain to be read"
+            "block_list is empty: the validator raises and resets scores; wait "
+            "until the miner has read the chain"
         )
         return Verdict(RULE, "block", 0, limit, words)
     block = current_block(facts.network, facts.now, limits.block_s)

@@ -134,7 +134,8 @@ def _conversion(
         return values, lambda part: part
     shift = parameters[0] if isinstance(parameters, (list, tuple)) and parameters else None
     if isinstance(shift, torch.Tensor) and shift.numel() != 1:
-        # The shift's shape decides which values it applies to, so no slice can be decoded alone.
+        # The shift's shape decides which values it applies to, so a slice cannot be decoded on its
+        # own.
         return _dequantised(torch, values, parameters, size), lambda part: part
     return values, lambda part: _dequantised(torch, part, parameters, size)
 
@@ -173,7 +174,7 @@ def _unpacked(torch: Any, packed: Any, values: Any, bits: int) -> Any:
     index; byte 1 its high four bits, below the low four of the second; byte 2 the high eight bits
     of the second."""
     if bits != 12:
-        raise Unusable(f"this version cannot read indices of {bits} bits")
+        raise Unusable(f"this version cannot read {bits}-bit indices")
     if packed.dtype != torch.uint8:
         kind = _short(packed.dtype)
         raise Unusable(f"indices are {kind}; validators accept only 12 bits packed in uint8")
@@ -213,7 +214,9 @@ def _check_topk(index: Sequence[int], target: tuple[int, ...], topk: int) -> Non
         given = index[-1] if index else 1
         raise Unusable(f"{given} values per chunk; validators accept exactly {expected}")
     if tuple(index[:-1]) != target[:-1]:
-        raise Unusable(f"chunks of {list(index[:-1])}, but the parameter has {list(target[:-1])}")
+        raise Unusable(
+            f"the file has {list(index[:-1])} chunks, but the parameter has {list(target[:-1])}"
+        )
 
 
 def _dequantised(torch: Any, values: Any, parameters: Any, size: int) -> Any:
@@ -281,8 +284,12 @@ def _check_shapes(
         )
         zeros.scatter_reduce(-1, whole, used, "mean", include_self=False)
     except (RuntimeError, IndexError) as error:
-        where = "" if target is None else f" for a parameter that is decoded as {list(target)}"
-        raise Unusable(f"{given}{where}: {' '.join(str(error).split())[:80]}") from error
+        fit = (
+            "do not match"
+            if target is None
+            else f"do not fit a parameter decoded as {list(target)}"
+        )
+        raise Unusable(f"{given} {fit}: {' '.join(str(error).split())[:80]}") from error
 
 
 def _check_bounds(torch: Any, indices: Any, bound: int | None) -> None:
@@ -335,7 +342,7 @@ def _check_sums(
         if not torch.isfinite(
             dense.scatter_reduce_(-1, index, value, "mean", include_self=False)
         ).all():
-            raise Unusable("NaN or Inf where values of one index are added up")
+            raise Unusable("NaN or Inf when validators add up the values of one index")
 
 
 def _partial(index: Sequence[int], target: tuple[int, ...] | None) -> str | None:

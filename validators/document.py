@@ -63,7 +63,7 @@ def applied(
     key = limits.get("gradients_metadata_key")
     problems: list[str] = []
     if key is not None and key not in document:
-        problems.append(f"lacks the key {key!r}: validators pop it")
+        problems.append(f"lacks the key {key!r}, without which validators raise")
     named = _named(document, form)
     if not named:
         problems.append(f"holds no `<param>{form.index_suffix}` and `<param>{form.value_suffix}`")
@@ -135,7 +135,7 @@ def _decoded(
 def _worthless(
     applied: Mapping[str, Decoded], named: Sequence[str], shapes: Shapes | None
 ) -> Iterator[str]:
-    """Why a file that every validator decodes without error still scores zero."""
+    """Yield the reasons why a file that every validator decodes without error still scores zero."""
     wrapped = [name for name in named if plain_name(name) != name]
     if not applied and wrapped:
         yield (
@@ -150,7 +150,9 @@ def _worthless(
     elif not any(decoded.something for decoded in applied.values()):
         yield ALL_ZERO
     elif 2 * sum(d.enormous for d in applied.values()) >= sum(d.values for d in applied.values()):
-        yield f"values beyond {ENORMOUS:.0e}: the loss after them is NaN, which scores zero"
+        yield (
+            f"values beyond {ENORMOUS:.0e}: the loss after applying them is NaN, which scores zero"
+        )
 
 
 def _compared(

@@ -68,10 +68,10 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         words = f"gradients.pt: {'; '.join(map(str, problems[:_PROBLEMS_KEPT]))}"
         return Verdict(RULE, "block", size, None, words)
     if minimum is not None and size is not None and size < minimum:
-        words = f"gradients.pt has {size} bytes, fewer than a plausible {minimum}"
+        words = f"gradients.pt has {size} bytes, less than the plausible minimum of {minimum}"
         return Verdict(RULE, "block", size, minimum, words)
     if maximum is not None and size is not None and size > maximum:
-        words = f"gradients.pt has {size} bytes, more than a plausible {maximum}"
+        words = f"gradients.pt has {size} bytes, more than the plausible maximum of {maximum}"
         return Verdict(RULE, "block", size, maximum, words)
     if not report.get("params"):
         return Verdict(RULE, "block", 0, 1, "gradients.pt holds no parameter's gradient")

@@ -98,7 +98,7 @@ def _check_size(size: int, max_bytes: int | None) -> None:
     if size == 0:
         raise RejectedFile("the file is empty")
     if max_bytes is not None and size > max_bytes:
-        raise RejectedFile(f"{size} bytes, more than a plausible {max_bytes}")
+        raise RejectedFile(f"{size} bytes, more than the plausible maximum of {max_bytes}")
 
 
 def _check_claims(path: str, size: int) -> None:

@@ -1,6 +1,6 @@
 """The numbers that the rules compare with: the gate's settings and the profile's limits.
 
-Standard library only: rules also run inside rank 0. A limit of None is disabled.
+Standard library only: rules also run inside rank 0. A limit that is None is disabled.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Limits:
     """How long validators wait for a response from the miner's axon."""
 
     allreduce_share: float | None = None
-    """Share of the score for taking part in AllReduces."""
+    """Share of the score, 0-1, that validators give for taking part in AllReduces."""
 
     not_checked: tuple[str, ...] = ()
-    """Checks that validators make and an audit cannot, as text."""
+    """Descriptions of the checks that validators make but an audit cannot."""
 
     block_list_max_age: int | None = None
     """Maximum number of blocks between the newest block in `block_list` and the current one."""
@@ -101,7 +101,8 @@ class Limits:
     gradient."""
 
     gradients_chunk: int | None = None
-    """Indices count within chunks of this edge (the DCT's); None: within the whole tensor."""
+    """Edge length of the chunks (the DCT's) within which indices count; None if they address the
+    whole tensor."""
 
     gradients_layout: str = "rows"
     """Layout of a matrix's chunks: `rows` of its whole width, or square `blocks`."""

@@ -72,8 +72,8 @@ def read_inner_step(metadata: Mapping[str, Any] | None) -> int | None:
     """The inner step as validators parse it: `int()` of the text after its last dot. None if that
     raises.
 
-    They format it into a revision and parse it back (R:433), so 84.5 is 5, 84.0 is 0 and "84" is
-    84.
+    They format it into a revision and parse it back (R:433), so they read 84.5 as 5, 84.0 as 0 and
+    "84" as 84.
     """
     if metadata is None or "inner_step" not in metadata:
         return None
@@ -97,7 +97,9 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
             f"metadata.json lacks {', '.join(missing)}: validators then read inner step 0 "
             "and reset scores"
         )
-        return Verdict(RULE, "block", sorted(map(str, seen)), needed, f"{words}; write them")
+        return Verdict(
+            RULE, "block", sorted(map(str, seen)), needed, f"{words}; add the missing fields"
+        )
     inner = read_inner_step(seen)
     if inner is None and "inner_step" in needed:
         value = _short(seen["inner_step"])

@@ -38,7 +38,7 @@ def outline(document: Any, limits: Limits, shapes: Shapes | None) -> dict[str, A
     problems = []
     key = limits.gradients_metadata_key
     if key is not None and key not in document:
-        problems.append(f"lacks the key {key!r}: validators pop it")
+        problems.append(f"lacks the key {key!r}, without which validators raise")
     named = _named(document, limits)
     if not named:
         ends = (
@@ -126,7 +126,7 @@ def _quantised_dtype(parameters: Any) -> str | None:
 
 
 def misfit(tensors: Tensors, shape: Sequence[int] | None, limits: Limits) -> str | None:
-    """Why a validator would raise on these headers; None if it would not."""
+    """Return why a validator would raise on these headers; None if it would not."""
     expected = limits.gradients_value_dtype
     if expected is not None and tensors.value_dtype != expected:
         return (
@@ -140,11 +140,12 @@ def misfit(tensors: Tensors, shape: Sequence[int] | None, limits: Limits) -> str
         return None
     if fits(tensors.index_shape, tensors.value_shape, target):
         return None
-    where = "" if target is None else f" for a parameter that is decoded as {list(target)}"
     given = (
-        f"indices of shape {list(tensors.index_shape)} and values of {list(tensors.value_shape)}"
+        f"indices of shape {list(tensors.index_shape)} and values of shape "
+        f"{list(tensors.value_shape)}"
     )
-    return f"{given}{where}"
+    fit = "do not match" if target is None else f"do not fit a parameter decoded as {list(target)}"
+    return f"{given} {fit}"
 
 
 def fits(index: tuple[int, ...], values: tuple[int, ...], target: tuple[int, ...] | None) -> bool:

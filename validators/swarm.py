@@ -43,7 +43,7 @@ def judge_alive(facts: Facts, limits: Limits) -> Verdict:
             "warn",
             seen.seconds,
             limit,
-            f"{words}, validators wait {limit:.1f}s. Is the host overloaded?",
+            f"{words}, but validators wait only {limit:.1f}s. Is the host overloaded?",
         )
     return Verdict(ALIVE, "pass", seen.seconds, limit, words)
 
@@ -51,11 +51,11 @@ def judge_alive(facts: Facts, limits: Limits) -> Verdict:
 def judge_allreduce(facts: Facts, limits: Limits) -> Verdict:
     """How the miner's last AllReduce ended, according to its own log."""
     share, seen = limits.allreduce_share, facts.allreduce
-    worth = "" if share is None else f", {share:.0%} of the score"
+    worth = "" if share is None else f" (AllReduces make up {share:.0%} of the score)"
     if seen is None:
         words = f"no AllReduce in the miner's log since the guard started{worth}"
         return Verdict(ALLREDUCE, "unknown", None, None, words)
     if seen.error is not None:
-        words = f"the last AllReduce failed here: {seen.error}{worth}; see the log before it"
+        words = f"the last AllReduce failed here: {seen.error}{worth}; see the log before that line"
         return Verdict(ALLREDUCE, "warn", seen.error, None, words)
     return Verdict(ALLREDUCE, "pass", "finished", None, "the last AllReduce finished here")

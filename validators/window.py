@@ -32,18 +32,18 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     seen = round(into, 1)
     if put[0] <= into <= put[1] and put[1] - into < _NARROW * (put[1] - put[0]):
         words = (
-            f"{into:.0f}s into the window, uploads count up to {put[1]:.0f}s: will yours arrive "
+            f"{into:.0f}s into the window; uploads count up to {put[1]:.0f}s: will yours arrive "
             f"within {put[1] - into:.0f}s?"
         )
         return Verdict(RULE, "warn", seen, list(put), words)
     if put[0] <= into <= put[1]:
-        words = f"{into:.0f}s into the window, uploads count up to {put[1]:.0f}s"
+        words = f"{into:.0f}s into the window; uploads count up to {put[1]:.0f}s"
         return Verdict(RULE, "pass", seen, list(put), words)
     early = into < put[0]
     wait = put[0] - into if early else length - into + put[0]
     word = "TOO_EARLY" if early else "TOO_LATE"
     words = (
-        f"{into:.0f}s into the window, uploads count from {put[0]:.0f}s to {put[1]:.0f}s: "
+        f"{into:.0f}s into the window; uploads count from {put[0]:.0f}s to {put[1]:.0f}s: "
         f"{word}. Wait {wait:.0f}s"
     )
     return Verdict(RULE, "block", seen, list(put), words, retry_after_s=round(wait, 1))
@@ -70,11 +70,13 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
     at = round(since - facts.published.age_s, 1)
     if put[0] <= at <= put[1]:
         close = at > put[1] - limits.block_s
-        words = f"put {at:.0f}s after the window's end, counted up to {put[1]:.0f}s"
+        words = f"put {at:.0f}s after the window's end; uploads count up to {put[1]:.0f}s"
         return Verdict(RULE, "warn" if close else "pass", at, list(put), words)
     if put[0] - limits.block_s <= at <= put[1] + limits.block_s:
         words = f"put about {at:.0f}s after the window's end, within one block's time of a limit"
         return Verdict(RULE, "unknown", at, list(put), words)
     word = "TOO_EARLY" if at < put[0] else "TOO_LATE"
-    words = f"put {at:.0f}s after the window's end, counted from {put[0]:.0f}s to {put[1]:.0f}s"
+    words = (
+        f"put {at:.0f}s after the window's end; uploads count from {put[0]:.0f}s to {put[1]:.0f}s"
+    )
     return Verdict(RULE, "block", at, list(put), f"{words}: {word}")

@@ -28,7 +28,7 @@ EACH_KIND = 3
 STOPPED = {
     "dtype: values float16": "values are float16",
     "gradients: one value NaN": "NaN or Inf in the values",
-    "gradients: all values 1e30": "the loss after them is NaN",
+    "gradients: all values 1e30": "the loss after applying them is NaN",
     "gradients: gradients with torch.compile's names": "validators know _orig_mod.",
     "gradients: gradients lack `metadata`": "lacks the key 'metadata'",
     "block_list: block_list empty": "block_list is empty",

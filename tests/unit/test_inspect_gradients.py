@@ -69,9 +69,9 @@ NAN, INF, FLOAT = float("nan"), float("inf"), torch.float32
         ),
         (
             {"widxs": torch.tensor([5, 5, 5]), "wvals": torch.full((3,), 3e38)},
-            "where values of one index are added up",
+            "when validators add up the values of one index",
         ),
-        ({"wvals": torch.full((3,), 1e30)}, "the loss after them is NaN"),
+        ({"wvals": torch.full((3,), 1e30)}, "the loss after applying them is NaN"),
         ({"wvals": torch.zeros(3), "bvals": torch.zeros(1)}, "all values are zero"),
         ({"widxs": torch.zeros(1, dtype=torch.int64).expand(10**10)}, "claims 10000000000 indices"),
         ({"wvals": torch.ones(1).expand(10**10)}, "claims 10000000000 values"),

@@ -45,7 +45,10 @@ def test_good_gradients_have_no_problem() -> None:
         ({"wvals": [1.0]}, "w: values are a list, not a tensor"),
         ({"wvals": torch.ones(2, 64, 31)}, "w: indices of shape [2, 64, 32] and values of"),
         ({"widxs": torch.zeros(3, 64, 32), "wvals": torch.ones(3, 64, 32)}, "as [2, 64, 192]"),
-        ({"bidxs": torch.zeros(4, 16), "bvals": torch.ones(4, 16)}, "is decoded as [2, 64]"),
+        (
+            {"bidxs": torch.zeros(4, 16), "bvals": torch.ones(4, 16)},
+            "do not fit a parameter decoded as [2, 64]",
+        ),
         ({"bquant_params": (0.0, 1.0, 128, torch.ones(4), torch.float16)}, "b: values are float16"),
     ],
 )

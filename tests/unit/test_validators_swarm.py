@@ -30,7 +30,7 @@ def facts(**known: object) -> Facts:
     [
         (Axon("1.2.3.4:8091", 0.04), "pass", "the axon 1.2.3.4:8091 responds in 0.04s"),
         (Axon("1.2.3.4:8091", 2.3), "pass", "responds in 2.30s"),
-        (Axon("1.2.3.4:8091", 2.4), "warn", "responds in 2.40s, validators wait 2.3s"),
+        (Axon("1.2.3.4:8091", 2.4), "warn", "responds in 2.40s, but validators wait only 2.3s"),
         (Axon("1.2.3.4:8091", None, "refused"), "warn", "does not respond to this host (refused)"),
         (Axon(""), "warn", "the chain names no axon for this uid"),
         (Axon(None, reason="not read"), "unknown", "the miner's axon is unknown: not read"),
@@ -46,7 +46,11 @@ def test_whether_the_axon_answers(axon: Axon | None, outcome: str, words: str) -
     ("end", "outcome", "words"),
     [
         (AllReduce(None), "pass", "the last AllReduce finished here"),
-        (AllReduce("At Checkpoint 2"), "warn", "failed here: At Checkpoint 2, 25% of the score"),
+        (
+            AllReduce("At Checkpoint 2"),
+            "warn",
+            "failed here: At Checkpoint 2 (AllReduces make up 25% of the score)",
+        ),
         (None, "unknown", "no AllReduce in the miner's log since the guard started"),
     ],
 )

@@ -54,7 +54,7 @@ COMPUTE = (
 """Keys of `[compute]`, the hardware that a subnet demands."""
 
 _NEEDED = {"step": {"step", "inner"}, "peers": {"peers"}}
-"""Lists whose expressions need one of these named groups."""
+"""By list: each of its expressions needs at least one of these named groups."""
 
 _ALIKE = 0.8
 """How similar a phase's name must be to a known one to count as mistyped (difflib's ratio)."""
