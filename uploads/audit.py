@@ -177,7 +177,7 @@ class _Access:
         return "configured" if self.keys is None else "commitment"
 
     def rejected(self, refused: str | None, reason: str | None) -> str | None:
-        """Why no validator can open the bucket; None if our own network may be down instead."""
+        """Return why no validator can open the bucket; None if the cause may be our own network."""
         if self.keys is None:
             return None
         if refused is not None:

@@ -38,7 +38,7 @@ def keys_of(commitment: str, form: Sequence[int]) -> dict[str, str] | None:
 
 
 def placeholder(commitment: str, form: Sequence[int]) -> bool:
-    """Whether a field of the commitment is all x: that is the initial value, which validators treat
+    """Return whether a field of the commitment is all x, its initial value, which validators treat
     as unset."""
     return any(set(field) == {"x"} for field in _fields(commitment, form))
 

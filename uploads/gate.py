@@ -143,7 +143,8 @@ def _reason(verdicts: Sequence[Verdict], blocks: Sequence[Verdict], shadow: bool
 
 
 def due(inputs: GateInputs, settings: GateSettings, now: float) -> bool:
-    """Whether the published files are known to be past their target age at `now` (monotonic)."""
+    """Return whether the published files are known to be past their target age at `now`
+    (monotonic)."""
     published = inputs.aged(now, settings.inputs_max_age_s).published
     age = repo_age.age_now(published, now)
     return published.empty or (age is not None and age > settings.repo_age_target_s)

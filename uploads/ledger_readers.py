@@ -14,7 +14,8 @@ from uploads.ledger import Ledger
 
 
 class ReadOnlyLedger(Ledger):
-    """For commands that run alongside a guard: reads existing files, creates and moves nothing."""
+    """For commands that run alongside a guard. It reads existing files, and creates or moves
+    none."""
 
     def since(self, table: str, time: str, *, limit: int) -> list[dict[str, Any]]:
         """The rows since a time in `iso_utc` format; an empty string means all."""
@@ -43,7 +44,8 @@ class ReadOnlyLedger(Ledger):
 
 
 def _is_wal(path: Path) -> bool:
-    """Whether a database is in WAL mode (https://www.sqlite.org/fileformat.html, offset 18)."""
+    """Return whether a database is in WAL mode (https://www.sqlite.org/fileformat.html, offset
+    18)."""
     with open(path, "rb") as file:
         return file.read(20)[18:20] == b"\2\2"
 

@@ -115,8 +115,8 @@ def _not_moved(before: Published | None, after: Published, reported: Reported) -
 
 
 def _is_that(after: Published, reported: Reported) -> bool:
-    """Whether the earlier probe already saw the reported push: it may have run after the files
-    arrived but before the log line. Compares the steps."""
+    """Return whether the earlier probe already saw the reported push, because it ran after the
+    files arrived but before the log line. Compares the steps."""
     return (
         (after.outer_step, after.inner_step)
         == (reported.outer_step, reported.inner_step)

@@ -46,7 +46,7 @@ class RepoWatch:
         return None if self._known is None else age_now(self._known, now)
 
     def is_stale(self, now: float) -> bool:
-        """Whether the repo is known to be past its limit."""
+        """Return whether the repo is known to be past its limit."""
         age = self.age(now)
         return age is not None and age > self._gate.repo_age_limit_s
 

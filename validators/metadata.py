@@ -141,7 +141,7 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
 def mixed(
     metadata: Mapping[str, Any] | None, size_bytes: int | None, checksum: str | None
 ) -> str | None:
-    """Why gradients of this size and checksum do not belong to the revision that `metadata`
+    """Return why gradients of this size and checksum do not belong to the revision that `metadata`
     describes; None without evidence.
 
     Checksums of different formats (an md5, a digest of parts' digests, a sha256) are not

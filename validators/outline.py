@@ -149,9 +149,9 @@ def misfit(tensors: Tensors, shape: Sequence[int] | None, limits: Limits) -> str
 
 
 def fits(index: tuple[int, ...], values: tuple[int, ...], target: tuple[int, ...] | None) -> bool:
-    """Whether torch's scatter along the last dimension accepts these shapes: equal dimension
-    counts, and an index no larger than the values anywhere, nor than the target except in the last
-    dimension."""
+    """Return whether torch's scatter along the last dimension accepts these shapes. It needs equal
+    dimension counts, and an index that is nowhere larger than the values and, except in the last
+    dimension, nowhere larger than the target."""
     if 0 in index:
         return True
     # torch treats a scalar as a vector of length one.

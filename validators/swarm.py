@@ -16,8 +16,8 @@ ALLREDUCE = "allreduce"
 
 
 def judge_alive(facts: Facts, limits: Limits) -> Verdict:
-    """Whether the axon that the chain names responds to this host within the validators' timeout.
-    The epoch in its response stays unknown: the axon returns it only to validators' signed
+    """Judge whether the axon that the chain names responds to this host within the validators'
+    timeout. The epoch in its response stays unknown: the axon returns it only to validators' signed
     requests.
     """
     seen, limit = facts.axon, limits.alive_timeout_s
@@ -49,7 +49,7 @@ def judge_alive(facts: Facts, limits: Limits) -> Verdict:
 
 
 def judge_allreduce(facts: Facts, limits: Limits) -> Verdict:
-    """How the miner's last AllReduce ended, according to its own log."""
+    """Judge how the miner's last AllReduce ended, according to its own log."""
     share, seen = limits.allreduce_share, facts.allreduce
     worth = "" if share is None else f" (AllReduces make up {share:.0%} of the score)"
     if seen is None:

@@ -90,7 +90,7 @@ class Adapter:
                 os.write(2, f"{message(finding)}\n".encode("utf-8", "replace"))
 
     def degraded(self, what: str) -> None:
-        """Report that a part of the program can't be hooked and stays unchanged."""
+        """Report that a part of the program can't be hooked and so runs unchanged."""
         self.emit(make_finding("guard_degraded", what=f"attach {self.way}: {what}"))
 
     def phase(self, name: str) -> AbstractContextManager[Any]:

@@ -142,7 +142,7 @@ class Auto:
         @functools.wraps(update)
         def updated(scaler: Any, *args: Any, **kwargs: Any) -> Any:
             # If losses are left, the scaler found infinite gradients and no optimizer stepped. The
-            # next step gathers new losses. A scaler that is switched off lets every step pass.
+            # next step gathers new losses. A disabled scaler lets every step through.
             if scaler.is_enabled():
                 self._disarm()
                 self.losses.drop()

@@ -49,7 +49,7 @@ class LogCheck:
     """Near misses, closest first: the line number, what the line lacks, and the line."""
 
     def counted(self) -> Mapping[str, int]:
-        """How many steps have each field."""
+        """Count the steps that have each field."""
         return {
             name: sum(getattr(seen.step, name) is not None for seen in self.steps)
             for name in FIELDS

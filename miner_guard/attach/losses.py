@@ -50,8 +50,8 @@ class Device(Protocol):
     """The parts of torch that `Losses` needs to read from a GPU. Tests pass a fake."""
 
     def capturing(self) -> bool:
-        """Whether a CUDA graph is being captured. A copy would become part of the graph, and a
-        query would break the capture."""
+        """Return whether a CUDA graph is being captured. A copy would become part of the graph, and
+        a query would break the capture."""
         ...
 
     def stream(self, device: Any) -> Any:

@@ -237,6 +237,6 @@ def _is_key(word: str) -> bool:
 
 
 def paused(miner: Any) -> bool:
-    """Whether the miner has paused training, as it does for an AllReduce."""
+    """Return whether the miner has paused training, as it does for an AllReduce."""
     active = getattr(miner, "training_active", None)
     return isinstance(active, threading.Event) and not active.is_set()

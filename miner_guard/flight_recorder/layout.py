@@ -146,7 +146,7 @@ _MAX_TIME_S = 1e12
 
 
 def is_time(value: float) -> bool:
-    """Whether the value can be a monotonic time; false for NaN and infinities."""
+    """Return whether the value can be a monotonic time; False for NaN and infinities."""
     return 0.0 <= value < _MAX_TIME_S
 
 

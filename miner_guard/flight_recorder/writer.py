@@ -94,7 +94,8 @@ class FlightWriter:
             self.unpublished = error
 
     def attached(self) -> bool:
-        """Whether a supervisor has opened the record; it then keeps the copy on disk up to date."""
+        """Return whether a supervisor has opened the record; it then keeps the copy on disk up to
+        date."""
         return bool(layout.ATTACHED.unpack_from(self.map, layout.ATTACHED_OFFSET)[0])
 
     def keep_copy(self, alone: Callable[[], bool]) -> None:
@@ -195,11 +196,11 @@ class FlightWriter:
         return count
 
     def room(self) -> int:
-        """How many more journal entries fit before the supervisor has to store some."""
+        """Return how many more journal entries fit before the supervisor has to store some."""
         return layout.JOURNAL_SLOTS - (self.entries_written - self.acknowledged())
 
     def checkpoint_requests(self) -> int:
-        """How many checkpoints the supervisor has asked for since the record was opened."""
+        """Return how many checkpoints the supervisor has asked for since the record was opened."""
         count: int = layout.REQUESTS.unpack_from(self.map, layout.REQUESTS_OFFSET)[0]
         return count
 

@@ -50,5 +50,5 @@ def _failing(error: BaseException | None) -> bool:
 
 
 def _uncaught() -> bool:
-    """Whether the interpreter has reported an exception that reached the top level."""
+    """Return whether the interpreter has reported an exception that reached the top level."""
     return hasattr(sys, "last_exc") or hasattr(sys, "last_value")

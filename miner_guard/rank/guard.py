@@ -226,8 +226,8 @@ class Guard:
 
     @harmless_or(lambda: False)
     def upload_due(self) -> bool:
-        """Whether the published upload is older than its target age. Collective; every rank gets
-        the same answer.
+        """Return whether the published upload is older than its target age. Collective; every rank
+        gets the same answer.
 
         An upload that has just succeeded counts even before the guard polls the repo again.
         """
@@ -235,8 +235,8 @@ class Guard:
 
     @harmless_or(lambda: False)
     def checkpoint_requested(self) -> bool:
-        """Whether someone has run `miner-guard ctl checkpoint` since this method last returned
-        True. Collective; every rank gets the same answer."""
+        """Return whether someone has run `miner-guard ctl checkpoint` since this method last
+        returned True. Collective; every rank gets the same answer."""
         return self._questions.checkpoint_requested()
 
     @harmless_or(no_reports)
@@ -307,8 +307,8 @@ class Guard:
         every_steps: int | None = None,
         step: int | None = None,
     ) -> bool:
-        """Whether a monitoring operation should run now, as `MonitoringCostTracker.due` decides on
-        rank 0 for all ranks.
+        """Return whether a monitoring operation should run now. `MonitoringCostTracker.due` decides
+        that on rank 0 for all ranks.
 
         Collective. Use it for an operation that itself contains a collective, and so must run on
         all ranks or on none. Pass `every_s` or `every_steps`; `step` defaults to the number of

@@ -138,6 +138,6 @@ def _memory_of(cuda: Any, device: int | None) -> GpuMemory | None:
 
 
 def cuda_in_use() -> bool:
-    """Whether this process has a CUDA context."""
+    """Return whether this process has a CUDA context."""
     cuda = sys.modules.get("torch.cuda")
     return cuda is not None and bool(cuda.is_initialized())

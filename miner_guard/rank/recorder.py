@@ -109,7 +109,7 @@ class Recorder:
         return stored
 
     def room(self) -> int:
-        """How many more journal entries fit; 0 without a flight record."""
+        """Return how many more journal entries fit; 0 without a flight record."""
         return 0 if self.flight is None else self.flight.room()
 
     def emit(self, finding: Finding, /) -> None:

@@ -42,7 +42,8 @@ def find(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Mappin
 
 
 def problem(settings: RepoSettings) -> str | None:
-    """Why the keys' file is unusable; None if it is fine or the keys come from the environment."""
+    """Return why the keys' file is unusable; None if it is fine or the keys come from the
+    environment."""
     try:
         find(settings)
     except RepoError as error:
@@ -51,7 +52,7 @@ def problem(settings: RepoSettings) -> str | None:
 
 
 def beside(env: Mapping[str, str], settings: RepoSettings) -> Mapping[str, str]:
-    """`env` plus the variables of the keys' file: all the secrets that a miner may print. Never
+    """`env` plus the variables of the keys' file: all the secrets that a miner might print. Never
     raises."""
     try:
         return {**find(settings, env), **env}

@@ -24,7 +24,7 @@ class UploadPart:
 
     number: int
     md5: str
-    """Hex."""
+    """Hexadecimal digest."""
 
     crc32: str
     """Base64 of four bytes, big-endian, as S3 writes it."""

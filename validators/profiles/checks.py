@@ -111,7 +111,7 @@ def _unknown(what: str, names: Collection[str], allowed: Sequence[str]) -> Itera
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a TOML value is of a limit's type; None stands for an absent limit."""
+    """Return whether a TOML value has a limit's type; None stands for an absent limit."""
     parts = typing.get_args(kind)
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return any(_fits(value, part) for part in parts)

@@ -176,7 +176,7 @@ class Group:
         outcome, payload = self._lead(self._channel, own)
         self._channel.answer(outcome, payload)
         if outcome == _LATE:
-            # Tell followers on this node that ask after the socket is closed.
+            # Tell any follower on this node that asks after the socket is closed.
             self._store.set("broken", b"1")
         return outcome, payload
 

@@ -84,12 +84,12 @@ class CollectiveQueries:
             return self._gate.ask(self.agreement, candidate, question)
 
     def upload_due(self) -> bool:
-        """Whether the published upload is older than its target age. Raises NoConsensus."""
+        """Return whether the published upload is older than its target age. Raises NoConsensus."""
         return self._notice()[1]
 
     def checkpoint_requested(self) -> bool:
-        """Whether a checkpoint has been requested since this method last returned True. Raises
-        NoConsensus."""
+        """Return whether a checkpoint has been requested since this method last returned True.
+        Raises NoConsensus."""
         asked = self._notice()[2]
         if asked <= self._checkpoints:
             return False
@@ -117,8 +117,8 @@ class CollectiveQueries:
     def due(
         self, operation: str, every_s: float | None, every_steps: int | None, step: int | None
     ) -> bool:
-        """Whether an operation is due, as `MonitoringCostTracker.due` decides on rank 0. `step`
-        defaults to this process's step. Raises NoConsensus."""
+        """Return whether an operation is due. `MonitoringCostTracker.due` decides that on rank 0.
+        `step` defaults to this process's step. Raises NoConsensus."""
         count = self._stepper.count
 
         def here() -> bytes:

@@ -86,7 +86,8 @@ class Gate:
         return judged if refused else decision
 
     def due(self) -> bool:
-        """Whether the published upload is older than its target age, as far as this rank knows."""
+        """Return whether the published upload is older than its target age, as far as this rank
+        knows."""
         inputs, now = self._inputs(), self._monotonic()
         if self._just_uploaded(inputs.published.seen_at, now):
             return False

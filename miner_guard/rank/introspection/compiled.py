@@ -12,8 +12,8 @@ R = TypeVar("R")
 
 
 def compiling() -> bool:
-    """Whether torch.compile or torch.export is capturing the current code. The capture treats the
-    result as a constant."""
+    """Return whether torch.compile or torch.export is capturing the current code. The capture
+    treats the result as a constant."""
     compiler = sys.modules.get("torch.compiler")
     return compiler is not None and compiler.is_compiling()
 

@@ -78,8 +78,8 @@ def shapes(model: torch.nn.Module) -> Shapes | None:
 
 
 def offloads(model: torch.nn.Module) -> bool:
-    """Whether FSDP deliberately keeps parameters on the CPU (FSDP2's CPUOffloadPolicy, FSDP1's
-    CPUOffload)."""
+    """Return whether FSDP deliberately keeps parameters on the CPU (FSDP2's CPUOffloadPolicy,
+    FSDP1's CPUOffload)."""
     return any(_fsdp2_offloads(module) or _fsdp1_offloads(module) for module in model.modules())
 
 

@@ -84,8 +84,8 @@ def _end_early(registered: Path) -> None:
 
 
 def taken() -> bool:
-    """Whether the program handles or ignores the signal through Python's `signal` module, which
-    does not show faulthandler's handlers."""
+    """Return whether the program handles or ignores the signal through Python's `signal` module,
+    which does not show faulthandler's handlers."""
     # This runs at every step; `signal.getsignal` would take 35 times as long, because it wraps the
     # result in an enum.
     return bool(_getsignal(_NUMBER) != 0)
@@ -120,8 +120,8 @@ class StackDumps:
 
 
 def _caught() -> bool:
-    """Whether the process has a handler for the signal. If Python's `signal` module shows none, the
-    program has registered it with faulthandler."""
+    """Return whether the process has a handler for the signal. If Python's `signal` module shows
+    none, the program has registered it with faulthandler."""
     with open("/proc/self/status", "rb") as status:
         mask = next((int(line.split()[1], 16) for line in status if line.startswith(b"SigCgt:")), 0)
     return bool(mask >> (STACKS_SIGNAL - 1) & 1)
