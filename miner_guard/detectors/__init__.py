@@ -1,2 +1,2 @@
-"""Pure, streaming judgements: they take records and return findings, with no I/O, no clock and O(1)
+"""Pure, streaming detectors: they take records and return findings, without I/O or a clock, in O(1)
 memory."""

@@ -31,7 +31,8 @@ class Anomaly:
 
 
 def example_range(facts: TrainingFacts, step: int) -> tuple[int, int] | None:
-    """Indices of the first and last example of `step`; None if the settings do not give them.
+    """Return the indices of the first and last example in `step`, or None if the settings do not
+    determine them.
 
     Source 003: start = batch · accumulation · step, end = start + batch · accumulation. With more
     than one rank a step takes `world_size` times as many examples, and the range covers all ranks.
@@ -44,7 +45,7 @@ def example_range(facts: TrainingFacts, step: int) -> tuple[int, int] | None:
 
 
 def for_nan(facts: TrainingFacts, step: int, lr: float | None) -> tuple[str, tuple[str, ...]]:
-    """Cause and fixes of a NaN or Inf loss (source 003, NaN or Inf Loss)."""
+    """Cause of and fixes for a NaN or Inf loss (source 003, NaN or Inf Loss)."""
     examples = example_range(facts, step)
     inspect = (
         f"inspect the batch of step {step}: its data may be bad"
@@ -63,7 +64,7 @@ def for_nan(facts: TrainingFacts, step: int, lr: float | None) -> tuple[str, tup
 
 
 def for_spike(facts: TrainingFacts, step: int, lr: float | None) -> tuple[str, tuple[str, ...]]:
-    """Cause and fixes of a loss spike (source 003, Loss Explosion)."""
+    """Cause of and fixes for a loss spike (source 003, Loss Explosion)."""
     examples = example_range(facts, step)
     where = "" if examples is None else f" (examples {examples[0]} to {examples[1]})"
     return (
@@ -80,7 +81,7 @@ def for_spike(facts: TrainingFacts, step: int, lr: float | None) -> tuple[str, t
 
 
 def for_divergence(lr: float | None, last_good: int | None) -> tuple[str, tuple[str, ...]]:
-    """Cause and fixes of a loss that climbs and stays high (source 003, Loss Explosion)."""
+    """Cause of and fixes for a loss that climbs and stays high (source 003, Loss Explosion)."""
     back = "resume from the last checkpoint before it began"
     if last_good is not None:
         back = f"resume from the last checkpoint at or before step {last_good}"
@@ -93,7 +94,7 @@ def for_divergence(lr: float | None, last_good: int | None) -> tuple[str, tuple[
 
 
 def for_plateau(lr: float | None) -> tuple[str, tuple[str, ...]]:
-    """Cause and fixes of a model that does not learn (source 003, Underfitting)."""
+    """Cause of and fixes for a model that does not learn (source 003, Underfitting)."""
     raised = (
         "raise the learning rate"
         + (f" from {lr:.3g}" if lr else "")
@@ -110,12 +111,13 @@ def for_plateau(lr: float | None) -> tuple[str, tuple[str, ...]]:
 
 
 def for_slow_fall(lr: float | None) -> tuple[str, tuple[str, ...]]:
-    """Cause and fixes of a loss that decreases very slowly (source 003, Underfitting)."""
+    """Cause of and fixes for a loss that decreases very slowly (source 003, Underfitting)."""
     raised = "raise the learning rate" + (f" from {lr:.3g}" if lr else "")
     return (
-        "a low learning rate, a schedule that decays before the model has learned, or few examples",
+        "a low learning rate, a schedule that decays before the model has learned, or too few "
+        "examples",
         (
-            f"{raised} to 5e-4 or 1e-3 (adapters), in one run and with nothing else changed",
+            f"{raised} to 5e-4 or 1e-3 (adapters), for one run, changing nothing else",
             "check the data: prompt template, end-of-sequence tokens, labels that are not masked",
             "train longer or on more examples if evaluation loss still falls",
         ),
@@ -123,10 +125,10 @@ def for_slow_fall(lr: float | None) -> tuple[str, tuple[str, ...]]:
 
 
 def for_evaluation_nan() -> tuple[str, tuple[str, ...]]:
-    """Cause and fixes of an evaluation loss that is NaN or infinite while the training loss is
+    """Cause of and fixes for an evaluation loss that is NaN or infinite while the training loss is
     finite."""
     return (
-        "an evaluation batch or the evaluation's precision: the step's training loss is finite",
+        "a bad evaluation batch, or evaluation precision: training loss is finite at that step",
         (
             (
                 "look for evaluation examples whose labels are all masked: the mean over zero "
@@ -139,7 +141,7 @@ def for_evaluation_nan() -> tuple[str, tuple[str, ...]]:
 
 
 def for_overfit(best_step: int) -> tuple[str, tuple[str, ...]]:
-    """Cause and fixes of overfitting (source 003, Overfitting)."""
+    """Cause of and fixes for overfitting (source 003, Overfitting)."""
     return "the model learns the training examples, not the task", (
         f"use the checkpoint nearest to step {best_step}, where evaluation was best",
         "stop earlier: fewer epochs",
@@ -150,7 +152,7 @@ def for_overfit(best_step: int) -> tuple[str, tuple[str, ...]]:
 
 
 def for_leak() -> tuple[str, tuple[str, ...]]:
-    """Cause and fixes of memory that only grows."""
+    """Cause of and fixes for memory that only grows."""
     return "some code keeps tensors alive from one step to the next", (
         "use loss.item() or loss.detach() wherever a loss is stored",
         (
@@ -162,7 +164,7 @@ def for_leak() -> tuple[str, tuple[str, ...]]:
 
 
 def for_drop() -> tuple[str, tuple[str, ...]]:
-    """Cause and fixes of a sudden drop in GPU memory."""
+    """Cause of and fixes for a sudden drop in GPU memory."""
     return "the model left the GPU, a worker died, or the process restarted", (
         "check that the model is still on cuda and every rank is alive",
         "look for a restart in the log at that time",
@@ -170,13 +172,13 @@ def for_drop() -> tuple[str, tuple[str, ...]]:
 
 
 def for_slow(facts: TrainingFacts) -> tuple[str, ...]:
-    """What to check when individual steps are slow (source 004, problem 2)."""
+    """Things to check when individual steps are slow (source 004, problem 2)."""
     steps = ("check GPU use and clocks: nvidia-smi", "check data loading: slow storage or network")
     if facts.accumulation_steps is None:
         return steps
     return (
         *steps,
-        f"{facts.accumulation_steps} accumulation steps make up a step: fewer make it shorter",
+        f"{facts.accumulation_steps} accumulation steps make up one step; use fewer to shorten it",
     )
 
 

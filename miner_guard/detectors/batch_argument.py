@@ -1,6 +1,6 @@
-"""Raises the batch size by rewriting the one argument that the settings name. Pure.
+"""Raises the batch size by rewriting the command-line argument named in the settings. Pure.
 
-Source 002 relaunches an under-used GPU with a larger batch: three times at most, and never beyond a
+Source 002 relaunches an under-used GPU with a larger batch: at most three times, and never with a
 batch size that ran out of memory.
 """
 
@@ -36,7 +36,8 @@ def rewritten(command: Sequence[str], argument: str, value: int) -> tuple[str, .
 
 
 def _place(command: Sequence[str], argument: str) -> int | None:
-    """Index of the word that holds the value."""
+    """Return the index of the command-line word that holds the value; None if the argument is
+    absent."""
     for index in range(len(command) - 1, -1, -1):
         if command[index].startswith(argument + "="):
             return index
@@ -47,7 +48,7 @@ def _place(command: Sequence[str], argument: str) -> int | None:
 
 @dataclass(frozen=True)
 class BatchChange:
-    """A new value and the reason for it."""
+    """A change of the batch size and the reason for it."""
 
     old: int
     new: int
@@ -64,7 +65,7 @@ class BatchPolicy:
         self._last_good: int | None = None
 
     def larger(self, current: int, factor: float, why: str) -> BatchChange | None:
-        """The next batch size; None when all relaunches are used up or the next size is known not
+        """Return the next change; None if all relaunches are used up or the next size is known not
         to fit."""
         new = max(int(current * factor), current + 1)
         if self._too_large is not None:
@@ -86,5 +87,5 @@ class BatchPolicy:
         return BatchChange(
             current,
             self._last_good,
-            f"batch {current} ran out of memory; no further increase in this run",
+            f"batch {current} ran out of memory; the guard will not raise it again in this run",
         )

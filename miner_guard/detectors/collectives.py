@@ -19,13 +19,13 @@ class Late:
 
 
 def late(traces: Mapping[int, Sequence[Mapping[str, Any]]]) -> Late | None:
-    """The ranks that are behind: those whose last collective in a process group has a lower
-    sequence number than the others'. If all are level, the ranks whose GPU has not started the
-    collective that the other GPUs have started.
+    """Return the ranks that are behind: those whose last collective in a process group has a lower
+    sequence number than the others'. If the numbers are equal, return the ranks whose GPU has not
+    started the collective that other GPUs have started.
 
     `traces` maps a rank to its entries with `collective_seq_id`, `process_group`, `profiling_name`
     and `state`, oldest first. The sequence number counts what the CPU has enqueued, so it stays
-    level when a GPU is stuck in a kernel; torch records what a GPU has started only with
+    equal even when one GPU is stuck in a kernel; torch records what a GPU has started only with
     TORCH_NCCL_ENABLE_TIMING=1. None if no rank is behind, or if fewer than two ranks have entries.
     """
     last: dict[tuple[str, str], dict[int, _Last]] = {}

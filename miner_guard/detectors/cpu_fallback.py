@@ -1,10 +1,10 @@
-"""Detects ranks that compute on the CPU although they should not. Gives a verdict per rank, with
-the evidence.
+"""Detects ranks that compute on the CPU but should not. Gives a verdict and its evidence for each
+rank.
 
 - certain: the model's compute device is the CPU, or the loss comes from the CPU and the model was
-  never seen on a GPU, while hardly any GPU memory is allocated. (A loss on the CPU alone proves
-  nothing: a miner may copy it there to report it. Neither does a model on the CPU while the GPU's
-  memory is full: the miner has moved it since, or offloads it.)
+  never seen on a GPU, while hardly any GPU memory is allocated. (A loss on the CPU proves nothing
+  by itself: a miner may copy it there to report it. Neither does a model on the CPU while GPU
+  memory is in use: the miner has moved it since, or offloads it.)
 - suspected: hardly any GPU memory is allocated, or NVML shows that no GPU is used, and steps are
   slow (source 004: < 1 GB and > 60 s); or the GPU memory is unknown, steps take several times as
   long as before and stay that slow, and no phase explains it.

@@ -14,8 +14,8 @@ from miner_guard.detectors.advice import Anomaly
 from miner_guard.detectors.window import MAD_TO_SIGMA, SortedWindow
 
 SEEN_BEFORE = 1.5
-"""A jump must exceed an earlier one that recovered by this factor, because every epoch may bring a
-similar jump."""
+"""A jump must be this many times as high as any earlier jump from which the loss recovered, because
+every epoch may cause a similar one."""
 
 
 class Divergence:
@@ -23,8 +23,8 @@ class Divergence:
 
     Levels are medians of blocks. The last four must all lie above the best one: by 10 %, by six
     sigmas of the noise (measured on second differences, which a trend does not affect), and by 1.5
-    times any rise from which the run has recovered (an epoch, a warm restart, documents in order).
-    The last one must be near their top.
+    times any rise from which the run has recovered (at a new epoch, after a warm restart, or with
+    unshuffled data). The last level must be close to the highest one.
     """
 
     _GAP = 0.10
@@ -42,7 +42,7 @@ class Divergence:
         self._rise = self._recovered = 0.0
         self._reported = False
         self.came_back = False
-        """Whether the loss has come back since the last finding."""
+        """True if the loss has come back since the last finding."""
 
     def reported(self) -> None:
         """Note that another rule has already reported the current climb."""
@@ -101,7 +101,7 @@ class Divergence:
 
 
 def explosion(step: int, loss: float, median: float, *, steps: int, lr: float | None) -> Anomaly:
-    """The finding for a loss that has stayed at a multiple of its level."""
+    """Return the anomaly for a loss that has stayed at a multiple of its usual level."""
     cause, fixes = advice.for_divergence(lr, step - steps)
     return Anomaly(
         "divergence",

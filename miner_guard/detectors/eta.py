@@ -66,8 +66,7 @@ class TrainingFacts:
     def eta_upload_s(
         self, inner_step: int | None, step_time_s: float | None, since_s: float = 0.0
     ) -> float | None:
-        """Seconds to the next inner step at which the miner uploads and the gate's minimum is
-        reached.
+        """Return the seconds until the miner's next upload; None if unknown.
 
         The miner uploads at multiples of `upload_steps` once the gate's minimum is reached. If the
         cadence is unknown, this is the time to the minimum. `since_s` is the time since the last
@@ -84,14 +83,14 @@ class TrainingFacts:
     def eta_outer_s(
         self, inner_step: int | None, step_time_s: float | None, since_s: float = 0.0
     ) -> float | None:
-        """Seconds to the next outer step."""
+        """Return the seconds until the next outer step; None if unknown."""
         if inner_step is None or not step_time_s or self.inner_steps_per_outer is None:
             return None
         return max(0.0, (self.inner_steps_per_outer - inner_step) * step_time_s - since_s)
 
 
 def next_multiple(minimum: int, of: int) -> int:
-    """The smallest positive multiple of `of` that is not less than `least`."""
+    """The smallest positive multiple of `of` that is not less than `minimum`."""
     return max(-(-minimum // of), 1) * of
 
 

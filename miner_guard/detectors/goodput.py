@@ -28,7 +28,7 @@ CATEGORIES = (
 _PHASES = ("data", "upload", "allreduce", "load_state", "pause")
 _RECENT_STEPS = 64
 _EXPECTED_FACTOR = 2.0
-"""Multiple of the longest recent step up to which an open step counts as training."""
+"""An unfinished step counts as training up to this multiple of the longest recent step."""
 
 _EVALUATION = ("inference", "val_loss", "example_loss")
 

@@ -62,4 +62,6 @@ def no_use(sample: Mapping[str, Any] | None, low_memory_gb: float) -> str | None
     if not seen or busiest > _NO_USE or fullest >= low_memory_gb:
         return None
     gpus = counted(len(seen), "GPU")
-    return f"NVML shows no GPU in use: {gpus}, at most {busiest:.0%} busy and {fullest:.2f} GB full"
+    return (
+        f"NVML shows no GPU in use: {gpus}, at most {busiest:.0%} busy with {fullest:.2f} GB in use"
+    )

@@ -1,5 +1,4 @@
-"""Source 002: does the GPU's memory use suit a model of this size, and does it change over time?
-
+"""Judges whether GPU memory use suits the model's size (source 002) and how it changes over time.
 Pure. A reading is a share of the GPU's memory in per cent; the caller supplies the time and step of
 each reading.
 """
@@ -20,7 +19,7 @@ MIDDLE_PCT = 60.0
 """Source 002's matrix splits the 50-70 % range here."""
 
 STABLE_POINTS = 2.0
-"""Movements within this many points count as stable ("GPU stable at 75-76%")."""
+"""A spread of up to this many percentage points counts as stable ("GPU stable at 75-76%")."""
 
 HISTORY = 256
 """Checks kept: about ten hours at one every 150 s."""
@@ -189,10 +188,8 @@ class GpuUse:
                 share_pct=None,
                 source=None,
                 factor=None,
-                verdict=f"no reading {seconds:.0f} s after the launch: neither the hook, nor the "
-                "miner's "
-                "lines, "
-                "nor NVML gave one; call guard.diagnose or print GPU memory",
+                verdict=f"no GPU memory reading {seconds:.0f} s after the launch, neither from the "
+                "hook, the miner's output nor NVML: call guard.diagnose or print GPU memory",
             )
             return
         for reading in readings:
@@ -229,7 +226,7 @@ class GpuUse:
         )
 
     def _utilization(self, busy_pct: float | None) -> str:
-        """Describe the mean utilization and, if it is low, source 000's conclusion: something
+        """Describe the mean utilization; if it is low, add source 000's conclusion that something
         blocks training."""
         if busy_pct is None:
             return ""
@@ -242,8 +239,8 @@ class GpuUse:
         )
 
     def _good_amount(self, reading: MemoryReading) -> bool:
-        """Whether the amount in use is good although its share is low: source 004's healthy machine
-        uses 28 of 80 GB at 95 % utilization."""
+        """Return whether the amount in use is good even though the share is low: source 004's
+        healthy machine uses 28 of 80 GB at 95 % utilization."""
         busy = reading.busy_pct is not None and reading.busy_pct >= self._settings.busy_pct
         return busy and reading.used_gb >= self._settings.good_memory_gb
 

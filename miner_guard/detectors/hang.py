@@ -63,10 +63,10 @@ class Hang:
     idle_s: float
     limit_s: float
     lasting: bool = False
-    """Whether the hang persists even if steps follow."""
+    """True if the hang persists even after more steps finish."""
 
     finished: bool = False
-    """Whether every rank had finished training, so that only the exit hangs."""
+    """True if every rank had finished training, so only the exit hangs."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Processes:
     """Ranks whose process no longer exists."""
 
     stopped: Collection[int] = ()
-    """Ranks whose process is in state T: SIGSTOP, or a debugger."""
+    """Ranks whose process is in state T, stopped by SIGSTOP or a debugger."""
 
     absent: Collection[int] = ()
     """Ranks that have not called `init`."""
@@ -109,8 +109,7 @@ class HangDetector:
         self._reported = False
 
     def launched(self, now: float) -> None:
-        """Start over for a new launch, which has made no progress yet. Keeps the learned step
-        times."""
+        """Reset for a new launch, but keep the step times learned so far."""
         self._reset(now)
 
     def stepped(
@@ -130,21 +129,22 @@ class HangDetector:
         self._reported = False
 
     def printed(self, now: float) -> None:
-        """Record that the miner printed something, which counts as progress until the first step,
-        when no other progress is known."""
+        """Record that the miner printed something, which counts as progress only until the first
+        step."""
         if not self._stepped:
             self._progress = max(self._progress, now)
 
     def used_cpu(self, now: float, cpu_s: float) -> None:
-        """Record the CPU seconds that the miner's processes have used so far; an increase counts as
-        progress until a rank has reported."""
+        """Record the CPU seconds that the miner's processes have used in total; a clear increase
+        counts as progress until the first step."""
         before, self._cpu = self._cpu, (now, cpu_s)
         if before is not None and cpu_s - before[1] > _IDLE_CPU_SHARE * (now - before[0]):
             self.printed(now)
 
     @property
     def limit_s(self) -> float:
-        """Seconds allowed without a step now, outside phases with a separate allowance."""
+        """Seconds currently allowed without a step, outside phases that have a separate
+        allowance."""
         if not self._stepped:
             return max(self._settings.first_step_s, self._settings.min_s)
         return max(self._settings.min_s, self._settings.factor * max(self._durations, default=0.0))
@@ -182,8 +182,8 @@ class HangDetector:
     def lost(
         self, now: float, ranks: Mapping[int, Now], processes: Processes, allowed_s: float
     ) -> Hang | None:
-        """The hang if a rank died and its launcher did not end the others within `allowed_s`: they
-        would wait forever."""
+        """Return the hang to report if a rank died and its launcher did not stop the others, which
+        would wait forever, within `allowed_s`. None if this hang was already reported."""
         if self._reported:
             return None
         return self._hang(now, ranks, processes, allowed_s)
@@ -206,9 +206,11 @@ class HangDetector:
             else ()
         )
         words = (
-            describe(now, ranks, culprits) if waiting else "a rank did not ask when the others did"
+            describe(now, ranks, culprits)
+            if waiting
+            else "a rank did not ask the gate when the others did"
         )
-        detail = f"{words}; the ranks cannot agree on any further upload in this launch"
+        detail = f"{words}; the ranks cannot agree on uploads for the rest of this launch"
         if what and not culprits:
             detail += f": {what}"
         return Hang(
@@ -221,8 +223,8 @@ class HangDetector:
         self._observed_at = now
 
     def _before_init(self, now: float) -> Hang | None:
-        """Judge a launch in which no rank has reported. Without a CPU reading, a silent miner may
-        be busy."""
+        """Judge a launch in which no rank has reported. Without a CPU reading, reports nothing,
+        because a silent miner may be busy."""
         if self._cpu is None or self.idle_s(now) <= self.limit_s:
             return None
         self._reported = True
@@ -251,8 +253,8 @@ class HangDetector:
         return self._in_granted_phase(number, rank) and now <= self._granted[number]
 
     def _in_granted_phase(self, number: int, rank: Now) -> bool:
-        """Whether the rank is still in its last long phase or in a phase nested in it. A nested
-        phase reports the remaining time as its allowance, so both end at the same time."""
+        """Return whether the rank is still in its last long phase or in a phase nested in it. A
+        nested phase reports the remaining time as its allowance, so both end at the same time."""
         allowance, until = self._allowance_s(rank), self._granted.get(number)
         if allowance is None or until is None:
             return False
@@ -305,8 +307,8 @@ def name_culprits(
 
 
 def _may_wait(rank: Now) -> bool:
-    """Whether the rank's phase may contain a collective. A rank between phases may be in one too,
-    because many miners name no phases."""
+    """Return whether the rank's phase may contain a collective. A rank between phases may be in one
+    too, because many miners name no phases."""
     return rank.state not in ENDED_STATES and rank.phase in _MAY_WAIT
 
 
@@ -359,7 +361,7 @@ def _culprit(now: float, number: int, rank: Now | None, processes: Processes) ->
 
 
 def _place_of(number: int, rank: Now | None, processes: Processes) -> tuple[str, str]:
-    """A rank's place, and any problem with its process."""
+    """Describe where a rank is, and any problem with its process."""
     if rank is None:
         return _UNTIMED[0], ""
     if number in processes.gone:
@@ -370,7 +372,7 @@ def _place_of(number: int, rank: Now | None, processes: Processes) -> tuple[str,
 
 def _where(rank: Now) -> str:
     if rank.state in ENDED_STATES:
-        return "with its training ended"
+        return "in shutdown"
     if rank.phase:
         return f"in {rank.phase}"
     return "before its first step" if rank.total_steps == 0 else "between phases"

@@ -1,4 +1,4 @@
-"""Steps and pushes parsed from log lines, for a miner without the hook. Pure: the caller passes
+"""Parses steps and pushes from log lines, for a miner without the hook. Pure: the caller passes
 arrival times.
 
 A line reports that a step ended (or its progress: micro-batches, a progress bar). The step's
@@ -17,7 +17,7 @@ from miner_guard.detectors.step_grammar import Grammar, Miss, StepLine
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _EVALUATION = re.compile(r"\b(?:eval\w*|val|valid\w*|test)[\s:|\])-]*$", re.IGNORECASE)
-"""Text before a step's line whose loss is an evaluation loss."""
+"""Matches the text before a step's fields if the loss is an evaluation loss."""
 
 _MAX_LINE_LENGTH = 2000
 _REMEMBERED = 16
@@ -55,7 +55,7 @@ class Patterns:
 
 @dataclass(frozen=True)
 class PushLine:
-    """The miner reports a push, or a failed one."""
+    """A line in which the miner reports a push or a failed push."""
 
     tag: str | None
     error: str | None
@@ -63,14 +63,13 @@ class PushLine:
 
 @dataclass(frozen=True)
 class PhaseLine:
-    """The miner enters a phase, or reports how long one took."""
+    """A line in which the miner enters a phase or reports how long one took."""
 
     phase: str
-    """A phase outside plain training, which lasts until the next step or phase line; empty: back to
-    training."""
+    """The phase, which lasts until the next step or phase line; empty for ordinary training."""
 
     seconds: float | None = None
-    """Set if the phase is over: how long it took."""
+    """How long the phase took; None if it has only begun."""
 
     outer: int | None = None
     """The outer step of the steps that follow."""
@@ -78,14 +77,14 @@ class PhaseLine:
 
 @dataclass(frozen=True)
 class PeersLine:
-    """The program reports how many peers take part, including itself."""
+    """A line in which the program reports how many peers take part, including itself."""
 
     peers: int
 
 
 @dataclass(frozen=True)
 class AllReduceEnd:
-    """The program reports how an AllReduce ended."""
+    """A line in which the program reports how an AllReduce ended."""
 
     error: str | None
     """None if it succeeded."""
@@ -93,7 +92,7 @@ class AllReduceEnd:
 
 @dataclass(frozen=True)
 class LoggedStep:
-    """A step, as far as the log shows it. Times are monotonic seconds."""
+    """A step as reconstructed from the log. Times are monotonic seconds."""
 
     line: StepLine
     """`line.seconds` is the duration that the program printed."""
@@ -115,7 +114,8 @@ def read(line: str, patterns: Patterns) -> StepLine | PushLine | PhaseLine | Mis
 
 
 def read_swarm(line: str, patterns: Patterns) -> PeersLine | AllReduceEnd | None:
-    """A line's report about the other peers: their number, or the end of an AllReduce."""
+    """Parse a line about the swarm: the number of peers, or the end of an AllReduce. None for any
+    other line."""
     text = _plain(line)
     for pattern in patterns.peers:
         if (match := pattern.search(text)) is not None:
@@ -215,7 +215,7 @@ class LogSteps:
         self._elapsed = _ElapsedWatch()
 
     def observe(self, line: StepLine, now: float) -> Iterator[LoggedStep]:
-        """The steps that ended with this line, which arrived at `now`."""
+        """Yield the steps that ended with this line, which arrived at `now`."""
         if self._of_another_rank(line.rank):
             return
         if line.inner is None:
@@ -227,7 +227,8 @@ class LogSteps:
             yield from self._ended(line, line.inner, now)
 
     def finish(self, now: float) -> Iterator[LoggedStep]:
-        """The last step, if no later line has shown its end. Call it once the miner has exited."""
+        """Yield the last step if no later line has shown its end. Call this once the miner has
+        exited."""
         pending, self._pending = self._pending, None
         if pending is not None and pending.inner is not None and self._counts(pending):
             yield from self._ended(pending, pending.inner, now)
@@ -263,8 +264,8 @@ class LogSteps:
         self._pending = line if line.total is None else replace(line, seconds=None)
 
     def _counts(self, pending: StepLine) -> bool:
-        """Whether a bar without a loss is known to count steps: programs show bars for other work
-        too."""
+        """Return whether a bar without a loss is known to count steps: programs show bars for other
+        work too."""
         return pending.total is None or pending.loss is not None or pending.total == self._bar_total
 
     def _ended(self, line: StepLine, inner: int, now: float) -> Iterator[LoggedStep]:
@@ -295,8 +296,8 @@ class _ElapsedWatch:
         self._growing = 0
 
     def step_time(self, line: StepLine) -> float | None:
-        """The step time that the line prints; None without one. A `time` that has grown with each
-        of the last `_GROWING` lines, to `_GROWN` times the first, is not a step time."""
+        """Return the step time in the line, or None if it has none. A `time` that has grown with
+        each of the last `_GROWING` lines, to `_GROWN` times the first, is not a step time."""
         if line.seconds is None or not line.maybe_elapsed:
             return line.seconds
         grows = self._first is not None and line.seconds > self._last

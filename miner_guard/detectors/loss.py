@@ -38,20 +38,21 @@ _FIRST_FACTOR = 5.0
 highest of them is an outlier. Five in a row are an explosion, like later ones."""
 
 _MAX_FIRST_SPREAD = 3.0
-"""If the ratio of the highest to the lowest first value exceeds this, as in a policy gradient
-around zero, the values show no level."""
+"""If the highest first value exceeds the lowest by more than this factor, as a policy-gradient loss
+around zero does, the values do not show a level."""
 
 _STRONG_RATIO = 1.5
 """A value at this multiple of its level needs no second value to confirm it."""
 
 _CONFIRMED_RATIO = 1.2
-"""Two consecutive values must lie this far above the level: a warm restart of the learning rate
-costs 5 to 15 %."""
+"""The second outlier in a row must reach this multiple of the level: a warm restart of the learning
+rate raises the loss by only 5 to 15 %."""
 
 _TAIL = 2.0
 _FORGET = 0.998
-"""Upward jumps must be `_TAIL` times the deepest dip below both neighbours, which fades with a
-half-life of 350 values: noise with heavy tails jumps both ways, a spike goes up only."""
+"""An upward jump must be `_TAIL` times the deepest dip of a value below both its neighbours,
+because heavy-tailed noise jumps both ways while a spike only goes up. `_FORGET` fades an old dip
+with a half-life of 350 values."""
 
 _EXPLOSION_STEPS = 5
 
@@ -76,9 +77,9 @@ class LossWatch:
         explosion."""
 
         self._strong = False
-        """Whether the spike's height alone proves it. A lower one counts only if it ends soon: a
-        loss that jumps by a fifth at the end of each epoch takes the whole next epoch to come
-        back."""
+        """True if the spike is high enough to prove itself. A lower one counts only if it ends
+        soon: a loss that jumps by a fifth at the end of each epoch takes the whole next epoch to
+        come back."""
 
         self._dip = self._jump = self._top = 0.0
         self._not_finite = False
@@ -107,13 +108,13 @@ class LossWatch:
             yield from self._plateau.observe(step, loss, lr)
 
     def _returned(self, loss: float, spike: Anomaly) -> bool:
-        """Whether the loss has come back by at least half of the jump."""
+        """Return whether the loss has come back by at least half of the jump."""
         level = spike.evidence["median"]
         back = _rise(loss, level) < _rise(spike.evidence["loss"], level) / 2
         return self._spikes_in_row == 0 and back
 
     def _alone(self) -> bool:
-        """Whether the outliers have ended, or do not amount to an explosion."""
+        """Return whether the outliers have ended, or do not amount to an explosion."""
         return self._spikes_in_row == 0 or (
             self._high_in_row == 0 and self._spikes_in_row >= _EXPLOSION_STEPS
         )
@@ -173,7 +174,7 @@ class LossWatch:
         return None if self._held is not None and self._spikes_in_row > 1 else seen
 
     def _dipped(self, loss: float) -> float:
-        """How far the value before `loss` lies below both its neighbours."""
+        """Return how far the value before `loss` lies below both its neighbours."""
         if len(self._two) < 2:
             return 0.0
         earlier, low = self._two
@@ -194,7 +195,7 @@ class LossWatch:
         )
 
     def _first_limit(self) -> float | None:
-        """The limit before the level is known: only an explosion goes beyond it."""
+        """The limit before the level is known; only an explosion exceeds it."""
         if len(self._local) < _MIN_FIRST:
             return None
         lowest, highest = self._local.quantile(0.0), self._local.quantile(1.0)
@@ -210,7 +211,8 @@ class LossWatch:
 
 
 def _rise(loss: float, level: float) -> float:
-    """How far `loss` lies above `level`: the logarithm of their ratio if both are positive."""
+    """Return how far `loss` lies above `level`: the logarithm of their ratio if both are
+    positive."""
     return math.log(loss) - math.log(level) if loss > 0 < level else loss - level
 
 
@@ -223,8 +225,8 @@ def not_finite(step: int, loss: float, facts: TrainingFacts, lr: float | None) -
 
 
 def hides_nan(loss: float, grad_norm: float | None) -> bool:
-    """Whether a loss of exactly 0 hides a NaN: HF Trainer prints 0 together with a non-finite
-    gradient norm."""
+    """Return whether a loss of exactly 0 hides a NaN: HF Trainer prints 0 together with a
+    non-finite gradient norm."""
     return loss == 0.0 and grad_norm is not None and not math.isfinite(grad_norm)
 
 

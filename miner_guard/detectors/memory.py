@@ -1,4 +1,4 @@
-"""Finds leaks and sudden drops in GPU memory over the steps. Takes *allocated* bytes at one fixed
+"""Finds leaks and sudden drops in GPU memory over the steps. Takes *allocated* memory at one fixed
 point in the step.
 
 Reserved memory grows legitimately. A single legitimate allocation of a GiB would mislead

@@ -1,5 +1,5 @@
-"""Judges evaluations as they arrive: reports one that is not finite, or a rise while the training
-loss falls."""
+"""Judges evaluations as they arrive: reports a loss that is not finite, or that rises while the
+training loss falls."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MIN_EVALUATIONS = 5
 """Number of evaluations before the first verdict."""
 
 MIN_FOR_LEVEL = 15
-"""With fewer evaluations than this, each is judged individually; from this many on, their moving
-level is."""
+"""With fewer evaluations than this, each is judged individually; from this many on, a smoothed
+level is judged."""
 
 TRAIN_FALL = 0.05
 """The training loss must have fallen by this share since the best evaluation."""
@@ -36,9 +36,9 @@ _RISING = 0.2
 
 
 def rises(best: float, last: float, rising: float, after: int) -> bool:
-    """Whether the evaluation loss has risen permanently above its `best` value. `after` is the
-    number of evaluations since then, `rising` their Kendall's tau, and `last` the current level.
-    Used while a run trains and in the analysis afterwards."""
+    """Return whether the evaluation loss has risen permanently above its `best` value. `after` is
+    the number of evaluations since then, `rising` their Kendall's tau, and `last` the current
+    level. Used both for live runs and for finished ones."""
     if best <= 0 or after < (_AFTER_MONOTONE if rising == 1 else _AFTER):
         return False
     steady = last >= _STEADY_RISE * best and rising >= _STEADY and after >= _STEADY_AFTER
@@ -46,8 +46,8 @@ def rises(best: float, last: float, rising: float, after: int) -> bool:
 
 
 def kendall(values: Sequence[float]) -> float:
-    """Kendall's tau against the order of the values. A long series is sampled at 200 evenly spaced
-    values."""
+    """Kendall's tau against the order of the values. A long series is thinned to at most 400 evenly
+    spaced values."""
     stride = max(1, len(values) // 200)
     kept = list(values)[::stride]
     pairs = len(kept) * (len(kept) - 1) // 2
@@ -66,8 +66,8 @@ class OverfitWatch:
     rise with P > 0.99. The first evaluations are judged by the rule for finished runs (`rises`),
     for which five may suffice.
 
-    Simulation of 200 runs with 100 evaluations each, flat with 2 % noise: one run raises an alarm,
-    against 140 if the limit ignores the noise.
+    In a simulation of 200 flat runs with 100 evaluations each and 2 % noise, one run raises an
+    alarm; if the limit ignored the noise, 140 would.
     """
 
     _LEVEL = 3
@@ -134,7 +134,8 @@ class OverfitWatch:
     def _judge(
         self, step: int, level: float, train_loss: float, lowest: tuple[float, int, float]
     ) -> Anomaly | None:
-        """`lowest` is the best level, its step and the training loss at that step."""
+        """Judge the latest level; `lowest` is the best level, its step and the training loss at
+        that step."""
         best, _, best_train = lowest
         gap = max(self._GAP * abs(best), self._GAP_SIGMAS * _sigma(self._bends))
         if (
@@ -173,7 +174,7 @@ def _noise(values: Sequence[float]) -> float:
 
 
 def _sigma(bends: Collection[float]) -> float:
-    """Standard deviation of one evaluation; a second difference has the variance of six."""
+    """Standard deviation of one evaluation; a second difference has six times the variance."""
     return MAD_TO_SIGMA * statistics.median(bends) / math.sqrt(6) if bends else 0.0
 
 

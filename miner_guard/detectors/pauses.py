@@ -40,7 +40,7 @@ class PauseWatch:
         self._seen: deque[tuple[int, float]] = deque(maxlen=_MAX_REMEMBERED)
         self._unexplained: deque[int] = deque(maxlen=_RECURRING)
         self._periods: dict[int, tuple[int, float]] = {}
-        """By period in steps: the step of its last pause, and how long that was, s."""
+        """Step and duration (s) of the last pause, by period in steps."""
 
     def observe(self, step: int, seconds: float) -> Kind:
         """Judge a step that was slow outside every named phase; `step` must increase from call to
@@ -62,7 +62,7 @@ class PauseWatch:
         return False
 
     def _learned(self, step: int, seconds: float) -> bool:
-        """A third pause at the same distance establishes a period."""
+        """Return whether this is a third pause at the same distance, which establishes a period."""
         alike = {earlier for earlier, length in self._seen if _similar(seconds, length)}
         for earlier in sorted(alike, reverse=True):
             gap = step - earlier

@@ -23,20 +23,19 @@ _GAIN_SIGMAS = 2.0
 by chance."""
 
 _LEARNED = 0.10
-"""A loss that has fallen by this share of its first level has learned: a later plateau is
-convergence."""
+"""If the loss has fallen by this share of its first level, the model has learned, and a later
+plateau is convergence."""
 
 _CHANCE = (7.0, 13.0)
-"""Range in nats: an untrained language model starts at a loss of ln(vocabulary), here for 1,100 to
-440,000 tokens."""
+"""An untrained language model's loss, in nats: ln(vocabulary size), for 1,100 to 440,000 tokens."""
 
 _NEAR_CHANCE = 0.12
 """Learning only the token frequencies lowers a language model's loss by this share of its start."""
 
 
 def near_chance(begin: float, best: float) -> bool:
-    """Whether a loss that started at `begin` and has reached `best` is still that of an untrained
-    language model."""
+    """Return whether a loss that started at `begin` and has reached `best` is still that of an
+    untrained language model."""
     return _CHANCE[0] <= begin <= _CHANCE[1] and begin - best < _NEAR_CHANCE * begin
 
 
@@ -63,7 +62,7 @@ class Plateau:
     def observe(self, step: int, loss: float, lr: float | None) -> Iterator[Anomaly]:
         """Judge one loss. Reports each plateau once."""
         if self._ended is None or step <= self._ended:
-            # The first step, or that of a checkpoint from which training resumed.
+            # The first step, or the first after training resumed from an earlier checkpoint.
             self._ended = step - 1
             self._best_step = min(self._best_step, step)
         self._sum += loss
@@ -86,14 +85,14 @@ class Plateau:
         yield self._anomaly(step, level, lr)
 
     def _noise(self) -> float:
-        """Standard deviation of a block; a second difference has the variance of six."""
+        """Standard deviation of a block; a second difference has six times the variance."""
         kept = list(self._blocks)
         bends = [abs(a - 2 * b + c) for a, b, c in zip(kept, kept[1:], kept[2:], strict=False)]
         return MAD_TO_SIGMA * statistics.median(bends) / math.sqrt(6) if len(bends) > 4 else 0.0
 
     @staticmethod
     def _falls(blocks: list[float]) -> bool:
-        """Whether the blocks fall by more than chance explains, and by enough to matter."""
+        """Return whether the blocks fall by more than chance explains, and by enough to matter."""
         third = len(blocks) // 3
         fall = statistics.median(blocks[:third]) - statistics.median(blocks[-third:])
         surely = 1 - p_rising(blocks) > 0.9 or 1 - p_rising_trimmed(blocks) > 0.9

@@ -1,4 +1,4 @@
-"""Finds the rank that left the others behind, and how it ended, from its last record. Pure."""
+"""Finds ranks that ended before the others, and describes how, from their last records. Pure."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Left:
 
 
 def left_behind(ranks: Mapping[int, Now], gone: Collection[int]) -> Left | None:
-    """The ranks that ended while the launch still runs: `gone` ranks have no process, the rest have
-    one. None if no rank is missing."""
+    """The ranks that ended while the launch still runs: the ranks in `gone` no longer have a
+    process, the rest do. None if no rank is missing."""
     staying = [rank for rank in ranks if rank not in gone]
     lost = tuple(sorted(rank for rank in gone if rank in ranks))
     if not lost or not staying:

@@ -1,9 +1,8 @@
 """Explains why steps are slow although the model is on the GPU: distinguishes the causes that
 source 004 lists under problem 2.
 
-Checks, in this order: throttled clocks, starvation by data loading, waiting in collectives, too
-much accumulation for the step time (with the arithmetic). Returns None if no measurement supports
-any of them.
+Checks, in this order: throttled clocks, starvation by data loading, waiting in collectives, more
+accumulation steps than the step time allows. Returns None if no measurement supports any of them.
 """
 
 from __future__ import annotations
@@ -75,5 +74,5 @@ def _accumulation(
     return Explanation(
         "accumulation too high",
         f"{steps} accumulation steps x {each * 1000:.0f} ms = {step_time_s:.0f}s; "
-        f"{settings.good_s:.0f}s allow {fitting}{batch}",
+        f"{settings.good_s:.0f}s would fit {fitting}{batch}",
     )

@@ -1,4 +1,4 @@
-"""Locates a rank: the innermost frame of the miner's own program in a stack dump. Pure."""
+"""Finds where a rank is: the innermost frame of the miner's own code in a stack dump. Pure."""
 
 from __future__ import annotations
 
@@ -43,15 +43,16 @@ _LIBRARIES = frozenset(
         "httpcore",
     }
 )
-"""py-spy shortens file names to the package's; the first component then identifies the library."""
+"""py-spy shortens file names to start at the package, so the first component identifies the
+library."""
 
 
 def innermost_user_frame(dump: str) -> str | None:
-    """`loops.py:14`, from py-spy's or faulthandler's dump of the training thread; None without a
-    frame.
+    """Return the training thread's place, such as `loops.py:14`, from a py-spy or faulthandler
+    dump; None if the dump has no frames.
 
-    Takes the main thread's innermost frame outside the standard library and known libraries; where
-    all frames are in those, the innermost one.
+    This is the main thread's innermost frame outside the standard library and known libraries; if
+    it has none, its innermost frame.
     """
     frames = [
         match
@@ -65,8 +66,8 @@ def innermost_user_frame(dump: str) -> str | None:
 
 
 def waits_for_ranks(dump: str) -> bool:
-    """Whether the training thread is inside torch.distributed, called by the miner's code: it is
-    waiting for the other ranks."""
+    """Return whether the miner's code has called torch.distributed and has not returned from it, so
+    the rank is waiting for the others."""
     for line in _training_thread(dump):
         match = _PY_SPY.match(line) or _FAULTHANDLER.match(line)
         if match is None:
@@ -79,8 +80,8 @@ def waits_for_ranks(dump: str) -> bool:
 
 
 def outside_the_collective(waiting: Mapping[int, bool]) -> tuple[int, ...]:
-    """The ranks that the others are waiting for; empty if all ranks wait in torch.distributed, or
-    none. `waiting` says for each rank whether it does."""
+    """The ranks that the others are waiting for; empty if all ranks or none wait in
+    torch.distributed. `waiting` tells for each rank whether it does."""
     outside = tuple(sorted(rank for rank, waits in waiting.items() if not waits))
     return outside if len(outside) < len(waiting) else ()
 
@@ -98,7 +99,7 @@ def _training_thread(dump: str) -> list[str]:
 
 
 def _of_main(threads: Iterable[list[str]]) -> Iterable[list[str]]:
-    # faulthandler names no thread; the main one handles the signal.
+    # faulthandler does not name threads; the main thread handles the signal.
     return (
         thread
         for thread in threads

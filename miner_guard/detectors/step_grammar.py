@@ -2,8 +2,8 @@
 
 One grammar for all trainers: a field is a name from a vocabulary, some punctuation, and a number
 with its unit (`iteration 100/ 5000`, `'loss': '2.3'`, `elapsed time per iteration (ms): 1234.5`). A
-line reports a step if it has a step's number, or a progress bar's, and a loss, a step time or a
-learning rate.
+line reports a step if it has a step number, named or in a progress bar, and also a loss, a step
+time or a learning rate.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _RANK = re.compile(r"\[default(\d+)\]|\brank[ :=]{0,2}(\d+)\b", re.IGNORECASE)
 _EVALUATION = re.compile(
     r"\b(?:eval\w*|val|valid\w*|test\w*)(?: (?:set|results?))?[\s:|\])-]*$", re.IGNORECASE
 )
-"""Text before a step's first field if the loss is an evaluation loss (torchtitan's `validate step:
-10 loss: …`)."""
+"""Matches the text before a line's first field if the loss is an evaluation loss (torchtitan's
+`validate step: 10 loss: …`)."""
 
 _WHOLE = re.compile(r"\d{1,3}(?:,\d{3})+|\d+")
 _SEPARATORS = re.compile(r"[ _./-]+")
@@ -65,20 +65,20 @@ class StepLine:
     seconds: float | None = None
     gpu_gb: float | None = None
     partial: bool = False
-    """A progress bar or micro-batches: the step ends when the next one begins."""
+    """True for a progress bar or a micro-batch, whose step ends when the next one begins."""
 
     rank: int | None = None
     """The rank that the line names."""
 
     maybe_elapsed: bool = False
-    """`seconds` may be the time since the start, because the line calls it just `time`."""
+    """True if `seconds` may be the time since the start, because the line calls it just `time`."""
 
     samples: bool = False
-    """The number may count samples, so the difference between two lines need not be a number of
+    """True if the number may count samples, so that two lines may not differ by a number of
     steps."""
 
     total: int | None = None
-    """Where a progress bar ends."""
+    """The progress bar's total; None without a progress bar."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,10 @@ class Vocabulary:
     """The names that trainers use for quantities, from attach/patterns.toml."""
 
     names: Mapping[str, Sequence[str]]
-    """By quantity, the preferred name first. A space stands for any of ` _./-`, or for nothing."""
+    """Names by quantity, the preferred one first. A space matches any of ` _./-`, or nothing."""
 
     bars: Sequence[str] = ()
-    """Beginnings of the description of a training loop's progress bar."""
+    """Prefixes that describe a training loop's progress bar."""
 
     not_steps: Sequence[str] = ()
     """Words that mark a line as reporting something else, unless it has both a step number and a
@@ -114,7 +114,7 @@ class _Field:
 
 
 class Grammar:
-    """Reads step lines."""
+    """Parses step lines."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._names = {
@@ -137,8 +137,8 @@ class Grammar:
         )
 
     def read(self, text: str) -> StepLine | Miss | None:
-        """The step that `text` reports, or the parts that are missing; None if it is not about a
-        step. `text`: one line without colour codes."""
+        """Return the step that `text` reports, a `Miss` if only parts of one are there, or None if
+        it is not about a step. `text` is one line without colour codes."""
         fields = self._fields(text)
         first = min((field.start for field in fields.values()), default=len(text))
         if _EVALUATION.search(text, 0, first):
@@ -243,7 +243,7 @@ def _rank(text: str, before: int) -> int | None:
 
 def _miss(text: str, step: int | None) -> Miss | None:
     if _LOSS_WORD.search(text):
-        return Miss("it has a loss, but not as a known name with a number", 2)
+        return Miss("it mentions a loss, but not as a known name with a number", 2)
     if step is not None:
         return Miss("it has a step number, but no loss, step time or learning rate", 1)
     return None

@@ -1,11 +1,11 @@
 """Judges inner-step times: finds slow steps, in absolute terms and against the recent past, and
 grades the run.
 
-Absolute rule and grades: source 004's tables. Relative rule: median and MAD of the last 128 steps
-of the same kind, beyond median + max(5 · 1.4826 · MAD, 0.5 · median) (simulated: no false alarm at
-3 % noise, 1.2 % of steps at 15 %, every 1.6-fold step found; median + 3 · MAD without the floor
-fires on 10 % of healthy steps). A rolling median adapts to a lasting slowdown, so `RegressionWatch`
-also compares the best past median with the median of the last 32 steps.
+The absolute rule and the grades come from source 004's tables. By the relative rule, a step is slow
+beyond median + max(5 · 1.4826 · MAD, 0.5 · median) of the last 128 steps of its kind (simulated: no
+false alarm at 3 % noise, 1.2 % of steps at 15 %, every 1.6-fold step found; median + 3 · MAD
+without the floor fires on 10 % of healthy steps). A rolling median adapts to a lasting slowdown, so
+`RegressionWatch` also compares the best past median with the median of the last 32 steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EVALUATION = {"inference", "val_loss"}
 
 _RECENT = 32
 _MIN_COUNT = 5
-"""How many steps of a kind are needed before one of them is judged against the others."""
+"""Minimum steps of a kind before one of them is judged against the others."""
 
 _MAX_KINDS = 64
 
@@ -43,7 +43,8 @@ _IN_A_ROW = 8
 """This many steps in a row, each beyond the limit, count as a regression."""
 
 _MAX_HELD = 40
-"""Maximum number of steps that a warning waits: by then, RegressionWatch has decided."""
+"""Maximum number of steps for which a warning is held back; by then, RegressionWatch has
+decided."""
 
 _LASTING_S = 20.0
 """How long, in total step time, short steps must stay slower to count as a regression."""
@@ -61,7 +62,7 @@ def scheduled_seconds(phases: Mapping[str, float]) -> float:
 
 @dataclass(frozen=True)
 class SlowStep:
-    """A step beyond a limit."""
+    """A step that took longer than a limit allows."""
 
     seconds: float
     limit_s: float
@@ -73,12 +74,12 @@ class SlowStep:
 
     kind: str
     certain: bool = True
-    """False for a step that comes at regular intervals, and for a single step of less than
-    `_CLEAR_RATIO` times the median: it is scheduled work, or too small to act on."""
+    """False for a step that recurs at regular intervals, which is scheduled work, and for a single
+    step below `_CLEAR_RATIO` times the median, which is too short to act on."""
 
     @property
     def clear(self) -> bool:
-        """Whether the step counts even if no other slow step is near it."""
+        """True if the step counts even if no other slow step is near it."""
         usual = self.median_s if self.rule == "relative" else None
         return usual is None or self.seconds >= _CLEAR_RATIO * usual
 
@@ -97,8 +98,8 @@ class Regression:
 
 
 def grade(seconds: float, settings: StepSettings) -> str:
-    """Source 004's table: good 10-20 s, acceptable 20-40 s, bad beyond 60 s; the range between is
-    `poor`."""
+    """Grade a step time by source 004's table: good 10-20 s, acceptable 20-40 s, bad above 60 s;
+    `poor` between 40 and 60 s."""
     if seconds <= settings.good_s:
         return "good"
     if seconds <= settings.acceptable_s:
@@ -117,8 +118,8 @@ class SlowEpisodes:
         self._warned = Once()
 
     def certain(self, place: int, ratio: float) -> bool:
-        """Whether the next slow step deserves a warning. `place` is its number among the training
-        steps, `ratio` its duration as a multiple of the usual time."""
+        """Return whether the next slow step deserves a warning. `place` is its number among the
+        training steps, `ratio` its duration as a multiple of the usual time."""
         earlier = list(self._places)
         self._places.append(place)
         if not earlier or place - earlier[-1] > _EPISODE:
@@ -178,15 +179,16 @@ class StepTimes:
         return replace(relative, certain=certain)
 
     def rebase(self) -> None:
-        """Compare the next training steps with the latest ones, whose change was reported."""
+        """Make the latest training steps the new baseline, because their change has been
+        reported."""
         if (window := self._windows.get(TRAINING)) is not None:
             window.clear()
             for seconds in list(self._latest)[-_IN_A_ROW:]:
                 window.add(seconds)
 
     def training_window(self) -> SortedWindow | None:
-        """Durations of the recent training steps after the warm-up; those of the warm-up if no
-        others exist."""
+        """Return the durations of the recent training steps after the warm-up, or of the warm-up
+        steps if there are no others. None during the warm-up."""
         if self._seen <= self._settings.warmup:
             return None
         window, early = self._windows.get(TRAINING), self._early.get(TRAINING)
@@ -236,8 +238,9 @@ _Step = TypeVar("_Step")
 
 
 class SlowWarnings(Generic[_Step]):
-    """One alarm for one slowdown: a warning about training steps of less than `_CLEAR_RATIO` times
-    the usual waits until they have ended. If they last, RegressionWatch's report replaces it."""
+    """Warns once per slowdown: a warning about training steps below `_CLEAR_RATIO` times the usual
+    time is held back until the slow steps end. If they last, RegressionWatch's report replaces
+    it."""
 
     def __init__(self) -> None:
         self._held: tuple[_Step, SlowStep] | None = None
@@ -266,7 +269,7 @@ class SlowWarnings(Generic[_Step]):
             yield step, slow
 
     def release(self, *, certain: bool = True) -> Iterator[tuple[_Step, SlowStep]]:
-        """The slow step whose warning waits, if any; as a remark unless `certain`."""
+        """Yield the slow step whose warning is held back, if any; as a remark unless `certain`."""
         if self._held is not None:
             step, slow = self._held
             self._held = None
@@ -274,7 +277,7 @@ class SlowWarnings(Generic[_Step]):
 
 
 def _regular(places: Sequence[int]) -> bool:
-    """Whether the last three places are equally spaced, with other steps between them."""
+    """Return whether the last three places are equally spaced, with other steps between them."""
     if len(places) < 3:
         return False
     first, second = places[-2] - places[-3], places[-1] - places[-2]
@@ -286,10 +289,10 @@ class TokenRate:
     """A training step, normalised by its tokens."""
 
     seconds: float
-    """Its duration at the first step's number of tokens."""
+    """Its duration, scaled to the first step's token count."""
 
     explains: bool
-    """Whether the step was as fast per token as the recent ones, so that its token count explains
+    """True if the step was as fast per token as the recent ones, so that its token count explains
     its duration."""
 
 

@@ -5,11 +5,11 @@ The culprit is the rank with the least visible waiting. Score = (the others' med
 culprit's) / step; 0.10 warns, 0.20 is critical, over a window of 20 steps, two windows in a row.
 Separately timed waiting (phase `collective`) is the better evidence. If the miner's collectives run
 inside forward and backward (FSDP gathers there), those phases count as waiting too: a rank that is
-late elsewhere gets through them fastest. Then another phase of that rank must explain the lateness,
-or its time outside every phase (an unnamed data loader); otherwise, in a miner that waits outside
-all phases, the fastest rank would be named. Last, the others may wait in no phase at all (the
-gathers of an unnamed forward pass, the first synchronisation with a GPU): then only a named phase
-without collectives, such as `data`, can explain the lateness.
+late elsewhere gets through them fastest. In that case, another phase of that rank, or its time
+outside every phase (an unnamed data loader), must explain the lateness; otherwise the fastest rank
+would be blamed in a miner that waits outside all phases. Finally, the others may wait outside every
+phase (in the gathers of an unnamed forward pass, or in the first synchronisation with a GPU). Then
+only a named phase without collectives, such as `data`, can explain the lateness.
 """
 
 from __future__ import annotations
@@ -65,11 +65,12 @@ class Straggler:
     steps: int
 
     def detail(self) -> str:
-        """The evidence in words."""
+        """Describe the evidence."""
         waits = (
             ""
             if self.wait_s is None or self.others_wait_s is None
-            else f" it waits {self.wait_s:.2f}s in collectives, they wait {self.others_wait_s:.2f}s"
+            else f": it waits {self.wait_s:.2f}s in collectives, "
+            f"they wait {self.others_wait_s:.2f}s"
         )
         text = (
             f"works {self.score:.0%} of a {self.step_s:.2f}s step longer than the others "
@@ -83,16 +84,15 @@ class Straggler:
 
 
 _MAY_WAIT = ("collective", "allreduce", "forward", "backward")
-"""Phases that contain a rank's waiting for the others: DDP reduces in backward, FSDP gathers in
-both."""
+"""Phases in which a rank may wait for the others: DDP reduces in backward, FSDP gathers in both."""
 
 
 def work_seconds(steps: Mapping[int, tuple[float, Mapping[str, float]]]) -> dict[int, float]:
-    """By rank, the seconds of a step in which the rank did not wait for the others. `steps` gives
-    the duration and phases of each rank's step.
+    """Return, by rank, the seconds of a step that the rank did not spend waiting for the others.
+    `steps` gives the duration and phases of each rank's step.
 
-    The rank with the least time in the phases that may include waiting waits least; a rank's wait
-    is its time there beyond that minimum.
+    The rank with the least time in the phases of `_MAY_WAIT` waits least; any other rank's wait is
+    the time that it spends there beyond that minimum.
     """
     waits = {
         rank: sum(phases.get(name, 0.0) for name in _MAY_WAIT)
@@ -180,8 +180,9 @@ def judge(
     phases: Mapping[int, Sequence[Mapping[str, float]]],
     settings: StepSettings,
 ) -> Straggler | None:
-    """The straggler of one window, or None: the stronger result of the two ways to measure
-    waiting in phases; without one, the result from the time in which waiting cannot be excluded."""
+    """Return the straggler of one window, or None. The stronger result of the two ways to measure
+    waiting in phases wins; if neither gives one, time in which waiting cannot be ruled out is
+    used."""
     step = statistics.median(value for values in seconds.values() for value in values)
     best: Straggler | None = None
     for names in _WAITS:

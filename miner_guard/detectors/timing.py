@@ -16,7 +16,7 @@ EVALUATION = ("inference", "val_loss")
 
 @dataclass(frozen=True)
 class FastLog:
-    """How many seconds a monitoring callback without evaluation took."""
+    """The time that a monitoring callback without evaluation took, by part."""
 
     total_s: float
     loss_calc_s: float
@@ -25,7 +25,7 @@ class FastLog:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """How many seconds an evaluation step's callback took."""
+    """The time that an evaluation step's callback took, by part."""
 
     total_s: float
     inference_s: float
@@ -45,7 +45,7 @@ class RedFlag:
     limit: str
     meaning: str
     remark: bool = False
-    """The value is outside the range that source 001 expects, but below its red flag."""
+    """True if the value is outside the range that source 001 expects, but below its red flag."""
 
 
 class TimingLog:
@@ -98,7 +98,7 @@ def red_flags(seen: FastLog | Breakdown, settings: StepSettings) -> Iterator[Red
             "fast log",
             seen.total_s,
             (settings.fast_log_usual_s, settings.fast_log_max_s),
-            "something slow is running that should not",
+            "something slow is running that should not be",
         )
         return
     if seen.total_s < settings.red_flag_min_s:

@@ -37,7 +37,7 @@ class RunVerdict:
     """The event whose runbook row helps; None without one."""
 
     confidence: str
-    """`measured`, `likely` (inferred from something near it) or `unknown`."""
+    """`measured`, `likely` (inferred from related evidence) or `unknown`."""
 
     key: str
     """Stable name of the condition; the numbers in the sentence change, the key does not."""
@@ -93,15 +93,15 @@ def _healthy(status: StatusDocument) -> RunVerdict:
 
 
 def _evidence(status: StatusDocument) -> tuple[str, str]:
-    """Whether validators accept the published files (see `RunVerdict.earns`), and how the guard
-    knows."""
+    """Return whether validators accept the published files (see `RunVerdict.earns`), and how the
+    guard knows."""
     audit, upload, repo = status.uploads.audit, status.uploads.upload, status.uploads.repo
     if audit is not None and audit.outcome == "accepted":
         return "yes", "the last audit accepted the published files"
     if upload is not None and upload.outcome == "verified" and repo.stale is False:
         return "probably", "the last upload was verified, but no audit has judged it"
     why = repo.reason or "nothing has been uploaded yet"
-    return "unknown", f"whether validators accept the published files is unknown: {why}"
+    return "unknown", f"it is unknown whether validators accept the published files: {why}"
 
 
 def _progress(status: StatusDocument) -> str:

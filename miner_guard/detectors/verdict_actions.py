@@ -17,7 +17,7 @@ Action = Callable[[StatusDocument, Memory], str]
 
 
 def always(text: str) -> Action:
-    """The action whose text does not depend on the state."""
+    """Return an action with the same text in every state."""
     return lambda status, memory: text
 
 

@@ -52,7 +52,7 @@ class Condition:
 
 
 def or_unknown(value: Any) -> str:
-    """`unknown` for None."""
+    """Return the value as text, or `unknown` for None."""
     return "unknown" if value is None else str(value)
 
 
@@ -149,8 +149,8 @@ def _no_step(status: StatusDocument, memory: Memory) -> str | None:
 
 
 def _overdue(status: StatusDocument, memory: Memory) -> str | None:
-    """Whether a step takes far longer than any before it, and the guard has not called it a hang
-    yet."""
+    """Return the cause if a step takes far longer than any before it and the guard has not called
+    it a hang yet."""
     steps, hang = status.steps, status.hang
     age, slowest = steps.last_step_age_s, steps.max_s
     if age is None or slowest is None or steps.phase not in _STEPPING:

@@ -1,7 +1,7 @@
 """Up to seven days of verdicts as a strip of cells, like a status page. Pure.
 
 The guard adds up the seconds while it runs (`VerdictWeek`), so that no reader has to search a week
-of log. Time in which no guard ran has no verdict: it is `unwatched`, and counts towards no other
+of logs. Time in which no guard ran has no verdict: it is `unwatched`, and counts towards no other
 state.
 """
 
@@ -27,7 +27,7 @@ not turn an hour red."""
 
 _UNCOUNTED_S = 60.0
 """Up to this many seconds of a cell without a verdict are ignored: they come from rounding and the
-guard's own start."""
+guard's startup."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,11 @@ class Strip:
 
     cell_s: float
     cells: Sequence[str]
-    """The worst state that held for a noticeable part of the cell."""
+    """For each cell, the worst state that held for a noticeable part of it."""
 
     shares: dict[str, float]
-    """Share of the time from `since` to `end`, by state, the largest first; empty without any."""
+    """Share of the time from `since` to `end`, by state, largest first; empty if nothing was
+    recorded."""
 
 
 class VerdictWeek:
@@ -69,8 +70,8 @@ class VerdictWeek:
     def start(self) -> float | None:
         """When the record begins, in seconds since 1970; None if it is empty.
 
-        A record that an older guard began without noting its start begins where its first cell
-        would if that were filled to its end.
+        If an older guard did not store the start, it is computed as if the first cell had been
+        recorded up to its end.
         """
         if not self._cells:
             return None
@@ -80,7 +81,7 @@ class VerdictWeek:
         return (first + 1) * CELL_S - min(CELL_S, sum(self._cells[first].values()))
 
     def to_json(self) -> dict[str, dict[str, float]]:
-        """By cell, numbered from 1970: seconds by state."""
+        """Return the seconds of each state by cell; cells are numbered from 1970."""
         return {
             str(cell): {state: round(seconds) for state, seconds in states.items()}
             for cell, states in sorted(self._cells.items())
@@ -109,7 +110,7 @@ class VerdictWeek:
 
     def strip(self, now: float, cells: int = CELLS, current: str | None = None) -> Strip | None:
         """The strip from the record's start to `now`, in at most `cells` cells; None if there is no
-        record. `current` colours the last cell however briefly it has held."""
+        record. `current`, if worse, colours the last cell no matter how briefly it has held."""
         oldest = (int(now // CELL_S) - CELLS + 1) * CELL_S
         if self.start is None or (since := max(self.start, oldest)) >= now:
             return None

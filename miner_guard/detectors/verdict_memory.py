@@ -1,5 +1,5 @@
-"""Remembers findings with lasting effects, which the verdict needs besides the status document.
-Pure."""
+"""Remembers findings with lasting effects, which the verdict needs in addition to the status
+document. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from miner_guard.eventlog.status_document import StepsStatus
 
 _LASTING = frozenset({"loss_nan", "audit_failed", "repo_stale", "cpu_fallback"})
 _RECOVERED_SHARE = 0.9
-"""Steps count as slow until their median falls below this share of the one that began it: a median
-near the limit must not change the verdict with each step."""
+"""Steps count as slow until their median falls below this share of the median at which the slowdown
+began: a median near the limit must not change the verdict with each step."""
 
 _ENDED_BY = {
     "audit_passed": ("audit_failed",),
@@ -37,7 +37,7 @@ class Memory:
     """Fields of the last incident, until the miner steps again."""
 
     nan: Mapping[str, Any] | None = None
-    """Fields of the finding that the loss became NaN or infinite, until a finite loss."""
+    """Fields of the last `loss_nan`, until the loss is finite again."""
 
     checkpoint: Mapping[str, Any] | None = None
     """Fields of the last `checkpoint_saved` from before the loss became NaN."""
@@ -53,8 +53,8 @@ class Memory:
     """The median step time when steps became slow; None while they are not."""
 
     reported: dict[str, str] = field(default_factory=dict)
-    """By event: the words of a finding, because the status document may show it only a second later
-    and an alert sent in between must not contradict it."""
+    """Messages of findings by event. The status document may not show a finding until a second
+    later, and an alert sent in between must not contradict it."""
 
     def take(self, finding: Finding) -> None:
         """Update the memory from one finding."""

@@ -1,6 +1,6 @@
 """The verdict in words, as shown by pages, commands, alerts and endpoints. Pure.
 
-Each surface takes its words from here, so that they agree word for word.
+All of them take the text from here, so that they agree word for word.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ SILENT_S = 60.0
 second."""
 
 FIND_THE_GUARD = (
-    "on the miner's machine, check whether the guard runs: `miner-guard status`, `pm2 status` or "
-    "`systemctl status miner-guard`"
+    "on the miner's machine, check whether the guard is running: `miner-guard status`, `pm2 "
+    "status` or `systemctl status miner-guard`"
 )
 """The next step if the guard itself is silent."""
 
@@ -29,11 +29,11 @@ _DEGRADED = {"yes": "STILL EARNING, degraded", "probably": "PROBABLY STILL EARNI
 first, since that decides whether to get up at night."""
 
 _ENDED = {"crash_loop": "stopped by a crash loop", "finished": "finished"}
-"""By the verdict's key: the state of a miner whose guard has ended."""
+"""State of a miner whose guard has ended, by the verdict's key."""
 
 
 def is_silent(status: StatusDocument, age_s: float) -> bool:
-    """Whether a guard that should still run wrote this status too long ago."""
+    """Return whether a guard that should still run wrote this status too long ago."""
     return age_s > SILENT_S and status.state != "done"
 
 

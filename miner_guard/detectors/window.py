@@ -45,8 +45,8 @@ class SortedWindow:
         return self.quantile(0.5)
 
     def quantile(self, share: float) -> float:
-        """Interpolates linearly between the two nearest values (numpy's default). Raises IndexError
-        if empty."""
+        """Return a quantile, interpolated linearly between the two nearest values (numpy's
+        default). Raises IndexError if empty."""
         place = share * (len(self._sorted) - 1)
         low = int(place)
         value = self._sorted[low]

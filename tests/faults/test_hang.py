@@ -70,7 +70,7 @@ def test_a_rank_that_is_too_late_to_agree_is_a_hang_although_all_ranks_step(
     hang = guarded.wait_for("hang_detected", seconds=90)
     assert hang["culprits"] == [1]
     assert "rank 1 in data for" in hang["msg"]
-    assert "cannot agree on any further upload" in hang["msg"]
+    assert "cannot agree on uploads for the rest" in hang["msg"]
     assert "hang: rank 1 in data" in guarded.wait_for("miner_restarting", seconds=60)["msg"]
     assert "late.py" in (evidence(guarded) / "stacks-rank-0001.txt").read_text()
     assert guarded.stop() in (0, 75)

@@ -156,7 +156,7 @@ def test_source_004s_problem_2_is_explained_with_its_arithmetic() -> None:
     assert seen.cause == "accumulation too high"
     assert (
         seen.arithmetic
-        == "256 accumulation steps x 469 ms = 120s; 20s allow 42 (effective batch 84)"
+        == "256 accumulation steps x 469 ms = 120s; 20s would fit 42 (effective batch 84)"
     )
     throttled = explain(120.0, {}, facts, StepSettings(), throttle_reasons=["sw_thermal_slowdown"])
     assert throttled is not None

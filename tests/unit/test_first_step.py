@@ -50,7 +50,7 @@ def test_lines_not_understood_are_quoted_within_two_minutes(tmp_path: Path) -> N
     (finding,) = Miner(tmp_path, "log").waits(120, "loss of outer 1 is 2.5 at 3")
     assert (finding.event, finding.level) == ("no_step_yet", "warning")
     detail = str(finding.fields["detail"])
-    assert "'loss of outer 1 is 2.5 at 3': it has a loss" in detail
+    assert "'loss of outer 1 is 2.5 at 3': it mentions a loss" in detail
     assert "attach-check" in detail
 
 

@@ -85,7 +85,7 @@ def test_no_reading_at_60_s_is_a_finding_where_a_gpu_is_expected(tmp_path: Path)
     bench.launch()
     (finding,) = bench.tick(61)
     assert finding.severity == "warning"
-    assert "no reading" in catalog.message(finding)
+    assert "no GPU memory reading" in catalog.message(finding)
     on_cpu = Bench(tmp_path)
     on_cpu.launch()
     assert not on_cpu.tick(61)

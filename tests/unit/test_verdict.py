@@ -92,7 +92,7 @@ def typed(**changes: Any) -> StatusDocument:
     ("changes", "findings", "state", "words"),
     [
         ({}, (), EARNING, "training at outer step 56, inner step 84, loss 3.40"),
-        ({"uploads": {}}, (), UNKNOWN, "whether validators accept the published files is unknown"),
+        ({"uploads": {}}, (), UNKNOWN, "unknown whether validators accept the published files"),
         ({"steps__loss": "NaN"}, (), NOT_EARNING, "loss is NaN at step 84"),
         ({"hang__hang": "rank 1 in data for 912s"}, (), NOT_EARNING, "rank 1 in data"),
         ({"chain__registered": False}, (), NOT_EARNING, "not registered"),
@@ -394,4 +394,6 @@ def test_a_guard_that_is_gone_is_unknown_and_not_what_it_last_knew() -> None:
     status = StatusDocument(verdict=judged, updated="2026-01-02T12:09:00.000Z")
     line, step = screen.verdict_lines(status, age_s=300.0)
     assert line.startswith("UNKNOWN since 12:09 UTC: the guard has written nothing for 5 min")
-    assert step.startswith("next   on the miner's machine, check whether the guard runs: `miner")
+    assert step.startswith(
+        "next   on the miner's machine, check whether the guard is running: `miner"
+    )

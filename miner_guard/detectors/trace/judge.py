@@ -55,7 +55,7 @@ def judge(trace: Trace, facts: TrainingFacts | None = None) -> list[Anomaly]:
 
 
 def _not_finite(trace: Trace, facts: TrainingFacts) -> Iterator[Anomaly]:
-    """The first step of each stretch of non-finite losses, in training or evaluation."""
+    """Yield the first step of each stretch of non-finite losses, in training or evaluation."""
     reported: set[int] = set()
     for name, words in (("loss", "loss"), ("eval_loss", "evaluation loss")):
         series = trace[name]
@@ -85,8 +85,8 @@ def _not_finite(trace: Trace, facts: TrainingFacts) -> Iterator[Anomaly]:
 
 
 def _hidden_nan(trace: Trace) -> Iterator[int]:
-    """HF Trainer prints loss 0.0 after NaN: with grad_norm NaN, or abruptly after losses far from
-    0."""
+    """Find where HF Trainer printed 0.0 for a NaN loss: with a NaN grad_norm, or abruptly after
+    losses far from 0."""
     norms = dict(zip(trace["grad_norm"].steps, trace["grad_norm"].values, strict=True))
     loss = trace["loss"]
     for place, (step, value) in enumerate(zip(loss.steps, loss.values, strict=True)):
@@ -193,7 +193,7 @@ def _climb(trace: Trace, loss: Series, index: int, seen: levels.Climb) -> Anomal
 
 
 def _from_the_start(loss: Series) -> bool:
-    """Whether the trace shows its run from the first steps on."""
+    """Return whether the trace shows its run from the first steps on."""
     if not len(loss):
         return False
     stride = (loss.steps[-1] - loss.steps[0]) / max(1, len(loss) - 1)
@@ -299,7 +299,7 @@ def _step_time(times: Series, facts: TrainingFacts) -> Iterator[Anomaly]:
 
 
 def _period(slow: Sequence[Outlier]) -> int | None:
-    """Steps between slow steps that recur regularly."""
+    """Number of values between slow steps that recur regularly; None if they do not."""
     gaps = [b.index - a.index for a, b in itertools.pairwise(slow) if b.index - a.index > 1]
     if len(gaps) < 3:
         return None
@@ -314,10 +314,10 @@ def _memory(memory: Series) -> Iterator[Anomaly]:
         text = f"GPU memory went from {change.before:.4g} to {change.after:.4g}"
         if change.kind == "memory_leak":
             cause, fixes = advice.for_leak()
-            text += " and never came back"
+            text += " and never came back down"
         elif change.kind == "memory_drop":
             cause, fixes = advice.for_drop()
-            text += ", and back soon after" if change.recovered else " and stayed there"
+            text += " and recovered soon after" if change.recovered else " and stayed there"
         else:
             cause, fixes = "a different process, stage or batch size", ()
         evidence = {"before": change.before, "after": change.after}

@@ -34,10 +34,11 @@ class Shift:
 
 
 def shifts(values: Sequence[float]) -> list[Shift]:
-    """Level changes of positive `values`: medians of 32 before and after that differ by more than
-    noise.
+    """Find level changes in positive `values`: the medians of the 32 values before and after differ
+    by more than noise.
 
-    Without a sharp change, a slow drift of more than 12 % over the run counts as one at its middle.
+    Without a sharp change, a slow drift of more than 12 % over the run counts as a change at its
+    midpoint.
     """
     if len(values) < _START_UP + _MIN_SIDE or min(values) <= 0:
         return []
@@ -95,7 +96,8 @@ def _drift(logs: Sequence[float]) -> list[Shift]:
 
 
 def fall(values: Sequence[float]) -> float:
-    """How far the level of the first tenth lies above the lowest later level; 0 if it does not."""
+    """Return how far the level of the first tenth lies above the lowest later level; 0 if it does
+    not."""
     part = max(3, len(values) // 10)
     blocks = _block_medians(values, part)
     return max(0.0, blocks[0] - min(blocks)) if blocks else 0.0
@@ -158,7 +160,7 @@ _FLAT_FALL = 0.03
 _FLAT_FIRST = 0.045
 _FLAT_ERROR = 0.02
 _OF_MEDIAN = 1.25
-"""Standard deviation of a median against that of a mean, for normal noise."""
+"""Ratio of a median's standard deviation to a mean's, for normal noise."""
 
 _FEW_SIGMAS = 2.0
 """How far, in sigmas, noise alone lifts the highest of the first few values above the level."""
@@ -259,8 +261,8 @@ def slow_fall(values: Sequence[float]) -> SlowFall | None:
 def _stuck_near_chance(
     values: Sequence[float], first: float, blocks: Sequence[float], error: float
 ) -> bool:
-    """Whether the loss starts at an untrained language model's level, falls a little, then stops
-    falling."""
+    """Return whether the loss starts at an untrained language model's level, falls a little, then
+    stops falling."""
     begin = max(first, values[0])
     half = blocks[len(blocks) // 2 :]
     stuck = near_chance(begin, min(blocks)) and half[0] - min(half) < _STILL * begin

@@ -17,8 +17,8 @@ _DROP = 0.25
 """A fall by this share below the usual level is a drop (source 002: 76 % to 45 %)."""
 
 _SIGMAS = 4.0
-"""A jump must exceed this multiple of the noise: with mixed sequence lengths, memory moves at every
-step."""
+"""A jump must exceed this multiple of the noise: with mixed sequence lengths, memory changes at
+every step."""
 
 _TRANSIENT = 6
 _START_UP = 0.10
@@ -76,8 +76,8 @@ def _drops_and_levels(values: Sequence[float]) -> list[LevelChange]:
 
 
 def _settled(values: Sequence[float]) -> int:
-    """Where the start-up ramp ends: at the first value from which the next eight differ by less
-    than 10 %."""
+    """Return the index at which the start-up ramp ends: the first of eight values that differ by
+    less than 10 %."""
     for place in range(len(values) - 8):
         part = values[place : place + 8]
         if max(part) - min(part) <= _JUMP * max(part):
@@ -119,8 +119,8 @@ def _edge(values: Sequence[float], place: int, usual: float) -> list[LevelChange
 
 
 def steps_of_growth(values: Sequence[float]) -> list[LevelChange]:
-    """Find stepwise growth that never returns: every rise of 3 %, if at least two come after the
-    start-up."""
+    """Find stepwise growth that is never released: every rise of 3 %, if at least two come after
+    the start-up."""
     rises: list[LevelChange] = []
     highest = values[0]
     place = 1
@@ -143,8 +143,8 @@ def steps_of_growth(values: Sequence[float]) -> list[LevelChange]:
 
 
 def gradual_growth(values: Sequence[float]) -> list[LevelChange]:
-    """Find growth without steps: of the minima of 8 blocks after the start-up, 6 of 7 changes are
-    rises, by more than 5 % and 1 GiB in all."""
+    """Find growth without steps: the minima of 8 blocks after the start-up rise in at least 6 of 7
+    cases, by more than 5 % and 1 GiB in total."""
     rest = values[max(4, int(_START_UP * len(values))) :]
     size = len(rest) // 8
     if size < 4:
@@ -162,8 +162,9 @@ _RISING = 7
 
 
 def late_growth(values: Sequence[float]) -> list[LevelChange]:
-    """Find growth that begins mid-run and continues to the end: the minima of at least 7 blocks,
-    each a 32nd of the run, rise in a row with one exception; more than 5 % and 1 GiB in all."""
+    """Find growth that begins mid-run and continues to the end: the minima of blocks, each a 32nd
+    of the run, rise at least 7 times in a row, with at most one exception, by more than 5 % and 1
+    GiB in total."""
     size = max(4, len(values) // _BLOCKS)
     start = len(values) % size
     minima = [min(values[n : n + size]) for n in range(start, len(values), size)]

@@ -1,9 +1,9 @@
-"""Finds single values that stand out from both sides: loss spikes and slow steps.
+"""Finds single values that stand out from those before and after them: loss spikes and slow steps.
 
 A value is compared with the median before it and the median after it, and must exceed the higher
 one, so the edge of a lasting change is not an outlier. The noise is the MAD of both sides around
-their respective medians, of logarithms where all values are positive (noise of losses and times
-grows with their level).
+their medians. It is computed from logarithms if all values are positive, because the noise in
+losses and times grows with their level.
 """
 
 from __future__ import annotations

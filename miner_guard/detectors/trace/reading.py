@@ -99,7 +99,7 @@ _SUMMED_UP = re.compile(r"(?:train|eval)_\w+\s{2,}=\s.*")
 EVALUATION_WORDS = frozenset(
     name.encode() for name, quantity in _PLAIN_NAMES.items() if quantity == "eval_loss"
 )
-"""Lower-case substrings, one of which every printed evaluation loss contains."""
+"""Lower-case substrings; every printed evaluation loss contains one of them."""
 
 _MAX_PRINTED_LENGTH = 4096
 _MAX_FIELDS = 100
@@ -123,8 +123,8 @@ def read(lines: Iterable[str]) -> Trace:
 
 
 def evaluates(output: bytes) -> bool:
-    """Whether a piece of output may print an evaluation loss: cheap, for lines and for whole
-    chunks."""
+    """Return whether a line or a chunk of output may contain an evaluation loss. Cheap, but not
+    exact."""
     small = output.lower()
     return any(word in small for word in EVALUATION_WORDS)
 
@@ -146,7 +146,8 @@ class _Spread:
         self._parts: list[str] = []
 
     def join(self, text: str) -> str:
-        """`text`, or an empty string while an object is incomplete, then the whole object."""
+        """Return `text` unless it is part of an object: then an empty string until the object is
+        complete, and the whole object at its end."""
         if text == "{":
             self._parts = [text]
             return ""
@@ -256,7 +257,8 @@ def _document(text: str) -> Mapping[str, Any] | None:
 
 
 def _literal(text: str) -> Any:
-    """HF Trainer prints Python dictionaries, in which `nan` is not a literal."""
+    """Parse a Python dictionary, which HF Trainer prints with bare `nan` and `inf`; None if it is
+    not one."""
     try:
         return ast.literal_eval(re.sub(r"(?<=[:\s])(-?)(nan|inf)\b", r"'\1\2'", text))
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -306,8 +308,8 @@ def _add(trace: Trace, step: int, values: Iterable[tuple[str, float]]) -> None:
 
 
 def number(value: Any) -> float | None:
-    """A number, or one of the strings for values that JSON cannot express; None for anything
-    else."""
+    """Return a number, or a string that denotes one (`NaN`, `Infinity`), as a float; None for
+    anything else."""
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, (int, float)):

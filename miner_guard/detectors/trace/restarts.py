@@ -12,11 +12,12 @@ from miner_guard.detectors.trace.series import step_noise
 _ALIKE = 0.10
 _COMPARED = 5
 _FOLLOWED = 20
-"""A restart descends as the run did over this many values, if available; an exploded loss stays
-up."""
+"""After a restart, the loss must descend as it did over the run's first values, up to this many; an
+exploded loss stays high."""
 
 _MIN_LEVEL_RATIO = 0.8
-"""A spike is immediately back at its own level, below that of the run's first values."""
+"""The median after a restart must be at least this share of the run's early median; after a spike,
+the loss is immediately back at its own, lower level."""
 
 _JUMP_SIGMAS = 5.0
 """A restart exceeds the noise from value to value by this factor; a flat loss always looks like its
@@ -66,8 +67,8 @@ def restarts(values: Sequence[float]) -> list[int]:
 
 
 def _follows(values: Sequence[float], place: int) -> bool:
-    """Whether the values descend as the run did at its start, and no faster; True if too few follow
-    to decide."""
+    """Return whether the values descend as the run did at its start, and no faster; True if too few
+    follow to decide."""
     then, now = values[_COMPARED:_FOLLOWED], values[place + _COMPARED : place + _FOLLOWED]
     if len(now) < len(then):
         return True
@@ -75,9 +76,9 @@ def _follows(values: Sequence[float], place: int) -> bool:
 
 
 def _jumps(values: Sequence[float], place: int, last: int, min_jump: float) -> bool:
-    """Whether the value is clearly above the preceding ones, by a logarithm of at least `min_jump`,
-    and reverses most of the descent in one step; a diverging loss returns to its first values
-    gradually."""
+    """Return whether the value is clearly above the preceding ones, by a logarithm of at least
+    `min_jump`, and reverses most of the descent in one step; a diverging loss returns to its first
+    values gradually."""
     before = values[max(last, place - 4) : place]
     if not before or values[place] <= _MIN_FALL * (level := median(before)) or level <= 0:
         return False

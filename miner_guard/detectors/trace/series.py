@@ -62,7 +62,8 @@ class Trace:
 
 
 def centred(values: Sequence[float], width: int) -> list[float]:
-    """Means over `width` values around each; an even window extends one further to the right."""
+    """Return the moving mean over `width` values around each; an even window extends one value
+    further to the right."""
     left, right = (width - 1) // 2, width // 2 + 1
     means = []
     for place in range(len(values)):
