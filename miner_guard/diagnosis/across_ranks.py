@@ -3,7 +3,7 @@ without a supervisor uses it too.
 
 A report is a mapping as returned by `miner_guard.rank.introspection.diagnose`; the report of a
 silent rank has only `rank` and `error`. Findings follow source 004: its block, its red flags, then
-problems that one rank alone cannot detect.
+problems that no single rank can detect.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ LOW_MEMORY_BYTES = 1024**3
 """Source 004: with less than 1 GB allocated, the model may be on the CPU."""
 
 SHARD_RATIO = 1.5
-"""Largest local shard / median; FSDP's rounding to whole rows stays well below it for a model of
-any size."""
+"""Maximum ratio between a rank's shard and the median; FSDP's rounding to whole rows stays well
+below it for models of any size."""
 
 SHARD_FLOOR_BYTES = 64 * 1024**2
 """Smaller differences are rounding: FSDP2 shards by whole rows."""
 
 OTHERS_BYTES = 3 * 1024**3
-"""Memory on a GPU beyond what its ranks reserved. A context with NCCL's buffers takes 0.5 to 2 GiB
-per rank."""
+"""Maximum memory in use on a GPU beyond what its ranks reserved. A context with NCCL's buffers
+takes 0.5 to 2 GiB per rank."""
 
 
 def findings(
     reports: Sequence[Report], expect: int | None, low_memory_bytes: float = LOW_MEMORY_BYTES
 ) -> list[Finding]:
-    """All findings of a gathered diagnosis, the block first. `expect` is None if no source provides
-    a count."""
+    """Return all findings of a gathered diagnosis, the `GPU DIAGNOSTICS` block first. `expect` is
+    None if no source provides a count."""
     answered = [r for r in reports if not r.get("error")]
     expectation = expectation_of(answered, expect)
     findings = [
@@ -55,8 +55,8 @@ def findings(
 
 
 def expectation_of(answered: Sequence[Report], expect: int | None) -> Expectation:
-    """The number of GPUs to expect. If `expect` is None, it is the number of GPUs that torch sees;
-    a loaded driver that torch cannot use counts as one GPU."""
+    """Return the number of GPUs to expect. If `expect` is None, it is the number of GPUs that torch
+    sees; a loaded driver that torch cannot use counts as one GPU."""
     present = max((int(r.get("gpu_count") or 0) for r in answered), default=0)
     if not present and any(r.get("driver_version") for r in answered):
         present = 1
@@ -82,8 +82,8 @@ def _red_flags(answered: Sequence[Report], low_memory_bytes: float) -> Iterator[
 
 
 def _on_cpu(r: Report) -> bool:
-    """Whether the model is on the CPU without an offload policy. Offload computes on the GPU: its
-    mesh is cuda."""
+    """Return whether the model is on the CPU without an offload policy. Offload computes on the
+    GPU: its mesh is cuda."""
     legitimate = r.get("offload") and r.get("mesh_device") != "cpu"
     return str(r.get("model_device")) == "cpu" and not legitimate
 
@@ -150,7 +150,7 @@ def _stray_shards(answered: Sequence[Report]) -> Iterator[Finding]:
                 )
                 + (f", the rest on {', '.join(on_gpu)}" if on_gpu else " under a cuda mesh"),
                 limit="all on the GPU, or a CPUOffloadPolicy",
-                next_step="move the module before fully_shard, or set the policy on purpose",
+                next_step="move it to the GPU before fully_shard, or choose a CPUOffloadPolicy",
                 rank=r["rank"],
             )
         if len(on_gpu) > 1:
@@ -165,7 +165,7 @@ def _stray_shards(answered: Sequence[Report]) -> Iterator[Finding]:
 
 
 def _gpu_of(r: Report) -> tuple[Hashable, str] | None:
-    """A unique name of the rank's GPU; None if the rank does not know one.
+    """Return a unique name for the rank's GPU; None if the rank does not know one.
 
     A MIG slice is identified by the mask that names it: CUDA also reports the UUID of the whole GPU
     to a process, but ranks on two slices share nothing.
@@ -322,7 +322,7 @@ def _local_ranks(answered: Sequence[Report]) -> Iterator[Finding]:
                 "local_rank",
                 "warning",
                 seen=(
-                    f"rank {r['rank']} has LOCAL_RANK {r.get('local_rank')} and its model on "
+                    f"rank {r['rank']} has LOCAL_RANK {r.get('local_rank')}, but its model is on "
                     f"{device}"
                 ),
                 limit=f"cuda:{r.get('local_rank')}",
@@ -381,7 +381,7 @@ def _grouped(reports: Sequence[Report], key: Callable[[Report], Any]) -> dict[An
 
 
 def _machine(r: Report) -> tuple[Any, Any]:
-    """Host and boot: a host name alone may repeat, since a container's can be set from outside."""
+    """Return the host and boot: host names may repeat, since a container's can be set freely."""
     return r.get("host"), r.get("boot")
 
 

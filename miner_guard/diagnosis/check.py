@@ -34,8 +34,8 @@ class Check:
     """NVML index, for a check of one GPU."""
 
     may_clear: bool = False
-    """Waiting may help: a driver may come up late after boot, or an earlier process may still be
-    freeing its memory."""
+    """True if waiting may help: a driver may come up late after boot, or an earlier process may
+    still be freeing its memory."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Snapshot:
 
     torch: Mapping[str, Any] | None = None
     cuda: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    """By CUDA index, the result of a child process that used that GPU: `seconds`, or `error` and
-    `answered`."""
+    """Results of the child processes that each used one GPU, by CUDA index: `seconds`, or `error`
+    and `answered`."""
 
     packages: Mapping[str, Any] | None = None
     host: Mapping[str, Any] | None = None
@@ -68,11 +68,11 @@ class Snapshot:
     repo: Mapping[str, Any] | None = None
     deep: Mapping[str, Any] | None = None
     missing_extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Extras that the settings require and the guard's interpreter lacks: by name, the missing
-    packages."""
+    """Missing packages by extra, for extras that the settings require but the guard's interpreter
+    lacks."""
 
     keys_file: str | None = None
-    """Why the file named in `[repo] credentials` can't be used."""
+    """Why the file named in `[repo] credentials` can't be used; None if it can."""
 
     unread: Mapping[str, str] = field(default_factory=dict)
     unanswered: frozenset[str] = frozenset()

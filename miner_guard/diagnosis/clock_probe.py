@@ -15,10 +15,10 @@ from uploads.repos.credentials import find, first
 
 
 def skew_s(url: str, timeout_s: float) -> float:
-    """The server's Date minus this host's time in seconds: positive if this host is behind. The
-    resolution is one second.
+    """Return the server's Date minus this host's time in seconds: positive if this host is behind.
+    The resolution is one second.
 
-    Every response has the header, even a refusal. Raises OSError or ValueError.
+    Every response has a Date header, even a refusal. Raises OSError or ValueError.
     """
     before = time.time()
     asked = urllib.request.Request(url, method="HEAD")

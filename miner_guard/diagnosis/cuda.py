@@ -1,4 +1,4 @@
-"""Checks whether the miner's own interpreter can use CUDA. NVML alone proves nothing."""
+"""Checks whether the miner's own interpreter can use CUDA. A working NVML does not prove that."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ def checks(s: Snapshot) -> Iterator[Check]:
     """Check torch in the miner's interpreter, then each GPU that a child process tried to use."""
     if s.torch is None:
         if "torch" not in s.unread:
-            # torch was not probed: without a driver and an expectation, the result would change
-            # nothing.
+            # torch was not probed: without a driver or expected GPUs, the result would not matter.
             return
         answered = "torch" not in s.unanswered
         level = "critical" if s.expectation.expects_gpus and answered else "unknown"
         seen = f"torch in the miner's interpreter: {s.unread['torch']}"
         step = "run the miner's python -c 'import torch' by hand"
-        yield Check("cuda.torch", level, seen, "it answers", step)
+        yield Check("cuda.torch", level, seen, "torch can be imported", step)
         return
     yield _available(s)
     if s.torch["cuda_available"]:

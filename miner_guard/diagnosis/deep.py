@@ -1,5 +1,5 @@
-"""`--deep`: compares the speed of a matmul on each GPU with its siblings and the data sheet, and
-that of an all_reduce with the data sheet."""
+"""`--deep`: compares each GPU's matmul speed with its siblings' and the data sheet's, and
+all_reduce bandwidth with the data sheet's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def _datasheet() -> tuple[Mapping[str, Any], ...]:
 
 
 _OTHERS = ("MIG", "Laptop", "Max-Q")
-"""Substrings that mark a slice of a GPU, or a card that only shares a data sheet card's name."""
+"""Substrings of the names of GPU slices, and of cards that share only a name with one in the data
+sheet."""
 
 
 def datasheet_of(name: str | None) -> Mapping[str, Any]:
@@ -54,7 +55,7 @@ def _matmul(results: Mapping[int, Mapping[str, Any]]) -> Iterator[Check]:
     for index, result in sorted(results.items()):
         if index not in rates:
             seen = f"cuda:{index}: {result.get('error')}"
-            step = "see the GPU's rows and dmesg"
+            step = "check the GPU's rows and dmesg"
             yield Check("deep.matmul", "critical", seen, "a matmul runs", step)
             continue
         rate = rates[index]
@@ -67,7 +68,7 @@ def _matmul(results: Mapping[int, Mapping[str, Any]]) -> Iterator[Check]:
             "warn" if slow or low else "ok",
             f"cuda:{index}: {rate:.0f} TFLOP/s bf16{of}",
             f"at least {SIBLING_SHARE:.0%} of the siblings' {middle:.0f}",
-            "it sets the pace of all ranks: check its clocks, heat and power limit"
+            "it slows down all ranks: check its clocks, temperature and power limit"
             if slow or low
             else None,
         )

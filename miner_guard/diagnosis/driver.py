@@ -1,4 +1,4 @@
-"""The driver and NVML: present, answering, and compatible with the torch build."""
+"""Checks that the driver and NVML are present, respond, and are compatible with the torch build."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _REVOKED = (
 )
 
 _NO_GPUS = ("", "void", "none")
-"""Values with which NVIDIA's container runtime adds no GPU (NVIDIA Container Toolkit, "Specialized
+"""Values for which NVIDIA's container runtime adds no GPU (NVIDIA Container Toolkit, "Specialized
 configurations with Docker"). A container that got its GPUs through CDI also has `void`, so the
 value counts only if NVML found no driver."""
 
@@ -32,14 +32,14 @@ ERRORS = {
         "driver and library versions differ: the driver was updated while loaded",
         "reboot the node, or reload the driver",
     ),
-    999: ("NVML answers Unknown Error", f"{_REVOKED}; otherwise check dmesg for NVRM"),
+    999: ("NVML reports Unknown Error", f"{_REVOKED}; otherwise check dmesg for NVRM"),
     4: ("no permission to talk to the driver", "check the permissions of /dev/nvidiactl"),
 }
 """nvmlReturn_t of a failed initialisation: its meaning and the fix (nvml.h)."""
 
 
 def checks(s: Snapshot) -> Iterator[Check]:
-    """NVML's state and the versions."""
+    """Check NVML's state and the driver's version."""
     if s.nvml is None:
         step = "run miner-guard doctor again"
         yield Check("driver.nvml", "unknown", s.unread.get("nvml", "not read"), None, step)
@@ -61,7 +61,7 @@ def _nvml(s: Snapshot) -> Check:
         # A probe without an answer proves nothing about the GPUs; if the miner cannot use them, it
         # reports that itself.
         step = "check dmesg for NVRM and Xid; if nvidia-smi hangs as well, reboot the node"
-        limit = "an answer within the deadline"
+        limit = "a response within the deadline"
         return Check("driver.nvml", "unknown", f"NVML hangs: {reason}", limit, step)
     words, step = ERRORS.get(
         s.nvml.get("code") or 0, (str(reason), "run nvidia-smi and read its message")

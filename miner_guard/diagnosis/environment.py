@@ -1,5 +1,5 @@
-"""The miner's environment: leftover debugging variables, shadowing packages, world-readable
-secrets."""
+"""Checks the miner's environment for leftover debugging variables, shadowing packages and
+world-readable secrets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def leftovers() -> tuple[Mapping[str, Any], ...]:
 
 
 def checks(s: Snapshot) -> Iterator[Check]:
-    """Checks of variables, packages and the command line."""
+    """Check variables, packages and the command line."""
     yield from _leftovers(s.env)
     yield from _packages(s)
     yield from _extras(s)
@@ -82,7 +82,7 @@ def _packages(s: Snapshot) -> Iterator[Check]:
             "at each import"
         )
         step = "pip uninstall pynvml && pip install --force-reinstall nvidia-ml-py"
-        yield Check("env.pynvml", "warn", seen, "nvidia-ml-py alone", step)
+        yield Check("env.pynvml", "warn", seen, "only nvidia-ml-py", step)
     if not p["miner_guard"]:
         hooked = s.config.miner.attach is not None
         seen = "the miner's interpreter can't import miner_guard"
@@ -109,7 +109,7 @@ def _shared_package(other: Mapping[str, Any]) -> Check:
     seen = (
         f"the PyPI package `validators` {other['version']} is installed over the guard's package "
         "of that name"
-        + (f"; {', '.join(users)} needs it" if users else "; no installed package needs it")
+        + (f"; required by {', '.join(users)}" if users else "; no installed package requires it")
     )
     alone = (
         "give the guard a separate venv and start the miner with its Python's full path: "
@@ -120,7 +120,7 @@ def _shared_package(other: Mapping[str, Any]) -> Check:
 
 
 def _extras(s: Snapshot) -> Iterator[Check]:
-    """Extras that the settings require and the guard's interpreter lacks."""
+    """Report extras that the settings require but the guard's interpreter lacks."""
     for extra in EXTRAS:
         if names := s.missing_extras.get(extra.name):
             seen = f"{extra.setting} is set and {not_installed(names)}: {extra.without}"
@@ -151,7 +151,7 @@ def _command(s: Snapshot) -> Iterator[Check]:
 
 
 def _upstream(s: Snapshot) -> Iterator[Check]:
-    """Checks for secrets that subnet 38's own code exposes to others (see ops/sn38)."""
+    """Report secrets that subnet 38's own code exposes to others (see ops/sn38)."""
     if "sn38" not in (s.config.miner.attach, s.config.miner.profile):
         return
     seen = "subnet 38's upload worker gets the bucket's write keys on its command line"

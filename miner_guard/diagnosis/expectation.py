@@ -1,4 +1,4 @@
-"""How many GPUs must be present, and the source of that number. Standard library only."""
+"""The number of GPUs that must be present, and its source. Standard library only."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Expectation:
 
     @property
     def expects_gpus(self) -> bool:
-        """Whether GPUs are expected, so that a CPU run would be an accident."""
+        """True if GPUs are expected, so that a CPU run would be an accident."""
         return bool(self.count)
 
 
 def expected(
     setting: int | None, last_run: int | None, profile: int | None, present: int | None
 ) -> Expectation:
-    """The first of these that is known: the setting, this host's count at the last run, the
+    """Return the first of these that is known: the setting, this host's count at the last run, the
     profile's minimum, the GPUs present.
 
     A last run on a host without a GPU (0) sets no expectation, so adding a GPU raises no finding.

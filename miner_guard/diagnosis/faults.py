@@ -1,4 +1,4 @@
-"""GPU faults while the miner runs: turns the rows of successive samples into findings. Pure;
+"""Turns successive samples of the GPUs into findings about faults while the miner runs. Pure;
 streaming."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Faults:
         self._silence = Once()
 
     def observe(self, rows: list[Row], now: float) -> Iterator[Finding]:
-        """The findings from one sample's rows; `now` is monotonic."""
+        """Yield the findings from one sample's rows; `now` is monotonic."""
         down = {c.gpu: c for c in links_down(rows)}
         for row in rows:
             gpu = str(row["index"])
@@ -63,9 +63,9 @@ class Faults:
                 yield from self._one(gpu, row, name, checks.get(name))
 
     def driver(self, reason: str | None, had_gpus: bool, now: float) -> Iterator[Finding]:
-        """The state of NVML as a whole: `reason` explains a missing sample; None if there is a
-        sample. Reports only on hosts that had GPUs, and only a warning: GPUs in an unknown state
-        may be fine."""
+        """Judge NVML as a whole. `reason` explains why there is no sample; None if there is one.
+        Reports only on hosts that had GPUs, and only a warning: GPUs in an unknown state may be
+        fine."""
         if reason is None:
             if self._silence.clear():
                 yield make_finding("gpu_recovered", gpu="all", what="NVML responds again")
@@ -76,7 +76,7 @@ class Faults:
         if self._silent_since is None:
             self._silent_since = now
         if now - self._silent_since >= DRIVER_SILENT_S and self._silence.first():
-            step = "check dmesg; in a container its access was revoked: restart the container"
+            step = "check dmesg; in a container, GPU access was probably revoked: restart it"
             yield make_finding(
                 "gpu_fault",
                 level="warning",
@@ -123,7 +123,7 @@ class Faults:
             self._standing[key] = "warn"
             by, seconds = ", ".join(row["throttle"]), now - times[0]
             seen = f"throttles ({by}) in {len(times)} samples of the last {seconds:.0f} s"
-            step = "check cooling, power supply and power cables; it sets the pace of all ranks"
+            step = "check cooling, power supply and power cables; it slows down all ranks"
             yield make_finding(
                 "gpu_fault",
                 level="warning",
@@ -140,8 +140,8 @@ class Faults:
 
 
 def of_events(rows: Iterable[Row]) -> Iterator[Finding]:
-    """The Xid events of one sample. Each event appears in one sample only, so every sample must
-    pass through here."""
+    """Yield the Xid events of one sample. Each event appears in one sample only, so every sample
+    must pass through here."""
     for row in rows:
         for check in of_row(row):
             if check.check == "gpu.xid":

@@ -29,8 +29,8 @@ def checks(s: Snapshot) -> Iterator[Check]:
 def _count(s: Snapshot) -> Check:
     expected = s.expectation.count
     if not s.gpu_rows and (s.nvml is None or s.nvml["state"] in ("hangs", "unreadable")):
-        step = "see driver.nvml: the state of the GPUs is unknown"
-        return Check("gpu.count", "unknown", "NVML gave no answer", None, step)
+        step = "check driver.nvml: the state of the GPUs is unknown"
+        return Check("gpu.count", "unknown", "NVML did not respond", None, step)
     there = sum(1 for row in s.gpu_rows if row["state"] != "gone")
     working = sum(1 for row in s.gpu_rows if row["state"] in ("ok", "unreadable"))
     gpus = counted(there, "GPU")
@@ -39,7 +39,7 @@ def _count(s: Snapshot) -> Check:
         return Check(
             "gpu.count",
             "ok",
-            seen + ("; the settings ask for none" if expected == 0 else ", none is expected"),
+            seen + ("; the settings ask for none" if expected == 0 else ", none expected"),
         )
     limit = f"{expected} (by {s.expectation.origin})"
     if working >= expected:
@@ -57,8 +57,8 @@ def _count(s: Snapshot) -> Check:
 
 
 def container_gpus(env: Mapping[str, str]) -> int | None:
-    """GPUs that NVIDIA's container runtime was told to pass to this container; None if the variable
-    does not limit them.
+    """Number of GPUs that NVIDIA's container runtime was told to pass to this container; None if
+    the variable does not limit them.
 
     `none` passes none and `all` passes all. If the variable is `void`, empty or unset, the runtime
     does nothing, and CDI may have provided GPUs. MIG slices (`0:1`, `MIG-…`) are not counted.
@@ -73,12 +73,13 @@ def container_gpus(env: Mapping[str, str]) -> int | None:
 
 
 def _names_slices(mask: str) -> bool:
-    """Whether a list of devices names MIG slices: `MIG-…`, or for the container runtime `0:1`."""
+    """Return whether a list of devices names MIG slices: `MIG-…`, or for the container runtime
+    `0:1`."""
     return "MIG-" in mask or _SLICE.search(mask) is not None
 
 
 def ranks_of(command: Sequence[str]) -> int | None:
-    """`--nproc_per_node=N` of a torchrun command; None if it is missing or not a number."""
+    """N in a torchrun command's `--nproc_per_node=N`; None if it is missing or not a number."""
     return number_of(command, "--nproc-per-node")
 
 
@@ -114,7 +115,7 @@ def _device_files(s: Snapshot) -> Iterator[Check]:
 
 
 def visible(env: Mapping[str, str]) -> int | None:
-    """GPUs that CUDA_VISIBLE_DEVICES exposes to a process; None if it is unset.
+    """Number of GPUs that CUDA_VISIBLE_DEVICES exposes to a process; None if it is unset.
 
     CUDA stops at the first entry that is neither an index nor a UUID (CUDA C++ Programming Guide,
     "CUDA Environment Variables"): `-1`, `none`, Slurm's `NoDevFiles`.
@@ -127,14 +128,14 @@ def visible(env: Mapping[str, str]) -> int | None:
 
 
 def sliced(s: Snapshot) -> bool:
-    """Whether CUDA runs on MIG slices: the mask names one, or all GPUs are divided."""
+    """Return whether CUDA runs on MIG slices: the mask names one, or all GPUs are divided."""
     masks = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
     named = any(_names_slices(s.env.get(mask, "")) for mask in masks)
     return named or (bool(s.gpu_rows) and all(row.get("mig") for row in s.gpu_rows))
 
 
 def usable(s: Snapshot) -> int:
-    """Working GPUs visible to the miner. NVML itself ignores CUDA_VISIBLE_DEVICES.
+    """Number of working GPUs visible to the miner. NVML itself ignores CUDA_VISIBLE_DEVICES.
 
     A process sees only one MIG slice, however many it names (NVIDIA, MIG User Guide, "CUDA Device
     Enumeration").

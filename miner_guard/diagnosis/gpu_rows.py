@@ -35,8 +35,8 @@ STATES = {
         "stop the processes that use it, then run nvidia-smi --gpu-reset, or reboot",
     ),
     "unknown": (
-        "answers Unknown Error",
-        "its access was revoked or it failed: restart the container, then the node",
+        "reports Unknown Error",
+        "access to it was revoked, or it failed: restart the container, then the node",
     ),
     "hangs": ("hangs the driver", "check dmesg for Xid errors; a reboot is likely needed"),
     "gone": ("is no longer there", "check dmesg; a reboot or a new machine is needed"),
@@ -92,7 +92,7 @@ def of_row(row: Row) -> Iterator[Check]:
         )
         level = "unknown" if row["state"] == "unreadable" else "critical"
         seen = f"GPU {index} {words} ({row['error']})"
-        yield Check("gpu.state", level, seen, "answers", step, index, may_clear=True)
+        yield Check("gpu.state", level, seen, "responds", step, index, may_clear=True)
         # Xid 79 accompanies the loss of the GPU that it explains.
         yield from _xid(row)
         return
@@ -125,7 +125,7 @@ def _readable(row: Row) -> Check:
             "in a container, ask the host for access; the checks that need these values are skipped"
         )
         return Check("gpu.state", "unknown", seen, None, step, row["index"])
-    return Check("gpu.state", "ok", f"{name} answers", None, None, row["index"])
+    return Check("gpu.state", "ok", f"{name} responds", None, None, row["index"])
 
 
 def _ecc(row: Row) -> Iterator[Check]:
@@ -149,7 +149,7 @@ def _remap(row: Row) -> Iterator[Check]:
             step="have the GPU replaced",
         )
     elif row["remap_pending"]:
-        step = "reset the GPU or reboot, so that it takes effect"
+        step = "reset the GPU or reboot for it to take effect"
         yield _check(
             row, "gpu.row_remap", "critical", "a row remap is pending", limit="none", step=step
         )
@@ -179,7 +179,7 @@ def _xid(row: Row) -> Iterator[Check]:
         if known is None:
             words, step = "not in NVIDIA's Xid catalogue", "check dmesg"
         else:
-            words, step = f"{known.meaning}; fault of {known.fault}", known.action
+            words, step = f"{known.meaning}; caused by {known.fault}", known.action
         level = "warn" if known is None else known.level
         yield _check(row, "gpu.xid", level, f"Xid {number}: {words}", limit="none", step=step)
 
@@ -188,7 +188,7 @@ def _throttle(row: Row) -> Iterator[Check]:
     bits = row.get("throttle_bits")
     if bits is not None:
         seen = f"throttled by {', '.join(row['throttle'])}" if bits else "not throttled"
-        step = "check cooling, power supply and power cables; the slowest GPU sets the pace of all"
+        step = "check cooling, power supply and power cables; the slowest GPU slows down all ranks"
         yield _judged(
             row,
             "gpu.throttle",
@@ -259,7 +259,7 @@ def links_down(rows: Sequence[Row]) -> Iterator[Check]:
     if any(row["nvlinks_up"] for row in known):
         for row in known:
             if row["nvlinks_up"] == 0:
-                seen = f"0 of {row['nvlinks']} NVLinks are up, while other GPUs have theirs"
+                seen = f"0 of {row['nvlinks']} NVLinks are up, while other GPUs' links work"
                 yield _check(
                     row, "gpu.nvlink", "warn", seen, limit=str(row["nvlinks"]), step=_LINK_STEP
                 )
@@ -270,7 +270,7 @@ def _fabric(row: Row) -> Iterator[Check]:
     complete."""
     state = row.get("fabric")
     if state in ("not started", "in progress"):
-        step = "start nvidia-fabricmanager in the driver's version"
+        step = "start the nvidia-fabricmanager that matches the driver's version"
         yield _check(
             row,
             "gpu.fabric",
@@ -312,7 +312,7 @@ def _modes(row: Row) -> Iterator[Check]:
 def _judged(
     row: Row, name: str, bad: bool, seen: str, *, limit: str, step: str, level: str = "warn"
 ) -> Check:
-    """A check at level ok, or at `level` with the next step."""
+    """Return a check at `level` with the next step if `bad`, otherwise at level ok."""
     return (
         _check(row, name, level, seen, limit=limit, step=step)
         if bad

@@ -11,7 +11,7 @@ HELD_BYTES = 1024**3
 """An idle GPU uses some megabytes; a bare CUDA context 0.3 to 0.6 GB."""
 
 HELD_SHARE = 0.5
-"""Once this share of the GPU is in use, the miner will hardly fit."""
+"""Once this share of the GPU is in use, the miner is unlikely to fit."""
 
 
 def checks(s: Snapshot) -> Iterator[Check]:

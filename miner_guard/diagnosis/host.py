@@ -1,4 +1,4 @@
-"""The node: shared memory, limits, disks, ports."""
+"""Checks the node's shared memory, limits, disks and ports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MEMLOCK_BYTES = 64 * 1024**2
 
 
 def checks(s: Snapshot) -> Iterator[Check]:
-    """All host checks in the startup table."""
+    """Yield all host checks in the startup table."""
     if s.host is None:
         step = "run miner-guard doctor again"
         yield Check("host", "unknown", s.unread.get("host", "not read"), None, step)
@@ -30,7 +30,7 @@ def checks(s: Snapshot) -> Iterator[Check]:
 
 
 def _containment(s: Snapshot) -> Iterator[Check]:
-    """How the guard finds and signals the miner's processes."""
+    """Report how the guard finds and signals the miner's processes."""
     assert s.host is not None
     seen = s.host.get("containment")
     if seen is None:
@@ -56,7 +56,9 @@ def _containment(s: Snapshot) -> Iterator[Check]:
 def _shm(s: Snapshot) -> Iterator[Check]:
     size = s.host["shm_bytes"] if s.host else None
     if size is None:
-        yield Check("host.shm", "unknown", "/dev/shm could not be read", None, "is it mounted?")
+        yield Check(
+            "host.shm", "unknown", "/dev/shm could not be read", None, "check that it is mounted"
+        )
         return
     limit = s.config.health.shm_min_gb * 1024**3
     step = "start the container with --shm-size=16g or --ipc=host" if size < limit else None
@@ -89,7 +91,7 @@ def _disks(s: Snapshot) -> Iterator[Check]:
     for path, free in s.host["disks"].items():
         if free is None:
             seen = f"{path} could not be read"
-            yield Check("host.disk", "unknown", seen, None, "is its file system mounted?")
+            yield Check("host.disk", "unknown", seen, None, "check that its file system is mounted")
             continue
         low = free < minimum
         step = "free some space: writing checkpoints and logs will fail" if low else None
@@ -117,12 +119,12 @@ def _ports(s: Snapshot) -> Iterator[Check]:
 
 
 def _xids(s: Snapshot) -> Iterator[Check]:
-    """Earlier Xids in the kernel's log: a GPU that is broken now reports that itself, so these rows
-    are never critical."""
+    """Report earlier Xids in the kernel's log. A GPU that is broken now reports that itself, so
+    these rows are never critical."""
     assert s.host is not None
     for line in s.host.get("kernel_xids") or ():
         _, known = xids.of_line(line)
         if known is not None and known.level == "ok":
             continue
         step = "see NVIDIA's Xid catalogue" if known is None else known.action
-        yield Check("gpu.kernel_log", "warn", f"the kernel's log has: {line}", "no Xid", step)
+        yield Check("gpu.kernel_log", "warn", f"the kernel log contains: {line}", "no Xid", step)

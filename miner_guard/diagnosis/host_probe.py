@@ -1,4 +1,5 @@
-"""Reads the node's facts in a child, so that a dead network file system cannot hang the guard.
+"""Reads the node's facts in a child process, so that a dead network file system cannot hang the
+guard.
 
 Run as `python -m miner_guard.diagnosis.host_probe`.
 """
@@ -61,7 +62,7 @@ def _limit(which: int) -> int:
 
 
 def _no_cgroup() -> str | None:
-    """Why the miner can't get a separate cgroup; None if it can."""
+    """Return why the miner can't get a separate cgroup; None if it can."""
     try:
         Cgroup.create("probe", str(os.getpid())).remove()
     except OSError as error:

@@ -12,9 +12,10 @@ _SHEBANG_BYTES = 512
 
 
 def of_command(command: Sequence[str], env: Mapping[str, str]) -> str:
-    """The interpreter that `command` or its script's shebang names, otherwise the guard's own.
+    """Return the interpreter that `command` or its script's shebang names, otherwise the guard's
+    own.
 
-    Follows `env NAME=VALUE`, and a path or a name on the command's PATH (`torchrun`, `accelerate`).
+    Skips a leading `env NAME=VALUE`, and looks up names such as `torchrun` on the command's PATH.
     """
     words = list(command)
     while words and (words[0].rpartition("/")[2] in ("env", "nice", "exec") or "=" in words[0]):

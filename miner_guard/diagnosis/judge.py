@@ -31,5 +31,5 @@ _SUBJECTS = (
 
 
 def judge(snapshot: Snapshot) -> list[Check]:
-    """Pure: the same snapshot gives the same checks."""
+    """Run all checks on `snapshot`. Pure: the same snapshot gives the same checks."""
     return [check for subject in _SUBJECTS for check in subject.checks(snapshot)]

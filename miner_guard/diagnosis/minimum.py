@@ -1,4 +1,4 @@
-"""The subnet's minimum compute, from its profile."""
+"""Checks the host against the subnet's minimum compute, from its profile."""
 
 from __future__ import annotations
 

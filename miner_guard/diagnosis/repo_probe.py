@@ -21,7 +21,7 @@ _NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = {
     ),
     "hf": (("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"),),
 }
-"""The keys needed for writing: a miner cannot publish with a read key alone."""
+"""The keys needed for writing: a miner cannot publish with only a read key."""
 
 
 def examine(repo: Repo) -> dict[str, Any]:
@@ -50,10 +50,10 @@ def examine(repo: Repo) -> dict[str, Any]:
 def missing_credentials(
     settings: RepoSettings, env: Mapping[str, str] | None = None
 ) -> list[str] | None:
-    """Missing settings that publishing needs, under the miner's names for them; None if all are
-    set.
+    """Return the credentials that publishing needs and that are missing, under the miner's names
+    for them; None if this kind of repo needs none.
 
-    Raises RepoError if the keys' file can't be used.
+    Raises RepoError if the credentials file can't be used.
     """
     needed = _NEEDED.get(settings.kind)
     if needed is None:

@@ -29,7 +29,7 @@ class PreflightRequest:
 
     deep: bool = False
     torch: bool = True
-    """False: ask torch only if there is a driver or a GPU is expected; its import takes
+    """If False, query torch only if there is a driver or a GPU is expected: importing torch takes
     seconds."""
 
 

@@ -12,7 +12,7 @@ REFUSED_SKEW_S = 900.0
 
 
 def checks(s: Snapshot) -> Iterator[Check]:
-    """The storage checks; those of the repo are empty if no repo is configured."""
+    """Yield the storage checks; those of the repo are left out if no repo is configured."""
     if s.config.repo.kind not in ("s3", "hf") and s.keys_file is not None:
         # For s3 and hf, which need keys, the repo probe already reports the unusable file.
         step = "fix the file: alerts, tokens and keys from it are missing"
@@ -28,7 +28,7 @@ def _clock(s: Snapshot) -> Iterator[Check]:
     if s.clock is None:
         if "clock" in s.unread:
             seen = f"clock skew: {s.unread['clock']}"
-            ask = "can this host reach the storage?"
+            ask = "check that this host can reach the storage"
             yield Check("host.clock", "unknown", seen, f"{limit:g} s", ask)
         return
     skew = s.clock["skew_s"]
@@ -46,9 +46,9 @@ def _clock(s: Snapshot) -> Iterator[Check]:
 
 def _repo(s: Snapshot) -> Iterator[Check]:
     if s.repo is None:
-        why = s.unread.get("repo", "not asked")
+        why = s.unread.get("repo", "not queried")
         seen = f"the repo did not respond: {why}"
-        yield Check("repo.read", "unknown", seen, "it answers", "check network and endpoint")
+        yield Check("repo.read", "unknown", seen, "it responds", "check network and endpoint")
         return
     missing = s.repo.get("credentials")
     if missing is not None:

@@ -68,7 +68,7 @@ Faults = dict[int, tuple[dict[str, object], str, str, str]]
         {
             1: ({"fail.*.1": 15}, "gpu.state", "critical", "GPU 1 is lost"),
             2: ({"fail.*.2": 16}, "gpu.state", "critical", "GPU 2 must be reset"),
-            3: ({"fail.*.3": 999}, "gpu.state", "critical", "GPU 3 answers Unknown Error"),
+            3: ({"fail.*.3": 999}, "gpu.state", "critical", "GPU 3 reports Unknown Error"),
         },
         {
             1: ({"ecc.unc.vol.1": 3}, "gpu.ecc", "critical", "3 uncorrected"),

@@ -1,2 +1,2 @@
-"""Scripts for the miner's own interpreter, which may lack this package: they need the standard
-library and torch alone."""
+"""Scripts for the miner's own interpreter, which may lack this package: they need only the standard
+library and torch."""

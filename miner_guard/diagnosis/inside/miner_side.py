@@ -42,7 +42,8 @@ def packages(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hook() -> str | None:
-    """Which hook this interpreter would import: `compiled` or `python`."""
+    """Return the kind of hook that this interpreter would import, `compiled` or `python`; None if
+    miner_guard is missing."""
     spec = importlib.util.find_spec("miner_guard")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -52,8 +53,8 @@ def _hook() -> str | None:
 
 
 def _other_owner(package: str) -> dict[str, Any] | None:
-    """Another distribution that installed files into the same top-level package: pip silently lets
-    the later one overwrite the earlier one."""
+    """Return another distribution that installed files into the same top-level package: pip
+    silently lets the later one overwrite the earlier one."""
     try:
         other = importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:
@@ -142,7 +143,8 @@ def matmul(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def all_reduce(request: Mapping[str, Any]) -> dict[str, Any]:
-    """An all_reduce over one process per GPU, or two on the CPU: bus bandwidth in 10^9 bytes/s.
+    """Measure an all_reduce over one process per GPU, or two on the CPU: bus bandwidth in 10^9
+    bytes/s.
 
     Bus bandwidth is size / time * 2 (n - 1) / n, as nccl-tests computes it.
     """
