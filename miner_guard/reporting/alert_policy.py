@@ -61,7 +61,7 @@ _ENDS = {
     "ledger_recovered": frozenset({"ledger_stuck"}),
     "checkpoint_saved": frozenset({"checkpoint_stale"}),
 }
-"""By event: the problems that it resolves."""
+"""The problems that each event resolves."""
 
 BY_PROGRESS = frozenset({"hang_detected", "miner_exited", "miner_restarting"})
 """Problems that are resolved once the miner is completing steps again."""
@@ -94,8 +94,8 @@ class AlertPolicy:
         self._open: dict[tuple[str, str], str] = {}
 
     def observe(self, finding: Finding) -> Iterator[Alert]:
-        """The alerts that a finding triggers: one for the finding itself, or the resolution of
-        earlier ones."""
+        """Yield the alerts that a finding triggers: one for the finding itself, or the resolution
+        of earlier ones."""
         for event in _ENDS.get(finding.event, ()):
             yield from self._ended(event, visible(catalog.message(finding)), _key(finding)[1])
         if self._selected(finding) and (alert := self._problem(finding)) is not None:

@@ -32,7 +32,7 @@ START_S = 10.0
 
 RETRIES_S = (5.0, 30.0, 120.0)
 MAX_COUNT = 64
-"""Maximum number of queued alerts; further ones are dropped and counted."""
+"""Maximum number of queued alerts; any more are dropped and counted."""
 
 _AT_ONCE = 16
 
@@ -45,7 +45,7 @@ class QueuedAlert:
     order: int
     alert: Alert = field(compare=False)
     left: list[int] = field(compare=False)
-    """Targets, counted from 1."""
+    """Numbers of those targets, counted from 1."""
 
     tries: int = field(default=0, compare=False)
     reason: str = field(default="", compare=False)
@@ -71,7 +71,7 @@ class AlertQueue:
 
     @property
     def waiting(self) -> int:
-        """Alerts neither sent nor abandoned, including those being sent."""
+        """Number of alerts neither sent nor abandoned, including those being sent."""
         return self._waiting
 
     def put(self, alert: Alert) -> None:

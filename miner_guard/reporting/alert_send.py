@@ -2,7 +2,7 @@
 miner_guard.reporting.alert_send`.
 
 Runs in a child with a deadline, so that an unresponsive webhook blocks only this child. Addresses
-arrive on stdin, and answers name them only by kind: they hold secrets.
+arrive on stdin, and replies name them only by kind, because they contain secrets.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _send(request: Mapping[str, Any]) -> dict[str, str]:
         for message in request["messages"]
     }
     # Create the services here, not in the threads: the first address makes Apprise import its
-    # plugins, and a thread that asks during the import finds an incomplete list.
+    # plugins, and a thread that looks one up during the import finds an incomplete list.
     services = {
         target: _service(apprise, messages[0]["url"]) for target, messages in by_target.items()
     }

@@ -176,7 +176,7 @@ def pack(output: Path, items: Iterable[Item], redactor: Redactor) -> dict[str, A
     manifest = {
         "made": iso_utc(time.time()),
         "by": f"miner-guard {__version__}",
-        "redacted": f"secrets by shape and by the names of environment variables, as {MASK}",
+        "redacted": f"secrets, recognised by format or by variable name, are replaced by {MASK}",
         "files": [
             {
                 "name": name,

@@ -36,8 +36,8 @@ class Point:
 
 
 def points(hits: Iterable[Hit]) -> Iterator[Point]:
-    """One point per event that has numbers. Step numbers keep increasing across restarts of the
-    miner."""
+    """Yield one point per event that has numbers. Step numbers keep increasing across restarts of
+    the miner."""
     step = 0
     for hit in hits:
         try:
@@ -82,8 +82,9 @@ Write = Callable[[Point], None]
 
 
 def tensorboard_writer(folder: Path) -> tuple[Write, Callable[[], None]]:
-    """Functions that write a point to event files below `folder`, and close them. Raises
-    ImportError without the extra `tensorboard`, and OSError if `folder` can't be written."""
+    """Return two functions: one writes a point to event files below `folder`, the other closes
+    them. Raises ImportError if the extra `tensorboard` is missing, and OSError if `folder` can't be
+    written."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -103,8 +104,9 @@ def tensorboard_writer(folder: Path) -> tuple[Write, Callable[[], None]]:
 
 
 def wandb_writer(folder: Path, project: str, *, online: bool) -> tuple[Write, Callable[[], None]]:
-    """Functions that log a point to Weights & Biases (unless `online`, only to files below
-    `folder`), and finish the run. Raises ImportError without the extra `wandb`."""
+    """Return two functions: one logs a point to Weights & Biases (unless `online`, only to files
+    below `folder`), the other finishes the run. Raises ImportError if the extra `wandb` is
+    missing."""
     import wandb
 
     folder.mkdir(parents=True, exist_ok=True)

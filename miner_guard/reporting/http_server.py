@@ -3,7 +3,8 @@ supervisor.
 
 It reads status.json and guard.jsonl like any other reader, so abuse of the port never reaches the
 miner or the guard. It receives its settings as one line of JSON on stdin (never on the command
-line, since they include the token), answers with one line, the port, and exits at EOF on stdin.
+line, since they include the token), replies with one line that contains the port, and exits at EOF
+on stdin.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ class ServerSettings:
 
 
 def host_is_trusted(header: str, names: Collection[str]) -> bool:
-    """Whether a `Host` header is `localhost`, an IP address or one of `names` (lower case), with or
-    without a port.
+    """Return whether a `Host` header is `localhost`, an IP address or one of `names` (lower case),
+    with or without a port.
 
     A web page can point its domain at this port (DNS rebinding) and read the answers, since the
     browser regards the port as part of the page's own site. It cannot make the browser send another
@@ -176,7 +177,8 @@ class Site:
         return PlainTextResponse(f"{first}\n{problem or 'progressing'}\n", code)
 
     async def status(self, request: Request) -> Response:
-        """status.json, with the verdict as every view shows it: unknown if the guard is silent."""
+        """Return status.json, with the verdict that every view shows: unknown if the guard is
+        silent."""
         document = state_dir.read_json(self._state.status)
         if not isinstance(document, dict):
             return JSONResponse({"error": "no status yet"}, 503)
@@ -234,7 +236,7 @@ class LiveReport:
         self._reader: LogReader | None = None
         self._mutex = threading.Lock()
         self._plots: dict[str, tuple[float, str]] = {}
-        """By range: when its curves were drawn, and the drawing. A week's curves change by only one
+        """When the curves were drawn, and the drawing, by range. A week's curves change by only one
         column in twenty minutes."""
 
     def read(self) -> None:
@@ -303,7 +305,7 @@ def _end_with_stdin() -> None:
 
 
 def main() -> None:
-    """Entry point of the child."""
+    """Entry point of the child process."""
     inherited.continue_when_the_parent_dies()
     order = ServerSettings(**json.loads(sys.stdin.readline()))
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

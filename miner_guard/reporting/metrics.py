@@ -27,7 +27,8 @@ from miner_guard.system.clock import parse_iso_utc
 
 PREFIX = "minerguard_"
 VERDICT_LEVELS = {state: level for level, state in enumerate(reversed(STATES))}
-"""The number of each state: 0 for the best, so that the maximum over a fleet is its worst miner."""
+"""The number of each state, 0 for the best, so that the maximum over a fleet shows its worst
+miner."""
 
 Row = tuple[Sequence[str], Any]
 Family = type[GaugeMetricFamily | CounterMetricFamily]
@@ -139,7 +140,7 @@ _counters = functools.partial(_gauges, family=CounterMetricFamily)
 
 def _verdict(verdict: VerdictStatus) -> Iterator[Metric]:
     words = "0 earning, 1 unknown, 2 degraded, 3 not earning, 4 stopped."
-    since = "When the current verdict began, Unix time."
+    since = "Unix time at which the current verdict began."
     yield from _gauges(
         ("verdict_level", words, VERDICT_LEVELS.get(str(verdict.state))),
         ("verdict_since_timestamp_seconds", since, _seconds(verdict.since)),
@@ -150,8 +151,8 @@ def _verdict(verdict: VerdictStatus) -> Iterator[Metric]:
 
 
 def _without_progress(status: StatusDocument) -> Iterator[Metric]:
-    """Ages that are defined even before the first step and the first push: an alert on a metric
-    that does not exist yet could never fire."""
+    """Yield ages that are defined even before the first step and the first push: an alert on a
+    metric that does not exist yet could never fire."""
     updated = _seconds(status.updated)
     began = _seconds(status.metrics.since)
     run_s = None if updated is None or began is None else updated - began
@@ -175,14 +176,14 @@ def _chain(chain: ChainStatus) -> Iterator[Metric]:
     return _gauges(
         ("chain_block", "Newest block seen.", chain.block),
         ("chain_registered", words, chain.registered),
-        ("chain_incentive", "As set by validators.", chain.incentive),
+        ("chain_incentive", "Incentive set by validators.", chain.incentive),
         ("chain_rank", "The miner's rank on the chain.", chain.chain_rank),
     )
 
 
 def _run(status: StatusDocument) -> Iterator[Metric]:
     state = status.state
-    yield from _gauges(("miner_running", "1 while the miner runs.", state == "running"))
+    yield from _gauges(("miner_running", "1 while the miner is running.", state == "running"))
     yield from _by("state", "miner_state", "1 for the current state of the miner.", {str(state): 1})
     on_cpu = status.ranks.cpu_fallback.values()
     certain = sum(1 for seen in on_cpu if seen.verdict == "certain")
@@ -210,8 +211,8 @@ def _steps(steps: StepsStatus) -> Iterator[Metric]:
     ranks = steps.per_rank.items()
     took = {rank: row.step_time_s for rank, row in ranks}
     ages = {rank: row.last_step_age_s for rank, row in ranks}
-    yield from _by("rank", "rank_step_seconds", "By rank.", took)
-    yield from _by("rank", "rank_last_step_age_seconds", "By rank.", ages)
+    yield from _by("rank", "rank_step_seconds", "Last step time by rank.", took)
+    yield from _by("rank", "rank_last_step_age_seconds", "Age of the last step by rank.", ages)
 
 
 def _uploads(uploads: UploadsStatus) -> Iterator[Metric]:
@@ -220,7 +221,7 @@ def _uploads(uploads: UploadsStatus) -> Iterator[Metric]:
     words = "1 if validators would reject the published files, else 0."
     return _gauges(
         ("repo_age_seconds", "Age of the published files.", repo.age_s),
-        ("repo_age_limit_seconds", "Age from which the repo is stale.", repo.limit_s),
+        ("repo_age_limit_seconds", "Age at which the repo becomes stale.", repo.limit_s),
         ("repo_stale", "1 if the repo is older than its limit.", repo.stale),
         ("audit_rejected", words, rejected),
     )
@@ -271,9 +272,9 @@ def _jobs(jobs: Mapping[str, JobStatus]) -> Iterator[Metric]:
 
 
 def _costs(costs: CostsStatus) -> Iterator[Metric]:
-    words = "Budget for monitoring / training time."
+    words = "Budget for monitoring time divided by training time."
     yield from _gauges(
-        ("monitoring_ratio", "Monitoring / training time.", _share(costs.share_pct)),
+        ("monitoring_ratio", "Monitoring time divided by training time.", _share(costs.share_pct)),
         ("monitoring_budget_ratio", words, _share(costs.budget_pct)),
     )
     for key, kind, words in (

@@ -27,8 +27,8 @@ class LatestAnswer:
         self.session.hooks["response"].append(self._remember)
 
     def forget(self) -> None:
-        """Call this before each request: it may get no response, and the last status would
-        remain."""
+        """Forget the last status. Call this before each request, because a request without a
+        response leaves the status unchanged."""
         self.status = None
 
     def _remember(self, answer: requests.Response, **_options: Any) -> None:
@@ -63,18 +63,19 @@ class Channel:
         self._again_at = 0.0
 
     def ready(self, now: float) -> bool:
-        """Whether the pause after the latest failure is over."""
+        """Return whether the pause after the latest failure is over."""
         return now >= self._again_at
 
     def succeeded(self, now: float) -> None:
-        """The receiver accepted a request."""
+        """Record that the receiver accepted a request."""
         if self._failing_since is not None:
             seconds = round(now - self._failing_since, 1)
             self._report({"recovered": self._signal, "seconds": seconds})
             self._failing_since, self._backoff, self._again_at = None, Backoff(), 0.0
 
     def failed(self, now: float, reason: str) -> None:
-        """The receiver did not accept a request; only the first failure in a row is reported."""
+        """Record that the receiver did not accept a request. Only the first failure in a row is
+        reported."""
         self._again_at = now + self._backoff.ended(0.0)
         if self._failing_since is None:
             self._failing_since = now

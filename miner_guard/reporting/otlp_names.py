@@ -70,7 +70,7 @@ class MetricPoint:
     unit: str
     description: str
     counter: bool
-    """Whether the value is a total since the run started."""
+    """True if the value is a total since the run started."""
 
     value: float
     attributes: Mapping[str, str]

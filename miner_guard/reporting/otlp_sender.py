@@ -78,7 +78,7 @@ class SenderSettings:
 
 
 class EventExporter:
-    """Exports guard.jsonl from the stored position on."""
+    """Exports guard.jsonl, starting at the stored position."""
 
     def __init__(
         self, order: SenderSettings, resource: Resource, report: Callable[[Mapping[str, Any]], None]
@@ -101,7 +101,7 @@ class EventExporter:
         self._stored_at = 0.0
         self.sent = 0
         self.saw_the_end = False
-        """Whether the receiver has accepted the guard's last event."""
+        """True if the receiver has accepted the guard's last event."""
 
     def _start(self) -> Position | None:
         stored: Any = state_dir.read_json(self._state.otlp_position)
@@ -111,7 +111,7 @@ class EventExporter:
             return _first_line_of(self._state.log, self._order.run_id)
 
     def pump(self, words: LastWords, now: float) -> bool:
-        """Export up to one batch; True if there may be more."""
+        """Export up to one batch. Return True if there may be more."""
         if not self.channel.ready(now):
             return False
         if not self._waiting:
@@ -263,7 +263,8 @@ def _resource(state: state_dir.StateDir) -> Resource:
 
 
 def _first_line_of(log: Path, run_id: str) -> Position | None:
-    """Where a run begins in the current log file; None if the file has no line of it yet."""
+    """Return the position at which a run begins in the current log file; None if the file has no
+    line of that run yet."""
     try:
         with open(log, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             place = data.find(run_id.encode())
@@ -289,7 +290,7 @@ class Sender:
         self._reported = (0, 0)
 
     def turn(self) -> bool:
-        """Export what is due; True if more events wait."""
+        """Export what is due. Return True if more events are waiting."""
         now = time.monotonic()
         more = self.events.pump(self._words, now)
         self.events.store(now)
@@ -301,7 +302,7 @@ class Sender:
         return more
 
     def finish(self) -> None:
-        """Export the rest, up to the last line of the guard, which is stopping."""
+        """Export the remaining events, up to the last line of the guard, which is stopping."""
         threading.Thread(target=_exit_after, args=(self._order.guard_pid,), daemon=True).start()
         while not self.events.saw_the_end:
             if not self.turn():
@@ -333,7 +334,7 @@ def _ended(files: Sequence[Any], within_s: float) -> bool:
 
 
 def main() -> None:
-    """Entry point of the child."""
+    """Entry point of the child process."""
     sender = Sender(SenderSettings(**json.loads(sys.stdin.readline())), _report)
     os.nice(10)
     while not _ended([sys.stdin], 0.0 if sender.turn() else _LOOK_EVERY_S):

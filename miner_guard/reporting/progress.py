@@ -24,7 +24,7 @@ def verdict_line(status: StatusDocument | None, age_s: float, *, in_full: bool) 
 def problem(
     status: StatusDocument | None, age_s: float, now: float, hang: HangSettings
 ) -> str | None:
-    """Why the miner is not making progress; None if it is. `now` is wall time."""
+    """Return why the miner is not making progress; None if it is. `now` is wall time."""
     if status is None:
         return "no status: no guard has run here yet"
     if age_s > SILENT_S:

@@ -19,7 +19,7 @@ def curves(data: Data, gate: GateSettings) -> str:
     goodput = Plot("Goodput", "share of time spent training", [Line("goodput", data.goodput)])
     plots = [*_training(data), _repo_age(data, gate), *_gpus(data), goodput]
     head = (
-        '<h2>Curves</h2><p class="none hint">All times in UTC. Point at a curve for its values; '
+        '<h2>Curves</h2><p class="none hint">All times in UTC. Hover over a curve for its values; '
         "drag to zoom in, double-click to zoom out; arrow keys move, + and − zoom.</p>"
     )
     return head + "".join(draw(plot, data.first, data.last) for plot in plots)
@@ -63,7 +63,7 @@ def _training(data: Data) -> list[Plot]:
     return [
         loss,
         steps,
-        Plot("Own work by rank", "s of a step, without waiting", by_rank, bands=outages),
+        Plot("Own work by rank", "s per step, without waiting", by_rank, bands=outages),
     ]
 
 
@@ -90,7 +90,7 @@ def _gpus(data: Data) -> list[Plot]:
 
 
 def _until_next_step(data: Data, starts: Sequence[float]) -> list[tuple[float, float]]:
-    """From each start to the next step, or to the end of the data."""
+    """Return the spans from each start to the next step, or to the end of the data."""
     spans: list[tuple[float, float]] = []
     for start in starts:
         end = data.step_time.next_after(start) or data.last or start
@@ -100,7 +100,8 @@ def _until_next_step(data: Data, starts: Sequence[float]) -> list[tuple[float, f
 
 
 def _hangs(data: Data) -> list[tuple[float, float]]:
-    """From the first silent second of each hang to the miner's exit or the next step."""
+    """Return the spans from the first silent second of each hang to the miner's exit or the next
+    step."""
     exits = [mark.time for mark in data.of("miner_exited", "miner_restarting")]
     spans = []
     for mark in data.of("hang_detected"):
@@ -118,7 +119,7 @@ def _restarts(data: Data) -> list[tuple[float, float]]:
 
 
 def _not_finite(data: Data) -> list[tuple[float, float]]:
-    """From each NaN or infinite loss to the next finite one."""
+    """Return the spans from each NaN or infinite loss to the next finite one."""
     return [
         (mark.time, data.loss.next_after(mark.time) or data.last or mark.time)
         for mark in data.of("loss_nan")
@@ -126,7 +127,7 @@ def _not_finite(data: Data) -> list[tuple[float, float]]:
 
 
 def _blocked(data: Data) -> list[tuple[float, float]]:
-    """From each blocked upload to the next that the gate allows."""
+    """Return the spans from each blocked upload to the next one that the gate allows."""
     allowed = [mark.time for mark in data.of("upload_allowed", "upload_succeeded")]
     spans: list[tuple[float, float]] = []
     place = 0

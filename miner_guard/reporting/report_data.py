@@ -1,5 +1,5 @@
-"""Reads the report's data from guard.jsonl and status.json: a week of log takes seconds, and after
-that it reads only new lines."""
+"""Reads the report's data from guard.jsonl and status.json: a week of logs takes seconds; after
+that, only new lines are read."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Smoother:
         self._sum = self._weight = 0.0
 
     def add(self, value: float) -> float:
-        """The mean including `value`."""
+        """Return the mean including `value`."""
         self._sum = _DECAY * self._sum + (1 - _DECAY) * value
         self._weight = _DECAY * self._weight + (1 - _DECAY)
         return self._sum / self._weight
@@ -111,7 +111,7 @@ class Data:
     goodput: TimeSeries = field(default_factory=TimeSeries)
     rank_work: dict[str, TimeSeries] = field(default_factory=dict)
     marks: dict[str, list[Mark]] = field(default_factory=dict)
-    """By event, oldest first."""
+    """Marks by event, oldest first."""
 
     counts: Counter[str] = field(default_factory=Counter)
     first: float | None = None
@@ -138,8 +138,8 @@ class Data:
             del kept[1:-_KEPT]
 
     def window(self, start: float, end: float) -> Data:
-        """The same run from `start` to `end`, in seconds since 1970. Has only the marks and counts
-        of the window; shares the whole series, which are read by time."""
+        """The same run from `start` to `end`, in seconds since 1970. Contains only the window's
+        marks and counts; the series stay complete, because they are read by time."""
         marks = {
             event: found
             for event, kept in self.marks.items()

@@ -1,4 +1,4 @@
-"""Draws plots as inline SVG that scale to any width: the drawing stretches, strokes and text do
+"""Draws plots as inline SVG that scale to any width: the drawing stretches, but strokes and text do
 not.
 
 Axis labels are HTML next to the drawing, so that they keep their size on a phone. The script that
@@ -83,7 +83,7 @@ class Plot:
     bands: Sequence[Bands] = ()
     limit: float | None = None
     zero: bool = True
-    """Whether the axis starts at 0."""
+    """True if the axis starts at 0."""
 
     breaks: Sequence[float] = ()
     """Times, in order, at which lines break: a restart leaves a gap in the measurements."""
@@ -92,7 +92,7 @@ class Plot:
     """Times of values that need not fit on the axis: the first step of each launch."""
 
     nothing: str = "no data"
-    """Text to show instead of a drawing without values."""
+    """Text to show if there are no values to draw."""
 
 
 def draw(plot: Plot, first: float, last: float) -> str:
@@ -213,7 +213,7 @@ def _ticks(lines: EventLines, x: Scale) -> str:
 
 
 def _bands(bands: Bands, x: Scale) -> str:
-    """All spans as one path; merges spans that touch in the drawing."""
+    """Draw all spans as one path; merge spans that touch in the drawing."""
     merged: list[list[float]] = []
     for start, end in sorted((x(start), x(end)) for start, end in bands.spans):
         right = max(end, start + 1.5)
@@ -300,7 +300,7 @@ def nice_ticks(low: float, high: float) -> list[float]:
 
 
 def short(value: float) -> str:
-    """A number for an axis: 1500 is 1.5k."""
+    """Format a number for an axis: 15000 becomes `15k`."""
     for limit, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= limit:
             divisor = 1e3 if letter == "k" else limit

@@ -91,7 +91,8 @@ def _alarms_of(data: Data, gate: GateSettings) -> list[Mark]:
 
 
 def is_early(mark: Mark, gate: GateSettings) -> bool:
-    """Whether the gate blocked an upload below the minimum inner step, as in every outer step."""
+    """Return whether the gate blocked an upload below the minimum inner step, as in every outer
+    step."""
     inner = mark.fields.get("inner_step")
     return isinstance(inner, int) and inner < gate.min_inner_step
 
@@ -169,7 +170,7 @@ def runbook(data: Data, gate: GateSettings) -> str:
 
 
 def inline(text: str) -> str:
-    """A cell of the runbook; words between backticks are code."""
+    """Format a cell of the runbook; text between backticks becomes code."""
     return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))
 
 
@@ -226,7 +227,7 @@ def pushes(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def ranks(status: StatusDocument) -> str:
-    """The ranks, slowest first, so that among sixteen the one that lags is easy to find."""
+    """The ranks, slowest first, so that the one that lags is easy to find among sixteen."""
     rows = list(status.steps.per_rank.items())
     if not rows:
         return ""

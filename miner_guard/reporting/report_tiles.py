@@ -33,7 +33,7 @@ class Tile:
     """The limit, the age, or an explanation."""
 
     stale: bool = False
-    """Whether the figure describes a time that is over."""
+    """True if the figure is out of date."""
 
 
 def tiles(data: Data, gate: GateSettings) -> str:
@@ -98,7 +98,7 @@ def _uploads(data: Data, gate: GateSettings) -> Iterator[Tile]:
     least = gate.min_inner_step
     early = sum(is_early(mark, gate) for mark in data.of("upload_blocked"))
     blocked = data.counts["upload_blocked"] - early
-    # A block below the minimum inner step is the usual course of every outer step.
+    # A block below the minimum inner step is normal in every outer step.
     note = f"and {early} before inner step {least}" if early else ""
     yield Tile("uploads blocked", str(blocked), "warn" if blocked else "", note)
 

@@ -36,7 +36,7 @@ _KINDS = {
     UNKNOWN: "unknown",
     UNWATCHED: "none",
 }
-"""By state: the CSS class of its colour."""
+"""CSS class of each state's colour."""
 
 _LEGEND = {
     "good": "earning",
@@ -52,14 +52,15 @@ _APART = 0.11
 """Share of the strip's width that a label of its axis needs, on a phone."""
 
 _CELLS_ACROSS = 24
-"""Cells that fill the page's width; more become narrower. Fewer need no axis."""
+"""Number of cells that fill the page's width. If there are more, they are narrower; if fewer, the
+strip has no axis."""
 
 _HOURS_LABELLED = 36
 """The axis shows times for up to this many hours, and dates beyond that."""
 
 
 def about(data: Data, title: str) -> str:
-    """The run and state that the page shows, and their time."""
+    """A line with the run and state that the page shows, and their times."""
     now = now_of(data.status, data.status_age_s)
     words = [title, f"run {data.status.run_id or 'unknown'}"]
     words.append(f"miner {miner_state(data.status, data.status_age_s)}")
@@ -72,7 +73,8 @@ def about(data: Data, title: str) -> str:
 
 
 def verdict(data: Data) -> str:
-    """Four answers: whether the miner is earning, since when, what is wrong, what to do."""
+    """The verdict's four answers: whether the miner is earning, since when, what is wrong, what to
+    do."""
     verdict = shown(data.status, data.status_age_s)
     state = str(verdict.state or UNKNOWN)
     step = tables.inline(str(verdict.next_step or "nothing"))

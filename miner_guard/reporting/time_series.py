@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _GROUP = 16
-"""How many points one pair (smallest and largest) in the next coarser series represents."""
+"""Number of points that one pair (smallest and largest) in the next coarser series represents."""
 
 _MAX_POINTS = 100_000
 """Maximum points at full resolution: 17 days with a step every 15 s, 1.6 MB. Older points remain
@@ -34,8 +34,8 @@ class TimeSeries:
         return bool(self.times)
 
     def add(self, time: float, value: Any) -> None:
-        """Append a number; ignore anything else, which leaves a gap. The report of a month makes a
-        million calls."""
+        """Append a number; ignore anything else, which leaves a gap. A month's report calls this a
+        million times."""
         if type(value) is not float:
             if type(value) is not int:
                 return
@@ -89,8 +89,8 @@ class TimeSeries:
     def window(
         self, start: float, end: float, max_points: int = _DRAWN_POINTS
     ) -> list[tuple[float, float]]:
-        """The points from `start` to `end`, in order: all of them or, if they are more than about
-        `most`, only the extremes of small groups."""
+        """The points from `start` to `end`, in order: all of them or, if there are more than about
+        `max_points`, only the extremes of small groups."""
         first, last = bisect.bisect_left(self.times, start), bisect.bisect_right(self.times, end)
         coarser = self._coarser
         dropped = first == 0 and self._first is not None and self._first[0] < self.times[0]

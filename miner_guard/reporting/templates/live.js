@@ -1,4 +1,4 @@
-// The live page: fetches the report periodically, keeps showing the last one if that fails, and says how old it is.
+// The live page: fetches the report periodically, keeps showing the last one if that fails, and shows its age.
 "use strict";
 
 const KEPT = "miner-guard token";
@@ -36,7 +36,7 @@ function tell() {
   }
   const now = `Now ${clock(Date.now())}`;
   state.textContent = stale
-    ? `${now}. Below is what it last knew at ${clock(updated)}; retrying.`
+    ? `${now}. Below is the last data, from ${clock(updated)}; retrying.`
     : `${now}, last updated ${age} s ago`;
 }
 
@@ -114,7 +114,7 @@ ranges.addEventListener("click", (event) => {
   choose(null);
 });
 document.addEventListener("zoomed", (event) => {
-  // Zooming out of a chosen range leads back to the button's range.
+  // Zooming out of a chosen range returns to the button's range.
   choose(event.detail);
 });
 document.addEventListener("dblclick", (event) => {
