@@ -182,7 +182,7 @@ def _usual(row: KnownOperation) -> str:
 
 
 def _fitting(seconds: float, step_time_s: float, budget_pct: float) -> int:
-    """The shortest interval in steps at which the operation alone stays within budget."""
+    """Return the shortest interval, in steps, that keeps this operation within budget."""
     return max(1, -int(-100 * seconds // (budget_pct * step_time_s)))
 
 

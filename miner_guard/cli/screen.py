@@ -94,7 +94,7 @@ class ShownPart:
 
 @dataclass(frozen=True)
 class Canvas:
-    """Size of the screen in columns and lines, and what to show of it."""
+    """The screen's size in columns and lines, and the view that the user has selected."""
 
     width: int
     height: int
@@ -206,7 +206,7 @@ def week_lines(status: StatusDocument, age_s: float, *, ascii_only: bool = False
 
 
 def head(status: StatusDocument, age_s: float) -> str:
-    """When the status was read, the miner's state, restarts, goodput and the cost of monitoring."""
+    """Return the line with the time, miner state, restarts, goodput and cost of monitoring."""
     now = time_of_reading(status, age_s)
     words = [f"now    {f'{now[11:19]} UTC' if now else '?'}{_staleness(status, age_s)}"]
     words.append(f"miner {miner_state(status, age_s)}")

@@ -10,7 +10,7 @@ from miner_guard.config.ranges import Count, NotNegative, Percent, Positive, Sha
 
 @dataclass(frozen=True)
 class HangSettings:
-    """When the guard treats missing progress as a hang."""
+    """Time limits after which the guard treats missing progress as a hang."""
 
     min_s: Positive = 300.0
     """Shortest time without a step that counts as a hang."""
@@ -147,7 +147,7 @@ class HealthSettings:
 
 @dataclass(frozen=True)
 class CostSettings:
-    """What monitoring may cost (source 000)."""
+    """Limits on what monitoring may cost (source 000)."""
 
     preset: Literal["production", "research", "final_evaluation"] | None = None
     """One of source 000's presets, which sets the budget below."""

@@ -90,7 +90,7 @@ class StepSettings:
     min_excess_ratio · median)."""
 
     min_excess_ratio: Positive = 0.5
-    """A slow step exceeds the median by at least this share of it."""
+    """A slow step exceeds the median by at least this share of the median."""
 
     min_excess_s: NotNegative = 1.0
     """A slow step exceeds the median by at least this many seconds. A busy host delays short steps
@@ -264,7 +264,7 @@ class LossSettings:
     |median|)."""
 
     min_excess_ratio: Positive = 0.10
-    """A spike exceeds the median by at least this share of it."""
+    """A spike exceeds the median by at least this share of the median."""
 
     explosion_ratio: Positive = 2.0
     """Five consecutive steps above this multiple of the mean are an explosion."""

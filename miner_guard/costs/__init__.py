@@ -1,4 +1,5 @@
-"""What monitoring costs, and its budget (source 000). Standard library only: ranks use it too."""
+"""Tracks what monitoring costs against a budget (source 000). Standard library only, because ranks
+use it too."""
 
 from __future__ import annotations
 

@@ -72,8 +72,8 @@ class FaultPlan:
         self._folder = folder
         self._repeat = repeat
         self.swallow = any(f.kind == "exit0" for f in faults)
-        """Whether the training loop swallows exceptions. All ranks do so, since a failing rank
-        makes its peers' collectives fail too."""
+        """True if the training loop swallows exceptions. It does so on all ranks, because a failing
+        rank makes its peers' collectives fail too."""
 
         self.on_cpu = any(f.kind == "cpu-fallback" for f in faults)
         self.slowed_from = min((f.step for f in assigned if f.kind == "cpu-fallback"), default=None)

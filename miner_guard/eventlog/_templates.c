@@ -11,7 +11,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#define MAX_PROBES 32 /* Then a template gets its own object, so that lookups stay fast. */
+#define MAX_PROBES 32 /* After this many, a template gets its own object: fast lookups. */
 #define LENGTHS 512
 #define SLOTS 1024 /* Initial size of the table. */
 #define LARGE 65536

@@ -198,7 +198,7 @@ class Readable(Protocol):
 
 def blocks(file: Readable) -> Iterator[_Block]:
     """The whole lines in the rest of a file, in blocks as they are read, mostly without copying. A
-    last line without a newline comes as its own block."""
+    last line without a newline is yielded as a separate block."""
     rest = b""
     while piece := file.read(_CHUNK):
         first, last = piece.find(b"\n") + 1, piece.rfind(b"\n") + 1

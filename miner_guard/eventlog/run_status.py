@@ -48,7 +48,8 @@ class RunStatus(Section):
     host: str | None = None
     state_dir: str | None = None
     start_command: str | None = None
-    """A command that starts this guard again: pm2's or systemd's, or else its own command line."""
+    """A command that starts this guard again: pm2's or systemd's, otherwise the guard's command
+    line."""
 
     attempt: int | None = None
     """Number of launches in this run after the first."""

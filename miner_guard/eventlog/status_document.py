@@ -19,7 +19,7 @@ from miner_guard.state_dir import StateDir, read_json
 
 @dataclass(frozen=True)
 class VerdictStatus(Section):
-    """Whether the miner is earning. The monitor `verdict` writes it."""
+    """The verdict on whether the miner is earning. The monitor `verdict` writes it."""
 
     state: str | None = None
     """One of `detectors.verdict.STATES`."""
@@ -29,13 +29,13 @@ class VerdictStatus(Section):
 
     cause: str | None = None
     next_step: str | None = None
-    """What to do; commands to type are between backticks."""
+    """What to do next. Commands to type are in backticks."""
 
     event: str | None = None
     confidence: str | None = None
     key: str | None = None
     earns: str | None = None
-    """Whether the miner earns: `yes`, `probably`, `no` or `unknown`. The state `degraded` alone
+    """Whether the miner earns: `yes`, `probably`, `no` or `unknown`. The state `degraded`
     does not say."""
 
     week: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class VerdictStatus(Section):
     (`detectors.verdict_history`)."""
 
     week_start: float | None = None
-    """When the first guard began to judge, at most a week ago; seconds since 1970."""
+    """When the record of verdicts begins, at most a week ago; seconds since 1970."""
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ class CostsStatus(Section):
 
 @dataclass(frozen=True)
 class FallbackStatus(Section):
-    """Whether one rank computes on the CPU."""
+    """The verdict on whether one rank computes on the CPU."""
 
     verdict: str | None = None
     evidence: Sequence[Any] = ()
