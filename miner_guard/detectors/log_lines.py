@@ -24,7 +24,7 @@ _REMEMBERED = 16
 """Steps remembered to recognise a repeated line (another rank, a second handler)."""
 
 _MAX_LAG = 3
-"""How many steps one rank's output may lag behind another's."""
+"""Maximum number of steps by which one rank's output lags behind another's."""
 
 KINDS = ("step", "push", "push_failed", "phase", "peers", "allreduce_finished", "allreduce_failed")
 

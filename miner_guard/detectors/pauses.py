@@ -14,7 +14,7 @@ Kind = Literal["isolated", "periodic", "recurring"]
 
 _WITHIN_STEPS = 20
 _RECURRING = 3
-"""How many slow steps within 20 count as a problem."""
+"""This many slow steps within 20 steps count as a problem."""
 
 _MIN_PERIOD = 10
 """Shortest period, in steps. If slow steps are more frequent, that is simply the program's

@@ -47,7 +47,7 @@ _MAX_HELD = 40
 decided."""
 
 _LASTING_S = 20.0
-"""How long, in total step time, short steps must stay slower to count as a regression."""
+"""Total step time for which short steps must stay slower to count as a regression."""
 
 
 def kind_of(phases: Mapping[str, float]) -> str:

@@ -38,10 +38,10 @@ class Strip:
     """Start of the first cell, seconds since 1970."""
 
     since: float
-    """When the record begins; lies in the first cell."""
+    """Start of the record, which lies in the first cell."""
 
     end: float
-    """When it was read; lies in the last cell."""
+    """Time of reading, which lies in the last cell."""
 
     cell_s: float
     cells: Sequence[str]
@@ -68,7 +68,7 @@ class VerdictWeek:
 
     @property
     def start(self) -> float | None:
-        """When the record begins, in seconds since 1970; None if it is empty.
+        """Start of the record, in seconds since 1970; None if it is empty.
 
         If an older guard did not store the start, it is computed as if the first cell had been
         recorded up to its end.

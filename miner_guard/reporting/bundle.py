@@ -78,7 +78,7 @@ def collect(state: state_dir.StateDir, since: str, settings: Settings) -> Iterat
     }
     for path, what in files.items():
         yield Item(path.name, what, _file(path))
-    yield Item("settings.json", "settings in force, and where each came from", _settings(settings))
+    yield Item("settings.json", "effective settings and where each came from", _settings(settings))
     yield Item("system.json", "system, versions, limits", json.dumps(_system(), indent=1))
     yield from _incidents(state)
 

@@ -51,7 +51,7 @@ LOGS, METRICS = "logs", "metrics"
 _LOGS_OK = LogRecordExportResult.SUCCESS
 
 _LOOK_EVERY_S = 1.0
-"""How long an event may wait for its batch (the SDK's default)."""
+"""Maximum time that an event waits for its batch (the SDK's default)."""
 
 _BATCH_BYTES = 256 * 1024
 """Bytes of guard.jsonl per request: about 500 events."""

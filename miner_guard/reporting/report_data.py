@@ -97,7 +97,7 @@ class Data:
 
     status: StatusDocument = field(default_factory=StatusDocument)
     status_age_s: float = math.inf
-    """Age of status.json; infinite without one."""
+    """Age of status.json; infinite if there is none."""
 
     loss: TimeSeries = field(default_factory=TimeSeries)
     loss_smooth: TimeSeries = field(default_factory=TimeSeries)

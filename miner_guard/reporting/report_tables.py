@@ -29,7 +29,7 @@ _BEHIND_S = 30.0
 _GIB = 1024**3
 _SIGNS = {"yes": ("good", "reached"), "no": ("warn", "not yet"), "unknown": ("", "unknown")}
 _MAX_ALARMS = 1000
-"""How many of the newest marks of an event to search for repetitions."""
+"""Maximum number of an event's newest marks to search for repetitions."""
 
 _REPEATED_WITHIN_S = 3600.0
 _LEFT_OUT = re.compile(r" \(asked \d+ more times? since the last line\)$")

@@ -56,7 +56,7 @@ _CELLS_ACROSS = 24
 strip has no axis."""
 
 _HOURS_LABELLED = 36
-"""The axis shows times for up to this many hours, and dates beyond that."""
+"""The axis shows times for up to this many hours, and dates for longer records."""
 
 
 def about(data: Data, title: str) -> str:

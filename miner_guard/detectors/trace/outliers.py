@@ -25,7 +25,8 @@ class OutlierRule:
 
     window: int
     min_before: int
-    """How many values must come before; with 0, the first step is judged by the values after it."""
+    """Minimum number of values before an outlier; if 0, the first step is judged by the values
+    after it."""
 
     levels: tuple[tuple[float, float], ...]
     """(ratio to the level, sigmas of the noise), smaller ratios last: a smaller ratio needs more
@@ -65,8 +66,8 @@ def outliers(values: Sequence[float], rule: OutlierRule) -> list[Outlier]:
 
 @lru_cache(maxsize=2)
 def deepest_dip(values: tuple[float, ...]) -> float:
-    """Sigmas of the deepest downward outlier, judged by the rule for upward spikes; 0 without one,
-    or if some values are not positive."""
+    """Return the sigmas of the deepest downward outlier, judged by the rule for upward spikes; 0 if
+    there is none, or if some values are not positive."""
     if not values or min(values) <= 0:
         return 0.0
     upside_down = outliers([1 / value for value in values], SPIKE)

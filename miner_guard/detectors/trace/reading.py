@@ -130,7 +130,7 @@ def evaluates(output: bytes) -> bool:
 
 
 def evaluation_in(line: bytes) -> float | None:
-    """The evaluation loss that a line of a miner's output prints; None without one."""
+    """Return the evaluation loss in a line of a miner's output, or None if it has none."""
     if len(line) > _MAX_PRINTED_LENGTH or not evaluates(line):
         return None
     text = _ANSI.sub("", line.decode("utf-8", "replace")).strip()

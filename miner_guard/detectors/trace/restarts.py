@@ -20,8 +20,8 @@ _MIN_LEVEL_RATIO = 0.8
 the loss is immediately back at its own, lower level."""
 
 _JUMP_SIGMAS = 5.0
-"""A restart exceeds the noise from value to value by this factor; a flat loss always looks like its
-own beginning."""
+"""The jump at a restart must exceed the noise from value to value by this factor, because a flat
+loss always looks like its own beginning."""
 
 _MIN_FALL = 1.02
 _AT_ONCE = 0.5

@@ -52,7 +52,7 @@ class Trace:
         return self.series[name]
 
     def nearest(self, name: str, step: int) -> float | None:
-        """The last finite value of `name` at or before `step`; None without one. Assumes rising
+        """Return the last finite value of `name` at or before `step`, or None. Assumes increasing
         steps."""
         series = self.series[name]
         for place in range(bisect_right(series.steps, step) - 1, -1, -1):
