@@ -44,7 +44,7 @@ _TO_FRAMES = bytes(
 ).replace(b"\\", b"/")
 """Frames differ in their numbers, and no class of frames does."""
 
-_BEFORE_NUMBERS = (" ", ": ", "=", ":", " (", "(", "': ", '": ', " [", "[")
+_BEFORE_NUMBERS = (" ", ": ", "=", "': ", '": ')
 _DIGIT = re.compile(r"\d")
 _FRAME = b'file "'
 

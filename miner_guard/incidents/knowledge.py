@@ -100,15 +100,14 @@ class Knowledge:
         self._possible: dict[frozenset[bytes], _Possible] = {}
         """By the words of recent lines, what such a line may match."""
 
-    def prepare(self) -> None:
-        """Read the files and build the search now. Raises BadKnowledge."""
-        assert self._search
-        assert self._numeric
-        assert self._by_word
-        assert self._framed_by_word
-        assert self._paths
-        assert self._order
+    def prepare(self, between: Callable[[], None] = lambda: None) -> None:
+        """Read the files and build the searches now; call `between` after each, since building one
+        takes several times the memory that it keeps. Raises BadKnowledge."""
+        for part in ("_search", "_numeric", "_by_word", "_framed_by_word", "_paths", "_order"):
+            assert getattr(self, part)
+            between()
         assert self.general
+        between()
 
     @cached_property
     def _document(self) -> Document:

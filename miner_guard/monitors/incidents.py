@@ -120,8 +120,7 @@ class IncidentsMonitor(Monitor):
 
     def _prepare(self) -> None:
         """Load the error patterns. Runs in a job thread."""
-        self._knowledge.prepare()
-        free_memory.give_back()
+        self._knowledge.prepare(free_memory.give_back)
 
     def _overcome(self, seen: Iterable[Seen]) -> list[Finding]:
         """Findings for reported incidents that training has since recovered from."""
