@@ -1,4 +1,4 @@
-# Every target makes the environment it needs; running one twice is safe.
+# Every target creates the environment it needs; running one twice is safe.
 
 PYTHON ?= python3
 VENV := .venv
@@ -6,11 +6,13 @@ BIN := $(VENV)/bin
 CONSTRAINTS := constraints.txt
 HOT := setup.py $(wildcard miner_guard/*/_*.[ch])
 DEMO_STATE := $(CURDIR)/.demo/state
-# Most tests wait for processes that they watch: with four workers, two cores are idle a third of the time. Files run in the
-# order of SUITE: by default those with the fewest tests come last, which are the longest tests, and workers wait at the end.
+# Most tests wait for processes that they watch: with four workers, two cores would be idle a third of the time. Files run in
+# the order of SUITE. By default, xdist would start the files with the fewest tests last; these have the longest tests, so
+# workers would sit idle at the end.
 WORKERS ?= 6
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-# Real processes and signals on a loaded machine: a failure counts when it repeats, and the summary names what was run again.
+# The tests use real processes and signals on a loaded machine, so a failure counts only if it repeats; the summary lists
+# reruns.
 AGAIN := --reruns 1
 
 .PHONY: demo test suite test-lowest test-newest check unit faults bench soak docs screens gpu gpu-pack man dist clean
@@ -18,7 +20,7 @@ AGAIN := --reruns 1
 demo: $(VENV)/.demo
 	MINER_GUARD_STATE_DIR="$${MINER_GUARD_STATE_DIR:-$(DEMO_STATE)}" $(BIN)/miner-guard demo $(DEMO_ARGS)
 
-# Types and lint use one core for a minute, in which the first tests of the suite wait for processes.
+# Types and lint use one core for a minute, while the first tests of the suite wait for processes.
 test: $(VENV)/.dev
 	$(MAKE) --no-print-directory --jobs=2 check suite
 
@@ -26,7 +28,7 @@ SUITE := tests/faults tests/integration tests/unit
 suite: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not long" $(PARALLEL) $(AGAIN) $(SUITE) $(PYTEST_ARGS)
 
-# The suite with the lowest versions that pyproject.toml promises, and with the newest there are.
+# The suite with the lowest versions that pyproject.toml allows, and with the newest available.
 test-lowest test-newest: test-%: $(VENV)/.dev
 	$(BIN)/python -m tests.support.version_bounds $* > .venv-$*.new
 	cmp -s .venv-$*.new .venv-$*.txt && rm .venv-$*.new || mv .venv-$*.new .venv-$*.txt
@@ -35,7 +37,7 @@ test-lowest test-newest: test-%: $(VENV)/.dev
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PARALLEL) tests/unit $(PYTEST_ARGS)
 
-# Every tool runs, also after one that objects.
+# Every tool runs, even after one fails.
 check: $(VENV)/.dev
 	@failed=; for tool in "ruff format --check ." "ruff check ." mypy lint-imports; do \
 	  echo "$(BIN)/$$tool"; $(BIN)/$$tool || failed="$$failed, $$tool"; \
@@ -47,8 +49,8 @@ faults: $(VENV)/.dev
 soak: $(VENV)/.dev
 	$(BIN)/python -m pytest -m long tests $(PYTEST_ARGS)
 
-# Acceptance on one GPU, without a network: where `make gpu-pack` has filled .gpu/wheels, with the machine's own Python
-# and torch (GPU_PYTHON); else with the development environment, on a GPU or without one. Ends with a table and
+# Acceptance test on one GPU, without a network. If `make gpu-pack` has filled .gpu/wheels, it uses the machine's own Python
+# and torch (GPU_PYTHON), otherwise the development environment, with or without a GPU. Prints a table and writes
 # .gpu/gpu-acceptance.json.
 GPU_PYTHON ?= python3
 GPU := .gpu
@@ -59,7 +61,7 @@ gpu:
 	  PATH="$(CURDIR)/$(GPU)/site/bin:$$PATH" PYTHONPATH=$(CURDIR)/$(GPU)/site:$(CURDIR) $(GPU_PYTHON) -m pytest -q -s -p no:cacheprovider tests/gpu $(PYTEST_ARGS); \
 	else $(MAKE) $(VENV)/.dev && $(BIN)/python -m pytest -q -s tests/gpu $(PYTEST_ARGS); fi
 
-# What `make gpu` needs on a machine without a network, for its Python; at most 64 MiB, ignored by git.
+# The wheels that `make gpu` needs on a machine without a network, for that machine's Python; at most 64 MiB, ignored by git.
 GPU_PACK_PYTHON ?= 3.12
 GPU_PACK := --only-binary=:all: --python-version $(GPU_PACK_PYTHON) --implementation cp \
   --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --platform linux_x86_64
@@ -82,7 +84,7 @@ screens: $(VENV)/.dev
 man: $(VENV)/.dev
 	COLUMNS=80 $(BIN)/python -m miner_guard.cli.manual > docs/miner-guard.1
 
-# The same bytes for the same commit and compiler, wherever and whenever it is built.
+# The same commit and compiler give the same bytes, wherever and whenever they are built.
 dist: $(VENV)/.dev
 	rm -rf dist && mkdir dist
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m tests.support.distribution . dist

@@ -1,11 +1,11 @@
 // pm2 start ecosystem.config.js      runs the demo miner under the guard (once `make demo` has built .venv).
-// For your own miner edit the line RUN, as in
+// For your own miner, edit the line RUN, for example:
 //   const RUN = ["run", "--", "torchrun", "--nproc_per_node=4", "neurons/miner.py", "--netuid", "38"];
 // Everything else must stay as it is:
-//   /usr/bin/env, since pm2 passes a script with a space in its path to bash, without its arguments;
+//   /usr/bin/env, because pm2 runs a script with a space in its path through bash, without its arguments;
 //   treekill false, so that pm2 signals only the guard, which lets the ranks save and shuts them down cleanly;
-//   kill_timeout above the guard's own stop_timeout_s (45 s), which is above torchrun's (30 s);
-//   no restart after an exit that a restart can't fix: 63 finished, 64 usage, 69 preflight, 75 crash loop, 78 configuration.
+//   kill_timeout longer than the guard's stop_timeout_s (45 s), which is longer than torchrun's timeout (30 s);
+//   no restart after exit codes that a restart can't fix: 63 finished, 64 usage, 69 preflight, 75 crash loop, 78 configuration.
 // Never add 0 to stop_exit_codes: pm2 records a death by signal as exit code 0. The guard, not pm2, delays restarts.
 const os = require("os");
 const path = require("path");

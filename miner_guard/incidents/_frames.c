@@ -205,7 +205,7 @@ static int find(search *self, PyObject *runs)
 static PyObject *frame_runs(PyObject *Py_UNUSED(module), PyObject *block)
 {
     if (!PyBytes_Check(block)) {
-        PyErr_Format(PyExc_TypeError, "bytes expected, not %s", Py_TYPE(block)->tp_name);
+        PyErr_Format(PyExc_TypeError, "expected bytes, not %s", Py_TYPE(block)->tp_name);
         return NULL;
     }
     const uint8_t *at = (const uint8_t *)PyBytes_AS_STRING(block);

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Keeps a guarded subnet 38 miner at upstream's version, in place of run_miner.sh's own loop (which kills every Python
-# of the host, the guard and its neighbours too). Start it in the miner's clone:
+# Keeps a guarded subnet 38 miner at upstream's version. It replaces the loop in run_miner.sh, which kills every Python
+# process on the host, including the guard and other miners. Start it in the miner's clone:
 #     pm2 start /path/to/ops/sn38/auto_update.sh --name sn38-update --interpreter bash
-# EVERY_S: seconds between two looks (1200, as upstream). NAME: the guard's --name. ONCE=1: look once and end.
+# EVERY_S: seconds between checks (1200, as upstream). NAME: the guard's --name. ONCE=1: check once and exit.
 set -uo pipefail
 
 every=${EVERY_S:-1200}
 name=${NAME:-miner}
 file=distributed_training/__init__.py
 
-version_of() { # version_of REVISION: the version that the file has there
+version_of() { # version_of REVISION: the version in that revision's file
     git show "$1:$file" 2>/dev/null | sed -n 's/^__version__ *= *["'\'']\([^"'\'']*\)["'\''].*/\1/p'
 }
 
@@ -34,8 +34,8 @@ look() {
         return
     fi
     if ! pip install --quiet -e .; then
-        # Back to the version that runs: a restart would load code whose dependencies are missing, and a clone that is
-        # at the new version already would never be tried again.
+        # Go back to the running version: a restart would load code whose dependencies are missing, and the next check would
+        # find the clone at the new version and never retry.
         git reset --quiet --keep "$before"
         echo "update: pip install of $theirs failed; the clone is back at $ours, the miner was not restarted, trying again in ${every}s"
         return
