@@ -101,13 +101,12 @@ class Knowledge:
         """By the words of recent lines, what such a line may match."""
 
     def prepare(self, between: Callable[[], None] = lambda: None) -> None:
-        """Read the files and build the searches now; call `between` after each, since building one
-        takes several times the memory that it keeps. Raises BadKnowledge."""
+        """Read the files and build the searches now, except the general layer's: most miners never
+        print an error that no pattern knows. Call `between` after each, since building one takes
+        several times the memory that it keeps. Raises BadKnowledge."""
         for part in ("_search", "_numeric", "_by_word", "_framed_by_word", "_paths", "_order"):
             assert getattr(self, part)
             between()
-        assert self.general
-        between()
 
     @cached_property
     def _document(self) -> Document:
