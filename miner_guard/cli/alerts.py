@@ -34,7 +34,7 @@ def command(
         unread = credentials.problem(known.repo)
         why = f"no targets, and {unread}" if unread else "no targets"
         raise Refused(
-            f"{why}; set MINER_GUARD_ALERTS__URLS to Apprise URLs, separated by commas", USAGE
+            f"{why}; set MINER_GUARD_ALERTS__URLS to a comma-separated list of Apprise URLs", USAGE
         )
     with Working(f"sending to {counted(len(settings.urls), 'target')}"):
         answer = send_test(settings)

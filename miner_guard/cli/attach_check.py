@@ -78,8 +78,8 @@ def report(result: LogCheck, profile: str | None) -> Iterator[str]:
         yield f"  line {place}: {text!r}: {miss.why}"
     if not steps:
         yield (
-            "Describe the step lines in [miner] log_patterns of guard.toml, for example "
-            r"'batch (?P<step>\d+) cost (?P<loss>\S+)', and check again with -c guard.toml"
+            "Add a pattern for the step lines to [miner] log_patterns in guard.toml, for example "
+            r"'batch (?P<step>\d+) cost (?P<loss>\S+)', then check again with -c guard.toml"
         )
 
 

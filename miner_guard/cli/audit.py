@@ -51,7 +51,7 @@ def command(
 
 def _speaks_for(read_from: str | None) -> str:
     if read_from is None:
-        return "judged by general rules only: no [miner] profile is set for the network"
+        return "judged by general rules only: no [miner] profile is set"
     return f"judged by the rules of {read_from}"
 
 
@@ -73,8 +73,8 @@ def _what(place: options.CommandContext) -> Watched:
         return Watched(own.repo, own.chain, own.gate, limits_of(own.miner))
     where = known.repo.path or known.repo.bucket or known.repo.repo_id
     echo(
-        f"these settings have no [repo]; auditing {where}, which the guard in {place.state.root} "
-        "watches",
+        f"the settings have no [repo] section; auditing {where}, which the guard in "
+        f"{place.state.root} watches",
         err=True,
     )
     return known

@@ -1,4 +1,4 @@
-"""`miner-guard config`: each setting in force, with its source."""
+"""`miner-guard config`: the effective settings and where each came from."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _COLUMN = 44
 
 def command(
     changed: Annotated[
-        bool, typer.Option("--changed", help="Only settings that differ from their defaults.")
+        bool, typer.Option("--changed", help="Show only settings that differ from their defaults.")
     ] = False,
     validate: Annotated[
         Optional[Path],
-        typer.Option(metavar="FILE", help="Only check FILE; exit code 78 if it is invalid."),
+        typer.Option(metavar="FILE", help="Check FILE and exit; exit code 78 if it is invalid."),
     ] = None,
     diff: Annotated[
         Optional[Path],
         typer.Option(
             metavar="FILE",
-            help="Show what FILE would change compared with guard.toml; exit code 1 if there is a "
-            "difference.",
+            help="Show the settings that would change if FILE replaced guard.toml; exit code 1 if "
+            "there are any.",
         ),
     ] = None,
     schema: Annotated[
@@ -52,7 +52,7 @@ def command(
     state_dir: State = None,
     as_json: Json = False,
 ) -> None:
-    """Show the settings in force and where each came from; secrets are masked."""
+    """Show the effective settings and where each came from; secrets are masked."""
     from uploads.repos import credentials
 
     if schema:
@@ -74,7 +74,7 @@ def command(
     echo(f"# state directory: {place.state.root}")
     echo(f"# profile: {place.profile or 'none'}")
     if unread := credentials.problem(place.settings.config.repo):
-        echo(f"# keys not read: {unread}")
+        echo(f"# could not read the credentials: {unread}")
     section = ""
     for dotted, value, origin in rows:
         head, key = dotted.split(".", 1)
@@ -108,8 +108,8 @@ def _validate(file: Path) -> None:
 
 
 def _diff(ours: CommandContext, theirs: CommandContext) -> None:
-    """Print each setting that differs: `- ` before the value in force, `+ ` before the proposed
-    one. Exits with 1 if any differs."""
+    """Print each setting that differs, with `- ` before the current value and `+ ` before the
+    proposed one. Exits with 1 if any differs."""
     changed = False
     for (dotted, before, _), (_, after, _) in zip(_rows(ours), _rows(theirs), strict=True):
         if before != after:
@@ -145,7 +145,7 @@ def _document(place: CommandContext, rows: list[tuple[str, Any, str]]) -> Mappin
 
 
 def _toml(value: Any) -> str:
-    """Format a value as TOML, which writes everything except tables as JSON does."""
+    """Format a value as TOML, whose notation differs from that of JSON only for tables."""
     if isinstance(value, Mapping):
         return (
             "{ " + ", ".join(f"{json.dumps(str(k))} = {_toml(v)}" for k, v in value.items()) + " }"

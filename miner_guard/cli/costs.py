@@ -168,12 +168,12 @@ def _known_words() -> str:
 
 
 def _usual(row: KnownOperation) -> str:
-    """Format the usual cost as `60-300s a call, every 500 steps; `, with only the parts that source
-    000 states."""
+    """Format the usual cost as `60-300s per call, every 500 steps; `, with only the parts that
+    source 000 states."""
     parts = []
     if row.call_s is not None:
         low, high = row.call_s
-        parts.append(f"{low:g}-{high:g}s a call" if low else f"below {high:g}s a call")
+        parts.append(f"{low:g}-{high:g}s per call" if low else f"under {high:g}s per call")
     if row.every_steps is not None:
         parts.append("every step" if row.every_steps == 1 else f"every {row.every_steps} steps")
     if row.every_s is not None:
@@ -197,8 +197,8 @@ def _step_time(place: CommandContext) -> float:
 def _words(answer: dict[str, Any]) -> str:
     verdict = {
         "ok": "within budget",
-        "warning": "OVER BUDGET: do not enable it unchanged",
-        "critical": "FAR OVER BUDGET: do not enable it unchanged",
+        "warning": "OVER BUDGET: do not enable it as is",
+        "critical": "FAR OVER BUDGET: do not enable it as is",
     }[answer["budget_status"]]
     lines = [
         f"{answer['operation']}: {answer['calls']:g} calls of {answer['seconds']:g}s = "

@@ -24,7 +24,8 @@ class ControlAction(str, Enum):
 
 def command(
     order: Annotated[
-        ControlAction, typer.Argument(metavar="checkpoint|restart|pause|resume", help="What to do.")
+        ControlAction,
+        typer.Argument(metavar="checkpoint|restart|pause|resume", help="The request to send."),
     ],
     config: options.Config = None,
     name: options.AnyName = None,

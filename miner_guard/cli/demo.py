@@ -41,7 +41,7 @@ def command(
         Optional[list[str]],
         typer.Option(
             metavar="KIND@STEP[:RANK]",
-            help=f"A fault to inject, such as slow@20:1: {', '.join(KINDS)}. Repeatable.",
+            help=f"A fault to inject, such as slow@20:1. Kinds: {', '.join(KINDS)}. Repeatable.",
         ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Number of inner steps.")] = 90,
@@ -58,11 +58,11 @@ def command(
     name: options.Name = "demo",
     state_dir: options.State = None,
     finished_code: Annotated[
-        int, typer.Option(min=0, max=255, help="Exit code when the demo has finished.")
+        int, typer.Option(min=0, max=255, help="Exit code to use when the demo finishes.")
     ] = 0,
 ) -> None:
-    """Watch a small real miner train under the guard: uploads blocked, then published, and a
-    summary."""
+    """Watch a small but real miner train under the guard, its uploads first blocked, then
+    published."""
     ranks = ranks or len(glob.glob("/dev/nvidia[0-9]*")) or 2
     _check(fault or [], steps, ranks)
     state = options.choose_state(name, state_dir)
@@ -74,7 +74,7 @@ def command(
     if fault_repeat:
         arguments.append("--fault-repeat")
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    # Without an explicit folder torchrun leaves one in /tmp at every start.
+    # Without an explicit log folder, torchrun leaves a new folder in /tmp on every start.
     launcher += ["--log-dir", str(state.root / _WORK / "torchrun")]
     miner = (sys.executable, "-u", *launcher, "-m", "miner_guard.demo.train", *arguments)
     raise typer.Exit(_run(miner, settings, state, finished_code))
@@ -90,16 +90,15 @@ def _check(faults: list[str], steps: int, ranks: int) -> None:
             raise Refused(str(error), USAGE) from error
         if fault.step > steps:
             raise Refused(
-                f"fault {text!r} never happens: the demo has {steps} steps; raise --steps", USAGE
+                f"fault {text!r} never fires: the demo has only {steps} steps; raise --steps", USAGE
             )
         if fault.rank is not None and fault.rank >= ranks:
             raise Refused(
-                f"fault {text!r} never happens: the ranks are 0 to {ranks - 1}; raise --ranks",
-                USAGE,
+                f"fault {text!r} never fires: the ranks are 0 to {ranks - 1}; raise --ranks", USAGE
             )
     if importlib.util.find_spec("torch") is None:
         raise Refused(
-            f"the demo trains with torch, which is not installed: {optional_deps.install('torch')}",
+            f"the demo needs torch, which is not installed; {optional_deps.install('torch')}",
             UNAVAILABLE,
         )
 
@@ -132,7 +131,7 @@ def _run(miner: tuple[str, ...], settings: Config, state: StateDir, finished_cod
         raise Refused(str(problem), CONFIG) from problem
     except OSError as error:
         raise Refused(
-            f"state directory {state.root} can't be cleared: {error}; choose another", CONFIG
+            f"cannot clear state directory {state.root}: {error}; choose another directory", CONFIG
         ) from error
     start, helpers = time.monotonic(), HelperCpu()
     code = GuardApp(Request(miner, settings, state, finished_code), lock).run()
@@ -141,7 +140,7 @@ def _run(miner: tuple[str, ...], settings: Config, state: StateDir, finished_cod
 
 
 def start_fresh(state: StateDir) -> None:
-    """Remove an earlier demo's files. If the files are a real miner's, move them aside instead.
+    """Remove the files of an earlier demo. If they belong to a real miner, move them aside instead.
     Raises OSError."""
     work = state.root / _WORK
     own = [

@@ -46,7 +46,7 @@ def command(
         Optional[int], typer.Option(help="How many GPUs must be present.", show_default=False)
     ] = None,
     deep: Annotated[
-        bool, typer.Option("--deep", help="Also run a matmul on each GPU and an all_reduce.")
+        bool, typer.Option("--deep", help="Also run a matmul on each GPU, and one all_reduce.")
     ] = False,
 ) -> None:
     """Check GPUs, driver, torch, node, environment and repo. Exit 0, or 69 if something is
@@ -107,8 +107,8 @@ def document(snapshot: Snapshot, checks: Sequence[Check], seconds: float) -> dic
 
 
 def folded(checks: Sequence[Check]) -> list[Check]:
-    """The rows of a compact table: a check that passes on several GPUs with the same wording takes
-    one row."""
+    """Return the rows of a compact table, in which a check that passes on several GPUs with the
+    same wording takes one row."""
     rows: list[Check] = []
     places: dict[tuple[str, str], int] = {}
     gpus: dict[int, list[int]] = {}

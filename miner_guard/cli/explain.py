@@ -40,8 +40,8 @@ from miner_guard.system.clock import SystemClock
 _GZIP = b"\x1f\x8b"
 _NOTES_SHOWN = 3
 _MAX_RATIO = 200
-"""A gzip file with a higher ratio of unpacked to packed size is refused. Logs compress to a tenth
-of their size, repetitive logs to a fiftieth, and zeros to a thousandth."""
+"""A gzip file that expands by a larger factor is refused. Logs compress to a tenth of their size,
+repetitive logs to a fiftieth, and zeros to a thousandth."""
 
 _UNPACKED_AT_ONCE = 8 * 1024 * 1024
 """Unpacked bytes allowed before the ratio applies."""
@@ -52,8 +52,8 @@ def command(
         Optional[str],
         typer.Argument(
             metavar="FILE|-",
-            help="The log; - is stdin. Defaults to piped input; with --state-dir or --name, or "
-            "without piped input, to the guard's own log.",
+            help="The log; - is stdin. Default: piped input, or the guard's own log if nothing is "
+            "piped in or if --state-dir or --name is given.",
         ),
     ] = None,
     trace: Annotated[
@@ -61,7 +61,9 @@ def command(
     ] = False,
     note: Annotated[
         str,
-        typer.Option("--note", help="Record what helped; shown the next time this label appears."),
+        typer.Option(
+            "--note", help="Record what helped; explain shows it when it finds this label again."
+        ),
     ] = "",
     config: Config = None,
     name: AnyName = None,
@@ -71,8 +73,7 @@ def command(
     """Find the root cause and fixes in any log. Exit 1: nothing wrong."""
     if trace and note:
         raise Refused(
-            "--note works with a log, not with --trace: a note is stored under an incident label",
-            USAGE,
+            "--note cannot be combined with --trace, because notes belong to incident labels", USAGE
         )
     if file is None and name is None and state_dir is None and _piped():
         file = "-"
@@ -122,8 +123,8 @@ def _read(file: str | None, place: CommandContext) -> LogExplanation:
 
 
 def _size(log: BinaryIO) -> int | None:
-    """Size of a plain file in bytes; None if unknown before reading: a pipe, a gzip, several
-    files."""
+    """Size of a plain file in bytes; None if only reading tells, as for a pipe, a gzip file or
+    several files."""
     try:
         status = os.fstat(log.fileno())
     except (OSError, ValueError, AttributeError):
@@ -145,7 +146,8 @@ class _CountedReader:
 
 
 def _piped() -> bool:
-    """Return True if standard input is a pipe or a file: a terminal or /dev/null holds no log."""
+    """Return True if standard input is a pipe or a file. A terminal or /dev/null contains no
+    log."""
     try:
         return not stat.S_ISCHR(os.fstat(sys.stdin.fileno()).st_mode)
     except (OSError, ValueError):
@@ -217,12 +219,12 @@ class _BoundedReader:
 
 def _remember(place: CommandContext, report: LogExplanation, note: str) -> None:
     if report.root is None:
-        raise Refused("there is nothing to note: this log shows no error", FAILED)
+        raise Refused("note not stored: this log shows no error", FAILED)
     try:
         notes.add(place.state, report.root.label, note, SystemClock())
     except OSError as error:
         raise Refused(
-            f"the note can't be stored in {place.state.root}: {error.strerror or error}", FAILED
+            f"cannot store the note in {place.state.root}: {error.strerror or error}", FAILED
         ) from error
 
 

@@ -18,7 +18,7 @@ from miner_guard.detectors.trace.series import Trace
 from miner_guard.eventlog import catalog
 
 _ALIKE = 3
-"""How many findings of each type to print in full. The rest are only listed by step."""
+"""How many findings of each type to print in full. For the rest, only the steps are listed."""
 
 _STEPS_SHOWN = 20
 
@@ -27,17 +27,16 @@ def explain_trace(source: str, facts: TrainingFacts, *, as_json: bool) -> None:
     """Explain the trace in the file `source` (`-`: standard input). Exits with 1 if it is
     healthy.
 
-    `facts` has the run's batch sizes, for naming the examples behind a NaN. Raises Refused (64) if
-    the file can't be read or contains no trace line. A run whose only findings are remarks
-    (severity info) counts as healthy.
-    """
+    `facts` contains the run's batch sizes, which it takes to name the examples that caused a NaN.
+    Raises Refused (64) if the file can't be read or contains no trace line. A run whose only
+    findings are remarks (severity info) counts as healthy."""
     with open_text(source, "a trace file") as lines:
         trace = reading.read(lines)
     if not trace.used:
         raise exits.Refused(
-            f"{source}: none of {catalog.counted(trace.lines, 'line')} is a trace line; pass JSON "
+            f"{source}: no trace lines in {catalog.counted(trace.lines, 'line')}; pass JSON "
             'lines such as {"step": 10, "loss": 2.45, "step_time": 15.2}, guard.jsonl, CSV with a '
-            "first line such as `step,loss,lr`, or lines such as `Step 10: loss=2.45, lr=6.67e-05`",
+            "header such as `step,loss,lr`, or lines such as `Step 10: loss=2.45, lr=6.67e-05`",
             exits.USAGE,
         )
     found = judge.judge(trace, facts)
@@ -77,7 +76,7 @@ def report(trace: Trace, found: Sequence[Anomaly]) -> Iterator[str]:
         if len(alike) > _ALIKE:
             steps = [str(a.at_step) for a in alike[_ALIKE:]]
             more = f" and {len(steps) - _STEPS_SHOWN} more" if len(steps) > _STEPS_SHOWN else ""
-            yield f"         the same at steps {', '.join(steps[:_STEPS_SHOWN])}{more}"
+            yield f"         also at steps {', '.join(steps[:_STEPS_SHOWN])}{more}"
         if alike[0].cause:
             yield f"         likely cause: {alike[0].cause}"
         for place, fix in enumerate(alike[0].fixes, 1):

@@ -32,7 +32,7 @@ def command(
         typer.Option("--online", help="wandb: upload the run instead of writing offline files."),
     ] = False,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Keep exporting as lines are written.")
+        bool, typer.Option("--follow", "-f", help="Keep exporting as the guard writes new lines.")
     ] = False,
     config: Config = None,
     name: AnyName = None,

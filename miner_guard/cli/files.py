@@ -1,4 +1,4 @@
-"""Files that the command line names: logs to read, and pages and archives to write."""
+"""Opens the files named on the command line: logs to read, and pages and archives to write."""
 
 from __future__ import annotations
 

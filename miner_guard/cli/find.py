@@ -1,4 +1,5 @@
-"""Chooses the guard if the command line names none: the running one, wherever its state is."""
+"""Chooses a guard if the command line names none: the running one, wherever its state directory
+is."""
 
 from __future__ import annotations
 

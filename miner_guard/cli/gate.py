@@ -111,8 +111,8 @@ def _inputs(place: options.CommandContext) -> GateInputs:
 
 
 def _settings(place: options.CommandContext) -> GateSettings:
-    """Return [gate] from the settings here or, if they do not set it, from the guard in the state
-    directory."""
+    """Return [gate] from these settings or, if they have no such section, from the guard in the
+    state directory."""
     own = place.settings
     if any(
         name.startswith("gate.") and origin != "default" for name, origin in own.origins.items()
@@ -121,12 +121,15 @@ def _settings(place: options.CommandContext) -> GateSettings:
     there = remembered_settings.read(place.state)
     if there is None or there.gate == own.config.gate:
         return own.config.gate
-    echo(f"these settings have no [gate]; using those of the guard in {place.state.root}", err=True)
+    echo(
+        f"the settings have no [gate] section; using the one from the guard in {place.state.root}",
+        err=True,
+    )
     return there.gate
 
 
 def _keep(state: statedir.StateDir, decision: GateDecision, known: GateInputs) -> None:
-    """Record the decision in the ledger, as a rank does, if a guard has created one."""
+    """Record the decision in the ledger, as a rank does, if a guard has created the ledger."""
     if not state.gate_inputs.is_file():
         return
     ledger = Ledger(state.ledger, lambda finding: echo(catalog.message(finding), err=True))

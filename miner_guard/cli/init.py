@@ -39,13 +39,12 @@ def command(
     name: Name = DEFAULT_NAME,
     directory: Annotated[Path, typer.Option("--dir", help="Folder to write to.")] = Path(),
     remove: Annotated[
-        bool,
-        typer.Option("--remove", help="Instead, delete what init wrote and the state directory."),
+        bool, typer.Option("--remove", help="Delete the state directory and what init wrote.")
     ] = False,
     config: Config = None,
     state_dir: State = None,
 ) -> None:
-    """Write guard.toml and ecosystem.config.js for a miner's command; overwrites nothing."""
+    """Write guard.toml and ecosystem.config.js for a miner's command; never overwrites a file."""
     files = (directory / (config or "guard.toml"), directory / "ecosystem.config.js")
     if remove:
         from miner_guard.cli.uninstall import uninstall
@@ -65,7 +64,7 @@ def command(
     if taken := [str(path) for path in texts if path.exists() or path.is_symlink()]:
         raise Refused(
             f"{' and '.join(taken)} already exist{'s' if len(taken) == 1 else ''}; nothing was "
-            "written. Move or delete what is there, or pass --dir",
+            f"written. Move or delete {'it' if len(taken) == 1 else 'them'}, or pass --dir",
             FAILED,
         )
     try:
@@ -75,7 +74,7 @@ def command(
         raise Refused(f"{directory} cannot be written: {error.strerror}", FAILED) from error
     for path in texts:
         echo(f"wrote {path}")
-    echo("next: fill in [repo], then `miner-guard doctor`, then `pm2 start ecosystem.config.js`")
+    echo("next: fill in [repo], run `miner-guard doctor`, then `pm2 start ecosystem.config.js`")
     if place := _place(name, state_dir):
         echo(f"later: `miner-guard status {place}`; the other commands take {place} too")
 
@@ -91,7 +90,7 @@ def ecosystem(cmd: Sequence[str], name: str, flags: Sequence[str] = ()) -> str:
     """Return the text of ecosystem.config.js; `flags` go to `miner-guard run`."""
     guard = Path(sys.executable).with_name("miner-guard")
     values = {"RUN": ["run", *flags, "--", *cmd], "PYTHON": sys.executable, "GUARD": str(guard)}
-    # The template puts the name between quotes.
+    # The template puts the name in quotes.
     quoted = json.dumps(name)[1:-1]
     return _fill(
         "ecosystem.config.js", {**{k: json.dumps(v) for k, v in values.items()}, "NAME": quoted}
@@ -109,8 +108,8 @@ def _flags(config: Path | None, state_dir: str | None) -> list[str]:
 
 
 def _place(name: str, state_dir: str | None) -> str:
-    """Return the flag that points the other commands at this guard; empty if they find it
-    without one."""
+    """Return the flag that points the other commands at this guard; empty if they find the guard
+    without a flag."""
     if state_dir is not None:
         return f"--state-dir {shlex.quote(str(Path(state_dir).absolute()))}"
     return "" if name == DEFAULT_NAME else f"--name {shlex.quote(name)}"
@@ -134,10 +133,7 @@ def _miner(cmd: Sequence[str]) -> list[str]:
     for argument, key in _NUMBERS.items():
         value = value_of(cmd, argument) or ""
         rows.append(f"{key} = {value}" if _is_number(value) else f"# {key} = 1")
-    rows += [
-        "# If the miner exits on its own, so that exit code 0 means that it has finished:",
-        "# finite = true",
-    ]
+    rows += ["# If exit code 0 means that the miner has finished its work:", "# finite = true"]
     return rows
 
 

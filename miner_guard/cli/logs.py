@@ -31,25 +31,28 @@ _FOR_REPLAY = frozenset({"verdicts", "record", "document"})
 
 def command(
     event: Annotated[
-        Optional[list[str]], typer.Option("--event", "-e", help="Only this event; repeatable.")
+        Optional[list[str]], typer.Option("--event", "-e", help="Show only this event; repeatable.")
     ] = None,
     level: Annotated[
         str,
         typer.Option(
-            "--level", "-l", help="This level (debug, info, warning, error, critical) and above."
+            "--level", "-l", help="Lowest level to show: debug, info, warning, error or critical."
         ),
     ] = "debug",
     since: options.Since = "",
     rank: Annotated[
-        Optional[list[int]], typer.Option("--rank", "-r", min=0, help="Only this rank; repeatable.")
+        Optional[list[int]],
+        typer.Option("--rank", "-r", min=0, help="Show only this rank; repeatable."),
     ] = None,
     lines: Annotated[
         Optional[int],
         typer.Option(
-            "--lines", "-n", min=0, help="Only the last N lines; with --follow, 10 by default."
+            "--lines", "-n", min=0, help="Show only the last N lines; with --follow, 10 by default."
         ),
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow new lines.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Keep printing new lines.")
+    ] = False,
     as_json: Annotated[
         bool,
         typer.Option(
@@ -79,7 +82,7 @@ def command(
             raise Refused(
                 (
                     "--ledger works only with --since, --lines and --json; the other options "
-                    "filter the log's lines"
+                    "filter log lines"
                 ),
                 USAGE,
             )

@@ -1,8 +1,9 @@
-"""`miner-guard`: finds the command's module, imports only that one, and maps errors to exit codes.
+"""`miner-guard`: imports only the requested command's module, runs it, and maps errors to exit
+codes.
 
 Each command is one file with a function `command`, whose annotations typer reads and whose
-docstring is the help, and optionally `CONTEXT`, click's context settings. To add it, name it in
-`COMMANDS`."""
+docstring is the help, and optionally `CONTEXT`, click's context settings. To add a command, list it
+in `COMMANDS`."""
 
 from __future__ import annotations
 
@@ -43,11 +44,11 @@ COMMANDS = (
     "ops",
     "demo",
 )
-"""Modules of `miner_guard.cli` (a dash stands for an underscore), in the order of `--help`."""
+"""Modules of `miner_guard.cli` (with dashes for underscores), in the order of `--help`."""
 
 _UsageError: Any = typer.BadParameter.__mro__[1]
-"""The base class of typer's usage errors: typer does not export it, and its module depends on the
-version."""
+"""The base class of typer's usage errors. typer does not export it, and its module differs between
+versions."""
 
 _GC_EVERY = 20_000
 
@@ -108,8 +109,8 @@ def _options(
 
 def main() -> None:
     """Entry point. Exits with the codes of `miner_guard.exits`."""
-    # Imported modules live until exit: collecting garbage every 700 objects takes a tenth of the
-    # start-up time.
+    # Imported modules live until exit, so collecting garbage every 700 objects would waste a tenth
+    # of the start-up time.
     gc.set_threshold(_GC_EVERY)
     inherited.open_standard_streams()
     sys.exit(run(sys.argv[1:]))
@@ -139,7 +140,7 @@ def run(arguments: Sequence[str]) -> int:
         return _refused(
             f"{error.filename or 'the output'}: {error.strerror or error}", exits.FAILED
         )
-    except Exception as error:  # noqa: BLE001 - a bug of the guard; reported with its location
+    except Exception as error:  # noqa: BLE001 - a bug in the guard; reported with its location
         place = traceback.extract_tb(error.__traceback__)[-1]
         what = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
         return _refused(f"internal error, please report it: {what}", exits.FAILED)

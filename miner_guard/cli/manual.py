@@ -12,13 +12,13 @@ from miner_guard.cli import main
 from miner_guard.cli.echo import echo
 
 _CODES = {
-    exits.OK: "Stopped on request, finished, allowed, accepted, found.",
+    exits.OK: "Success: stopped on request, finished, allowed, accepted or found.",
     exits.FAILED: "Nothing matched, blocked, rejected, over budget, or any other failure.",
     exits.NOT_RUNNING: "No guard is running.",
-    exits.USAGE: "The command line is wrong.",
-    exits.UNAVAILABLE: "The preflight found something critical, or a check could not run.",
-    exits.CRASH_LOOP: "A crash loop: restarting does not help.",
-    exits.CONFIG: "The configuration is wrong.",
+    exits.USAGE: "The command line is invalid.",
+    exits.UNAVAILABLE: "The preflight found a critical problem, or a check could not run.",
+    exits.CRASH_LOOP: "The guard gave up after a crash loop.",
+    exits.CONFIG: "The configuration is invalid.",
 }
 _FILES = {
     "./guard.toml": "The settings, unless --config names another file; see miner-guard config.",

@@ -1,4 +1,4 @@
-"""`miner-guard ops DIR`: copies the files for people on call to a folder for editing."""
+"""`miner-guard ops DIR`: copies the on-call files to a folder where you can edit them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def command(
             UNAVAILABLE,
         )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise Refused(f"{folder} exists and is not an empty folder; name a new one", USAGE)
+        raise Refused(f"{folder} exists and is not an empty folder; choose another", USAGE)
     try:
         shutil.copytree(source, folder, dirs_exist_ok=True)
     except (OSError, shutil.Error) as error:

@@ -1,4 +1,4 @@
-"""The options that every command takes (`-c`, `--name`, `--state-dir`), and their resolution.
+"""The options that every command takes (`-c`, `--name`, `--state-dir`), and how they are resolved.
 
 A command declares them as `config: Config = None, name: Name = DEFAULT_NAME, state_dir: State =
 None` and calls `open_context(config, name, state_dir)`.
@@ -61,14 +61,15 @@ State = Annotated[
 ]
 Since = Annotated[
     str,
-    typer.Option("--since", help="Only events since: 90s, 15m, 1h, 2d, or 2026-01-02T03:04 (UTC)."),
+    typer.Option("--since", help="Only newer events: 90s, 15m, 1h, 2d, or 2026-01-02T03:04 (UTC)."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 
 @dataclass(frozen=True)
 class CommandContext:
-    """A command's input: checked settings and the state directory, which is still untouched."""
+    """A command's input: the checked settings, and the state directory, from which nothing has been
+    read yet."""
 
     settings: Settings
     state: statedir.StateDir
@@ -115,8 +116,7 @@ def _dotenv(repo: RepoSettings) -> tuple[str, Mapping[str, str]] | None:
     try:
         return repo.credentials_file or ".env", find(repo)
     except RepoError:
-        # Every command that opens the repo reports the file's error; a command that needs no key
-        # continues.
+        # Commands that open the repo report the file's error; commands that need no key continue.
         return None
 
 
@@ -135,26 +135,25 @@ def choose_state(name: str, state_dir: str | None) -> statedir.StateDir:
     name."""
     if os.sep in name or name in ("", ".", ".."):
         raise Refused(
-            f"--name {name!r} can't name a directory; use letters, digits and dashes", CONFIG
+            f"--name {name!r} is not a valid directory name; use letters, digits and dashes", CONFIG
         )
     try:
         return statedir.choose(name, state_dir, os.environ)
     except statedir.ForeignLink as error:
         raise Refused(
-            f"no state directory: {error} Pass a --state-dir that does not go through that link",
-            CONFIG,
+            f"no state directory: {error} Pass a --state-dir that avoids that link", CONFIG
         ) from error
     except RuntimeError as error:
-        # HOME is not set and the host does not know the user, as in a container that runs under
-        # another uid.
+        # HOME is not set and the host does not know the user, as in a container with an arbitrary
+        # uid.
         raise Refused(
             f"no state directory: {error} Pass --state-dir, or set HOME", CONFIG
         ) from error
 
 
 def start_or_name(state: statedir.StateDir) -> str:
-    """Return advice for when no guard is running: start one, or name one that ran next to this
-    state directory."""
+    """Return advice for when no guard is running: start a guard, or name one whose state directory
+    is next to this one."""
     start = "start it with `miner-guard run`"
     folder = state.root.parent
     if folder.name != statedir.FOLDER:
@@ -176,7 +175,8 @@ def start_or_name(state: statedir.StateDir) -> str:
 
 
 def check_there(state: statedir.StateDir) -> None:
-    """Raises Refused (1) if the state directory does not exist, so no guard has run in it."""
+    """Raises Refused (1) if the state directory does not exist, which means that no guard has run
+    there."""
     if not state.root.is_dir():
         raise Refused(
             f"state directory {state.root} does not exist; "
@@ -205,7 +205,7 @@ def check_command(program: str) -> None:
         first, _, rest = program.partition(" ")
         shell = "=" in first or (rest and shutil.which(first))
         step = (
-            "run a shell line as: sh -c 'LINE'"
+            "wrap a shell command as: sh -c 'COMMAND'"
             if shell
             else "check the spelling and the PATH, or pass its full path"
         )
@@ -221,4 +221,4 @@ def unknown_event(name: str) -> str:
     near = difflib.get_close_matches(name, CATALOGUE, n=3, cutoff=0.0)
     sure = difflib.get_close_matches(name, CATALOGUE, n=2)
     meant = f"did you mean {' or '.join(sure)}?" if sure else f"nearest: {', '.join(near)};"
-    return f"unknown event {name!r}; {meant} miner-guard runbook lists all {len(CATALOGUE)}"
+    return f"unknown event {name!r}; {meant} miner-guard runbook lists all {len(CATALOGUE)} events"

@@ -37,7 +37,7 @@ def _params(text: str) -> float:
     except ValueError:
         count = math.nan
     if not 1 <= count <= MAX_COUNT:
-        raise Refused(f"--params {text!r} is not a number of parameters, such as 4e9 or 4B", USAGE)
+        raise Refused(f"--params {text!r} is not a parameter count such as 4e9 or 4B", USAGE)
     return count
 
 

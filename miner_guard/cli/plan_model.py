@@ -1,11 +1,10 @@
-"""Computes what training settings imply, before a GPU hour is spent: source 004's analysis, and
-where reality differs.
+"""Computes what training settings imply before any GPU time is spent: source 004's analysis, and
+how a real miner differs from it.
 
 The document's figures (`Plan.accumulation_steps`, `micro_batches`, `memory`, `inner_step_s`) follow
 source 004 to the letter. `Plan.actual` describes what subnet 38's miner really does: it divides the
 effective batch by the world size, the ranks work in parallel, and FSDP2 shards weights, gradients
-and optimizer state. GB are 10^9 bytes here, as in the document.
-"""
+and optimizer state. A GB is 10^9 bytes here, as in the document."""
 
 from __future__ import annotations
 
@@ -241,7 +240,7 @@ def _upload(s: PlanSettings, step_s: float | None) -> UploadPlan:
         cadence = (
             "acceptable (up to every 10)"
             if s.upload_steps <= 10
-            else "rare: every 3-5 inner steps is good"
+            else "infrequent: every 3-5 inner steps is good"
         )
     if step_s is None:
         return UploadPlan(
@@ -299,8 +298,8 @@ def _simplifications(
             f"them: {actual.memory.total:.1f} GB instead of {document.memory.total:.1f} GB."
         )
     gradients = s.params * s.weight_bytes / GB
-    sharded = f"sharded {gradients / s.gpus:.1f} GB on each GPU"
-    yield f"The usual estimate leaves out gradients: {gradients:.1f} GB, {sharded}."
+    sharded = f"or {gradients / s.gpus:.1f} GB per GPU when sharded"
+    yield f"The usual estimate leaves out the gradients: {gradients:.1f} GB, {sharded}."
     yield (
         "The usual 16 GB of AdamW state for 4B parameters assumes bf16 moments; fp32 moments "
         "take twice that."
@@ -312,7 +311,7 @@ def _simplifications(
         )
     if s.effective % (s.gpus * s.batch):
         yield (
-            f"{s.effective} is not a multiple of {s.gpus} GPUs x {s.batch}: the miner takes "
+            f"{s.effective} is not a multiple of {s.gpus} GPUs x {s.batch}: the miner uses "
             f"{actual.samples} samples."
         )
 

@@ -1,4 +1,4 @@
-"""`miner-guard report`: a page with plots, to read or to send."""
+"""`miner-guard report`: an HTML page with plots, to read or to share."""
 
 from __future__ import annotations
 

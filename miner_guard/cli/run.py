@@ -37,7 +37,7 @@ def command(
         typer.Option(help="Consecutive restarts before the guard declares a crash loop."),
     ] = None,
     no_restart: Annotated[
-        bool, typer.Option("--no-restart", help="Never restart; exit with the miner's code.")
+        bool, typer.Option("--no-restart", help="Never restart; exit with the miner's exit code.")
     ] = False,
     finite: Annotated[
         Optional[bool],
@@ -52,10 +52,10 @@ def command(
         Optional[int], typer.Option(help="How many GPUs must be present.")
     ] = None,
     no_preflight: Annotated[
-        bool, typer.Option("--no-preflight", help="Start without the startup checks.")
+        bool, typer.Option("--no-preflight", help="Skip the startup checks.")
     ] = False,
     finished_code: Annotated[
-        int, typer.Option(min=0, max=255, help="Exit code when the miner has finished its work.")
+        int, typer.Option(min=0, max=255, help="Exit code to use when the miner finishes.")
     ] = 0,
 ) -> None:
     """Start the miner and supervise it: preflight, start, watch, stop, restart."""
@@ -96,6 +96,6 @@ def _supervise(miner: list[str], place: options.CommandContext, finished_code: i
     ).run()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Everything is written: exit now. The interpreter would end the watchdog's thread and then wait
-    # for hung jobs.
+    # Everything is written, so exit now. A normal interpreter exit would stop the watchdog's thread
+    # and then wait for hung jobs.
     os._exit(code)

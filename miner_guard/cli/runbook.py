@@ -19,7 +19,7 @@ def command(
         typer.Argument(metavar="EVENT", help="An event's name; omit it to list all events."),
     ] = None,
 ) -> None:
-    """Show the runbook's row for an event: what it means, what to do."""
+    """Show what an event means and what to do about it."""
     found = rows()
     if not found:
         raise Refused(

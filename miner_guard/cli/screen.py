@@ -36,13 +36,14 @@ _CELLS_OF_A_WEEK = 28
 """Each cell covers six hours, or less if the record is shorter."""
 
 WEEK_MARKS = {EARNING: "█#", DEGRADED: "▅+", UNKNOWN: "??", NOT_EARNING: "▁!", STOPPED: "xx"}
-"""By verdict: the mark for a cell of the week, in Unicode and in ASCII. The marks differ even
-without colour."""
+"""The mark for each verdict in a cell of the week, in Unicode and in ASCII. The marks can be told
+apart without colour."""
 
 _NO_MARK = "·."
 _GIB = 1024**3
 _OLD_S = 7.0
-"""A status older than this is shown as old: even an idle guard writes one every five seconds."""
+"""A status older than this is marked as old, because even an idle guard writes one every five
+seconds."""
 
 _KEPT = 512
 _CELLS = 9
@@ -105,7 +106,7 @@ HELP = (
     "keys of miner-guard top",
     "",
     "q              quit",
-    "space, p       pause the screen; again to continue",
+    "space, p       pause the screen; press again to continue",
     "up, down, k, j scroll the events by one",
     "PgUp, PgDn     scroll them by half a screen",
     "s              sort ranks by number, or slowest first",
@@ -129,7 +130,8 @@ def lines(
     min_inner_step: int,
     ascii_only: bool = False,
 ) -> list[str]:
-    """Return exactly `canvas.height` lines, none wider than the canvas. Events fill the rest."""
+    """Return exactly `canvas.height` lines, none wider than the canvas. Events fill the remaining
+    lines."""
     width, height, shown = canvas.width, canvas.height, canvas.shown
     if shown.help:
         top = list(HELP)
@@ -274,8 +276,8 @@ def _uploads(status: StatusDocument, required: int, ascii_only: bool) -> list[st
 
 
 def _when_valid(status: StatusDocument, required: int) -> str:
-    """Say whether validators would accept an upload now, or when they would. Gives no time if the
-    verdict says that the miner is not earning or has stopped."""
+    """Describe whether validators would accept an upload now, or when they would. Gives no time if
+    the verdict says that the miner is not earning or has stopped."""
     steps, decision = status.steps, status.uploads.decision
     stalled = status.verdict is not None and status.verdict.state in (NOT_EARNING, STOPPED)
     outer = "" if stalled else f"; outer step in {duration(steps.eta_outer_s)}"
@@ -296,8 +298,8 @@ def _ago(status: StatusDocument, wall: float | None) -> str:
 
 
 def _ranks(steps: StepsStatus, *, by_number: bool) -> list[str]:
-    """Return the ranks, by default the one with the longest work time first, so that the screen
-    never omits a straggler."""
+    """Return the ranks, by default sorted by work time, longest first, so that the screen never
+    omits a straggler."""
     ranks = list(steps.per_rank.items())
     if not by_number:
         ranks.sort(key=lambda item: -(item[1].work_s or 0.0))

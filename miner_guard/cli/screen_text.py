@@ -46,15 +46,15 @@ def duration(seconds: Any) -> str:
 
 
 def cut(line: str, width: int, *, ascii_only: bool = False) -> str:
-    """Cut the line to `width` and mark where text is left out."""
+    """Truncate the line to `width` and mark where text was cut."""
     more = "..." if ascii_only else "…"
     line = visible(line).replace("\n", " ")
     return line if len(line) <= width else line[: width - len(more)] + more
 
 
 def wrapped(line: str, width: int) -> list[str]:
-    """Wrap a line to `width`. The first lines of the screen matter most, so none of their words may
-    be cut off."""
+    """Wrap a line to `width`. The first lines of the screen matter most, so all of their words must
+    stay visible."""
     return textwrap.wrap(
         visible(line).replace("\n", " "),
         max(width, 2 * len(_INDENT)),

@@ -38,7 +38,7 @@ def command(
         bool,
         typer.Option(
             "--check",
-            help="Only check whether the miner makes progress; if not, exit with 1 and the reason.",
+            help="Only check whether the miner makes progress; if not, print why and exit with 1.",
         ),
     ] = False,
 ) -> None:
@@ -86,12 +86,12 @@ def _check(status: StatusDocument, hang: HangSettings) -> None:
 
 
 def _last_end(log: Path) -> str:
-    """Say how the last guard ended, such as `the last one: 2026-01-02T03:04:05Z GUARD STOPPED: exit
-    code 75, …; `. Empty if no guard has run."""
+    """Describe how the last guard ended, such as `the last one: 2026-01-02T03:04:05Z GUARD STOPPED:
+    exit code 75, …; `. Empty if no guard has run."""
     for hit in query.last(log, Query(events=frozenset({"guard_started", "guard_stopped"})), 1):
         if hit.event == "guard_stopped":
             return f"the last one: {hit.ts[:19]}Z {hit.headline}; "
-        return f"the last one started {hit.ts[:19]}Z and was killed: it did not log why it ended; "
+        return f"the last one started {hit.ts[:19]}Z and was killed before it could log why; "
     return ""
 
 

@@ -143,7 +143,8 @@ class Terminal:
                 yield _KEYS.get(key, "")
 
     def paint(self, lines: Sequence[str], *, colour: bool) -> None:
-        """Send only changed lines, so that a refresh over a slow ssh takes a few dozen bytes."""
+        """Send only changed lines, so that a refresh over a slow SSH connection takes only a few
+        dozen bytes."""
         whole = len(lines) != len(self._painted)
         changed = [
             f"\x1b[{row};1H{coloured(line) if colour else line}\x1b[K"

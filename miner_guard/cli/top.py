@@ -48,8 +48,8 @@ def command(
     name: AnyName = None,
     state_dir: State = None,
 ) -> None:
-    """Show the verdict and the state of the run, live: uploads, ranks, GPUs, curves, events. ?
-    shows the keys."""
+    """Show the verdict and the state of the run live: uploads, ranks, GPUs, curves, events. Press ?
+    for the keys."""
     place = open_guard(config, name, state_dir)
     if read_status(place.state) is None:
         raise Refused(

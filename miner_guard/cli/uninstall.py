@@ -27,7 +27,7 @@ def uninstall(files: Sequence[Path], state: StateDir, name: str) -> None:
     if listens(state):
         raise Refused(f"a guard is running in {state.root}; stop it first", FAILED)
     if state.root.exists() and not state.log.is_file() and not state.lock.is_file():
-        raise Refused(f"{state.root} is not a guard's state directory; nothing deleted", FAILED)
+        raise Refused(f"{state.root} is not a guard's state directory; nothing was deleted", FAILED)
     try:
         for file in files:
             _delete(file)

@@ -1,4 +1,4 @@
-"""Shows on the terminal's last line what a command that takes over a second is doing."""
+"""Shows on the terminal's last line what a slow command is doing, once it has run for a second."""
 
 from __future__ import annotations
 

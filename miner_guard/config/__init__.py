@@ -4,7 +4,7 @@ Standard library only, so that the hook inside a rank can read its settings with
 anything that the miner does not have. `miner_guard.config.loading` reads files and the environment,
 checks the values, and remembers where each came from.
 
-Units are in the names: `_s` seconds, `_gb` GiB, `_pct` per cent, `_ratio` a share of one.
+Units are in the names: `_s` seconds, `_gb` GiB, `_pct` per cent, `_ratio` a share between 0 and 1.
 """
 
 from __future__ import annotations

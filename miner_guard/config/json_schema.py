@@ -33,7 +33,7 @@ def document() -> dict[str, Any]:
 
 
 def _docstrings(cls: type) -> dict[str, str]:
-    """The string below each field of a dataclass, on one line."""
+    """The docstring below each field of a dataclass, joined into one line."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(body, ast.ClassDef)
     found: dict[str, str] = {}

@@ -47,8 +47,7 @@ class HangSettings:
     """How long the miner's process may keep running after all ranks have finished training.
 
     Keep it longer than torchrun's exit barrier: a node that has finished waits that long for the
-    others, even for one that is lost.
-    """
+    other nodes, even for a lost one."""
 
     gone_s: Positive = 45.0
     """How long a launcher may take to end the other ranks after one has died. Keep it longer than
@@ -105,12 +104,13 @@ class RestartSettings:
     """Random share added to each wait, so that many miners do not restart at the same moment."""
 
     healthy_s: Positive = 600.0
-    """The guard resets the count of restarts when a launch has run this long and trains."""
+    """The guard resets the count of restarts when a launch has been running for this long and is
+    training."""
 
 
 @dataclass(frozen=True)
 class HealthSettings:
-    """Samplers of host and GPUs, HEALTH lines, other nodes and checkpoints."""
+    """Host and GPU samplers, HEALTH lines, other nodes and checkpoints."""
 
     snapshot_every_s: Positive = 60.0
     """Interval between HEALTH lines."""
@@ -122,7 +122,7 @@ class HealthSettings:
     """Deadline for one sampler."""
 
     disk_min_free_gb: NotNegative = 5.0
-    """The guard warns if less disk space than this is free."""
+    """The guard warns if there is less free disk space than this."""
 
     shm_min_gb: NotNegative = 1.0
     """The guard warns if /dev/shm is smaller than this: NCCL and data loaders fail with Docker's
@@ -139,7 +139,7 @@ class HealthSettings:
 
     checkpoint_dir: str | None = None
     """Folder in which the guard watches the age and size of checkpoints. None: the guard knows only
-    checkpoints that the hook reports."""
+    about checkpoints that the hook reports."""
 
     checkpoint_max_age_s: Positive = 3600.0
     """The guard reports `CHECKPOINT STALE` if the newest checkpoint is older than this."""

@@ -1,4 +1,4 @@
-"""Loads the settings from defaults, profile, guard.toml, environment and flags; later ones win.
+"""Loads the settings from defaults, profile, guard.toml, environment and flags; later sources win.
 
 `load` checks all values before the guard uses any. An error names the file (or variable), the key,
 the value seen and what is allowed.
@@ -34,8 +34,8 @@ class BadConfig(Exception):
 
 
 class BadFlag(BadConfig):
-    """A flag's value is not allowed. The exit code is 64, because the command line is wrong and not
-    the configuration."""
+    """A flag has an invalid value. The exit code is 64, because the error is in the command line
+    and not in the configuration."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,8 +136,8 @@ def _add_environment(
         section, _, key = name[len(PREFIX) :].lower().partition("__")
         if section not in merged or not key:
             raise BadConfig(
-                f"{where}: {name} is not a setting; {_meant(section, merged)}the form is "
-                f"{PREFIX}SECTION__KEY, sections: {', '.join(merged)}"
+                f"{where}: {name} is not a setting; {_meant(section, merged)}use the form "
+                f"{PREFIX}SECTION__KEY; sections: {', '.join(merged)}"
             )
         merged[section][key] = _checked(section, key, text, f"{where}, {name}", strict=False)
         origins[f"{section}.{key}"] = f"{where} {name}"
@@ -171,7 +171,7 @@ def _checked(section: str, key: str, value: Any, where: str, *, strict: bool) ->
 
 
 def _meant(word: str, allowed: Iterable[str]) -> str:
-    """`did you mean expect? `, or an empty text if no allowed name is similar."""
+    """`did you mean expect? `, or an empty string if no allowed name is similar."""
     import difflib
 
     near = difflib.get_close_matches(word, list(allowed), n=2, cutoff=0.7)
@@ -179,7 +179,7 @@ def _meant(word: str, allowed: Iterable[str]) -> str:
 
 
 def _from_text(hint: Any, text: str) -> Any:
-    """Convert the text of an environment variable or a flag: an empty text means None, and commas
+    """Convert the text of an environment variable or a flag: empty text means None, and commas
     separate the items of a list or the `name=number` pairs of a table."""
     outer = typing.get_origin(_bare(hint))
     if text == "" and type(None) in _alternatives(hint):
@@ -188,7 +188,7 @@ def _from_text(hint: Any, text: str) -> Any:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     if outer is dict:
         parts = [part.partition("=") for part in text.split(",") if part.strip()]
-        # Keep a text that is not a table, so that the error quotes it unchanged.
+        # Keep text that is not a table, so that the error quotes it unchanged.
         return (
             {name.strip(): value.strip() for name, _, value in parts}
             if all(sign for _, sign, _ in parts)
@@ -204,9 +204,8 @@ _PLAIN_NUMBER = re.compile(r"[0-9]{1,15}(\.[0-9]{1,15})?")
 def plain_value(hint: Any, value: Any, *, strict: bool) -> Any:
     """Return the setting's value if it is clearly valid, otherwise `UNSURE`.
 
-    pydantic decides the unsure cases. Most commands never import it, because the import takes
-    longer than everything else in a short command. `strict`: do not convert text to other types.
-    """
+    pydantic decides the unsure cases. Most commands never import pydantic, because importing it
+    takes longer than the rest of a short command. `strict`: do not convert text to other types."""
     if value is None or isinstance(value, tuple):
         fits = type(None) in _alternatives(hint) if value is None else _is_texts(hint, value)
         return value if fits else UNSURE

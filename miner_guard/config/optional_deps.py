@@ -1,5 +1,5 @@
-"""Lists the optional packages that each setting needs, and checks whether they are installed
-without importing them."""
+"""Lists the optional packages that each setting needs, and checks, without importing them, whether
+they are installed."""
 
 from __future__ import annotations
 

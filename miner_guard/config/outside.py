@@ -42,7 +42,7 @@ class GateSettings:
 
 @dataclass(frozen=True)
 class RepoSettings:
-    """The published repo for the guard to watch."""
+    """The published repo that the guard watches."""
 
     kind: Literal["none", "local", "s3", "hf"] = "none"
     """Where the miner publishes."""
@@ -183,7 +183,7 @@ class LogSettings:
     """Print the source documents' emoji before the text of a line."""
 
     level: Literal["debug", "info", "warning", "error", "critical"] = "info"
-    """Lowest level printed on the console; guard.jsonl holds every level."""
+    """Lowest level printed on the console; guard.jsonl contains every level."""
 
     max_bytes: AtLeastOne = 50_000_000
     """Size at which guard.jsonl is rotated."""

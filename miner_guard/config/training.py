@@ -58,7 +58,7 @@ class MinerSettings:
 
     master_port: Annotated[int, Range(ge=1, le=65535)] | None = None
     """Rendezvous port that must be free before the start. None: the port in the command; if the
-    command names none, the guard checks none."""
+    command has no port, there is no check."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class StepSettings:
     this."""
 
     straggler_critical_ratio: Share = 0.20
-    """A straggler is critical if the ratio in `straggler_warn_ratio` is above this."""
+    """A straggler is critical if the ratio defined in `straggler_warn_ratio` is above this."""
 
     straggler_min_s: NotNegative = 0.1
     """A rank is a straggler only if the waits differ by at least this many seconds, however short
@@ -245,7 +245,7 @@ class GpuSettings:
     """How many relaunches one run may have."""
 
     memory_settle_s: NotNegative = 50.0
-    """How long to wait after a stop for GPU memory to return to its level before the launch."""
+    """How long to wait after a stop for GPU memory to fall back to its level before the launch."""
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ def operations() -> tuple[KnownOperation, ...]:
 
 
 def known(operation: str) -> KnownOperation | None:
-    """Find a known operation by name or alias in any spelling, such as `evolution_snapshot` or
-    `EvolutionSnapshot`; None if there is no match."""
+    """Find a known operation by name or alias, written in any style (`evolution_snapshot`,
+    `EvolutionSnapshot`); None if there is no match."""
     spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", operation)
     plain = re.sub(r"[^a-z0-9]+", " ", spaced.lower()).strip()
     return next((row for row in operations() if plain == row.name or plain in row.aliases), None)

@@ -63,7 +63,7 @@ class Budget:
         return cls(budget, budget * _CRITICAL_FACTOR, settings.operation_warn_s, settings.throttle)
 
     def status(self, share_pct: float) -> str:
-        """Judge a share of training time: `ok`, `warning` or `critical`."""
+        """Classify a share of training time: `ok`, `warning` or `critical`."""
         if share_pct > self.critical_pct:
             return "critical"
         return "warning" if share_pct > self.budget_pct else "ok"

@@ -18,7 +18,7 @@ _TITLES = (
     "Status",
 )
 _WORDS_AFTER = 8
-"""From this column on, columns contain words and are left-aligned, like the first."""
+"""This column and those after it contain words and are left-aligned, like the first."""
 
 _WORDS = {"ok": "within budget", "warning": "OVER BUDGET", "critical": "FAR OVER BUDGET"}
 
@@ -65,7 +65,8 @@ def _row(name: str, values: Mapping[str, Any], report: Mapping[str, Any]) -> tup
 
 
 def _frequency(calls: int, training_s: float, step_s: float | None) -> str:
-    """Say how often the operation has run: in steps, or in seconds if the step time is unknown."""
+    """Format the average interval between runs of the operation, in steps or, if the step time is
+    unknown, in seconds."""
     if calls < 2 or training_s <= 0:
         return "once" if calls == 1 else "-"
     interval = training_s / calls

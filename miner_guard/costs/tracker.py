@@ -26,8 +26,8 @@ FILE = "monitoring_costs.json"
 _MAX_OPERATIONS = 256
 _WRITE_EVERY_S = 5.0
 _EVIDENCE_S = 3.0
-"""Monitoring never counts as over budget before it has blocked training for this long, 5 % of a
-minute: over shorter times, a share means little."""
+"""Monitoring never counts as over budget before it has blocked training for this long (5 % of a
+minute), because a share of a shorter time means little."""
 
 _RELAX_RATIO = 0.8
 """Throttling ends when the requested intervals would take less than this share of the budget."""
@@ -126,7 +126,7 @@ class MonitoringCostTracker:
         return self._operations.setdefault(operation, Operation())
 
     def _judged(self) -> list[Finding]:
-        """Return a finding if the budget's status has become worse; only record an improvement."""
+        """Update the budget's status; return a finding if it has become worse."""
         share = self.share_pct()
         level = self.budget.status(share) if self.blocking_s() >= _EVIDENCE_S else "ok"
         worse = _LEVELS[level] > _LEVELS[self._level]
@@ -191,7 +191,7 @@ class MonitoringCostTracker:
         every_steps: int | None = None,
         step: int | None = None,
     ) -> bool:
-        """Return True if `operation` is due. Call this at every step or at any other rate.
+        """Return True if `operation` is due. Call it on every step, or at any other rate.
 
         Pass either `every_s`, or `every_steps` and the current `step`. If the budget allows
         throttling, an expensive operation waits longer while its next call would take monitoring
@@ -275,8 +275,8 @@ class MonitoringCostTracker:
     def portion(
         self, operation: str, items: Iterable[T], *, limit_s: float | None = None
     ) -> Iterator[T]:
-        """Yield `items` until the time limit, so that a long validation runs in part instead of
-        being skipped.
+        """Yield `items` until the time limit is reached, so that a long validation runs partially
+        instead of being skipped.
 
         The limit is `limit_s`, by default the budget's `operation_warn_s`. Records the time as one
         call of `operation`.
@@ -320,7 +320,7 @@ class MonitoringCostTracker:
             }
 
     def print_summary(self, file: IO[str] | None = None) -> None:
-        """Print the cost table or, if there are no costs to show, which ledger was missing."""
+        """Print the cost table or, if there are no costs to show, say which ledger is missing."""
         report = self.get_report()
         if report["budget_status"] == "unknown":
             words = (

@@ -18,7 +18,7 @@ KINDS = {
     "sigkill": "the rank is killed, as if by the host's out-of-memory killer",
     "oom": "the rank requests more memory than exists and fails with the allocator's own error",
     "nan": "a gradient becomes NaN, and so do the weights",
-    "slow": "one step takes much longer",
+    "slow": "one step takes much longer than usual",
     "cpu-fallback": (
         "the model trains on the CPU; without a GPU, every later step takes eight times as long "
         "instead"

@@ -310,7 +310,7 @@ def _sharded(model: ByteGPT, device: torch.device) -> Any:
 
 
 def _split(data: bytes) -> tuple[bytes, bytes]:
-    """Split the data into training data and held-out data, which is the last twentieth."""
+    """Split the data into training data and held-out data (the last 5 %)."""
     cut = len(data) - len(data) // 20
     return data[:cut], data[cut:]
 

@@ -53,7 +53,7 @@ def parse(arguments: list[str] | None = None) -> Options:
         help="folder for checkpoints, uploads and the published repo",
     )
     for name, text in (
-        ("steps", "inner steps of the whole run"),
+        ("steps", "total inner steps in the run"),
         ("inner-steps-per-outer", "inner steps between outer steps"),
         ("upload-steps", "inner steps between uploads"),
         ("batch-size", "samples per micro-batch and rank"),
@@ -75,7 +75,9 @@ def parse(arguments: list[str] | None = None) -> Options:
     parser.add_argument(
         "--repo", type=_repo, help="the [repo] section as JSON (default: a folder below --work)"
     )
-    parser.add_argument("--fault-repeat", action="store_true", help="fire again after a restart")
+    parser.add_argument(
+        "--fault-repeat", action="store_true", help="let faults fire again after a restart"
+    )
     values = vars(parser.parse_args(arguments))
     repo = values["repo"] or RepoSettings(kind="local", path=str(values["work"] / "published"))
     return Options(**{**values, "faults": tuple(values["faults"]), "repo": repo})
@@ -91,7 +93,7 @@ def _repo(text: str) -> RepoSettings:
         return RepoSettings(**json.loads(text))
     except (ValueError, TypeError) as error:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a [repo] section as JSON: {error}"
+            f"{text!r} is not a valid [repo] section in JSON: {error}"
         ) from error
 
 

@@ -14,13 +14,13 @@ from typing import Any
 from miner_guard.eventlog.formatters import known
 
 _AVERAGED = 5
-"""Number of steps at the start and at the end to average the loss over: the demo's batches are
-small and their loss is noisy."""
+"""Number of steps at the start and at the end over which the summary averages the loss, because the
+demo's small batches make it noisy."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """The guard's resource usage, as the kernel accounts it."""
+    """The guard's resource usage, as accounted by the kernel."""
 
     cpu_s: float
     """CPU seconds of the supervisor and of its helper processes."""

@@ -109,8 +109,8 @@ class Emitter:
         log(finding.event, msg=catalog.message(finding), rank=finding.rank, **finding.fields)
 
     def _repeats_disk_outage(self, finding: Finding) -> bool:
-        """Return True if the finding only repeats that the disk is full or frozen: that stops
-        every writer, and the first report covers all of them."""
+        """Return True if the finding only repeats that the disk is full or frozen, because that
+        stops every writer and the first report covers all of them."""
         known = self._disk_down
         if finding.event in ("disk_full", "disk_stuck"):
             self._disk_down = True
@@ -123,8 +123,8 @@ class Emitter:
         return known and finding.fields.get("disk_full") is True
 
     def _in_order(self, _logger: Any, level: str, record: Record) -> Record:
-        """Add time and level, and put the keys that every event has first, because readers search
-        only the head of a line."""
+        """Add time and level, and move the keys that all events share to the front, because readers
+        search only the head of a line."""
         known = {"ts": iso_utc(self._clock.wall()), "level": level}
         head = {key: record.pop(key) for key in ("event", "msg", "run_id", "host", "rank")}
         return {**known, **head, **record}

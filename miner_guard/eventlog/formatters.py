@@ -57,8 +57,8 @@ def rank_list(ranks: Iterable[int]) -> str:
 
 
 def inner_step(fields: Mapping[str, Any]) -> str:
-    """Source 004's step line. If the miner prints such lines itself, this contains only the fields
-    that those lack, so that `grep "Outer Step:"` shows each step once."""
+    """Source 004's step line. If the miner prints such lines itself, this line contains only the
+    fields missing from them, so that `grep "Outer Step:"` shows each step once."""
     measured = (
         f" | Step Time: {_with_unit(fields['step_time_s'], '.1f', 's')}"
         f" | GPU Mem: {_with_unit(fields['gpu_mem_gb'], '.2f', 'GB')}"
@@ -86,7 +86,8 @@ def slow_step(fields: Mapping[str, Any]) -> str:
 
 
 def _loss_remark(fields: Mapping[str, Any]) -> str:
-    """Say how this loss differs from the loss that the trainer prints; empty if it does not."""
+    """Describe how this loss differs from the loss that the trainer prints; empty if it does
+    not."""
     step, summed = fields.get("loss_step"), fields.get("loss_summed")
     remarks = [f"of step {step}"] if step is not None else []
     remarks += ["sum of the losses passed to backward"] if summed else []

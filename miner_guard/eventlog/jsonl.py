@@ -78,8 +78,8 @@ class JsonlSink:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         written = os.write(self._fd, data)
         if written != len(data):
-            # The disk is full and took part of the line. Truncate it, so that every line of the
-            # file parses.
+            # The full disk accepted only part of the line. Remove that part, so that every line of
+            # the file parses.
             os.ftruncate(self._fd, self._size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._size += written

@@ -38,8 +38,9 @@ _ENCODED_LINE = re.compile(rb"^[A-Za-z0-9+/=]{48,}\r?$", re.MULTILINE)
 
 
 def without_encoded_lines(text: bytes) -> bytes:
-    """Empty the lines of base64 in `text`, because short words occur in base64 by chance. A long
-    text that does not begin with base64 is returned unchanged, which only slows down the search."""
+    """Blank out the lines of base64 in `text`, because short words occur in base64 by chance. A
+    long text that does not begin with base64 is returned unchanged, which only slows down the
+    search."""
     if _ENCODED_LINE.search(text, 0, _SAMPLE) is None and len(text) > _SAMPLE:
         return text
     return _ENCODED_LINE.sub(b"", text)

@@ -1,8 +1,8 @@
 """Finds which of many literals a text contains. Takes linear time for any input.
 
 Hyperscan searches gigabytes per second. If it cannot run (no wheel for this machine, a processor
-without SSSE3), an index of the words' letters gives the same answers; it is slower, but linear too.
-"""
+without SSSE3), an index of the words' letters gives the same answers, more slowly but also in
+linear time."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _in_fours(text: bytes) -> Iterator[memoryview[int]]:
 
 
 def parts_with(literal: bytes, text: bytes, separator: bytes) -> Iterator[bytes]:
-    """The parts of `text`, between separators, that contain `literal`."""
+    """Those of the separated parts of `text` that contain `literal`."""
     at = text.find(literal)
     while at >= 0:
         end = text.find(separator, at)

@@ -54,8 +54,8 @@ class Query:
         return frozenset(name for name, value in LEVELS.items() if value >= LEVELS[self.min_level])
 
     def needles(self) -> list[bytes]:
-        """Byte strings, at least one of which occurs in every matching line; empty if every line
-        must be inspected."""
+        """Byte strings; every matching line contains at least one of them. Empty if every line must
+        be inspected."""
         if self.events:
             return [b'"event": "' + name.encode() + b'"' for name in sorted(self.events)]
         if self.ranks:

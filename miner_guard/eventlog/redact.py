@@ -63,13 +63,13 @@ _SHAPES = tuple(
 )
 _LONG_RUN = re.compile(r"[\w-]{14}")
 """A text without such a run matches none of the shapes. The limit is 14 because the date and hour
-of a line's time have 13 characters."""
+of a line's timestamp have 13 characters."""
 
 _WEBHOOK = re.compile(
     r"(?i)(\b(?:discord(?:app)?\.com/api/(?:v\d{1,2}/)?webhooks/|hooks\.slack\.com/(?:services|workflows|triggers)/"
     r"|api\.telegram\.org/(?:file/)?bot|\.webhook\.office\.com/webhookb2/"
     r"|(?:discord|gotifys?|msteams|ntfys?|pbul|pover|slack|tgram)://))(?!\[redacted\])[^\s\"'<>\\]+?"
-    # The method of a bot's API is not secret.
+    # The method name in the URL of a bot's API is not secret.
     r"(?=/(?:send|get|set|edit|delete)[A-Za-z]|[\s\"'<>\\),;]|\Z)"
 )
 _SIGNED_URL = re.compile(

@@ -22,7 +22,7 @@ _CONTROL = re.compile(
 
 
 def visible(text: str) -> str:
-    """Replace control characters except tab and newline by escapes such as `\\x1b` or `\\u202e`.
+    """Replace control characters except tab and newline with escapes such as `\\x1b` or `\\u202e`.
     JSON stays valid JSON.
 
     A log may contain sequences that control a terminal or reorder the text on it. A command or a

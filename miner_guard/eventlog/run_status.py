@@ -48,8 +48,8 @@ class RunStatus(Section):
     host: str | None = None
     state_dir: str | None = None
     start_command: str | None = None
-    """A command that starts this guard again: pm2's or systemd's, otherwise the guard's command
-    line."""
+    """A command that starts this guard again: a pm2 or systemctl command if one of them runs the
+    guard, otherwise the guard's command line."""
 
     attempt: int | None = None
     """Number of launches in this run after the first."""

@@ -1,8 +1,7 @@
 """Dataclasses for the sections of a JSON document that another version may have written.
 
-If a section is missing or a value has an unexpected type, the field has its default, so that no
-reader has to check types.
-"""
+If a section is missing or a value has an unexpected type, the field falls back to its default, so
+that no reader has to check types."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ class Section:
 
     @classmethod
     def from_json(cls: type[_Section], document: Any) -> _Section:
-        """Read the section; a field whose value is missing or unexpected has its default."""
+        """Read the section; a field whose value is missing or unexpected gets its default."""
         if not isinstance(document, Mapping):
             return cls()
         values = {}
@@ -37,8 +36,8 @@ class Section:
 
 
 class LastRead(Generic[_Section]):
-    """Reads sections, and parses a document only once when asked for it repeatedly: the guard
-    composes one every few seconds, but its monitors read it at every tick."""
+    """Reads sections. Parses each document only once, because the guard composes one every few
+    seconds but its monitors read it on every tick."""
 
     def __init__(self, section: type[_Section]) -> None:
         self._section = section

@@ -35,8 +35,8 @@ class VerdictStatus(Section):
     confidence: str | None = None
     key: str | None = None
     earns: str | None = None
-    """Whether the miner earns: `yes`, `probably`, `no` or `unknown`. The state `degraded`
-    does not say."""
+    """Whether the miner earns: `yes`, `probably`, `no` or `unknown`. The state `degraded` alone
+    does not tell."""
 
     week: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Seconds in each state, by two-hour interval numbered from 1970

@@ -8,8 +8,8 @@ from miner_guard.state_dir import is_full
 
 
 def write_failed(what: str, error: OSError, then: str = "") -> Finding:
-    """The finding that `what` cannot be written: `disk_full` if there is no space left, otherwise
-    `guard_degraded`, followed by the consequence `then`."""
+    """Return the finding that `what` cannot be written: `disk_full` if there is no space left,
+    otherwise `guard_degraded`, followed by the consequence `then`."""
     reason = error.strerror or str(error)
     if is_full(error):
         return make_finding("disk_full", what=what, reason=reason)
@@ -17,8 +17,8 @@ def write_failed(what: str, error: OSError, then: str = "") -> Finding:
 
 
 def not_stored(what: str, error: OSError) -> Finding:
-    """The finding that a single write of `what` failed. The guard does not try that write again, so
-    it cannot report a recovery either."""
+    """Return the finding that a single write of `what` failed. The guard does not retry that write,
+    so it cannot report a recovery either."""
     text = f"{what} could not be stored: {error.strerror or error}"
     return make_finding("guard_degraded", what=text, disk_full=is_full(error))
 

@@ -83,7 +83,10 @@ def test_config_says_that_the_miners_env_file_is_left_out(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "guard.toml").write_text('[repo]\ncredentials = "dotenv"\n')
     assert run(["config", "--changed"]) == 0
-    assert "# keys not read: the keys' file .env cannot be read" in capsys.readouterr().out
+    assert (
+        "# could not read the credentials: the keys' file .env cannot be read"
+        in capsys.readouterr().out
+    )
 
 
 def test_config_refuses_a_bad_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -233,7 +236,7 @@ def test_what_init_wrote_and_the_guard_kept_is_removed_and_nothing_else(
     state = state_dir.choose("miner", None, {"XDG_STATE_HOME": str(tmp_path / "home")})
     write_json(state.status, {})
     assert run(["init", "--remove"]) == 1
-    assert "is not a guard's state directory; nothing deleted" in capsys.readouterr().err
+    assert "is not a guard's state directory; nothing was deleted" in capsys.readouterr().err
     assert (tmp_path / "guard.toml").exists()
     state.log.write_text("")
     (tmp_path / "ecosystem.config.js").write_text("// mine")

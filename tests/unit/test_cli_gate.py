@@ -70,7 +70,7 @@ def test_without_settings_here_the_guard_of_the_state_directory_decides(
     miner uses."""
     remembered_settings.write(StateDir(tmp_path), Config(gate=GateSettings(min_inner_step=30)))
     assert ask("--outer-step", "56", "--inner-step", "40") == 0
-    assert f"using those of the guard in {tmp_path}" in capsys.readouterr().err
+    assert f"using the one from the guard in {tmp_path}" in capsys.readouterr().err
     assert ask("--outer-step", "56", "--inner-step", "29") == 1
     monkeypatch.setenv("MINER_GUARD_GATE__MIN_INNER_STEP", "45")
     assert ask("--outer-step", "56", "--inner-step", "40") == 1

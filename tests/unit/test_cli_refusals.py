@@ -41,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (
             "run -- FOO=1 python train.py",
             64,
-            "command 'FOO=1' was not found; run a shell line as: sh -c 'LINE'",
+            "command 'FOO=1' was not found; wrap a shell command as: sh -c 'COMMAND'",
         ),
         (
             "run -- 'my miner/train.sh'",
@@ -51,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (
             "run -- 'true && true'",
             64,
-            "command 'true && true' was not found; run a shell line as: sh -c",
+            "command 'true && true' was not found; wrap a shell command as: sh -c",
         ),
         ("run -- ./file", 64, "command './file' is not executable"),
         (
@@ -82,7 +82,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             78,
             "gpu.expect = -3 is not allowed; allowed: one of auto or a whole number",
         ),
-        ("run --name a/b -- true", 78, "--name 'a/b' can't name a directory"),
+        ("run --name a/b -- true", 78, "--name 'a/b' is not a valid directory name"),
         (
             "run --state-dir file --no-preflight -- true",
             78,
@@ -123,7 +123,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("gate --replay nosuch", 1, "has no decision 'nosuch'"),
         ("explain nosuch.log", 64, "nosuch.log can't be read: No such file"),
         ("explain --trace folder", 64, "folder: cannot be read: Is a directory"),
-        ("plan --params x", 64, "--params 'x' is not a number of parameters, such as 4e9 or 4B"),
+        ("plan --params x", 64, "--params 'x' is not a parameter count such as 4e9 or 4B"),
         ("plan --gpus 0", 64, "--gpus"),
         ("costs", 3, "no guard has run there yet"),
         ("costs nosuch", 64, "costs takes `estimate`, `known` or `presets`, not 'nosuch'"),
@@ -143,11 +143,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("init --dir file -- true", 1, "file cannot be written"),
         ("init -c bad.toml -- true", 1, "bad.toml already exists; nothing was written"),
         ("demo --fault foo", 64, "fault 'foo' is not of the form KIND@STEP"),
-        ("demo --fault slow@300", 64, "fault 'slow@300' never happens: the demo has 90 steps"),
+        ("demo --fault slow@300", 64, "fault 'slow@300' never fires: the demo has only 90 steps"),
         (
             "demo --ranks 2 --fault slow@3:9",
             64,
-            "fault 'slow@3:9' never happens: the ranks are 0 to 1",
+            "fault 'slow@3:9' never fires: the ranks are 0 to 1",
         ),
     ],
 )

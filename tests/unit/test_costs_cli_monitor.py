@@ -93,7 +93,7 @@ def test_the_documents_decision_framework(
         "USE CAUTIOUSLY",
         "NEVER IN PRODUCTION",
     ]
-    assert "  evolution snapshot: 60-300s a call, every 500 steps; far too expensive" in out
+    assert "  evolution snapshot: 60-300s per call, every 500 steps; far too expensive" in out
     assert run(["costs", "known", "--json", "--state-dir", str(tmp_path)]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {row["advice"] for row in rows if row["operation"] == "validation loss"} == {

@@ -279,7 +279,7 @@ def test_a_file_without_trace_lines_is_refused_and_not_called_healthy(
     path = tmp_path / "trace"
     path.write_bytes(content)
     with pytest.raises(
-        exits.Refused, match=r'is a trace line; pass JSON lines such as \{"step"'
+        exits.Refused, match=r'no trace lines in \d+ lines?; pass JSON lines such as \{"step"'
     ) as refused:
         explain_trace(str(path), TrainingFacts(), as_json=True)
     assert refused.value.code == exits.USAGE
