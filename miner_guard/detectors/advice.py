@@ -48,15 +48,15 @@ def for_nan(facts: TrainingFacts, step: int, lr: float | None) -> tuple[str, tup
     """Cause of and fixes for a NaN or Inf loss (source 003, NaN or Inf Loss)."""
     examples = example_range(facts, step)
     inspect = (
-        f"inspect the batch of step {step}: its data may be bad"
+        f"inspect the batch at step {step}: its data may be bad"
         if examples is None
-        else f"check examples {examples[0]} to {examples[1]}: that batch may hold bad data"
+        else f"check examples {examples[0]} to {examples[1]}: that batch may contain bad data"
     )
     return (
         "learning rate too high, no warmup, a bad batch, or mixed precision overflow",
         (
             _lower(lr),
-            "add warmup: the first 10 % of the steps",
+            "add warmup for the first 10 % of the steps",
             inspect,
             "last resort: fp32 instead of mixed precision",
         ),
@@ -73,7 +73,7 @@ def for_spike(facts: TrainingFacts, step: int, lr: float | None) -> tuple[str, t
             "stability"
         ),
         (
-            f"check the batch of step {step}{where}",
+            f"check the batch at step {step}{where}",
             "clip gradients to norm 1.0",
             _lower(lr) + " if it happens again",
         ),
@@ -82,13 +82,13 @@ def for_spike(facts: TrainingFacts, step: int, lr: float | None) -> tuple[str, t
 
 def for_divergence(lr: float | None, last_good: int | None) -> tuple[str, tuple[str, ...]]:
     """Cause of and fixes for a loss that climbs and stays high (source 003, Loss Explosion)."""
-    back = "resume from the last checkpoint before it began"
+    back = "resume from the last checkpoint from before the loss began to climb"
     if last_good is not None:
         back = f"resume from the last checkpoint at or before step {last_good}"
-    return "the model was destabilised: learning rate too high or no warmup", (
+    return "training became unstable: learning rate too high or no warmup", (
         back,
         _lower(lr),
-        "add warmup: the first 10 % of the steps",
+        "add warmup for the first 10 % of the steps",
         "clip gradients to norm 1.0",
     )
 
@@ -117,7 +117,7 @@ def for_slow_fall(lr: float | None) -> tuple[str, tuple[str, ...]]:
         "a low learning rate, a schedule that decays before the model has learned, or too few "
         "examples",
         (
-            f"{raised} to 5e-4 or 1e-3 (adapters), for one run, changing nothing else",
+            f"{raised} to 5e-4 or 1e-3 (adapters) for one run, and change nothing else",
             "check the data: prompt template, end-of-sequence tokens, labels that are not masked",
             "train longer or on more examples if evaluation loss still falls",
         ),
@@ -128,7 +128,7 @@ def for_evaluation_nan() -> tuple[str, tuple[str, ...]]:
     """Cause of and fixes for an evaluation loss that is NaN or infinite while the training loss is
     finite."""
     return (
-        "a bad evaluation batch, or evaluation precision: training loss is finite at that step",
+        "a bad evaluation batch or an evaluation precision problem: training loss is finite there",
         (
             (
                 "look for evaluation examples whose labels are all masked: the mean over zero "
@@ -144,7 +144,7 @@ def for_overfit(best_step: int) -> tuple[str, tuple[str, ...]]:
     """Cause of and fixes for overfitting (source 003, Overfitting)."""
     return "the model learns the training examples, not the task", (
         f"use the checkpoint nearest to step {best_step}, where evaluation was best",
-        "stop earlier: fewer epochs",
+        "stop earlier: train for fewer epochs",
         "get more data",
         "add weight_decay=0.05",
         "reduce the learning rate",
@@ -156,10 +156,13 @@ def for_leak() -> tuple[str, tuple[str, ...]]:
     return "some code keeps tensors alive from one step to the next", (
         "use loss.item() or loss.detach() wherever a loss is stored",
         (
-            "free the tensors that evaluation and logging keep; gc.collect() and "
+            "free the tensors that evaluation and logging keep, and call gc.collect() and "
             "torch.cuda.empty_cache() between operations"
         ),
-        "take a snapshot with torch.cuda.memory._record_memory_history to see what holds it",
+        (
+            "take a snapshot with torch.cuda.memory._record_memory_history to see what holds the "
+            "memory"
+        ),
     )
 
 
@@ -178,11 +181,11 @@ def for_slow(facts: TrainingFacts) -> tuple[str, ...]:
         return steps
     return (
         *steps,
-        f"{facts.accumulation_steps} accumulation steps make up one step; use fewer to shorten it",
+        f"use fewer accumulation steps: each step consists of {facts.accumulation_steps} of them",
     )
 
 
 def _lower(lr: float | None) -> str:
     if not lr:
         return "lower the learning rate (1e-4 rather than 2e-4)"
-    return f"halve the learning rate: {lr:.3g} to {lr / 2:.3g}"
+    return f"halve the learning rate, from {lr:.3g} to {lr / 2:.3g}"

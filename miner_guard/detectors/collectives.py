@@ -43,7 +43,7 @@ def late(traces: Mapping[int, Sequence[Mapping[str, Any]]]) -> Late | None:
         furthest = max(ranks.values(), key=lambda each: each.number)
         behind = tuple(sorted(r for r, each in ranks.items() if each.number < furthest.number))
         if behind:
-            late_ones = ", ".join(f"rank {r} is at number {ranks[r].number}" for r in behind)
+            late_ones = ", ".join(f"rank {r} is at collective {ranks[r].number}" for r in behind)
             return Late(behind, f"{late_ones}, {_waiting(ranks, behind, furthest)}")
     for ranks in last.values():
         furthest = next(iter(ranks.values()))
@@ -67,4 +67,4 @@ class _Last:
 def _waiting(ranks: Mapping[int, _Last], behind: tuple[int, ...], furthest: _Last) -> str:
     waiting = [str(rank) for rank in sorted(ranks) if rank not in behind]
     wait = f"rank {waiting[0]} waits" if len(waiting) == 1 else f"ranks {','.join(waiting)} wait"
-    return f"{wait} in collective number {furthest.number} ({furthest.name})"
+    return f"{wait} in collective {furthest.number} ({furthest.name})"

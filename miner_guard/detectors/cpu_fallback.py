@@ -165,9 +165,9 @@ class RankWatch:
             return FallbackVerdict(
                 SUSPECTED,
                 (
-                    *(memory or ["the GPU memory is unknown"]),
+                    *(memory or ["GPU memory use is unknown"]),
                     f"steps take {times:.1f} times as long as before "
-                    f"({self._baseline.median:.2f}s to {last.seconds:.2f}s)",
+                    f"({self._baseline.median:.2f}s before, {last.seconds:.2f}s now)",
                     "no waiting phase explains it",
                 ),
             )

@@ -63,5 +63,6 @@ def no_use(sample: Mapping[str, Any] | None, low_memory_gb: float) -> str | None
         return None
     gpus = counted(len(seen), "GPU")
     return (
-        f"NVML shows no GPU in use: {gpus}, at most {busiest:.0%} busy with {fullest:.2f} GB in use"
+        f"NVML shows no GPU in use: {gpus}, at most {busiest:.0%} busy, "
+        f"at most {fullest:.2f} GB in use"
     )

@@ -40,6 +40,7 @@ class Row:
 
 
 _ANY = (SMALL, LARGE, UNKNOWN)
+_SET_NAME = "set gpu.model_name"
 
 _WARN_EVERY_S = 6 * 3600.0
 
@@ -75,7 +76,7 @@ def matrix(settings: GpuSettings) -> tuple[Row, ...]:
             middle,
             (LARGE,),
             1.5,
-            "is LOW for {model}. Should be {goal}: batch 1.5x is optional",
+            "is LOW for {model}. Should be {goal}; increasing the batch 1.5x is optional",
             "warning",
         ),
         Row(
@@ -83,7 +84,8 @@ def matrix(settings: GpuSettings) -> tuple[Row, ...]:
             middle,
             (UNKNOWN,),
             1.0,
-            "is acceptable for a small model, LOW for a large one; {model}",
+            "is acceptable for a small model, LOW for a large one; "
+            f"the model's size is unknown: {_SET_NAME}",
         ),
         Row(middle, optimal, (SMALL,), 1.0, "is good for {model}. Proceeding"),
         Row(
@@ -98,7 +100,8 @@ def matrix(settings: GpuSettings) -> tuple[Row, ...]:
             optimal,
             (UNKNOWN,),
             1.0,
-            "is good for a small model, suboptimal for a large one; {model}",
+            "is good for a small model, suboptimal for a large one; "
+            f"the model's size is unknown: {_SET_NAME}",
         ),
         Row(optimal, past_near, _ANY, 1.0, "is optimal for {model}. Proceeding"),
         Row(
@@ -106,7 +109,7 @@ def matrix(settings: GpuSettings) -> tuple[Row, ...]:
             end,
             _ANY,
             1.0,
-            "is near the limit for {model}. Proceeding; close to running out of memory",
+            "is near the limit for {model}. Proceeding, but close to running out of memory",
         ),
     )
 
@@ -134,7 +137,7 @@ def memory_grade(allocated_gb: float | None, settings: GpuSettings) -> str | Non
 def described(size: str, name: str | None) -> str:
     """`large model (EfficientNet-B4)`, as source 002 writes it."""
     if size == UNKNOWN:
-        return "the model's size is not known: set gpu.model_name"
+        return f"a model of unknown size ({_SET_NAME})"
     return f"{size} model ({name})" if name else f"{size} model"
 
 
@@ -188,8 +191,8 @@ class GpuUse:
                 share_pct=None,
                 source=None,
                 factor=None,
-                verdict=f"no GPU memory reading {seconds:.0f} s after the launch, neither from the "
-                "hook, the miner's output nor NVML: call guard.diagnose or print GPU memory",
+                verdict=f"no GPU memory reading from the hook, the miner's output or NVML within "
+                f"{seconds:.0f} s of the launch: call guard.diagnose or print GPU memory",
             )
             return
         for reading in readings:
@@ -203,7 +206,7 @@ class GpuUse:
             model=described(size, name), goal=f"{self._settings.optimal_pct:.0f}%+"
         )
         if row.factor > 1 and size == SMALL:
-            words += ": 1.5x-2x; for a small model it may not help much"
+            words += " (1.5x-2x; it may not help a small model much)"
         trend = self.trend(lowest.gpu)
         verdict = f"GPU at {lowest.share_pct:.0f}% {words}."
         verdict += f" {trend}." if trend else ""
@@ -234,8 +237,8 @@ class GpuUse:
         if busy_pct >= self._settings.idle_pct:
             return f"{words}."
         return (
-            f"{words}, below {self._settings.idle_pct:.0f}%: monitoring or data loading may block "
-            "training, see `miner-guard costs` and the phases."
+            f"{words}, below {self._settings.idle_pct:.0f}%: monitoring or data loading may be "
+            "blocking training; see `miner-guard costs` and the phases."
         )
 
     def _good_amount(self, reading: MemoryReading) -> bool:

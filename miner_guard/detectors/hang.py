@@ -240,9 +240,7 @@ class HangDetector:
         if idle <= self._settings.exit_s:
             return None
         self._reported = True
-        detail = (
-            f"all ranks ended their training {idle:.0f}s ago, but the miner's process keeps running"
-        )
+        detail = f"all ranks ended training {idle:.0f}s ago, but the miner's process keeps running"
         finished = all(rank.state == "finished" for rank in ranks.values())
         return Hang((), detail, idle, self._settings.exit_s, finished=finished)
 

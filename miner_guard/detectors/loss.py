@@ -162,9 +162,8 @@ class LossWatch:
             "spike",
             step,
             "info",
-            f"loss {loss:.4g} against a median of {median:.4g} over the last {len(self._local)} "
-            "steps, "
-            f"limit {limit:.4g}, {times}",
+            f"loss {loss:.4g} vs. a median of {median:.4g} over the last {len(self._local)} steps "
+            f"(limit {limit:.4g}), {times}",
             fixes,
             cause,
             {"loss": loss, "median": median, "limit": limit, "window": len(self._window)},

@@ -119,8 +119,8 @@ class Plateau:
             )
         cause, fixes = advice.for_plateau(lr)
         text = (
-            f"loss {level:.4g}, {fallen:.1%} below its first level after {without_low} "
-            "steps without a decrease"
+            f"loss {level:.4g}, {fallen:.1%} below its first level, no new low for "
+            f"{without_low} steps"
         )
         severity = "warning" if near_chance(self._first, self._best) else "info"
         return Anomaly("plateau_high", step, severity, text, fixes, cause, seen)

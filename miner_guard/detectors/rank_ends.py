@@ -62,4 +62,4 @@ def _how(now: Now) -> str:
         "closed": f"closed its guard and ended {at}",
         "finished": f"finished {at}",
         "failed": f"ended with an exception {at}",
-    }.get(now.state, f"died {at}: killed, or ended by os._exit")
+    }.get(now.state, f"died {at} (killed, or ended by os._exit)")

@@ -108,7 +108,7 @@ def red_flags(seen: FastLog | Breakdown, settings: StepSettings) -> Iterator[Red
             "evaluation",
             f"{seen.total_s:.3f}s",
             f"{settings.evaluation_usual_s:g}s",
-            "5-10s is usual: evaluate fewer examples, or less often",
+            "5-10s is usual: use fewer examples or evaluate less often",
             remark=True,
         )
     for part in _parts(seen, settings):

@@ -99,7 +99,7 @@ def _evidence(status: StatusDocument) -> tuple[str, str]:
     if audit is not None and audit.outcome == "accepted":
         return "yes", "the last audit accepted the published files"
     if upload is not None and upload.outcome == "verified" and repo.stale is False:
-        return "probably", "the last upload was verified, but no audit has judged it"
+        return "probably", "the last upload was verified, but no audit has checked it yet"
     why = repo.reason or "nothing has been uploaded yet"
     return "unknown", f"it is unknown whether validators accept the published files: {why}"
 

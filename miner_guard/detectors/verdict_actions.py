@@ -26,9 +26,9 @@ def after_crash_loop(status: StatusDocument, memory: Memory) -> str:
     failures = "`miner-guard logs --event incident`"
     incident = memory.incident or {}
     if not incident.get("fix"):
-        return f"read each failure: {failures}; fix it; then start the guard: {_start(status)}"
+        return f"see each failure with {failures}, fix it, then start the guard: {_start(status)}"
     fix = str(incident["fix"]).rstrip(".")
-    return f"{fix}. Then start the guard: {_start(status)}. Each failure: {failures}"
+    return f"{fix}. Then start the guard: {_start(status)}. To see each failure: {failures}"
 
 
 def start_again(status: StatusDocument, memory: Memory) -> str:
@@ -42,7 +42,7 @@ def restore(status: StatusDocument, memory: Memory) -> str:
     if saved is None:
         which = "a checkpoint from before the NaN (the miner reported none to the guard)"
     else:
-        which = f"the last checkpoint from before it, `{saved.get('path')}`"
+        which = f"the last checkpoint from before the NaN, `{saved.get('path')}`"
     return f"`miner-guard ctl pause`, restore {which}, then `miner-guard ctl resume`"
 
 
@@ -50,8 +50,8 @@ def free_space(status: StatusDocument, memory: Memory) -> str:
     """Advise the reader to free space on the disk that holds the state directory."""
     path = shlex.quote(status.state_dir) if status.state_dir else "."
     return (
-        f"free space on the disk that holds {status.state_dir or 'the state directory'}: "
-        f"`df -h {path}`; the guard then resumes writing on its own"
+        f"free up space on the disk that holds {status.state_dir or 'the state directory'} "
+        f"(`df -h {path}`); the guard then resumes writing on its own"
     )
 
 
@@ -60,7 +60,11 @@ def satisfy_rule(status: StatusDocument, memory: Memory) -> str:
     decision = status.uploads.decision
     _, advice = split_advice(decision.reason if decision else None)
     rules = "`miner-guard logs --event upload_blocked -n 1 --json`"
-    return f"{advice}; each rule with its limit: {rules}" if advice else f"read each rule: {rules}"
+    return (
+        f"{advice}; to see each rule and its limit: {rules}"
+        if advice
+        else f"see each rule: {rules}"
+    )
 
 
 def split_advice(reason: str | None) -> tuple[str, str]:
@@ -79,7 +83,9 @@ def inspect_straggler(status: StatusDocument, memory: Memory) -> str:
     elif (process := status.rank_processes.get(str(rank))) is not None:
         place = f"the GPU of local rank {process.local_rank}{_on_host(status)}"
     query = f"`nvidia-smi {option}-q -d CLOCK,TEMPERATURE`"
-    return f"rank {rank} runs on {place}: check it: {query}; all ranks: `miner-guard top`"
+    return (
+        f"rank {rank} runs on {place}; check it with {query}, and all ranks with `miner-guard top`"
+    )
 
 
 def _start(status: StatusDocument) -> str:

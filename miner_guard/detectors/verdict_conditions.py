@@ -158,7 +158,7 @@ def _overdue(status: StatusDocument, memory: Memory) -> str | None:
     if status.state != "running" or age < max(_QUIET_S, _QUIET_FACTOR * slowest):
         return None
     limit = hang.limit_s
-    until = f"; the guard calls it a hang after {limit:.0f} s" if limit is not None else ""
+    until = f"; the guard reports a hang after {limit:.0f} s" if limit is not None else ""
     return f"no step for {age:.0f} s (the longest took {slowest:.1f} s){until}"
 
 
@@ -192,7 +192,7 @@ def _due_but_blocked(status: StatusDocument, memory: Memory) -> str | None:
         return None
     age = "" if repo.age_s is None else f" (the published files are {repo.age_s:,.0f} s old)"
     problem, _ = actions.split_advice(decision.reason)
-    return f"the gate blocks an upload that is due{age}: {problem}"
+    return f"the gate is blocking an upload that is due{age}: {problem}"
 
 
 def _over_budget(status: StatusDocument, memory: Memory) -> str | None:
@@ -214,8 +214,8 @@ CONDITIONS: tuple[Condition, ...] = (
         NOT_EARNING,
         _restarting,
         always(
-            "nothing yet: the guard is restarting it; why it failed: `miner-guard logs --level "
-            "error -n 5`"
+            "nothing yet: the guard is restarting the miner; to see why it failed: "
+            "`miner-guard logs --level error -n 5`"
         ),
         "miner_restarting",
     ),
@@ -224,8 +224,8 @@ CONDITIONS: tuple[Condition, ...] = (
         NOT_EARNING,
         _hanging,
         always(
-            "read the stacks of the named rank; "
-            "their folder: `miner-guard logs --event stack_dump -n 1`"
+            "read the stacks of the rank named above; "
+            "to find their folder: `miner-guard logs --event stack_dump -n 1`"
         ),
         "hang_detected",
     ),
@@ -234,7 +234,8 @@ CONDITIONS: tuple[Condition, ...] = (
         NOT_EARNING,
         _ending,
         always(
-            "wait until the launch has ended; why it ended: `miner-guard logs --level error -n 5`"
+            "wait until the launch has ended; to see why it ended: "
+            "`miner-guard logs --level error -n 5`"
         ),
         "miner_exited",
     ),
@@ -262,7 +263,7 @@ CONDITIONS: tuple[Condition, ...] = (
         "rejected",
         NOT_EARNING,
         _rejected,
-        always("see each rule that fails: `miner-guard audit`; fix it, then upload again"),
+        always("see each failed rule with `miner-guard audit`, fix the cause, then upload again"),
         "audit_failed",
     ),
     Condition(
@@ -270,7 +271,7 @@ CONDITIONS: tuple[Condition, ...] = (
         NOT_EARNING,
         _stale,
         always(
-            "see what stops uploads: "
+            "see what is stopping uploads: "
             "`miner-guard logs --event upload_blocked --event upload_failed -n 3`"
         ),
         "repo_stale",
@@ -280,7 +281,8 @@ CONDITIONS: tuple[Condition, ...] = (
         UNKNOWN,
         _no_step,
         always(
-            "wait for the first step; if it takes minutes: `miner-guard logs --event no_step_yet`"
+            "wait for the first step; if none comes within minutes: "
+            "`miner-guard logs --event no_step_yet`"
         ),
         None,
         "unknown",
@@ -289,7 +291,7 @@ CONDITIONS: tuple[Condition, ...] = (
         "overdue",
         DEGRADED,
         _overdue,
-        always("wait for the guard's verdict; the ranks and their phases: `miner-guard top`"),
+        always("wait for the guard's verdict; to see each rank's phase: `miner-guard top`"),
         "hang_detected",
         "likely",
     ),

@@ -192,7 +192,7 @@ def _shared_gpus(answered: Sequence[Report]) -> Iterator[Finding]:
             yield _rank_finding(
                 "shared_gpu",
                 "critical",
-                seen=f"ranks {_list(ranks)} are on one GPU ({key[1]})",
+                seen=f"ranks {_list(ranks)} share one GPU ({key[1]})",
                 limit="one rank per GPU",
                 next_step="call torch.cuda.set_device(LOCAL_RANK) before init_process_group",
             )
@@ -282,7 +282,7 @@ def _sizes_apart(sizes: Mapping[int, int]) -> Iterator[Finding]:
                     f"{middle / 1024**3:.2f} GB"
                 ),
                 limit=f"within a factor of {SHARD_RATIO}",
-                next_step="check that this rank shards the model as the others do",
+                next_step="check that this rank shards the model the way the others do",
                 rank=rank,
             )
 

@@ -22,7 +22,7 @@ def checks(s: Snapshot) -> Iterator[Check]:
         answered = "torch" not in s.unanswered
         level = "critical" if s.expectation.expects_gpus and answered else "unknown"
         seen = f"torch in the miner's interpreter: {s.unread['torch']}"
-        step = "run the miner's python -c 'import torch' by hand"
+        step = "run `python -c 'import torch'` with the miner's Python to see the error"
         yield Check("cuda.torch", level, seen, "torch can be imported", step)
         return
     yield _available(s)

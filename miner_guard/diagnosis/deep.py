@@ -79,7 +79,8 @@ def _all_reduce(result: Mapping[str, Any] | None, s: Snapshot) -> Iterator[Check
         return
     if error := result.get("error"):
         step = (
-            "collectives do not work on this node: check /dev/shm, NCCL_DEBUG=INFO and the driver"
+            "collectives do not work on this node: check /dev/shm, the driver, and the output "
+            "with NCCL_DEBUG=INFO"
         )
         yield Check("deep.all_reduce", "critical", f"all_reduce: {error}", "it completes", step)
         return
@@ -93,6 +94,8 @@ def _all_reduce(result: Mapping[str, Any] | None, s: Snapshot) -> Iterator[Check
     low = rate < minimum
     size = f"{result['bytes'] / 1024**2:.0f} MB"
     seen = f"{result['backend']}, {result['ranks']} ranks, {size}: bus bandwidth {rate:.1f} GB/s"
-    advice = "check NVLink and PCIe rows, NCCL_P2P_DISABLE, and the topology (nvidia-smi topo -m)"
+    advice = (
+        "check the NVLink and PCIe rows, NCCL_P2P_DISABLE, and the topology (nvidia-smi topo -m)"
+    )
     limit = f"at least {minimum} GB/s" if minimum else "it completes"
     yield Check("deep.all_reduce", "warn" if low else "ok", seen, limit, advice if low else None)

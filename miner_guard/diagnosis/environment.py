@@ -36,7 +36,11 @@ def _leftovers(env: Mapping[str, str]) -> Iterator[Check]:
         if value and ("values" not in row or value.lower() in row["values"]):
             seen = f"{row['name']}={value}: {row['why']}"
             yield Check(
-                "env.leftover", "warn", seen, "unset", f"unset {row['name']} unless you mean it"
+                "env.leftover",
+                "warn",
+                seen,
+                "unset",
+                f"unset {row['name']} unless you set it on purpose",
             )
 
 
@@ -78,8 +82,8 @@ def _packages(s: Snapshot) -> Iterator[Check]:
     yield _output()
     if p["pynvml_shim"]:
         seen = (
-            f"the deprecated package pynvml {p['pynvml_shim']} is installed: it warns "
-            "at each import"
+            f"the deprecated package pynvml {p['pynvml_shim']} is installed: it prints "
+            "a warning on every import"
         )
         step = "pip uninstall pynvml && pip install --force-reinstall nvidia-ml-py"
         yield Check("env.pynvml", "warn", seen, "only nvidia-ml-py", step)
@@ -112,7 +116,7 @@ def _shared_package(other: Mapping[str, Any]) -> Check:
         + (f"; required by {', '.join(users)}" if users else "; no installed package requires it")
     )
     alone = (
-        "give the guard a separate venv and start the miner with its Python's full path: "
+        "give the guard a separate venv, and start the miner with the full path of its own Python: "
         "`GUARD_VENV/bin/miner-guard run --attach … -- MINER_VENV/bin/python …`"
     )
     remove = "pip uninstall validators, then reinstall miner-guard"
@@ -144,8 +148,8 @@ def _command(s: Snapshot) -> Iterator[Check]:
     if named := sorted({*exposed, *pairs}):
         seen = f"a secret on the command line: {', '.join(named)}"
         step = (
-            "pass it through the environment or a file: every user of this host can "
-            "read a command line"
+            "pass it through the environment or a file: every user on this host can "
+            "read command lines"
         )
         yield Check("env.secret_on_command_line", "warn", seen, "none", step)
 
@@ -156,7 +160,7 @@ def _upstream(s: Snapshot) -> Iterator[Check]:
         return
     seen = "subnet 38's upload worker gets the bucket's write keys on its command line"
     step = (
-        "every user of this host can read them while it runs: give the miner a dedicated host or "
+        "every user on this host can read them while it runs: give the miner a dedicated host or "
         "container, or mount /proc with hidepid=2"
     )
     yield Check("env.worker_keys", "warn", seen, "none", step)

@@ -33,7 +33,7 @@ def expected(
     if setting is not None:
         return Expectation(setting, "[gpu] expect")
     if last_run:
-        return Expectation(last_run, "this host at the last run")
+        return Expectation(last_run, "this host's last run")
     if profile is not None:
         return Expectation(profile, "the profile")
     if present:

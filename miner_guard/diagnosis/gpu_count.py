@@ -41,7 +41,7 @@ def _count(s: Snapshot) -> Check:
             "ok",
             seen + ("; the settings ask for none" if expected == 0 else ", none expected"),
         )
-    limit = f"{expected} (by {s.expectation.origin})"
+    limit = f"{expected} (according to {s.expectation.origin})"
     if working >= expected:
         return Check("gpu.count", "ok", seen, limit)
     given = container_gpus(s.env)

@@ -28,7 +28,7 @@ _LINK_STEP = "check the fabric manager and nvidia-smi nvlink -s"
 STATES = {
     "lost": (
         "is lost: it has fallen off the bus",
-        "drain the node and reboot; if it is lost again, have it replaced",
+        "drain the node and reboot it; if the GPU is lost again, have it replaced",
     ),
     "reset_required": (
         "must be reset",
@@ -67,19 +67,21 @@ def _peers(rows: list[Row]) -> Iterator[Check]:
     short = sorted(i for i, n in counts.items() if n < commonest)
     if short:
         seen = (
-            f"GPU {', '.join(map(str, short))} reach fewer peers than the others, which "
+            f"GPU {', '.join(map(str, short))}: fewer peers than the others, which "
             f"reach {commonest}"
         )
         step = "check nvidia-smi topo -p2p r, the PCIe slots and the IOMMU"
         yield Check("gpu.peers", "warn", seen, "the same for all", step)
     else:
         seen = (
-            f"each GPU reaches {commonest} of {len(counts) - 1} others directly"
+            f"each GPU reaches {commonest} of the {len(counts) - 1} others directly"
             if commonest
             else "no peer-to-peer access"
         )
         yield Check(
-            "gpu.peers", "ok", seen + ("" if commonest else ": ranks talk through host memory")
+            "gpu.peers",
+            "ok",
+            seen + ("" if commonest else ": ranks communicate through host memory"),
         )
 
 
@@ -217,7 +219,7 @@ def _power(row: Row) -> Iterator[Check]:
     limit, default = row.get("power_limit_w"), row.get("power_default_w")
     if limit is not None and default:
         seen, usual = f"limited to {limit:.0f} W", f"default {default:.0f} W"
-        step = "raise it with nvidia-smi -pl, or ask the host to: it slows this GPU down"
+        step = "raise the limit with nvidia-smi -pl, or ask the host to: it slows this GPU down"
         yield _judged(row, "gpu.power_limit", limit < 0.95 * default, seen, limit=usual, step=step)
 
 
@@ -298,7 +300,7 @@ def _modes(row: Row) -> Iterator[Check]:
             level=level,
         )
     if row.get("mig"):
-        seen = "MIG is on: a rank sees a slice of the GPU"
+        seen = "MIG is on: each rank sees only a slice of the GPU"
         yield _check(
             row, "gpu.mig", "warn", seen, limit="off", step="nvidia-smi -mig 0, if permitted"
         )

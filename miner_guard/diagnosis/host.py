@@ -38,7 +38,7 @@ def _containment(s: Snapshot) -> Iterator[Check]:
     if not s.config.miner.cgroup:
         how = "by parentage: [miner] cgroup = false"
     elif seen["no_cgroup"] is None:
-        how = "by a dedicated cgroup: none of the miner's processes escapes"
+        how = "by a dedicated cgroup: none of the miner's processes can escape"
     else:
         how = f"by parentage: a cgroup v2 can't be created here ({seen['no_cgroup']})"
     yield Check("host.containment", "ok", f"the miner's processes are found {how}")
@@ -76,7 +76,7 @@ def _limits(s: Snapshot) -> Iterator[Check]:
         # A CPU run pins no memory.
         warn = low and (name != "memlock" or s.expectation.expects_gpus)
         step = (
-            f"raise it: ulimit -{'n' if name == 'nofile' else 'l'}, limits.conf or docker "
+            f"raise it with ulimit -{'n' if name == 'nofile' else 'l'}, limits.conf or docker "
             f"--ulimit {name}=-1"
         )
         seen = "unlimited" if value < 0 else f"{value // unit}" + (" KiB" if unit > 1 else "")
@@ -94,7 +94,7 @@ def _disks(s: Snapshot) -> Iterator[Check]:
             yield Check("host.disk", "unknown", seen, None, "check that its file system is mounted")
             continue
         low = free < minimum
-        step = "free some space: writing checkpoints and logs will fail" if low else None
+        step = "free up some space: writing checkpoints and logs will fail" if low else None
         seen = f"{gib(free)} free at {path}"
         yield Check("host.disk", "warn" if low else "ok", seen, f"at least {gib(minimum)}", step)
 

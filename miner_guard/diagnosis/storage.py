@@ -15,7 +15,7 @@ def checks(s: Snapshot) -> Iterator[Check]:
     """Yield the storage checks; those of the repo are left out if no repo is configured."""
     if s.config.repo.kind not in ("s3", "hf") and s.keys_file is not None:
         # For s3 and hf, which need keys, the repo probe already reports the unusable file.
-        step = "fix the file: alerts, tokens and keys from it are missing"
+        step = "fix the file: the alerts, tokens and keys that it sets are missing"
         yield Check("repo.keys_file", "warn", s.keys_file, "can be read", step)
     if s.config.repo.kind == "none":
         return
@@ -36,7 +36,7 @@ def _clock(s: Snapshot) -> Iterator[Check]:
     word = "behind" if skew > 0 else "ahead"
     step = (
         "set the clock (chronyc makestep, timedatectl set-ntp true); "
-        "S3 refuses requests whose time is 15 min off"
+        "S3 rejects requests from a clock that is 15 min off"
         if level != "ok"
         else None
     )
@@ -48,7 +48,9 @@ def _repo(s: Snapshot) -> Iterator[Check]:
     if s.repo is None:
         why = s.unread.get("repo", "not queried")
         seen = f"the repo did not respond: {why}"
-        yield Check("repo.read", "unknown", seen, "it responds", "check network and endpoint")
+        yield Check(
+            "repo.read", "unknown", seen, "it responds", "check the network and the endpoint"
+        )
         return
     missing = s.repo.get("credentials")
     if missing is not None:
@@ -59,7 +61,7 @@ def _repo(s: Snapshot) -> Iterator[Check]:
     for act in ("read", "write"):
         error = s.repo.get(f"{act}_error")
         if error:
-            step = "uploads will fail: check bucket, endpoint and the key's permissions"
+            step = "uploads will fail: check the bucket, the endpoint and the key's permissions"
             seen = f"{s.repo['label']}: {error}"
             limit = f"can be {'read' if act == 'read' else 'written'}"
             yield Check(f"repo.{act}", "critical", seen, limit, step)

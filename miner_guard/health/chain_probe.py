@@ -237,7 +237,7 @@ def main() -> None:
         return
     except Exception as error:  # noqa: BLE001 -- bittensor may raise anything on import or connection; the answer reports it
         probe.reply(
-            error=f"no connection to {request['network']}: {type(error).__name__}: {error}"[:400]
+            error=f"can't connect to {request['network']}: {type(error).__name__}: {error}"[:400]
         )
         return
     answer = query(chain, request["netuid"], request["hotkey"], request["master_uid"])

@@ -41,7 +41,7 @@ class HostLimits:
                     what=f"disk of {name}",
                     seen=f"{seen:.1f} GB free",
                     limit=f"{minimum:g} GB",
-                    next_step="free disk space: checkpoints and logs stop when the disk is full",
+                    next_step="free up disk space: checkpoints and logs stop when the disk is full",
                 )
 
     def _shm(self, host: Mapping[str, Any]) -> Iterator[Finding]:

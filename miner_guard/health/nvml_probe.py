@@ -158,7 +158,7 @@ class System:
         self.worker = Worker("system")
         self.facts: dict[str, Any] = {
             "state": "hangs",
-            "reason": "NVML is being initialised",
+            "reason": "NVML is still initializing",
             "count": None,
         }
         self._initialized = False

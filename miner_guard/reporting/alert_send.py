@@ -98,7 +98,7 @@ def _deliver(service: Any, messages: Sequence[Mapping[str, Any]], failed: dict[s
         if service.notify(title=message["title"], body=message["body"], notify_type=level):
             failed.pop(number, None)
         else:
-            failed[number] = f"{_name(message)} did not accept it"
+            failed[number] = f"{_name(message)} did not accept the message"
 
 
 if __name__ == "__main__":

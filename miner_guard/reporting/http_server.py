@@ -153,7 +153,7 @@ class Site:
         name = request.headers.get("host", "").encode("ascii", "replace").decode()[:100]
         return PlainTextResponse(
             (
-                f"this port does not serve the host name {name!r}: list it in [http] "
+                f"this port does not accept the host name {name!r}: add it to [http] "
                 "trusted_hosts, or set a token\n"
             ),
             421,

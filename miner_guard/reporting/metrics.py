@@ -259,7 +259,7 @@ def _guard(health: HealthStatus) -> Iterator[Metric]:
     words = "Datagrams the ranks dropped."
     yield from _counters(("guard_events_dropped", words, health.events_dropped))
     failing = dict.fromkeys(health.unknown, 1)
-    yield from _by("sampler", "sampler_failing", "1 for a sampler that does not respond.", failing)
+    yield from _by("sampler", "sampler_failing", "1 if the sampler is not responding.", failing)
 
 
 def _jobs(jobs: Mapping[str, JobStatus]) -> Iterator[Metric]:

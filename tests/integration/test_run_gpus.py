@@ -78,7 +78,7 @@ def test_run_refuses_to_start_without_the_gpus_of_the_last_run(
     assert "the miner lives" not in output
     assert "PREFLIGHT gpu.count: 3 GPUs" in output
     count = running.wait_for("preflight_finding", "gpu.count", seconds=1)
-    assert count["limit"] == "4 (by this host at the last run)"
+    assert count["limit"] == "4 (according to this host's last run)"
 
 
 def test_run_only_warns_if_so_configured(fake_nvml: FakeNvml, tmp_path: Path, python: Path) -> None:

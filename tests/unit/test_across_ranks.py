@@ -134,7 +134,7 @@ def test_a_driver_that_torch_cannot_use_is_an_accident_without_any_setting() -> 
     ("known", "count", "origin"),
     [
         ((2, 8, 4, 1), 2, "[gpu] expect"),
-        ((None, 8, 4, 1), 8, "this host at the last run"),
+        ((None, 8, 4, 1), 8, "this host's last run"),
         ((None, 0, 4, 1), 4, "the profile"),
         ((None, None, None, 1), 1, "the GPUs present"),
         ((0, 8, 4, 1), 0, "[gpu] expect"),

@@ -128,7 +128,9 @@ def test_an_alert_arrives_after_a_refusal_and_is_reported(
     assert re.fullmatch(r"NOT EARNING since \d\d:\d\d UTC: rank 2 in data for 912s", verdict), (
         verdict
     )
-    assert advice.startswith("Next: read the stacks of the named rank; their folder: `miner-guard")
+    assert advice.startswith(
+        "Next: read the stacks of the rank named above; to find their folder: `miner-guard"
+    )
     assert advice.endswith(" (more: `miner-guard runbook hang_detected`)")
     assert line == "HANG DETECTED: rank 2 in data for 912s"
     monitor.on_stop()
@@ -262,7 +264,9 @@ def test_the_test_message(
     )
     assert run(["alerts", "test"]) == 1
     words = capsys.readouterr().err
-    assert "target 2 (json) did not accept it; target 3 (nonsense) is not an address" in words
+    assert (
+        "target 2 (json) did not accept the message; target 3 (nonsense) is not an address" in words
+    )
     assert "planted-secret-path" not in words
 
 

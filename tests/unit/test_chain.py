@@ -136,7 +136,7 @@ def test_what_a_probe_lacks_is_named() -> None:
         ),
         (
             "raise RuntimeError('wallets')",
-            "no connection to ws://127.0.0.1:1: RuntimeError: wallets",
+            "can't connect to ws://127.0.0.1:1: RuntimeError: wallets",
         ),
         (
             NINE.replace("return 1000", "raise TimeoutError('ws')").replace("UID", "1"),

@@ -29,7 +29,7 @@ def test_the_rank_with_the_smaller_number_is_late() -> None:
     assert found.ranks == (1,)
     assert (
         found.detail
-        == "rank 1 is at number 41, ranks 0,2 wait in collective number 42 (gloo:all_reduce)"
+        == "rank 1 is at collective 41, ranks 0,2 wait in collective 42 (gloo:all_reduce)"
     )
 
 
@@ -48,7 +48,7 @@ def test_each_group_counts_for_itself() -> None:
     )
     assert found is not None
     assert found.ranks == (1,)
-    assert found.detail.endswith("rank 0 waits in collective number 2 (gloo:all_reduce)")
+    assert found.detail.endswith("rank 0 waits in collective 2 (gloo:all_reduce)")
 
 
 def test_the_backends_of_one_group_count_for_themselves() -> None:
@@ -60,7 +60,7 @@ def test_the_backends_of_one_group_count_for_themselves() -> None:
     assert found is not None
     assert (
         found.detail
-        == "rank 2 is at number 899, ranks 0,1 wait in collective number 900 (nccl:all_reduce)"
+        == "rank 2 is at collective 899, ranks 0,1 wait in collective 900 (nccl:all_reduce)"
     )
 
 
@@ -102,8 +102,7 @@ def test_at_the_same_number_the_gpu_that_has_not_started_it_is_late() -> None:
     assert found is not None
     assert found.ranks == (1,)
     assert found.detail == (
-        "ranks 0,2 wait in collective number 7 (nccl:all_reduce); the GPU of rank 1 has not "
-        "started it"
+        "ranks 0,2 wait in collective 7 (nccl:all_reduce); the GPU of rank 1 has not started it"
     )
     # Without TORCH_NCCL_ENABLE_TIMING torch records no start times, so the late rank is unknown.
     assert late({0: at("scheduled"), 1: at("scheduled")}) is None

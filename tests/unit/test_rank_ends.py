@@ -41,9 +41,9 @@ def test_a_rank_that_failed_first_is_its_own_cause(ranks: Mapping[int, Now]) -> 
 @pytest.mark.parametrize(
     ("state", "steps", "words"),
     [
-        ("running", 15, "rank 1 died at step 15: killed, or ended by os._exit, before ranks 0,2"),
+        ("running", 15, "rank 1 died at step 15 (killed, or ended by os._exit), before ranks 0,2"),
         ("failed", 15, "rank 1 ended with an exception at step 15, before ranks 0,2"),
-        ("starting", 0, "rank 1 died before its first step: killed, or ended by os._exit"),
+        ("starting", 0, "rank 1 died before its first step (killed, or ended by os._exit)"),
     ],
 )
 def test_a_dead_rank_under_a_living_launcher_is_reported_with_its_cause(

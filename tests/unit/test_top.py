@@ -114,7 +114,7 @@ def test_the_verdict_its_next_step_and_the_state_wrap_and_lose_no_word(width: in
         "state": "degraded",
         "earns": "yes",
         "since": "2026-01-02T06:34:00Z",
-        "cause": "the gate blocks an upload that is due: base outer_step (62) < network (63)",
+        "cause": "the gate is blocking an upload that is due: base outer_step (62) < network (63)",
         "next_step": "see each rule: `miner-guard logs --event upload_blocked -n 1 --json`",
         "event": "upload_blocked",
     }

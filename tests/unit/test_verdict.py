@@ -270,7 +270,7 @@ def test_every_next_step_names_an_existing_command() -> None:
                 "uploads__repo__due": True,
             },
             (),
-            "reload the global state; each rule with its limit: `miner-guard logs",
+            "reload the global state; to see each rule and its limit: `miner-guard logs",
         ),
     ],
 )

@@ -159,8 +159,9 @@ def spikes(
         step = loss.steps[top.index]
         cause, fixes = advice.for_spike(facts or TrainingFacts(), step, trace.nearest("lr", step))
         detail = (
-            f"loss {top.value:.4g} against {top.level:.4g} on both sides ({top.ratio:.2f} times), "
-            f"{top.sigmas:.0f} sigma of the noise there, {len(group)} "
+            f"loss {top.value:.4g} vs. {top.level:.4g} before and after it "
+            f"({top.ratio:.2f} times), "
+            f"{top.sigmas:.0f} sigma above the noise there, {len(group)} "
             f"value{'s' if len(group) > 1 else ''}"
         )
         yield Anomaly(
@@ -178,7 +179,7 @@ def _climb(trace: Trace, loss: Series, index: int, seen: levels.Climb) -> Anomal
     step = loss.steps[index]
     cause, fixes = advice.for_divergence(trace.nearest("lr", step), loss.steps[index - 1])
     detail = (
-        f"loss left its level of {seen.best:.4g} at step {step}, never returned to it "
+        f"loss left its level of {seen.best:.4g} at step {step}, never came back down "
         f"and ends at {seen.level:.4g}"
     )
     return Anomaly(
@@ -272,7 +273,7 @@ def _step_time(times: Series, facts: TrainingFacts) -> Iterator[Anomaly]:
             times.steps[seen.index],
             "info" if first or not certain else "warning",
             (
-                f"step time {seen.value:.4g} against {seen.level:.4g} around it "
+                f"step time {seen.value:.4g} vs. {seen.level:.4g} before and after it "
                 f"({seen.ratio:.2f} times){regular}"
             )
             + ("; the first step compiles and warms up" if first else ""),
@@ -290,7 +291,7 @@ def _step_time(times: Series, facts: TrainingFacts) -> Iterator[Anomaly]:
             + (
                 "at this step and stayed there"
                 if shift.sharp
-                else "in a slow drift, half of it by this step"
+                else "in a slow drift, of which this step is the midpoint"
             ),
             advice.for_slow(facts) if slower else (),
             "",

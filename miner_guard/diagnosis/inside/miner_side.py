@@ -117,7 +117,7 @@ def use(request: Mapping[str, Any]) -> dict[str, Any]:
     total = float((ones @ ones).sum().item())
     if total != 256.0**3:
         raise RuntimeError(
-            f"256 x 256 ones multiplied sum to {total}, not {256.0**3}: "
+            f"the product of two 256 x 256 matrices of ones sums to {total}, not {256.0**3}: "
             "this GPU computes wrong results"
         )
     return {"seconds": time.monotonic() - start}

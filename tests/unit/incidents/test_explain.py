@@ -303,7 +303,9 @@ def test_a_notice_is_named_with_its_own_action_and_without_alarm(
     code, document = explained(capsys, write(tmp_path, NOTICE))
     [found] = document["findings"]
     assert (code, document["root_cause"], found["severity"]) == (0, "gpu_hardware", "info")
-    assert found["fixes"] == ["Nothing. If many occur, report them to the owner of the machine."]
+    assert found["fixes"] == [
+        "No action needed. If many occur, report them to the owner of the machine."
+    ]
     main.run(["explain", str(tmp_path / "miner.log")])
     out = capsys.readouterr().out
     assert "Severity    info" in out
