@@ -45,7 +45,7 @@ def example_range(facts: TrainingFacts, step: int) -> tuple[int, int] | None:
 
 
 def for_nan(facts: TrainingFacts, step: int, lr: float | None) -> tuple[str, tuple[str, ...]]:
-    """Cause of and fixes for a NaN or Inf loss (source 003, NaN or Inf Loss)."""
+    """Return the likely cause and fixes for a NaN or Inf loss (source 003, NaN or Inf Loss)."""
     examples = example_range(facts, step)
     inspect = (
         f"inspect the batch at step {step}: its data may be bad"
@@ -64,7 +64,7 @@ def for_nan(facts: TrainingFacts, step: int, lr: float | None) -> tuple[str, tup
 
 
 def for_spike(facts: TrainingFacts, step: int, lr: float | None) -> tuple[str, tuple[str, ...]]:
-    """Cause of and fixes for a loss spike (source 003, Loss Explosion)."""
+    """Return the likely cause and fixes for a loss spike (source 003, Loss Explosion)."""
     examples = example_range(facts, step)
     where = "" if examples is None else f" (examples {examples[0]} to {examples[1]})"
     return (
@@ -81,7 +81,8 @@ def for_spike(facts: TrainingFacts, step: int, lr: float | None) -> tuple[str, t
 
 
 def for_divergence(lr: float | None, last_good: int | None) -> tuple[str, tuple[str, ...]]:
-    """Cause of and fixes for a loss that climbs and stays high (source 003, Loss Explosion)."""
+    """Return the likely cause and fixes for a loss that climbs and stays high (source 003,
+    Loss Explosion)."""
     back = "resume from the last checkpoint from before the loss began to climb"
     if last_good is not None:
         back = f"resume from the last checkpoint at or before step {last_good}"
@@ -94,7 +95,8 @@ def for_divergence(lr: float | None, last_good: int | None) -> tuple[str, tuple[
 
 
 def for_plateau(lr: float | None) -> tuple[str, tuple[str, ...]]:
-    """Cause of and fixes for a model that does not learn (source 003, Underfitting)."""
+    """Return the likely cause and fixes for a model that does not learn (source 003,
+    Underfitting)."""
     raised = (
         "raise the learning rate"
         + (f" from {lr:.3g}" if lr else "")
@@ -111,7 +113,8 @@ def for_plateau(lr: float | None) -> tuple[str, tuple[str, ...]]:
 
 
 def for_slow_fall(lr: float | None) -> tuple[str, tuple[str, ...]]:
-    """Cause of and fixes for a loss that decreases very slowly (source 003, Underfitting)."""
+    """Return the likely cause and fixes for a loss that decreases very slowly (source 003,
+    Underfitting)."""
     raised = "raise the learning rate" + (f" from {lr:.3g}" if lr else "")
     return (
         "a low learning rate, a schedule that decays before the model has learned, or too few "
@@ -125,8 +128,8 @@ def for_slow_fall(lr: float | None) -> tuple[str, tuple[str, ...]]:
 
 
 def for_evaluation_nan() -> tuple[str, tuple[str, ...]]:
-    """Cause of and fixes for an evaluation loss that is NaN or infinite while the training loss is
-    finite."""
+    """Return the likely cause and fixes for an evaluation loss that is NaN or infinite while the
+    training loss is finite."""
     return (
         "a bad evaluation batch or an evaluation precision problem: training loss is finite there",
         (
@@ -141,7 +144,7 @@ def for_evaluation_nan() -> tuple[str, tuple[str, ...]]:
 
 
 def for_overfit(best_step: int) -> tuple[str, tuple[str, ...]]:
-    """Cause of and fixes for overfitting (source 003, Overfitting)."""
+    """Return the likely cause and fixes for overfitting (source 003, Overfitting)."""
     return "the model learns the training examples, not the task", (
         f"use the checkpoint nearest to step {best_step}, where evaluation was best",
         "stop earlier: train for fewer epochs",
@@ -152,7 +155,7 @@ def for_overfit(best_step: int) -> tuple[str, tuple[str, ...]]:
 
 
 def for_leak() -> tuple[str, tuple[str, ...]]:
-    """Cause of and fixes for memory that only grows."""
+    """Return the likely cause and fixes for memory that only grows."""
     return "some code keeps tensors alive from one step to the next", (
         "use loss.item() or loss.detach() wherever a loss is stored",
         (
@@ -167,7 +170,7 @@ def for_leak() -> tuple[str, tuple[str, ...]]:
 
 
 def for_drop() -> tuple[str, tuple[str, ...]]:
-    """Cause of and fixes for a sudden drop in GPU memory."""
+    """Return the likely cause and fixes for a sudden drop in GPU memory."""
     return "the model left the GPU, a worker died, or the process restarted", (
         "check that the model is still on cuda and every rank is alive",
         "look for a restart in the log at that time",

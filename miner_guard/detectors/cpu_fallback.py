@@ -31,7 +31,7 @@ _LASTING = 5
 direction."""
 
 _BASELINE = 5
-"""Minimum steps in the baseline; steps slower than twice their median stay out of it."""
+"""Minimum number of steps in the baseline, which excludes steps slower than twice its median."""
 
 _FACTOR = 4.0
 _EACH_FACTOR = 2.0

@@ -40,7 +40,8 @@ def throttling(sample: Mapping[str, Any] | None) -> list[str]:
 
 
 def power_share(sample: Mapping[str, Any] | None) -> float | None:
-    """Mean ratio of power draw to power limit over the GPUs that report both; None if none does."""
+    """Return the mean ratio of power draw to power limit over the GPUs that report both; None if no
+    GPU does."""
     shares = [
         row["power_w"] / row["power_limit_w"]
         for row in rows(sample)

@@ -22,7 +22,7 @@ STABLE_POINTS = 2.0
 """A spread of up to this many percentage points counts as stable ("GPU stable at 75-76%")."""
 
 HISTORY = 256
-"""Checks kept: about ten hours at one every 150 s."""
+"""Number of checks to keep: about ten hours at one check every 150 s."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Parses steps and pushes from log lines, for a miner without the hook. Pure: the caller passes
 arrival times.
 
-A line reports that a step ended (or its progress: micro-batches, a progress bar). The step's
-duration is the one that the line states, otherwise the time since the previous line, divided among
-the steps in between.
+A line reports that a step ended (or its progress: micro-batches, a progress bar). The line
+may state the step's duration; if not, the time since the previous line is divided among the steps
+in between.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class PhaseLine:
     """How long the phase took; None if it has only begun."""
 
     outer: int | None = None
-    """The outer step of the steps that follow."""
+    """The outer step that the following steps belong to."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class LoggedStep:
 
 
 def read(line: str, patterns: Patterns) -> StepLine | PushLine | PhaseLine | Miss | None:
-    """Parse a line; None if it reports neither a step, a push nor a phase."""
+    """Parse a line; None if it does not report a step, a push or a phase."""
     text = _plain(line)
     for pattern in patterns.step:
         if (match := pattern.search(text)) is not None:
@@ -260,7 +260,7 @@ class LogSteps:
         ):
             self._numbered = True
             yield from self._ended(pending, pending.inner, now)
-        # A bar's rate is smoothed; the arrival of its redraws is not.
+        # A bar's rate is smoothed; the arrival times of its redraws are not.
         self._pending = line if line.total is None else replace(line, seconds=None)
 
     def _counts(self, pending: StepLine) -> bool:

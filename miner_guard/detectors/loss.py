@@ -28,18 +28,18 @@ _LOCAL = 8
 _MIN_LOCAL = 8
 _LOCAL_FACTOR = 8.0
 _LOCAL_EXCESS = 0.25
-"""The local rule, for a loss that still falls fast, so that its spread over 64 values is mostly
-descent: an outlier exceeds the median of the last 8 values by 25 % and by 8 sigma of the
-step-to-step noise, with the drift removed."""
+"""The local rule. While a loss falls fast, its spread over 64 values is mostly descent, so an
+outlier must exceed the median of the last 8 values by 25 % and by 8 sigma of the step-to-step
+noise, with the drift removed."""
 
 _MIN_FIRST = 3
 _FIRST_FACTOR = 5.0
 """The rule for the first values of a run or a log: a loss starts high, so a value far above the
-highest of them is an outlier. Five in a row are an explosion, like later ones."""
+highest of them is an outlier. Five in a row are an explosion, as they are later in a run."""
 
 _MAX_FIRST_SPREAD = 3.0
-"""If the highest first value exceeds the lowest by more than this factor, as a policy-gradient loss
-around zero does, the values do not show a level."""
+"""If the highest of the first values exceeds the lowest by more than this factor, as in a
+policy-gradient loss around zero, they do not establish a level."""
 
 _STRONG_RATIO = 1.5
 """A value at this multiple of its level needs no second value to confirm it."""
@@ -77,9 +77,9 @@ class LossWatch:
         explosion."""
 
         self._strong = False
-        """True if the spike is high enough to prove itself. A lower one counts only if it ends
-        soon: a loss that jumps by a fifth at the end of each epoch takes the whole next epoch to
-        come back."""
+        """True if the spike is high enough to need no confirmation. A lower one counts only if it
+        ends soon: a loss that jumps by a fifth at the end of each epoch takes the whole next
+        epoch to come back."""
 
         self._dip = self._jump = self._top = 0.0
         self._not_finite = False

@@ -16,7 +16,7 @@ from miner_guard.detectors.window import MAD_TO_SIGMA
 
 _BLOCKS = 32
 _MIN_DELTA = 0.01
-"""Relative gain of the smoothed best below which the loss counts as not improved."""
+"""Minimum relative drop of the smoothed best for the loss to count as improved."""
 
 _GAIN_SIGMAS = 2.0
 """The gain must also be this multiple of the blocks' noise: the lowest of many noisy blocks is low

@@ -57,7 +57,7 @@ class StepLine:
     outer: int | None = None
     epoch: int | None = None
     inner: int | None = None
-    """None if the line has a loss but no step number."""
+    """The inner step; None if the line has a loss but no step number."""
 
     loss: float | None = None
     lr: float | None = None
@@ -175,8 +175,8 @@ class Grammar:
         )
 
     def _fields(self, text: str) -> dict[str, _Field]:
-        """Fields by quantity. Of several fields for one quantity, the one with the preferred name
-        wins, then the first."""
+        """Return the fields by quantity. If several fields name the same quantity, the preferred name
+        wins, then the first field."""
         found: dict[str, _Field] = {}
         for match in self._field.finditer(text):
             quantity, place = self._names[_plain(match["name"])]
@@ -187,8 +187,8 @@ class Grammar:
         return found
 
     def _bar(self, text: str, has_loss: bool) -> tuple[int, int] | None:
-        """The current and final count of a training loop's progress bar. If the line has no loss,
-        the bar's description decides whether it is one."""
+        """Return the current and final count of a training loop's progress bar. If the line has no
+        loss, the bar's description decides whether it belongs to a training loop."""
         match = _BAR.search(text)
         if match is None:
             return None

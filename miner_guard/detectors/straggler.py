@@ -130,8 +130,8 @@ class StragglerWatch:
     ) -> Iterator[Straggler | tuple[int, int]]:
         """Record one rank's step; `ranks` is the number of ranks.
 
-        Yields a Straggler once per window that names one, and (rank, steps) when a named one is
-        cleared.
+        Yields a Straggler for each window that has one, and (rank, steps) when a reported straggler
+        is cleared.
         """
         if ranks < 2:
             return

@@ -49,8 +49,8 @@ class RedFlag:
 
 
 class TimingLog:
-    """Decides which step gets a timing line: in each stretch of `every` steps, the first one with
-    something to report."""
+    """Decides which step gets a timing line: in each stretch of `every` steps, the first step
+    with something to report."""
 
     def __init__(self, settings: StepSettings) -> None:
         self._settings = settings

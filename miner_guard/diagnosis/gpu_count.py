@@ -1,4 +1,5 @@
-"""Compares the GPUs present with the GPUs expected, and checks whether this user may open them."""
+"""Compares the GPUs present with the GPUs expected, and checks whether this user has permission to
+open them."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ _LAST_XIDS = 5
 
 
 def facts(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes in bytes, limits as the kernel reports them (-1: unlimited); null if unreadable."""
+    """Return sizes in bytes and limits as the kernel reports them (-1: unlimited). Unreadable values
+    are null."""
     return {
         "shm_bytes": _disk("/dev/shm", "total"),
         "limits": {
@@ -112,7 +113,7 @@ def _holder(number: int) -> str | None:
 
 
 def _kernel_xids() -> list[str] | None:
-    """The last Xid lines of the kernel's ring buffer; None if this user may not read it."""
+    """The last Xid lines of the kernel's ring buffer; None if this user lacks permission."""
     try:
         fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:

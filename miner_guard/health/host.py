@@ -39,7 +39,7 @@ class HostSampler:
             "shm": self._read_shm,
             "network": self._read_network,
         }
-        """The functions by name; each reads one source."""
+        """The function that reads each source, by the source's name."""
 
     def _read_cpu(self) -> Mapping[str, Any]:
         times = psutil.cpu_times()

@@ -45,7 +45,7 @@ class QueuedAlert:
     order: int
     alert: Alert = field(compare=False)
     left: list[int] = field(compare=False)
-    """Numbers of those targets, counted from 1."""
+    """Numbers of the targets that have not accepted the alert, counted from 1."""
 
     tries: int = field(default=0, compare=False)
     reason: str = field(default="", compare=False)

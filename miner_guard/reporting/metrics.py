@@ -107,7 +107,7 @@ def _labelled(
     *,
     family: Family = GaugeMetricFamily,
 ) -> Iterator[Metric]:
-    """One metric with a value per row; nothing if no value is known."""
+    """Yield one metric with a sample per row; nothing if no value is known."""
     known = [(keys, float(value)) for keys, value in rows if isinstance(value, (int, float))]
     if known:
         metric = family(PREFIX + name, words, labels=labels)
@@ -124,7 +124,7 @@ def _by(
     *,
     family: Family = GaugeMetricFamily,
 ) -> Iterator[Metric]:
-    """One metric with a value per value of `label`."""
+    """Yield one metric with a sample for each value of `label`."""
     rows = [((key,), value) for key, value in values.items()]
     return _labelled(name, words, [label], rows, family=family)
 

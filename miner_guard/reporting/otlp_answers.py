@@ -21,7 +21,7 @@ class LatestAnswer:
 
     def __init__(self) -> None:
         self.status: int | None = None
-        """None if the receiver did not respond."""
+        """The latest HTTP status; None if the receiver did not respond."""
 
         self.session = requests.Session()
         self.session.hooks["response"].append(self._remember)

@@ -158,8 +158,8 @@ def draw(plot: Plot, first: float, last: float) -> str:
 def _on_axis(
     plot: Plot, drawn: Sequence[tuple[Line, Sequence[Point | None]]]
 ) -> tuple[list[float], float | None]:
-    """The values that must fit on the axis, and the largest of the values left off it; None if
-    there is none."""
+    """Return the values that must fit on the axis, and the largest value left off the axis (None if
+    all of them fit)."""
     values = [point[1] for _, points in drawn for point in points if point is not None]
     values += [value for dots in plot.dots for _, value in dots.points]
     apart = set(plot.off_axis)

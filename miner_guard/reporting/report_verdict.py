@@ -133,7 +133,7 @@ def strip(data: Data) -> str:
 
 def _labels(week: Strip) -> Iterator[tuple[float, str]]:
     """Times below the strip, in UTC: where the record begins, then the cells' starts or the days,
-    as many as fit. Each with its place, from 0 to 1."""
+    as many as fit. Each label has a position from 0 to 1."""
     in_days = week.end - week.since > 3600 * _HOURS_LABELLED
     taken = 0.0
     for place in range(len(week.cells)):

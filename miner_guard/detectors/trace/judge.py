@@ -194,7 +194,7 @@ def _climb(trace: Trace, loss: Series, index: int, seen: levels.Climb) -> Anomal
 
 
 def _from_the_start(loss: Series) -> bool:
-    """Return whether the trace shows its run from the first steps on."""
+    """Return True if the trace begins at the start of its run."""
     if not len(loss):
         return False
     stride = (loss.steps[-1] - loss.steps[0]) / max(1, len(loss) - 1)

@@ -60,7 +60,7 @@ class Outlier:
 
 
 def outliers(values: Sequence[float], rule: OutlierRule) -> list[Outlier]:
-    """All outliers, in order. `values` are finite."""
+    """Return all outliers in order. `values` must be finite."""
     return select(candidates(values, rule), rule)
 
 

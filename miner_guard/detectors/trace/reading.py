@@ -99,7 +99,7 @@ _SUMMED_UP = re.compile(r"(?:train|eval)_\w+\s{2,}=\s.*")
 EVALUATION_WORDS = frozenset(
     name.encode() for name, quantity in _PLAIN_NAMES.items() if quantity == "eval_loss"
 )
-"""Lower-case substrings; every printed evaluation loss contains one of them."""
+"""Every printed evaluation loss contains at least one of these lower-case strings."""
 
 _MAX_PRINTED_LENGTH = 4096
 _MAX_FIELDS = 100
