@@ -175,8 +175,8 @@ class Grammar:
         )
 
     def _fields(self, text: str) -> dict[str, _Field]:
-        """Return the fields by quantity. If several fields name the same quantity, the preferred name
-        wins, then the first field."""
+        """Return the fields by quantity. If several fields name the same quantity, the preferred
+        name wins, then the first field."""
         found: dict[str, _Field] = {}
         for match in self._field.finditer(text):
             quantity, place = self._names[_plain(match["name"])]

@@ -26,8 +26,8 @@ _LAST_XIDS = 5
 
 
 def facts(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sizes in bytes and limits as the kernel reports them (-1: unlimited). Unreadable values
-    are null."""
+    """Return sizes in bytes and limits as the kernel reports them (-1: unlimited). Unreadable
+    values are null."""
     return {
         "shm_bytes": _disk("/dev/shm", "total"),
         "limits": {

@@ -50,8 +50,8 @@ def examine(repo: Repo) -> dict[str, Any]:
 def missing_credentials(
     settings: RepoSettings, env: Mapping[str, str] | None = None
 ) -> list[str] | None:
-    """Return the credentials that are missing for publishing, under the miner's names for them; None
-    if this kind of repo needs no credentials.
+    """Return the credentials that are missing for publishing, under the miner's names for them;
+    None if this kind of repo needs no credentials.
 
     Raises RepoError if the credentials file can't be used.
     """

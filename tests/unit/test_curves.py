@@ -352,7 +352,7 @@ def test_p_rising_is_sure_only_where_it_can_be() -> None:
 def test_settings_of_the_run_are_in_the_fixes(tmp_path: Path) -> None:
     run = Run(tmp_path, replace(Config(), miner=MinerSettings(effective_batch_size=512)))
     run.step(15.0, math.inf)
-    assert "halve the learning rate: 0.0002 to 0.0001" in run.of("loss_nan")[0].fields["fixes"]
+    assert "halve the learning rate, from 0.0002 to 0.0001" in run.of("loss_nan")[0].fields["fixes"]
 
 
 def test_after_a_new_rendezvous_the_losses_of_the_current_ranks_are_judged(tmp_path: Path) -> None:

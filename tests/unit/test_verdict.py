@@ -240,7 +240,7 @@ def test_every_next_step_names_an_existing_command() -> None:
 @pytest.mark.parametrize(
     ("status", "findings", "words"),
     [
-        ({"steps__loss": "NaN"}, (SAVED, NAN), "from before it, `/data/step-600.pt`, then"),
+        ({"steps__loss": "NaN"}, (SAVED, NAN), "from before the NaN, `/data/step-600.pt`, then"),
         ({"steps__loss": "NaN"}, (NAN, SAVED), "the miner reported none"),
         ({"state": "done", "start_command": "pm2 restart sn38"}, (), "`pm2 restart sn38`"),
         ({"state_dir": "/var/lib/guard"}, (FULL,), "`df -h /var/lib/guard`"),
@@ -251,7 +251,7 @@ def test_every_next_step_names_an_existing_command() -> None:
                 "health__gpus__gpus": [{"index": 5, "uuid": "GPU-b"}, {"index": 6, "uuid": "x"}],
             },
             (STRAGGLER,),
-            "GPU 5 on host node-7: check it: `nvidia-smi -i 5 -q",
+            "GPU 5 on host node-7; check it with `nvidia-smi -i 5 -q",
         ),
         (
             {"rank_processes": {"12": {"pid": 9, "local_rank": 4}}},

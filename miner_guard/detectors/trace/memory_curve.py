@@ -41,7 +41,7 @@ class LevelChange:
 
 
 def changes(values: Sequence[float]) -> list[LevelChange]:
-    """Return all events in order. `values` must be finite, in GiB or per cent of the GPU's memory."""
+    """Return all events in order. `values` must be finite, in GiB or in % of the GPU's memory."""
     if len(values) < 8:
         return []
     leak = steps_of_growth(values)
