@@ -168,7 +168,7 @@ class RankWatch:
                     *(memory or ["GPU memory use is unknown"]),
                     f"steps take {times:.1f} times as long as before "
                     f"({self._baseline.median:.2f}s before, {last.seconds:.2f}s now)",
-                    "no waiting phase explains it",
+                    "no waiting phase accounts for it",
                 ),
             )
         return None

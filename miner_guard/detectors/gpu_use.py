@@ -45,7 +45,11 @@ _SET_NAME = "set gpu.model_name"
 _WARN_EVERY_S = 6 * 3600.0
 
 _GOOD_AMOUNT = Row(
-    0.0, 0.0, _ANY, 1.0, "of a large GPU: {good:.0f} GB at full utilization is good. Proceeding"
+    0.0,
+    0.0,
+    _ANY,
+    1.0,
+    "is enough on a large GPU: {good:.0f} GB at full utilization is good. Proceeding",
 )
 """Not a row of source 002's matrix, which covers GPUs of up to 24 GB."""
 

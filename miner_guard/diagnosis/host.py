@@ -111,8 +111,8 @@ def _ports(s: Snapshot) -> Iterator[Check]:
         else:
             by = f" by {holder}" if holder else ""
             step = (
-                f"another miner or its orphan: kill it (ss -ltnp sport = :{number}), or choose "
-                "another port"
+                f"find the process with `ss -ltnp sport = :{number}` (another miner or an "
+                "orphan) and kill it, or choose another port"
             )
             seen = f"port {number} ({port['use']}) is in use{by}"
             yield Check("host.port", "critical", seen, "free", step, may_clear=True)

@@ -33,14 +33,14 @@ def _clock(s: Snapshot) -> Iterator[Check]:
         return
     skew = s.clock["skew_s"]
     level = "critical" if abs(skew) > REFUSED_SKEW_S else "warn" if abs(skew) > limit else "ok"
-    word = "behind" if skew > 0 else "ahead"
+    word = "behind" if skew > 0 else "ahead of"
     step = (
         "set the clock (chronyc makestep, timedatectl set-ntp true); "
         "S3 rejects requests from a clock that is 15 min off"
         if level != "ok"
         else None
     )
-    seen = f"this host is {abs(skew):.0f} s {word} of {s.clock['server']}"
+    seen = f"this host is {abs(skew):.0f} s {word} {s.clock['server']}"
     yield Check("host.clock", level, seen, f"{limit:g} s", step)
 
 

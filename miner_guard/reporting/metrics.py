@@ -160,12 +160,12 @@ def _without_progress(status: StatusDocument) -> Iterator[Metric]:
     yield from _gauges(
         (
             "no_step_seconds",
-            "Age of the last step, or of this guard before the first step.",
+            "Age of the last step; before the first step, age of this guard.",
             run_s if step_age is None else step_age,
         ),
         (
             "no_upload_seconds",
-            "Age of the published files, or of this guard while the repo is empty.",
+            "Age of the published files; while the repo is empty, age of this guard.",
             run_s if repo.empty else repo.age_s,
         ),
     )

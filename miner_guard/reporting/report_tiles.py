@@ -111,7 +111,7 @@ def _machine(data: Data) -> Iterator[Tile]:
     if gpus:
         yield Tile("GPUs ok", f"{well} of {len(gpus)}", "" if well == len(gpus) else "bad")
     elif health.gpus.state in ("absent", "ok"):
-        yield Tile("GPUs", "none", "bad" if key == "cpu_fallback" else "", "NVML lists none")
+        yield Tile("GPUs", "none", "bad" if key == "cpu_fallback" else "", "NVML reports none")
     else:
         yield Tile("GPUs", None)
     folders = health.host.get("disk_free_by_folder_bytes") or {}

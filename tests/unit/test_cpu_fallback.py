@@ -116,7 +116,7 @@ def test_a_run_that_stays_eight_times_slower_without_a_gpu_is_suspected(tmp_path
     for number, (_, loss) in zip(range(120), healthy(1), strict=False):
         run.step(0.3 if number < 40 else 2.4, loss, allocated_bytes=None)
     assert [f.fields["verdict"] for f in run.of("cpu_fallback")] == ["suspected"]
-    assert "the GPU memory is unknown" in run.of("cpu_fallback")[0].fields["evidence"]
+    assert "GPU memory use is unknown" in run.of("cpu_fallback")[0].fields["evidence"]
     assert "8.0 times" in run.of("cpu_fallback")[0].fields["evidence"]
     assert set(run.alarms()) == {"slow_step", "cpu_fallback"}
 

@@ -10,7 +10,7 @@ import pytest
 
 from miner_guard.config import GpuSettings
 from miner_guard.detectors.batch_argument import BatchPolicy, rewritten, value_of
-from miner_guard.detectors.gpu_use import GpuUse, MemoryReading, Printed, decide, parse
+from miner_guard.detectors.gpu_use import GpuUse, MemoryReading, Printed, decide, described, parse
 from miner_guard.detectors.model_sizes import size_of
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import Finding
@@ -24,19 +24,19 @@ SETTINGS = GpuSettings()
         (0.0, "small", 2.0, "Severe underutilization"),
         (34.2, "small", 2.0, "Severe underutilization"),
         (49.99, "large", 2.0, "Severe underutilization"),
-        (49.99, "unknown", 2.0, "Severe underutilization"),
+        (49.99, "unknown", 2.0, "is LOW for a model of unknown size (set gpu.model_name). Severe"),
         (50.0, "small", 1.0, "acceptable"),
         (51.3, "large", 1.5, "LOW for large model"),
-        (55.0, "unknown", 1.0, "not known"),
+        (55.0, "unknown", 1.0, "the model's size is unknown: set gpu.model_name"),
         (60.0, "small", 1.0, "good"),
         (65.0, "large", 1.0, "suboptimal"),
-        (65.0, "unknown", 1.0, "not known"),
+        (65.0, "unknown", 1.0, "the model's size is unknown: set gpu.model_name"),
         (70.0, "small", 1.0, "optimal"),
         (76.3, "large", 1.0, "optimal"),
         (90.0, "large", 1.0, "optimal"),
         (90.1, "large", 1.0, "near the limit"),
         (99.0, "small", 1.0, "near the limit"),
-        (104.0, "unknown", 1.0, "near the limit"),
+        (104.0, "unknown", 1.0, "near the limit for a model of unknown size (set gpu.model_name)."),
     ],
 )
 def test_every_row_of_the_decision_matrix(
@@ -44,9 +44,7 @@ def test_every_row_of_the_decision_matrix(
 ) -> None:
     row = decide(share, size, SETTINGS)
     assert row.factor == factor
-    assert says in row.verdict.format(
-        model="large model" if size == "large" else "not known", goal="70%+"
-    )
+    assert says in row.verdict.format(model=described(size, None), goal="70%+")
     assert (row.level == "warning") == (factor > 1)
 
 
@@ -167,7 +165,7 @@ def test_a_healthy_large_gpu_gets_no_advice_to_double_its_batch() -> None:
     ("busy", "words"),
     [
         (95.0, " Utilization 95%."),
-        (60.0, " Utilization 60%, below 70%: monitoring or data loading may block training"),
+        (60.0, " Utilization 60%, below 70%: monitoring or data loading may be blocking training"),
         (None, ""),
     ],
 )
