@@ -1,5 +1,5 @@
-"""`miner-guard bundle`: packs everything that support asks for into one archive, with secrets
-removed."""
+"""`miner-guard bundle`: packs everything that support asks for into one archive and removes
+secrets."""
 
 from __future__ import annotations
 

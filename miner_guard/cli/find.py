@@ -74,7 +74,7 @@ def running_guards() -> list[StateDir]:
 
 
 def flag(state: StateDir) -> str:
-    """The flag that points other commands at this guard."""
+    """Return the flag that points other commands at this guard."""
     usual = choose_state(DEFAULT_NAME, None).root
     if state.root.parent == usual.parent:
         return f"--name {state.root.name}"

@@ -80,8 +80,8 @@ def command(
 
 
 def guard_toml(cmd: Sequence[str]) -> str:
-    """Return the text of guard.toml. Values known from the command line are set; values that a
-    person must supply are commented out."""
+    """Return the text of guard.toml. It sets the values known from the command line and comments
+    out the values that a person must supply."""
     miner, chain, gpu = _miner(cmd), _chain(cmd), _gpu(cmd)
     return _fill("guard.toml", {"MINER": "\n".join(miner), "CHAIN": "\n".join(chain), "GPU": gpu})
 

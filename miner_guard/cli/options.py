@@ -106,8 +106,8 @@ def open_context(
 
 
 def _dotenv(repo: RepoSettings) -> tuple[str, Mapping[str, str]] | None:
-    """The miner's `.env`, if it holds the guard's keys: pm2's filter_env removes secrets from the
-    environment."""
+    """The miner's `.env` if it contains the guard's keys, because pm2's filter_env removes secrets
+    from the environment."""
     if repo.credentials != "dotenv":
         return None
     from uploads.repos.base import RepoError

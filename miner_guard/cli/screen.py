@@ -77,7 +77,7 @@ class ShownPart:
     """Sort the ranks by number; otherwise the slowest comes first."""
 
     scrolled: int = 0
-    """How many newer events follow the last one shown."""
+    """How many newer events follow the last event shown."""
 
     def after(self, key: str, page: int = 10) -> ShownPart:
         """The view after a key press; `page` is the number of lines that PgUp scrolls."""

@@ -135,7 +135,8 @@ class HealthSettings:
     """How long another node may take to answer."""
 
     clock_skew_max_s: Positive = 60.0
-    """The guard warns if the clock differs from the storage's Date header by more than this."""
+    """The guard warns if the local clock differs by more than this from the Date header that the
+    storage sends."""
 
     checkpoint_dir: str | None = None
     """Folder in which the guard watches the age and size of checkpoints. None: the guard knows only

@@ -229,7 +229,7 @@ class GpuSettings:
 
     model_name: str | None = None
     """The model's architecture, in case the hook does not report it. Source 002's list classifies
-    it as small or large."""
+    the architecture as small or large."""
 
     large_model_params: AtLeastOne = 100_000_000
     """A model whose name is unknown counts as large if it has at least this many parameters."""

@@ -324,7 +324,7 @@ class MonitoringCostTracker:
         report = self.get_report()
         if report["budget_status"] == "unknown":
             words = (
-                f"no ledger at {self._ledger}: no guard runs there. Set "
+                f"no ledger at {self._ledger}: no guard is running there. Set "
                 "MINER_GUARD_STATE_DIR to your guard's state directory"
             )
         else:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from miner_guard.demo.outer import OuterOptimizer
 
 KEPT_RATIO = 0.02
-"""Share of each tensor's entries to upload. The entries with the largest magnitude are chosen."""
+"""Share of each tensor's entries to upload; the demo picks those with the largest magnitude."""
 
 BLOCK_S = 12
 """Seconds per block of the chain. The demo has no chain: it counts blocks of this length since

@@ -37,7 +37,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Finding:
-    """One event, to which the emitter still has to add time, run and host."""
+    """An event to which the emitter has yet to add the time, run and host."""
 
     event: str
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class _Formatter(string.Formatter):
 _formatter = _Formatter()
 
 _MAX_ODD_LENGTH = 500
-"""How many characters to show of fields that do not fit the template."""
+"""Maximum number of characters to show of fields that do not fit the template."""
 
 
 def make_finding(
@@ -105,7 +105,7 @@ def make_finding(
     """
     spec = CATALOGUE[event]
     if missing := [name for name in spec.fields if name not in fields]:
-        raise ValueError(f"event {event} lacks its fields: {', '.join(missing)}")
+        raise ValueError(f"event {event} is missing fields: {', '.join(missing)}")
     if taken := RESERVED & fields.keys():
         raise ValueError(f"event {event} uses reserved fields: {', '.join(sorted(taken))}")
     return Finding(event, fields, rank, level)

@@ -81,8 +81,7 @@ class Emitter:
         *,
         processors: Sequence[Processor] = (),
     ) -> None:
-        """`processors` receive each record when it has all its keys in order, before it is
-        redacted."""
+        """`processors` receive each record with all its keys in order, before redaction."""
         self._clock = clock
         self._redactor = redactor
         self.sinks = sinks

@@ -16,8 +16,8 @@ from miner_guard.state_dir import has_room, is_at, make_folder, open_private
 
 
 class Rotation(Protocol):
-    """The settings for rotating guard.jsonl, a part of `LogSettings`, so that the process that
-    writes the file need not import all settings."""
+    """The settings for rotating guard.jsonl. They are a separate part of `LogSettings`, so that the
+    process that writes the file does not have to import all settings."""
 
     @property
     def max_bytes(self) -> int:

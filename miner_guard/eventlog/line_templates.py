@@ -82,7 +82,7 @@ class LineChunk(bytes):
         return self._computed[1]
 
     def forget(self) -> None:
-        """Free the templates, so that a reader that holds on to the text does not keep them in
+        """Free the templates, so that a reader that keeps the text does not keep the templates in
         memory too."""
         self.__dict__.clear()
 

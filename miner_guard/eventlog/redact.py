@@ -1,9 +1,8 @@
 """Removes secrets from everything that the guard itself stores or prints.
 
-Standard library only. There are two kinds of rule. Shapes are patterns that recognise a token
+Standard library only. There are two kinds of rules. Shapes are patterns that recognise a token
 wherever it occurs. Values are the contents of environment variables with names such as `API_KEY`,
-which are masked whatever they look like.
-"""
+which are masked whatever they look like."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ SECRET_NAME = re.compile(
     r"KEY|SECRET|TOKEN|PASSWORD|PASSWD|PASSPHRASE|MNEMONIC|CREDENTIAL|WEBHOOK|OTLP_(?:\w+_)?HEADERS",
     re.IGNORECASE,
 )
-"""Environment variables whose names match this hold secrets."""
+"""Environment variables whose names match this contain secrets."""
 
 _COUNTS = re.compile(r"TOKENS|TOKENIZ", re.IGNORECASE)
 _NO_SECRET = re.compile(r"[\d._,]+|true|false", re.IGNORECASE)

@@ -10,7 +10,7 @@ from miner_guard.eventlog.section import Section
 
 @dataclass(frozen=True)
 class LastExit(Section):
-    """The end of the previous launch."""
+    """How the previous launch ended."""
 
     code: int | None = None
     """The exit code as a shell reports it: 128 + n if signal n ended the launcher."""

@@ -240,7 +240,7 @@ class HealthStatus(Section):
     """The figures from `health.own`."""
 
     unknown: Mapping[str, str] = field(default_factory=dict)
-    """By sampler, the reason why its readings are unknown."""
+    """For each sampler, the reason why its readings are unknown."""
 
     snapshots: int | None = None
     events_dropped: int | None = None
@@ -321,7 +321,7 @@ class DiagnosisStatus(Section):
     """The ranks' reports about their model and GPU. The monitor `diagnosis` writes it."""
 
     ranks: Sequence[Mapping[str, Any]] = ()
-    """By rank, the facts from `rank.introspection.diagnose`."""
+    """For each rank, the facts from `rank.introspection.diagnose`."""
 
 
 @dataclass(frozen=True)

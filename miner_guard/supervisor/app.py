@@ -224,7 +224,7 @@ class GuardApp:
         self.log(make_finding("guard_stopped", exit_code=code, reason=self.supervisor.reason))
         unwritten = self._report_unwritten()
         self.relay.finish(_LAST_WORDS_S)
-        # The guard learns only now how much output the reader of its stdout never accepted.
+        # The guard learns only now how much output the reader of its stdout never consumed.
         self.supervisor.pulse.report_drops()
         # Keep writes diverted: an exit handler must not wait for a dead disk either.
         self.disk.close(0.0 if unwritten else _LAST_WORDS_S)
@@ -301,8 +301,8 @@ class GuardApp:
         )
 
     def _contain(self) -> None:
-        """Make every process that the miner starts end with it and with the guard, however the
-        guard ends."""
+        """Ensure that every process started by the miner ends with the miner and with the guard,
+        however the guard ends."""
         process_tree = self.supervisor.process_tree
         self._closers.append(process_tree.close)
         cgroup = None
@@ -340,7 +340,7 @@ class GuardApp:
     def _start_jobs(self) -> None:
         try:
             self.jobs.start()
-        except Exception as error:  # noqa: BLE001 - without a schedule the miner still runs; it is reported
+        except Exception as error:  # noqa: BLE001 - the miner runs even without a schedule; the error is reported
             self._degraded(f"the scheduler cannot start: {type(error).__name__}: {error}")
 
     def _pulse(self) -> None:

@@ -30,7 +30,8 @@ class RankStates(Protocol):
 
 
 def ran_to_its_end(ranks: RankStates, objections: Sequence[str]) -> bool:
-    """Return True if a miner that exited with 0 finished its work, though it never said so.
+    """Return True if a miner that exited with 0 finished its work, even though it never reported
+    that.
 
     The work is finished if every rank completed a step and reached the end of its program, no
     exception reached the top level, and the last few minutes of output show no error. The output

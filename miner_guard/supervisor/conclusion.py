@@ -81,7 +81,7 @@ class Conclusion:
         how = f"{how_it_ended(end)} {asked}"
         if end.code == 0 and not end.asked:
             how += (
-                "; if the miner finished its work, it must report that: "
+                "; if the miner has finished its work, report that with "
                 "guard.close(finished=True) or --finite ([miner] finite = true)"
             )
         finding = make_finding("miner_exited", how=how, code=end.code, runtime_s=runtime)

@@ -28,7 +28,7 @@ _RECORD = re.compile(r"rank-\d+\.(?:bin|live)")
 
 _PATIENCE = 2
 """Number of polls for which to hold back the other ranks' steps until the lead rank reports the
-same step: ranks end a step milliseconds apart."""
+same step, because ranks finish a step milliseconds apart."""
 
 
 class Reader(Protocol):

@@ -90,8 +90,8 @@ class ActiveLaunch:
         return again
 
     def exit(self, said_finished: bool) -> Exit:
-        """Return how the launch ended. `said_finished`: its ranks reported, or the settings imply,
-        that its work is done."""
+        """Return how the launch ended. `said_finished`: the ranks reported that the work is done,
+        or the settings imply it."""
         code = self.child.code()
         if code is None:
             # The launcher is stuck in the kernel and can't be reaped; SIGKILL was the last resort.

@@ -36,7 +36,7 @@ class Then(Enum):
 
     FINISH = "finish"
     """The guard exits as if the miner had finished: the ranks reported that they were done, but
-    their exit hangs."""
+    they hang on exit."""
 
     RELAUNCH = "relaunch"
     """Restart immediately. An operator or a setting requested it, so it does not count as a

@@ -119,7 +119,7 @@ class Loop:
 
     def wake(self) -> None:
         """Wake the loop from its wait. May be called from any thread and from a signal handler."""
-        # A full pipe wakes the loop as well; a closed one belongs to a finished loop.
+        # A full pipe wakes the loop too; a closed pipe means that the loop has finished.
         with contextlib.suppress(OSError):
             os.write(self._wake_write, b"\0")
 
@@ -139,7 +139,7 @@ class Loop:
         """Wait for one or more events and handle them. Never raises."""
         try:
             self._turn()
-        except Exception as error:  # noqa: BLE001 - whatever fails here must not end the miner; it is reported
+        except Exception as error:  # noqa: BLE001 - a failure here must not end the miner; the error is reported
             self._report(error)
             time.sleep(_PAUSE_S)
         self.alive()
@@ -175,7 +175,7 @@ class Loop:
         prevent the next."""
         try:
             call()
-        except Exception as error:  # noqa: BLE001 - a bug in the guard must not end the miner; it is reported
+        except Exception as error:  # noqa: BLE001 - a bug in the guard must not end the miner; the error is reported
             self._report(error)
             return False
         return True

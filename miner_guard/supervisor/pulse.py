@@ -23,7 +23,7 @@ from miner_guard.system.once import Once
 
 DROPS_EVERY_S = 60.0
 TICK_S = 0.5
-"""Interval between ticks. On average, hang detection is delayed by half of it."""
+"""Interval between ticks. On average, it delays hang detection by half its length."""
 
 _QUIET_S = 1.0
 """Interval while no rank has a flight record and the miner prints nothing."""

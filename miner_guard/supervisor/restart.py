@@ -19,13 +19,14 @@ class RestartRule:
     """The restart rule for one kind of cause."""
 
     tries: int | None
-    """Consecutive restarts for this kind; None: as many as `max_restarts` allows."""
+    """Consecutive restarts for this kind; None: up to `max_restarts`."""
 
     advice: str
     """Advice for the operator when the guard gives up."""
 
     outside: bool = False
-    """Whether a remote service must recover first; if so, backoff starts at `outage_backoff_s`."""
+    """Whether a remote service must recover first; if so, the backoff starts at
+    `outage_backoff_s`."""
 
 
 RULES = {
@@ -37,7 +38,7 @@ RULES = {
     "hardware": RestartRule(
         1, "restarting the miner can't fix the hardware: restart the container, then the host"
     ),
-    "config": RestartRule(1, "a restart cannot fix it; someone must change something first"),
+    "config": RestartRule(1, "a restart cannot fix it; something has to be changed first"),
 }
 """Rules by the value of an incident's field `restart`; `never` and unknown values count as
 transient.
@@ -112,7 +113,7 @@ class RestartPolicy:
         rule = RULES.get(failure.kind, RULES["transient"])
         self._times.append(failure.runtime_s)
         if self._settings.max_restarts == 0:
-            return GiveUp(f"{cause}; restarts are switched off (max_restarts 0)")
+            return GiveUp(f"{cause}; restarts are off ([restart] max_restarts = 0)")
         tried = self._by_label.get(failure.label, 0)
         if rule.tries is not None and tried >= rule.tries:
             again = " again after a restart" if tried else ""
@@ -130,8 +131,8 @@ class RestartPolicy:
         return Again(self._wait_s(first), self._failures)
 
     def _wait_s(self, first: float) -> float:
-        """The seconds before restart n, counted from 1: min(first · 2^(n-1), longest) · (1 + jitter
-        · chance)."""
+        """Seconds to wait before restart n, counted from 1: min(first · 2^(n-1), longest) · (1 +
+        jitter · chance)."""
         growth = 2.0 ** min(self._failures - 1, 60)
         wait = min(first * growth, self._settings.backoff_max_s)
         return wait * (1 + self._settings.jitter_ratio * self._chance())

@@ -1,5 +1,5 @@
-"""Runs scheduled jobs in threads, never two runs of a job at once: APScheduler implements the
-monitors' `Jobs`.
+"""Runs scheduled jobs in threads, never two runs of the same job at once. Implements the monitors'
+`Jobs` with APScheduler.
 
 APScheduler plans in wall-clock time. When the clock jumps from 2000 to today, it would enumerate
 every "missed" run while it holds the lock that adding a job needs. So the monotonic clock
@@ -30,8 +30,8 @@ _STEP_S = 2.0
 clock was stepped."""
 
 _LATE_S = 5.0
-"""Report a job that starts more than this after it was due (or more than half its interval, if that
-is longer)."""
+"""Report a job that starts more than this late (or late by more than half its interval, if that is
+longer)."""
 
 _EARLY_S = 1.0
 """A run counts as the planned one if it starts at most this early (or a tenth of the interval, if
@@ -179,7 +179,7 @@ class Scheduler:
                 get_global_tracker().track(f"job.{name}", blocking=False),
             ):
                 work()
-        except Exception as error:  # noqa: BLE001 - a bug in a job must not end the schedule; it is reported
+        except Exception as error:  # noqa: BLE001 - a bug in a job must not end the schedule; the error is reported
             self._failed(name, f"{type(error).__name__}: {error}")
             return
         finally:
@@ -192,8 +192,8 @@ class Scheduler:
             self._report(make_finding("job_recovered", job=name))
 
     def figures(self) -> dict[str, dict[str, float | int | None]]:
-        """Return, for each repeated job, its number of runs, the seconds that the last and the
-        longest run took, and the number of missed runs."""
+        """Return, for each repeated job, the number of runs, the duration of the last and of the
+        longest run in seconds, and the number of missed runs."""
         return {
             name: {"runs": due.runs, "last_s": due.last_s, "max_s": due.max_s, "missed": due.missed}
             for name, due in list(self._due.items())

@@ -34,7 +34,7 @@ from miner_guard.system.clock import Clock
 
 DRAIN_S = 5.0
 DRAIN_ASKED_S = 1.0
-"""Time that the monitors get to read the miner's last output: `DRAIN_S` after an unrequested exit,
+"""Time for the monitors to read the miner's last output: `DRAIN_S` after an unrequested exit,
 `DRAIN_ASKED_S` after a requested stop. If they need longer, they see only the end of the remaining
 output."""
 

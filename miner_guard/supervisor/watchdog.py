@@ -41,8 +41,8 @@ _REST_S = 1.0
 
 _PAUSED_S = 3.0
 _REPORT_S = 1.0
-"""Stop waiting for a report's thread after this long: whatever hangs the loop may hang the report
-too."""
+"""Stop waiting for a report's thread after this long, because whatever hangs the loop may hang the
+report too."""
 
 
 STOP_SIGNALS = (
@@ -137,7 +137,7 @@ class Watchdog:
                     self._hands.monotonic() - self._loop.turned_at >= SILENT_S
                     and self._leave_at is None
                 ):
-                    self._leave("the loop hangs")
+                    self._leave("the supervisor's loop is hung")
         else:
             self._wedged = False
             if self._asked_at is not None and now - self._asked_at >= self._longest_stop_s():
@@ -198,5 +198,5 @@ def _dump(why: str) -> None:
     """Write all stacks to descriptor 2 directly, because the hang may be in Python's streams or in
     the log."""
     with contextlib.suppress(OSError):
-        os.write(2, f"miner-guard: {why}; the stacks of all threads:\n".encode())
+        os.write(2, f"miner-guard: {why}; stacks of all threads:\n".encode())
         faulthandler.dump_traceback(file=2, all_threads=True)

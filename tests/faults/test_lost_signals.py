@@ -123,5 +123,5 @@ def test_a_stop_of_a_guard_whose_loop_hangs_ends_the_miner_and_leaves_the_stacks
     assert time.monotonic() - asked < 30
     guarded.assert_nothing_left()
     printed = guarded.output.read_text()
-    assert "the loop hangs; the stacks of all threads" in printed
+    assert "the supervisor's loop is hung; stacks of all threads" in printed
     assert "hang_here" in printed

@@ -103,7 +103,7 @@ def test_without_a_ledger_the_one_liner_reports_that(tmp_path: Path) -> None:
         tracker, text = get_global_tracker({"MINER_GUARD_STATE_DIR": str(tmp_path)}), io.StringIO()
         tracker.print_summary(text)
         assert text.getvalue().startswith(
-            f"no ledger at {tmp_path}/status/monitoring_costs.json: no guard runs there"
+            f"no ledger at {tmp_path}/status/monitoring_costs.json: no guard is running there"
         )
         assert tracker.get_report()["budget_status"] == "unknown"
     finally:

@@ -91,7 +91,7 @@ def test_a_checkpoint_without_a_reported_time_has_no_age() -> None:
 
 
 def test_a_finding_without_its_fields_is_refused() -> None:
-    with pytest.raises(ValueError, match="lacks its fields: reason"):
+    with pytest.raises(ValueError, match="is missing fields: reason"):
         catalog.make_finding("upload_failed")
 
 

@@ -107,7 +107,7 @@ def test_a_stop_of_a_hanging_loop_ends_the_miner_and_leaves_the_stacks(scene: Sc
     assert scene.signals[0] == signal.SIGTERM
     assert not scene.lives
     assert scene.exits == [1]
-    assert scene.dumps == ["the loop hangs"]
+    assert scene.dumps == ["the supervisor's loop is hung"]
 
 
 def test_a_miner_that_ignores_sigterm_has_its_grace_and_no_more(scene: Scene) -> None:

@@ -1,4 +1,4 @@
-"""Executes commands to the running guard: from operators through control.sock, and from monitors
+"""Executes commands for the running guard. Operators send them through control.sock, monitors
 through `SupervisorControl`."""
 
 from __future__ import annotations

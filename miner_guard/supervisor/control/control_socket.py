@@ -87,7 +87,7 @@ class ControlSocket:
 
     def _send(self, fd: int, client: socket.socket, data: bytes) -> None:
         """Send what the socket accepts now, and the rest later. A status with a long command line
-        may not fit at once."""
+        may be too long to send at once."""
         if self._clients.get(fd, (None,))[0] is not client:
             return
         try:
@@ -124,7 +124,7 @@ def ask(state: StateDir, request: Mapping[str, Any], timeout_s: float = 5.0) -> 
             with address(state.control) as name:
                 client.connect(name)
         except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError) as error:
-            raise NotRunning(f"no guard runs in {state.root}") from error
+            raise NotRunning(f"no guard is running in {state.root}") from error
         client.sendall(json.dumps(request).encode() + b"\n")
         received = b""
         while b"\n" not in received:

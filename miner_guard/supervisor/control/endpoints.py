@@ -44,7 +44,8 @@ class Endpoints:
         except OSError as error:
             if path not in self._refused:
                 self._refused.add(path)
-                what = f"no {path.name}: {error.strerror or error}; the miner runs without it"
+                why = error.strerror or error
+                what = f"cannot create {path.name}: {why}; the miner runs without it"
                 self._report(make_finding("guard_degraded", what=what))
             return
         self._refused.discard(path)

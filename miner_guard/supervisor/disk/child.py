@@ -1,9 +1,8 @@
 """`python -m miner_guard.supervisor.disk.child`: the process that writes the guard's files.
 
-It is a separate process because a thread that a dead disk holds in the kernel (D state) keeps its
-whole process from exiting, even after SIGKILL: in the guard, such a thread would block everything
-that waits for the guard to exit. This process exits at EOF on its standard input.
-"""
+It is a separate process because a thread that is stuck in the kernel on a dead disk (D state) keeps
+its whole process from exiting, even after SIGKILL. In the guard, such a thread would block
+everything that waits for the guard to exit. This process exits at EOF on its standard input."""
 
 from __future__ import annotations
 
@@ -230,9 +229,9 @@ class Lane(threading.Thread):
             try:
                 writer = self._make() if writer is None else writer
                 writer.write(message)
-            except Exception as error:  # noqa: BLE001 - later messages must still be written; it is reported
+            except Exception as error:  # noqa: BLE001 - later messages must still be written; the error is reported
                 self._report(
-                    make_finding("guard_degraded", what=f"{self.name} can't be written: {error!r}")
+                    make_finding("guard_degraded", what=f"cannot write {self.name}: {error!r}")
                 )
             self._answer({"done": self.name})
         if writer is not None:

@@ -26,23 +26,23 @@ def line_of(document: dict[str, Any]) -> bytes:
 
 
 def log_line(line: str) -> bytes:
-    """The message to append a line to guard.jsonl."""
+    """Build the message that appends a line to guard.jsonl."""
     return line_of({"lane": LOG, "line": line})
 
 
 def file(path: Path, data: bytes | None, mode: int | None) -> bytes:
-    """The message to replace a file as a whole, to overwrite it in place (`mode` is None), or to
-    remove it (`data` is None)."""
+    """Build the message that replaces a file as a whole, overwrites it in place (`mode` is None) or
+    removes it (`data` is None)."""
     text = None if data is None else base64.b64encode(data).decode()
     return line_of({"lane": FILES, "path": str(path), "data": text, "mode": mode})
 
 
 def record(path: Path, memory: str) -> bytes:
-    """The message to update the copy of a flight record at `path`; `memory` is the path of the
-    record's descriptor."""
+    """Build the message that updates the copy of a flight record at `path`; `memory` is the path of
+    the record's descriptor."""
     return line_of({"lane": RECORDS, "path": str(path), "memory": memory})
 
 
 def row(statement: str, values: Sequence[Any]) -> bytes:
-    """The message to write a ledger row."""
+    """Build the message that writes a ledger row."""
     return line_of({"lane": ROWS, "statement": statement, "values": list(values)})

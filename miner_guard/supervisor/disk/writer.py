@@ -204,7 +204,8 @@ class DiskWriter:
             self._changed.notify_all()
 
     def settle(self, within_s: float) -> list[str]:
-        """Wait up to `within_s` for all writes. Returns the names of files with unwritten data."""
+        """Wait up to `within_s` seconds for all writes. Returns the names of files with unwritten
+        data."""
         deadline = self._monotonic() + within_s
         with self._changed:
             while self._left() and (left := deadline - self._monotonic()) > 0:

@@ -50,8 +50,8 @@ while a burst arrives. They read ordinary lines faster, so a burst of those is n
 
 LAST_WORDS = 256 * 1024
 LAST_WORDS_S = 2.0
-"""How many bytes at the end of a launch's output the monitors read even if they have fallen behind
-(because the traceback is there), and how many seconds they get to read them."""
+"""Bytes at the end of a launch's output that the monitors read even if they have fallen behind (the
+traceback is there), and the seconds that they have to read them."""
 
 
 class Relay:

@@ -40,7 +40,7 @@ def keep_files_private() -> None:
 
 
 class Child:
-    """A single launch of the miner."""
+    """One launch of the miner."""
 
     def __init__(
         self,

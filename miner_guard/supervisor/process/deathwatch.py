@@ -1,9 +1,8 @@
 """Runs a small process (`last_resort`) that ends the miner if the guard is killed.
 
 That process waits for EOF on a pipe that only the guard holds open. It reads the run's process list
-from memory that the guard keeps current, so that it finds every process even if the disk is dead or
-a process has cleared its environment.
-"""
+from memory that the guard keeps up to date, so that it finds every process even if the disk is dead
+or a process has cleared its environment."""
 
 from __future__ import annotations
 

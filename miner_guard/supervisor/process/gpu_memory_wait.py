@@ -18,7 +18,7 @@ _SLACK_BYTES = 512 * 1024**2
 _LOOK_EVERY_S = 0.5
 
 Levels = Mapping[str, int]
-"""Bytes in use by GPU UUID."""
+"""Bytes in use, keyed by GPU UUID."""
 
 
 def held(before: Levels, now: Levels) -> dict[str, int]:
@@ -28,7 +28,8 @@ def held(before: Levels, now: Levels) -> dict[str, int]:
 
 
 class GpuMemoryWait:
-    """Records the baseline before the first launch and waits for it in a separate thread."""
+    """Records the baseline before the first launch. Later it waits, in a separate thread, until
+    memory use is back at that level."""
 
     def __init__(
         self,
@@ -39,8 +40,8 @@ class GpuMemoryWait:
         report: Callable[[Finding], None],
         soon: Callable[[Callable[[], None]], None],
     ) -> None:
-        """`read` returns the bytes in use by GPU UUID, or None without a GPU; it blocks for at most
-        the sampler's deadline. The wait ends after `settle_s` seconds in any case."""
+        """`read` returns the bytes in use, keyed by GPU UUID, or None without a GPU; it blocks for
+        at most the sampler's deadline. The wait ends after `settle_s` seconds in any case."""
         self._read, self._settle_s, self._clock, self._report, self._soon = (
             read,
             settle_s,
@@ -77,7 +78,7 @@ class GpuMemoryWait:
     def _wait(self, before: Levels, proceed: Callable[[], None]) -> None:
         try:
             free = self._is_free(before)
-        except Exception as error:  # noqa: BLE001 - start the miner without the check rather than never; it is reported
+        except Exception as error:  # noqa: BLE001 - start the miner without the check rather than never; the error is reported
             what = (
                 f"GPU memory can't be read: {type(error).__name__}: {error}; starting the miner "
                 "without waiting for it"

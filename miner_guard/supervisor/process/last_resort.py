@@ -105,8 +105,8 @@ class Search:
         self._known = _listed(run.list_fd)
 
     def living(self) -> set[Process]:
-        """The processes that still run, including new descendants. Empty only if the search by
-        marker finds none either."""
+        """The processes that are still running, including new descendants. Empty only if the search
+        by marker finds none either."""
         table = processes.table()
         roots = {p.pid for p in self._known if p.pid in table and table[p.pid].process == p}
         if self.cgroup is not None:

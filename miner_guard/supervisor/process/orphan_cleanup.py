@@ -61,7 +61,7 @@ class _Search:
         self._runs: dict[Process, str] = dict.fromkeys(left.processes, _LIST)
 
     def living(self) -> dict[Process, str]:
-        """Living processes, each with the id of its run, or `_LIST` if its environment contains no
+        """Live processes, each with the id of its run, or `_LIST` if its environment contains no
         run id."""
         table = processes.table()
         roots = {p.pid for p in self._runs if p.pid in table and table[p.pid].process == p}
@@ -75,7 +75,8 @@ class _Search:
         return self._runs
 
     def wait(self, seconds: float) -> dict[Process, str]:
-        """Wait until no process is left, for at most `seconds`; returns those still living."""
+        """Wait until no process is left, for at most `seconds`; returns those that are still
+        alive."""
         deadline = time.monotonic() + seconds
         while (left := self.living()) and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY_S)

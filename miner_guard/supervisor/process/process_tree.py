@@ -119,8 +119,8 @@ class ProcessTree:
         self._list_at = now + max(_LIST_EVERY_S, (time.thread_time() - began) / _SHARE_OF_CPU)
 
     def leftovers(self, launcher: Process) -> set[Process]:
-        """Living processes of the launch except the launcher: members of its cgroup, descendants,
-        and those that an earlier search found."""
+        """Live processes of the launch except the launcher: members of its cgroup, descendants, and
+        those that an earlier search found."""
         table = self._table()
         found = self._members(launcher, table)
         found |= {

@@ -15,10 +15,10 @@ from miner_guard.system.once import OncePer
 from miner_guard.system.processes import Process
 
 TERM_TO_KILL_S = 2.0
-"""Time between the SIGTERM and the SIGKILL that the launcher's leftovers get."""
+"""Time between SIGTERM and SIGKILL for the processes that the launcher leaves behind."""
 
 SETTLE_S = 0.25
-"""Time that the launcher's children get to exit after the launcher; until then they do not count as
+"""Time for the launcher's children to exit after the launcher; until then they do not count as
 orphans."""
 
 UNKILLABLE_S = 5.0
@@ -89,7 +89,7 @@ class Teardown:
         if self._stage == "settle":
             return "the processes that the launcher left behind get SIGTERM, then SIGKILL"
         if self._stage == "kill":
-            return f"the remaining processes of pid {self.launcher.pid} got SIGKILL"
+            return f"the remaining processes of pid {self.launcher.pid} have been sent SIGKILL"
         return f"pid {self.launcher.pid} got SIGTERM and is still running; SIGKILL is next"
 
     def step(self) -> float | None:
@@ -166,7 +166,7 @@ def orphans_killed(killed: Iterable[tuple[Process, str, str]]) -> Iterator[Findi
 
 
 def why_stuck(process: Process) -> str:
-    """A human-readable reason why a process outlived SIGKILL, as far as /proc shows it."""
+    """Explain why a process outlived SIGKILL, as far as /proc shows."""
     try:
         seen = processes.stat(process.pid)
     except OSError as error:
@@ -176,5 +176,5 @@ def why_stuck(process: Process) -> str:
     if seen.state == "D":
         return "it is blocked in the kernel (D state)"
     if not processes.send(process, 0):
-        return f"this user may not signal it (state {seen.state})"
+        return f"this user lacks permission to signal it (state {seen.state})"
     return f"the guard sent the signal, but the process is in state {seen.state}"

@@ -31,7 +31,7 @@ _READINGS, _BETWEEN_READINGS_S = 3, 3.0
 whose memory is in use."""
 
 _DEEP_DEADLINES = 6
-"""`--deep` probes may take this many times the deadline of an ordinary probe."""
+"""Multiple of an ordinary probe's deadline that `--deep` probes may take."""
 
 
 def collect_snapshot(question: PreflightRequest, wait: Callable[[float], bool]) -> Snapshot:

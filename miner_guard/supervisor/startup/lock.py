@@ -59,8 +59,8 @@ class Lock:
                     break
             except OSError as error:
                 raise LockHeld(
-                    f"state directory {self._state.root} can't be written: {error.strerror}; "
-                    "choose another with --state-dir or make it writable"
+                    f"cannot write to state directory {self._state.root}: {error.strerror}; "
+                    "make it writable, or choose another directory with --state-dir"
                 ) from error
             holder = _holder(fd)
             os.close(fd)
@@ -69,8 +69,8 @@ class Lock:
                 doing = "is still stopping" if holder.stopping else "is running"
                 raise LockHeld(
                     f"state directory {self._state.root} is in use: the guard with pid "
-                    f"{holder.pid or 'unknown'} "
-                    f"{doing} there; stop it, or choose another with --name or --state-dir"
+                    f"{holder.pid or 'unknown'} {doing} there; stop it, or choose another "
+                    "directory with --name or --state-dir"
                 )
             time.sleep(0.05)
             waited += 0.05
@@ -94,7 +94,7 @@ class Lock:
             fd = self._file()
         except OSError as error:
             return self._report_lost(
-                f"can't be recreated ({error.strerror}), and a second guard could start here"
+                f"recreating it failed ({error.strerror}), so a second guard could start here"
             )
         if not _try(fd):
             holder = _holder(fd)

@@ -13,9 +13,8 @@ from miner_guard.system.boot import boot_id
 def killed_guard(state: StateDir) -> Iterator[Finding]:
     """Yield a finding if the last guard of this state directory did not shut down cleanly.
 
-    Call this while holding the lock: the last guard is then gone, so its status is `done` unless
-    something killed it or its last write failed.
-    """
+    Call this while holding the lock: by then the last guard is gone, so its status is `done` unless
+    something killed that guard or its last write failed."""
     status = read_json(state.status)
     if not isinstance(status, dict) or status.get("state") in (None, State.DONE.value):
         return

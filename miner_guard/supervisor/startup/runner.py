@@ -60,7 +60,7 @@ class PreflightRunner:
             from miner_guard.supervisor.startup.preflight import preflight
 
             outcome = preflight(self._question, self._emit, self._stop.wait)
-        except Exception as error:  # noqa: BLE001 - a bug in the preflight must not keep the miner from starting; it is reported
+        except Exception as error:  # noqa: BLE001 - a bug in the preflight must not keep the miner from starting; the error is reported
             what = (
                 f"the preflight failed: {type(error).__name__}: {error}; starting the miner "
                 "without it"

@@ -1,9 +1,8 @@
 """Prepares the state directory: revokes other users' access and sets aside files of the wrong type.
 
-If a folder is where a socket belongs, a pipe where a file belongs, or a link dangles, opening it
-would fail or hang. A file of the right type with damaged content is left to its readers (`Flights`,
-the ledger, `read_json`).
-"""
+Opening a folder in place of a socket, a pipe in place of a file, or a dangling link would fail or
+hang. A file of the right type with damaged content is left to its readers (`Flights`, the ledger,
+`read_json`)."""
 
 from __future__ import annotations
 
@@ -42,7 +41,8 @@ def check_state_dir(state: StateDir) -> list[Finding]:
     Call this while holding the lock, before opening any file in the directory.
     """
     findings = list(make_private(state))
-    # Check the folders first: the guard cannot check what is in something that is not a folder.
+    # Check the folders first: the guard cannot check the contents of something that is not a
+    # folder.
     for path, kind in itertools.chain(_folders(state), _within(state)):
         reason = wrong_kind(path, kind) or _not_ours(path)
         if reason is not None:
@@ -62,15 +62,16 @@ def make_private(state: StateDir) -> Iterator[Finding]:
         for path in _own(state):
             _tighten(path)
     except OSError as error:
-        what = f"other users may read {error.filename or state.root}: {error.strerror}"
+        what = f"other users can read {error.filename or state.root}: {error.strerror}"
         yield make_finding(
-            "guard_degraded", what=f"{what}; pass --state-dir a directory that belongs to this user"
+            "guard_degraded",
+            what=f"{what}; use --state-dir to choose a directory that this user owns",
         )
 
 
 def _tighten(path: Path) -> int | None:
     """Apply `state_dir.tighten` to a path; returns what it returns. Skips symlinks, sockets and
-    files that this user may not open."""
+    files that this user has no permission to open."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, PermissionError):
@@ -130,7 +131,9 @@ def set_aside_foreign(path: Path, reason: str) -> Finding:
             "file_set_aside", path=str(path), reason=reason, aside=str(set_aside(path))
         )
     except OSError as error:
-        what = f"{path} is {reason} and can't be renamed ({error.strerror}); move it away by hand"
+        what = (
+            f"{path} is {reason} and renaming it failed ({error.strerror}); move it out of the way"
+        )
         return make_finding("guard_degraded", what=what)
 
 
