@@ -58,12 +58,12 @@ def detail(
     warned = [f"warning: {v.sentence}" for v in verdicts if v.outcome == "warn"]
     cost = f"{fetched_bytes} bytes in {seconds:.1f}s"
     if outcome == "rejected":
-        # This state is normal between an AllReduce and the next gradient's upload.
+        # This state is normal between an AllReduce and the next gradient upload.
         if any(
             v.rule == min_inner_step.RULE and v.outcome == "block" and v.seen == 0 for v in verdicts
         ):
             blocks.append(
-                "this is the upload after an AllReduce; the next gradient's upload fixes it"
+                "this is the upload after an AllReduce; the next gradient upload fixes it"
             )
         return f"epoch {epoch.outer_step} ({epoch.why}): {'; '.join(blocks)}"
     passed = sum(v.outcome == "pass" for v in verdicts)

@@ -26,8 +26,8 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         return Verdict(RULE, "unknown", None, network, words)
     if ours < network:
         words = (
-            f"base outer_step ({ours}) < network ({network}): a gradient against an old base. "
-            "Reload the global state"
+            f"base outer_step ({ours}) < network ({network}): the gradient was computed "
+            "against an old base. Reload the global state"
         )
         return Verdict(RULE, "block", ours, network, words)
     if ours > network + 1:

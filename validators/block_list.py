@@ -3,8 +3,8 @@ upload whose newest block is too old.
 
 Subnet 38: the reward code rejects `current_block - max(block_list) > blocks_per_allreduce / 2`; it
 raises on a list that is empty or has no maximum, and the validator resets the scores. The validator
-then draws one of the blocks, seeded with the miner's uid, and advances a random generator by that
-block; the generator accepts only integers.
+then draws one of the blocks, seeded with the miner's uid, and advances a random number generator by
+that block; the generator accepts only integers.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     blocks = None if known is None else known["block_list"]
     if blocks is None:
         words = (
-            "config.json has no block_list of integers, and validators draw a block from it; add it"
+            "config.json has no block_list of integers, from which validators draw a block; add one"
         )
         return Verdict(RULE, "block", None, limit, words)
     if not blocks:

@@ -21,11 +21,11 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     seen, pattern, uid = facts.bucket, limits.bucket_pattern, facts.network.uid
     if seen is None:
         return Verdict(
-            RULE, "unknown", None, pattern, "the bucket's name is not known; set [repo] bucket"
+            RULE, "unknown", None, pattern, "the bucket name is unknown; set [repo] bucket"
         )
     if pattern is None:
         return Verdict(
-            RULE, "unknown", seen, None, "the profile defines no format for the bucket's name"
+            RULE, "unknown", seen, None, "the profile defines no format for the bucket name"
         )
     match = re.fullmatch(pattern, seen)
     if match is None:

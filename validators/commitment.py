@@ -23,10 +23,7 @@ def judge_tried(facts: Facts, limits: Limits) -> Verdict:
     verdict = judge(facts, limits)
     if verdict.outcome != "warn":
         return verdict
-    words = (
-        "the read keys committed on chain are not those in use, but they do give access to the "
-        "bucket"
-    )
+    words = "the read keys committed on chain are not those in use, but they do open the bucket"
     return Verdict(RULE, "warn", verdict.seen, verdict.limit, words)
 
 
@@ -54,7 +51,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         )
         return Verdict(RULE, "block", length, chars, words)
     if facts.credentials is None:
-        words = f"a commitment of {length} characters; the read keys in use are unknown"
+        words = f"the commitment has {length} characters; the read keys in use are unknown"
         return Verdict(RULE, "unknown", length, chars, words)
     if facts.credentials != seen:
         words = (

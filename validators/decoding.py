@@ -181,8 +181,8 @@ def _unpacked(torch: Any, packed: Any, values: Any, bits: int) -> Any:
     count = values.numel()
     if count == 0 or count % 2 or packed.numel() != count * 3 // 2:
         raise Unusable(
-            f"{packed.numel()} bytes of packed indices for {count} values; an even number of "
-            f"values takes three bytes for two"
+            f"{packed.numel()} bytes of packed indices for {count} values; validators expect an "
+            "even number of values and three bytes for every two indices"
         )
     low, middle, high = packed.flatten().to(torch.int64).reshape(-1, 3).unbind(-1)
     first, second = low | ((middle & 0x0F) << 8), (middle >> 4) | (high << 4)
@@ -203,7 +203,7 @@ def _check_quantisation(torch: Any, entry: Stored, scale_range: tuple[float, flo
     if isinstance(scale, float) and not minimum <= abs(scale) <= maximum:
         raise Unusable(f"the quantisation's scale {scale} is not between {minimum} and {maximum}")
     if isinstance(table, torch.Tensor) and not bool(torch.isfinite(table).all()):
-        raise Unusable("the quantisation's table holds NaN or Inf")
+        raise Unusable("the quantisation's table contains NaN or Inf")
 
 
 def _check_topk(index: Sequence[int], target: tuple[int, ...], topk: int) -> None:
@@ -233,7 +233,7 @@ def _dequantised(torch: Any, values: Any, parameters: Any, size: int) -> Any:
     shift, _, _, table, dtype = parameters
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise Unusable(
-            f"the quantisation names its type as a {type(dtype).__name__}, not as a torch.dtype"
+            f"the quantisation specifies its dtype as a {type(dtype).__name__}, not a torch.dtype"
         )
     if not isinstance(shift, (int, float)):
         shift = _plain(torch, shift, "quantisation shifts", size)

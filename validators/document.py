@@ -58,15 +58,15 @@ def applied(
     if form.inside is not None:
         inner = document.get(form.inside)
         if not isinstance(inner, dict):
-            raise RejectedFile(f"lacks a dictionary {form.inside!r}, which holds the gradients")
+            raise RejectedFile(f"has no dictionary {form.inside!r} with the gradients")
         document = inner
     key = limits.get("gradients_metadata_key")
     problems: list[str] = []
     if key is not None and key not in document:
-        problems.append(f"lacks the key {key!r}, without which validators raise")
+        problems.append(f"lacks the key {key!r}, which validators require")
     named = _named(document, form)
     if not named:
-        problems.append(f"holds no `<param>{form.index_suffix}` and `<param>{form.value_suffix}`")
+        problems.append(f"has no `<param>{form.index_suffix}` and `<param>{form.value_suffix}`")
     # Validators unwrap the model before they read its state, so they know no wrapper's name.
     names = [name for name in named if plain_name(name) == name] if shapes is None else shapes.of
     decoded, wrong, warned = _decoded(
@@ -139,8 +139,8 @@ def _worthless(
     wrapped = [name for name in named if plain_name(name) != name]
     if not applied and wrapped:
         yield (
-            f"{wrapped[0]}: validators know this parameter as {plain_name(wrapped[0])} and "
-            "skip it, like all others"
+            f"validators skip {wrapped[0]}, which they know as {plain_name(wrapped[0])}, and all "
+            "other parameters"
         )
     elif not applied and shapes is not None:
         yield (
@@ -163,20 +163,17 @@ def _compared(
     if shapes is None:
         return [name for name in named if plain_name(name) != name], []
     missing = sorted(set(shapes.of) - shapes.optional - set(named))
-    words = (
-        [f"{len(missing)} of the model's parameters are missing, {missing[0]} among them"]
-        if missing
-        else []
-    )
+    words = [f"parameters of the model are missing: {_first_of(missing)}"] if missing else []
     return [name for name in named if name not in shapes.of], words if applied else []
 
 
 def _summed(unnamed: Sequence[str]) -> Iterator[str]:
     if unnamed:
-        yield (
-            f"validators skip {len(unnamed)} parameters whose names they do not know, "
-            f"{unnamed[0]} among them"
-        )
+        yield (f"validators skip parameters whose names they do not know: {_first_of(unnamed)}")
+
+
+def _first_of(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _shown(words: str) -> str:

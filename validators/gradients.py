@@ -21,7 +21,7 @@ global ones."""
 _PROBLEMS_KEPT = 3
 _SHAPES: Mapping[Any, str] = {
     True: ", with the model's shapes",
-    False: "; shapes unknown: `guard.diagnose` has not recorded the model's",
+    False: "; shapes not checked: `guard.diagnose` has not recorded the model's",
 }
 
 
@@ -62,19 +62,19 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     minimum, maximum = limits.gradients_min_bytes, limits.gradients_max_bytes
     problems = list(report.get("problems") or ())
     if problems == [ALL_ZERO] and facts.candidate.kind == "archive":
-        words = f"gradients.pt: {ALL_ZERO}, as an archive's are after an outer step"
+        words = f"gradients.pt: {ALL_ZERO}, as in every archive after an outer step"
         return Verdict(RULE, "pass", size, maximum, words)
     if problems:
         words = f"gradients.pt: {'; '.join(map(str, problems[:_PROBLEMS_KEPT]))}"
         return Verdict(RULE, "block", size, None, words)
     if minimum is not None and size is not None and size < minimum:
-        words = f"gradients.pt has {size} bytes, less than the plausible minimum of {minimum}"
+        words = f"gradients.pt is {size} bytes, below the plausible minimum of {minimum}"
         return Verdict(RULE, "block", size, minimum, words)
     if maximum is not None and size is not None and size > maximum:
-        words = f"gradients.pt has {size} bytes, more than the plausible maximum of {maximum}"
+        words = f"gradients.pt is {size} bytes, above the plausible maximum of {maximum}"
         return Verdict(RULE, "block", size, maximum, words)
     if not report.get("params"):
-        return Verdict(RULE, "block", 0, 1, "gradients.pt holds no parameter's gradient")
+        return Verdict(RULE, "block", 0, 1, "gradients.pt contains no gradients")
     if warnings := list(report.get("warnings") or ()):
         words = f"gradients.pt: {'; '.join(map(str, warnings[:_PROBLEMS_KEPT]))}"
         return Verdict(RULE, "warn", size, maximum, words)

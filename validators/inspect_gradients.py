@@ -141,7 +141,7 @@ def _load(torch: Any, path: str) -> Mapping[str, Any]:
             f"does not load with weights_only=True: {type(error).__name__}: {words}"
         ) from error
     if not isinstance(document, dict):
-        raise RejectedFile(f"holds a {type(document).__name__}, not a dictionary")
+        raise RejectedFile(f"contains a {type(document).__name__}, not a dictionary")
     return document
 
 

@@ -30,7 +30,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         if p > RISING_P:
             first = recent[-POINTS]
             words = (
-                f"loss rises over the last {POINTS} inner steps ({first:.3g} to "
+                f"loss rose over the last {POINTS} inner steps ({first:.3g} to "
                 f"{seen:.3g}, P = {p:.3f})"
             )
             return Verdict(RULE, "warn", round(p, 4), RISING_P, words)

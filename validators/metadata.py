@@ -103,7 +103,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     inner = read_inner_step(seen)
     if inner is None and "inner_step" in needed:
         value = _short(seen["inner_step"])
-        words = f"metadata.json: inner_step is {value}, not a step; write a whole number"
+        words = f"metadata.json: inner_step is {value}, not a step number; write an integer"
         return Verdict(RULE, "block", value, "a step", words)
     for name, ours in (
         ("outer_step", facts.candidate.outer_step),
@@ -134,7 +134,7 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
     why = mixed(metadata, published.size_bytes, published.checksum)
     if why is None:
         return verdict
-    words = f"{why}: an upload is in progress or was interrupted. Check again, then publish again"
+    words = f"{why}: an upload is in progress or was interrupted. If this persists, publish again"
     return Verdict(RULE, "warn", published.checksum, None, words)
 
 
@@ -150,7 +150,7 @@ def mixed(
     named = RootMetadata.of(metadata).gradients
     if None not in (size_bytes, named.size_bytes) and named.size_bytes != size_bytes:
         return (
-            f"gradients.pt has {size_bytes} bytes, but metadata.json describes a file of "
+            f"gradients.pt is {size_bytes} bytes, but metadata.json describes a file of "
             f"{named.size_bytes}"
         )
     other = named.checksum

@@ -64,7 +64,7 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
     """The validators' verdict on the published inner step (subnet 38 rejects 0)."""
     seen, required = facts.published.inner_step, limits.validator_min_inner_step
     if seen is None:
-        words = "the published inner step is not known: metadata.json does not name one"
+        words = "the published inner step is unknown: metadata.json does not name one"
         return Verdict(RULE, "unknown", None, required, words)
     if required is not None and 0 <= seen < required:
         words = (

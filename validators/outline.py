@@ -34,17 +34,17 @@ def outline(document: Any, limits: Limits, shapes: Shapes | None) -> dict[str, A
     values (bounds, NaN, lookup tables) do not run here.
     """
     if not isinstance(document, Mapping):
-        return _report([f"holds a {type(document).__name__}, not a dictionary"], 0, shapes)
+        return _report([f"contains a {type(document).__name__}, not a dictionary"], 0, shapes)
     problems = []
     key = limits.gradients_metadata_key
     if key is not None and key not in document:
-        problems.append(f"lacks the key {key!r}, without which validators raise")
+        problems.append(f"lacks the key {key!r}, which validators require")
     named = _named(document, limits)
     if not named:
         ends = (
             f"`<param>{limits.gradients_index_suffix}` and `<param>{limits.gradients_value_suffix}`"
         )
-        problems.append(f"holds no {ends}")
+        problems.append(f"has no {ends}")
     if shapes is None:
         known = [name for name in named if plain_name(name) == name]
     else:
@@ -54,7 +54,7 @@ def outline(document: Any, limits: Limits, shapes: Shapes | None) -> dict[str, A
         why = (
             f"validators know {first} as {plain_name(first)}"
             if plain_name(first) != first
-            else "another model's"
+            else "they belong to another model"
         )
         problems.append(
             f"validators know none of its {len(named)} parameters ({why}) and skip them all"

@@ -76,8 +76,8 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
     if limit <= age < raised:
         words = (
             f"gradients are {age:.0f}s old >= {limit:.0f}s, but the AllReduce is overdue: each "
-            f"failed one raises the master's limit by {limits.validator_repo_age_raise_s:.0f}s, to "
-            f"at most {raised:.0f}s by now, and no public data shows how many failed; upload"
+            f"failed AllReduce raises the limit by {limits.validator_repo_age_raise_s:.0f}s (at "
+            f"most {raised:.0f}s by now), and no public data shows how many failed; upload now"
         )
         return Verdict(RULE, "unknown", seen, raised, words)
     if age >= limit:
@@ -85,9 +85,9 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
         why = (
             "they score zero"
             if known
-            else "the guard's limit; no profile defines when they score zero"
+            else "over the guard's limit (no profile defines when they score zero)"
         )
-        words = f"gradients are {age:.0f}s old >= {limit:.0f}s: {why}; upload"
+        words = f"gradients are {age:.0f}s old >= {limit:.0f}s: {why}; upload now"
         return Verdict(RULE, "block", seen, limit, words)
     if age > limits.repo_age_limit_s:
         own = limits.repo_age_limit_s

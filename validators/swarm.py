@@ -31,9 +31,9 @@ def judge_alive(facts: Facts, limits: Limits) -> Verdict:
         return Verdict(ALIVE, "warn", "", limit, words)
     if seen.seconds is None:
         words = (
-            f"the axon {seen.address} does not respond to this host ({seen.reason}): validators "
-            "that get no response either leave the miner out of AllReduces. Open the port; behind "
-            "NAT, try from another host"
+            f"the axon {seen.address} does not respond to this host ({seen.reason}). If validators "
+            "get no response, they leave the miner out of AllReduces. Open the port; behind NAT, "
+            "test from another host"
         )
         return Verdict(ALIVE, "warn", None, limit, words)
     words = f"the axon {seen.address} responds in {seen.seconds:.2f}s"

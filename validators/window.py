@@ -70,13 +70,14 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
     at = round(since - facts.published.age_s, 1)
     if put[0] <= at <= put[1]:
         close = at > put[1] - limits.block_s
-        words = f"put {at:.0f}s after the window's end; uploads count up to {put[1]:.0f}s"
+        words = f"uploaded {at:.0f}s after the window ended; uploads count up to {put[1]:.0f}s"
         return Verdict(RULE, "warn" if close else "pass", at, list(put), words)
     if put[0] - limits.block_s <= at <= put[1] + limits.block_s:
-        words = f"put about {at:.0f}s after the window's end, within one block's time of a limit"
+        words = f"uploaded about {at:.0f}s after the window ended, within one block time of a limit"
         return Verdict(RULE, "unknown", at, list(put), words)
     word = "TOO_EARLY" if at < put[0] else "TOO_LATE"
     words = (
-        f"put {at:.0f}s after the window's end; uploads count from {put[0]:.0f}s to {put[1]:.0f}s"
+        f"uploaded {at:.0f}s after the window ended; uploads count from {put[0]:.0f}s to "
+        f"{put[1]:.0f}s"
     )
     return Verdict(RULE, "block", at, list(put), f"{words}: {word}")

@@ -65,7 +65,7 @@ NAN, INF, FLOAT = float("nan"), float("inf"), torch.float32
                 "wvals": torch.tensor([3, 0, 1], dtype=torch.uint8),
                 "wquant_params": (0.0, 1, 4, torch.ones(8), "float32"),
             },
-            "names its type as a str",
+            "specifies its dtype as a str",
         ),
         (
             {"widxs": torch.tensor([5, 5, 5]), "wvals": torch.full((3,), 3e38)},
@@ -190,13 +190,11 @@ def test_names_are_the_model_s_own_to_the_letter(tmp_path: Path) -> None:
     wrapped = {f"_orig_mod.{k}" if k != "metadata" else k: v for k, v in good().items()}
     for known in (SHAPES, None):
         report = looked_at(saved(tmp_path, wrapped), known)
-        assert report["problems"][0].startswith(
-            "_orig_mod.b: validators know this parameter as b and skip it"
-        )
+        assert report["problems"][0].startswith("validators skip _orig_mod.b, which they know as b")
     mixed = {**good(), **{k: v for k, v in wrapped.items() if k.startswith("_orig_mod.b")}}
     report = looked_at(saved(tmp_path, mixed))
     assert report["problems"] == []
-    assert "skip 1 parameters whose names" in report["warnings"][0]
+    assert "parameters whose names they do not know: _orig_mod.b" in report["warnings"][0]
 
 
 def test_tied_or_frozen_parameters_may_be_missing(tmp_path: Path) -> None:
@@ -216,10 +214,7 @@ def test_another_model_s_file_is_refused_since_validators_skip_all_of_it(tmp_pat
     ("change", "words"),
     [
         ({"wvals": None}, "w: values are missing; validators skip the parameter"),
-        (
-            {"xidxs": torch.tensor([0]), "xvals": torch.tensor([NAN])},
-            "skip 1 parameters whose names",
-        ),
+        ({"xidxs": torch.tensor([0]), "xvals": torch.tensor([NAN])}, "skip parameters whose names"),
     ],
 )
 def test_what_validators_skip_is_warned_of_and_blocks_nothing(
@@ -244,8 +239,8 @@ def test_missing_keys(tmp_path: Path) -> None:
     assert "lacks the key 'metadata'" in looked_at(saved(tmp_path, document))["problems"][0]
     del document["bidxs"], document["bvals"]
     report = looked_at(saved(tmp_path, document), SHAPES)
-    assert "1 of the model's parameters are missing, b among them" in report["warnings"][0]
-    assert "holds no" in looked_at(saved(tmp_path, {"metadata": {}}))["problems"][0]
+    assert "parameters of the model are missing: b" in report["warnings"][0]
+    assert "has no" in looked_at(saved(tmp_path, {"metadata": {}}))["problems"][0]
     assert "not a dictionary" in looked_at(saved(tmp_path, [1, 2]))["problems"][0]
 
 

@@ -29,7 +29,7 @@ def test_whether_shapes_were_compared_is_reported() -> None:
         for known in (True, False, None)
     }
     assert notes[True].endswith("with the model's shapes")
-    assert "shapes unknown" in notes[False]
+    assert "shapes not checked" in notes[False]
     assert notes[None].endswith("all finite")
 
 
