@@ -135,13 +135,14 @@ def run(
     keys = None if commitment is None else keys_of(commitment, limits.commitment_form)
     if repo.kind == "none":
         words = (
-            "no repo is configured; pass the same -c or --state-dir as to `run`, or set [repo] kind"
+            "no repo is configured; pass the -c or --state-dir that you passed to `run`, or set "
+            "[repo] kind"
         )
         report = AuditReport("unknown", words)
     elif keys is not None and placeholder(commitment or "", limits.commitment_form):
         words = (
-            "the commitment on chain is filled with x, which validators read as no keys; "
-            "the miner must commit"
+            "the commitment on chain is all x's, so validators find no keys in it; make the "
+            "miner commit its keys"
         )
         verdict = Verdict("commitment", "block", None, None, words)
         report = AuditReport("rejected", words, (verdict,), credentials="commitment")
@@ -164,7 +165,7 @@ def _sweep() -> None:
 
 @dataclass(frozen=True)
 class _Access:
-    """The read keys with which the audit opens the repo: those committed on chain, or our own."""
+    """The read keys that the audit uses to open the repo: those committed on chain, or our own."""
 
     keys: Mapping[str, str] | None
     """The keys committed on chain; None if unknown."""
@@ -181,7 +182,10 @@ class _Access:
         if self.keys is None:
             return None
         if refused is not None:
-            return f"the keys committed on chain give no access ({refused}); commit the keys in use"
+            return (
+                f"the keys committed on chain cannot open the bucket ({refused}); commit the keys "
+                "in use"
+            )
         if self.own_account is not None and self.keys["R2_ACCOUNT_ID"] != self.own_account:
             return (
                 "the account committed on chain is not the one in use and does not respond "
@@ -238,7 +242,7 @@ class _Audit:
         return self._judged(fetched, epoch)
 
     def _unknown_window(self) -> str | None:
-        """Return why the key that validators read is unknown, on a network that counts in windows;
+        """On a network that counts in windows, return why the key that validators read is unknown;
         None if it is known."""
         if self.limits.window_blocks is None:
             return None
@@ -247,8 +251,8 @@ class _Audit:
             return None
         why = self.network.reason or "the chain's reply did not include them"
         return (
-            "could not check: the key that validators read names the last window and the uid; "
-            f"unknown: {', '.join(unread)} ({why}). Set [chain]"
+            "could not check: the key that validators read contains the last window and the uid, "
+            f"but the {' and the '.join(unread)} could not be read ({why}); set [chain]"
         )
 
     def _ended(self, outcome: str, rule: str, words: str) -> AuditReport:
@@ -330,9 +334,9 @@ class _Audit:
                 "problems": [f"{size} bytes, more than the plausible maximum of {max_bytes}"],
             }
         if size > MAX_BYTES:
-            why = f"{size} bytes, more than the {MAX_BYTES} that an audit fetches"
+            why = f"{size} bytes; an audit fetches at most {MAX_BYTES}"
         else:
-            why = f"{size} bytes, more than [repo] audit_bytes_per_hour still allows this hour"
+            why = f"{size} bytes, more than [repo] audit_bytes_per_hour has left for this hour"
         return {"size_bytes": size, "reason": why}
 
 

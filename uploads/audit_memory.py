@@ -14,7 +14,7 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True)
 class Judged:
-    """An inspected gradients file, identified by the metadata that the storage gives without a
+    """An inspected gradients file, identified by metadata that the storage returns without a
     download."""
 
     key: str

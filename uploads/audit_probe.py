@@ -36,8 +36,8 @@ def fetch(repo: Repo, request: dict[str, Any]) -> dict[str, Any]:
 
     Raises RepoError, or Damaged for a document that validators cannot read either.
 
-    Without an outer step in the request, the metadata names it. Skips a
-    gradients.pt larger than `max_bytes`, and one that is `known`: same key, size and checksum.
+    If the request has no outer step, the metadata provides it. Skips a gradients.pt that is larger
+    than `max_bytes` or `known` (same key, size and checksum).
     """
     for number in range(LOOKS):
         # A storage may briefly return the state from before the last write.

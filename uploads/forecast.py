@@ -17,7 +17,7 @@ class Forecast:
     eta_s: float
     stale_s: float
     accepted_from: int | None = None
-    """Inner step from which validators accept; None if no profile defines it."""
+    """The lowest inner step that validators accept; None if no profile defines it."""
 
     waiting_costs_s: float | None = None
     """While the archive of an AllReduce is published: how many more seconds the miner goes without

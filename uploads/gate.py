@@ -21,15 +21,15 @@ from validators.limits import Limits, in_force
 from validators.verdict import Verdict, worst
 
 _MAX_LENGTH = 240
-"""Maximum characters of a sentence: a decision with all its verdicts must fit into one journal
-entry (4080 bytes)."""
+"""Maximum length of a sentence in characters: a decision with all its verdicts must fit into one
+journal entry (4080 bytes)."""
 
 
 def decide(
     candidate: Candidate, inputs: GateInputs, settings: GateSettings, *, now: float, wall: float
 ) -> GateDecision:
-    """Judge a candidate at `now` (monotonic) and `wall`. Never raises: an error inside a rule
-    blocks, with the error as its reason."""
+    """Judge a candidate at `now` (monotonic) and `wall`. Never raises: if a rule
+    raises, the upload is blocked, with the error as the reason."""
     record: Mapping[str, Any] = {}
     try:
         candidate = rules.reduced(candidate)

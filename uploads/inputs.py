@@ -161,7 +161,7 @@ def from_document(document: Any) -> GateInputs:
             reason=_typed(document.get("reason"), (str,), "reason"),
         )
     except TypeError as error:
-        return unknown(f"gate-inputs.json is from a different version: {error}")
+        return unknown(f"gate-inputs.json was written by a different version: {error}")
 
 
 def _facts(kind: type[_Known], table: Any) -> _Known:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import Finding, counted, make_finding
 from miner_guard.state_dir import has_room, make_folder, open_private, set_aside
 from uploads.ledger_schema import SCHEMA, TABLES, VERSION
 
@@ -210,9 +210,8 @@ class Ledger:
         with self._mutex:
             finding = self._write_waiting(_LAST_S) if self._waiting else None
             if self._waiting:
-                finding = make_finding(
-                    "ledger_stuck", reason=f"{len(self._waiting)} rows were never written"
-                )
+                reason = f"{counted(len(self._waiting), 'row')} could not be written"
+                finding = make_finding("ledger_stuck", reason=reason)
             self._disconnect()
         if finding is not None:
             self._report(finding)

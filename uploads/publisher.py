@@ -35,6 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from miner_guard.eventlog.catalog import counted
 from miner_guard.system.once import OncePer
 from uploads.journal import COMMITTING, Journal, tickets_of
 from uploads.repos.base import (
@@ -175,7 +176,7 @@ class Publisher:
             for ticket in tickets:
                 effort.of("reading back", lambda t=ticket: self._repo.confirm(t), may_cancel=False)  # type: ignore[misc]
             self._journal.end()
-            return f"Finished the upload with tag {left['tag']} whose publisher had died"
+            return f"Finished the upload with tag {left['tag']}, whose publisher had died"
         effort.of("undoing", lambda: self._repo.abort(tickets), may_cancel=True)
         return None
 
@@ -225,7 +226,7 @@ class Publisher:
         except RepoError as error:
             raise RepoError(
                 f"{error}; this happened while tag {revision.tag} was becoming visible, so the "
-                "published files may be a mix of two revisions: publish again"
+                "published files may be a mix of two revisions; publish again"
             ) from error
         with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="read") as pool:
             return list(pool.map(partial(self._read_back, effort=effort), tickets))
@@ -266,7 +267,7 @@ class Publisher:
         if not same:
             swept = effort.of("sweeping", self._repo.sweep, may_cancel=True)
             if swept:
-                self._say(f"Removed {swept} leftovers of an unfinished upload")
+                self._say(f"Removed {counted(swept, 'object')} left over from an unfinished upload")
         meter = _Meter(sum(p.stat().st_size for _, p in files), self._say, self.cancelled)
         content = [(key, path) for key, path in files if path.name != METADATA]
         tickets, failed = self._together(content, effort, meter)
@@ -325,7 +326,10 @@ class Publisher:
             self._repo.abort(tickets)
             self._repo.sweep()
         except RepoError as error:
-            self._say(f"The data sent so far stays invisible; the next upload removes it: {error}")
+            self._say(
+                "Cannot remove the data already sent, which stays invisible; the next upload "
+                f"removes it: {error}"
+            )
         self._journal.end()
 
 

@@ -82,11 +82,11 @@ def _result(child: subprocess.Popen[str], say: Callable[[str], None], deadline_s
     code = child.wait()
     if answer is None:
         seconds = time.monotonic() - start
-        late = f" after its {deadline_s:g} s" if seconds >= deadline_s else ""
+        late = f" after its deadline of {deadline_s:g} s" if seconds >= deadline_s else ""
         raise PublishError(
-            f"the publisher exited with {code}{late} and no result; its recovery process or the "
-            "next upload completes any revision that was becoming visible: check with `miner-guard "
-            "audit`"
+            f"the publisher exited with {code}{late} without returning a result; if the revision "
+            "was becoming visible, the recovery process or the next upload completes it; check "
+            "with `miner-guard audit`"
         )
     if "error" in answer:
         raise PublishError(answer["error"])

@@ -78,7 +78,7 @@ def verify(before: Published | None, after: Published, reported: Reported) -> Ve
         and reported.inner_step is None
     ):
         return Verification(
-            None, "neither the repo's state before the push nor the push's start is known"
+            None, "neither the repo's state before the push nor the time it began is known"
         )
     size = "size unknown" if after.size_bytes is None else f"{after.size_bytes} bytes"
     sum_ = "no checksum" if after.checksum is None else f"checksum {after.checksum[:12]}"

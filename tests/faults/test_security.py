@@ -129,5 +129,5 @@ def test_a_huge_document_of_a_bucket_is_refused_unread(tmp_path: Path) -> None:
     with (tmp_path / "metadata.json").open("wb") as file:
         file.truncate(DOCUMENT_LIMIT + 1)
     repo = open_repo(RepoSettings(kind="local", path=str(tmp_path)))
-    with pytest.raises(RepoError, match=r"bytes, above the limit of \d+"):
+    with pytest.raises(RepoError, match=r"bytes, over the limit of \d+"):
         repo.get("metadata.json")

@@ -78,8 +78,8 @@ def test_committed_keys_that_open_nothing_are_rejected_as_by_a_validator(
     network = Network(1050, 56, 250, fingerprint(wrong), True, 7, None, time.monotonic())
     report = audit.run(repo, limits, network, wrong)
     assert report.outcome == "rejected"
-    assert "the keys committed on chain give no access" in report.detail
-    assert "refuses the keys" in str(progress(repo, limits, wrong).reason)
+    assert "the keys committed on chain cannot open the bucket" in report.detail
+    assert "rejected the keys" in str(progress(repo, limits, wrong).reason)
     assert "d" * 64 not in report.detail
 
 

@@ -114,7 +114,7 @@ def test_a_refused_token_and_a_busy_hub_are_reported(
         publish(settings, revision(tmp_path, 60, LARGE), tmp_path, 1.0)
     state.refuse = None
     monkeypatch.setenv("HF_TOKEN", "hf_" + "wrong" * 6)
-    with pytest.raises(RepoError, match="the Hub refuses the token"):
+    with pytest.raises(RepoError, match="the Hub rejected the token"):
         open_repo(settings).state()
 
 

@@ -177,7 +177,7 @@ def test_if_the_recovery_process_died_too_the_next_publisher_finishes(
         Publisher(repo, journal, lambda _l: None).publish(revision(tmp_path, 60))
     assert view(settings) == {50, 60}
     line = Publisher(open_repo(settings), journal, lambda _l: None).recover()
-    assert line == "Finished the upload with tag 1.3.60 whose publisher had died"
+    assert line == "Finished the upload with tag 1.3.60, whose publisher had died"
     assert view(settings) == {60}
 
 
@@ -218,7 +218,7 @@ def test_leftovers_of_another_revision_are_aborted(
     client.create_multipart_upload(Bucket=BUCKET, Key="epoch-2/gradients.pt")
     client.create_multipart_upload(Bucket=BUCKET, Key="somebody/elses.bin")
     lines = publish(settings, revision(tmp_path, 50), tmp_path)
-    assert "Removed 1 leftovers of an unfinished upload" in lines
+    assert "Removed 1 object left over from an unfinished upload" in lines
     left = client.list_multipart_uploads(Bucket=BUCKET)["Uploads"]
     assert [u["Key"] for u in left] == ["somebody/elses.bin"]
 
@@ -238,10 +238,10 @@ def test_a_storm_of_503_is_survived_and_reported(
 @pytest.mark.parametrize(
     ("refuse", "words"),
     [
-        ((403, "InvalidAccessKeyId"), "refuses the keys"),
-        ((403, "SignatureDoesNotMatch"), "refuses the keys"),
+        ((403, "InvalidAccessKeyId"), "rejected the keys"),
+        ((403, "SignatureDoesNotMatch"), "rejected the keys"),
         ((404, "NoSuchBucket"), f"bucket {BUCKET} does not exist"),
-        ((403, "RequestTimeTooSkewed"), "refuses this host's clock"),
+        ((403, "RequestTimeTooSkewed"), "this host's clock is wrong"),
         ((503, "SlowDown"), "busy (503 SlowDown)"),
     ],
 )
@@ -342,5 +342,5 @@ def test_an_independent_server_agrees_and_really_checks_keys(
             assert view(settings) == {inner}
         assert open_repo(settings).state().revision == "1.3.60"
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another-secret")
-        with pytest.raises(RepoError, match="refuses the keys"):
+        with pytest.raises(RepoError, match="rejected the keys"):
             open_repo(settings).state()

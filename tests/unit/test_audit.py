@@ -61,10 +61,7 @@ def test_what_validators_accept_passes_and_says_what_was_checked(tmp_path: Path)
     ("change", "words"),
     [
         ({"inner": 0}, "min_inner_step: published inner_step 0 < 1: validators reject it"),
-        (
-            {"inner": 0},
-            "this is the upload after an AllReduce; the next gradient's upload fixes it",
-        ),
+        ({"inner": 0}, "this is the upload after an AllReduce; the next gradient upload fixes it"),
         ({"age_s": 4900.0}, "repo_age: gradients are 4900s old >= 4800s: they score zero"),
         (
             {"blocks": [899]},
@@ -103,7 +100,7 @@ def test_the_archive_after_an_outer_step_is_rejected_only_where_validators_do(
     )
     rejected = look(tmp_path).detail
     assert "published inner_step 0 < 1: validators reject it" in rejected
-    assert "this is the upload after an AllReduce; the next gradient's upload fixes it" in rejected
+    assert "this is the upload after an AllReduce; the next gradient upload fixes it" in rejected
     assert "all values are zero" not in rejected
     # This excuses neither a gradient, nor anything but zeros in an archive.
     publish(tmp_path, inner=60, wvals=torch.zeros(2))
@@ -169,7 +166,7 @@ def test_audits_that_repeat_themselves_keep_within_their_bytes_per_hour(tmp_path
     publish(tmp_path, wvals=torch.tensor([0.25, 0.5]))
     late = audit.run(repo, FLAT, chain(), known=audit.Known(memory=memory))
     assert late.outcome == "unknown"
-    assert "more than [repo] audit_bytes_per_hour still allows this hour" in late.detail
+    assert "more than [repo] audit_bytes_per_hour has left for this hour" in late.detail
 
 
 def test_downloads_of_an_hour_ago_no_longer_count() -> None:
@@ -265,7 +262,7 @@ def test_a_commitment_of_placeholders_is_rejected_unread(tmp_path: Path) -> None
             RepoSettings(kind="local", path=str(tmp_path)), FLAT, chain(), commitment
         )
         assert report.outcome == "rejected"
-        assert "filled with x" in report.detail
+        assert "all x's" in report.detail
 
 
 def test_an_account_on_chain_that_does_not_respond_is_rejected_with_the_reason(
@@ -344,7 +341,7 @@ def test_exit_codes(
 def test_gradients_whose_shapes_differ_from_the_models_are_rejected(tmp_path: Path) -> None:
     publish(tmp_path)
     repo = RepoSettings(kind="local", path=str(tmp_path))
-    assert "shapes unknown" in str(audit.run(repo, FLAT, chain()).verdicts)
+    assert "shapes not checked" in str(audit.run(repo, FLAT, chain()).verdicts)
     fitting = audit.run(repo, FLAT, chain(), known=audit.Known(Shapes({"w": [3]})))
     assert fitting.outcome == "accepted"
     assert "with the model's shapes" in str(fitting.verdicts)
@@ -376,7 +373,7 @@ def test_a_state_directory_tells_what_its_guard_watches(
     assert f"auditing {tmp_path}/repo, which the guard in {state.root} watches" in printed.err
     state.watched.write_text('{"repo": 7}')
     assert run(["audit", "--state-dir", str(state.root)]) == 69
-    assert "pass the same -c or --state-dir as to `run`" in capsys.readouterr().out
+    assert "pass the -c or --state-dir that you passed to `run`" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("inspected_here")

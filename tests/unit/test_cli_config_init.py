@@ -84,7 +84,7 @@ def test_config_says_that_the_miners_env_file_is_left_out(
     (tmp_path / "guard.toml").write_text('[repo]\ncredentials = "dotenv"\n')
     assert run(["config", "--changed"]) == 0
     assert (
-        "# could not read the credentials: the keys' file .env cannot be read"
+        "# could not read the credentials: the key file .env cannot be read"
         in capsys.readouterr().out
     )
 

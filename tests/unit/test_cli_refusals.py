@@ -139,7 +139,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("export tensorboard -o out", 1, "does not exist"),
         ("alerts foo", 64, "alerts takes `test`, not 'foo'"),
         ("alerts test", 64, "no targets; set MINER_GUARD_ALERTS__URLS"),
-        ("alerts test -c dotenv.toml", 64, "no targets, and the keys' file .env cannot be read"),
+        ("alerts test -c dotenv.toml", 64, "no targets, and the key file .env cannot be read"),
         ("init --dir file -- true", 1, "file cannot be written"),
         ("init -c bad.toml -- true", 1, "bad.toml already exists; nothing was written"),
         ("demo --fault foo", 64, "fault 'foo' is not of the form KIND@STEP"),

@@ -172,7 +172,7 @@ def test_gate_inputs_survive_a_round_trip_with_the_same_digest(tmp_path: Path) -
         (b"", "torn"),
         (b'{"published": {"age_s"', "torn"),
         (b"\xff\xfe\x00", "cannot be read"),
-        (b"[1, 2]", "from a different version"),
+        (b"[1, 2]", "by a different version"),
         (b'{"published": {"age_s": "young"}}', "age_s is str"),
         (b'{"network": 7}', "Network is not an object"),
         (b'{"limits": [1]}', "limits"),

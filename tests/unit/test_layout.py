@@ -86,4 +86,4 @@ def test_an_audit_of_windows_without_the_chain_is_unknown(tmp_path: Path) -> Non
     repo = RepoSettings(kind="local", path=str(tmp_path))
     report = audit.run(repo, limits, Network(reason="no [chain] configured"))
     assert report.outcome == "unknown"
-    assert "unknown: block, uid (no [chain] configured)" in report.detail
+    assert "the block and the uid could not be read (no [chain] configured)" in report.detail

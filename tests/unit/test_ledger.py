@@ -118,7 +118,7 @@ def test_rows_that_wait_at_the_end_are_written_or_reported(
         "ledger_stuck",
     ]
     assert findings[1].fields["lost"] == 2
-    assert "3 rows were never written" in message(findings[-1])
+    assert "3 rows could not be written" in message(findings[-1])
 
 
 def test_a_row_that_sqlite_does_not_take_holds_back_none(tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_a_folder_that_cannot_be_made_stops_nothing(tmp_path: Path) -> None:
     ledger.restart(1.0, "crash", 1, 2.0)
     ledger.close()
     assert [finding.event for finding in findings] == ["ledger_stuck", "ledger_stuck"]
-    assert "1 rows were never written" in message(findings[1])
+    assert "1 row could not be written" in message(findings[1])
 
 
 TRUNCATING = """

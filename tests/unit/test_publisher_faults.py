@@ -95,10 +95,10 @@ def test_keys_that_end_while_a_revision_is_shown_leave_no_word_of_a_whole_one(
     publisher(repo, tmp_path).publish(revision(tmp_path, 50))
 
     def refuse(*_: Any) -> None:
-        raise RepoRefused("the storage refuses the keys for bucket b (ExpiredToken)")
+        raise RepoRefused("the storage rejected the keys for bucket b (ExpiredToken)")
 
     monkeypatch.setattr(repo, "commit", refuse)
-    with pytest.raises(PublishError, match="may be a mix of two revisions: publish again"):
+    with pytest.raises(PublishError, match="may be a mix of two revisions; publish again"):
         publisher(repo, tmp_path).publish(revision(tmp_path, 55))
 
 

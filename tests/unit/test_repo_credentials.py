@@ -62,7 +62,7 @@ def test_a_file_that_anybody_can_write_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(RepoError, match="nowhere"):
         find(RepoSettings(credentials="dotenv", credentials_file=str(tmp_path / "nowhere")))
-    with pytest.raises(RepoError, match=r"needs repo\.credentials_file"):
+    with pytest.raises(RepoError, match=r"requires repo\.credentials_file"):
         find(RepoSettings(credentials="file"))
 
 

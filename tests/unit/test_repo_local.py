@@ -139,7 +139,7 @@ def test_a_publisher_that_ends_unread_is_an_upload_that_failed(
 ) -> None:
     monkeypatch.setattr("uploads.push.own_module", lambda _name: ["/bin/true"])
     folder = tmp_path / ("x" * 100_000)
-    with pytest.raises(PublishError, match="exited with 0 and no result"):
+    with pytest.raises(PublishError, match="exited with 0 without returning a result"):
         push(
             RepoSettings(kind="local", path=str(tmp_path)),
             Revision(tmp_path, 5, 56, 51),

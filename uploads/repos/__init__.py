@@ -38,9 +38,7 @@ def open_repo(settings: RepoSettings, env: Mapping[str, str] | None = None) -> R
         from uploads.repos.hub import open_hub
 
         return open_hub(settings, env)
-    raise RepoError(
-        f"repo.kind = {settings.kind!r} is not a kind of repo; set it to local, s3 or hf"
-    )
+    raise RepoError(f"repo.kind = {settings.kind!r} is not supported; set it to local, s3 or hf")
 
 
 def look_at(settings: RepoSettings, layout: Layout = USUAL) -> Published:

@@ -74,7 +74,7 @@ class RepoRefused(RepoError):
 
 
 class RepoUnreadable(RepoError):
-    """The storage serves this object to nobody: it is encrypted with a customer's key, or
+    """No reader can get this object from the storage: it is encrypted with a customer's key, or
     archived."""
 
 
@@ -191,7 +191,7 @@ def server_time(date: str | None, server: str) -> float:
         return parsedate_to_datetime(date or "").timestamp()
     except (TypeError, ValueError) as error:
         raise RepoError(
-            f"{server} sends no valid time (Date: {date!r}): the age is unknown"
+            f"{server} sent no valid Date header ({date!r}), so the age is unknown"
         ) from error
 
 

@@ -29,20 +29,20 @@ def find(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Mappin
     path = Path(settings.credentials_file or (".env" if settings.credentials == "dotenv" else ""))
     if not path.name:
         raise RepoError(
-            "repo.credentials = 'file' needs repo.credentials_file, a TOML file with the keys"
+            "repo.credentials = 'file' requires repo.credentials_file, a TOML file with the keys"
         )
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RepoError(
-            f"the keys' file {path} cannot be read: {error}; see repo.credentials_file"
+            f"the key file {path} cannot be read: {error}; see repo.credentials_file"
         ) from error
     _refuse_open_file(path)
     return parse_dotenv(text) if settings.credentials == "dotenv" else _parse_toml(path, text)
 
 
 def problem(settings: RepoSettings) -> str | None:
-    """Return why the keys' file is unusable; None if it is fine or the keys come from the
+    """Return why the key file is unusable; None if it is fine or the keys come from the
     environment."""
     try:
         find(settings)
@@ -52,7 +52,7 @@ def problem(settings: RepoSettings) -> str | None:
 
 
 def beside(env: Mapping[str, str], settings: RepoSettings) -> Mapping[str, str]:
-    """`env` plus the variables of the keys' file: all the secrets that a miner might print. Never
+    """`env` plus the variables in the key file: all the secrets that a miner might print. Never
     raises."""
     try:
         return {**find(settings, env), **env}
@@ -89,11 +89,11 @@ def _parse_toml(path: Path, text: str) -> dict[str, str]:
     except tomllib.TOMLDecodeError as error:
         # Hide the parser's message: it may quote the line, and the line is a key.
         raise RepoError(
-            f'the keys\' file {path} is not valid TOML; write NAME = "value" lines'
+            f'the key file {path} is not valid TOML; write NAME = "value" lines'
         ) from error
     return {name.upper(): value for name, value in document.items() if isinstance(value, str)}
 
 
 def _refuse_open_file(path: Path) -> None:
     if path.stat().st_mode & stat.S_IWOTH:
-        raise RepoError(f"the keys' file {path} is world-writable; chmod 600 it")
+        raise RepoError(f"the key file {path} is world-writable; chmod 600 it")

@@ -318,7 +318,7 @@ def _translated(error: Exception, repo_id: str) -> RepoError:
         return Missing(f"repo {repo_id} has no such file")
     if status in (401, 403) or "GatedRepoError" in kinds:
         return RepoError(
-            f"the Hub refuses the token for {repo_id} ({status}); check HF_TOKEN and "
+            f"the Hub rejected the token for {repo_id} ({status}); check HF_TOKEN and "
             "its write permission"
         )
     if "RepositoryNotFoundError" in kinds or status == 404:

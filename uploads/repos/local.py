@@ -77,7 +77,7 @@ class LocalRepo:
         try:
             size = path.stat().st_size
             if size > limit:
-                raise RepoError(f"{key} has {size} bytes, above the limit of {limit}")
+                raise RepoError(f"{key} is {size} bytes, over the limit of {limit}")
             return path.read_bytes()
         except FileNotFoundError as error:
             raise Missing(f"{path} does not exist") from error
@@ -91,13 +91,13 @@ class LocalRepo:
         try:
             size = source.stat().st_size
             if size > limit:
-                raise RepoError(f"{key} has {size} bytes, above the limit of {limit}")
+                raise RepoError(f"{key} is {size} bytes, over the limit of {limit}")
             shutil.copyfile(source, path)
         except FileNotFoundError as error:
             raise Missing(f"{source} does not exist") from error
         except OSError as error:
             raise RepoError(
-                f"{source} cannot be copied to {path}: {error.strerror}; check space and modes"
+                f"{source} cannot be copied to {path}: {error.strerror}; check space and mode"
             ) from error
 
     def put(self, key: str, data: bytes) -> None:

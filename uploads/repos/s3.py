@@ -104,9 +104,7 @@ class S3Repo:
         answer = self._call(self._client.get_object, Key=key)
         if answer["ContentLength"] > limit:
             answer["Body"].close()
-            raise RepoError(
-                f"{key} has {answer['ContentLength']} bytes, above the limit of {limit}"
-            )
+            raise RepoError(f"{key} is {answer['ContentLength']} bytes, over the limit of {limit}")
         data: bytes = self._guarded(answer["Body"].read)
         return data
 
@@ -115,7 +113,7 @@ class S3Repo:
         body, size = answer["Body"], answer["ContentLength"]
         if size > limit:
             body.close()
-            raise RepoError(f"{key} has {size} bytes, above the limit of {limit}")
+            raise RepoError(f"{key} is {size} bytes, over the limit of {limit}")
         with path.open("wb") as file:
             while block := self._guarded(lambda: body.read(BLOCK_BYTES)):
                 file.write(block)

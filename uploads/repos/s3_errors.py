@@ -80,12 +80,12 @@ def _of_answer(response: dict[str, Any], bucket: str) -> RepoError:
         return Missing(f"bucket {bucket} has no such object ({code})")
     if code in _SKEWED:
         return RepoError(
-            f"the storage refuses this host's clock ({message}); set the clock: "
-            "timedatectl set-ntp true"
+            f"the storage rejected the request because this host's clock is wrong ({message}); "
+            "sync the clock: timedatectl set-ntp true"
         )
     if code in _UNREADABLE:
         return RepoUnreadable(
-            f"bucket {bucket} denies this object to every reader ({code}: {message}); "
+            f"no reader can get this object from bucket {bucket} ({code}: {message}); "
             "upload it unencrypted"
         )
     if code in _FULL:
@@ -95,8 +95,8 @@ def _of_answer(response: dict[str, Any], bucket: str) -> RepoError:
         )
     if code in _REFUSED or status in ("401", "403"):
         return RepoRefused(
-            f"the storage refuses the keys for bucket {bucket} ({code}); check the keys "
-            "and their rights"
+            f"the storage rejected the keys for bucket {bucket} ({code}); check the keys "
+            "and their permissions"
         )
     if code == "BadDigest":
         return RepoError(
