@@ -83,8 +83,8 @@ class Checkpointer:
         on_memory_off: Callable[[str], None] = lambda _reason: None,
         optimizers: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
-        """`memory_every`: number of steps between two snapshots in /dev/shm; None: take none. When
-        a rank stops taking snapshots, it calls `on_memory_off` with the reason.
+        """`memory_every`: number of steps between two snapshots in /dev/shm; None disables them.
+        When a rank stops taking snapshots, it calls `on_memory_off` with the reason.
 
         `optimizers`: their parameters and states are copied while training continues; the next step
         of any optimizer waits for the copy. Pass every optimizer that changes the model only in its
@@ -336,8 +336,8 @@ def damage(path: Path) -> str | None:
         files = dict(manifest["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         return (
-            f"its manifest cannot be read ({error}); it was not finished, or not written by "
-            "miner-guard"
+            f"its manifest cannot be read ({error}); either the checkpoint is unfinished, or "
+            "miner-guard did not write it"
         )
     for name, facts in files.items():
         file = path / name

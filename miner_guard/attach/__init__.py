@@ -37,7 +37,7 @@ WATCHED: Mapping[str, tuple[str, ...]] = {
         "pytorch_lightning.trainer.trainer",
     ),
 }
-"""By attach mode: the modules whose import the miner's processes watch for."""
+"""The modules whose import the miner's processes watch for, by attach mode."""
 
 MODES = (*WATCHED, "log")
 

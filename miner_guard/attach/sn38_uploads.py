@@ -55,7 +55,7 @@ class Sn38Uploads:
         ]
         if unknown or "epoch" not in signature.parameters:
             self._adapter.degraded(
-                f"{function.__name__}{signature} is not a known signature; uploads are not gated"
+                f"{function.__name__} has an unknown signature {signature}; uploads are not gated"
             )
             return function
 
@@ -182,8 +182,8 @@ class Sn38Uploads:
             self._warn_of_keys(words)
             if worker.poll() not in (0, None):
                 record.error = (
-                    f"the upload worker exited with code {worker.returncode}, whatever the miner "
-                    "logs"
+                    f"the upload worker exited with code {worker.returncode}, no matter what the "
+                    "miner logs"
                 )
         if result is False:
             record.error = "the upload was cancelled; the published files may be inconsistent"

@@ -19,7 +19,7 @@ class JournalEntry:
 
     KIND: ClassVar[str] = ""
     JSON_NAMES: ClassVar[Mapping[str, str]] = {}
-    """By field: its name in the file, for fields whose name is different there."""
+    """The names in the file of fields that are named differently there."""
 
     t: float = 0.0
 

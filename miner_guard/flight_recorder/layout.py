@@ -1,8 +1,9 @@
 """The flight record's binary layout: one file per rank, written by the rank, readable by any
 process.
 
-    header 1 page what the rank is doing now, guarded by a sequence lock ring 4096 step records
-    journal 64 slots of JSON: decisions, uploads, diagnosis, messages; kept until acknowledged
+    header    1 page: what the rank is doing now, guarded by a sequence lock
+    ring      4096 step records
+    journal   64 slots of JSON: decisions, uploads, diagnosis, messages; kept until acknowledged
 
 All numbers are little endian. Times are CLOCK_MONOTONIC in seconds, which all processes of a host
 share; `wall` is seconds since 1970. An unknown number is NaN, never 0; an unknown count is -1.

@@ -43,7 +43,7 @@ class FlightReader:
         identity = Identity.unpack_from(self._map)
         if identity is None:
             self.close()
-            raise BadFlight(f"{self.path}: not a flight record of version {layout.VERSION}")
+            raise BadFlight(f"{self.path}: not a version {layout.VERSION} flight record")
         self.identity = identity
         if acknowledge and self.live:
             layout.ATTACHED.pack_into(self._map, layout.ATTACHED_OFFSET, os.getpid())

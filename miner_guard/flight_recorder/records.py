@@ -37,7 +37,7 @@ _FIRST_PHASE = 16
 
 @dataclass(frozen=True)
 class Identity:
-    """Which process a flight record belongs to."""
+    """Identifies the process that a flight record belongs to."""
 
     pid: int
     rank: int

@@ -33,7 +33,8 @@ _RUNNING = layout.STATES.index("running")
 
 
 def process_start(pid: int) -> int:
-    """When a process started, in clock ticks since boot. Raises OSError if it does not exist."""
+    """Return when a process started, in clock ticks since boot. Raises OSError if there is no such
+    process."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         return int(file.read().rsplit(b")", 1)[1].split()[19])
 

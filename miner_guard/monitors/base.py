@@ -126,8 +126,9 @@ class Monitor:
     name = "part"
 
     words: frozenset[bytes] | None = None
-    """A filter: the monitor receives every line with one of these words, plus a few others.
-    Each word has the form that `line_templates.template` returns. None: all output; empty: none."""
+    """A filter: the monitor receives every line that contains one of these words, plus a few
+    others. Each word has the form that `line_templates.template` returns. None: all output;
+    empty: none."""
 
     def __init__(self, context: Context) -> None:
         self.context = context

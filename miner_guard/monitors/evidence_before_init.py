@@ -18,7 +18,7 @@ _MAX_NAMED = 4
 
 @dataclass(frozen=True)
 class Place:
-    """The place in the code where one of the miner's processes is."""
+    """What one of the miner's processes is executing."""
 
     pid: int
     state: str
@@ -29,8 +29,8 @@ class Place:
 
 
 def places(state: StateDir, folder: Path, launcher: int, timeout_s: float) -> list[Place]:
-    """Find which code `launcher` and its Python descendants are executing, and write their stacks
-    to `folder`. Processes without children come first. Raises OSError."""
+    """Find the code that `launcher` and its Python descendants are executing, and write their
+    stacks to `folder`. Processes without children come first. Raises OSError."""
     deadline = time.monotonic() + timeout_s
     among = processes.table()
     tree = processes.descendants([launcher], among)

@@ -155,7 +155,7 @@ class FirstStepMonitor(Monitor):
         if nearness < _IS_A_STEP:
             return f"the line that most resembles a step is {text}"
         return (
-            f"the miner prints steps, such as {text}, but no rank reports one: "
+            f"the miner prints steps, such as {text}, but no rank reports any: "
             f"{_WHY_NO_STEP[attach]}"
         )
 

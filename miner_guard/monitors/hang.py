@@ -190,8 +190,8 @@ class HangMonitor(Monitor):
         return replace(hang, culprits=behind, detail=detail)
 
     def _before_init(self, folder: Path) -> list[evidence_before_init.Place]:
-        """Find which code the miner's processes are executing while no rank is known; empty without
-        a running launch."""
+        """Find the code that the miner's processes are executing while no rank is known; empty
+        without a running launch."""
         launch = self._launch
         if launch is None:
             return []
@@ -251,7 +251,7 @@ class HangMonitor(Monitor):
             watching=watching,
             reason=None
             if watching
-            else "no rank has reported: the miner does not use the hook, or has not called it yet",
+            else "no rank has reported: the miner does not use the hook or has not called it yet",
             idle_s=round(self._detector.idle_s(now), 1) if watching else None,
             limit_s=round(self._detector.limit_s, 1) if watching else None,
             hang=self._hang.detail if self._hang is not None else None,

@@ -89,7 +89,7 @@ class LogAttachMonitor(Monitor):
         for text in self.context.config.miner.log_patterns:
             try:
                 groups = re.compile(text).groupindex
-                wrong = None if _NUMBERED & set(groups) else "names no group `step` or `inner`"
+                wrong = None if _NUMBERED & set(groups) else "has no group named `step` or `inner`"
             except re.error as error:
                 wrong = f"is not a regular expression: {error}"
             if wrong is None:
@@ -143,8 +143,8 @@ class LogAttachMonitor(Monitor):
         if now - self._unhooked_since < _UNHOOKED_S:
             return []
         detail = (
-            "like those before 2025-02, this miner has no method that --attach sn38 hooks: "
-            "its steps are read from its log lines, and its uploads are not gated"
+            "like versions before 2025-02, this miner lacks the methods that --attach sn38 hooks, "
+            "so its steps are read from the log, and its uploads are not gated"
         )
         return [make_finding("log_attached", detail=detail), *self._open(launch)]
 

@@ -54,14 +54,14 @@ class MetricsMonitor(Monitor):
         if not _is_loopback(http.host):
             if not http.token:
                 return (
-                    f"host {http.host} is not loopback and no token is set; set "
+                    f"host {http.host} is not a loopback address and no token is set; set "
                     "MINER_GUARD_HTTP__TOKEN"
                 )
             if len(http.token) < MIN_TOKEN_LENGTH:
                 return (
-                    f"host {http.host} is not loopback and the token has {len(http.token)} "
-                    "characters; use one of at "
-                    f"least {MIN_TOKEN_LENGTH}, for example MINER_GUARD_HTTP__TOKEN=$(openssl "
+                    f"host {http.host} is not a loopback address and the token has only "
+                    f"{len(http.token)} characters; use at least "
+                    f"{MIN_TOKEN_LENGTH}, for example MINER_GUARD_HTTP__TOKEN=$(openssl "
                     "rand -hex 32)"
                 )
         return optional_deps.problem("http")

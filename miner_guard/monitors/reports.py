@@ -76,8 +76,8 @@ class ReportsMonitor(Monitor):
         )
         if before and size is not None and size < before / 2:
             shrunk = (
-                f"{path} has {size} bytes, the previous one {before}: ranks or optimizer state may "
-                "be missing from it"
+                f"{path} is only {size} bytes, but the previous checkpoint was {before}; it may "
+                "lack ranks or optimizer state"
             )
             return (saved, make_finding("checkpoint_stale", rank=rank, detail=shrunk))
         return (saved,)
@@ -89,9 +89,9 @@ class ReportsMonitor(Monitor):
         if not self._stale.first():
             return ()
         detail = (
-            f"the newest checkpoint ({self._newest.path}, step "
-            f"{self._newest.step}) is "
-            f"{now - self._at:.0f}s old (limit {limit:.0f}s); a restart would lose that much"
+            f"the newest checkpoint ({self._newest.path}, step {self._newest.step}) is "
+            f"{now - self._at:.0f}s old (limit {limit:.0f}s); a restart would lose that much "
+            "training"
         )
         return (make_finding("checkpoint_stale", detail=detail),)
 

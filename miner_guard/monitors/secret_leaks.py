@@ -21,7 +21,7 @@ _MIN_LENGTH = 12
 _MIN_SHAPE_LENGTH = 4
 
 _NEXT_STEP = (
-    "switch off the miner's debug logging, delete the log files that contain them, and replace the "
+    "turn off the miner's debug logging, delete the log files that contain them, and replace the "
     "keys"
 )
 

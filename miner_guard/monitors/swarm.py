@@ -30,7 +30,7 @@ class SwarmMonitor(Monitor):
             self.words = frozenset()
         self._peers: int | None = None
         self._reported: dict[str, tuple[int, float]] = {}
-        """By event: the number last reported, and the time of that report."""
+        """The number last reported for each event, and when."""
 
         self._allreduces = {"finished": 0, "failed": 0}
         self._last: dict[str, Any] | None = None

@@ -33,7 +33,7 @@ class RankCosts:
     def add(self, operation: str, seconds: float, blocking: bool) -> None:
         """Add one run of an operation. Raises ValueError if `seconds` is negative or not finite."""
         if not 0.0 <= seconds < math.inf:
-            raise ValueError(f"{operation} took {seconds} s: not a duration; ignored")
+            raise ValueError(f"{seconds} s for {operation} is not a valid duration; ignored")
         key = (operation, blocking)
         if key not in self._sums and len(self._sums) >= _MAX_OPERATIONS:
             key = ("others", blocking)

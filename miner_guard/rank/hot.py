@@ -27,7 +27,7 @@ PHASE_FLAGS = {
     **dict.fromkeys(("inference", "val_loss", "example_loss", "monitor"), layout.FLAG_EVAL),
     **dict.fromkeys(("upload", "allreduce", "load_state", "pause"), layout.FLAG_SYNC),
 }
-"""By phase: the flag of a step that spent time in it."""
+"""The flag for a step that spent time in a phase, by phase."""
 
 _LAYOUT = {
     "header_offset": layout.NOW_OFFSET,

@@ -55,7 +55,7 @@ class StandaloneLog:
         self.left_out = 0
         """Number of findings that overflowed the queue or could not be written."""
 
-        self._why = "too many lines at the same time"
+        self._why = "too many lines at once"
         self._left_out_reported = 0
         self._report_again = -math.inf
 
@@ -133,7 +133,8 @@ class StandaloneLog:
         if count <= 0 or now < self._report_again:
             return
         self._left_out_reported, self._report_again = self.left_out, now + _LEFT_OUT_EVERY_S
-        what = f"{count} lines of this rank could not be logged; the last error: {self._why}"
+        lines = catalog.counted(count, "line")
+        what = f"{lines} from this rank could not be logged; last error: {self._why}"
         self._try(catalog.make_finding("guard_degraded", what=what))
 
     def _write(self, finding: Finding) -> None:
@@ -149,7 +150,7 @@ class StandaloneLog:
             except BlockingIOError:
                 # The program has made the pipe non-blocking, and it is full. Later lines may fit.
                 self.left_out += 1
-                self._why = "the console is full"
+                self._why = "the console's pipe is full"
             except OSError:
                 # Nobody reads the console anymore, and there is nowhere else to report that.
                 self._console = None

@@ -3,7 +3,7 @@
 Parameters and optimizer states change only in an optimizer's step, so they can be copied during the
 next forward and backward pass. If the copy takes longer, the next optimizer step waits for it.
 Everything else is copied before training continues: buffers such as BatchNorm's, which a forward
-pass changes, and the states of random generators.
+pass changes, and the RNG states.
 
 If something else changes a parameter in the meantime, the copy mixes two steps. torch counts most
 changes to a tensor (not those through `.data`); if a tensor has changed, the copy is discarded.
@@ -28,8 +28,8 @@ _Tensors = list[tuple[Leaf, torch.Tensor]]
 """The place of each tensor in the copy, and this rank's shard of it."""
 
 _PATIENCE_S = 60.0
-"""How long an optimizer's step waits for a copy before discarding it. Copying takes a second per 5
-GB."""
+"""How long an optimizer's step waits for a copy before discarding it. Copying takes about a second
+per 5 GB."""
 
 
 class HostCopy:

@@ -37,8 +37,8 @@ _KEPT_FREE = 0.1
 _CHUNK = 16 * 1024 * 1024
 
 _ADVICE = (
-    "call Checkpointer.settle() before anything but an optimizer's step changes parameters; from "
-    "now on training waits for the whole copy"
+    "call Checkpointer.settle() before anything other than an optimizer step changes parameters; "
+    "from now on, training waits for the whole copy"
 )
 
 
@@ -221,7 +221,7 @@ class MemoryTier:
         if needed > free * (1 - _KEPT_FREE):
             raise NoRoom(
                 f"a copy and a slot of {size / 2**30:.2f} GiB each need {needed / 2**30:.2f} GiB "
-                f"of memory, but only {free / 2**30:.2f} GiB are free"
+                f"of memory, but only {free / 2**30:.2f} GiB is free"
             )
         if not fits:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -145,7 +145,7 @@ class _Deadline:
         return Answer(None, reason, seconds, answered=False)
 
     def _made(self) -> float:
-        """CPU seconds that the child has used plus megabytes that it has read."""
+        """The child's progress: CPU seconds used plus megabytes read."""
         try:
             with self._process.oneshot():
                 cpu, io = self._process.cpu_times(), self._process.io_counters()

@@ -83,7 +83,7 @@ def test_a_program_that_asks_on_only_one_rank_gets_a_report_and_no_restart(
     settings = {**FAST, "hang.min_s": 120, "gate.broadcast_timeout_s": 2}
     guarded.start(late(guarded, 0, "alone"), settings=settings)
     degraded = guarded.wait_for("guard_degraded", seconds=90)
-    assert "every rank must ask, at the same step" in degraded["msg"]
+    assert "every rank must ask at the same step" in degraded["msg"]
     time.sleep(3)
     assert not guarded.named("hang_detected")
     assert guarded.stop() == 0

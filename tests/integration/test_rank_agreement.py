@@ -110,6 +110,6 @@ def test_if_one_rank_never_asks_the_others_are_blocked_in_time_without_raising(
         assert now.state == "finished"
         assert rank == 0 or any(e.get("event") == "guard_degraded" for e in entries)
     assert f"not every rank asked within {TIMEOUT_S:g} s" in ranks[0]["one is silent"]["reason"]
-    assert "every rank must ask, at the same step" in ranks[0]["ever after"]["reason"], (
+    assert "every rank must ask at the same step" in ranks[0]["ever after"]["reason"], (
         "a person must know what to do"
     )

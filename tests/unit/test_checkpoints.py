@@ -84,7 +84,7 @@ def flip(path: Path) -> None:
         (cut, "has 100 bytes"),
         (flip, "does not match its checksum"),
         (lambda p: largest(p).unlink(), "is missing"),
-        (lambda p: (p / MANIFEST).unlink(), "not finished"),
+        (lambda p: (p / MANIFEST).unlink(), "unfinished"),
         (lambda p: (p / MANIFEST).write_text('{"files"'), "its manifest cannot be read"),
     ],
 )

@@ -250,7 +250,7 @@ def test_patterns_of_ones_own_come_first_and_a_bad_one_is_named(tmp_path: Path) 
 
 def test_a_pattern_that_can_never_give_a_step_is_named(tmp_path: Path) -> None:
     log = Log(tmp_path, log_patterns=(r"outer_step (?P<outer_step>\d+) loss (?P<loss>\S+)",))
-    assert "names no group `step` or `inner`" in str(log.findings[0].fields["what"])
+    assert "has no group named `step` or `inner`" in str(log.findings[0].fields["what"])
 
 
 def test_a_step_number_with_commas_is_read_and_a_missing_one_ignored(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_a_restart_is_not_a_stale_checkpoint(monitor: ReportsMonitor) -> None:
 def test_one_that_is_half_as_large_or_incomplete_is_reported(monitor: ReportsMonitor) -> None:
     monitor.on_entry(0, checkpoint(20))
     _, shrunk = monitor.on_entry(0, checkpoint(40, size=400))
-    assert "400 bytes, the previous one 1000" in message(shrunk)
+    assert "only 400 bytes, but the previous checkpoint was 1000" in message(shrunk)
     (incomplete,) = monitor.on_entry(0, checkpoint(60, complete=False))
     assert "incomplete" in message(incomplete)
 

@@ -40,7 +40,7 @@ below it hold the sum of their 24-bit marks."""
 _MARK = (1 << 24) - 1
 
 _ADVICE = (
-    "every rank must ask, at the same step; the ranks cannot agree again until the miner restarts"
+    "every rank must ask at the same step; the ranks cannot agree again until the miner restarts"
 )
 
 _NODE = "node "
@@ -163,7 +163,7 @@ class Group:
         what = (
             f"not every rank asked within {self._timeout_s:g} s"
             if missed
-            else f"the ranks stopped agreeing after {waited:.1f} s: a rank is gone or too late"
+            else f"the ranks stopped agreeing after {waited:.1f} s: a rank exited or is too late"
         )
         self.broken = f"{what}; {_ADVICE}"
         self._channel.close()

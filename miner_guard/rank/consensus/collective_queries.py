@@ -71,8 +71,9 @@ class CollectiveQueries:
         if (rank, world_size) != (self._place.rank, self._place.world_size):
             self._recorder.report_error(
                 "place",
-                f"this is rank {rank} of {world_size} and is recorded as rank {self._place.rank} "
-                f"of {self._place.world_size}: call miner_guard.init() after init_process_group",
+                f"this is rank {rank} of {world_size}, but it is recorded as rank "
+                f"{self._place.rank} of {self._place.world_size}: call miner_guard.init() after "
+                "init_process_group",
             )
 
     def may_upload(

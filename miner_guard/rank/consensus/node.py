@@ -65,7 +65,7 @@ class NodeLeader:
         self._path = path
         self._socket: socket.socket | None = None
         self._early: dict[int, list[tuple[Ask, str | bytes]]] = {}
-        """By number: questions that other ranks sent before this rank asked them."""
+        """Questions that other ranks sent before this rank asked them, by number."""
 
         self._asked: list[tuple[int, str | bytes]] = []
         if path is None:

@@ -21,7 +21,7 @@ Send it only if that file exists and its first line names the rank's pid: the si
 that has no handler for it.
 """
 
-WITHOUT = "only py-spy can read the stacks of a hang"
+WITHOUT = "only py-spy can read the stacks if it hangs"
 """The consequence for the operator if the program uses the signal itself."""
 
 _NUMBER = int(STACKS_SIGNAL)
@@ -42,7 +42,7 @@ def register(path: Path) -> IO[bytes]:
     SignalTaken, OSError."""
     global _registered
     if taken() or (_caught() and not _registered):
-        raise SignalTaken(f"{STACKS_SIGNAL.name} is used by the program: {WITHOUT}")
+        raise SignalTaken(f"the program uses {STACKS_SIGNAL.name}, so {WITHOUT}")
     fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     file = open(fd, "wb", buffering=0)  # noqa: SIM115 - open as long as the process: the handler writes to it
     file.write(b"pid %d\n" % os.getpid())
@@ -115,7 +115,7 @@ class StackDumps:
         if self._file is not None and taken():
             file, self._file = self._file, None
             release(file)
-            self._report("stacks", f"{STACKS_SIGNAL.name} is now used by the program: {WITHOUT}")
+            self._report("stacks", f"the program now uses {STACKS_SIGNAL.name}, so {WITHOUT}")
         return self._file is not None
 
 

@@ -225,7 +225,7 @@ def test_a_guard_created_before_the_process_group_reports_its_wrong_rank(
         guard.step()
         guard.upload_due()
     assert messages(state)[0] == (
-        "this is rank 0 of 2 and is recorded as rank 0 of 1: call miner_guard.init() "
+        "this is rank 0 of 2, but it is recorded as rank 0 of 1: call miner_guard.init() "
         "after init_process_group"
     )
 
