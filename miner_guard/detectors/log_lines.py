@@ -204,7 +204,7 @@ class LogSteps:
         self._seen: deque[tuple[int | None, ...]] = deque(maxlen=_REMEMBERED)
         self._last: StepLine | None = None
         self._rank: int | None = None
-        """The lowest rank that prints steps: the others print the same ones."""
+        """The lowest rank that prints steps; the other ranks print the same steps."""
 
         self._unnumbered = 0
         self._numbered = False

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from miner_guard.config import StepSettings
 
 OUTSIDE = "no named phase"
-"""Name for a step's time outside all phases."""
+"""Name for the part of a step outside all phases."""
 
 _WAITS: tuple[tuple[str, ...], ...] = (
     ("collective",),

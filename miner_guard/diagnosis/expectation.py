@@ -10,7 +10,7 @@ class Expectation:
     """The number of GPUs that must be present."""
 
     count: int | None
-    """None: no source names a count and no GPU is known to be present, so a CPU run is not an
+    """None if no source gives a count and no GPU is known to be present; a CPU run is then not an
     error."""
 
     origin: str

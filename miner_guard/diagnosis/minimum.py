@@ -10,7 +10,7 @@ from miner_guard.eventlog.formatters import gb
 
 def checks(s: Snapshot) -> Iterator[Check]:
     """Compare this host with the minimum; empty without a profile. A shortfall is a warning: the
-    subnet refuses no miner, but a miner below the minimum earns nothing."""
+    subnet accepts every miner, but one below the minimum earns nothing."""
     host = s.host or {}
     memories = [row["memory_total_bytes"] for row in s.gpu_rows if row.get("memory_total_bytes")]
     gpus: float | None = (

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from miner_guard.diagnosis.check import Check, Snapshot
 
 REFUSED_SKEW_S = 900.0
-"""S3 refuses requests whose time is off by more than 15 minutes."""
+"""S3 rejects requests whose timestamp is off by more than 15 minutes."""
 
 
 def checks(s: Snapshot) -> Iterator[Check]:
