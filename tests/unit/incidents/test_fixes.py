@@ -33,7 +33,7 @@ def found(log: str) -> Explained:
         (
             "OSError: libtorch_cuda.so: cannot open shared object file: No such file or directory",
             "version_mismatch",
-            "Install a torch with CUDA",
+            "Install a CUDA build of torch",
         ),
         ("ModuleNotFoundError: No module named 'bitsandbytes'", "version_mismatch", "bitsandbytes"),
         (
@@ -82,7 +82,7 @@ def found(log: str) -> Explained:
             "huggingface_hub.errors.HfHubHTTPError: 500 Server Error: Internal Server Error for "
             "url: https://huggingface.co/api/models/x",
             "hub_or_storage_unavailable",
-            "Wait: ",
+            "Wait and retry",
         ),
         (
             "huggingface_hub.errors.HfHubHTTPError: 403 Forbidden: You don't have the rights to "
@@ -112,7 +112,7 @@ def found(log: str) -> Explained:
             "code_bug",
             "log of the process that failed",
         ),
-        ("MemoryError", "host_oom_kill", "more memory or swap"),
+        ("MemoryError", "host_oom_kill", "Add memory or swap"),
         (
             "google.api_core.exceptions.Forbidden: 403 GET me@example.com does not have "
             "storage.objects.get access to the Google Cloud Storage object.",
