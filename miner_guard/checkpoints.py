@@ -262,7 +262,7 @@ class Checkpointer:
         if self._memory is None or not common:
             if self._rank == 0 and any(held):
                 shown = ", ".join(str(sorted(steps or ())) for steps in held[:8])
-                on_skipped(Skipped(Path("/dev/shm"), f"the ranks hold different steps: {shown}"))
+                on_skipped(Skipped(Path("/dev/shm"), f"the ranks saved different steps: {shown}"))
             return None
         step = max(common)
         newest = max((_step_of(path) for path in _complete_ones(self._folder)), default=-1)

@@ -54,7 +54,7 @@ class GateInputs:
         if 0 <= age <= max_age_s:
             return self
         if age < 0:
-            reason = "gate-inputs.json is from before this host's last boot"
+            reason = "gate-inputs.json was written before this host's last boot"
         else:
             reason = (
                 f"gate-inputs.json is {age:.0f}s old (limit {max_age_s:.0f}s): is the guard "

@@ -171,13 +171,15 @@ class Publisher:
         effort = self._effort()
         if left["phase"] == COMMITTING:
             effort.of(
-                "finishing", lambda: self._repo.commit(tickets, left["tag"]), may_cancel=False
+                "finishing an upload",
+                lambda: self._repo.commit(tickets, left["tag"]),
+                may_cancel=False,
             )
             for ticket in tickets:
                 effort.of("reading back", lambda t=ticket: self._repo.confirm(t), may_cancel=False)  # type: ignore[misc]
             self._journal.end()
             return f"Finished the upload with tag {left['tag']}, whose publisher had died"
-        effort.of("undoing", lambda: self._repo.abort(tickets), may_cancel=True)
+        effort.of("undoing an upload", lambda: self._repo.abort(tickets), may_cancel=True)
         return None
 
     def publish(self, revision: Revision) -> Result:
@@ -222,7 +224,11 @@ class Publisher:
     ) -> list[ObjectInfo]:
         """Make the revision visible and read it back. Raises RepoError."""
         try:
-            effort.of("showing", lambda: self._repo.commit(tickets, revision.tag), may_cancel=False)
+            effort.of(
+                "making the upload visible",
+                lambda: self._repo.commit(tickets, revision.tag),
+                may_cancel=False,
+            )
         except RepoError as error:
             raise RepoError(
                 f"{error}; this happened while tag {revision.tag} was becoming visible, so the "
@@ -265,7 +271,7 @@ class Publisher:
         same = earlier is not None and earlier["tag"] == revision.tag
         self._journal.begin(revision.tag, earlier["notes"] if same and earlier is not None else {})
         if not same:
-            swept = effort.of("sweeping", self._repo.sweep, may_cancel=True)
+            swept = effort.of("cleaning up", self._repo.sweep, may_cancel=True)
             if swept:
                 self._say(f"Removed {counted(swept, 'object')} left over from an unfinished upload")
         meter = _Meter(sum(p.stat().st_size for _, p in files), self._say, self.cancelled)

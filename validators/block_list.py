@@ -81,7 +81,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         return Verdict(RULE, "block", None, limit, words)
     if not blocks:
         words = (
-            "block_list is empty: the validator raises and resets scores; wait "
+            "block_list is empty, so validators raise an error and reset scores; wait "
             "until the miner has read the chain"
         )
         return Verdict(RULE, "block", 0, limit, words)
@@ -92,7 +92,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     age = block - max(blocks)
     old = f"newest block in block_list is {age} blocks old"
     if limit is not None and age > limit:
-        words = f"{old} (limit {limit:.0f}): rejected. Has this node stalled?"
+        words = f"{old} (limit {limit:.0f}); validators reject it. Has this node stalled?"
         return Verdict(RULE, "block", age, limit, words)
     if limit is not None and age > 0.75 * limit:
         return Verdict(RULE, "warn", age, limit, f"{old} (limit {limit:.0f})")

@@ -101,17 +101,17 @@ class Limits:
     gradient."""
 
     gradients_chunk: int | None = None
-    """Edge length of the chunks (the DCT's) within which indices count; None if they address the
-    whole tensor."""
+    """Edge length of the (DCT) chunks that indices are relative to; None if they address the whole
+    tensor."""
 
     gradients_layout: str = "rows"
     """Layout of a matrix's chunks: `rows` of its whole width, or square `blocks`."""
 
     gradients_inside: str | None = None
-    """The key that holds the gradients; None: the file's top level holds them."""
+    """The key under which the file stores the gradients; None if they are at its top level."""
 
     gradients_packed_bits: int | None = None
-    """12: indices are packed, two in three bytes of uint8. None: one number each."""
+    """12 if indices are packed, two in three bytes of uint8; None if each is a separate number."""
 
     gradients_topk: int | None = None
     """Values per chunk, capped at the chunk's length; None: any number."""
@@ -123,7 +123,7 @@ class Limits:
     """Smallest and largest accepted scale of quantised values."""
 
     gradients_value_dtype: str | None = None
-    """torch's name of the required value dtype: validators scatter values into a tensor of it."""
+    """torch's name for the required dtype of values: validators scatter them into such a tensor."""
 
     gradients_min_bytes: int | None = None
     gradients_max_bytes: int | None = None

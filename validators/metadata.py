@@ -94,7 +94,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         return Verdict(RULE, "unknown", None, needed, "the caller did not pass metadata.json")
     if missing := [name for name in needed if name not in seen]:
         words = (
-            f"metadata.json lacks {', '.join(missing)}: validators then read inner step 0 "
+            f"metadata.json lacks {', '.join(missing)}, so validators read inner step 0 "
             "and reset scores"
         )
         return Verdict(

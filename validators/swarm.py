@@ -26,7 +26,8 @@ def judge_alive(facts: Facts, limits: Limits) -> Verdict:
         return Verdict(ALIVE, "unknown", None, limit, f"the miner's axon is unknown: {why}")
     if seen.address == "":
         words = (
-            "the chain names no axon for this uid, so validators can't invite the miner; start it"
+            "the chain lists no axon for this uid, so validators can't invite the miner; start the "
+            "axon"
         )
         return Verdict(ALIVE, "warn", "", limit, words)
     if seen.seconds is None:
@@ -56,6 +57,6 @@ def judge_allreduce(facts: Facts, limits: Limits) -> Verdict:
         words = f"no AllReduce in the miner's log since the guard started{worth}"
         return Verdict(ALLREDUCE, "unknown", None, None, words)
     if seen.error is not None:
-        words = f"the last AllReduce failed here: {seen.error}{worth}; see the log before that line"
+        words = f"the last AllReduce failed here: {seen.error}{worth}; see the preceding log lines"
         return Verdict(ALLREDUCE, "warn", seen.error, None, words)
     return Verdict(ALLREDUCE, "pass", "finished", None, "the last AllReduce finished here")

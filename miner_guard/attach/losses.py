@@ -2,9 +2,9 @@
 `backward`.
 
 Gradients add up over the micro-batches of a step, so this sum is the loss whose gradient the
-optimizer applies. With `(loss / 4).backward()` four times, it is the mean. Unless the graph shows
-that the program divides the losses of its micro-batches, the loss is marked as a sum
-(`Loss.summed`).
+optimizer applies. If the program calls `(loss / 4).backward()` four times, the sum is the mean.
+Unless the graph shows that the program divides the losses of its micro-batches, the loss is marked
+as a sum (`Loss.summed`).
 """
 
 from __future__ import annotations

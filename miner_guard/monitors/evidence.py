@@ -76,7 +76,7 @@ class Gathered:
 
     stacks_of: tuple[int, ...]
     late: Late | None
-    """The ranks late to a collective, according to torch's Flight Recorder."""
+    """The ranks that are late to a collective, according to torch's Flight Recorder."""
 
 
 def identity_of(state: StateDir, rank: int) -> Identity | None:
@@ -311,11 +311,13 @@ def faulthandler(source: Path, path: Path, process: processes.Process) -> str:
     try:
         before = read_regular(source)
     except OSError:
-        return "none: no py-spy, and the hook registered no signal"
+        return "none: py-spy did not run, and the hook registered no signal handler"
     if before.split(b"\n", 1)[0] != b"pid %d" % process.pid:
-        return "none: no py-spy, and the stacks file belongs to another process"
+        return "none: py-spy did not run, and the stacks file belongs to another process"
     if not processes.catches(process.pid, STACKS_SIGNAL):
-        return "none: no py-spy, and the program has replaced itself or dropped the handler"
+        return (
+            "none: py-spy did not run, and the program has replaced itself or removed the handler"
+        )
     if not processes.send(process, STACKS_SIGNAL):
         return "none: the rank is gone"
     deadline = time.monotonic() + _FAULTHANDLER_S

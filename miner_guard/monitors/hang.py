@@ -264,4 +264,4 @@ def _elsewhere(hang: Hang, who: Sequence[Subject]) -> str:
     others = ranks_elsewhere(subject.identity for subject in who)
     if hang.culprits or hang.finished or others <= 0:
         return ""
-    return f"; {counted(others, 'rank')} on other nodes: a guard there names the late rank"
+    return f"; {counted(others, 'rank')} on other nodes: check the guards there for the late rank"

@@ -62,7 +62,7 @@ class LineRouter:
         self._seekers = [m for m in (*self._raw, *self._by_line) if m.words]
         self._sieve = TemplateFilter({word for m in self._seekers for word in m.words or ()})
         self._known: dict[bytes, frozenset[Monitor]] = {}
-        """The monitors to which lines of a template go, for the latest templates."""
+        """The monitors that receive the lines of a template, for the latest templates."""
 
         self._rest = b""
         self._begun = False

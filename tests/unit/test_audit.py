@@ -65,7 +65,8 @@ def test_what_validators_accept_passes_and_says_what_was_checked(tmp_path: Path)
         ({"age_s": 4900.0}, "repo_age: gradients are 4900s old >= 4800s: they score zero"),
         (
             {"blocks": [899]},
-            "block_list: newest block in block_list is 201 blocks old (limit 200): rejected",
+            "block_list: newest block in block_list is 201 blocks old (limit 200); "
+            "validators reject it",
         ),
         ({"blocks": []}, "block_list: block_list is empty"),
         ({"wvals": torch.tensor([float("nan"), 1.0])}, "gradients: gradients.pt: w: NaN or Inf"),

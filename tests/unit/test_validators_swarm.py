@@ -32,7 +32,7 @@ def facts(**known: object) -> Facts:
         (Axon("1.2.3.4:8091", 2.3), "pass", "responds in 2.30s"),
         (Axon("1.2.3.4:8091", 2.4), "warn", "responds in 2.40s, but validators wait only 2.3s"),
         (Axon("1.2.3.4:8091", None, "refused"), "warn", "does not respond to this host (refused)"),
-        (Axon(""), "warn", "the chain names no axon for this uid"),
+        (Axon(""), "warn", "the chain lists no axon for this uid"),
         (Axon(None, reason="not read"), "unknown", "the miner's axon is unknown: not read"),
         (None, "unknown", "the miner's axon is unknown: the chain was not read"),
     ],
