@@ -26,7 +26,7 @@ MB/s."""
 _SMALL = CHUNK // 4
 
 _UNSEEN = 64 * 1024 * 1024
-_UNSEEN_HELD = 8 * 1024 * 1024
+_UNSEEN_HELD = 6 * 1024 * 1024
 """Limits for output that the monitors have not seen yet, and for the memory that it occupies. The
 guard relays a burst up to this size as fast as it can copy. For a larger one, it slows the miner
 down to the monitors' speed."""
