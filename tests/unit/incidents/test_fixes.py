@@ -31,6 +31,46 @@ def found(log: str) -> Explained:
             "flash-attn",
         ),
         (
+            "RuntimeError: No CUDA GPUs are available",
+            "cuda_unavailable",
+            "Compare CUDA_VISIBLE_DEVICES",
+        ),
+        (
+            "FileNotFoundError: Couldn't find any data file at /data/mix.",
+            "dataset_fetch_failed",
+            "Set the dataset path",
+        ),
+        (
+            "error:{'type': 'Module', 'name': 'TooManyRegistrationsThisInterval', 'docs': []}",
+            "chain_transaction_failed",
+            "next registration interval",
+        ),
+        (
+            "RuntimeError: Data processing error: CAS service error : Request failed",
+            "hub_or_storage_unavailable",
+            "HF_HUB_DISABLE_XET=1",
+        ),
+        (
+            "An error occurred (403) when calling the HeadObject operation: Forbidden",
+            "storage_access_denied",
+            "--no-sign-request",
+        ),
+        (
+            "RuntimeError: size mismatch for fc.weight: copying a param with shape (10, 4)",
+            "state_dict_mismatch",
+            "Build the model with the checkpoint's number of classes",
+        ),
+        (
+            "wandb: ERROR failed to upsert bucket: 403 Forbidden: permission denied [upsertBucket]",
+            "tracker_unavailable",
+            "Set `entity=`",
+        ),
+        (
+            "run.sh: line 3: 4242 Killed                  python train.py",
+            "host_oom_kill",
+            "use less host memory",
+        ),
+        (
             "OSError: libtorch_cuda.so: cannot open shared object file: No such file or directory",
             "version_mismatch",
             "Install a CUDA build of torch",
