@@ -46,7 +46,7 @@ class GateInputs:
     """`digest`, if already computed from the file's text."""
 
     def aged(self, now: float, max_age_s: float) -> GateInputs:
-        """Mark repo and network unknown if, at `now` (monotonic), the file is older than
+        """Mark repo and network as unknown if, at `now` (monotonic), the file is older than
         `max_age_s`."""
         if self.reason is not None or self.written_monotonic is None:
             return self

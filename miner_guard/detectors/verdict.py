@@ -34,7 +34,7 @@ class RunVerdict:
     """The action to take; empty if none is needed."""
 
     event: str | None
-    """The event whose runbook row helps; None if there is none."""
+    """The event whose row in the runbook applies, or None."""
 
     confidence: str
     """`measured`, `likely` (inferred from related evidence) or `unknown`."""

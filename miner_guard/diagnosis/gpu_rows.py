@@ -74,7 +74,7 @@ def _peers(rows: list[Row]) -> Iterator[Check]:
         yield Check("gpu.peers", "warn", seen, "the same for all", step)
     else:
         seen = (
-            f"each GPU reaches {commonest} of the {len(counts) - 1} others directly"
+            f"each GPU reaches {commonest} of the other {len(counts) - 1} directly"
             if commonest
             else "no peer-to-peer access"
         )

@@ -44,7 +44,7 @@ REQUESTS = struct.Struct("<Q")
 REQUESTS_OFFSET = 136
 
 ATTACHED = struct.Struct("<Q")
-"""Nonzero once a supervisor has opened the record. The supervisor writes its pid."""
+"""The pid of the supervisor, which writes it when it opens the record; zero until then."""
 ATTACHED_OFFSET = 144
 
 NOW = struct.Struct("<QB7x24sddqqqddddQQQQ")

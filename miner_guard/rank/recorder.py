@@ -148,6 +148,6 @@ class Recorder:
 
 
 def describe(error: BaseException) -> str:
-    """Describe an exception on one line, with limited length."""
+    """Describe an exception on one line, truncated to a maximum length."""
     text = " ".join(str(error).split())[:200]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

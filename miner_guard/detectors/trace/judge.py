@@ -179,8 +179,8 @@ def _climb(trace: Trace, loss: Series, index: int, seen: levels.Climb) -> Anomal
     step = loss.steps[index]
     cause, fixes = advice.for_divergence(trace.nearest("lr", step), loss.steps[index - 1])
     detail = (
-        f"loss left its level of {seen.best:.4g} at step {step}, never came back down "
-        f"and ends at {seen.level:.4g}"
+        f"loss rose from {seen.best:.4g} at step {step}, never came back down "
+        f"and ended at {seen.level:.4g}"
     )
     return Anomaly(
         "divergence",
