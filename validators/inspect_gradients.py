@@ -112,7 +112,7 @@ def _check_claims(path: str, size: int) -> None:
     # torch stores without compression, so contents larger than the file indicate a zip bomb or a
     # forged header.
     if claimed > size:
-        raise RejectedFile(f"claims {claimed} bytes inside a file of {size}")
+        raise RejectedFile(f"claims {claimed} bytes, but the size of its file is {size}")
 
 
 def _restrict(memory_bytes: int, cpu_s: float) -> None:

@@ -60,7 +60,7 @@ class Summary:
     """The last verdict: `STOPPED since 12:03 UTC: the miner finished its work`."""
 
     before: str | None = None
-    """The verdict before the last, without its cause, because a finished demo always ends with
+    """The next-to-last verdict without its cause. The last one of a finished demo is always
     STOPPED."""
 
 

@@ -202,7 +202,7 @@ class Grammar:
 def _step(
     text: str, fields: Mapping[str, _Field], bar: tuple[int, int] | None
 ) -> tuple[int | None, bool]:
-    """The step's number, and whether it may count samples."""
+    """The step's number, and whether that number might count samples instead of steps."""
     named = _whole(fields.get("step"))
     if named is not None:
         return named, False

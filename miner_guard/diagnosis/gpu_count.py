@@ -156,5 +156,5 @@ def _visible(s: Snapshot) -> Iterator[Check]:
     mask = s.env["CUDA_VISIBLE_DEVICES"]
     seen = f"CUDA_VISIBLE_DEVICES={mask!r} exposes {counted(shown, 'GPU')}"
     limit = str(s.expectation.count) if s.expectation.expects_gpus else None
-    step = "unset CUDA_VISIBLE_DEVICES or name all GPUs" if short else None
+    step = "unset CUDA_VISIBLE_DEVICES or list all GPUs in it" if short else None
     yield Check("gpu.visible", "critical" if short else "ok", seen, limit, step)

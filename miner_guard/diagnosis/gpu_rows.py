@@ -124,7 +124,8 @@ def _readable(row: Row) -> Check:
         sample = next(iter(withheld.values()))
         seen = f"{name}: not readable: {', '.join(sorted(withheld))} ({sample})"
         step = (
-            "in a container, ask the host for access; the checks that need these values are skipped"
+            "if this is a container, give it access on the host; the checks that need these values "
+            "are skipped"
         )
         return Check("gpu.state", "unknown", seen, None, step, row["index"])
     return Check("gpu.state", "ok", f"{name} responds", None, None, row["index"])

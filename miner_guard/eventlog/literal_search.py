@@ -75,8 +75,8 @@ def _matched(number: int, *place_and_found: Any) -> None:
 class IndexSearch:
     """Indexes each literal by its longest run of letters, and each run by its rarest four letters.
 
-    A text repeats its words, so the search remembers which literals each word may belong to, and
-    looks for runs only in new words. A literal without a run is searched for directly.
+    Words recur in a text, so the search remembers which literals each word may belong to, and looks
+    for runs only in new words. It searches for a literal without a run directly.
     """
 
     def __init__(self, literals: Iterable[bytes]) -> None:

@@ -35,13 +35,13 @@ _P2P_READ = 0
 _RECOVERY = ("none", "reset the GPU", "reboot the node", "drain peer-to-peer", "drain and reset")
 
 _RECOVERY_FIELD = 230
-"""NVML_FI_DEV_GET_GPU_RECOVERY_ACTION of nvml.h, which nvidia-ml-py before 12.570 does not name; a
-driver that lacks it returns an error."""
+"""NVML_FI_DEV_GET_GPU_RECOVERY_ACTION from nvml.h. nvidia-ml-py defines it from 12.570 on; a driver
+that lacks it returns an error."""
 
 
 class _FabricInfo(ctypes.Structure):
-    """nvmlGpuFabricInfo_t of nvml.h. Up to 13.595 nvidia-ml-py declares a cluster UUID of 80 bytes
-    instead of 16, and with that layout every fabric reads as "not supported"."""
+    """nvmlGpuFabricInfo_t from nvml.h. nvidia-ml-py up to 13.595 declares the cluster UUID with 80
+    bytes instead of 16, and with that layout every fabric reads as "not supported"."""
 
     _fields_ = (
         ("cluster_uuid", ctypes.c_ubyte * 16),

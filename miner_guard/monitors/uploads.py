@@ -109,8 +109,8 @@ class UploadsMonitor(Monitor):
         context.jobs.once("recall", self._recall)
 
     def _recall(self) -> None:
-        """Load the latest item of each kind that an earlier guard stored, unless this one has a
-        newer one."""
+        """Load the latest item of each kind that an earlier guard stored, unless this guard
+        already has a newer item."""
         for name, (table, section) in _SHOWN.items():
             row = self._ledger.last(table)
             if row is not None and self._last[name] is None:

@@ -67,8 +67,8 @@ class Supervisor:
         self.before_first: Callable[[Callable[[], None], Callable[[int, str], None]], None] = (
             lambda go, _refuse: go()
         )
-        """Called before the first launch. It calls the first argument to launch, or the second with
-        an exit code and a reason to refuse."""
+        """Called before the first launch. To launch, it calls its first argument; to refuse, it
+        calls its second with an exit code and a reason."""
         self.before_next: Callable[[Callable[[], None]], None] = lambda proceed: proceed()
         """Called before every launch but the first. It calls its argument, in this thread, when the
         launch may proceed."""

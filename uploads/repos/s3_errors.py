@@ -63,7 +63,7 @@ def translated(error: Exception, bucket: str) -> RepoError:
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if kinds & set(_NETWORK) or isinstance(error, (OSError, TimeoutError)):
         return RepoError(
-            f"no response from the storage of bucket {bucket}: {first_line(error)}", transient=True
+            f"no response from the storage for bucket {bucket}: {first_line(error)}", transient=True
         )
     return RepoError(f"bucket {bucket}: {type(error).__name__}: {first_line(error)}")
 
@@ -90,7 +90,7 @@ def _of_answer(response: dict[str, Any], bucket: str) -> RepoError:
         )
     if code in _FULL:
         return RepoError(
-            f"the storage of bucket {bucket} accepts no more data ({code}); free space or "
+            f"the storage for bucket {bucket} accepts no more data ({code}); free space or "
             "raise its quota"
         )
     if code in _REFUSED or status in ("401", "403"):
@@ -103,9 +103,9 @@ def _of_answer(response: dict[str, Any], bucket: str) -> RepoError:
             f"bucket {bucket} received different data than was sent ({code})", transient=True
         )
     if code in _TRANSIENT or status in ("429", "500", "502", "503", "504"):
-        return RepoError(
-            f"the storage of bucket {bucket} is busy ({status} {code})", transient=True
-        )
+        return RepoError(f"storage for bucket {bucket} is busy ({status} {code})", transient=True)
     if code in ("NotImplemented", "MethodNotAllowed") or status in ("405", "501"):
-        return Unsupported(f"the storage of bucket {bucket} does not support this request ({code})")
+        return Unsupported(
+            f"the storage for bucket {bucket} does not support this request ({code})"
+        )
     return RepoError(f"bucket {bucket}: {code}: {message}")

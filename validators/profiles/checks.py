@@ -76,7 +76,7 @@ def wrong_limits(limits: Mapping[str, Any]) -> Iterator[str]:
             yield f"[limits] {name}: no rule knows this limit{hint}"
         elif not _fits(value, kinds[name]):
             expected = _type_name(kinds[name])
-            yield f"[limits] {name} is {value!r}; the rules need {expected}"
+            yield f"[limits] {name} is {value!r}; the rules require {expected}"
         else:
             yield from (f"[limits] {name}: {value!r} {why}" for why in _wrong_text(name, value))
     try:

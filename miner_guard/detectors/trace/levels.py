@@ -169,8 +169,8 @@ _STILL = 0.01
 
 
 def flat(values: Sequence[float]) -> Flat | None:
-    """Find a loss that stays within 3 % of its first level to the end, with noise low enough to be
-    sure.
+    """Find a loss that stays within 3 % of its initial level until the end, with too little noise
+    to hide a fall.
 
     A loss that fell at its start and then stays level has converged and does not count, unless it
     is stuck near chance.
