@@ -11,11 +11,11 @@
 #include <stdint.h>
 #include <string.h>
 
-#define MAX_PROBES 32 /* After this many, a template gets its own object: fast lookups. */
+#define MAX_PROBES 32 /* After this many probes, give the template its own object. */
 #define LENGTHS 512
 #define SLOTS 1024 /* Initial size of the table. */
 #define LARGE 65536
-#define MAX_HANDOFFS 16 /* After releasing the lock this often, keep it. */
+#define MAX_HANDOFFS 16 /* After releasing the lock this many times, keep it. */
 
 typedef struct {
     uint64_t hash;
@@ -59,7 +59,7 @@ static uint64_t hash_of(const uint8_t *at, size_t size)
     return hash ^ (hash >> 29);
 }
 
-/* Return 1 if two lines of equal size differ only in characters that a template drops. */
+/* Return 1 if two lines of the same size differ only in characters that a template drops. */
 static int alike(const uint8_t *a, const uint8_t *b, size_t size)
 {
     size_t i = 0;
@@ -97,7 +97,7 @@ static void enter(search *self)
     }
 }
 
-/* Enlarge the table. It starts small, so that text with few templates stays cheap. */
+/* Enlarge the table. It starts small to keep texts with few templates cheap. */
 static int widen(search *self)
 {
     const size_t slots = self->table == NULL ? SLOTS : 4 * (self->mask + 1);

@@ -1,5 +1,5 @@
-/* The runs of stack frames in a block of lines (frame_runs.py): most lines of a log full of errors
-   are in one. Holds no state. */
+/* Finds the runs of stack frames in a block of lines (frame_runs.py), which make up most lines of a
+   log full of errors. Keeps no state. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -28,7 +28,7 @@ static size_t size_of(span text)
     return (size_t)(text.end - text.at);
 }
 
-/* Whether `text` begins with a literal; if so, move behind it. */
+/* Return whether `text` begins with a literal, and if so, move past it. */
 static int skip(span *text, const char *literal)
 {
     const size_t size = strlen(literal);
@@ -49,14 +49,14 @@ static size_t skip_digits(span *text, size_t most)
     return count;
 }
 
-/* The line that begins at `at`, without its newline; `at` is NULL if it has none. */
+/* The line that begins at `at`, without its newline. If it has no newline, `at` is NULL. */
 static span line_at(const uint8_t *at, const uint8_t *end)
 {
     const uint8_t *stop = at < end ? memchr(at, '\n', (size_t)(end - at)) : NULL;
     return (span){stop == NULL ? NULL : at, stop};
 }
 
-/* The prefix of torch or of torchrun --tee, which may be empty. */
+/* The prefix that torch or torchrun --tee adds; may be empty. */
 static span prefix_of(span line)
 {
     span rest = line;
@@ -80,7 +80,7 @@ static int skip_prefix(span *line, span prefix)
     return 1;
 }
 
-/* The path in a line that shows a frame; `at` is NULL if it shows none. */
+/* The path in a frame line. If the line is not a frame, `at` is NULL. */
 static span path_in(span line)
 {
     const span none = {NULL, NULL};
@@ -98,7 +98,7 @@ static span path_in(span line)
     return shown ? path : none;
 }
 
-/* Python strips the source that it quotes, and indents it by four; below it may be markers. */
+/* Python strips each quoted source line and indents it by four. Markers may follow below it. */
 static int quotes_source(span line)
 {
     if (!skip(&line, SOURCE)) {
@@ -120,14 +120,14 @@ static int is_header(span line)
 }
 
 typedef struct {
-    const uint8_t *end; /* Of the block. */
-    const uint8_t *at;  /* The next line, and its number. */
+    const uint8_t *end; /* End of the block. */
+    const uint8_t *at;  /* The next line; `number` counts it. */
     Py_ssize_t number;
-    uint8_t *paths; /* Room for the paths of any run in the block. */
+    uint8_t *paths; /* Buffer that fits the paths of any run in the block. */
 } search;
 
-/* Add the run that begins on the next line to the list and move behind it. Returns 0 if none
-   begins there, -1 after an error. */
+/* If a run begins on the next line, add it to the list and move past it. Return 0 if there is none,
+   -1 after an error. */
 static int take_run(search *self, PyObject *runs)
 {
     span line = line_at(self->at, self->end);

@@ -1,4 +1,4 @@
-"""Details named in a line, for use in its fix: a package, a path, a host, a port, a repo."""
+"""Finds details in a line for use in its fix, such as a package, path, host, port or repo."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 _PLACE = re.compile(r"\{(\w+)\|([^{}]*)\}")
 _MAX_LENGTH = 4096
-"""Characters of a line to search."""
+"""Maximum characters of a line to search."""
 
 _QUOTED_PATH = r"['\"](/?[\w.@+~-]+(?:/[\w.@+~ -]+)*)['\"]"
 _PATTERNS: Mapping[str, tuple[str, ...]] = {
@@ -95,15 +95,15 @@ _DISTRIBUTIONS = {
     "hf_xet": "hf-xet",
     "_C": "",
 }
-"""Modules whose PyPI package has a different name."""
+"""PyPI packages of modules; an empty string means that the package is unknown."""
 
 
 def named(detail: str, texts: Iterable[str]) -> str:
-    """The first `detail` (a key of the patterns) that one of `texts` names; empty without one."""
+    """The first match for `detail`, a key of `_PATTERNS`, in `texts`; empty if there is none."""
     for text in texts:
         for pattern in _PATTERNS[detail]:
-            # re compiles each pattern on first use and caches it, so the guard's start pays for
-            # none of them.
+            # re compiles and caches each pattern on first use, so none of them slows down the
+            # guard's start.
             match = re.search(pattern, text[:_MAX_LENGTH])
             if match is None:
                 continue
@@ -116,12 +116,12 @@ def named(detail: str, texts: Iterable[str]) -> str:
 
 
 def filled(text: str, lines: Iterable[str]) -> str:
-    """`text` with each `{detail|default}` replaced by the detail from the lines, or by the
+    """Replace each `{detail|default}` in `text` with the detail from the lines, or else with the
     default."""
     lines = tuple(lines)
     return _PLACE.sub(lambda place: named(place[1], lines) or place[2], text)
 
 
 def unknown(text: str) -> list[str]:
-    """Details that `text` uses and that have no pattern."""
+    """Details that `text` uses but that no pattern finds."""
     return [place[1] for place in _PLACE.finditer(text) if place[1] not in _PATTERNS]

@@ -1,5 +1,4 @@
-"""Finds the stack frames in a block of lines and handles each as a unit: most lines of a log full
-of errors belong to one."""
+"""Finds runs of consecutive stack frames, which make up most lines of a log full of errors."""
 
 from __future__ import annotations
 
@@ -14,10 +13,10 @@ except ImportError:
     _frames = None  # type: ignore[assignment]
 
 _PREFIX = rb"(?:\[rank\d{1,5}\]: |\[default\d{1,5}\]:)?"
-"""The prefixes of torch and of torchrun --tee."""
+"""The prefixes that torch and torchrun --tee add."""
 
 _SOURCE = rb" {4}(?:[^\s][^\n]*|[ ~^]*\r?)\n"
-"""Python strips the source that it quotes, and indents it by four. Markers may follow below it."""
+"""Python strips each quoted source line and indents it by four. Markers may follow below it."""
 
 _AT = rb'  File "[^"\n]{1,1000}", line \d+, in [^\n]+\n'
 _RUN = re.compile(
@@ -26,7 +25,7 @@ _RUN = re.compile(
     rb"(?:(?P=prefix)(?:" + _SOURCE + rb"|" + _AT + rb"))*",
     re.MULTILINE,
 )
-"""Consecutive frames of one rank, with the source lines that they quote."""
+"""Consecutive frames of one rank, with their quoted source lines."""
 
 _QUOTED = re.compile(_SOURCE)
 
@@ -37,28 +36,28 @@ MAX_TEXT = 8192
 
 
 class FrameRun(NamedTuple):
-    """Consecutive frames in a block of lines, with the source that they quote."""
+    """Consecutive frames in a block of lines, with their quoted source."""
 
     first: int
-    """Number of the first line in the block."""
+    """Index of the run's first line in the block."""
 
     end: int
-    """Number of the line after the last one."""
+    """Index of the line after the run."""
 
     prefix: bytes
-    """What each line begins with."""
+    """The prefix of every line."""
 
     starts: bool
     """Whether the run begins with `Traceback (most recent call last):`."""
 
     paths: bytes
-    """The frames' paths, with a blank between them."""
+    """The frames' paths, separated by blanks."""
 
     raises: bytes
-    """The last source line with a `raise`, indented; empty if there is none."""
+    """The last source line that contains a `raise`, still indented; empty if there is none."""
 
     text: bytes
-    """The lines themselves; of a long run, the last `MAX_TEXT` bytes."""
+    """The lines themselves, up to the last `MAX_TEXT` bytes."""
 
 
 FindRuns = Callable[[bytes], list[tuple[int, int, bytes, bool, bytes, bytes, bytes]]]
@@ -93,7 +92,7 @@ def frame_runs(block: bytes) -> list[FrameRun]:
 def lines_outside(
     runs: Sequence[FrameRun], templates: Sequence[bytes], wanted: Set[bytes]
 ) -> set[int]:
-    """The numbers of the lines in no run whose template is among those wanted."""
+    """The indices of the lines outside all runs whose template is wanted."""
     found: set[int] = set()
     start = 0
     for run in runs:
@@ -104,7 +103,7 @@ def lines_outside(
 
 
 def last_raise(lines: bytes, prefix: bytes) -> bytes:
-    """The last of these lines of source that raises an exception, without its prefix."""
+    """The last of these source lines that raises an exception, without its prefix."""
     at = lines.rfind(b"\n" + prefix + _RAISES)
     if at < 0 and not lines.startswith(prefix + _RAISES):
         return b""
@@ -113,7 +112,7 @@ def last_raise(lines: bytes, prefix: bytes) -> bytes:
 
 
 def quoted_source(block: bytes, prefix: bytes) -> int:
-    """Length of the source lines with which the block begins, each after this prefix."""
+    """Length of the source lines at the start of the block, all of which have this prefix."""
     end = 0
     while block.startswith(prefix, end) and (line := _QUOTED.match(block, end + len(prefix))):
         end = line.end()

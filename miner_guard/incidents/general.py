@@ -1,7 +1,7 @@
-"""The general layer: names an error that no pattern knows by what was acted on and how it failed.
+"""The general layer: identifies an error that no pattern matches by what failed and how.
 
-It reads classes of words instead of phrases. An error counts as the sets of classes in its texts,
-so the time is linear in them, and equal sets have one answer.
+It looks for classes of words instead of phrases. An error is reduced to the sets of classes in its
+texts, so the search takes linear time, and equal sets share one cached answer.
 """
 
 from __future__ import annotations
@@ -20,29 +20,28 @@ _K = TypeVar("_K")
 _V = TypeVar("_V")
 
 _MAX_TEXT = 400
-"""Characters of a message that are read: a longer one explains itself with words of other
-faults."""
+"""Characters of a message to read. The rest of a longer message often mentions other faults."""
 
 _MAX_NAMES = 120
-"""Characters of a message in which names are cut into words."""
+"""Characters of a message in which names are split into words."""
 
 _MAX_ANSWERS = 512
 
 _CAPITALS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
-"""Where a name such as `ConnectionResetError` is cut into words."""
+"""Where to split a name such as `ConnectionResetError` into words."""
 
 _TO_WORDS = bytes(
     ord(" ") if not chr(code).isalnum() or code > 127 else ord(chr(code).lower())
     for code in range(256)
 )
 _DROPPED = b"\"'`"
-"""Quotes are dropped, so that `isn't` reads `isnt`."""
+"""Quotes are removed, so `isn't` becomes `isnt`."""
 
 _TO_FRAMES = bytes(
     ord("0") if chr(code).isdigit() else ord(chr(code).lower()) if code < 128 else code
     for code in range(256)
 ).replace(b"\\", b"/")
-"""Frames differ in their numbers, and no class of frames does."""
+"""Digits in frames vary, but never matter to a class."""
 
 _BEFORE_NUMBERS = (" ", ": ", "=", "': ", '": ')
 _DIGIT = re.compile(r"\d")
@@ -50,7 +49,7 @@ _FRAME = b'file "'
 
 
 class Texts(NamedTuple):
-    """The classes in each text of an error, as bits; `grammar.PARTS` names the texts."""
+    """The classes in each text of an error, as bits. `grammar.PARTS` lists the texts."""
 
     message: int
     name: int = 0
@@ -59,7 +58,7 @@ class Texts(NamedTuple):
 
 
 _Mask = Sequence[tuple[int, int]]
-"""Texts by number, each with classes as bits; one class must occur in its text."""
+"""Pairs of a text's index and classes as bits. At least one pair must have a class in its text."""
 
 
 class _Masks(NamedTuple):
@@ -69,7 +68,7 @@ class _Masks(NamedTuple):
 
 
 class GeneralLayer:
-    """Applies a grammar. Safe from any thread."""
+    """Applies a grammar. Thread-safe."""
 
     def __init__(self, grammar: ErrorGrammar) -> None:
         self.grammar = grammar
@@ -91,7 +90,7 @@ class GeneralLayer:
         self._answers: dict[tuple[Texts, bool], Pattern | None] = {}
         self._names: dict[str, int] = {}
         self._exceptions: dict[tuple[str, int, int], Pattern | None] = {}
-        """By name, the classes in the message and the hash of the frames without their digits."""
+        """Keyed by name, the message's classes and a hash of the frames without their digits."""
 
     def _masks(self, needs: Iterable[Need]) -> list[_Mask]:
         return [
@@ -103,12 +102,11 @@ class GeneralLayer:
         ]
 
     def classes_in(self, message: str) -> int:
-        """The classes of words in a message, as bits."""
+        """The word classes in a message, as bits."""
         return self._words.found_in(_words(message))
 
     def exception(self, name: str, message: int, frames: bytes) -> Pattern | None:
-        """What an exception with this name shows, with these classes in its message and after these
-        frames."""
+        """What an exception shows, given its name, the classes in its message and its frames."""
         shown = frames.translate(_TO_FRAMES)
         key = name, message, hash(shown)
         if key not in self._exceptions:
@@ -119,14 +117,14 @@ class GeneralLayer:
         return self._exceptions.get(key)
 
     def line(self, text: str) -> Pattern | None:
-        """What a line shows that reports an error without an exception."""
+        """What a line shows if it reports an error without an exception."""
         message = self.classes_in(text)
         if message & self._harmless or not message & self._errors:
             return None
         return self._answer(Texts(message), lines=True)
 
     def _in_frames(self, shown: bytes) -> tuple[int, int]:
-        """The classes in frames, and those in the deepest."""
+        """The classes in all frames, and those in the deepest frame."""
         anywhere = self._frames.found_in(shown)
         deepest = shown[max(shown.rfind(_FRAME), 0) :] if anywhere else b""
         return anywhere, self._frames.found_in(deepest) if deepest else 0
@@ -140,7 +138,7 @@ class GeneralLayer:
 
 
 class _Classes:
-    """Finds the classes of literals that occur in a text."""
+    """Finds which classes have a literal in a text."""
 
     def __init__(self, literals: Mapping[str, Iterable[bytes]]) -> None:
         self._bits = {name: 1 << number for number, name in enumerate(literals)}
@@ -151,11 +149,11 @@ class _Classes:
         self._search = literal_search(self._classes)
 
     def mask(self, names: Iterable[str]) -> int:
-        """The bits of these classes."""
+        """The bits for these classes."""
         return reduce(or_, (self._bits[name] for name in names), 0)
 
     def found_in(self, text: bytes) -> int:
-        """The bits of the classes that occur in `text`."""
+        """The bits for the classes that occur in `text`."""
         found = 0
         for one in self._search.find(text):
             found |= self._classes[one]
@@ -163,17 +161,17 @@ class _Classes:
 
 
 def literal(word: str) -> bytes:
-    """The bytes to search for: a whole word or phrase stands between blanks; `*` stands for any
+    """The bytes to search for. A whole word or phrase is surrounded by blanks; `*` stands for any
     letters."""
     start, end = ("" if word.startswith("*") else " "), ("" if word.endswith("*") else " ")
     return f"{start}{word.strip('*')}{end}".encode()
 
 
 def numbers_in(word: str) -> Iterator[bytes]:
-    """The texts of a log in which digits decide whether a word of the grammar occurs."""
+    """Strings with digits that a log must contain for this word of the grammar to occur."""
     before, _, last = word.strip("*").rpartition(" ")
     if before and last.isdigit():
-        # A number such as `errno 5` is part of many others; its name, in front of it, is not.
+        # The 5 in `errno 5` is part of many other numbers, so keep the name before it.
         yield from (f"{before}{by}{last}".encode() for by in _BEFORE_NUMBERS)
     else:
         yield from (part.encode() for part in word.strip("*").split() if _DIGIT.search(part))

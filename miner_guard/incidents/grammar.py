@@ -14,30 +14,30 @@ from typing import Any
 from miner_guard.incidents.patterns import RESTARTS, BadKnowledge, Label, Pattern
 
 PARTS = ("says", "raised", "through", "at")
-"""The keys of a rule that name classes, one for each text of an error: its message, the name of its
-exception, the frames of its traceback, and the deepest frame."""
+"""The keys in a rule that list classes, one for each text of an error: its message, the exception's
+name, the frames of the traceback, and the deepest frame."""
 
 _ABOUT = "about"
 _MESSAGE, FRAMES = PARTS.index("says"), PARTS.index("through")
-"""Texts from the latter on are frames, whose classes are `frames`."""
+"""Texts from `FRAMES` on are frames; their classes are those in `frames`."""
 
 _TABLES = ["errors", "frames", "harmless", "rules", "words"]
 _KEYS = {*PARTS, _ABOUT, "label", "not", "lines", "cause", "fix", "source"}
 _WORD = re.compile(r"\*?[a-z0-9]+(?: [a-z0-9]+)*\*?")
 _UNCERTAIN = {"config": "once", "hardware": "once", "never": "once"}
-"""The restart after a label that the general layer names: it may be wrong, so a restart is always
+"""The restart policy for labels from the general layer, which may be wrong: a restart is always
 worth a try."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """Texts, by their place in `PARTS`, with classes; in one text, one of its classes must
-    occur."""
+    """Requires that at least one text contains one of the classes listed for it. Texts are given by
+    their index in `PARTS`."""
 
     places: tuple[tuple[int, tuple[str, ...]], ...]
 
     def classes(self, *, frames: bool) -> set[str]:
-        """Its classes of frames, or of words."""
+        """The frame classes or the word classes in it."""
         return {
             name for place, names in self.places for name in names if (place >= FRAMES) is frames
         }
@@ -48,30 +48,30 @@ class Rule:
     """A combination of classes that shows a label."""
 
     pattern: Pattern
-    """What it reports; the pattern has no words of its own."""
+    """What the rule reports. The pattern has no words of its own."""
 
     needs: tuple[Need, ...]
     excludes: tuple[Need, ...] = ()
     lines: bool = False
-    """Whether it also judges lines that report an error without an exception."""
+    """Whether the rule also applies to lines that report an error without an exception."""
 
 
 @dataclass(frozen=True)
 class ErrorGrammar:
-    """Classes, and the rules in the order in which they are tried."""
+    """Classes of words and frames, and the rules in the order in which they are tried."""
 
     words: Mapping[str, tuple[str, ...]]
-    """Classes of words in messages."""
+    """Word classes, found in messages."""
 
     frames: Mapping[str, tuple[str, ...]]
-    """Classes of what a traceback shows."""
+    """Frame classes, found in tracebacks."""
 
     rules: tuple[Rule, ...]
     errors: tuple[str, ...] = ()
-    """Classes of which a line without an exception must show one to be judged."""
+    """A line without an exception is examined only if it contains one of these classes."""
 
     harmless: tuple[str, ...] = ()
-    """Classes of which such a line must show none."""
+    """A line without an exception that contains one of these classes is ignored."""
 
 
 EMPTY = ErrorGrammar({}, {}, ())
@@ -85,8 +85,8 @@ def parsed(where: str, table: Mapping[str, Any], labels: Mapping[str, Label]) ->
     for name, each in words.items():
         if wrong := [word for word in each if not _WORD.fullmatch(word)]:
             raise BadKnowledge(
-                f"{where}: {name}: {wrong[0]!r}; a word has lower-case letters, digits and single "
-                "blanks, and may begin or end with *"
+                f"{where}: {name}: {wrong[0]!r} is not a valid word; use lower-case letters, "
+                "digits and single blanks, with an optional * at either end"
             )
     frames = {name: tuple(each) for name, each in table["frames"].items()}
     for name, each in frames.items():

@@ -2,9 +2,9 @@
 
 A file holds one table per label: `severity`, `restart`, `applies`, `role`, `cause`, `fixes`,
 `follows`, `events` and `patterns`. A pattern matches a line (lower-cased, without colour codes and
-prefixes) that contains one of `has`, none of `not`, and in which `regex` is found. `has` keeps
-matching cheap: a line without any of these words is skipped. `servers` names a list of the file's
-table `[words]`: a line that names a server must contain one of them.
+prefixes) that contains one of the words in `has`, none of those in `not`, and a match for `regex`.
+`has` keeps matching cheap: lines without any of its words are skipped. `servers` names a list in
+the file's `[words]` table; a line that names a server must contain one word from that list.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HERE = Path(__file__).parent
 _INDEX = "words.toml"
 
 _MARKS = frozenset(word.encode() for word in (BEGINS, IGNORED, *CHAINED))
-"""Words that count even where no pattern has them."""
+"""Words that matter even if no pattern has them."""
 
 _MAX_ANSWERS = 512
 _MAX_ANSWERED_LENGTH = 400
@@ -40,8 +40,8 @@ _DIGIT = re.compile(rb"\d")
 _NONE: frozenset[bytes] = frozenset()
 
 _Shape = tuple[bytes, frozenset[bytes]]
-"""A text with each digit replaced by 0, and those words of patterns in it that hold digits. Two
-texts of one shape hold the same words."""
+"""A text with each digit replaced by 0, and the pattern words with digits that it contains. Two
+texts with the same shape contain the same words."""
 
 _Key = Union[str, _Shape]
 
@@ -52,13 +52,13 @@ class _Answer:
 
     matches: list[Pattern] | Benign
     framed: list[int]
-    """The patterns with frames, by number, that may match it with its traceback."""
+    """Indices of the patterns with frames that may match the text with its traceback."""
 
     found: dict[int, bool] = field(default_factory=dict)
-    """Of these, whether those that were asked for match the text."""
+    """Which of these match the text, as far as checked."""
 
     classes: int | None = None
-    """The general layer's classes in the text, once it was asked."""
+    """The general layer's classes in the text, once computed."""
 
 
 class _Possible(NamedTuple):
@@ -67,43 +67,43 @@ class _Possible(NamedTuple):
     harmless: list[Benign]
     patterns: list[Pattern]
     framed: list[int]
-    """The patterns with frames, by number, that such an exception may match with its traceback."""
+    """Indices of the patterns with frames that such an exception may match with its traceback."""
 
     tells_digits_apart: bool
-    """Whether two texts of one shape may match differently."""
+    """Whether two texts with the same shape may match differently."""
 
 
 class Knowledge:
-    """All labels and patterns. Safe from any thread.
+    """All labels and patterns. Thread-safe.
 
-    The files are read when the first line with a trigger arrives, or by `prepare`: parsing TOML in
-    Python would take a sixth of the guard's start-up time.
+    The files are read by `prepare`, or when the first line with a trigger arrives, because parsing
+    TOML in Python would take a sixth of the guard's start-up time.
     """
 
     def __init__(self, index: Index, read: Callable[[], Document]) -> None:
         self.triggers = index.triggers
-        """Lower-case words without digits; every line that can match holds at least one."""
+        """Lower-case words without digits. Every line that can match contains at least one."""
 
         self._events = index.events
         self._read = read
         self._latest: tuple[str, frozenset[bytes]] = ("", frozenset())
-        """The last text searched and its words, because an exception is searched twice."""
+        """The last text searched and its words. Exceptions are searched twice."""
 
         self._answers: dict[_Key, _Answer] = {}
-        """Results for recent lines: ranks, restarts and loops print the same lines, or the same
-        ones with other numbers."""
+        """Results for recent lines. Ranks, restarts and loops print the same lines, perhaps with
+        different numbers."""
 
         self._passed: dict[bytes, frozenset[int]] = {}
-        """For recent tracebacks, the patterns with frames whose files they pass through."""
+        """For recent tracebacks, the patterns whose files they pass through."""
 
         self._latest_answer: tuple[str, _Answer] = ("", _Answer([], []))
         self._possible: dict[frozenset[bytes], _Possible] = {}
-        """By the words of recent lines, what such a line may match."""
+        """What lines may match, keyed by the words in recent lines."""
 
     def prepare(self, between: Callable[[], None] = lambda: None) -> None:
-        """Read the files and build the searches now, except the general layer's: most miners never
-        print an error that no pattern knows. Call `between` after each, since building one takes
-        several times the memory that it keeps. Raises BadKnowledge."""
+        """Read the files and build all searches except the general layer's, which most miners never
+        need. Calls `between` after each, since building a search takes several times the memory
+        that it keeps. Raises BadKnowledge."""
         for part in ("_search", "_numeric", "_by_word", "_framed_by_word", "_paths", "_order"):
             assert getattr(self, part)
             between()
@@ -124,12 +124,11 @@ class Knowledge:
 
     @cached_property
     def general(self) -> GeneralLayer:
-        """Names errors that no pattern knows."""
+        """Identifies errors that no pattern matches."""
         return GeneralLayer(self._document.grammar)
 
     def unmatched(self, name: str, text: str, frames: bytes) -> Pattern | None:
-        """What the general layer makes of an exception with this name and text after these
-        frames."""
+        """What the general layer makes of an exception with this name, text and frames."""
         if len(text) > _MAX_ANSWERED_LENGTH:
             return self.general.exception(name, self.general.classes_in(text), frames)
         general, answer = self.general, self._answer(text.lower())
@@ -139,11 +138,11 @@ class Knowledge:
 
     @property
     def entries(self) -> tuple[Pattern, ...]:
-        """Every pattern, including those of benign lines."""
+        """All patterns, including those for benign lines."""
         return (*self.patterns, *(b.pattern for b in self._document.benign))
 
     def shown_by(self, event: str) -> Sequence[str]:
-        """Labels whose cause this event of the guard shows."""
+        """Labels whose cause this event from the guard shows."""
         return self._causes_by_event.get(event, ()) if event in self._events else ()
 
     @cached_property
@@ -188,9 +187,9 @@ class Knowledge:
 
     @cached_property
     def _paths(self) -> tuple[LiteralSearch, Mapping[bytes, frozenset[int]]]:
-        """Searches the path of a traceback for the texts that patterns require in it, and for those
-        with each digit replaced by 0. Also returns the numbers of the patterns that require each
-        text."""
+        """The search for the texts that patterns require in a traceback's paths, as they are and
+        with each digit replaced by 0. Also maps each text to the indices of the patterns that
+        require it."""
         paths = {path for pattern in self._framed for path in pattern.frames}
         by_path = {
             path.encode(): frozenset(n for n, p in enumerate(self._framed) if path in p.frames)
@@ -212,18 +211,18 @@ class Knowledge:
         return {entry: n for n, entry in enumerate(self._ordered)}
 
     def match(self, text: str, past: Set[bytes] = frozenset()) -> list[Pattern] | Benign:
-        """The matches of a lower-cased, cleaned line: benign, or one pattern per label, causes
-        first.
+        """The matches of a lower-cased, cleaned line: a benign entry, or one pattern per label
+        with causes first.
 
-        `text` may be a piece of a long line. `past` holds the words (see `words`) of the pieces
-        before it: patterns with no other word were searched for there.
+        `text` may be a piece of a long line. `past` contains the words (see `words`) in the earlier
+        pieces; patterns that have only these words were already searched for there.
         """
         if past or len(text) > _MAX_ANSWERED_LENGTH:
             return self._look_up(text, past)
         return self._answer(text).matches
 
     def _answer(self, text: str) -> _Answer:
-        """The answer for `text`, perhaps found for a text of the same shape."""
+        """The answer for `text`, possibly cached from a text with the same shape."""
         latest, answer = self._latest_answer
         if latest == text:
             return answer
@@ -243,8 +242,8 @@ class Knowledge:
         return masked, frozenset(self._numeric.find(encoded)) if b"0" in masked else _NONE
 
     def adds(self, text: str, past: Set[bytes]) -> bool:
-        """Whether this piece of a long line may show more than the pieces before it, whose words
-        are `past`."""
+        """Whether this piece of a long line may show more than the earlier pieces, whose words are
+        `past`."""
         words = self.words(text)
         new = words - past
         if not new:
@@ -254,7 +253,7 @@ class Knowledge:
         return not new.isdisjoint(_MARKS) or any(not new.isdisjoint(p.literals) for p in possible)
 
     def words(self, text: str) -> frozenset[bytes]:
-        """The words of all patterns that occur in `text`, and those of `log_lines.REMARKABLE`."""
+        """The words from all patterns and from `log_lines.REMARKABLE` that occur in `text`."""
         latest, words = self._latest
         if latest != text:
             words = frozenset(self._search.find(text.encode(errors="replace")))
@@ -305,8 +304,8 @@ class Knowledge:
     def match_in(
         self, frames: str, text: str, matches: Sequence[Pattern] = (), shown: bytes = b""
     ) -> list[Pattern]:
-        """The matches of an exception together with its traceback: the files of its frames, and
-        their text as `shown`. `matches` are those of the exception alone."""
+        """The matches of an exception with its traceback. `frames` lists the traceback's files, and
+        `shown` is its text. `matches` are the matches of the exception alone."""
         if len(text) <= _MAX_ANSWERED_LENGTH:
             answer = self._answer(text)
         else:
@@ -337,7 +336,7 @@ class Knowledge:
         return found
 
     def _fit(self, frames: str) -> frozenset[int]:
-        """The patterns with `frames` that match a traceback through these files."""
+        """Indices of the patterns that match a traceback through these files."""
         encoded = frames.encode(errors="replace")
         shape = encoded.translate(WITHOUT_DIGITS)
         fit = self._passed.get(shape)
@@ -370,13 +369,13 @@ def _keep(cache: dict[_K, _V], key: _K, value: _V, most: int) -> None:
 
 @lru_cache(maxsize=1)
 def load() -> Knowledge:
-    """The knowledge shipped with the package, whose expressions the tests check. Raises
+    """Load the knowledge in the package. Only the tests check its expressions. Raises
     BadKnowledge."""
     return Knowledge(index_of(_file(_INDEX)), lambda: parsed(shipped()))
 
 
 def shipped() -> dict[str, str]:
-    """The package's TOML documents by file name."""
+    """The TOML documents in the package, keyed by file name."""
     return {name: _file(name) for name in sorted(os.listdir(_HERE)) if name.endswith(".toml")}
 
 
@@ -385,7 +384,7 @@ def _file(name: str) -> str:
 
 
 def parse(texts: Mapping[str, str]) -> Knowledge:
-    """Knowledge from TOML documents by file name, with its expressions checked. Raises
+    """Parse TOML documents, keyed by file name, and check their expressions. Raises
     BadKnowledge."""
     document = parsed(texts)
     known = Knowledge(document.index, lambda: document)

@@ -1,4 +1,4 @@
-"""Reads the lines of a log: rank, text, and what stands in it that concerns a traceback.
+"""Reads the lines of a log: the rank, the text, and any parts of a traceback.
 
 Ranks, restarts and loops print the same lines with other numbers, so what lines of one shape (the
 bytes with every digit replaced by 0) have in common is determined once.
@@ -19,10 +19,10 @@ EXCEPTION = re.compile(
 """An exception at the beginning of a line."""
 
 _QUALIFIED = re.compile(r"(?:\w+\.)+(?:exc|exceptions?|errors?)\.(?P<name>[A-Z]\w*)(?::\s|\s*$)")
-"""An exception whose module marks it as one, such as `torch._dynamo.exc.Unsupported`."""
+"""An exception recognizable by its module, such as `torch._dynamo.exc.Unsupported`."""
 
 _MAX_NAME = 400
-"""Longest exception name accepted: without a limit the search time is quadratic in the line's
+"""Maximum length of an exception name. Without it, search time grows with the square of the line's
 length."""
 
 _IN_TRACEBACK = re.compile(
@@ -31,8 +31,8 @@ _IN_TRACEBACK = re.compile(
     r"|Unavailable|Exceeded|Failed|Mismatch|Corrupt|Corrupted|Unsupported|Abort|Aborted|Cancelled"
     r"|Empty|Full|Missing)))(?::\s|$)"
 )
-"""An exception whose name does not mark it as one, such as `queue.Empty` or `socket.gaierror`, or
-that has no other name than `Exception`."""
+"""An exception without a telling name, such as `queue.Empty` or `socket.gaierror`, or a
+plain `Exception`."""
 
 BEGINS = "traceback (most recent call last)"
 IGNORED = "exception ignored in"
@@ -40,20 +40,20 @@ CHAINED = ("exception was the direct cause of", "handling of the above exception
 
 INCIDENT = "incident "
 LAUNCH = "miner started"
-"""The guard's own lines hold one of these."""
+"""Words in the guard's own lines."""
 
 REMARKABLE = (BEGINS, IGNORED, *CHAINED, INCIDENT, LAUNCH, 'file "')
-"""A line without any of these, that begins like none of a traceback, only has its message."""
+"""A line with none of these that does not begin like a traceback line is just a message."""
 
 _IN_A_TRACEBACK = ("file ", "raise ", "\u2502", "/", "~/", "./")
 _REMARKABLE_WORDS = frozenset(word.encode() for word in REMARKABLE)
 
 WITHOUT_DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
-"""Replaces each digit by 0, so that texts that differ only in their numbers become one."""
+"""Replaces each digit with 0, so that texts that differ only in digits become equal."""
 
 _A_RANK_OR_NONE = (b"000: ", b"000:\t")
-"""Three digits are a rank that srun prints or not: it depends on the first one. Such lines have no
-shape in common."""
+"""Whether three digits are a rank from srun depends on the first digit, so these lines have no
+common shape."""
 
 _MAX_SHAPES = 512
 _MAX_SHAPE_LENGTH = 400
@@ -62,16 +62,16 @@ _Span = tuple[int, int]
 
 
 class LineShape(NamedTuple):
-    """What a line's text has in common with those that differ from it only in digits."""
+    """What a line's text has in common with texts that differ from it only in digits."""
 
     ordinary: bool
-    """Not part of a traceback or of a chain of exceptions, and not printed by the guard."""
+    """Not part of a traceback or an exception chain, and not printed by the guard."""
 
     exception: _Span | None
-    """Where the name of an exception stands, if the line begins with one."""
+    """Span of the exception name, if the line begins with one."""
 
     within: _Span | None
-    """The same at the end of a traceback, where any name counts."""
+    """Span of the exception name at the end of a traceback, where any name counts."""
 
 
 class LogLine(NamedTuple):
@@ -83,29 +83,29 @@ class LogLine(NamedTuple):
     lowered: str
     shape: LineShape
     raw: bytes = b""
-    """The line with its prefix, which may name its level."""
+    """The line with its prefix, which may contain its log level."""
 
     def exception(self, within: bool) -> str | None:
-        """The name of the exception that the line begins with; `within` a traceback?"""
+        """The exception name that begins the line. `within`: whether it is in a traceback."""
         span = self.shape.within if within else self.shape.exception
         return None if span is None else self.text[span[0] : span[1]]
 
 
 class LineReader:
-    """Reads lines, and remembers the shapes of recent ones. Uses bounded memory."""
+    """Reads lines and caches the shapes of recent ones, in bounded memory."""
 
     def __init__(self, words: Callable[[str], Set[bytes]]) -> None:
-        """`words`: the words of a lower-cased text, REMARKABLE among them; for a long line one
-        search for all is cheaper than one for each."""
+        """`words` finds all known words in a lower-cased text, including REMARKABLE. In a long
+        line, one search for all of them is cheaper than one for each."""
         self._words = words
         self._shapes: dict[bytes, LineShape] = {}
-        """By a line's bytes with each digit replaced by 0."""
+        """Keyed by a line's bytes with each digit replaced by 0."""
 
         self._places: dict[bytes, slice] = {}
-        """For lines without a rank or colours that came twice, where their text stands."""
+        """Where the text is in lines without a rank or colours that have appeared twice."""
 
     def read(self, raw: bytes, number: int) -> LogLine:
-        """Line `number`."""
+        """Read line `number`."""
         if len(raw) > _MAX_SHAPE_LENGTH:
             rank, text = clean(raw)
             lowered = text.lower()
@@ -139,7 +139,7 @@ class LineReader:
 
 
 def log_line(rank: int | None, number: int, text: str) -> LogLine:
-    """The line with this text."""
+    """Build a line from its text."""
     lowered = text.lower()
     remarkable = any(words in lowered for words in REMARKABLE)
     return LogLine(rank, number, text, lowered, _shape(text, lowered, remarkable))

@@ -1,4 +1,4 @@
-"""Cleans one line of any log: removes prefixes, colour codes and extra blanks."""
+"""Cleans up a log line: removes prefixes, colour codes and extra blanks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_LINE = 16384
 """Longer lines are scanned in pieces of this many bytes."""
 
 OVERLAP = 1024
-"""Bytes shared by two pieces of one line, so that no message is split."""
+"""Bytes that consecutive pieces of a line share, so that no message is split."""
 
 _ANSI = re.compile(
     rb"\x1b(?:_[^\x07\x1b]*(?:\x07|\x1b\\)|\[[0-?]*[ "
@@ -20,7 +20,7 @@ _ANSI_WITHOUT_ESC = re.compile(rb"\[(?:\d{1,3}(?:;\d{1,3})*)?m(?![a-z])")
 """The ESC is optional, because log collectors often drop it."""
 
 CONTROL = bytes(set(range(32)) - set(b"\t\n") | {127})
-"""Control characters, which `clean` drops."""
+"""Control characters that `clean` removes."""
 
 _PREFIX = re.compile(
     r"""
@@ -51,13 +51,13 @@ _RANK_INSIDE = re.compile(
 )
 _MAX_PREFIXES = 8
 _MAX_PREFIX = 400
-"""Characters of a line within which a prefix ends."""
+"""A prefix ends within this many characters."""
 
 
 _ENCODED = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=_-"
 _IS_ENCODED = bytes(1 if code in _ENCODED else 0 for code in range(256))
 MAX_BLOBLESS = 256
-"""Encoded data is this long or a whole line: no word, path or symbol is."""
+"""No word, path or symbol is this long, so it must be encoded data."""
 
 _BLOB = bytes([1]) * MAX_BLOBLESS
 
@@ -65,13 +65,13 @@ _BLOB_LINE = re.compile(rb"\s*[A-Za-z0-9+/=]{48,}\s*")
 
 
 def without_blobs(raw: bytes) -> bytes:
-    """`raw` without encoded data, such as base64, in which short words occur by chance; empty if
-    the line holds nothing else."""
+    """Remove encoded data such as base64, which may contain short words by chance. The result is
+    empty if the line contains nothing else."""
     if b" " not in raw and _BLOB_LINE.fullmatch(raw):
         return b""
     if len(raw) < len(_BLOB):
         return raw
-    # A search in a table of two values is ten times as fast as one with a regular expression.
+    # Searching bytes that are only 0 or 1 is ten times as fast as using a regular expression.
     kinds = raw.translate(_IS_ENCODED)
     start, begin, kept = 0, kinds.find(_BLOB), []
     while begin >= 0:
@@ -83,19 +83,19 @@ def without_blobs(raw: bytes) -> bytes:
 
 
 def without_colours(raw: bytes) -> bytes:
-    """`raw` without the codes that colour a terminal."""
-    # Two searches that each begin with a fixed byte are several times as fast as one with
-    # alternatives.
+    """Remove terminal colour codes."""
+    # Two searches that each begin with a fixed byte are several times as fast as one search
+    # with alternatives.
     if b"\x1b" in raw:
         raw = _ANSI.sub(b"", raw)
     return _ANSI_WITHOUT_ESC.sub(b"", raw) if b"[" in raw else raw
 
 
 def clean(raw: bytes) -> tuple[int | None, str]:
-    """The rank named in a line's prefix, and the line's text; blanks after the prefix are kept."""
+    """The rank in a line's prefix, and the line's text, with any blanks after the prefix kept."""
     text = without_colours(raw).translate(None, CONTROL).decode("utf-8", "replace")
     rank: int | None = None
-    # A stack frame has no prefix, and is the most frequent line in a log full of errors.
+    # A stack frame, the most common line in a log full of errors, has no prefix.
     for _ in range(0 if text.startswith(_FRAME) else _MAX_PREFIXES):
         prefix = _PREFIX.match(text, 0, _MAX_PREFIX)
         if prefix is None:
@@ -129,11 +129,11 @@ _WORDS = frozenset(
 )
 _OWN = {"event", "msg", "run_id"}
 _MAX_TRACEBACK_LINES = 500
-"""Lines accepted from one JSON line."""
+"""Maximum lines to take from one JSON line."""
 
 
 def unwrapped(rank: int | None, text: str) -> Iterator[tuple[int | None, str]]:
-    """The lines inside a JSON line, with its other fields; any other line unchanged."""
+    """The lines inside a JSON line, plus its other fields; any other line unchanged."""
     record = _record(text)
     if record is None:
         yield rank, text
@@ -141,8 +141,8 @@ def unwrapped(rank: int | None, text: str) -> Iterator[tuple[int | None, str]]:
     teller = record.get("rank")
     rank = teller if rank is None and isinstance(teller, int) else rank
     if record.keys() >= _OWN:
-        # This is the guard's own record: its message is complete, and its other fields quote the
-        # lines that they explain.
+        # In the guard's own records, the message is complete, and the other fields quote the
+        # lines that it explains.
         yield rank, str(record["msg"])
         return
     level = (
@@ -171,7 +171,7 @@ def _record(text: str) -> dict[str, object] | None:
 
 
 def excerpt(text: str, limit: int = 400, at: int = 0) -> str:
-    """The line in readable form: blanks collapsed, cut to `limit` characters that begin just before
+    """Make a line readable: collapse blanks, and keep `limit` characters from just before offset
     `at`."""
     if not at and len(text) <= limit and text.isprintable() and "  " not in text:
         return text.strip()
@@ -183,7 +183,7 @@ def excerpt(text: str, limit: int = 400, at: int = 0) -> str:
 
 
 def pieces(line: bytes) -> Iterator[bytes]:
-    """A long line in overlapping pieces; the cuts depend on the line alone, not on how it
+    """Split a long line into overlapping pieces. Where depends only on the line, not on how it
     arrived."""
     start = 0
     while len(line) - start > MAX_LINE:

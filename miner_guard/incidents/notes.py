@@ -1,4 +1,4 @@
-"""Notes on what helped last time, by label, in the state directory."""
+"""Keeps notes in the state directory on what helped last time, by label."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from miner_guard.system.clock import Clock, iso_utc
 
 _FILE = "explain-notes.json"
 _MAX_COUNT = 20
-"""Notes kept per label; the oldest are dropped first."""
+"""Maximum notes per label; the oldest are dropped first."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Note:
 
 
 def read(state: state_dir.StateDir) -> Mapping[str, Sequence[Note]]:
-    """All notes, newest first. A damaged file reads as empty; `add` sets it aside."""
+    """All notes, newest first. A damaged file counts as empty; `add` moves it aside."""
     document = state_dir.read_json(_path(state))
     labels = document.get("notes") if isinstance(document, dict) else None
     if not isinstance(labels, dict):
@@ -40,8 +40,8 @@ def read(state: state_dir.StateDir) -> Mapping[str, Sequence[Note]]:
 
 
 def add(state: state_dir.StateDir, label: str, text: str, clock: Clock) -> None:
-    """Save what helped against `label`. Raises OSError if the state directory can't be
-    written."""
+    """Save a note on what helped with `label`. Raises OSError if the state directory is not
+    writable."""
     path = _path(state)
     if path.exists() and not isinstance(state_dir.read_json(path), dict):
         state_dir.set_aside(path)

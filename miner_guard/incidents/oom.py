@@ -1,6 +1,6 @@
-"""The numbers of an out-of-memory error, and the fix that they suggest first.
+"""Reads the sizes in an out-of-memory error and picks the best fix for them.
 
-It reads PyTorch's wording in every version since 0.4 (CUDACachingAllocator.cpp), including that for
+It understands PyTorch's wording in every version since 0.4 (CUDACachingAllocator.cpp), including
 ROCm and Apple GPUs.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from miner_guard.incidents.patterns import Fix
 
 _MEMORY_DOCS = "https://docs.pytorch.org/docs/stable/notes/cuda.html"
-"""How the allocator works, and what PYTORCH_CUDA_ALLOC_CONF and a limit per process do."""
+"""How the allocator, PYTORCH_CUDA_ALLOC_CONF and per-process limits work."""
 
 _UNITS = {"b": 1, "bytes": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _SIZE = r"(\d+(?:\.\d+)?) ?(bytes|[kmgt]i?b|b)\b"
@@ -39,18 +39,18 @@ _OTHERS = rf"process \d+ has {_SIZE} memory in use"
 _GPU = r"(?:gpu|xpu|device)[ :](\d+)"
 
 _NOTABLE_RATIO = 0.1
-"""The explanation ignores shares of the GPU's memory below this."""
+"""Smaller shares of the GPU's memory are ignored."""
 
 _ROUNDED = 0.98
-"""Tolerance: the message rounds its numbers, and the allocator reads them one after another."""
+"""Tolerance: the message rounds sizes that the allocator reads one after another."""
 
 _ONE_TENSOR_RATIO = 0.25
-"""A single request above this share of the GPU points to one tensor's shape."""
+"""A single request for more than this share of the GPU points to one oversized tensor."""
 
 
 @dataclass(frozen=True)
 class Oom:
-    """Numbers of one error, in bytes; None for a number that the message lacks."""
+    """The sizes in one error, in bytes; None if the message does not contain them."""
 
     gpu: int | None
     tried: int | None
@@ -62,12 +62,11 @@ class Oom:
     unallocated: int | None
     allowed: int | None
     others: int | None
-    """Bytes held by other processes."""
+    """Bytes that other processes use."""
 
     @property
     def kind(self) -> str:
-        """`fragmentation`, `others`, `one_tensor`, `capped` or `full`; `unknown` without
-        numbers."""
+        """`fragmentation`, `others`, `one_tensor`, `capped` or `full`; `unknown` without sizes."""
         if self.tried is None or self.total is None:
             return "unknown"
         if self.unallocated is not None and self.unallocated >= max(
@@ -83,7 +82,7 @@ class Oom:
 
 @dataclass(frozen=True)
 class Training:
-    """The run's settings that a fix can name; None if unknown."""
+    """Settings of the run that a fix can mention; None if unknown."""
 
     batch_size: int | None = None
     effective_batch_size: int | None = None
@@ -91,7 +90,7 @@ class Training:
 
 
 def parse(text: str) -> Oom:
-    """The numbers of a message, in any version's wording."""
+    """Read the sizes in a message from any version of PyTorch."""
     low = text.lower()
     values = {name: _first(patterns, low) for name, patterns in _FIELDS.items()}
     if (
@@ -117,11 +116,11 @@ def parse(text: str) -> Oom:
 
 
 def _without_own(listed: list[int], own: int, used: int) -> int:
-    """Bytes of `listed` processes other than the one that failed.
+    """Total bytes of the `listed` processes, except the one that failed.
 
     In a container, the failed process does not know its pid on the host and lists itself as another
-    process. That has happened if the listed bytes plus PyTorch's own bytes (`own`) exceed the GPU's
-    `used` bytes. The failed process is then the smallest listed one that can hold `own`.
+    process. That is the case if the listed bytes plus PyTorch's own bytes (`own`) exceed the GPU's
+    `used` bytes. The failed process is then the smallest one listed with at least `own` bytes.
     """
     possible = [size for size in listed if size >= own * _ROUNDED]
     among = bool(own and used and possible) and sum(listed) + own * _ROUNDED > used
@@ -129,7 +128,7 @@ def _without_own(listed: list[int], own: int, used: int) -> int:
 
 
 def describe(oom: Oom) -> str:
-    """One sentence with the known numbers; empty without any."""
+    """List the known sizes in words; empty if there are none."""
     parts = [
         f"{words} {gib(value)}"
         for words, value in (
@@ -147,41 +146,39 @@ def describe(oom: Oom) -> str:
 
 _MEANING = {
     "fragmentation": (
-        "Memory is free inside PyTorch's cache, but in pieces that are too small: fragmentation."
+        "PyTorch's cache has free memory, but it is fragmented into pieces that are too small."
     ),
-    "others": "Another process holds a large part of this GPU.",
-    "capped": "The GPU has room, but this process is limited to a part of it.",
-    "one_tensor": "A single request takes a large part of the GPU: check the shape of that tensor.",
-    "full": "The GPU is full.",
+    "others": "Another process is using a large share of this GPU's memory.",
+    "capped": "The GPU has free memory, but this process has reached its own limit.",
+    "one_tensor": "One request alone needs a large share of the GPU: check that tensor's shape.",
+    "full": "The GPU is out of memory.",
     "unknown": "",
 }
 
 
 def meaning(oom: Oom) -> str:
-    """The conclusion from the numbers; empty without any."""
+    """What the sizes mean; empty if there are none."""
     return _MEANING[oom.kind]
 
 
 def fixes(oom: Oom, usual: list[Fix], training: Training) -> list[Fix]:
-    """The usual fixes, filled in with the run's settings; the fix that the numbers suggest comes
-    first."""
+    """The usual fixes, with the run's settings filled in. If the sizes suggest a specific fix, it
+    comes first."""
     smaller = _smaller_batch(training)
     ordered = [Fix(smaller, usual[0].source) if smaller else usual[0], *usual[1:]]
     first = {
-        "fragmentation": "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: "
-        f"{gib(oom.unallocated)} are reserved, but in pieces that are too small "
-        "(before torch 2.1: max_split_size_mb:128).",
-        "others": f"End the other process: `nvidia-smi` shows which one holds {gib(oom.others)} of "
-        f"GPU {'?' if oom.gpu is None else oom.gpu} "
-        "(an orphan from an earlier run, or a second miner).",
+        "fragmentation": "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
+        f"(before torch 2.1: max_split_size_mb:128). PyTorch has {gib(oom.unallocated)} reserved "
+        "but unallocated, in pieces that are too small.",
+        "others": "Stop the other process (an orphan from an earlier run, or a second miner). "
+        f"Run `nvidia-smi` to see what is using {gib(oom.others)} of "
+        f"{'the GPU' if oom.gpu is None else f'GPU {oom.gpu}'}.",
         "capped": (
             "Raise or remove the limit (torch.cuda.set_per_process_memory_fraction, "
             "--gpu-memory-utilization)."
         ),
-        "one_tensor": f"Find the tensor of {gib(oom.tried)}: "
-        "shorten the sequence, compute the loss over "
-        "logits in "
-        "chunks, or use flash attention, so that no such tensor is created.",
+        "one_tensor": f"Avoid creating the {gib(oom.tried)} tensor: shorten the sequence, "
+        "compute the loss over the logits in chunks, or use flash attention.",
     }.get(oom.kind)
     if first is None:
         return ordered
@@ -197,17 +194,16 @@ def _smaller_batch(training: Training) -> str | None:
         return None
     if batch == 1:
         return (
-            "The micro-batch is already 1: turn on gradient checkpointing, or shorten the sequence."
+            "The micro-batch is already 1: enable gradient checkpointing or shorten the sequence."
         )
     smaller = batch // 2
     if effective is None:
-        return f"Lower the micro-batch from {batch} to {smaller}, and double gradient accumulation."
+        return f"Lower the micro-batch from {batch} to {smaller} and double gradient accumulation."
     ranks = training.world_size or 1
     before, after = effective // (batch * ranks), effective // (smaller * ranks)
     return (
-        f"Lower the micro-batch from {batch} to {smaller}: gradient accumulation goes from "
-        f"{before} to {after}, "
-        f"the effective batch stays {effective}."
+        f"Lower the micro-batch from {batch} to {smaller} and raise gradient accumulation from "
+        f"{before} to {after}, which keeps the effective batch at {effective}."
     )
 
 

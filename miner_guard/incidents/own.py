@@ -1,5 +1,5 @@
-"""The guard's own lines in a log: its findings are evidence, and a launch line discards the
-sightings before it."""
+"""Reads the guard's own lines in a log. Its findings count as evidence, and a launch line discards
+earlier sightings."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from miner_guard.incidents.patterns import Label
 
 _FIX = " fix: "
 _LEVEL = 80
-"""Characters of a console line that contain its level."""
+"""The level is within this many characters of a console line."""
 
 
 def named(lowered: str, knowledge: Knowledge) -> tuple[Label, str] | None:
-    """The incident that the guard named in this line, and the role in which it counts."""
+    """The incident that the guard reports on this line, and its role."""
     start = lowered.find(INCIDENT)
     if start < 0 or _FIX not in lowered[start:]:
         return None
@@ -24,5 +24,5 @@ def named(lowered: str, knowledge: Knowledge) -> tuple[Label, str] | None:
 
 
 def launches(lowered: str) -> bool:
-    """Whether the guard reports in this line that it started the miner."""
+    """Whether this is the line on which the guard reports that it started the miner."""
     return LAUNCH in lowered[:_LEVEL]

@@ -1,5 +1,4 @@
-"""Reads the knowledge files, and refuses an invalid one with a message that names file, label and
-key."""
+"""Reads the knowledge files. An invalid file raises an error that names the file, label and key."""
 
 from __future__ import annotations
 
@@ -54,16 +53,16 @@ _PATTERN_KEYS = frozenset(
 
 @dataclass(frozen=True)
 class Index:
-    """What the scanner needs before the first line matches."""
+    """What the scanner needs until a line matches."""
 
     triggers: tuple[bytes, ...]
     events: frozenset[str]
-    """Events of the guard that show a label's cause."""
+    """The guard's events that show a label's cause."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """The content of all knowledge files together."""
+    """The combined content of all knowledge files."""
 
     labels: Mapping[str, Label]
     patterns: tuple[Pattern, ...]
@@ -73,7 +72,7 @@ class Document:
 
 
 def parsed(texts: Mapping[str, str]) -> Document:
-    """The TOML documents `texts`, by file name, as one. Raises BadKnowledge."""
+    """Combine TOML documents, keyed by file name, into one. Raises BadKnowledge."""
     labels: dict[str, Label] = {}
     triggers: list[str] = []
     events: set[str] = set()
@@ -107,7 +106,7 @@ def parsed(texts: Mapping[str, str]) -> Document:
 
 
 def index_of(text: str) -> Index:
-    """The index from the TOML document that contains it. Raises BadKnowledge."""
+    """Read the index from its TOML document. Raises BadKnowledge."""
     document = _document("the index", text)
     return Index(_triggers(document["triggers"]), frozenset(document["events"]))
 
@@ -132,12 +131,12 @@ def _benign(where: str, entry: Mapping[str, Any]) -> Benign:
 def _with_words(
     where: str, entry: Mapping[str, Any], lists: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """`entry`, with the name in `servers` replaced by the list of that name."""
+    """`entry`, with the list name in `servers` replaced by the list."""
     name = entry.get("servers")
     if not isinstance(name, str):
         return entry
     if name not in lists:
-        raise BadKnowledge(f"{where}: servers is {name!r}; the file's [words] has {sorted(lists)}")
+        raise BadKnowledge(f"{where}: servers is {name!r}; [words] has {sorted(lists)}")
     return {**entry, "servers": lists[name]}
 
 
@@ -186,7 +185,7 @@ def _fix(where: str, entry: str | Mapping[str, str]) -> Fix:
     if isinstance(entry, str):
         return Fix(entry)
     if set(entry) != {"do", "source"}:
-        raise BadKnowledge(f"{where}: a fix has the keys {sorted(entry)}; it needs do and source")
+        raise BadKnowledge(f"{where}: a fix needs the keys do and source; it has {sorted(entry)}")
     return Fix(entry["do"], entry["source"])
 
 
@@ -223,7 +222,7 @@ def _words(
     words = tuple(entry.get(key, ()))
     if required and (not words or any(len(word) < 2 for word in words)):
         raise BadKnowledge(
-            f"{where}: a pattern needs `{key}`, words of at least two letters; it has {words}"
+            f"{where}: `{key}` must list words of two letters or more; it is {words}"
         )
     if loud := [word for word in words if word != word.lower()]:
         raise BadKnowledge(f"{where}: {loud[0]!r} has capitals; lines are compared in lower case")
@@ -231,7 +230,7 @@ def _words(
 
 
 def check_expressions(patterns: Iterable[Pattern]) -> None:
-    """Raise BadKnowledge for an invalid expression, and for one whose search may take more than
+    """Raise BadKnowledge if an expression is invalid, or if searching for it may take more than
     linear time."""
     for pattern in patterns:
         if pattern.expression is not None:
@@ -244,7 +243,7 @@ def _check_expression(label: str, expression: str) -> None:
     except re.error as error:
         raise BadKnowledge(f"{label}: regex {expression!r}: {error}") from error
     if problem := regexes.superlinear(expression):
-        raise BadKnowledge(f"{label}: regex {expression!r} holds {problem}")
+        raise BadKnowledge(f"{label}: regex {expression!r} contains {problem}")
 
 
 def _check_references(
@@ -253,7 +252,7 @@ def _check_references(
     for pattern in patterns:
         if strangers := pattern.instead - labels.keys():
             raise BadKnowledge(
-                f"{pattern.label}: instead of {sorted(strangers)[0]}, which is not a label"
+                f"{pattern.label}: `instead` names {sorted(strangers)[0]}, which is not a label"
             )
     for label in labels.values():
         if strangers := label.follows - labels.keys():
@@ -264,21 +263,21 @@ def _check_references(
         if unknown := set(entry.cancels) - labels.keys():
             raise BadKnowledge(f"benign: cancels {sorted(unknown)[0]}, which is not a label")
         if entry.notice and entry.notice not in labels:
-            raise BadKnowledge(f"benign: notice of {entry.notice}, which is not a label")
+            raise BadKnowledge(f"benign: `notice` names {entry.notice}, which is not a label")
         if unknown := set(entry.roles) - set(ROLES):
-            raise BadKnowledge(f"benign: {sorted(unknown)[0]} is not a role")
+            raise BadKnowledge(f"benign: `roles` names {sorted(unknown)[0]}, which is not a role")
 
 
 def _triggers(words: Sequence[str]) -> tuple[bytes, ...]:
     if wrong := [word for word in words if word != word.lower() or re.search(r"[0-9.+-]|^$", word)]:
-        raise BadKnowledge(f"trigger {wrong[0]!r}: lower case, no digits, none of . + -")
+        raise BadKnowledge(f"trigger {wrong[0]!r}: use lower case, no digits, and none of . + -")
     known = frozenset(words)
     # A search for a word also finds every longer word that contains it.
     return tuple(word.encode() for word in words if known.isdisjoint(_shorter(word)))
 
 
 def _shorter(word: str) -> Iterator[str]:
-    """The proper substrings of a word. There are fewer of them than other words to compare with."""
+    """The proper substrings of a word. There are fewer of them than there are triggers."""
     for length in range(2, len(word)):
         for start in range(len(word) - length + 1):
             yield word[start : start + length]

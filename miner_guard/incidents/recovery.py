@@ -1,4 +1,4 @@
-"""Tracks the run through its log: whether steps continue after an error, and whether training had
+"""Tracks training through a log: whether steps continue after an error, and whether training
 finished before it."""
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ _STEP = re.compile(rb"\bstep\b\W{0,3}\d.{0,60}\bloss(?!\W{0,4}(?:nan|inf))")
 _NUMBERS = re.compile(rb"\bstep\b\W{0,4}(\d+)")
 _ZERO = re.compile(rb"(?:\b|_)loss\b\W{0,4}0(?:\.0*)?(?:[^\d.]|$)")
 _NAME = 16
-"""Bytes before `loss` that hold the rest of its name."""
+"""Bytes before `loss` that may contain the rest of its name."""
 
 _KEPT = 1024
-"""Bytes kept of a line's template."""
+"""Maximum bytes to keep of a line's template."""
 
 _STEPS = 2
-"""Number of steps that must follow an error; a single one may be another rank's late output."""
+"""Steps required after an error, since a single one may be another rank's late output."""
 
 _SOUND_STEPS = 4
-"""Number of steps required after a bad loss: the other ranks may print finite losses for a
-while."""
+"""Steps required after a bad loss, since other ranks may print finite losses for a while."""
 
 _MANY_STEPS = 10
-"""Steps required after an exception: the other ranks take only a few steps without the rank that
-the exception ended."""
+"""Steps required after an exception. Once it has ended a rank, the others take only a few more
+steps."""
 
 _AWAITED = 500
 """Lines after an error within which its recovery steps must appear."""
@@ -51,36 +50,36 @@ _NAN = re.compile(
     r"^(?!.*\b(?:e?val(?:uation|idation)?|valid|test)(?:\b|_))(?!.*(?:stop|exit|abort|terminat))"
     r".*(?:\b|_)(?:nan|inf\w*)(?:\b|_)"
 )
-"""A non-finite loss, which later finite losses clear. Steps reveal nothing about an evaluation
-loss, and an exploded loss is still a number."""
+"""A non-finite loss, which later finite losses clear. Steps say nothing about an evaluation loss,
+and an exploded loss is still a number."""
 
 _PENDING_ROLES = ("cause", "retry", "warning")
 _REMEMBERED = 100
-"""Lines before an exit within which training may have reported that it finished."""
+"""Lines before an exit to check for a report that training finished."""
 
 
 class PendingError(NamedTuple):
-    """An error that later steps may show to be over."""
+    """An error that later steps may clear."""
 
     label: str
     needed: bool = True
-    """Training needs what failed, so its steps show recovery. Otherwise steps show that training
-    continues without it."""
+    """Whether training needs what failed. If so, steps show that it recovered; otherwise, that
+    training continues without it."""
 
     loss: bool = False
-    """The loss itself is bad, so no retry is needed for it to count. A loss of 0 after it is as bad
-    as NaN."""
+    """Whether the loss itself is bad, so that it counts even without a retry. A loss of 0 after it
+    is as bad as NaN."""
 
     raised: bool = False
-    """An exception rather than a warning or retry: the program may catch it, or it may end a
-    rank."""
+    """Whether this is an exception rather than a warning or retry. The program may catch it, or it
+    may end a rank."""
 
     hint: bool = False
-    """Only the general layer knows the line: if steps follow, it was no fault."""
+    """Whether only the general layer recognizes the line. If steps follow, it was not a fault."""
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Which sightings of the label the steps retract."""
+        """Roles of the label's sightings that the steps retract."""
         if self.hint:
             return ("hint",)
         return ("cause", "retry", "warning") if self.loss or self.raised else ("retry", "warning")
@@ -92,7 +91,7 @@ class PendingError(NamedTuple):
 
 
 def pending(sighting: Sighting, label: Label) -> PendingError | None:
-    """What later steps may show about this sighting; None if they show nothing."""
+    """The error that later steps may clear, or None if steps say nothing about this sighting."""
     if sighting.role == "hint":
         return PendingError(label.name, hint=True)
     if sighting.role not in _PENDING_ROLES:
@@ -103,27 +102,26 @@ def pending(sighting: Sighting, label: Label) -> PendingError | None:
         waits = label.overcome_by_steps or label.restart == "outage"
         return PendingError(label.name, needed) if waits else None
     if label.undone_by_losses:
-        # An exception ends a run, whatever the other ranks still print.
+        # An exception ends the run, no matter what the other ranks still print.
         printed = not EXCEPTION.match(sighting.text)
         return PendingError(label.name, loss=True) if printed and _NAN.search(text) else None
     return PendingError(label.name, raised=True) if label.overcome_by_steps else None
 
 
 class RecoveryTracker:
-    """Follows the lines around a scanner's sightings. Bounded memory."""
+    """Tracks the lines around a scanner's sightings, in bounded memory."""
 
     def __init__(self) -> None:
         self._recent: deque[bytes] = deque(maxlen=_REMEMBERED)
         self._tried: dict[PendingError, set[object]] = {}
-        """Errors that further steps would show to be over, each with the steps since its latest
-        sighting."""
+        """Errors that further steps would clear, each with the steps since its latest sighting."""
 
         self._latest = 0
         """The line of the latest sighting."""
 
     @property
     def waits(self) -> bool:
-        """Whether any error still waits for steps that would show recovery."""
+        """Whether further steps could still clear an error."""
         return bool(self._tried)
 
     def finished(self, shapes: Sequence[bytes], index: int) -> bool:
@@ -139,14 +137,14 @@ class RecoveryTracker:
         first: int,
         tried: Mapping[int, set[PendingError]],
     ) -> Iterator[tuple[tuple[PendingError, ...], int]]:
-        """Errors that the steps in this block show to be over, with the line that showed it.
+        """The errors that the steps in this block clear, each with the line that cleared it.
 
-        `first`: the number of the block's first line. `tried` maps each line to the pending errors
-        among its sightings; a line with an empty set shows a different fault.
+        `first` is the number of the block's first line. `tried` maps each line to the pending
+        errors among its sightings; a line with an empty set shows a different fault.
         """
         if not self._tried and not any(tried.values()):
             return
-        # A block repeats its few shapes.
+        # The lines of a block have only a few different shapes.
         losing = {shape for shape in set(shapes) if b"loss" in shape}
         losses = [n for n, shape in enumerate(shapes, first) if shape in losing] if losing else []
         for number in sorted({*tried, *losses}):
@@ -165,7 +163,7 @@ class RecoveryTracker:
             self._tried.clear()
 
     def _step(self, line: bytes, number: int) -> tuple[PendingError, ...]:
-        """Errors that `line` shows to be over, if it prints a step."""
+        """The errors that `line` clears, if it prints a step."""
         if not _prints_step(line):
             return ()
         step = tuple(_NUMBERS.findall(line)) or number

@@ -1,4 +1,4 @@
-"""Facts about a regular expression, such as the words it needs, and the search for it."""
+"""Searches for regular expressions, and derives facts such as the words that a match needs."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ else:
     import sre_parse as parser
 
 _MIN_WORD_LENGTH = 3
-"""Shorter words, and numbers, occur in nearly every line."""
+"""Shorter words occur in nearly every line, and so do numbers."""
 
 _LONG = 1024
-"""In a longer text, only the beginning and the places around certain words are searched."""
+"""Longer texts are searched only at the beginning and around certain words."""
 
 _REACH = 300
-"""Characters searched on either side of a word for an expression without a maximum length."""
+"""Characters to search on either side of a word if a match can have any length."""
 
 _SEEN_BESIDE = 100
-"""Upper bound on the characters that an assertion without a repeat reads on either side of a
-match."""
+"""Maximum characters that an assertion without a repeat reads on either side of a match."""
 
 _MAX_PLACES = 8
-"""Places of a word in one line that are searched, from each end. A megabyte of one word would
-otherwise cost a search at each of them."""
+"""Search around at most this many occurrences of a word, counted from each end of the line. A
+megabyte of one repeated word would otherwise cost a search per occurrence."""
 
 _PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 """Parts of an expression: an escaped character, a set of characters, or one character."""
@@ -46,14 +45,14 @@ _ALL_OR_NO_DIGITS = (len(_DIGITS), 0)
 
 @dataclass(frozen=True)
 class AllOf:
-    """All of these are needed. An empty `AllOf` requires nothing."""
+    """Requires all of these. An empty `AllOf` requires nothing."""
 
     of: tuple[Requirement, ...]
 
 
 @dataclass(frozen=True)
 class AnyOf:
-    """At least one of these is needed."""
+    """Requires at least one of these."""
 
     of: tuple[Requirement, ...]
 
@@ -63,8 +62,8 @@ NOTHING = AllOf(())
 
 
 class RegexSearch:
-    """The search for one expression. Its properties are computed for the first line that needs
-    them: compiling all expressions would take half of the guard's start-up time."""
+    """Searches for one expression. Computes its properties only when a line needs them, because
+    compiling every expression would take half of the guard's start-up time."""
 
     def __init__(self, expression: str) -> None:
         self.expression = expression
@@ -86,24 +85,24 @@ class RegexSearch:
 
     @cached_property
     def tells_digits_apart(self) -> bool:
-        """Whether the answer may change if digits of the text become other digits."""
+        """Whether replacing digits in the text with other digits may change the result."""
         return tells_digits_apart(_items(self.expression))
 
     def found_in(
         self, text: str, near: Iterable[str] = (), words: Collection[bytes] | None = None
     ) -> bool:
-        """Whether the expression matches in `text`. A long text is searched only around the words
-        that the expression needs, or at its beginning and around those of `near` if it needs none.
-        `words` are those of the expression that occur in `text`, if that is known."""
+        """Whether the expression matches in `text`. Searches a long text only around the words
+        that the expression needs; if it needs none, at the beginning and around the words in
+        `near`. `words` are the expression's words that occur in `text`, if known."""
         if len(text) < _LONG:
             return self.regex.search(text) is not None
-        # Without needs of its own, the caller did not search for the words of its alternatives.
+        # If nothing is needed, the caller did not search for the words of the alternatives.
         present = None if self.needs == NOTHING else words
         return any(each.found_in(text, near, present) for each in self._alternatives)
 
 
 class _Alternative:
-    """Searches a long text for one of the alternatives that an expression consists of."""
+    """Searches a long text for one alternative of an expression."""
 
     def __init__(self, expression: str) -> None:
         self._expression = expression
@@ -125,7 +124,7 @@ class _Alternative:
             return False
         reach = _REACH if self._width is None else self._width
         if self._marks:
-            # The rarest words leave the least to search.
+            # The rarest words leave the least text to search.
             found = min((_all_places(text, marked, words) for marked in self._marks), key=len)
         else:
             found, reach = _all_places(text, map(str.encode, near), None), reach + _REACH
@@ -139,13 +138,13 @@ class _Alternative:
 
 
 def requirement(regex: str) -> Requirement:
-    """The words without which `regex` cannot match: searching for words is far cheaper than
+    """The words without which `regex` cannot match. Searching for words is far cheaper than
     searching for the expression."""
     return _sequence(_items(regex))
 
 
 def met(needed: Requirement, words: Collection[bytes]) -> bool:
-    """Whether a text can match if `words` are those of the requirement's words that occur in it."""
+    """Whether a text can match if `words` are the required words that it contains."""
     if isinstance(needed, bytes):
         return needed in words
     every = isinstance(needed, AllOf)
@@ -156,7 +155,7 @@ def met(needed: Requirement, words: Collection[bytes]) -> bool:
 
 
 def words_of(needed: Requirement) -> Iterator[bytes]:
-    """Every word that the requirement names."""
+    """Every word in the requirement."""
     if isinstance(needed, bytes):
         yield needed
     else:
@@ -179,7 +178,7 @@ def _shortest(words: frozenset[bytes]) -> int:
 
 
 def width(regex: str) -> int | None:
-    """The maximum number of characters that a match and its assertions read; None if unbounded."""
+    """Maximum number of characters that a match and its assertions read; None if unbounded."""
     items = _items(regex)
     if any(any(_unbounded(part)) for part in (items, *_asserted(items))):
         return None
@@ -187,8 +186,8 @@ def width(regex: str) -> int | None:
 
 
 def windows(places: Iterable[tuple[int, int]], reach: int) -> Iterator[tuple[int, int]]:
-    """The spans of a text that can hold a match of at most `reach` characters around the words at
-    `places`, each with its length."""
+    """The spans of a text that can contain a match of at most `reach` characters around a word.
+    `places` gives the offset and length of each word."""
     start = end = -1
     for at, length in sorted(places):
         if at - reach > end:
@@ -201,7 +200,7 @@ def windows(places: Iterable[tuple[int, int]], reach: int) -> Iterator[tuple[int
 
 
 def alternatives(regex: str) -> list[str]:
-    """The expressions that `regex` separates by `|` outside all groups."""
+    """The parts of `regex` that are separated by `|` outside any group."""
     found = [""]
     depth = 0
     for part in _PARTS.findall(regex):
@@ -214,7 +213,7 @@ def alternatives(regex: str) -> list[str]:
 
 
 def tells_digits_apart(items: Iterable[Any]) -> bool:
-    """Whether a parsed expression accepts one digit where it refuses another."""
+    """Whether a parsed expression accepts one digit where it rejects another."""
     for op, argument in items:
         if op in (ops.LITERAL, ops.NOT_LITERAL):
             apart = argument in _DIGITS
@@ -236,8 +235,8 @@ def tells_digits_apart(items: Iterable[Any]) -> bool:
 
 
 def _listed(characters: Iterable[Any]) -> Iterator[int]:
-    """The codes of the characters that a set lists, without those of its categories: a category
-    has all digits or none."""
+    """The codes of the literal characters and the digits in a set. Categories are left out, since
+    a category contains either all digits or none."""
     for op, argument in characters:
         if op is ops.LITERAL:
             yield argument
@@ -248,9 +247,9 @@ def _listed(characters: Iterable[Any]) -> Iterator[int]:
 def superlinear(regex: str) -> str | None:
     """Why a search for `regex` may take more than linear time; None if it cannot.
 
-    A search tries every position of the text. If every repeat is bounded, each try costs at most a
-    constant. An expression that begins with `^` is tried once, so it may contain one unbounded
-    repeat, of a single character.
+    A search tries every position in the text. If every repeat is bounded, each attempt takes
+    constant time at most. An expression that begins with `^` is tried only once, so it may contain
+    one unbounded repeat of a single character.
     """
     for branch in _branches(_items(regex)):
         anchored = (
@@ -263,22 +262,19 @@ def superlinear(regex: str) -> str | None:
             *(list(_unbounded(inner)) for inner in _asserted(branch)),
         ):
             if loops and not anchored:
-                return (
-                    "a repeat without a bound; give it one, such as {0,40}, or begin the "
-                    "expression with ^"
-                )
+                return "an unbounded repeat; add a bound such as {0,40}, or begin the regex with ^"
             if len(loops) > 1:
-                return "two repeats without a bound; give one of them a bound, such as {0,40}"
+                return "two unbounded repeats; add a bound such as {0,40} to one of them"
             if loops and (len(loops[0]) != 1 or loops[0][0][0] not in _ONE_CHARACTER):
-                return "a group is repeated without a bound; give it one, such as {0,8}"
+                return "an unbounded repeat of a group; add a bound such as {0,8}"
     return None
 
 
 def _all_places(
     text: str, words: Iterable[bytes], present: Collection[bytes] | None
 ) -> list[tuple[int, int]]:
-    """Offset and length of each of `words` in `text`; `present` names those that may occur in
-    it."""
+    """Offset and length of every occurrence of `words` in `text`. If `present` is given, looks only
+    for the words in it."""
     return [
         (at, len(word))
         for word in words
@@ -289,7 +285,7 @@ def _all_places(
 
 @lru_cache(maxsize=64)
 def _places(text: str, word: str) -> tuple[int, ...]:
-    """Offsets of `word`: the first and the last `_MAX_PLACES`, which suffice in a line that repeats
+    """The first and last `_MAX_PLACES` offsets of `word`, which are enough for a line that repeats
     itself. Cached, because many expressions need the same words."""
     first: list[int] = []
     at = text.find(word)
@@ -349,7 +345,7 @@ def _branches(items: list[Any]) -> list[list[Any]]:
 
 
 def _unbounded(items: Iterable[Any]) -> Iterator[list[Any]]:
-    """The unbounded repeats in a sequence, outside its assertions."""
+    """The unbounded repeats in a sequence, except those in assertions."""
     for op, argument in items:
         if op in _REPEATS:
             if argument[1] == ops.MAXREPEAT:

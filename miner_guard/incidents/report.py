@@ -1,4 +1,4 @@
-"""Explains a whole log in one pass and with constant memory, whatever its content."""
+"""Explains a whole log in one pass, in constant memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CHUNK = 1 << 18
 
 @dataclass(frozen=True)
 class Explained:
-    """One label of a log, in human-readable form."""
+    """One incident in a log, in human-readable form."""
 
     label: str
     severity: str
@@ -28,7 +28,7 @@ class Explained:
     cause: str
     fixes: tuple[str, ...]
     sources: tuple[str, ...]
-    """Source of each fix; empty for our own advice."""
+    """Source of each fix; empty if the advice is our own."""
 
     count: int
     ranks: tuple[int, ...]
@@ -59,7 +59,7 @@ class LogExplanation:
 
     @property
     def root(self) -> Explained | None:
-        """The finding that caused the others; None if nothing is wrong."""
+        """The root cause of the others; None if nothing is wrong."""
         return next((finding for finding in self.findings if finding.root), None)
 
     def as_dict(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class LogExplanation:
 def explain(
     log: BinaryIO, knowledge: Knowledge, training: oom.Training, redact: Callable[[str], str] = str
 ) -> LogExplanation:
-    """Read `log` to its end and explain it. Raises only OSError, if the log cannot be read."""
+    """Read all of `log` and explain it. Raises only OSError, if the log cannot be read."""
     scanner, case = Scanner(knowledge, notices=True), RootCauseAnalyzer(knowledge)
     size, unfinished = 0, False
     while chunk := log.read(_CHUNK):
@@ -93,7 +93,7 @@ def in_words(
     training: oom.Training,
     redact: Callable[[str], str] = str,
 ) -> Explained:
-    """Cause and fixes of one incident, filled in with its numbers."""
+    """One incident's cause and fixes, with the details from its lines filled in."""
     label, sighting = knowledge.labels[incident.label], incident.first
     seen = (sighting, *incident.kept)
     # The reason often follows on the line after the one that names the error.

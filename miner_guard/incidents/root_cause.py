@@ -1,4 +1,4 @@
-"""Picks the root among many sightings: the first real error, by time and by causality."""
+"""Finds the root cause among many sightings: the first real error, by time and causality."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from miner_guard.incidents.patterns import ROLES
 from miner_guard.incidents.sightings import Launched, Passed, Retraction, Seen, Sighting
 
 _KEPT = 4
-"""Sightings kept per label and role; further ones are only counted."""
+"""Sightings to keep per label and role; any more are only counted."""
 
 _MAX_RANKS = 1024
 _SURVIVED_AFTER = 200
 """If this many lines follow an exception or a retry without an exit, the program is considered to
-have recovered from it."""
-
+have recovered."""
 
 _STILL_COPING = 30
-"""After the program reports that it recovered from an error, an unknown exception within this many
-lines contradicts the report."""
+"""An unknown exception within this many lines after the program reports a recovery contradicts that
+report."""
 
 _MAX_BRIEF_FAILURES = 3
-"""If an optional dependency fails fewer times than this while training continues, treat the outage
+"""If an optional dependency fails fewer times than this while training continues, the outage counts
 as transient."""
 
 
@@ -34,12 +33,12 @@ class SightingHistory:
 
     kept: list[Sighting] = field(default_factory=list)
     recent: deque[int] = field(default_factory=lambda: deque(maxlen=64))
-    """Line numbers of the latest sightings, which a retraction may remove."""
+    """Line numbers of the latest sightings, in case of a retraction."""
 
     count: int = 0
     ranks: set[int] = field(default_factory=set)
     passed: int = 0
-    """The line that shows that training continued after the sighting; 0 if none does."""
+    """The latest line after which training is known to have continued; 0 if there is none."""
 
     @property
     def behind(self) -> bool:
@@ -47,7 +46,7 @@ class SightingHistory:
         return bool(self.recent) and self.recent[-1] <= self.passed
 
     def add(self, sighting: Sighting) -> None:
-        """Count a sighting. The longer form of a message that continues replaces its beginning."""
+        """Count a sighting. If a message continues, its longer form replaces the shorter one."""
         if self.recent and self.recent[-1] == sighting.line:
             self.kept = [
                 sighting if s.line == sighting.line and sighting.more else s for s in self.kept
@@ -67,8 +66,8 @@ class SightingHistory:
             self.ranks.add(sighting.rank)
 
     def retract(self, line: int, within: int | None) -> list[Sighting]:
-        """Remove and return the sightings in the last `within` lines before `line`, or all before
-        it if `within` is None."""
+        """Remove the sightings in the `within` lines before `line` and return them. If `within` is
+        None, remove all sightings before it and return nothing."""
         if within is None:
             self.kept = [s for s in self.kept if s.line > line]
             self.count = len(self.kept)
@@ -84,7 +83,7 @@ class SightingHistory:
 
 @dataclass(frozen=True)
 class Incident:
-    """One label of a log, with its evidence."""
+    """One label found in a log, with its evidence."""
 
     label: str
     first: Sighting
@@ -97,20 +96,19 @@ class Incident:
 
 
 class RootCauseAnalyzer:
-    """Collects sightings and can report at any time. Memory is bounded by the number of labels."""
+    """Collects sightings and can report at any time. The number of labels limits memory use."""
 
     def __init__(self, knowledge: Knowledge) -> None:
         self._knowledge = knowledge
         self._trails: dict[tuple[str, str], SightingHistory] = {}
         self._before: dict[tuple[str, str], SightingHistory] = {}
-        """Sightings of the latest launch that showed any, if the log marks launches."""
+        """Sightings from the latest earlier launch that had any, if the log marks launches."""
 
         self._coped: list[tuple[int, list[Sighting]]] = []
-        """Sightings of errors from which the program reported a recovery, with the line of that
-        report."""
+        """For each recovery that the program reported, its line and the errors it covers."""
 
         self._notices = SightingHistory()
-        """All notices; they answer only where nothing else happened."""
+        """All notices; they are reported only if nothing else happened."""
 
         self._last = 0
 
@@ -136,8 +134,8 @@ class RootCauseAnalyzer:
             return
         self._last = max(self._last, found.line)
         if self._coped and found.label == "code_bug" and found.role in ("exception", "symptom"):
-            # The program did not recover: it ended right after it claimed to, for no other known
-            # reason.
+            # The program did not recover: it failed right after it claimed to, for no other
+            # known reason.
             for line, sightings in self._coped:
                 if 0 <= found.line - line <= _STILL_COPING:
                     for earlier in sightings:
@@ -164,7 +162,7 @@ class RootCauseAnalyzer:
             self._coped = [*self._coped[-_KEPT + 1 :], (item.line, gone)]
 
     def _launched(self) -> None:
-        """Start a new launch: once it shows sightings, those of the previous launch no longer
+        """Start a new launch. Once it has sightings, those from the previous launch no longer
         count."""
         self._before = self._trails or self._before
         self._trails = {}
@@ -241,6 +239,6 @@ class RootCauseAnalyzer:
 
 
 def _rank(role: str, *, behind: bool) -> int:
-    """How near to the cause a sighting is. A hint and a symptom are equally far: the earlier one
-    wins."""
+    """How close to the cause a sighting is. Hints and symptoms are equally close, so the earlier
+    one wins."""
     return ROLES.index("warning" if behind else "symptom" if role == "hint" else role)

@@ -1,8 +1,9 @@
-"""From raw bytes to sightings, in one pass and with bounded memory.
+"""Turns raw bytes into sightings, in one pass and in bounded memory.
 
-The same bytes give the same sightings however they are split. A miner repeats the same lines with
-other numbers, so lines are compared without their numbers, and only a new shape is searched for the
-words that every known error contains. Only lines with such a word are examined one by one.
+The same bytes give the same sightings, however they are split. A miner prints the same lines over
+and over with different numbers, so lines are compared without their numbers, and only new shapes
+are searched for trigger words. Every known error contains one, so only lines with a trigger word
+are examined individually.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from miner_guard.incidents.tracebacks import MAX_STREAMS, CutOff, Ended, Traceba
 from miner_guard.incidents.unmatched import UNKNOWN_EXCEPTION, UnmatchedErrors, says_little
 
 _CHAIN_LINES = 6
-"""Maximum lines between an exception and the words that chain it to the next one."""
+"""Maximum lines from an exception to the sentence that chains it to the next one."""
 
 _TRYING_AGAIN = (
     "retrying",
@@ -47,23 +48,23 @@ _TRIED_AGAIN = RegexSearch(
     r"|(?<!nccl )\bwarn(?:ing)?\b|userwarning"
 )
 _FELL_BACK = RegexSearch(r"\busing \w{1,20} instead\b|\bfall(?:ing|en|s)? ?back (?:to|on)\b")
-"""How a program reports that it falls back to something else."""
+"""How a program reports that it falls back to an alternative."""
 
 _WARNING = re.compile(r"\[?w(?:\d{3,4})?[ \]]")
 """How torch and glog begin a warning."""
 
 _TOLD = 800
-"""Characters kept of a line: enough for the numbers of an out-of-memory message."""
+"""Characters to keep of a line: enough for the sizes in an out-of-memory message."""
 
 _TAIL_LINES = 3
-"""Lines after an out-of-memory error that may hold its numbers."""
+"""Lines after an out-of-memory error that may contain its sizes."""
 
 
 class Scanner:
-    """Finds the known errors in a log, which it reads in pieces of any size."""
+    """Finds the known errors in a log that arrives in chunks of any size."""
 
     def __init__(self, knowledge: Knowledge, *, notices: bool = False) -> None:
-        """`notices`: whether to report lines that are only notices, too: nothing failed."""
+        """`notices`: whether to report notices and hints too, although nothing may have failed."""
         self._knowledge = knowledge
         self._notices = notices
         self._carry = b""
@@ -71,24 +72,24 @@ class Scanner:
         self._tracebacks = Tracebacks()
         self._unmatched = UnmatchedErrors(knowledge)
         self._read_on = 0
-        """The latest line that was read as the rest of a message."""
+        """Number of the latest line that was read as part of a longer message."""
 
         self._raised: dict[int | None, Sighting] = {}
         """The latest exception of each rank."""
 
         self._chained: dict[int | None, Sighting] = {}
-        """For each rank, an exception that the next one in its chain is about to follow."""
+        """For each rank, an exception whose successor in the chain has not appeared yet."""
 
         self._logged: dict[int | None, Sighting] = {}
-        """For each rank, the latest error that steps would clear and that a logger printed without
-        a traceback."""
+        """For each rank, the latest error that was logged without a traceback and that steps would
+        clear."""
 
         self._tail: Sighting | None = None
         self._tail_line = 0
         self._sieve = TemplateFilter(knowledge.triggers)
         self._course = RecoveryTracker()
         self._past: tuple[int, set[bytes]] = (0, set())
-        """A line's number, and the words in its pieces so far."""
+        """A line's number, and the words in the pieces read so far."""
 
         self.line = 1
         """Number of the next line."""
@@ -106,7 +107,7 @@ class Scanner:
         return seen
 
     def finish(self) -> list[Seen]:
-        """The sightings in an unfinished last line. A truncated traceback counts as a symptom."""
+        """The sightings in an unfinished last line and in a traceback that the log cuts off."""
         rest, self._carry = self._carry, b""
         seen = [*self._block(rest), *self._chained.values()]
         if (cut := self._tracebacks.cut_off(self.line)) is not None:
@@ -126,12 +127,12 @@ class Scanner:
         return [_sighting(p, line, p.role, shown) for p in matches]
 
     def _block(self, block: bytes) -> list[Seen]:
-        """Scan whole lines. Text after the last newline is part of a line whose number stays the
-        same."""
+        """Scan a block of lines. If it does not end with a newline, the next block continues the
+        last line under the same number."""
         seen: list[Seen] = []
         known = block if isinstance(block, LineChunk) else LineChunk(block)
         shapes, hot = known.templates, self._sieve.matching(known)
-        # Each line that begins a frame is hot: `file "` is one of the words.
+        # Every line that begins a frame is hot, because `file "` is a trigger.
         runs = self._tracebacks.runs(block) if hot or self._tracebacks.quoting else []
         frames = {run.first: run for run in runs}
         hits = lines_outside(runs, shapes, hot) if hot else set()
@@ -161,7 +162,7 @@ class Scanner:
         return seen
 
     def _relevant(self, found: list[Seen], shapes: list[bytes], index: int) -> list[Seen]:
-        """A line's sightings, without those that stop mattering once training has finished."""
+        """A line's sightings, except those that no longer matter because training has finished."""
         labels = self._knowledge.labels
         moot = [s for s in found if isinstance(s, Sighting) and labels[s.label].moot_when_finished]
         return (
@@ -171,10 +172,10 @@ class Scanner:
         )
 
     def _tried(self, seen: list[Seen]) -> dict[int, set[PendingError]]:
-        """The sightings of this block by line, with the errors that continued steps would clear."""
+        """This block's lines with sightings, each with the errors that steps would clear."""
         tried: dict[int, set[PendingError]] = {}
         if not seen:
-            # Reading the labels parses the whole knowledge, which takes a third of a guard's start.
+            # Reading the labels parses all knowledge files: a third of the guard's start-up time.
             return tried
         labels = self._knowledge.labels
         for s in seen:
@@ -233,7 +234,7 @@ class Scanner:
             self._examine(line, seen, past)
 
     def _belongs(self, line: LogLine, seen: list[Seen]) -> bool:
-        """Whether the line only belongs to a traceback or to the guard's own output."""
+        """Whether the line is only part of a traceback or of the guard's own output."""
         if self._tracebacks.follow(line):
             return True
         if own.launches(line.lowered):
@@ -264,8 +265,7 @@ class Scanner:
             seen.append(_sighting(noticed, line, "notice", shown))
 
     def _matched(self, line: LogLine, matches: list[Pattern], seen: list[Seen]) -> None:
-        """Record the sightings on a line with these matches; an exception counts even without a
-        match."""
+        """Record a line's matches as sightings. An exception counts even without a match."""
         ended = self._tracebacks.ends(line)
         if ended is not None:
             first, known = self._chained.pop(line.rank, None), bool(matches)
@@ -308,15 +308,15 @@ class Scanner:
             self._logged[sighting.rank] = sighting
 
     def _went_past(self, line: LogLine) -> Iterator[Retraction]:
-        """Retract the error that a rank logged before it failed on a missing file: the rank had got
-        past that error."""
+        """Retract the error that a rank logged before it failed on a missing file, since the rank
+        had already got past that error."""
         for teller in (line.rank, None):
             if (passed := self._logged.pop(teller, None)) is not None:
                 within = line.number - passed.line
                 yield Retraction((passed.label,), line.number, within, ("cause", "retry"))
 
     def _go_on(self, line: bytes, number: int, seen: list[Seen]) -> None:
-        """Append a line to the message that it continues."""
+        """Append a line to the out-of-memory message that it continues."""
         sighting = self._tail
         if sighting is None or number <= max(sighting.line, self._tail_line) or not line.strip():
             return
@@ -329,13 +329,13 @@ class Scanner:
         seen.append(self._tail)
 
     def _go_on_unmatched(self, lines: list[bytes], start: int, seen: list[Seen]) -> None:
-        """Read on where an exception without a label may continue its message."""
+        """Read the lines that may continue the message of an exception without a label."""
         for index in range(start, len(lines) - (not lines[-1])):
             if self._unmatched.ends_with(lines[index]):
                 return
             number = self.line + index
             if number <= self._read_on:
-                # Another piece of a long line.
+                # Another piece of a long line that was already read.
                 continue
             self._read_on = number
             line = self._reader.read(without_blobs(lines[index][:MAX_BLOBLESS]), number)
@@ -345,8 +345,8 @@ class Scanner:
                 self._raised[named.rank] = named
 
     def _chain(self, line: LogLine, seen: list[Seen]) -> None:
-        """The first exception of a chain counts, unless the one that follows is known and the first
-        is not."""
+        """Hold the first exception of a chain. It is the one that counts, unless only the next one
+        is known."""
         first = self._raised.get(line.rank)
         if first is None or line.number - first.line > _CHAIN_LINES:
             return
@@ -371,9 +371,9 @@ def _sighting(pattern: Pattern, line: LogLine, role: str, shown: str) -> Sightin
 
 
 def _role(pattern: Pattern, matches: list[Pattern], lowered: str) -> str:
-    """The role in which the line counts. A cause in a warning or retry counts as a retry, or as a
-    warning if the program falls back to something else; a summary together with a symptom counts as
-    a symptom."""
+    """The line's role. A cause in a warning or retry counts as a retry, or as a warning if the
+    program falls back to an alternative. A summary that appears with a symptom counts as a
+    symptom."""
     if pattern.role in ("cause", "retry") and _FELL_BACK.found_in(lowered):
         return "warning"
     if pattern.role == "cause" and (

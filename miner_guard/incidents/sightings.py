@@ -1,4 +1,4 @@
-"""The sightings that a scanner reports, line by line."""
+"""What a scanner reports about the lines of a log."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple, Union
 
 
 class Sighting(NamedTuple):
-    """A line that shows a label. A tuple, because a log may hold one in every line."""
+    """A line that shows a label. A tuple for speed, since every line of a log may show one."""
 
     label: str
     role: str
     line: int
-    """Counts from 1, like an editor."""
+    """Line number, starting at 1."""
 
     text: str
     rank: int | None
@@ -20,10 +20,10 @@ class Sighting(NamedTuple):
     """The pattern's cause, if it differs from the label's."""
 
     more: str = ""
-    """The following lines, if the message continues there."""
+    """The rest of the message, if it continues on the following lines."""
 
     fix: str = ""
-    """Copied from the pattern, as are `restart`, `source` and `least`."""
+    """Copied from the pattern, like `restart`, `source` and `least`."""
 
     restart: str = ""
     source: str = ""
@@ -32,26 +32,26 @@ class Sighting(NamedTuple):
 
 @dataclass(frozen=True)
 class Retraction:
-    """A line that retracts recent sightings: the program recovered from the error, or raised
-    another."""
+    """A line that retracts recent sightings, because the program recovered from the error or
+    raised a different one."""
 
     labels: tuple[str, ...]
     line: int
     within: int | None = 30
-    """How many lines it reaches back; None: to the beginning."""
+    """How many lines back to retract; None means back to the beginning."""
 
     roles: tuple[str, ...] = ()
-    """Retracts only sightings in these roles; in any role if empty."""
+    """Roles of the sightings to retract; empty means all roles."""
 
     coped: bool = False
-    """The program itself reports that it recovered; an exception right after the line contradicts
-    that."""
+    """Whether the program itself reports that it recovered. An exception right after this line
+    contradicts that."""
 
 
 @dataclass(frozen=True)
 class Passed:
-    """Training continued after a retry or warning with these labels: they do not cause a later
-    exit."""
+    """Training continued after retries or warnings with these labels, so they did not cause any
+    later exit."""
 
     labels: tuple[str, ...]
     line: int
@@ -59,8 +59,7 @@ class Passed:
 
 @dataclass(frozen=True)
 class Launched:
-    """The guard reports that it started the miner; earlier sightings belong to the previous
-    launch."""
+    """The guard started the miner on this line; earlier sightings belong to the previous launch."""
 
     line: int
 

@@ -1,4 +1,4 @@
-"""Tracks the tracebacks that each rank prints, up to the exception that ends them."""
+"""Tracks each rank's tracebacks up to the exception that ends them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _FRAME = re.compile(
 _OTHER_FRAME = re.compile(
     r"(?:\u2502 ?)?((?:[~/.]|[a-z]:\\)[^\s:]{1,300}\.py)(?::\d{1,9})? in ([^\s(]{0,100})"
 )
-"""The same of rich and of older IPython."""
+"""Stack frame lines of rich and older IPython."""
 
 _OTHER_SOURCE = re.compile(r"\u2502 {0,8}\u2771 {0,8}\d{1,9} [\u2502 ]{0,100}(.{1,200})")
-"""The source line that rich marks."""
+"""The source line that rich marks as the failing one."""
 
 MAX_STREAMS = 256
 """Maximum number of ranks whose lines are tracked separately."""
@@ -35,17 +35,16 @@ _MAX_LINES = 2000
 """A traceback still open after this many lines was truncated."""
 
 _MAX_FRAMES = 8192
-"""Characters kept of the paths in one traceback."""
+"""Maximum characters to keep of the paths in one traceback."""
 
 
 class Ended(NamedTuple):
-    """An exception, with the paths of the traceback that it ends; `frames` is empty if there is no
-    traceback."""
+    """An exception with the paths in its traceback; without a traceback, `frames` is empty."""
 
     name: str
     frames: str
     text: bytes = b""
-    """The last frames with their functions and the source that they quote."""
+    """The last frames, with function names and quoted source lines."""
 
 
 class CutOff(NamedTuple):
@@ -54,7 +53,7 @@ class CutOff(NamedTuple):
     rank: int | None
     line: int
     raises: str
-    """The last source line with a `raise`."""
+    """The last source line that contains a `raise`."""
 
     text: bytes
     """See Ended."""
@@ -64,20 +63,20 @@ class CutOff(NamedTuple):
 class _Traceback:
     line: int
     ignored: bool = False
-    """Python reports that it continues: the exception was raised in a destructor or at shutdown."""
+    """Python reports that it ignored the exception, raised in a destructor or at shutdown."""
 
     frames: str = ""
     raises: str = ""
     text: bytes = b""
     end: int = 0
-    """The line after its latest frames."""
+    """Number of the line after its latest frames."""
 
     def shows(self, lines: bytes) -> None:
-        """Add lines of frames or of source."""
+        """Add frame or source lines."""
         self.text = (self.text + lines)[-MAX_TEXT:] if self.text else lines
 
     def passes(self, path: str) -> None:
-        """Add the lower-cased path of a frame, or several with a blank between them."""
+        """Add a frame's lower-cased path, or several paths separated by blanks."""
         if len(self.frames) < _MAX_FRAMES:
             forward = path.replace("\\", "/")
             self.frames = f"{self.frames}{forward} "[:_MAX_FRAMES]
@@ -89,7 +88,7 @@ class Tracebacks:
     def __init__(self) -> None:
         self._open: dict[int | None, _Traceback] = {}
         self._quoting: bytes | None = None
-        """Prefix of the frame in which the last block ended: the next block may begin with that
+        """Prefix of the frame that ended the last block. The next block may begin with that
         frame's source.
         """
 
@@ -98,8 +97,8 @@ class Tracebacks:
         return rank in self._open
 
     def follow(self, line: LogLine) -> bool:
-        """Follow a line that is not ordinary. Returns True if it only gives a file position or
-        quotes source: the error itself comes at the end."""
+        """Process a line that is not ordinary. Returns True if it only gives a file position or
+        quotes source; the error itself comes at the end of the traceback."""
         lowered = line.lowered
         inner = lowered.lstrip()
         if not inner.startswith("file ") and self._other(line, inner):
@@ -109,7 +108,7 @@ class Tracebacks:
         frame = _FRAME.search(lowered) if quoted else None
         opened = self._open.get(line.rank)
         ignored = IGNORED in lowered or (opened is not None and opened.ignored and starts)
-        # A warning may quote a frame; one that begins a line belongs to a traceback.
+        # A warning may quote a frame, but a frame at the start of a line is part of a traceback.
         positions = frame is not None and inner.startswith("file ")
         if starts or ignored or (positions and opened is None):
             opened = self._begin(line.rank, line.number, ignored=ignored)
@@ -120,7 +119,7 @@ class Tracebacks:
             opened.raises = line.text.strip()
             opened.shows(line.text.encode(errors="replace") + b"\n")
             return True
-        # Between the lines of several ranks, the source that a frame quotes stands by itself.
+        # When several ranks print at once, a quoted source line may not follow its frame.
         within = opened is not None and opened.frames
         quoted = line.text.startswith("    ") and not line.text[4:5].isspace()
         if opened is not None and within and quoted and not positions:
@@ -128,7 +127,7 @@ class Tracebacks:
         return positions or bool(within and quoted)
 
     def _other(self, line: LogLine, inner: str) -> bool:
-        """Follow a line of a traceback that rich or older IPython prints."""
+        """Process a traceback line printed by rich or older IPython."""
         opened = self._open.get(line.rank)
         if opened is None:
             return False
@@ -144,7 +143,7 @@ class Tracebacks:
 
     @property
     def quoting(self) -> bool:
-        """Whether the next block may begin with the source that a frame quotes."""
+        """Whether the next block may begin with a frame's quoted source."""
         return self._quoting is not None
 
     def runs(self, block: bytes) -> list[FrameRun]:
@@ -161,7 +160,7 @@ class Tracebacks:
         return runs
 
     def take(self, run: FrameRun, number: int) -> None:
-        """Add frames to their rank's traceback; `number` is that of their first line."""
+        """Add frames to their rank's traceback. `number` is the line number of the first one."""
         rank = _rank(run.prefix) if run.prefix else None
         opened = self._open.get(rank)
         if run.starts or opened is None:
@@ -187,13 +186,13 @@ class Tracebacks:
         return opened is not None and opened.ignored and line.number - opened.line < _MAX_LINES
 
     def ends(self, line: LogLine) -> Ended | None:
-        """The exception that ends a traceback on this line, or that the line names without one."""
+        """The exception on this line, with its traceback if it ends one."""
         if line.shape.within is None:
             return None
-        # The message itself may name a rank; its traceback then stands without one.
+        # If only the message names a rank, the lines of its traceback name none.
         rank = None if line.rank not in self._open and "[rank" in line.lowered else line.rank
         if rank is None and rank not in self._open:
-            # The thread that shows the log may have lost the prefix of its last line.
+            # The thread that forwards the log may have lost the prefix of the last line.
             rank = next((r for r, t in self._open.items() if t.end == line.number), None)
         opened = self._open.get(rank)
         inside = opened is not None and 0 <= line.number - opened.line < _MAX_LINES

@@ -1,4 +1,4 @@
-"""Errors that no pattern knows: what the general layer makes of them, or else the default."""
+"""Classifies errors that no pattern matches, by the general layer or else by default."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ _NOT_A_FAULT = frozenset({"SystemExit", "StopIteration", "GeneratorExit"})
 _SUMMARIES = frozenset(
     {"ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "CancelledError"}
 )
-"""What is raised because something else failed."""
+"""Exceptions that are raised because something else failed."""
 
 _LAUNCHERS = _SUMMARIES | {"CalledProcessError"}
 
 _RAISED = re.compile(r"raise (?:\w+\.)*(\w+)")
 _LEVEL = re.compile(rb"\b(?:INFO|DEBUG|TRACE|NOTICE|SUCCESS|WARN(?:ING)?)\b")
 _MAX_LEVEL = 120
-"""Bytes of a line within which its logger names the level."""
+"""A logger prints the level within this many bytes."""
 
 _WARNING = re.compile(r"\[?w(?:\d{3,4})?[ \]]")
 """How torch and glog begin a warning."""
 
 _MAX_LINE = 800
 _MAX_MESSAGE = 250
-"""Characters of a message that count beside the line that continues it."""
+"""Characters of a message to combine with the line that continues it."""
 
 _MAX_LINES = 6
 _NEXT_TRACEBACK = b"Traceback (most recent call last)"
 _RECORD = re.compile(r"[\w.-]{1,40}: |[\[{<(|#=*+-]|\d")
-"""How a line begins that is a record of its own."""
+"""The beginning of a line that is a separate record."""
 
 
 class _Unfinished(NamedTuple):
@@ -52,7 +52,7 @@ class _Unfinished(NamedTuple):
 
 
 class UnmatchedErrors:
-    """Judges the errors of one log that no pattern knows."""
+    """Classifies the errors in one log that no pattern matches."""
 
     def __init__(self, knowledge: Knowledge) -> None:
         self._knowledge = knowledge
@@ -64,29 +64,29 @@ class UnmatchedErrors:
         return self._unfinished is not None
 
     def exception(self, ended: Ended, text: str) -> list[Pattern]:
-        """What an exception shows; empty if it is no fault, or nothing better than the default."""
+        """What the general layer makes of an exception; empty if that is nothing."""
         if ended.name in _NOT_A_FAULT or ended.name in _SUMMARIES:
             return []
         named = self._knowledge.unmatched(ended.name, text, ended.text)
         return [named] if named else []
 
     def default(self, name: str, text: str) -> list[Pattern]:
-        """A bug of the program, or what is raised because something else failed."""
+        """A bug in the program, or a symptom if a launcher reports that something else failed."""
         if name in _NOT_A_FAULT:
             return []
-        # torch.multiprocessing raises an Exception that shows the worker's traceback on the next
-        # lines.
+        # torch.multiprocessing raises a bare Exception and prints the worker's traceback on the
+        # lines after it.
         empty = text.rstrip(": ") == "Exception"
         return [_LAUNCHED if empty or name in _LAUNCHERS else UNKNOWN_EXCEPTION]
 
     def cut_off(self, cut: CutOff) -> Pattern | None:
-        """What a traceback shows that the end of the log cuts off."""
+        """What a traceback shows if the end of the log cuts it off."""
         raised = _RAISED.match(cut.raises)
         return self._knowledge.unmatched(raised[1] if raised else "", cut.raises, cut.text)
 
     def line(self, line: LogLine, *, traced: bool) -> list[Pattern]:
-        """What an error line shows; `traced`: whether it stands in a traceback. Only for the
-        explanation of a whole log, since most errors that are only logged stop nothing."""
+        """What an error line shows. `traced`: whether it is in a traceback. Use this only to
+        explain a whole log, since most errors that are just logged stop nothing."""
         warns = _WARNING.match(line.lowered) or _LEVEL.search(line.raw, 0, _MAX_LEVEL)
         if traced or warns or line.shape.exception is not None or len(line.text) > _MAX_LINE:
             return []
@@ -94,23 +94,23 @@ class UnmatchedErrors:
         return [replace(named, role="hint")] if named else []
 
     def expect_more(self, sighting: Sighting, ended: Ended, line: LogLine) -> None:
-        """Remember an exception without a label."""
+        """Remember an exception without a label, whose message may continue."""
         self._unfinished = _Unfinished(sighting, ended, line)
 
     def ends_with(self, raw: bytes) -> bool:
-        """Whether this line ends the message, by its bytes; a quick answer for a frequent case."""
+        """Whether the message has ended: a quick check of the raw line for the common case."""
         if raw.startswith(_NEXT_TRACEBACK):
             self._unfinished = None
         return self._unfinished is None
 
     def go_on(self, line: LogLine) -> Sighting | None:
-        """The exception that this line continues, once the line shows what it is."""
+        """The exception whose message this line continues, if the line reveals what it is."""
         first = self._unfinished
         if first is None or line.number > first.sighting.line + _MAX_LINES:
             self._unfinished = None
             return None
         if line.rank != first.sighting.rank or _prefix(line) != _prefix(first.line):
-            # Another process prints in between.
+            # Another process printed this line in between.
             return None
         if self._ends_message(line):
             self._unfinished = None
@@ -139,7 +139,7 @@ class UnmatchedErrors:
 
 
 def says_little(matches: Sequence[Pattern]) -> bool:
-    """Whether the matches name no cause: an unknown exception, or a wait that timed out."""
+    """Whether no match names a real cause: only an unknown exception, or a generic pattern."""
     return bool(matches) and all(
         pattern is UNKNOWN_EXCEPTION or pattern.says_little for pattern in matches
     )

@@ -13,11 +13,11 @@ from miner_guard.health import xids
 _CATALOGUE = "https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html"
 
 _BEFORE = r"\bxid(?:.{0,30}\): ?|(?: error| event| code|:|#|=| |\(){1,4})"
-"""Text between the word and the number, in the kernel's log and in people's messages."""
+"""The word `Xid` and what may separate it from the number, in kernel logs and in bug reports."""
 
 
 def expanded(entry: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """One entry per row of the tiers that the entry names; any other entry unchanged."""
+    """Yield one entry for each Xid in the tiers that the entry names, or else the entry itself."""
     tiers = entry.get("xids")
     if tiers is None:
         yield entry
@@ -25,10 +25,9 @@ def expanded(entry: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     shared = {key: value for key, value in entry.items() if key != "xids"}
     for row in xids.catalogue():
         if row.tier in tiers:
-            whose = (
-                ". It stops no program." if "notice" in entry else f"; the fault of {row.fault}."
-            )
-            cause = f"Xid {row.number}: {row.meaning}{whose}"
+            notice = "notice" in entry
+            ending = ". It does not stop any program." if notice else f"; caused by {row.fault}."
+            cause = f"Xid {row.number}: {row.meaning}{ending}"
             made = {
                 "regex": _regex(row),
                 "cause": cause,

@@ -324,7 +324,7 @@ def test_each_entry_of_a_rule_must_occur() -> None:
     ("changed", "message"),
     [
         ({"colour": 1}, "unknown key colour"),
-        ({"words": {"thing": ["Thing"]}}, "thing: 'Thing'; a word has lower-case"),
+        ({"words": {"thing": ["Thing"]}}, "thing: 'Thing' is not a valid word; use lower-case"),
         ({"frames": {"here": ["Thing.py"]}}, "here: 'Thing.py' has capitals"),
         ({"rules": [{"label": "code_bug", "says": ["other"]}]}, "other is not a class"),
         ({"rules": [{"label": "code_bug", "at": ["thing"]}]}, "thing is not a class"),

@@ -128,7 +128,7 @@ def test_corpus_and_subnet_labels_are_all_there() -> None:
         ('cause = "It broke."', "", "cause is missing"),
         ('has = ["boom"]', 'has = ["Boom"]', "'Boom' has capitals"),
         ("boom \\d", "boom (", "regex 'boom ('"),
-        ("boom \\d", "boom .*at", "holds a repeat without a bound; give it one"),
+        ("boom \\d", "boom .*at", "contains an unbounded repeat; add a bound"),
         (
             'severity = "error"',
             'severity = "error"\nfollows = ["unheard_of"]',
