@@ -35,7 +35,7 @@ def test_no_port_is_opened_to_the_world_without_a_token(tmp_path: Path) -> None:
     monitor, findings, _ = _monitor(tmp_path, HttpSettings(port=0, host="0.0.0.0"))
     assert monitor.snapshot()["url"] is None
     assert [finding.event for finding in findings] == ["guard_degraded"]
-    assert "not loopback and no token" in findings[0].fields["what"]
+    assert "not a loopback address and no token" in findings[0].fields["what"]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::"])
@@ -46,7 +46,7 @@ def test_no_port_is_opened_to_the_world_with_a_token_that_can_be_guessed(
         tmp_path, HttpSettings(port=0, host=host, token="s3cret-of-mine!")
     )
     assert monitor.snapshot()["url"] is None
-    assert "the token has 15 characters; use one of at least 16" in findings[0].fields["what"]
+    assert "the token has only 15 characters; use at least 16" in findings[0].fields["what"]
     assert "s3cret" not in findings[0].fields["what"]
 
 
