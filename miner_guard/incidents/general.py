@@ -106,7 +106,7 @@ class GeneralLayer:
         return self._words.found_in(_words(message))
 
     def exception(self, name: str, message: int, frames: bytes) -> Pattern | None:
-        """What an exception shows, given its name, the classes in its message and its frames."""
+        """Classify an exception by its name, the classes in its message and its frames."""
         shown = frames.translate(_TO_FRAMES)
         key = name, message, hash(shown)
         if key not in self._exceptions:
@@ -117,7 +117,7 @@ class GeneralLayer:
         return self._exceptions.get(key)
 
     def line(self, text: str) -> Pattern | None:
-        """What a line shows if it reports an error without an exception."""
+        """Classify a line that reports an error without an exception."""
         message = self.classes_in(text)
         if message & self._harmless or not message & self._errors:
             return None

@@ -34,7 +34,7 @@ APPLIES = ("rank", "node", "job")
 
 
 _SERVER = regexes.RegexSearch(r"host=\\?['\"]|https?://|connect call failed \('|connect to host ")
-"""How a line names a server."""
+"""A server as a log line names it."""
 
 _NEAR = 300
 """Maximum characters to show of a line and the lines after it."""

@@ -31,7 +31,7 @@ _MAX_LEVEL = 120
 """A logger prints the level within this many bytes."""
 
 _WARNING = re.compile(r"\[?w(?:\d{3,4})?[ \]]")
-"""How torch and glog begin a warning."""
+"""The beginning of a warning from torch or glog."""
 
 _MAX_LINE = 800
 _MAX_MESSAGE = 250
@@ -64,14 +64,15 @@ class UnmatchedErrors:
         return self._unfinished is not None
 
     def exception(self, ended: Ended, text: str) -> list[Pattern]:
-        """What the general layer makes of an exception; empty if that is nothing."""
+        """Return the general layer's answer for an exception, or [] if it has none."""
         if ended.name in _NOT_A_FAULT or ended.name in _SUMMARIES:
             return []
         named = self._knowledge.unmatched(ended.name, text, ended.text)
         return [named] if named else []
 
     def default(self, name: str, text: str) -> list[Pattern]:
-        """A bug in the program, or a symptom if a launcher reports that something else failed."""
+        """Classify as a bug in the program, or as a symptom if a launcher reports that something
+        else failed."""
         if name in _NOT_A_FAULT:
             return []
         # torch.multiprocessing raises a bare Exception and prints the worker's traceback on the
@@ -80,13 +81,13 @@ class UnmatchedErrors:
         return [_LAUNCHED if empty or name in _LAUNCHERS else UNKNOWN_EXCEPTION]
 
     def cut_off(self, cut: CutOff) -> Pattern | None:
-        """What a traceback shows if the end of the log cuts it off."""
+        """Classify a traceback that the end of the log cuts off."""
         raised = _RAISED.match(cut.raises)
         return self._knowledge.unmatched(raised[1] if raised else "", cut.raises, cut.text)
 
     def line(self, line: LogLine, *, traced: bool) -> list[Pattern]:
-        """What an error line shows. `traced`: whether it is in a traceback. Use this only to
-        explain a whole log, since most errors that are just logged stop nothing."""
+        """Classify an error line. `traced`: whether it is part of a traceback. Use this only to
+        explain a whole log, because most errors that are only logged do not stop anything."""
         warns = _WARNING.match(line.lowered) or _LEVEL.search(line.raw, 0, _MAX_LEVEL)
         if traced or warns or line.shape.exception is not None or len(line.text) > _MAX_LINE:
             return []
