@@ -50,7 +50,7 @@ def test_every_upload_is_decided_reported_stored_and_checked(
     assert out.count("UPLOAD BLOCKED") == 1
     assert "UPLOAD VERIFIED: tag 5.3.6" in out
     assert (
-        "UPLOAD FAILED: reported as pushed, but metadata.json names inner step 6, the miner "
+        "UPLOAD FAILED: reported as pushed, but metadata.json names inner step 6, but the miner "
         "reported 8" in out
     )
     assert "Repo Age: 0s (keep < 1800s)" in out
