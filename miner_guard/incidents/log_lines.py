@@ -48,6 +48,9 @@ REMARKABLE = (BEGINS, IGNORED, *CHAINED, INCIDENT, LAUNCH, 'file "')
 _IN_A_TRACEBACK = ("file ", "raise ", "\u2502", "/", "~/", "./")
 _REMARKABLE_WORDS = frozenset(word.encode() for word in REMARKABLE)
 
+WARNS = re.compile(r"\[?w(?:\d{3,4})?[ \]]")
+"""The beginning of a warning from torch or glog, in lower case."""
+
 WITHOUT_DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
 """Replaces each digit with 0, so that texts that differ only in digits become equal."""
 

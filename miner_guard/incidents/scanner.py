@@ -8,7 +8,6 @@ are examined individually.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Set
 from dataclasses import replace
 
@@ -16,7 +15,7 @@ from miner_guard.eventlog.line_templates import LineChunk, TemplateFilter, templ
 from miner_guard.incidents import own
 from miner_guard.incidents.frame_runs import lines_outside
 from miner_guard.incidents.knowledge import Knowledge
-from miner_guard.incidents.log_lines import CHAINED, LineReader, LogLine, log_line
+from miner_guard.incidents.log_lines import CHAINED, WARNS, LineReader, LogLine, log_line
 from miner_guard.incidents.log_text import (
     MAX_BLOBLESS,
     MAX_LINE,
@@ -49,9 +48,6 @@ _TRIED_AGAIN = RegexSearch(
 )
 _FELL_BACK = RegexSearch(r"\busing \w{1,20} instead\b|\bfall(?:ing|en|s)? ?back (?:to|on)\b")
 """How a program reports that it falls back to an alternative."""
-
-_WARNING = re.compile(r"\[?w(?:\d{3,4})?[ \]]")
-"""How torch and glog begin a warning."""
 
 _TOLD = 800
 """Characters to keep of a line: enough for the sizes in an out-of-memory message."""
@@ -380,7 +376,7 @@ def _role(pattern: Pattern, matches: list[Pattern], lowered: str) -> str:
         any(w in lowered for w in _TRYING_AGAIN) or _TRIED_AGAIN.found_in(lowered)
     ):
         return "retry"
-    if pattern.role == "symptom" and _WARNING.match(lowered):
+    if pattern.role == "symptom" and WARNS.match(lowered):
         return "warning"
     if pattern.role == "summary" and any(other.role == "symptom" for other in matches):
         return "symptom"

@@ -8,14 +8,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from miner_guard.incidents.knowledge import Knowledge
-from miner_guard.incidents.log_lines import LogLine
+from miner_guard.incidents.log_lines import WARNS, LogLine
 from miner_guard.incidents.patterns import Pattern
 from miner_guard.incidents.sightings import Sighting
 from miner_guard.incidents.tracebacks import CutOff, Ended
 
 UNKNOWN_EXCEPTION = Pattern("code_bug", "exception", (), (), None)
 _LAUNCHED = Pattern("code_bug", "symptom", (), (), None)
-CUT_OFF = Pattern("code_bug", "symptom", (), (), None)
 
 _NOT_A_FAULT = frozenset({"SystemExit", "StopIteration", "GeneratorExit"})
 _SUMMARIES = frozenset(
@@ -29,9 +28,6 @@ _RAISED = re.compile(r"raise (?:\w+\.)*(\w+)")
 _LEVEL = re.compile(rb"\b(?:INFO|DEBUG|TRACE|NOTICE|SUCCESS|WARN(?:ING)?)\b")
 _MAX_LEVEL = 120
 """A logger prints the level within this many bytes."""
-
-_WARNING = re.compile(r"\[?w(?:\d{3,4})?[ \]]")
-"""The beginning of a warning from torch or glog."""
 
 _MAX_LINE = 800
 _MAX_MESSAGE = 250
@@ -88,7 +84,7 @@ class UnmatchedErrors:
     def line(self, line: LogLine, *, traced: bool) -> list[Pattern]:
         """Classify an error line. `traced`: whether it is part of a traceback. Use this only to
         explain a whole log, because most errors that are only logged do not stop anything."""
-        warns = _WARNING.match(line.lowered) or _LEVEL.search(line.raw, 0, _MAX_LEVEL)
+        warns = WARNS.match(line.lowered) or _LEVEL.search(line.raw, 0, _MAX_LEVEL)
         if traced or warns or line.shape.exception is not None or len(line.text) > _MAX_LINE:
             return []
         named = self._knowledge.general.line(line.text)
