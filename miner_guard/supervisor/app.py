@@ -142,7 +142,7 @@ class GuardApp:
         self._closers: list[Callable[[], None]] = []
 
     def _environment(self, launch: int) -> dict[str, str]:
-        """The miner's environment for a launch, counted from 0."""
+        """The miner's environment for one launch; launches are numbered from 0."""
         request = self.request
         return environment.of_miner(
             self.env,

@@ -34,7 +34,7 @@ class Timer:
     cancelled: bool = field(default=False, compare=False)
 
     def cancel(self) -> None:
-        """Cancel the call; a no-op after it ran."""
+        """Cancel the call; a no-op once it has run."""
         self.cancelled = True
 
 
@@ -145,7 +145,7 @@ class Loop:
         self.alive()
 
     def alive(self) -> None:
-        """Tell the watchdog that the loop's thread makes progress."""
+        """Tell the watchdog that the loop's thread is making progress."""
         self.turned_at = self._clock.monotonic()
 
     def _turn(self) -> None:

@@ -1,8 +1,8 @@
 """Runs scheduled jobs in threads, never two runs of the same job at once. Implements the monitors'
 `Jobs` with APScheduler.
 
-APScheduler plans in wall-clock time. When the clock jumps from 2000 to today, it would enumerate
-every "missed" run while it holds the lock that adding a job needs. So the monotonic clock
+APScheduler plans in wall-clock time. If the clock jumped from 2000 to today, APScheduler would
+enumerate every "missed" run while holding the lock needed to add a job. So the monotonic clock
 measures intervals, the scheduler shifts the plan after a wall-clock step before it reads the plan,
 and only the scheduler's thread touches the plan.
 """

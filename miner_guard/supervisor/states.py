@@ -1,4 +1,4 @@
-"""The states of a run, and the only moves between them.
+"""The states of a run, and the only transitions between them.
 
     STARTING ─▶ RUNNING ─▶ STOPPING (the guard asked) ─▶ ENDING (what is left) ─▶ WAITING ─▶ RUNNING
                    └──────── (the miner ended by itself) ───▲                     PAUSED
@@ -19,7 +19,7 @@ class State(Enum):
 
     RUNNING = "running"
     STOPPING = "stopping"
-    """The guard has requested the launcher's exit."""
+    """The guard has asked the launcher to exit."""
 
     ENDING = "ending"
     """The launcher has exited; its remaining processes and output are being handled."""
@@ -37,7 +37,7 @@ class RunEvent(Enum):
     LAUNCHED = "the miner was started"
     LAUNCH_FAILED = "the miner could not be started"
     STOP_BEGUN = "the guard asked the launcher to exit"
-    LAUNCHER_GONE = "the launcher ended, or even SIGKILL did not end it"
+    LAUNCHER_GONE = "the launcher exited, or survived even SIGKILL"
     RETRY_PLANNED = "another launch is planned"
     HELD = "restarts are paused until `ctl resume`"
     FINISHED = "the run is over"

@@ -321,7 +321,7 @@ class Supervisor:
             self._conclude(launch)
 
     def _conclude(self, launch: ActiveLaunch) -> None:
-        """Every process is gone: conclude the launch, then decide what comes next."""
+        """Every process is gone: wrap up the launch, then decide what comes next."""
         self.launch = None
         self.last_exit = end = self._conclusion.of(launch)
         self.loop.attempt(lambda: self.runner.exit(end))

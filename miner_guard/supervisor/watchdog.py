@@ -142,7 +142,7 @@ class Watchdog:
             self._wedged = False
             if self._asked_at is not None and now - self._asked_at >= self._longest_stop_s():
                 self._end_launch()
-                self._leave("the stop is not making progress")
+                self._leave("the shutdown is not making progress")
 
     def _longest_stop_s(self) -> float:
         return self._grace_s + TERM_TO_KILL_S + UNKILLABLE_S + _LAST_WORDS_S
@@ -164,7 +164,7 @@ class Watchdog:
 
     def _end_launch(self) -> None:
         """End the launch as the loop would: send SIGTERM, wait out the grace period, then send
-        SIGKILL, until no process of the launch is left."""
+        SIGKILL, until none of the launch's processes is left."""
         teardown = self._hands.teardown()
         if teardown is None:
             return

@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """A monotonic clock and a wall clock. Deadlines and durations use `monotonic`; only time stamps
+    """A monotonic clock and a wall clock. Deadlines and durations use `monotonic`; only timestamps
     use `wall`."""
 
     def monotonic(self) -> float:

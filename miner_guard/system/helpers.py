@@ -29,8 +29,9 @@ guard's reaped children."""
 
 
 def reap_miners(pid: int) -> int | None:
-    """Reap a child that belongs to the miner, without waiting. Returns its wait status, or None
-    while it runs. Raises ChildProcessError if it was reaped already. Call from one thread only."""
+    """Reap a child that belongs to the miner, without waiting. Returns its wait status, or None if
+    it is still running. Raises ChildProcessError if it has already been reaped. Call from one
+    thread only."""
     global _miners_reaped_s
     reaped, status, usage = os.wait4(pid, os.WNOHANG)
     if reaped == 0:

@@ -15,7 +15,7 @@ from typing import Any
 @contextmanager
 def block_import(name: str) -> Iterator[None]:
     """Make `import name` raise ImportError inside the `with` block. Does nothing if the module has
-    been imported already."""
+    already been imported."""
     if name in sys.modules:
         yield
         return

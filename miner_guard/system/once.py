@@ -41,7 +41,8 @@ class Once:
 
 
 class OncePer:
-    """Lets a report pass when its content has changed; repeats pass once per `every_s` seconds."""
+    """Lets a report through when its content has changed, and a repeat once every `every_s`
+    seconds."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
@@ -65,5 +66,5 @@ class OncePer:
         return count
 
     def clear(self) -> None:
-        """Let the next report pass."""
+        """Let the next report through."""
         self._last = None

@@ -69,7 +69,7 @@ def ask(
 ) -> Answer:
     """Run a probe and wait up to `deadline_s` for its answer. Never raises.
 
-    After the deadline it waits up to `patience_s` longer while the child makes progress (see
+    After the deadline it waits up to `patience_s` longer while the child is making progress (see
     `_Deadline`), because `import torch` can take a minute from a cold disk.
 
     `module` is the name of one of the guard's modules, or the path of a script. A script can run in

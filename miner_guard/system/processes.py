@@ -18,8 +18,8 @@ from pathlib import Path
 from miner_guard.state_dir import MARKER, STATE_DIR
 
 _GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
-"""Errors that mean that a process has exited or belongs to another user. Functions here raise any
-other error (such as EMFILE), because failing to inspect a process does not prove that it exited."""
+"""Errors that mean a process has exited or belongs to another user. Functions here raise any other
+error (such as EMFILE), because failing to inspect a process does not prove that it exited."""
 
 HELPER = "_MINER_GUARD_HELPER"
 """Environment variable that marks the guard's own helpers, such as probes and the deathwatch. A
@@ -86,7 +86,7 @@ def table() -> Table:
 
 def children_of_thread(pid: int, thread: int) -> set[int]:
     """Pids of the children that this thread of the process started. Orphans that the process
-    adopted count as children of its first living thread. Raises OSError."""
+    adopted count as children of its first live thread. Raises OSError."""
     with open(f"/proc/{pid}/task/{thread}/children", "rb", buffering=0) as file:
         return set(map(int, file.read(1 << 20).split()))
 
@@ -99,7 +99,7 @@ def latest_pid() -> int:
 
 
 def descendants(roots: Iterable[int], among: Table) -> set[Process]:
-    """Return the living processes among `roots` and their descendants, including the children of
+    """Return the live processes among `roots` and their descendants, including the children of
     zombies."""
     below: dict[int, list[int]] = {}
     for pid, seen in among.items():
@@ -119,7 +119,7 @@ def descendants(roots: Iterable[int], among: Table) -> set[Process]:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds that `pid` and its living descendants have used so far. Raises OSError if they
+    """CPU seconds that `pid` and its live descendants have used so far. Raises OSError if they
     cannot be inspected."""
     ticks = 0
     for process in descendants([pid], table()):
@@ -174,7 +174,7 @@ _PLACED = re.compile(rb"(?:^|\0)%b=([^\0]*)" % STATE_DIR.encode())
 
 
 def marked(state_dir: str, among: Table | None = None) -> dict[Process, str]:
-    """Living processes that a guard of this state directory started, each with the id of its run.
+    """Live processes started by a guard of this state directory, each with its run's id.
 
     It reads the environment of every process of this user, 0.3 ms each, so do not call it in a
     loop.

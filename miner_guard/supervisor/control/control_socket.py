@@ -21,7 +21,7 @@ Answer = Mapping[str, Any]
 
 
 class NotRunning(Exception):
-    """No guard listens on this state directory's control.sock."""
+    """No guard is listening on this state directory's control.sock."""
 
 
 class ControlSocket:
@@ -116,7 +116,7 @@ class ControlSocket:
 
 
 def ask(state: StateDir, request: Mapping[str, Any], timeout_s: float = 5.0) -> Answer:
-    """Send a request to the guard that runs in this state directory and return its reply. Raises
+    """Send a request to the guard running in this state directory and return its reply. Raises
     NotRunning, or TimeoutError if the guard does not answer."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(timeout_s)

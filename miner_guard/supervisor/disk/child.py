@@ -59,8 +59,8 @@ class Log:
 
 
 class Files:
-    """Writes files that are replaced as a whole. Retries a failed write until it succeeds or a
-    newer message for the same file makes it obsolete."""
+    """Writes files that are replaced entirely. Retries a failed write until it succeeds or a newer
+    message for the same file makes it obsolete."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
@@ -83,7 +83,7 @@ class Files:
                 self._report(write_failed(path.name, error))
 
     def unfinished(self) -> bool:
-        """Return True while a failed write is not obsolete."""
+        """Return True while a failed write still has to be retried."""
         return bool(self._waiting)
 
     def idle(self) -> None:

@@ -31,7 +31,7 @@ def log_line(line: str) -> bytes:
 
 
 def file(path: Path, data: bytes | None, mode: int | None) -> bytes:
-    """Build the message that replaces a file as a whole, overwrites it in place (`mode` is None) or
+    """Build the message that replaces an entire file, overwrites it in place (`mode` is None) or
     removes it (`data` is None)."""
     text = None if data is None else base64.b64encode(data).decode()
     return line_of({"lane": FILES, "path": str(path), "data": text, "mode": mode})

@@ -157,7 +157,7 @@ class DiskWriter:
         self._put(LOG, _Message(messages.log_line(render_json(record)), _FILE_OF[LOG]))
 
     def replace(self, path: Path, data: bytes | None, mode: int) -> None:
-        """Replace a file as a whole, or remove it if `data` is None. Implements
+        """Replace an entire file, or remove it if `data` is None. Implements
         `state_dir.FileWriter`.
 
         In the main thread, which supervises the miner, it never waits. In any other thread it waits

@@ -37,8 +37,8 @@ class Backlog:
         self.held += len(kept)
 
     def take(self, limit: int) -> bytes:
-        """Remove and return the first chunk, plus those after it that fit into `limit` bytes.
-        Raises IndexError if the backlog is empty."""
+        """Remove and return the first chunk, plus those after it that fit in `limit` bytes. Raises
+        IndexError if the backlog is empty."""
         taken = [self._first()]
         limit -= len(taken[0])
         while self._chunks and self._chunks[0][0] <= limit:

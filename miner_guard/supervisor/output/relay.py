@@ -36,8 +36,8 @@ _BURST = 8 * 1024 * 1024
 
 _SLICE = 128 * 1024
 _SLICE_S = 0.05
-"""Bytes and time per delivery to the monitors. A delivery takes less time than a pipe needs to
-fill, so that the miner does not wait for it."""
+"""Bytes and time per delivery to the monitors. A delivery takes less time than a pipe takes to
+fill, so the miner does not wait for it."""
 
 _BLOCK = 4 * CHUNK
 """How many bytes of a burst to read at once, and to pass to the monitors per call while they keep
@@ -51,7 +51,7 @@ while a burst arrives. They read ordinary lines faster, so a burst of those is n
 LAST_WORDS = 256 * 1024
 LAST_WORDS_S = 2.0
 """Bytes at the end of a launch's output that the monitors read even if they have fallen behind (the
-traceback is there), and the seconds that they have to read them."""
+traceback is there), and how many seconds they have to do so."""
 
 
 class Relay:
@@ -76,7 +76,8 @@ class Relay:
         """Bytes that have arrived since the last delivery to the monitors."""
 
         self._fast = False
-        """Whether the monitors read the latest burst faster than the backlog compresses."""
+        """Whether the monitors read the latest burst faster than the backlog could have compressed
+        it."""
 
         self.relayed_bytes = 0
 
@@ -155,7 +156,7 @@ class Relay:
         return self._unseen.size > _UNSEEN or self._unseen.held > _UNSEEN_HELD
 
     def _rest_from(self, fd: int) -> None:
-        """Pause reading from a pipe if small pieces follow each other closely."""
+        """Pause reading from a pipe if small pieces arrive in quick succession."""
         now = time.monotonic()
         follows = now - self._read_at.get(fd, 0.0) < 2 * _NAP_S
         self._read_at[fd] = now

@@ -18,8 +18,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 HIGH_WATER = 8 * 1024 * 1024
-"""Stop reading from the miner when the backlog exceeds this and the reader still makes progress.
-With a lower limit, the writer thread would take the GIL so often that the miner has to wait."""
+"""Stop reading from the miner when the backlog exceeds this and the reader is still making
+progress. With a lower limit, the writer thread would take the GIL so often that the miner would
+have to wait."""
 
 LOW_WATER = HIGH_WATER // 2
 LIMIT = 64 * 1024 * 1024
@@ -65,7 +66,7 @@ class OutputWriter:
 
     @property
     def congested(self) -> bool:
-        """Whether the miner should wait: the reader is behind but makes progress. If so, the
+        """Whether the miner should wait: the reader is behind but is making progress. If so, the
         writer calls `on_room` once the reader has caught up."""
         # Set this before the comparison, because the writer's thread may catch up during it.
         self._room_wanted = True

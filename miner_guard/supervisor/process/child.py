@@ -96,7 +96,7 @@ class Child:
         self.process = seen.process if seen is not None else Process(self.pid, 0)
 
     def code(self) -> int | None:
-        """The exit code, or 128 + n if signal n killed the launcher; None while it runs."""
+        """The exit code, or 128 + n if signal n killed the launcher; None while it is running."""
         if self._popen.returncode is None:
             self._popen.returncode = self._reaped()
         code = self._popen.returncode
@@ -114,8 +114,8 @@ class Child:
 
     @property
     def signal(self) -> int | None:
-        """The number of the signal that killed the launcher; None if it still runs or exited on its
-        own."""
+        """The number of the signal that killed the launcher; None if it is still running or exited
+        on its own."""
         code = self._popen.returncode
         return -code if code is not None and code < 0 else None
 

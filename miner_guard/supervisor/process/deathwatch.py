@@ -1,4 +1,4 @@
-"""Runs a small process (`last_resort`) that ends the miner if the guard is killed.
+"""Runs a small process (`last_resort`) that stops the miner if the guard is killed.
 
 That process waits for EOF on a pipe that only the guard holds open. It reads the run's process list
 from memory that the guard keeps up to date, so that it finds every process even if the disk is dead
@@ -129,13 +129,13 @@ class Deathwatch:
         self._start_at = self._monotonic() + (0.0 if self._backoff.first else wait_s)
         if self._backoff.first:
             what = (
-                f"the process that ends the miner if the guard is killed {how}; restarting "
+                f"the process that stops the miner if the guard is killed {how}; restarting "
                 "it with backoff"
             )
             self._report(make_finding("guard_degraded", what=what))
 
     def dismiss(self) -> None:
-        """Stop the process without letting it end the miner, because the guard is exiting
+        """Stop the process without letting it stop the miner, because the guard is exiting
         cleanly."""
         if self._process is not None:
             assert self._process.stdout is not None

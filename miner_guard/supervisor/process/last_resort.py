@@ -1,4 +1,4 @@
-"""The process that ends the miner after the guard was killed. `deathwatch.Deathwatch` starts it; it
+"""The process that stops the miner if the guard is killed. `deathwatch.Deathwatch` starts it; it
 uses only the standard library.
 
 It hides its name, because a miner's updater runs `pkill -9 python`, and operators run `pkill -9 -f
@@ -43,8 +43,8 @@ class RunToEnd:
 
     cgroup: str | None
     list_fd: int = -1
-    """Descriptor of the list of the run's processes as the guard last saw them, one `PID START`
-    line each."""
+    """Descriptor of the run's process list as the guard last saw it, one `PID START` line per
+    process."""
 
 
 def main(order: Mapping[str, Any]) -> None:
@@ -121,7 +121,7 @@ class Search:
         return self._known
 
     def wait(self, seconds: float) -> None:
-        """Wait until no process of the run is left, for at most `seconds`."""
+        """Wait up to `seconds` for all of the run's processes to exit."""
         deadline = time.monotonic() + seconds
         while True:
             began = time.process_time()

@@ -1,5 +1,5 @@
-"""Kills the processes that an earlier guard of the same state directory left behind, before this
-guard starts any."""
+"""Kills processes left behind by an earlier guard of this state directory, before this guard starts
+any."""
 
 from __future__ import annotations
 
@@ -75,8 +75,7 @@ class _Search:
         return self._runs
 
     def wait(self, seconds: float) -> dict[Process, str]:
-        """Wait until no process is left, for at most `seconds`; returns those that are still
-        alive."""
+        """Wait up to `seconds` for the processes to exit; returns those that are still alive."""
         deadline = time.monotonic() + seconds
         while (left := self.living()) and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY_S)

@@ -85,7 +85,7 @@ class Lock:
             return False
 
     def keep(self) -> Finding | None:
-        """Recreate the lock file if someone removed it. Returns a finding the first time that this
+        """Recreate the lock file if someone removed it. Returns a finding the first time this
         fails."""
         try:
             if self._fd is None or is_at(self._state.lock, self._fd):
