@@ -37,7 +37,7 @@ FETCH_S = 600.0
 """Deadline for fetching everything; gradients.pt may be large."""
 
 MAX_BYTES = 2 * 1024**3
-"""The audit skips a larger gradients.pt: the file passes through memory."""
+"""The audit skips a larger gradients.pt, because inspecting it takes memory."""
 
 _FOLDER = "miner-guard-audit-"
 _ABANDONED_S = 6 * 3600.0
@@ -59,7 +59,7 @@ class AuditReport:
     seconds: float = 0.0
     fetched_bytes: int = 0
     credentials: str = "configured"
-    """Which read keys the audit used: `commitment` (those on chain, as validators do) or
+    """Which read keys the audit used: `commitment` (those on chain, which validators use) or
     `configured`."""
 
     read_from: str | None = None

@@ -40,7 +40,7 @@ def fetch(repo: Repo, request: dict[str, Any]) -> dict[str, Any]:
     than `max_bytes` or `known` (same key, size and checksum).
     """
     for number in range(LOOKS):
-        # A storage may briefly return the state from before the last write.
+        # The storage may briefly return the state from before the last write.
         time.sleep(LOOK_AGAIN_S if number else 0.0)
         answer, entry = _looked(repo, request)
         metadata = answer["metadata"] or {}

@@ -21,7 +21,7 @@ from validators.limits import Limits, in_force
 from validators.verdict import Verdict, worst
 
 _MAX_LENGTH = 240
-"""Maximum length of a sentence in characters: a decision with all its verdicts must fit into one
+"""Maximum length of a sentence in characters: a decision with all its verdicts must fit in one
 journal entry (4080 bytes)."""
 
 
@@ -85,7 +85,7 @@ def _facts(
 
 
 def _worded(verdict: Verdict, kind: str) -> Verdict:
-    """The verdict as the decision stores it: truncated, and for an archive never a block.
+    """The verdict as the decision stores it: truncated, and never a block for an archive.
 
     The upload after an AllReduce starts at inner step 0, and the miner's own reload needs it.
     """

@@ -28,7 +28,7 @@ MAX_DECISIONS = 200_000
 """Number of newest decisions to keep, about 0.5 GB: a miner may ask at every step."""
 
 _FORGET_EVERY = 4096
-"""Rows written between two cleanups."""
+"""Rows written between cleanups."""
 
 _OWN_COLUMNS = ("verdicts", "record")
 """Columns of a decision; `document` holds its other fields."""
@@ -53,7 +53,7 @@ _HOLD_S = 0.1
 
 _RETRY_S = 5.0
 _LAST_S = 5.0
-"""Seconds to flush the queue when the guard ends."""
+"""Seconds to flush the queue when the guard exits."""
 
 _MAX_WAITING = 4096
 
@@ -153,17 +153,17 @@ class Ledger:
     def incident(
         self, wall: float, label: str, *, cause: str, fix: str, excerpt: str, rank: int | None
     ) -> None:
-        """Store an incident."""
+        """Record an incident."""
         self._insert(
             "incidents", wall=wall, label=label, cause=cause, fix=fix, excerpt=excerpt, rank=rank
         )
 
     def restart(self, wall: float, cause: str, attempt: int | None, wait_s: float | None) -> None:
-        """Store a restart of the miner."""
+        """Record a restart of the miner."""
         self._insert("restarts", wall=wall, cause=cause, attempt=attempt, wait_s=wait_s)
 
     def _insert(self, table: str, **columns: Any) -> None:
-        """Queue one row. A row whose `id` is stored already is ignored."""
+        """Queue one row. A row whose `id` is already stored is ignored."""
         names, marks = ", ".join(columns), ",".join("?" * len(columns))
         verb = "INSERT OR IGNORE" if "id" in columns else "INSERT"
         self.write(f"{verb} INTO {table} ({names}) VALUES ({marks})", tuple(columns.values()))

@@ -14,8 +14,8 @@ from uploads.ledger import Ledger
 
 
 class ReadOnlyLedger(Ledger):
-    """For commands that run alongside a guard. It reads existing files, and creates or moves
-    none."""
+    """For commands that run alongside a guard: reads existing files without creating or moving
+    any."""
 
     def since(self, table: str, time: str, *, limit: int) -> list[dict[str, Any]]:
         """The rows since a time in `iso_utc` format; an empty string means all."""
@@ -71,8 +71,8 @@ class RemoteLedger(ReadOnlyLedger):
 
 
 def read(path: Path, table: str, *, since: str = "", limit: int = 1000) -> list[dict[str, Any]]:
-    """`ReadOnlyLedger.since` on a ledger that another process may be writing; empty if there is no
-    file."""
+    """`ReadOnlyLedger.since` for a ledger that another process may be writing to; empty if there is
+    no file."""
     ledger = ReadOnlyLedger(path)
     try:
         return ledger.since(table, since, limit=limit)

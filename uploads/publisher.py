@@ -1,10 +1,10 @@
 """Publishes a revision: stages it in parallel, makes it visible in a few short requests, reads it
 back.
 
-The repo holds everything, invisible, before the first object becomes visible; then the objects
-follow in order, the root metadata last. A publisher that dies before that point has changed
-nothing; if it dies after it, its recovery process (`uploads.recovery_process`) finishes the upload,
-or, if that died too, the next publisher does.
+Everything is in the repo, still invisible, before the first object becomes visible; then the
+objects follow in order, the root metadata last. A publisher that dies before the first object
+becomes visible has changed nothing; if it dies later, its recovery process
+(`uploads.recovery_process`) finishes the upload, or, if that died too, the next publisher does.
 
 What a reader sees in the meantime depends on the storage. The Hub switches a whole revision at
 once. A folder and S3 switch one object at a time, under names that validators prescribe and that
@@ -12,11 +12,11 @@ two revisions of an outer step share, so no order of requests can switch them al
 Guarantees there:
 
 - The bytes arrive before the first name switches: the switch is a few short requests, however large
-  the files (docs/figures.md has its duration), and if the publisher dies in between, its successor
-  completes the switch.
-- Whatever the root metadata names exists. In between it may be older than the gradients, never
-  newer: a validator reads complete new gradients under the previous inner step. A new outer step
-  has new names, so its metadata comes first.
+  the files (docs/figures.md has its duration), and if the publisher dies partway through, its
+  successor completes the switch.
+- Whatever the root metadata names exists. During the switch it may be older than the gradients,
+  never newer: a validator reads complete new gradients under the previous inner step. A new outer
+  step has new names, so its metadata comes first.
 - The metadata lists the size and checksum of its gradients, so a reader can tell a mixed view from
   a complete one (`validators.metadata.mixed`). The guard's own probes and audit check this and
   retry.
@@ -57,7 +57,7 @@ T = TypeVar("T")
 _PARALLEL = 4
 _STALE_LOOKS = 4
 """How many times to repeat a read that contradicts the write before believing it, with pauses of
-0.5, 1, 2 and 4 s by default. Eventually consistent storages have lagged by two seconds."""
+0.5, 1, 2 and 4 s by default. Eventually consistent storage has lagged by two seconds."""
 _PROGRESS_EVERY_S = 2.0
 
 
@@ -352,7 +352,7 @@ class _Meter:
         self._lines.ask(time.monotonic())
 
     def add(self, count: int) -> None:
-        """Count moved bytes. Raises Cancelled."""
+        """Count the bytes transferred. Raises Cancelled."""
         if self._cancelled.is_set():
             raise Cancelled("cancelled")
         with self._mutex:

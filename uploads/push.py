@@ -42,8 +42,8 @@ def push(
     *,
     deadline_s: float = 600.0,
 ) -> Result:
-    """Publish in a child and wait for it. Raises PublishError, also if the child dies or exceeds
-    its deadline."""
+    """Publish in a child and wait for it. Raises PublishError, including if the child dies or
+    exceeds its deadline."""
     request = {
         "repo": dataclasses.asdict(settings),
         "journal_folder": str(journal_folder),

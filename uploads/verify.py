@@ -14,7 +14,7 @@ from validators.facts import Published
 from validators.metadata import mixed
 
 _SLACK_S = 5.0
-"""Tolerance in seconds: server timestamps have whole seconds, and the probe itself takes a
+"""Tolerance in seconds: server timestamps are in whole seconds, and the probe itself takes a
 moment."""
 
 
@@ -33,7 +33,7 @@ class Reported:
     """Total size of all files, if the reporter knew it."""
 
     checksum: str | None = None
-    """Checksum of the gradients as the repo gave it to the publisher, if reported."""
+    """Checksum of the gradients as the repo reported it to the publisher, if it did."""
 
 
 @dataclass(frozen=True)

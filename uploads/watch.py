@@ -30,7 +30,7 @@ class RepoWatch:
     """Reports the repo's age, and whether it is stale or unknown.
 
     Staleness counts monotonic time since the last probe that returned an age, so neither a
-    wall-clock step nor an unresponsive storage makes a repo look young.
+    wall-clock step nor unresponsive storage makes a repo look young.
     """
 
     def __init__(self, settings: GateSettings) -> None:
@@ -161,7 +161,7 @@ _DECIDED = (
     *("reason", "outer_step", "inner_step", "kind", "verdicts", "decision_id"),
     *("due", "stale", "shadow", "retry_after_steps", "retry_after_s"),
 )
-"""Fields of a decision that its event has, in order."""
+"""Fields of a decision that its event includes, in order."""
 
 
 class DecisionNotifier:

@@ -24,8 +24,7 @@ _NEVER_OLD = 10**15
 
 
 def age_limit(limits: Limits) -> float | None:
-    """Maximum age of the newest block, in blocks: half the number between two AllReduces
-    (R:320)."""
+    """Maximum age of the newest block, in blocks: half the number between AllReduces (R:320)."""
     if limits.blocks_per_allreduce is not None and limits.block_list_max_age is not None:
         return limits.blocks_per_allreduce / 2
     return limits.block_list_max_age

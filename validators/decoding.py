@@ -16,9 +16,10 @@ from typing import Any
 from validators.chunks import scattered_into
 
 ENORMOUS = 5e18
-"""Magnitude at which values, times an evaluation's learning rates (0.7 · 0.5), have squares and
-products that overflow float32. Measured with the validators' own code: with half of all values at
-1e19 the loss is NaN, at 1e18 it is not; one such value or parameter leaves it finite."""
+"""Magnitude at which values, once multiplied by an evaluation's learning rates (0.7 · 0.5), have
+squares and products that overflow float32. Measured with the validators' own code: the loss is NaN
+if half of all values are 1e19, but not if they are 1e18; a single such value or parameter leaves it
+finite."""
 
 _BLOCK_ELEMENTS = 1 << 19
 """How many values to check at a time (4 MiB of indices)."""
@@ -73,8 +74,8 @@ class Decoded:
     """The effect of applying one parameter's values."""
 
     something: bool
-    """Whether at least one value is neither zero nor denormal, so that applying it would change the
-    model."""
+    """Whether at least one value is neither zero nor denormal, in which case applying the values
+    would change the model."""
 
     values: int
     enormous: int
@@ -326,8 +327,8 @@ def _peak(used: Any) -> float | None:
 def _check_sums(
     torch: Any, indices: Any, used: Any, target: tuple[int, ...] | None, *, peak: float
 ) -> None:
-    """Raise Unusable if values of the same index overflow when a validator averages them: the mean
-    sums them first."""
+    """Raise Unusable if values with the same index overflow when a validator averages them: the
+    mean sums them first."""
     if not used.is_floating_point() or indices.dim() == 0:
         return
     if peak * indices.shape[-1] < torch.finfo(used.dtype).max:
@@ -342,7 +343,7 @@ def _check_sums(
         if not torch.isfinite(
             dense.scatter_reduce_(-1, index, value, "mean", include_self=False)
         ).all():
-            raise Unusable("NaN or Inf when validators add up the values of one index")
+            raise Unusable("NaN or Inf when validators add up the values for one index")
 
 
 def _partial(index: Sequence[int], target: tuple[int, ...] | None) -> str | None:

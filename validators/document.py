@@ -58,7 +58,7 @@ def applied(
     if form.inside is not None:
         inner = document.get(form.inside)
         if not isinstance(inner, dict):
-            raise RejectedFile(f"has no dictionary {form.inside!r} with the gradients")
+            raise RejectedFile(f"has no {form.inside!r} dictionary containing the gradients")
         document = inner
     key = limits.get("gradients_metadata_key")
     problems: list[str] = []
@@ -89,7 +89,7 @@ def applied(
 
 
 def _named(document: Mapping[str, Any], form: Format) -> list[str]:
-    """Names of the parameters with any entry in the file."""
+    """Names of the parameters that have an entry in the file."""
     ends = (form.index_suffix, form.value_suffix)
     return sorted(
         {k[: -len(s)] for k in document for s in ends if isinstance(k, str) and k.endswith(s)}

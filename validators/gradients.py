@@ -1,4 +1,4 @@
-"""Judges the gradients file by the report of `validators.inspect_gradients`.
+"""Judges the gradients file by what `validators.inspect_gradients` reported.
 
 This rule runs inside rank 0 and never opens the file.
 """
@@ -26,8 +26,8 @@ _SHAPES: Mapping[Any, str] = {
 
 
 def reduced(report: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Keep only the parts of an inspection's report that this rule reads, small enough to fit into
-    a decision."""
+    """Keep only the parts of an inspection's report that this rule reads, small enough to fit in a
+    decision."""
     if report is None:
         return None
     problems = [str(p)[:160] for p in report.get("problems") or ()]

@@ -20,7 +20,7 @@ from validators.shapes import Shapes
 
 MAX_BYTES = 4 * 1024**3
 """Only the audit checks larger gradients, because reading them takes longer than 20 s. Subnet 38's
-compressor keeps 32 of every 4,096 values: 0.2 GB for a model with 4 G parameters."""
+compressor keeps 32 of every 4,096 values: 0.2 GB for a model with 4 billion parameters."""
 
 _READABLE = {"cpu", "meta"}
 

@@ -40,7 +40,7 @@ class Layout:
 
     @property
     def prefix(self) -> str:
-        """The prefix that the keys of all gradients files share."""
+        """The prefix shared by the keys of all gradients files."""
         return self.gradients.partition("{")[0]
 
     def outer_step_of(self, key: str) -> int | None:
@@ -52,11 +52,12 @@ class Layout:
         return int(found) if found is not None and found.isdecimal() else None
 
     def gradients_of(self, outer_step: int) -> str | None:
-        """Key of the gradients of `outer_step`; None if the key has fields besides the step."""
+        """Key of `outer_step`'s gradients; None if the key has fields besides the step."""
         return _of_step(self.gradients, outer_step)
 
     def config_of(self, outer_step: int) -> str | None:
-        """Key of the config of `outer_step`; None without one, or if the key has other fields."""
+        """Key of `outer_step`'s config; None if the layout has no config, or if its key has other
+        fields."""
         return None if self.config is None else _of_step(self.config, outer_step)
 
 

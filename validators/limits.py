@@ -1,4 +1,4 @@
-"""The numbers that the rules compare with: the gate's settings and the profile's limits.
+"""The numbers that the rules compare against: the gate's settings and the profile's limits.
 
 Standard library only: rules also run inside rank 0. A limit that is None is disabled.
 """
@@ -46,8 +46,7 @@ class Limits:
     """Maximum number of blocks between the newest block in `block_list` and the current one."""
 
     blocks_per_allreduce: int | None = None
-    """Blocks between two AllReduces; validators score the previous epoch in the first half of
-    them."""
+    """Blocks between AllReduces; validators score the previous epoch in the first half of them."""
 
     block_s: float = 12.0
     """Seconds per block."""
@@ -62,10 +61,10 @@ class Limits:
     """Inner steps per window."""
 
     revision_pattern: str | None = None
-    """Regular expression of a revision, with the optional groups `outer` and `inner`."""
+    """Regular expression for a revision, with the optional groups `outer` and `inner`."""
 
     bucket_pattern: str | None = None
-    """Regular expression of the bucket's name; its group `uid` must be the miner's, its group
+    """Regular expression for the bucket's name; its group `uid` must be the miner's, its group
     `model` the `global_model`."""
 
     global_model: str | None = None
@@ -87,7 +86,7 @@ class Limits:
     """Exact length of the commitment on chain."""
 
     commitment_form: tuple[int, ...] = ()
-    """Lengths of its fields: account id, read key id, read secret."""
+    """Lengths of the commitment's fields: account id, read key id, read secret."""
 
     endpoint: str | None = None
     """The storage's URL with `{account}`, as validators build it from a commitment."""
@@ -123,7 +122,8 @@ class Limits:
     """Smallest and largest accepted scale of quantised values."""
 
     gradients_value_dtype: str | None = None
-    """torch's name for the required dtype of values: validators scatter them into such a tensor."""
+    """torch's name for the dtype that values must have: validators scatter them into a tensor of
+    that dtype."""
 
     gradients_min_bytes: int | None = None
     gradients_max_bytes: int | None = None

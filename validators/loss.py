@@ -40,8 +40,8 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
 def rising_probability(values: Sequence[float]) -> float:
     """P(slope > 0) of a least-squares line through `values` (an even count of at least 4).
 
-    Student's t with n - 2 degrees of freedom; the closed form for even ones is Abramowitz & Stegun
-    26.7.4.
+    Student's t with n - 2 degrees of freedom; the closed form for even degrees is Abramowitz &
+    Stegun 26.7.4.
     """
     n = len(values)
     mean_x, mean_y = (n - 1) / 2, math.fsum(values) / n

@@ -59,7 +59,7 @@ def _whole(value: Any) -> int | None:
 
 
 def reduced(metadata: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The scalar fields of metadata.json, at a size that fits into a decision."""
+    """The scalar fields of metadata.json, small enough to fit in a decision."""
     if metadata is None:
         return None
     scalars = {

@@ -19,7 +19,7 @@ def age_now(published: Published, now: float) -> float | None:
 
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
-    """Block within `min_upload_interval_s` of the last upload; never block for age, because an
+    """Block within `min_upload_interval_s` of the last upload; never block because of age, since an
     upload fixes that."""
     published, minimum = facts.published, limits.min_upload_interval_s
     age = age_now(published, facts.now)

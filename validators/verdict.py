@@ -34,12 +34,12 @@ class Verdict:
     """Seconds until a retry can help."""
 
     note: str | None = None
-    """Further information, for a sentence whose words are fixed."""
+    """Additional information, for a sentence with fixed wording."""
 
     def as_dict(self) -> dict[str, Any]:
         document = asdict(self)
         if self.note is None:
-            # A decision with all its verdicts must fit into one journal entry.
+            # A decision with all its verdicts must fit in one journal entry.
             del document["note"]
         return document
 

@@ -50,7 +50,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
 
 
 def judge_published(facts: Facts, limits: Limits) -> Verdict:
-    """Judge whether the gradient of the last complete window was uploaded in the accepted seconds.
+    """Judge whether the gradient of the last complete window was uploaded within the accepted time.
 
     Compares the object's storage time with the time since the window's last block, which is known
     to within one block. If the result is closer than that to a limit, the verdict is unknown.

@@ -69,7 +69,7 @@ NAN, INF, FLOAT = float("nan"), float("inf"), torch.float32
         ),
         (
             {"widxs": torch.tensor([5, 5, 5]), "wvals": torch.full((3,), 3e38)},
-            "when validators add up the values of one index",
+            "when validators add up the values for one index",
         ),
         ({"wvals": torch.full((3,), 1e30)}, "the loss after applying them is NaN"),
         ({"wvals": torch.zeros(3), "bvals": torch.zeros(1)}, "all values are zero"),

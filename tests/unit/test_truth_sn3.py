@@ -70,4 +70,4 @@ def test_a_file_without_the_dictionary_that_holds_the_gradients_is_refused(tmp_p
         memory_bytes=None,
         cpu_s=60.0,
     )
-    assert "has no dictionary 'state_dict'" in found["problems"][0]
+    assert "has no 'state_dict' dictionary" in found["problems"][0]

@@ -33,17 +33,17 @@ BLOCK_BYTES = 1024 * 1024
 """Chunk size for reads and writes."""
 
 LOOK_AGAIN_S = 1.5
-"""Pause between two reads of an audit: reads may lag two seconds behind the last write."""
+"""Pause between an audit's reads: reads may lag two seconds behind the last write."""
 
 LOOKS = 3
-"""Reads before an audit accepts a mixed view; the switch between revisions takes a few short
-requests."""
+"""Number of reads before an audit accepts a mixed view; the switch between revisions takes a few
+short requests."""
 
 DOCUMENT_LIMIT = 16 * 1024 * 1024
 """Refuse a larger JSON document without reading it."""
 
 Progress = Callable[[int], None]
-"""Receives the number of bytes moved since the last call; from any thread."""
+"""Receives the number of bytes transferred since the last call; from any thread."""
 
 
 Notes = MutableMapping[str, Any]
@@ -128,7 +128,7 @@ class Repo(Protocol):
         ...
 
     def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
-        """Published objects below `prefix`, by key."""
+        """Published objects under `prefix`, by key."""
         ...
 
     def head(self, key: str) -> ObjectInfo:
@@ -152,8 +152,8 @@ class Repo(Protocol):
         ...
 
     def stage(self, key: str, path: Path, progress: Progress, notes: Notes) -> StagedObject:
-        """Upload the bytes of `path`, invisibly. Skips anything that, according to `notes`, an
-        earlier attempt has sent."""
+        """Upload the bytes of `path`, invisibly. Skips anything that an earlier attempt has already
+        sent, according to `notes`."""
         ...
 
     def commit(self, tickets: Sequence[StagedObject], revision: str) -> None:

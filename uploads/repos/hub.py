@@ -309,8 +309,8 @@ def _status(error: Exception) -> Any:
 
 
 def _translated(error: Exception, repo_id: str) -> RepoError:
-    """Translate an exception by its status and class name, because the modules of the classes
-    differ between library versions."""
+    """Translate an exception by its status and class name, because different library versions
+    define the classes in different modules."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     status = _status(error)
     no_file = status == 404 and isinstance(error, urllib.error.HTTPError)

@@ -46,7 +46,7 @@ class Profile:
     """Minimum compute: `min_gpus`, `gpus_per_rank`, `min_gpu_memory_gb`, …; only known values."""
 
     patterns: Mapping[str, Any] = field(default_factory=dict)
-    """Regular expressions for the miner's log lines, for the log-only mode."""
+    """Regular expressions for the miner's log lines, for log-only mode."""
 
     sources: Mapping[str, str] = field(default_factory=dict)
     """Source of each number, by its dotted name."""
@@ -78,12 +78,14 @@ def load_profile(name_or_path: str) -> Profile:
 
 
 def chosen(miner: MinerSettings) -> str | None:
-    """The profile that `[miner] profile` selects, else the one of `attach`; None without either."""
+    """The profile that `[miner] profile` selects, else the one that `attach` selects; None if
+    neither selects one."""
     return miner.profile or (None if miner.attach in (None, "auto", "log") else miner.attach)
 
 
 def limits_of(miner: MinerSettings) -> Mapping[str, Any]:
-    """Numbers for `Limits` from the chosen profile; empty without one. Raises as `load_profile`."""
+    """Numbers for `Limits` from the chosen profile; empty if none is chosen. Raises what
+    `load_profile` raises."""
     name = chosen(miner)
     return {} if name is None else load_profile(name).limits
 
@@ -97,7 +99,7 @@ def _profile(document: Mapping[str, Any], path: Path) -> Profile:
     if missing := [word for word in (*_WORDS, "dated") if word not in document]:
         raise ValueError(f"{path}: lacks {', '.join(missing)}")
     if not isinstance(document["dated"], datetime.date):
-        raise ValueError(f"{path}: dated is {document['dated']!r}, write a date such as 2025-12-23")
+        raise ValueError(f"{path}: dated is {document['dated']!r}; write a date such as 2025-12-23")
     for table in _TABLES:
         if not isinstance(document.get(table, {}), Mapping):
             raise ValueError(f"{path}: {table} is not a table")

@@ -25,8 +25,9 @@ _GROUPS: Mapping[str, Sequence[str]] = {
     "allreduce_finished": [],
     "allreduce_failed": ["reason"],
 }
-"""Named groups that are read, by list of `[patterns]`; miner_guard/attach/patterns.toml explains
-them. In `phase`, a name that does not resemble any of these is one of the miner's own phases."""
+"""The named groups that are read, for each list under `[patterns]`;
+miner_guard/attach/patterns.toml explains them. In `phase`, a name that does not resemble any of
+these is one of the miner's own phases."""
 
 PATTERNS = tuple(_GROUPS)
 """Lists of regular expressions under `[patterns]`."""
@@ -38,10 +39,10 @@ _FIELDS: Mapping[str, Sequence[str]] = {
     "metadata_key": (),
     "endpoint": ("account",),
 }
-"""By limit, the fields in braces that get filled in."""
+"""For each limit, the fields in braces that get filled in."""
 
 _LIMIT_GROUPS = {"revision_pattern": ("run", "outer", "inner"), "bucket_pattern": ("model", "uid")}
-"""Named groups that the rules read, by limit that is a regular expression."""
+"""The named groups that the rules read, for each limit that is a regular expression."""
 
 COMPUTE = (
     "min_gpus",
@@ -51,10 +52,10 @@ COMPUTE = (
     "min_memory_gb",
     "min_disk_gb",
 )
-"""Keys of `[compute]`, the hardware that a subnet demands."""
+"""Keys of `[compute]`, the hardware that a subnet requires."""
 
 _NEEDED = {"step": {"step", "inner"}, "peers": {"peers"}}
-"""By list: each of its expressions needs at least one of these named groups."""
+"""For each list, the named groups of which each expression needs at least one."""
 
 _ALIKE = 0.8
 """How similar a phase's name must be to a known one to count as mistyped (difflib's ratio)."""
@@ -86,7 +87,7 @@ def wrong_limits(limits: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _wrong_text(name: str, value: Any) -> Iterator[str]:
-    """Report fields of a key and groups of an expression that nothing fills in or reads."""
+    """Report a key's fields and an expression's groups that nothing fills in or reads."""
     if name in _FIELDS:
         try:
             fields = [field for _, field, _, _ in string.Formatter().parse(value)]
@@ -135,7 +136,7 @@ def _type_name(kind: Any) -> str:
 
 
 def wrong_compute(compute: Mapping[str, Any]) -> Iterator[str]:
-    """Report minimums that no check compares, and values that are not numbers."""
+    """Report minimums that no check uses, and values that are not numbers."""
     for name, value in compute.items():
         if name not in COMPUTE:
             yield f"[compute] {name}: unknown; allowed: {', '.join(COMPUTE)}"
@@ -156,7 +157,7 @@ def wrong_patterns(patterns: Mapping[str, Any]) -> Iterator[str]:
 
 
 def defects(kind: str, text: str) -> Iterator[str]:
-    """Report what is wrong with an expression of the list `kind`."""
+    """Report what is wrong with an expression in the list `kind`."""
     try:
         groups = list(re.compile(text).groupindex)
     except re.error as error:
@@ -177,7 +178,7 @@ def defects(kind: str, text: str) -> Iterator[str]:
 
 
 def wrong_sources(sources: Mapping[str, Any], profile: Mapping[str, Any]) -> Iterator[str]:
-    """Report sources of values that the profile does not have, and sources that are not text."""
+    """Report sources given for values that the profile lacks, and sources that are not text."""
     tables = {"limits": profile.get("limits", {}), "compute": profile.get("compute", {})}
     for section, table in profile.get("settings", {}).items():
         tables[f"settings.{section}"] = table if isinstance(table, Mapping) else {}
