@@ -83,8 +83,8 @@ class Checkpointer:
         on_memory_off: Callable[[str], None] = lambda _reason: None,
         optimizers: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
-        """`memory_every`: number of steps between two snapshots in /dev/shm; None disables them.
-        When a rank stops taking snapshots, it calls `on_memory_off` with the reason.
+        """`memory_every`: number of steps between snapshots in /dev/shm; None disables them. When a
+        rank stops taking snapshots, it calls `on_memory_off` with the reason.
 
         `optimizers`: their parameters and states are copied while training continues; the next step
         of any optimizer waits for the copy. Pass every optimizer that changes the model only in its

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "miner-guard"
-"""Folder below the state home that holds one state directory per name."""
+"""Folder under the state home that holds one state directory per name."""
 
 MARKER = "_MINER_GUARD_RUN"
 """Environment variable that marks every process of a run. Its value is the id of the run."""
@@ -27,7 +27,7 @@ STATE_DIR = "_MINER_GUARD_STATE_DIR"
 """Environment variable that passes the state directory to the ranks."""
 
 RANK_SETTINGS = "_MINER_GUARD_RANK_SETTINGS"
-"""Environment variable that passes to the ranks the settings that they need, as JSON."""
+"""Environment variable that passes the ranks the settings they need, as JSON."""
 
 
 STATUS = "status.json"
@@ -35,7 +35,7 @@ STATUS = "status.json"
 
 @dataclass(frozen=True)
 class StateDir:
-    """Paths below one state directory. Creating an instance does not touch the disk."""
+    """Paths under one state directory. Creating an instance does not touch the disk."""
 
     root: Path
 
@@ -67,7 +67,7 @@ class StateDir:
         return Path("/dev/shm") / f"miner-guard-{os.getuid()}-{name}"
 
     def agreement_of(self, name: str) -> Path:
-        """The socket at which the ranks of a node reach their leader."""
+        """The socket through which a node's ranks reach their leader."""
         return self.flight / f"agree-{name}.sock"
 
     def collectives_of(self, rank: int) -> Path:
@@ -211,8 +211,8 @@ def _make_one(path: Path) -> None:
 def open_private(path: Path, flags: int) -> int:
     """Open one of the guard's files, and make it private if other users could read it.
 
-    Raises OSError, also for another user's symlink (ELOOP) and for a pipe or a device (EINVAL),
-    which could hang the writer.
+    Raises OSError, including for another user's symlink (ELOOP) and for a pipe or a device
+    (EINVAL), which could hang the writer.
     """
     # With O_NONBLOCK, the open does not wait for the other end of a pipe. For a regular file it has
     # no effect.
@@ -312,8 +312,8 @@ def write_json(path: Path, document: Any) -> None:
 
 
 def read_regular(path: Path, limit: int = -1) -> bytes:
-    """Read a file, at most `limit` bytes of it if `limit` is not negative. Raises OSError, also for
-    a pipe or a device (EINVAL), which could hang the reader."""
+    """Read a file, up to `limit` bytes if `limit` is not negative. Raises OSError, including for a
+    pipe or a device (EINVAL), which could hang the reader."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with open(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -322,8 +322,8 @@ def read_regular(path: Path, limit: int = -1) -> bytes:
 
 
 def json_text(document: Any) -> str:
-    """Format a document without non-finite numbers as in the guard's files: one line per top-level
-    field."""
+    """Format a document the way the guard's files do: one line per top-level field. The document
+    must not contain non-finite numbers."""
     # Do not use `indent`: with it `json` uses Python's encoder, which is 15 times slower than the
     # one in C.
     if not isinstance(document, dict) or not document:
@@ -376,7 +376,7 @@ def set_aside(path: Path) -> Path:
 
 
 def json_number(value: float | None) -> float | str | None:
-    """Convert a measured number for JSON, which lacks NaN and infinities: those become the texts
+    """Convert a measured number for JSON, which lacks NaN and infinities: those become the strings
     `NaN`, `Infinity` and `-Infinity`, because null means "not measured"."""
     if value is None or value - value == 0:
         return value

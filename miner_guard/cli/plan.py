@@ -151,7 +151,7 @@ def _way(way: plan_model.PlanEstimate) -> dict[str, Any]:
 
 
 def fits(plan: plan_model.Plan) -> bool | None:
-    """Return True if the miner fits into the GPU's memory; None if the size of that memory was not
+    """Return True if the miner fits in the GPU's memory; None if the size of that memory was not
     given."""
     memory = plan.settings.gpu_memory_gb
     return None if memory is None else plan.actual.memory.total <= memory

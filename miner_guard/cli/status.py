@@ -38,7 +38,8 @@ def command(
         bool,
         typer.Option(
             "--check",
-            help="Only check whether the miner makes progress; if not, print why and exit with 1.",
+            help="Only check whether the miner is making progress; if not, print why and exit "
+            "with 1.",
         ),
     ] = False,
 ) -> None:

@@ -134,7 +134,7 @@ class AlertSettings:
     """Shortest time before the guard repeats an alert."""
 
     heartbeat_url: str | None = None
-    """URL that the guard pings while the miner makes progress."""
+    """URL that the guard pings while the miner is making progress."""
 
     heartbeat_every_s: Positive = 300.0
     """Interval between pings."""

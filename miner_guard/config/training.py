@@ -163,7 +163,7 @@ class GpuSettings:
 
     expect: Union[Literal["auto"], Annotated[int, Range(ge=0)]] = "auto"
     """Number of GPUs required. `auto`: as many as in the last run, otherwise as many as the profile
-    demands, otherwise as many as are present."""
+    requires, otherwise as many as are present."""
 
     on_critical: Literal["stop", "warn"] = "stop"
     """What the guard does about a critical preflight finding: `stop` does not start the miner,

@@ -555,7 +555,7 @@ static PyGetSetDef phases_properties[] = {
 static PyMemberDef phases_members[] = {
     {"live", T_BOOL, offsetof(Phases, live), 0, "Whether phases are timed; false after close and in a forked child."},
     {"owner", T_ULONG, offsetof(Phases, owner), 0, "The training thread."},
-    {"count", T_LONGLONG, offsetof(Phases, count), 0, "Number of steps of this process."},
+    {"count", T_LONGLONG, offsetof(Phases, count), 0, "Number of steps this process has taken."},
     {"started", T_DOUBLE, offsetof(Phases, started), 0, "Monotonic time, in seconds, at which the current step began."},
     {0},
 };

@@ -119,8 +119,8 @@ def _live(path: Path) -> Path:
 
 
 class Copier:
-    """Keeps the copy of one record up to date, and holds no descriptor between two copies. Use it
-    from one thread that may hang with the disk."""
+    """Keeps the copy of one record up to date, and holds no descriptor between copies. Use it from
+    one thread that may hang with the disk."""
 
     def __init__(self, path: Path, record: mmap.mmap) -> None:
         self.path = path

@@ -52,7 +52,7 @@ class NvmlSampler:
     def __init__(
         self, timeout_s: float, env: Mapping[str, str] | None = None, renew_s: float = 30.0
     ) -> None:
-        """`renew_s`: minimum time between two restarts of the child after bad samples."""
+        """`renew_s`: minimum time between restarts of the child after bad samples."""
         self._timeout_s, self._renew_s = timeout_s, renew_s
         self._renewed = -renew_s
         self._env = dict(os.environ if env is None else env)

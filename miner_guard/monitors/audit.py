@@ -75,7 +75,7 @@ class AuditMonitor(Monitor):
 
 
 def interval_s(config: Config) -> float:
-    """Seconds between two audits; 0 if audits are off."""
+    """Seconds between audits; 0 if audits are off."""
     if config.repo.kind == "none":
         return 0.0
     if config.repo.audit_every_s is not None:

@@ -39,7 +39,7 @@ class HelperSpec:
 
     env: Mapping[str, str]
     failure: str
-    """What to report as unavailable while it does not run, such as `no HTTP port`."""
+    """What to report as unavailable while it is not running, such as `no HTTP port`."""
 
     refusal: str = "its process exited before it answered"
     """The likely reason if it exits without an answer."""
@@ -57,7 +57,7 @@ class HelperProcess:
     ) -> None:
         self._context, self._spec, self._on_answer = context, spec, on_answer
         self.reason: str | None = None
-        """Why it does not run; None while it runs or has not failed yet."""
+        """Why it is not running; None while it is running or has not failed yet."""
 
         self.child: subprocess.Popen[bytes] | None = None
         self.running = False

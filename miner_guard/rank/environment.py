@@ -97,7 +97,7 @@ def unmark() -> None:
 
 
 def _is_of_a_rank(env: Mapping[str, str], rank: int, world_size: int) -> bool:
-    """Return whether an ancestor of this process already is the rank that this process claims to
+    """Return whether an ancestor of this process is already the rank that this process claims to
     be. The flight record then belongs to the ancestor."""
     try:
         pid, start, its_rank, its_world = map(int, env.get(RANK_ABOVE, "").split())

@@ -81,7 +81,7 @@ class HotPath:
 def hot_path(
     recorder: Recorder, allowances: Mapping[str, float], remember: Remember, memory: Memory
 ) -> HotPath:
-    """Create the hot path of a rank. It calls `remember` with each loss, and `memory` to read the
+    """Create a rank's hot path. It calls `remember` with each loss, and `memory` to read the
     allocated and reserved bytes.
 
     `allowances`: how long each phase may last according to the settings, in seconds by name.

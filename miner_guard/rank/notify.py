@@ -29,11 +29,11 @@ class Notifier:
 
     def __init__(self, path: Path | None) -> None:
         self.alone = path is None
-        """Whether no supervisor listens: there is no socket, or the last datagram found no
+        """Whether no supervisor is listening: there is no socket, or the last datagram found no
         listener."""
 
         self.dropped = 0
-        """Number of undelivered datagrams: no process listens, or the supervisor is too
+        """Number of undelivered datagrams: no process is listening, or the supervisor is too
         slow."""
 
         self._path = path

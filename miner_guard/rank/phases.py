@@ -45,7 +45,7 @@ class Phases:
         """Monotonic time at which the current step began."""
 
         self.count = 0
-        """Number of steps of this process."""
+        """Number of steps this process has taken."""
 
         self.seconds: dict[str, float] = {}
         """Seconds by name in `layout.PHASES`, since the last `take`."""

@@ -21,7 +21,7 @@ from miner_guard.system.once import Once
 STARTING, RUNNING, CLOSED, FINISHED, ENDED, FAILED = layout.STATES
 
 NOTIFY_EVERY_S = 0.05
-"""Minimum interval between two step notifications to the supervisor."""
+"""Minimum interval between step notifications to the supervisor."""
 
 _MAX_TROUBLES = 20
 """How many different failures the hook reports; it only counts the rest."""
@@ -63,13 +63,13 @@ class Recorder:
             if self.flight.unpublished is not None:
                 self.report_error(
                     "flight",
-                    f"the supervisor can't find the flight record of rank {place.rank} yet: "
+                    f"the supervisor can't find the flight record for rank {place.rank} yet: "
                     f"{self.flight.unpublished}; retrying",
                 )
         except (OSError, ValueError) as error:
             self.report_error(
                 "flight",
-                f"no flight record of rank {place.rank}: {error}; training continues without it",
+                f"no flight record for rank {place.rank}: {error}; training continues without it",
             )
         self.show(STARTING)
         self.notifier.notify(place.rank)

@@ -40,7 +40,7 @@ _LAST_WORDS_S = 1.0
 
 
 class StandaloneLog:
-    """Logs a rank's findings while no supervisor listens."""
+    """Logs a rank's findings while no supervisor is listening."""
 
     def __init__(self, rank: int, run_id: str, state: StateDir | None) -> None:
         self._rank = rank

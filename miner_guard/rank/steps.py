@@ -58,7 +58,7 @@ class Stepper:
 
     @property
     def count(self) -> int:
-        """Number of steps of this process."""
+        """Number of steps this process has taken."""
         return self._phases.count
 
     def end(self) -> None:

@@ -24,8 +24,8 @@ WITHIN_S = 10.0
 """Time for the targets to accept one batch."""
 
 LAST_WITHIN_S = 7.0
-"""Time for the last attempt: together with the child's start, it fits into the 10 s for which
-the guard delays its exit."""
+"""Time for the last attempt: together with the child's start, it fits within the 10 s for which the
+guard delays its exit."""
 
 START_S = 10.0
 """Time for the child to start on a busy machine."""
@@ -75,7 +75,7 @@ class AlertQueue:
         return self._waiting
 
     def put(self, alert: Alert) -> None:
-        """Queue an alert, which must be redacted already."""
+        """Queue an alert, which must already be redacted."""
         with self._changed:
             if not self._targets or self._closing or self._waiting >= MAX_COUNT:
                 self.dropped += 1

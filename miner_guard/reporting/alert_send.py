@@ -45,8 +45,8 @@ def _ping(url: str) -> int:
 
 
 def _send(request: Mapping[str, Any]) -> dict[str, str]:
-    """Send to all targets in parallel, and to each target one message after another, so a dead
-    target does not delay the others. Returns the reason for each message that was not delivered."""
+    """Send to all targets in parallel, but one message at a time to each, so that a dead target
+    does not delay the others. Returns the reason for each message that was not delivered."""
     import apprise
 
     within_s = float(request["within_s"])

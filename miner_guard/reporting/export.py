@@ -82,7 +82,7 @@ Write = Callable[[Point], None]
 
 
 def tensorboard_writer(folder: Path) -> tuple[Write, Callable[[], None]]:
-    """Return two functions: one writes a point to event files below `folder`, the other closes
+    """Return two functions: one writes a point to event files under `folder`, the other closes
     them. Raises ImportError if the extra `tensorboard` is missing, and OSError if `folder` can't be
     written."""
     from tensorboard.compat.proto.event_pb2 import Event
@@ -105,7 +105,7 @@ def tensorboard_writer(folder: Path) -> tuple[Write, Callable[[], None]]:
 
 def wandb_writer(folder: Path, project: str, *, online: bool) -> tuple[Write, Callable[[], None]]:
     """Return two functions: one logs a point to Weights & Biases (unless `online`, only to files
-    below `folder`), the other finishes the run. Raises ImportError if the extra `wandb` is
+    under `folder`), the other finishes the run. Raises ImportError if the extra `wandb` is
     missing."""
     import wandb
 

@@ -229,15 +229,15 @@ class TimeRange:
 
 
 class LiveReport:
-    """The report of a growing log: each refresh reads only the lines written since the last one."""
+    """A report on a growing log: each refresh reads only the lines written since the last one."""
 
     def __init__(self, state: state_dir.StateDir, gate: GateSettings) -> None:
         self._state, self._gate = state, gate
         self._reader: LogReader | None = None
         self._mutex = threading.Lock()
         self._plots: dict[str, tuple[float, str]] = {}
-        """When the curves were drawn, and the drawing, by range. A week's curves change by only one
-        column in twenty minutes."""
+        """For each range, when its curves were drawn, and the resulting HTML. A week's curves
+        change by only one column every twenty minutes."""
 
     def read(self) -> None:
         """Read the existing log, so that the first visitor does not have to wait for it."""
@@ -250,7 +250,7 @@ class LiveReport:
         return self._reader.refresh()
 
     def render(self, range_: TimeRange) -> str:
-        """A complete HTML document whose body is the report over a range."""
+        """A complete HTML document whose body is the report for a range."""
         with self._mutex:
             whole = self._refreshed()
             data = range_.of_run(whole)

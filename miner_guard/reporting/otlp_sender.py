@@ -168,7 +168,7 @@ class EventExporter:
         )
 
     def _resource_of(self, run_id: str) -> Resource:
-        """The resource of a run: events that an earlier guard could not export keep their run's
+        """A run's resource: events that an earlier guard could not export keep their own run's
         id."""
         if run_id not in self._resources:
             self._resources = {run_id: self._resource.merge(_instance(run_id))}
@@ -241,7 +241,8 @@ class MetricExporter:
 
 
 def _timeout_s() -> float | None:
-    """The request timeout; None if a variable sets it, which the SDK reads itself."""
+    """The request timeout; None if an environment variable sets it, since the SDK reads that
+    variable itself."""
     names = [name for name in os.environ if name.startswith("OTEL_EXPORTER_OTLP")]
     return None if any(name.endswith("TIMEOUT") for name in names) else _TIMEOUT_S
 
@@ -302,7 +303,7 @@ class Sender:
         return more
 
     def finish(self) -> None:
-        """Export the remaining events, up to the last line of the guard, which is stopping."""
+        """Export the remaining events while the guard stops, up to and including its last line."""
         threading.Thread(target=_exit_after, args=(self._order.guard_pid,), daemon=True).start()
         while not self.events.saw_the_end:
             if not self.turn():

@@ -57,7 +57,7 @@ _MARKS = frozenset(
     }
 )
 _KEPT = 5_000
-"""Minimum number of the newest marks of each event to keep for plots and tables; the first is
+"""Keep at least this many of each event's newest marks for plots and tables; the first mark is
 always kept."""
 
 _SMOOTH_HALF_STEPS = 10.0

@@ -272,7 +272,7 @@ def thinned(
 
 
 def _extremes(pairs: Sequence[Point], column_of: Callable[[float], int]) -> list[Point]:
-    """The first minimum and the first maximum of each column, in order of time."""
+    """The first minimum and the first maximum of each column, in chronological order."""
     chosen: list[Point] = []
     column, low, high = None, pairs[0], pairs[0]
     for pair in pairs:

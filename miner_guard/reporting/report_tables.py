@@ -20,16 +20,16 @@ from miner_guard.reporting.runbook import rows as runbook_rows
 
 _WORST = ("critical", "error")
 _FIRST_ROWS = 8
-"""Rows that a table shows; the rest are folded."""
+"""A table shows this many rows and folds the rest."""
 
 _TABLE_ROWS = 40
 _BEHIND_S = 30.0
-"""A rank whose last step is this much older than another rank's hangs or is gone: list it first."""
+"""A rank whose last step is this much older than another rank's is hung or gone: list it first."""
 
 _GIB = 1024**3
 _SIGNS = {"yes": ("good", "reached"), "no": ("warn", "not yet"), "unknown": ("", "unknown")}
 _MAX_ALARMS = 1000
-"""Maximum number of an event's newest marks to search for repetitions."""
+"""How many of an event's newest marks to search for repetitions."""
 
 _REPEATED_WITHIN_S = 3600.0
 _LEFT_OUT = re.compile(r" \(asked \d+ more times? since the last line\)$")
@@ -91,15 +91,15 @@ def _alarms_of(data: Data, gate: GateSettings) -> list[Mark]:
 
 
 def is_early(mark: Mark, gate: GateSettings) -> bool:
-    """Return whether the gate blocked an upload below the minimum inner step, as in every outer
-    step."""
+    """Return whether the gate blocked an upload below the minimum inner step, which is normal in
+    every outer step."""
     inner = mark.fields.get("inner_step")
     return isinstance(inner, int) and inner < gate.min_inner_step
 
 
 def _grouped(marks: Sequence[Mark]) -> list[_Row]:
-    """Group marks, given in order of time, into rows, newest first. Marks that differ only in their
-    numbers share a row if each is within `_REPEATED_WITHIN_S` of the next."""
+    """Group `marks`, which are in chronological order, into rows, newest first. Marks that differ
+    only in their numbers share a row if each is within `_REPEATED_WITHIN_S` of the next."""
     latest: dict[tuple[str, bytes], int] = {}
     rows: list[_Row] = []
     for mark in marks:

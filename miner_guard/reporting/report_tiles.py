@@ -14,8 +14,8 @@ from miner_guard.reporting.report_tables import is_early, number, when
 
 _OVERDUE_S = 60.0
 _OVERDUE_FACTOR = 4.0
-"""Figures of the last step are out of date if it is older than `_OVERDUE_S` seconds and this
-multiple of the longest step."""
+"""The last step's figures are out of date if the step is older than both `_OVERDUE_S` seconds and
+this multiple of the longest step."""
 
 _GIB = 1024**3
 

@@ -49,7 +49,7 @@ _AS_ASKED = ("finished", "done", "paused")
 """Keys of verdicts that report no fault: an operator requested the state, or the miner finished."""
 
 _APART = 0.11
-"""Share of the strip's width that a label of its axis needs, on a phone."""
+"""Share of the strip's width that an axis label needs on a phone."""
 
 _CELLS_ACROSS = 24
 """Number of cells that fill the page's width. If there are more, they are narrower; if fewer, the

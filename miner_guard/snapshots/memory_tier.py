@@ -43,7 +43,7 @@ _ADVICE = (
 
 
 class NoRoom(Exception):
-    """The state does not fit into the free memory. The message says how much memory it needs."""
+    """The state does not fit in free memory. The message says how much memory it needs."""
 
 
 class Mixed(Exception):
@@ -269,8 +269,8 @@ def _read(file: IO[bytes], start: int, size: int) -> bytearray:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return how many bytes a new file on `folder`'s tmpfs can have, given the tmpfs's limit and
-    this machine's available memory."""
+    """Return how large, in bytes, a new file on `folder`'s tmpfs can be, given the tmpfs's limit
+    and this machine's available memory."""
     space = os.statvfs(folder)
     free = space.f_bavail * space.f_frsize
     with open("/proc/meminfo") as file:

@@ -175,7 +175,8 @@ def _wait_for(store: Store, rank: int, end: float, deadline_s: float) -> Report:
 
 
 _calls = itertools.count(1)
-"""Numbers the calls of `diagnose`, to keep their reports apart. All ranks call it equally often."""
+"""Numbers the calls of `diagnose`, to keep their reports apart. All ranks call it the same number
+of times."""
 
 
 def collect(
