@@ -122,7 +122,7 @@ def for_slow_fall(lr: float | None) -> tuple[str, tuple[str, ...]]:
         (
             f"{raised} to 5e-4 or 1e-3 (adapters) for one run, and change nothing else",
             "check the data: prompt template, end-of-sequence tokens, labels that are not masked",
-            "train longer or on more examples if evaluation loss still falls",
+            "train longer or on more examples if evaluation loss is still falling",
         ),
     )
 

@@ -49,7 +49,7 @@ def late(traces: Mapping[int, Sequence[Mapping[str, Any]]]) -> Late | None:
         furthest = next(iter(ranks.values()))
         behind = tuple(sorted(r for r, each in ranks.items() if each.state == "scheduled"))
         if behind and any(each.state == "started" for each in ranks.values()):
-            whose = f"the GPU of {rank_list(behind)} has not started it"
+            whose = f"on {rank_list(behind)}, the GPU has not started it"
             return Late(behind, f"{_waiting(ranks, behind, furthest)}; {whose}")
     return None
 

@@ -35,10 +35,10 @@ _BASELINE = 5
 
 _FACTOR = 4.0
 _EACH_FACTOR = 2.0
-"""A CPU is 10-20 times slower than a GPU (source 004: 240 s against 15 s), while a busy host makes
-one step in hundreds take four times as long. So the median of the last steps must exceed `_FACTOR`
-times the baseline, but each single step only `_EACH_FACTOR` times: a single faster step does not
-prove a recovery."""
+"""A CPU is 10-20 times slower than a GPU (source 004: 240 s versus 15 s), while a busy host makes
+one step in hundreds take four times as long. So the median of the latest steps must exceed
+`_FACTOR` times the baseline, but each individual step only `_EACH_FACTOR` times: a single faster
+step does not prove a recovery."""
 
 _MIN_EXCESS_S = 0.25
 _MIN_SLOWED_S = 5.0

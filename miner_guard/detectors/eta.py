@@ -23,7 +23,7 @@ _FROM_ENTRY = (
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """Training settings from the configuration or, with precedence, from the hook; None if
+    """Training settings from the hook, which takes precedence, or from the configuration; None if
     unknown."""
 
     batch_size: int | None = None

@@ -1,6 +1,6 @@
 """Judges whether GPU memory use suits the model's size (source 002) and how it changes over time.
-Pure. A reading is a share of the GPU's memory in per cent; the caller supplies the time and step of
-each reading.
+Pure. A reading is a percentage of the GPU's memory; the caller supplies the time and step of each
+reading.
 """
 
 from __future__ import annotations

@@ -196,9 +196,8 @@ class HangDetector:
         return Hang(culprits, describe(now, ranks, culprits, processes), self.idle_s(now), limit_s)
 
     def late(self, now: float, ranks: Mapping[int, Now], allowed_s: float, what: str = "") -> Hang:
-        """The finding for ranks that waited longer than allowed for a reply from the others, after
-        which uploads are blocked. `what` is the waiting rank's report, which names the late
-        node."""
+        """The finding for ranks whose wait for a reply from the others timed out; uploads are then
+        blocked. `what` is the waiting rank's report, which names the late node."""
         waiting = [rank.phase_since for rank in ranks.values() if rank.phase == "collective"]
         culprits = (
             tuple(n for n, rank in sorted(ranks.items()) if rank.phase != "collective")
@@ -240,7 +239,9 @@ class HangDetector:
         if idle <= self._settings.exit_s:
             return None
         self._reported = True
-        detail = f"all ranks ended training {idle:.0f}s ago, but the miner's process keeps running"
+        detail = (
+            f"training ended on all ranks {idle:.0f}s ago, but the miner's process is still running"
+        )
         finished = all(rank.state == "finished" for rank in ranks.values())
         return Hang((), detail, idle, self._settings.exit_s, finished=finished)
 
@@ -286,7 +287,7 @@ def name_culprits(
     """The ranks that hold the others up: missing, stopped or absent ones first, then those behind
     in steps, then those behind within the step.
 
-    Empty if all ranks are at the same place.
+    Empty if all ranks are at the same point.
     """
     for condition in (processes.gone, processes.stopped, processes.absent):
         if condition:

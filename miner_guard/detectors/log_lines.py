@@ -209,8 +209,8 @@ class LogSteps:
         self._unnumbered = 0
         self._numbered = False
         self._bar_total: int | None = None
-        """The total of the progress bar that counts steps: the one next to which a loss was
-        printed."""
+        """The total of the progress bar that counts steps: the one with a loss printed next to
+        it."""
 
         self._elapsed = _ElapsedWatch()
 

@@ -1,4 +1,4 @@
-"""Finds leaks and sudden drops in GPU memory over the steps. Takes *allocated* memory at one fixed
+"""Finds leaks and sudden drops in GPU memory across steps. Takes *allocated* memory at one fixed
 point in the step.
 
 Reserved memory grows legitimately. A single legitimate allocation of a GiB would mislead
@@ -37,7 +37,7 @@ class MemoryWatch:
         self._low_in_row = 0
 
     def observe(self, step: int, allocated_gb: float) -> Anomaly | None:
-        """Judge the memory of one step."""
+        """Judge one step's memory use."""
         return self._drop(step, allocated_gb) or self._leak(step, allocated_gb)
 
     def _leak(self, step: int, value: float) -> Anomaly | None:

@@ -21,11 +21,11 @@ _NAMES: tuple[tuple[str, str], ...] = (
     (r"densenet161", LARGE),
 )
 """Patterns that match a lower-case name without punctuation, from source 002's lists. For names in
-neither list (ResNet-50, EfficientNet-B3, Llama), the parameter count decides."""
+neither list (ResNet-50, EfficientNet-B3, Llama), the parameter count settles it."""
 
 
 def size_of(name: str | None, params: int | None, large_from: int) -> str:
-    """`small`, `large`, or `unknown` if neither the name nor the parameter count decides."""
+    """`small`, `large`, or `unknown` if neither the name nor the parameter count settles it."""
     plain = re.sub(r"[^a-z0-9]", "", (name or "").rpartition("/")[2].lower())
     for pattern, size in _NAMES:
         if plain and re.search(pattern, plain):

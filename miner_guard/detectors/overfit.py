@@ -18,7 +18,7 @@ MIN_EVALUATIONS = 5
 """Number of evaluations before the first verdict."""
 
 MIN_FOR_LEVEL = 15
-"""With fewer evaluations than this, each is judged individually; from this many on, a smoothed
+"""With fewer evaluations than this, each is judged individually; with this many or more, a smoothed
 level is judged."""
 
 TRAIN_FALL = 0.05
@@ -60,8 +60,8 @@ def kendall(values: Sequence[float]) -> float:
 class OverfitWatch:
     """Detects an evaluation loss that has risen from its best level while the training loss fell.
 
-    A level is the median of three evaluations. It must lie 3 % above the best one, and six sigmas
-    of the noise (measured on second differences, which a trend does not affect): the best of many
+    A level is the median of three evaluations. It must exceed the best one by 3 % and by six noise
+    sigmas (measured on second differences, which a trend does not affect), because the best of many
     noisy levels is low by chance. In addition, at least six evaluations since the best one must
     rise with P > 0.99. The first evaluations are judged by the rule for finished runs (`rises`),
     for which five may suffice.

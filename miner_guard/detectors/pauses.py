@@ -25,7 +25,7 @@ _TOLERANCE = 0.02
 of steps."""
 
 _MAX_MISSED = 4
-"""A pause is still expected after missing this many periods."""
+"""A pause is still expected up to this many periods after the last one."""
 
 _MAX_REMEMBERED = 16
 _MAX_PERIODS = 8
@@ -62,7 +62,7 @@ class PauseWatch:
         return False
 
     def _learned(self, step: int, seconds: float) -> bool:
-        """Return whether this is a third pause at the same distance, which establishes a period."""
+        """Return whether this is a third pause at the same interval, which establishes a period."""
         alike = {earlier for earlier, length in self._seen if _similar(seconds, length)}
         for earlier in sorted(alike, reverse=True):
             gap = step - earlier

@@ -22,7 +22,7 @@ class Left:
 
 
 def left_behind(ranks: Mapping[int, Now], gone: Collection[int]) -> Left | None:
-    """The ranks that ended while the launch is still running: the ranks in `gone` no longer have a
+    """The ranks that ended while the launch is still running: those in `gone` no longer have a
     process, the rest do. None if no rank is missing."""
     staying = [rank for rank in ranks if rank not in gone]
     lost = tuple(sorted(rank for rank in gone if rank in ranks))

@@ -80,8 +80,8 @@ def waits_for_ranks(dump: str) -> bool:
 
 
 def outside_the_collective(waiting: Mapping[int, bool]) -> tuple[int, ...]:
-    """The ranks that the others are waiting for; empty if all ranks or none wait in
-    torch.distributed. `waiting` says for each rank whether it does."""
+    """The ranks that the others are waiting for; empty if all ranks or none are waiting in
+    torch.distributed. `waiting` maps each rank to whether it is."""
     outside = tuple(sorted(rank for rank, waits in waiting.items() if not waits))
     return outside if len(outside) < len(waiting) else ()
 

@@ -19,7 +19,7 @@ _NUMBER = (
 _UNIT = r"ms|secs?|seconds?|s|[KMGT]i?B|M|%"
 _SECONDS = {"ms": 1e-3, "s": 1.0, "sec": 1.0, "secs": 1.0, "second": 1.0, "seconds": 1.0, "": 1.0}
 _GIB = {"mb": 2**-10, "mib": 2**-10, "gb": 1.0, "gib": 1.0, "tb": 2**10, "tib": 2**10}
-"""torch counts in powers of two, whichever unit a trainer prints."""
+"""torch counts in powers of two, whatever unit a trainer prints."""
 
 _STEP_UNIT = r"(?:it|iter|iters|iteration|step|steps|batch|batches)"
 _PER_SECOND = re.compile(rf"(?<![\w.])(\d+(?:\.\d+)?)\s?{_STEP_UNIT}/s(?:ec)?\b")
@@ -33,7 +33,7 @@ _BAR = re.compile(
     r"(?P<done>\d+)/(?P<total>\d+)(?:\s\[[\d:]+<|\s\[[=>.]{3,}\]|\s[━╸╺]{3,})"
     r"|[━╸╺]{3,}\s(?P<rich>\d+)/(?P<whole>\d+)\b"
 )
-"""A progress bar of tqdm or Keras, or of rich, which prints the count after the bar."""
+"""A progress bar from tqdm, Keras or rich; rich prints the count after the bar."""
 
 _COUNTER = re.compile(r"\[\s{0,8}(\d+)/(\d+)(?:\s{0,4}\(\s{0,4}\d+(?:\.\d+)?%\s?\))?\]")
 """`[ 10/5005]`, `[640/60000 (1%)]`: batches or samples of an epoch."""
@@ -74,8 +74,8 @@ class StepLine:
     """True if `seconds` may be the time since the start, because the line calls it just `time`."""
 
     samples: bool = False
-    """True if the number may count samples, so that two lines may not differ by a number of
-    steps."""
+    """True if the number may count samples, in which case the difference between two lines may not
+    be a number of steps."""
 
     total: int | None = None
     """The progress bar's total; None without a progress bar."""
@@ -137,7 +137,7 @@ class Grammar:
         )
 
     def read(self, text: str) -> StepLine | Miss | None:
-        """Return the step that `text` reports, a `Miss` if only parts of one are there, or None if
+        """Return the step that `text` reports, a `Miss` if it contains only part of one, or None if
         it is not about a step. `text` is one line without colour codes."""
         fields = self._fields(text)
         first = min((field.start for field in fields.values()), default=len(text))

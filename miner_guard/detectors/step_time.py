@@ -206,8 +206,8 @@ class StepTimes:
     def _beside_evaluation(
         self, seconds: float, kind: str, scheduled_s: float, own: SortedWindow
     ) -> SlowStep | None:
-        """Judge an evaluation step as a training step, without the time of its evaluation, because
-        too few steps of its kind have been seen."""
+        """Judge an evaluation step as a training step, leaving out its evaluation time, because too
+        few steps of its kind have been seen."""
         training = self.training_window()
         if len(own) >= _MIN_COUNT or training is None or not set(kind.split("+")) <= _EVALUATION:
             return None

@@ -70,7 +70,7 @@ class Straggler:
             ""
             if self.wait_s is None or self.others_wait_s is None
             else f": it waits {self.wait_s:.2f}s in collectives, "
-            f"they wait {self.others_wait_s:.2f}s"
+            f"the others wait {self.others_wait_s:.2f}s"
         )
         text = (
             f"works {self.score:.0%} of a {self.step_s:.2f}s step longer than the others "
@@ -180,8 +180,8 @@ def judge(
     phases: Mapping[int, Sequence[Mapping[str, float]]],
     settings: StepSettings,
 ) -> Straggler | None:
-    """Return the straggler of one window, or None. The stronger result of the two ways to measure
-    waiting in phases wins; if neither gives one, time in which waiting cannot be ruled out is
+    """Return the straggler of one window, or None. Waiting in phases is measured in two ways, and
+    the stronger result wins; if neither gives one, time in which waiting cannot be ruled out is
     used."""
     step = statistics.median(value for values in seconds.values() for value in values)
     best: Straggler | None = None

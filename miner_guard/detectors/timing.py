@@ -16,7 +16,7 @@ EVALUATION = ("inference", "val_loss")
 
 @dataclass(frozen=True)
 class FastLog:
-    """The time that a monitoring callback without evaluation took, by part."""
+    """Time spent in a monitoring callback without evaluation, by part."""
 
     total_s: float
     loss_calc_s: float
@@ -128,7 +128,7 @@ def _beyond(
 
 @dataclass(frozen=True)
 class _Part:
-    """One part of an evaluation step, with its limits in per cent of the step's total."""
+    """One part of an evaluation step, with its limits as percentages of the step's total."""
 
     which: str
     seconds: float

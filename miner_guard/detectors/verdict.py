@@ -43,7 +43,7 @@ class RunVerdict:
     """Stable name of the condition; the numbers in the sentence change, the key does not."""
 
     earns: str
-    """Whether the miner earns: `yes`, `probably`, `no` or `unknown`."""
+    """Whether the miner is earning: `yes`, `probably`, `no` or `unknown`."""
 
     def status(self, since: str | None = None) -> VerdictStatus:
         """The verdict as status.json stores it; `since` is UTC, ISO 8601."""
@@ -51,7 +51,8 @@ class RunVerdict:
 
 
 def judge(status: StatusDocument, memory: Memory) -> RunVerdict:
-    """The verdict on this status document; unknown if nothing shows whether the miner earns."""
+    """The verdict on this status document; unknown if nothing shows whether the miner is
+    earning."""
     memory.watch(status.steps)
     for condition in CONDITIONS:
         cause = condition.cause(status, memory) or memory.reported.get(condition.event or "")

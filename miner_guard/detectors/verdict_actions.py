@@ -68,8 +68,8 @@ def satisfy_rule(status: StatusDocument, memory: Memory) -> str:
 
 
 def split_advice(reason: str | None) -> tuple[str, str]:
-    """A validator rule's sentence, such as `base outer_step (60) < network (61). Reload the global
-    state`, as the problem and the advice; the advice is empty if the rule gives none."""
+    """The problem and the advice in a validator rule's sentence, such as `base outer_step (60) <
+    network (61). Reload the global state`; the advice is empty if the rule gives none."""
     problem, _, advice = (reason or "").partition(". ")
     return problem.rstrip("."), f"{advice[:1].lower()}{advice[1:]}".rstrip(".")
 

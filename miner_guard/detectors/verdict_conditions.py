@@ -22,7 +22,7 @@ _QUIET_FACTOR = 4.0
 longest step so far. Most pauses in a healthy run are shorter."""
 
 _STEPPING = frozenset({"", "data", "forward", "backward", "optimizer", "collective"})
-"""Phases that take about the usual time in every step; any other phase may last minutes."""
+"""Phases that take about the same time in every step; any other phase may last minutes."""
 
 EARNING, NOT_EARNING, DEGRADED, STOPPED, UNKNOWN = (
     "earning",
@@ -322,4 +322,5 @@ CONDITIONS: tuple[Condition, ...] = (
         "monitoring_over_budget",
     ),
 )
-"""The order of judgement: conditions that stop earning before those that only slow it."""
+"""The order of judgement: conditions that stop the miner from earning come before those that only
+slow its earning."""

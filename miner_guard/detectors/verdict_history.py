@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from miner_guard.detectors.verdict_conditions import STATES, UNKNOWN
 
 UNWATCHED = "unwatched"
-"""The state of time in which no guard ran."""
+"""The state for time in which no guard was running."""
 
 WORST_FIRST = (*STATES[:-1], UNWATCHED, STATES[-1])
 
@@ -26,13 +26,13 @@ BRIEF_SHARE = 0.05
 not turn an hour red."""
 
 _UNCOUNTED_S = 60.0
-"""Up to this many seconds of a cell without a verdict are ignored: they come from rounding and the
+"""Up to this many seconds without a verdict in a cell are ignored: they come from rounding and the
 guard's startup."""
 
 
 @dataclass(frozen=True)
 class Strip:
-    """Cells of equal length that end now, oldest first, and the share of each state."""
+    """Cells of equal length, oldest first, up to the present, and the share of each state."""
 
     start: float
     """Start of the first cell, seconds since 1970."""
@@ -53,7 +53,7 @@ class Strip:
 
 
 class VerdictWeek:
-    """Seconds of each state in each cell of the last seven days. Bounded."""
+    """Seconds spent in each state, for each cell of the last seven days. Bounded."""
 
     def __init__(
         self, stored: Mapping[str, Mapping[str, float]], start: float | None = None
@@ -81,7 +81,7 @@ class VerdictWeek:
         return (first + 1) * CELL_S - min(CELL_S, sum(self._cells[first].values()))
 
     def to_json(self) -> dict[str, dict[str, float]]:
-        """Return the seconds of each state by cell; cells are numbered from 1970."""
+        """Return the seconds spent in each state, by cell; cells are numbered from 1970."""
         return {
             str(cell): {state: round(seconds) for state, seconds in states.items()}
             for cell, states in sorted(self._cells.items())
@@ -99,7 +99,7 @@ class VerdictWeek:
             del self._cells[cell]
 
     def correct(self, before: str, after: str, start: float, end: float) -> None:
-        """Replace `before` by `after` from `start` to `end`: a hang, for example, is detected
+        """Replace `before` with `after` from `start` to `end`: a hang, for example, is detected
         late."""
         for cell, seconds in _parts(start, end):
             states = self._cells.get(cell, {})

@@ -47,14 +47,14 @@ class Memory:
     straggler: str | None = None
     straggler_rank: int | None = None
     silent_s: float = 0.0
-    """Seconds without a step before the last hang was found, until the next step."""
+    """Seconds without a step when the last hang was found; 0 again after the next step."""
 
     slow_from_s: float | None = None
     """The median step time when steps became slow; None while they are not."""
 
     reported: dict[str, str] = field(default_factory=dict)
-    """Messages of findings by event. The status document may not show a finding until a second
-    later, and an alert sent in between must not contradict it."""
+    """Messages of findings that still hold, by event. The status document may not show a finding
+    until a second later, and an alert sent in between must not contradict it."""
 
     def take(self, finding: Finding) -> None:
         """Update the memory from one finding."""

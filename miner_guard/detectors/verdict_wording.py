@@ -25,15 +25,15 @@ FIND_THE_GUARD = (
 """The next step if the guard itself is silent."""
 
 _DEGRADED = {"yes": "STILL EARNING, degraded", "probably": "PROBABLY STILL EARNING, degraded"}
-"""By `VerdictStatus.earns`: the headline's first words for a degraded miner. Whether it earns comes
-first, since that decides whether to get up at night."""
+"""By `VerdictStatus.earns`: the headline's first words for a degraded miner. Whether it is earning
+comes first, since that decides whether to get up at night."""
 
 _ENDED = {"crash_loop": "stopped by a crash loop", "finished": "finished"}
 """State of a miner whose guard has ended, by the verdict's key."""
 
 
 def is_silent(status: StatusDocument, age_s: float) -> bool:
-    """Return whether a guard that should still run wrote this status too long ago."""
+    """Return whether a guard that should still be running wrote this status too long ago."""
     return age_s > SILENT_S and status.state != "done"
 
 
@@ -104,7 +104,7 @@ def time_of_reading(status: StatusDocument, age_s: float) -> str:
 
 
 def week_of(status: StatusDocument, age_s: float, cells: int) -> Strip | None:
-    """The verdicts of up to seven days before now; None if no guard has recorded any."""
+    """The verdicts of the last seven days at most; None if no guard has recorded any."""
     now, verdict = now_of(status, age_s), status.verdict
     if now is None or verdict is None or not verdict.week:
         return None
@@ -161,7 +161,7 @@ def state_since(verdict: VerdictStatus, now: str = "") -> str:
 
 
 def state_words(verdict: VerdictStatus) -> str:
-    """The headline's first words: whether the miner earns."""
+    """The headline's first words: whether the miner is earning."""
     if verdict.state == DEGRADED and verdict.earns is not None:
         return _DEGRADED.get(verdict.earns, "EARNING UNKNOWN, degraded")
     return str(verdict.state).upper()

@@ -134,7 +134,7 @@ def test_a_process_that_outlives_its_training_loop_is_a_hang(guarded: Guarded) -
         guarded.miner("steps", 3, 0.1, "linger"), settings={**FAST, "hang.action": "stop"}
     )
     hang = guarded.wait_for("hang_detected", seconds=60)
-    assert "the miner's process keeps running" in hang["msg"]
+    assert "the miner's process is still running" in hang["msg"]
     assert guarded.processes[0].wait(60) == 75
     guarded.assert_nothing_left()
 

@@ -102,7 +102,7 @@ def test_at_the_same_number_the_gpu_that_has_not_started_it_is_late() -> None:
     assert found is not None
     assert found.ranks == (1,)
     assert found.detail == (
-        "ranks 0,2 wait in collective 7 (nccl:all_reduce); the GPU of rank 1 has not started it"
+        "ranks 0,2 wait in collective 7 (nccl:all_reduce); on rank 1, the GPU has not started it"
     )
     # Without TORCH_NCCL_ENABLE_TIMING torch records no start times, so the late rank is unknown.
     assert late({0: at("scheduled"), 1: at("scheduled")}) is None

@@ -129,4 +129,4 @@ def test_a_finished_miner_that_does_not_exit_is_ended_as_finished(tmp_path: Path
     assert [f.event for f in emitted].count("hang_detected") == 1
     ((verb, cause),) = control.asked
     assert verb == "finish"
-    assert "the miner's process keeps running" in cause
+    assert "the miner's process is still running" in cause

@@ -21,10 +21,11 @@ from miner_guard.detectors.trace.series import Series, Trace
 _SAME_SPIKE = 8
 _NEAR_RESTART = 3
 _TAIL = 1.5
-"""A spike must be this multiple of the deepest dip: heavy-tailed noise jumps both ways."""
+"""A spike must be at least this multiple of the deepest dip: heavy-tailed noise jumps both ways."""
 
 _MIN_SHARE = 0.05
-"""A spike must be this share of the loss's total descent: near zero, tiny losses jump about."""
+"""A spike must be at least this share of the loss's total descent: near zero, tiny losses jump
+about."""
 
 _MAX_NAN = 5
 _FROM_START = 3
@@ -146,8 +147,8 @@ def _unreturned(values: Sequence[float]) -> levels.Climb | None:
 def spikes(
     trace: Trace, loss: Series, found: Sequence[Outlier], facts: TrainingFacts | None = None
 ) -> Iterator[Anomaly]:
-    """The outliers of the loss that are spikes: one per group, excluding restarts and the jitter of
-    tiny losses."""
+    """The loss outliers that are spikes: one per group, excluding restarts and the jitter of tiny
+    losses."""
     again = restarts(loss.values)
     min_jump = _MIN_SHARE * levels.fall(loss.values)
     deepest = deepest_dip(tuple(loss.values)) if found else 0.0
@@ -291,7 +292,7 @@ def _step_time(times: Series, facts: TrainingFacts) -> Iterator[Anomaly]:
             + (
                 "at this step and stayed there"
                 if shift.sharp
-                else "in a slow drift, of which this step is the midpoint"
+                else "in a slow drift whose midpoint is this step"
             ),
             advice.for_slow(facts) if slower else (),
             "",

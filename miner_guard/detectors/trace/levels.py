@@ -119,8 +119,8 @@ _LASTING = 4
 def climb(values: Sequence[float]) -> Climb | None:
     """Find a loss that leaves its best level permanently and ends at least 25 % above it.
 
-    The rise must be a tenth of the preceding descent (a loss near zero doubles by noise alone) and
-    four sigmas of the noise from value to value.
+    The rise must be at least a tenth of the preceding descent (a loss near zero doubles by noise
+    alone) and four sigmas of the value-to-value noise.
     """
     if len(values) < 8:
         return None
@@ -224,14 +224,15 @@ class SlowFall:
     first: float
     level: float
     late: float
-    """The fall over the last third of the values, as a share of the whole fall."""
+    """The fall over the last third of the values, as a share of the total fall."""
 
 
 _SLOW_FALL = (0.03, 0.15)
-"""Falls between these shares of the first level are slow: less is flat, more is learning."""
+"""A fall between these shares of the first level is slow; a smaller one is flat, a larger one is
+learning."""
 
 _STEADY_SIGMAS = 6.0
-"""The fall must be this multiple of the noise from value to value: the pace of a noisy loss is
+"""The fall must be at least this multiple of the value-to-value noise: the pace of a noisy loss is
 unknown."""
 
 _MAX_SLOW = 200

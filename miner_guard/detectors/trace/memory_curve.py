@@ -14,7 +14,7 @@ _JUMP = 0.10
 """Relative change between two samples that counts as a jump."""
 
 _DROP = 0.25
-"""A fall by this share below the usual level is a drop (source 002: 76 % to 45 %)."""
+"""A value that is lower than usual by this share counts as a drop (source 002: 76 % to 45 %)."""
 
 _SIGMAS = 4.0
 """A jump must exceed this multiple of the noise: with mixed sequence lengths, memory changes at
@@ -120,7 +120,7 @@ def _edge(values: Sequence[float], place: int, usual: float) -> list[LevelChange
 
 def steps_of_growth(values: Sequence[float]) -> list[LevelChange]:
     """Find stepwise growth that is never released: every rise of 3 %, if at least two come after
-    the start-up."""
+    start-up."""
     rises: list[LevelChange] = []
     highest = values[0]
     place = 1
@@ -143,7 +143,7 @@ def steps_of_growth(values: Sequence[float]) -> list[LevelChange]:
 
 
 def gradual_growth(values: Sequence[float]) -> list[LevelChange]:
-    """Find growth without steps: the minima of 8 blocks after the start-up rise in at least 6 of 7
+    """Find growth without steps: the minima of 8 blocks after start-up rise in at least 6 of 7
     cases, by more than 5 % and 1 GiB in total."""
     rest = values[max(4, int(_START_UP * len(values))) :]
     size = len(rest) // 8

@@ -29,8 +29,8 @@ class OutlierRule:
     after it."""
 
     levels: tuple[tuple[float, float], ...]
-    """(ratio to the level, sigmas of the noise), smaller ratios last: a smaller ratio needs more
-    sigmas."""
+    """(ratio to the level, noise sigmas) pairs, smaller ratios last: the smaller the ratio, the
+    more sigmas it needs."""
 
     max_length: int
     """A longer streak is a level change, not outliers."""
@@ -97,7 +97,7 @@ def _needed(ratio: float, rule: OutlierRule) -> float:
 
 
 def candidates(values: Sequence[float], rule: OutlierRule) -> Iterator[Outlier]:
-    """Values whose ratio to the medians of both sides exceeds the rule's smallest ratio, each with
+    """Values whose ratio to the medians on both sides exceeds the rule's smallest ratio, each with
     its sigmas."""
     size, count = rule.window, len(values)
     before, after = SortedWindow(size), SortedWindow(size)

@@ -12,20 +12,21 @@ from miner_guard.detectors.trace.series import step_noise
 _ALIKE = 0.10
 _COMPARED = 5
 _FOLLOWED = 20
-"""After a restart, the loss must descend as it did over the run's first values, up to this many; an
-exploded loss stays high."""
+"""After a restart, the loss must fall as it did over the first values of the run (at most this
+many); a loss that has exploded stays high."""
 
 _MIN_LEVEL_RATIO = 0.8
 """The median after a restart must be at least this share of the run's early median; after a spike,
 the loss is immediately back at its own, lower level."""
 
 _JUMP_SIGMAS = 5.0
-"""The jump at a restart must exceed the noise from value to value by this factor, because a flat
-loss always looks like its own beginning."""
+"""The jump at a restart must be at least this multiple of the value-to-value noise, because a flat
+loss always looks the way it did at the beginning."""
 
 _MIN_FALL = 1.02
 _AT_ONCE = 0.5
-"""Share of the descent that a restart reverses in one value."""
+"""A restart reverses at least this share of the descent (in logarithm) from one value to the
+next."""
 
 _MIN_RUN = 5
 
@@ -33,8 +34,8 @@ _MIN_RUN = 5
 def restarts(values: Sequence[float]) -> list[int]:
     """Indices at which the values repeat the run's first descent.
 
-    The first values after a restart follow the first values of the run (within 10 %, over five
-    values), which fall; a spike returns immediately instead.
+    The first values after a restart fall as the run's first values did (within 10 %, over five
+    values), whereas a spike returns immediately.
     """
     opening = values[:_COMPARED]
     if (
@@ -67,8 +68,8 @@ def restarts(values: Sequence[float]) -> list[int]:
 
 
 def _follows(values: Sequence[float], place: int) -> bool:
-    """Return whether the values descend as the run did at its start, and no faster; True if too few
-    follow to decide."""
+    """Return whether the values descend as the run did at its start, and no faster; True if there
+    are too few values to decide."""
     then, now = values[_COMPARED:_FOLLOWED], values[place + _COMPARED : place + _FOLLOWED]
     if len(now) < len(then):
         return True
@@ -76,9 +77,9 @@ def _follows(values: Sequence[float], place: int) -> bool:
 
 
 def _jumps(values: Sequence[float], place: int, last: int, min_jump: float) -> bool:
-    """Return whether the value is clearly above the preceding ones, by a logarithm of at least
-    `min_jump`, and reverses most of the descent in one step; a diverging loss returns to its first
-    values gradually."""
+    """Return whether the value is clearly above the preceding ones (by at least `min_jump` in
+    logarithm) and reverses at least half of the descent in one step; a diverging loss returns to
+    its first values gradually."""
     before = values[max(last, place - 4) : place]
     if not before or values[place] <= _MIN_FALL * (level := median(before)) or level <= 0:
         return False

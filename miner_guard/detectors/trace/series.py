@@ -73,8 +73,7 @@ def centred(values: Sequence[float], width: int) -> list[float]:
 
 
 def step_noise(values: Sequence[float]) -> float:
-    """Standard deviation of the noise from value to value: 1.4826 · median |difference| / sqrt
-    2."""
+    """Standard deviation of the value-to-value noise: 1.4826 · median |difference| / sqrt 2."""
     if len(values) < 2:
         return 0.0
     return MAD_TO_SIGMA * median([abs(b - a) for a, b in itertools.pairwise(values)]) / math.sqrt(2)
