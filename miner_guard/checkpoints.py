@@ -151,7 +151,7 @@ class Checkpointer:
             self._memory.settle()
 
     def request(self) -> None:
-        """Make the next call to `due` return True at any step. Safe in a signal handler."""
+        """Make the next call to `due` return True whatever the step. Safe in a signal handler."""
         self._requested = True
 
     def due(self, step: int, *, asked: bool = False) -> bool:
@@ -197,9 +197,9 @@ class Checkpointer:
             ) from error
 
     def close(self) -> None:
-        """Wait for the pending checkpoint and end the writer thread. Deletes the snapshot in
-        memory, unless an exception is propagating: the next launch then resumes from the
-        snapshot."""
+        """Wait for the pending checkpoint and end the writer thread. Deletes the
+        in-memory snapshot, unless an exception is propagating: the next launch then
+        resumes from the snapshot."""
         self.wait()
         self._writer.shutdown()
         if self._memory is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 OK = 0
 FAILED = 1
-"""A negative result: nothing matched, blocked, rejected or over budget. Each command documents its
-own."""
+"""A negative result: no match, upload blocked, repo rejected or over budget. Each command documents
+its own."""
 
 NOT_RUNNING = 3
 USAGE = 64

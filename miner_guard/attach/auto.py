@@ -93,7 +93,7 @@ class Auto:
         self._optimizer_phase: AbstractContextManager[Any] = NO_PHASE
         self._data_phase: AbstractContextManager[Any] = NO_PHASE
         self._loop: _hot.HotLoop | None = None
-        """Records the usual steps, while it is armed; None if the compiled hook is not used."""
+        """Records the usual steps while armed; None if the compiled hook is not used."""
 
     # Hooks for a plain training loop, without a framework.
 
@@ -208,7 +208,7 @@ class Auto:
         self.losses.note(tensor)
 
     def begin(self) -> None:
-        """Create the guard, because this process trains."""
+        """Create the guard, because this process is training."""
         if self.adapter.guard is None:
             self.adapter.begin(agree=False)
             self._backward_phase = self.adapter.phase("backward")
@@ -282,7 +282,8 @@ class Auto:
     # What a framework reports (adapter.StepListener).
 
     def trains(self, framework: str) -> None:
-        """Take steps from this framework's callbacks from now on, because it starts training."""
+        """Take steps from this framework's callbacks from now on, because it is starting to
+        train."""
         self._disarm()
         self.framework = framework
         self.adapter.quiet(self.begin)
@@ -296,7 +297,7 @@ class Auto:
         self.losses.micro_batches = micro_batches
 
     def evaluated(self, loss: float | None) -> None:
-        """Keep the loss of a framework's evaluation, to record it with the next step."""
+        """Keep the loss from a framework's evaluation, to record it with the next step."""
         self._evaluated = loss
 
     def saved(self, path: str, number: int) -> None:

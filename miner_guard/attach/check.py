@@ -18,7 +18,7 @@ FIELDS = ("loss", "seconds", "lr", "grad_norm", "gpu_gb")
 
 
 def quoted(line: str) -> str:
-    """Shorten `line` for a message: with single spaces and at most 160 characters."""
+    """Shorten `line` for a message: collapse runs of spaces and keep at most 160 characters."""
     text = " ".join(line.split())
     return text if len(text) <= _QUOTED else f"{text[: _QUOTED - 1]}…"
 
@@ -79,8 +79,8 @@ class LogCheck:
 
 
 def check(lines: Iterable[str], patterns: Patterns) -> LogCheck:
-    """Read a log as the monitor `log_attach` would. It does not know when lines arrived, so a step
-    has only the duration that its line prints."""
+    """Read a log as the monitor `log_attach` would. It does not know when lines arrived, so the
+    only duration known for a step is the one printed on its line."""
     result, steps = LogCheck(), LogSteps(0.0)
     for place, raw in enumerate(lines, 1):
         result.lines = place

@@ -19,8 +19,8 @@ from miner_guard.rank.numbers import Loss
 
 _MAX_DIVISIONS = 4
 _MAX_JUDGED_STEPS = 4
-"""Check in this many steps whether the program divides the losses of its micro-batches. Walking the
-graph at every step would cost CPU time."""
+"""Judge from the first steps, at most this many, whether the program divides its micro-batch
+losses. Walking the graph at every step would cost CPU time."""
 
 _MAX_IN_FLIGHT = 12
 """Limit on the number of steps whose loss is still in transit from the GPU. A record can express a
@@ -194,8 +194,8 @@ class Losses:
 
     @property
     def divided(self) -> bool:
-        """Whether the program divides the losses of its micro-batches by their number, so that
-        their sum is the step's loss."""
+        """Whether the program divides its micro-batch losses by the number of micro-batches, so
+        that their sum is the step's loss."""
         return self._divided
 
     def add(self, total: float, count: int) -> None:

@@ -121,7 +121,7 @@ def _diff(ours: CommandContext, theirs: CommandContext) -> None:
 
 
 def _rows(place: CommandContext) -> Iterator[tuple[str, Any, str]]:
-    """Yield each setting as (`section.key`, masked value, source), in the order of `Config`."""
+    """Yield each setting as (`section.key`, masked value, source), in `Config`'s order."""
     redactor = Redactor.from_environment(os.environ)
     for dotted, value, origin in place.settings.rows():
         yield dotted, _masked(dotted, value, redactor), origin
@@ -145,7 +145,7 @@ def _document(place: CommandContext, rows: list[tuple[str, Any, str]]) -> Mappin
 
 
 def _toml(value: Any) -> str:
-    """Format a value as TOML, whose notation differs from that of JSON only for tables."""
+    """Format a value as TOML, whose notation differs from JSON's only for tables."""
     if isinstance(value, Mapping):
         return (
             "{ " + ", ".join(f"{json.dumps(str(k))} = {_toml(v)}" for k, v in value.items()) + " }"

@@ -107,8 +107,8 @@ def document(snapshot: Snapshot, checks: Sequence[Check], seconds: float) -> dic
 
 
 def folded(checks: Sequence[Check]) -> list[Check]:
-    """Return the rows of a compact table, in which a check that passes on several GPUs with the
-    same wording takes one row."""
+    """Return the rows of a compact table: a check that passes on several GPUs with the same wording
+    gets a single row."""
     rows: list[Check] = []
     places: dict[tuple[str, str], int] = {}
     gpus: dict[int, list[int]] = {}

@@ -123,8 +123,8 @@ def _read(file: str | None, place: CommandContext) -> LogExplanation:
 
 
 def _size(log: BinaryIO) -> int | None:
-    """Size of a plain file in bytes; None if only reading tells, as for a pipe, a gzip file or
-    several files."""
+    """Size of a plain file in bytes; None if it can be found only by reading, as for a pipe, a gzip
+    file or several files."""
     try:
         status = os.fstat(log.fileno())
     except (OSError, ValueError, AttributeError):

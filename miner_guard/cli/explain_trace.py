@@ -27,7 +27,7 @@ def explain_trace(source: str, facts: TrainingFacts, *, as_json: bool) -> None:
     """Explain the trace in the file `source` (`-`: standard input). Exits with 1 if it is
     healthy.
 
-    `facts` contains the run's batch sizes, which it takes to name the examples that caused a NaN.
+    `facts` contains the run's batch sizes, which are needed to name the examples that caused a NaN.
     Raises Refused (64) if the file can't be read or contains no trace line. A run whose only
     findings are remarks (severity info) counts as healthy."""
     with open_text(source, "a trace file") as lines:

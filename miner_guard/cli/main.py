@@ -79,7 +79,8 @@ def build(arguments: Sequence[str]) -> typer.Typer:
 
 
 def _examples(name: str) -> str:
-    """The command's examples for the end of its help; \\b keeps typer from joining the lines."""
+    """The command's examples, shown at the end of its help; \\b keeps typer from joining the
+    lines."""
     rows = (f"  {line}" for line in EXAMPLES.get(name, ()))
     return "\b\n" + "\n".join(["Examples:", *rows])
 

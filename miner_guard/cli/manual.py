@@ -13,7 +13,7 @@ from miner_guard.cli.echo import echo
 
 _CODES = {
     exits.OK: "Success: stopped on request, finished, allowed, accepted or found.",
-    exits.FAILED: "Nothing matched, blocked, rejected, over budget, or any other failure.",
+    exits.FAILED: "No match, upload blocked, repo rejected, over budget, or any other failure.",
     exits.NOT_RUNNING: "No guard is running.",
     exits.USAGE: "The command line is invalid.",
     exits.UNAVAILABLE: "The preflight found a critical problem, or a check could not run.",

@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 DEFAULT_NAME = "miner"
 
 MAX_COUNT = 10**15
-"""Default upper limit of numeric flags: JSON has no infinity."""
+"""Default upper limit for numeric flags: JSON has no infinity."""
 
 
 _OTHERS = 5
 
 
 def a_number(value: Optional[float]) -> Optional[float]:
-    """The `callback=` of a numeric option: refuses NaN, which typer before 0.29 accepts despite any
-    limit, and numbers above `MAX_COUNT`. A `max=` would print fifteen zeros in the help."""
+    """The `callback=` of a numeric option: refuses NaN, which typer before 0.29 accepts whatever
+    the limits, and numbers above `MAX_COUNT`. A `max=` would print fifteen zeros in the help."""
     if value is not None and value != value:
         raise typer.BadParameter("nan is not a number")
     if value is not None and value > MAX_COUNT:
@@ -68,8 +68,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and 
 
 @dataclass(frozen=True)
 class CommandContext:
-    """A command's input: the checked settings, and the state directory, from which nothing has been
-    read yet."""
+    """A command's input: the validated settings and the state directory, which has not been read
+    yet."""
 
     settings: Settings
     state: statedir.StateDir

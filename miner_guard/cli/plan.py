@@ -151,8 +151,7 @@ def _way(way: plan_model.PlanEstimate) -> dict[str, Any]:
 
 
 def fits(plan: plan_model.Plan) -> bool | None:
-    """Return True if the miner fits in the GPU's memory; None if the size of that memory was not
-    given."""
+    """Return True if the miner fits in the GPU's memory; None if the memory size was not given."""
     memory = plan.settings.gpu_memory_gb
     return None if memory is None else plan.actual.memory.total <= memory
 
@@ -198,7 +197,7 @@ def text(plan: plan_model.Plan, steps: Any) -> Iterator[str]:
         verdict = "fits" if fits(plan) else "does NOT fit"
         yield f"GPU memory: {actual.memory.total:.1f} of {s.gpu_memory_gb:g} GB, {verdict}"
     yield ""
-    yield "Where the usual estimate simplifies:"
+    yield "What the usual estimate simplifies:"
     for line in plan.simplifications:
         yield f"  - {line}"
     yield ""

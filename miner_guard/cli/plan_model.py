@@ -100,7 +100,7 @@ class PlanEstimate:
     """Micro-batches that a rank processes in an inner step."""
 
     micro_batches: int
-    """Micro-batches over all ranks."""
+    """Micro-batches across all ranks."""
 
     samples: int
     """Samples that all ranks train on in an inner step."""
@@ -306,8 +306,8 @@ def _simplifications(
     )
     if s.effective % s.batch:
         yield (
-            f"{s.effective} is not a multiple of {s.batch}: {s.effective % s.batch} samples of "
-            "each step are dropped."
+            f"{s.effective} is not a multiple of {s.batch}: {s.effective % s.batch} samples per "
+            "step are dropped."
         )
     if s.effective % (s.gpus * s.batch):
         yield (

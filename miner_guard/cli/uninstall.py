@@ -21,9 +21,9 @@ _OURS = (FOLDER, "state", ".local")
 
 
 def uninstall(files: Sequence[Path], state: StateDir, name: str) -> None:
-    """Delete those `files` that init wrote, and the state directory of the guard `name`. Raises
-    Refused (1) while a guard runs there, for a directory without a guard's state, and for files
-    that can't be deleted."""
+    """Delete the `files` that init wrote, and the state directory of the guard `name`. Raises
+    Refused (1) while a guard is running there, for a directory without a guard's state, and for
+    files that can't be deleted."""
     if listens(state):
         raise Refused(f"a guard is running in {state.root}; stop it first", FAILED)
     if state.root.exists() and not state.log.is_file() and not state.lock.is_file():

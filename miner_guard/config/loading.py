@@ -46,14 +46,14 @@ class Settings:
     origins: Mapping[str, str]
 
     def rows(self) -> Iterator[tuple[str, Any, str]]:
-        """`section.key`, value and origin of each setting, in the order of `Config`."""
+        """`section.key`, value and origin of each setting, in `Config`'s order."""
         for section, table in dataclasses.asdict(self.config).items():
             for key, value in table.items():
                 yield f"{section}.{key}", value, self.origins[f"{section}.{key}"]
 
 
 def sections() -> dict[str, type]:
-    """The dataclass of each section by name, in the order of `Config`."""
+    """Each section's dataclass by name, in `Config`'s order."""
     hints = typing.get_type_hints(Config)
     return {f.name: hints[f.name] for f in dataclasses.fields(Config)}
 

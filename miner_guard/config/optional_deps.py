@@ -61,7 +61,7 @@ EXTRAS = (
         ("starlette", "uvicorn"),
         lambda c: c.http.port is not None,
         "[http] port",
-        "the port is not opened",
+        "the port stays closed",
     ),
     Extra(
         "otel",

@@ -45,10 +45,10 @@ class MinerSettings:
     them escapes. Set it to False if something else manages this host's cgroups."""
 
     batch_size: AtLeastOne | None = None
-    """Samples per micro-batch and rank, in case the hook does not report it."""
+    """Samples per micro-batch per rank, in case the hook does not report it."""
 
     effective_batch_size: AtLeastOne | None = None
-    """Samples per inner step over all ranks, in case the hook does not report it."""
+    """Samples per inner step across all ranks, in case the hook does not report it."""
 
     upload_steps: AtLeastOne | None = None
     """Inner steps between uploads, for forecasts."""
@@ -111,23 +111,23 @@ class StepSettings:
 
     fast_log_usual_s: Positive = 0.3
     """A fast log usually takes up to this long (source 001: 0.1-0.3 s). Above it the guard logs a
-    remark."""
+    `TIMING REMARK`."""
 
     evaluation_usual_s: Positive = 10.0
     """An evaluation step usually takes up to this long (source 001: 5-10 s). Above it the guard
-    logs a remark."""
+    logs a `TIMING REMARK`."""
 
     inference_usual_pct: Percent = 80.0
     """Usual share of inference in an evaluation step (source 001: 60-80 %). Above it the guard logs
-    a remark."""
+    a `TIMING REMARK`."""
 
     val_loss_usual_pct: Percent = 20.0
     """Usual share of validation in an evaluation step (source 001: 10-20 %). Above it the guard
-    logs a remark."""
+    logs a `TIMING REMARK`."""
 
     overhead_good_pct: Percent = 10.0
-    """If the share of overhead in an evaluation step is above this, the guard logs a remark (source
-    001: an issue, but not a red flag)."""
+    """If the share of overhead in an evaluation step is above this, the guard logs a
+    `TIMING REMARK` (source 001: an issue, but not a red flag)."""
 
     overhead_max_pct: Percent = 20.0
     """An evaluation step with a higher share of overhead than this is a red flag (source 001)."""
@@ -176,8 +176,7 @@ class GpuSettings:
     """How long to wait for missing GPUs, because a driver may come up late after boot."""
 
     probe_timeout_s: Positive = 20.0
-    """Deadline for one probe. If a driver hangs, the guard reports that and does not hang
-    itself."""
+    """Deadline for one probe. If a driver hangs, the guard reports it instead of hanging too."""
 
     probe_patience_s: NotNegative = 160.0
     """How much longer to wait for a probe in the miner's interpreter while it reads from disk or
@@ -245,7 +244,7 @@ class GpuSettings:
     """How many relaunches one run may have."""
 
     memory_settle_s: NotNegative = 50.0
-    """How long to wait after a stop for GPU memory to fall back to its level before the launch."""
+    """How long to wait after a stop for GPU memory to fall back to its pre-launch level."""
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Estimate:
-    """The cost of one operation over a number of training steps. `overhead_pct` is the share of
-    training time, in per cent."""
+    """The cost of one operation over a number of training steps. `overhead_pct` is the percentage
+    of training time."""
 
     calls: float
     cost_s: float

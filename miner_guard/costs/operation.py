@@ -9,7 +9,7 @@ from typing import Any
 
 _FADING = 0.9
 _IMPACTS = ((10.0, "critical"), (5.0, "high"), (2.5, "moderate"), (0.25, "acceptable"))
-"""Lower bounds in per cent of training time, with their labels, from source 000's cost table."""
+"""Lower bounds as percentages of training time, with their labels, from source 000's cost table."""
 
 
 @dataclass

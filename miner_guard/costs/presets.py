@@ -41,8 +41,7 @@ _CRITICAL_FACTOR = 2.0
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits on the cost of monitoring: shares of training time in per cent, and seconds per
-    call."""
+    """Limits on the cost of monitoring: percentages of training time, and seconds per call."""
 
     budget_pct: float = 5.0
     critical_pct: float = 10.0

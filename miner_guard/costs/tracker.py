@@ -45,8 +45,8 @@ def say_on_stderr(finding: Finding) -> None:
 class MonitoringCostTracker:
     """Tracks what monitoring costs, warns, and throttles if the budget allows that. Thread-safe.
 
-    Shares are per cent of training time: time since `start` minus the time that monitoring blocked
-    training.
+    Shares are percentages of training time: the time since `start`, minus the time for which
+    monitoring blocked training.
     """
 
     def __init__(
@@ -167,13 +167,13 @@ class MonitoringCostTracker:
             )
 
     def training_s(self) -> float:
-        """Seconds of training, excluding the time that monitoring blocked it."""
+        """Seconds of training, excluding the time for which monitoring blocked it."""
         if self._training_s is not None:
             return max(0.0, self._training_s())
         return max(0.0, self._clock.monotonic() - self._start - self.blocking_s())
 
     def share_pct(self) -> float:
-        """The time that monitoring blocked training, in per cent of training time."""
+        """The time for which monitoring blocked training, as a percentage of training time."""
         with self._mutex:
             return percent(self.blocking_s(), self.training_s())
 

@@ -31,13 +31,14 @@ class Evaluation:
         self._device = device
 
     def fast_log(self, tokens: Tensor, targets: Tensor) -> None:
-        """Compute the loss of one training example. `tokens` and `targets` are (1, context)."""
+        """Compute the loss of one training example. `tokens` and `targets` have shape
+        (1, context)."""
         with torch.no_grad(), self._guard.phase("monitor"), self._guard.phase("example_loss"):
             self._model(tokens, targets)
 
     def full(self, step: int, tokens: Tensor, targets: Tensor) -> float:
-        """Run inference and compute the loss on held-out data and on one training example, of which
-        `tokens` and `targets` are (1, context).
+        """Run inference and compute the loss on held-out data and on one training example, whose
+        `tokens` and `targets` have shape (1, context).
 
         Returns the loss on held-out data.
         """

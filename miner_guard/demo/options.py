@@ -56,8 +56,8 @@ def parse(arguments: list[str] | None = None) -> Options:
         ("steps", "total inner steps in the run"),
         ("inner-steps-per-outer", "inner steps between outer steps"),
         ("upload-steps", "inner steps between uploads"),
-        ("batch-size", "samples per micro-batch and rank"),
-        ("effective-batch-size", "samples per inner step over all ranks"),
+        ("batch-size", "samples per micro-batch per rank"),
+        ("effective-batch-size", "samples per inner step across all ranks"),
         ("checkpoint-every", "inner steps between checkpoints"),
     ):
         default = getattr(Options, name.replace("-", "_"))
@@ -73,7 +73,7 @@ def parse(arguments: list[str] | None = None) -> Options:
         metavar="KIND@STEP[:RANK]",
     )
     parser.add_argument(
-        "--repo", type=_repo, help="the [repo] section as JSON (default: a folder below --work)"
+        "--repo", type=_repo, help="the [repo] section as JSON (default: a folder under --work)"
     )
     parser.add_argument(
         "--fault-repeat", action="store_true", help="let faults fire again after a restart"

@@ -39,7 +39,7 @@ class Summary:
     p50_s: float | None
     p95_s: float | None
     blocked: int
-    """Count of `UPLOAD BLOCKED` lines; the guard logs the same block at most once in five
+    """Count of `UPLOAD BLOCKED` lines; the guard logs the same block at most once every five
     minutes."""
 
     asked: int

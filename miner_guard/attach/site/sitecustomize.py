@@ -22,7 +22,7 @@ def _say(what):
 
 
 class Watch:
-    """Import hook that calls `imported(name, module)` after one of `names` was imported."""
+    """Import hook that calls `imported(name, module)` after one of `names` has been imported."""
 
     def __init__(self, names, imported):
         self.names = set(names)
