@@ -117,7 +117,7 @@ def _mixed_devices(answered: Sequence[Report]) -> Iterator[Finding]:
             "critical",
             seen=f"the ranks' models are on different device types ({seen})",
             limit="one device type on all ranks",
-            next_step="the ranks on the CPU slow down all others: check CUDA there",
+            next_step="the ranks on the CPU are slowing down all others: check CUDA there",
         )
 
 
@@ -278,7 +278,7 @@ def _sizes_apart(sizes: Mapping[int, int]) -> Iterator[Finding]:
                 "shard_sizes",
                 "warning",
                 seen=(
-                    f"rank {rank} holds {size / 1024**3:.2f} GB, the ranks' median is "
+                    f"rank {rank} holds {size / 1024**3:.2f} GB; the median across ranks is "
                     f"{middle / 1024**3:.2f} GB"
                 ),
                 limit=f"within a factor of {SHARD_RATIO}",

@@ -55,7 +55,7 @@ class Snapshot:
     """A sample as `miner_guard.health.nvml` describes it."""
 
     held: tuple[Mapping[str, int], ...] = ()
-    """Used bytes by UUID before the launch, from readings some seconds apart."""
+    """Bytes in use by UUID before the launch, from readings a few seconds apart."""
 
     torch: Mapping[str, Any] | None = None
     cuda: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)

@@ -68,7 +68,7 @@ def _matmul(results: Mapping[int, Mapping[str, Any]]) -> Iterator[Check]:
             "warn" if slow or low else "ok",
             f"cuda:{index}: {rate:.0f} TFLOP/s bf16{of}",
             f"at least {SIBLING_SHARE:.0%} of the siblings' {middle:.0f}",
-            "it slows down all ranks: check its clocks, temperature and power limit"
+            "it is slowing down all ranks: check its clocks, temperature and power limit"
             if slow or low
             else None,
         )

@@ -8,7 +8,7 @@ from miner_guard.diagnosis.check import Check, Snapshot
 from miner_guard.eventlog.catalog import counted
 
 _REVOKED = (
-    "`systemctl daemon-reload` on the host cuts off running containers from their GPUs: restart "
+    "`systemctl daemon-reload` on the host cuts running containers off from their GPUs: restart "
     "the container"
 )
 

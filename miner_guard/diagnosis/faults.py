@@ -33,7 +33,8 @@ _WATCHED = frozenset(
 judges throttling."""
 
 _CONFIRM = frozenset({"gpu.pcie", "gpu.temperature"})
-"""Checks reported only after two consecutive bad samples, because both vary with the load."""
+"""The checks reported only after two consecutive bad samples, because their readings vary with the
+load."""
 
 
 DRIVER_SILENT_S = 20.0
@@ -123,7 +124,7 @@ class Faults:
             self._standing[key] = "warn"
             by, seconds = ", ".join(row["throttle"]), now - times[0]
             seen = f"throttles ({by}) in {len(times)} samples of the last {seconds:.0f} s"
-            step = "check cooling, power supply and power cables; it slows down all ranks"
+            step = "check cooling, power supply and power cables; it is slowing down all ranks"
             yield make_finding(
                 "gpu_fault",
                 level="warning",

@@ -15,7 +15,8 @@ _DEVICE = re.compile(r"\d+$|(?:GPU|MIG)-")
 """An entry of CUDA_VISIBLE_DEVICES: an index, or a UUID or the beginning of one."""
 
 _SLICE = re.compile(r"(?:^|,)\s*\d+:\d+")
-"""A MIG slice, given as GPU index and slice index, as NVIDIA's container runtime accepts it."""
+"""A MIG slice, given as GPU index and slice index: the form that NVIDIA's container runtime
+accepts."""
 
 
 def checks(s: Snapshot) -> Iterator[Check]:
@@ -93,7 +94,7 @@ def _ranks(s: Snapshot) -> Iterator[Check]:
         return
     if sliced(s):
         level = "ok" if ranks == working else "warn"
-        step = {"warn": "set CUDA_VISIBLE_DEVICES for each rank: a process sees one MIG slice only"}
+        step = {"warn": "set CUDA_VISIBLE_DEVICES for each rank: a process sees only one MIG slice"}
     else:
         level = "critical" if ranks > working else "warn" if ranks < working else "ok"
         step = {

@@ -20,8 +20,8 @@ _ABSENT = frozenset({"Not Supported", "Function Not Found"})
 COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
 
 UNDER_LOAD = 0.5
-"""Idle PCIe links slow down, so width and generation are judged only at this utilisation and
-above."""
+"""Idle PCIe links slow down, so width and generation are judged only at or above this
+utilisation."""
 
 _LINK_STEP = "check the fabric manager and nvidia-smi nvlink -s"
 
@@ -243,7 +243,7 @@ def _nvlink(row: Row) -> Iterator[Check]:
         # A card without a bridge (RTX 3090, A6000, A100 PCIe) still lists its links, all of them
         # down.
         yield _check(
-            row, "gpu.nvlink", "ok", f"none of {there} NVLinks is connected", limit=str(there)
+            row, "gpu.nvlink", "ok", f"none of the {there} NVLinks is connected", limit=str(there)
         )
     elif there and up is not None:
         yield _judged(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from miner_guard.diagnosis.check import Check, Snapshot, gib
 
 HELD_BYTES = 1024**3
-"""An idle GPU uses some megabytes; a bare CUDA context 0.3 to 0.6 GB."""
+"""An idle GPU uses a few megabytes; a bare CUDA context 0.3 to 0.6 GB."""
 
 HELD_SHARE = 0.5
 """Once this share of the GPU is in use, the miner is unlikely to fit."""

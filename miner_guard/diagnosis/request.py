@@ -65,7 +65,7 @@ def expectation_of(request: PreflightRequest, present: int | None) -> Expectatio
 
 
 def ports_of(request: PreflightRequest) -> list[dict[str, Any]]:
-    """Ports that the miner will listen on, as far as its settings and command name them."""
+    """Ports that the miner will listen on, where its settings or command specify them."""
     command = request.command
     endpoint = (value_of(command, "--rdzv-endpoint") or "").rpartition(":")[2]
     named = {

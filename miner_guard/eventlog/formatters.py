@@ -95,8 +95,8 @@ def _loss_remark(fields: Mapping[str, Any]) -> str:
 
 
 def upload_blocked(fields: Mapping[str, Any]) -> str:
-    """Source 004's line. A repeated block is reported once per five minutes, so the line also
-    counts the blocks left out since the previous one."""
+    """Source 004's line. A repeated block is reported at most once every five minutes, so the line
+    also counts the blocks left out since the previous one."""
     left_out = fields.get("left_out")
     return f"UPLOAD BLOCKED: {fields['reason']}" + (
         f" (asked {left_out} more time{'s'[: left_out != 1]} since the last line)"

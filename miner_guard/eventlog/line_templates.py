@@ -47,7 +47,7 @@ def without_encoded_lines(text: bytes) -> bytes:
 
 
 def template(text: bytes) -> bytes:
-    """`text` in lower case, without digits, signs and points."""
+    """`text` in lower case, without digits, signs or decimal points."""
     return text.translate(_LOWER, _NUMBERS)
 
 
@@ -106,7 +106,7 @@ class TemplateFilter:
         return bool(self._search.find(text))
 
     def holding(self, texts: Sequence[bytes]) -> list[bytes]:
-        """Return those of `texts` (each part of a line) whose template contains a word."""
+        """Return the `texts` (each part of a line) whose template contains a word."""
         together = template(b"\n".join(texts))
         words = self._search.find(together)
         if not words:

@@ -94,7 +94,7 @@ class IndexSearch:
                 self._filed.setdefault(min(_grams(run), key=usual.__getitem__), []).append(run)
         self._keys = frozenset(self._filed)
         self._known: dict[bytes, Sequence[bytes]] = {}
-        """Recent words with the literals whose run they contain."""
+        """Maps recent words to the literals whose runs they contain."""
 
     def find(self, text: bytes) -> set[bytes]:
         """See LiteralSearch."""
@@ -106,7 +106,7 @@ class IndexSearch:
         return {literal for literal in possible if literal in text}
 
     def _learned(self, words: set[bytes]) -> Mapping[bytes, Sequence[bytes]]:
-        """For each of `words`, the literals whose run it contains."""
+        """For each of `words`, the literals whose runs it contains."""
         if not words:
             return {}
         learned: dict[bytes, Sequence[bytes]] = dict.fromkeys(words, ())
@@ -140,15 +140,14 @@ def _grams(text: bytes) -> Iterator[int]:
 
 def _in_fours(text: bytes) -> Iterator[memoryview[int]]:
     """The substrings of four bytes, as numbers: those at offsets 0, 4, 8, …, then those at 1, 5, …,
-    and so on. Converting four bytes to a number takes a third of the time that copying them
-    takes."""
+    and so on. Converting four bytes to a number takes a third as long as copying them."""
     view = memoryview(text)
     for start in range(min(_GRAM, len(text) - _GRAM + 1)):
         yield view[start : start + (len(text) - start) // _GRAM * _GRAM].cast("I")
 
 
 def parts_with(literal: bytes, text: bytes, separator: bytes) -> Iterator[bytes]:
-    """Those of the separated parts of `text` that contain `literal`."""
+    """The parts of `text`, divided by `separator`, that contain `literal`."""
     at = text.find(literal)
     while at >= 0:
         end = text.find(separator, at)

@@ -28,7 +28,7 @@ _HEAD = re.compile(
     rb'"run_id": "?[^"\\]*"?, "host": "[^"\\]*", "rank": (null|[0-9]+)[,}]'
 )
 _Block = tuple[bytes, int, int]
-"""Bytes, and the start and end of the whole lines in them."""
+"""Bytes, and the start and end of the complete lines in them."""
 
 _MIDNIGHT = "0000-00-00T00:00:00.000000"
 """Supplies the hour, minute or second that a shortened time leaves out."""
@@ -145,8 +145,8 @@ def search(log: Path, query: Query, seen: Seen | None = None) -> Iterator[Hit]:
 
 
 def last(log: Path, query: Query, count: int, seen: Seen | None = None) -> list[Hit]:
-    """The newest `count` hits, oldest first. It reads from the end, so that a long log takes no
-    longer than a short one."""
+    """The newest `count` hits, oldest first. Reads from the end, so that a long log takes no longer
+    than a short one."""
     seen = Seen() if seen is None else seen
     pieces: list[list[Hit]] = []
     left = count
@@ -173,7 +173,7 @@ def last(log: Path, query: Query, count: int, seen: Seen | None = None) -> list[
 
 
 def _blocks_backwards(file: BinaryIO, end: int) -> Iterator[_Block]:
-    """The whole lines of a file up to offset `end`, in blocks, the last block first."""
+    """A file's complete lines up to offset `end`, in blocks, last block first."""
     size = _CHUNK
     while end > 0:
         start = max(0, end - size)
@@ -197,7 +197,7 @@ class Readable(Protocol):
 
 
 def blocks(file: Readable) -> Iterator[_Block]:
-    """The whole lines in the rest of a file, in blocks as they are read, mostly without copying. A
+    """The remaining complete lines of a file, in blocks as they are read, mostly without copying. A
     last line without a newline is yielded as a separate block."""
     rest = b""
     while piece := file.read(_CHUNK):

@@ -35,8 +35,8 @@ class VerdictStatus(Section):
     confidence: str | None = None
     key: str | None = None
     earns: str | None = None
-    """Whether the miner earns: `yes`, `probably`, `no` or `unknown`. The state `degraded` alone
-    does not tell."""
+    """Whether the miner is earning: `yes`, `probably`, `no` or `unknown`. The state `degraded`
+    alone does not say."""
 
     week: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Seconds in each state, by two-hour interval numbered from 1970
@@ -53,7 +53,7 @@ class RankSteps(Section):
     outer_step: int | None = None
     inner_step: int | None = None
     loss: float | str | None = None
-    """A non-finite loss is the word `NaN`, `Infinity` or `-Infinity`."""
+    """A non-finite loss is written as `NaN`, `Infinity` or `-Infinity`."""
 
     step_time_s: float | None = None
     work_s: float | None = None
@@ -79,7 +79,7 @@ class StepsStatus(Section):
     """Inner steps that this guard has seen."""
 
     loss: float | str | None = None
-    """A non-finite loss is the word `NaN`, `Infinity` or `-Infinity`."""
+    """A non-finite loss is written as `NaN`, `Infinity` or `-Infinity`."""
 
     loss_first: float | str | None = None
     loss_last: float | str | None = None
@@ -265,7 +265,7 @@ class HangStatus(Section):
     idle_s: float | None = None
     limit_s: float | None = None
     hang: str | None = None
-    """Description of the current hang; None if nothing hangs."""
+    """Description of the current hang; None if there is none."""
 
 
 @dataclass(frozen=True)
@@ -339,7 +339,7 @@ class MetricsStatus(Section):
     """The HTTP endpoint. The monitor `metrics` writes it."""
 
     events: Mapping[str, int] = field(default_factory=dict)
-    """Number of events of this run, by event name."""
+    """Number of events in this run, by event name."""
 
     since: str | None = None
     """When the guard started; UTC, ISO 8601."""

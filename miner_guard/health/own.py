@@ -11,7 +11,7 @@ from miner_guard.system.helpers import HelperCpu
 
 
 class OwnSampler:
-    """Samples the guard; CPU covers the time since the last sample, in per cent of one core."""
+    """Samples the guard; CPU covers the time since the last sample, as a percentage of one core."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()

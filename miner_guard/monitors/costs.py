@@ -55,8 +55,8 @@ class CostsMonitor(Monitor):
         return ()
 
     def _training_s(self) -> float:
-        """Return the total step time (the miner's run time if there are no steps), without the time
-        that monitoring took."""
+        """Return the total step time (the miner's run time if there are no steps), excluding the
+        time for which monitoring blocked it."""
         running = 0.0 if self._launched is None else self.context.clock.monotonic() - self._launched
         return (self._step_s or self._ran_s + running) - self.tracker.blocking_s()
 

@@ -59,7 +59,7 @@ class Cgroup:
         return os.open(self.path / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
 
     def pids(self) -> set[int]:
-        """The pids of the members, including those of cgroups that the miner created below this
+        """The pids of the members, including those of cgroups that the miner created under this
         one. Raises OSError."""
         found: set[int] = set()
         for group in self._groups():

@@ -124,7 +124,7 @@ def use(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def matmul(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Best rate of a bf16 matmul on one GPU over some seconds, in TFLOP/s (10^12 floating-point
+    """Best rate of a bf16 matmul on one GPU over a few seconds, in TFLOP/s (10^12 floating-point
     operations per second)."""
     import torch
 
