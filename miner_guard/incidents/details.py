@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 _PLACE = re.compile(r"\{(\w+)\|([^{}]*)\}")
 _MAX_LENGTH = 4096
-"""Maximum characters of a line to search."""
+"""Maximum number of characters of a line to search."""
 
 _QUOTED_PATH = r"['\"](/?[\w.@+~-]+(?:/[\w.@+~ -]+)*)['\"]"
 _PATTERNS: Mapping[str, tuple[str, ...]] = {

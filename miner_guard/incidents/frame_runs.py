@@ -16,7 +16,8 @@ _PREFIX = rb"(?:\[rank\d{1,5}\]: |\[default\d{1,5}\]:)?"
 """The prefixes that torch and torchrun --tee add."""
 
 _SOURCE = rb" {4}(?:[^\s][^\n]*|[ ~^]*\r?)\n"
-"""Python strips each quoted source line and indents it by four. Markers may follow below it."""
+"""Python strips each quoted source line and indents it by four spaces. Markers may follow below
+it."""
 
 _AT = rb'  File "[^"\n]{1,1000}", line \d+, in [^\n]+\n'
 _RUN = re.compile(
@@ -51,7 +52,7 @@ class FrameRun(NamedTuple):
     """Whether the run begins with `Traceback (most recent call last):`."""
 
     paths: bytes
-    """The frames' paths, separated by blanks."""
+    """The frames' paths, separated by spaces."""
 
     raises: bytes
     """The last source line that contains a `raise`, still indented; empty if there is none."""
@@ -92,7 +93,7 @@ def frame_runs(block: bytes) -> list[FrameRun]:
 def lines_outside(
     runs: Sequence[FrameRun], templates: Sequence[bytes], wanted: Set[bytes]
 ) -> set[int]:
-    """The indices of the lines outside all runs whose template is wanted."""
+    """Indices of the lines that have a wanted template and are outside every run."""
     found: set[int] = set()
     start = 0
     for run in runs:

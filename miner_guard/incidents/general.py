@@ -20,10 +20,11 @@ _K = TypeVar("_K")
 _V = TypeVar("_V")
 
 _MAX_TEXT = 400
-"""Characters of a message to read. The rest of a longer message often mentions other faults."""
+"""How many characters of a message to read. The rest of a longer message often mentions other
+faults."""
 
 _MAX_NAMES = 120
-"""Characters of a message in which names are split into words."""
+"""Names within this many characters of the start of a message are split into words."""
 
 _MAX_ANSWERS = 512
 
@@ -41,7 +42,7 @@ _TO_FRAMES = bytes(
     ord("0") if chr(code).isdigit() else ord(chr(code).lower()) if code < 128 else code
     for code in range(256)
 ).replace(b"\\", b"/")
-"""Digits in frames vary, but never matter to a class."""
+"""Digits in frames vary, but never affect the class."""
 
 _BEFORE_NUMBERS = (" ", ": ", "=", "': ", '": ')
 _DIGIT = re.compile(r"\d")
@@ -58,7 +59,8 @@ class Texts(NamedTuple):
 
 
 _Mask = Sequence[tuple[int, int]]
-"""Pairs of a text's index and classes as bits. At least one pair must have a class in its text."""
+"""Pairs of a text's index and a bit mask of classes. At least one of the texts must contain one of
+its classes."""
 
 
 class _Masks(NamedTuple):
@@ -138,7 +140,7 @@ class GeneralLayer:
 
 
 class _Classes:
-    """Finds which classes have a literal in a text."""
+    """Finds the classes that have at least one of their literals in a text."""
 
     def __init__(self, literals: Mapping[str, Iterable[bytes]]) -> None:
         self._bits = {name: 1 << number for number, name in enumerate(literals)}
@@ -161,7 +163,7 @@ class _Classes:
 
 
 def literal(word: str) -> bytes:
-    """The bytes to search for. A whole word or phrase is surrounded by blanks; `*` stands for any
+    """The bytes to search for. A whole word or phrase is surrounded by spaces; `*` stands for any
     letters."""
     start, end = ("" if word.startswith("*") else " "), ("" if word.endswith("*") else " ")
     return f"{start}{word.strip('*')}{end}".encode()

@@ -19,7 +19,7 @@ name, the frames of the traceback, and the deepest frame."""
 
 _ABOUT = "about"
 _MESSAGE, FRAMES = PARTS.index("says"), PARTS.index("through")
-"""Texts from `FRAMES` on are frames; their classes are those in `frames`."""
+"""Texts at index `FRAMES` and above are frames; their classes are those in `frames`."""
 
 _TABLES = ["errors", "frames", "harmless", "rules", "words"]
 _KEYS = {*PARTS, _ABOUT, "label", "not", "lines", "cause", "fix", "source"}
@@ -31,13 +31,13 @@ worth a try."""
 
 @dataclass(frozen=True)
 class Need:
-    """Requires that at least one text contains one of the classes listed for it. Texts are given by
+    """Requires at least one text to contain one of the classes listed for it. Texts are given by
     their index in `PARTS`."""
 
     places: tuple[tuple[int, tuple[str, ...]], ...]
 
     def classes(self, *, frames: bool) -> set[str]:
-        """The frame classes or the word classes in it."""
+        """Its frame classes, or its word classes."""
         return {
             name for place, names in self.places for name in names if (place >= FRAMES) is frames
         }
@@ -45,7 +45,7 @@ class Need:
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """A combination of classes that shows a label."""
+    """A combination of classes that indicates a label."""
 
     pattern: Pattern
     """What the rule reports. The pattern has no words of its own."""
@@ -71,7 +71,7 @@ class ErrorGrammar:
     """A line without an exception is examined only if it contains one of these classes."""
 
     harmless: tuple[str, ...] = ()
-    """A line without an exception that contains one of these classes is ignored."""
+    """A line that contains one of these classes is ignored, unless it reports an exception."""
 
 
 EMPTY = ErrorGrammar({}, {}, ())
@@ -86,7 +86,7 @@ def parsed(where: str, table: Mapping[str, Any], labels: Mapping[str, Label]) ->
         if wrong := [word for word in each if not _WORD.fullmatch(word)]:
             raise BadKnowledge(
                 f"{where}: {name}: {wrong[0]!r} is not a valid word; use lower-case letters, "
-                "digits and single blanks, with an optional * at either end"
+                "digits and single spaces, with an optional * at either end"
             )
     frames = {name: tuple(each) for name, each in table["frames"].items()}
     for name, each in frames.items():

@@ -31,7 +31,7 @@ _HERE = Path(__file__).parent
 _INDEX = "words.toml"
 
 _MARKS = frozenset(word.encode() for word in (BEGINS, IGNORED, *CHAINED))
-"""Words that matter even if no pattern has them."""
+"""Words that matter even if no pattern contains them."""
 
 _MAX_ANSWERS = 512
 _MAX_ANSWERED_LENGTH = 400
@@ -40,7 +40,7 @@ _DIGIT = re.compile(rb"\d")
 _NONE: frozenset[bytes] = frozenset()
 
 _Shape = tuple[bytes, frozenset[bytes]]
-"""A text with each digit replaced by 0, and the pattern words with digits that it contains. Two
+"""A text with each digit replaced by 0, plus those pattern words with digits that occur in it. Two
 texts with the same shape contain the same words."""
 
 _Key = Union[str, _Shape]
@@ -52,10 +52,10 @@ class _Answer:
 
     matches: list[Pattern] | Benign
     framed: list[int]
-    """Indices of the patterns with frames that may match the text with its traceback."""
+    """Indices of those patterns with frames that may match the text and its traceback."""
 
     found: dict[int, bool] = field(default_factory=dict)
-    """Which of these match the text, as far as checked."""
+    """Whether each of these matches the text, for those checked so far."""
 
     classes: int | None = None
     """The general layer's classes in the text, once computed."""
@@ -67,7 +67,7 @@ class _Possible(NamedTuple):
     harmless: list[Benign]
     patterns: list[Pattern]
     framed: list[int]
-    """Indices of the patterns with frames that such an exception may match with its traceback."""
+    """Indices of those patterns with frames that such an exception and its traceback may match."""
 
     tells_digits_apart: bool
     """Whether two texts with the same shape may match differently."""
@@ -142,7 +142,7 @@ class Knowledge:
         return (*self.patterns, *(b.pattern for b in self._document.benign))
 
     def shown_by(self, event: str) -> Sequence[str]:
-        """Labels whose cause this event from the guard shows."""
+        """Labels whose cause is shown by this guard event."""
         return self._causes_by_event.get(event, ()) if event in self._events else ()
 
     @cached_property
@@ -242,8 +242,8 @@ class Knowledge:
         return masked, frozenset(self._numeric.find(encoded)) if b"0" in masked else _NONE
 
     def adds(self, text: str, past: Set[bytes]) -> bool:
-        """Whether this piece of a long line may show more than the earlier pieces, whose words are
-        `past`."""
+        """Whether this piece of a long line may show more than the earlier pieces did; `past` holds
+        their words."""
         words = self.words(text)
         new = words - past
         if not new:
@@ -304,8 +304,8 @@ class Knowledge:
     def match_in(
         self, frames: str, text: str, matches: Sequence[Pattern] = (), shown: bytes = b""
     ) -> list[Pattern]:
-        """The matches of an exception with its traceback. `frames` lists the traceback's files, and
-        `shown` is its text. `matches` are the matches of the exception alone."""
+        """The matches for an exception together with its traceback. `frames` lists the traceback's
+        files, and `shown` is its text. `matches` are the matches for the exception alone."""
         if len(text) <= _MAX_ANSWERED_LENGTH:
             answer = self._answer(text)
         else:

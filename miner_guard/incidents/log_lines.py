@@ -1,7 +1,8 @@
 """Reads the lines of a log: the rank, the text, and any parts of a traceback.
 
-Ranks, restarts and loops print the same lines with other numbers, so what lines of one shape (the
-bytes with every digit replaced by 0) have in common is determined once.
+Ranks, restarts and loops print the same lines with different numbers, so whatever lines of the same
+shape have in common is determined only once. A line's shape is its bytes with every digit replaced
+by 0.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _IN_TRACEBACK = re.compile(
     r"|Unavailable|Exceeded|Failed|Mismatch|Corrupt|Corrupted|Unsupported|Abort|Aborted|Cancelled"
     r"|Empty|Full|Missing)))(?::\s|$)"
 )
-"""An exception without a telling name, such as `queue.Empty` or `socket.gaierror`, or a
-plain `Exception`."""
+"""An exception whose name says little, such as `queue.Empty` or `socket.gaierror`, or a plain
+`Exception`."""
 
 BEGINS = "traceback (most recent call last)"
 IGNORED = "exception ignored in"
@@ -105,7 +106,8 @@ class LineReader:
         """Keyed by a line's bytes with each digit replaced by 0."""
 
         self._places: dict[bytes, slice] = {}
-        """Where the text is in lines without a rank or colours that have appeared twice."""
+        """Where the text is in a line, for lines that have appeared twice and have neither a rank
+        nor colours."""
 
     def read(self, raw: bytes, number: int) -> LogLine:
         """Read line `number`."""

@@ -1,4 +1,4 @@
-"""Cleans up a log line: removes prefixes, colour codes and extra blanks."""
+"""Cleans up a log line: removes prefixes, colour codes and extra spaces."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def without_colours(raw: bytes) -> bytes:
 
 
 def clean(raw: bytes) -> tuple[int | None, str]:
-    """The rank in a line's prefix, and the line's text, with any blanks after the prefix kept."""
+    """The rank in a line's prefix, and the line's text, with any spaces after the prefix kept."""
     text = without_colours(raw).translate(None, CONTROL).decode("utf-8", "replace")
     rank: int | None = None
     # A stack frame, the most common line in a log full of errors, has no prefix.
@@ -129,7 +129,7 @@ _WORDS = frozenset(
 )
 _OWN = {"event", "msg", "run_id"}
 _MAX_TRACEBACK_LINES = 500
-"""Maximum lines to take from one JSON line."""
+"""Maximum number of lines to take from one JSON line."""
 
 
 def unwrapped(rank: int | None, text: str) -> Iterator[tuple[int | None, str]]:
@@ -171,8 +171,8 @@ def _record(text: str) -> dict[str, object] | None:
 
 
 def excerpt(text: str, limit: int = 400, at: int = 0) -> str:
-    """Make a line readable: collapse blanks, and keep `limit` characters from just before offset
-    `at`."""
+    """Make a line readable: collapse whitespace, and keep `limit` characters from just before
+    offset `at`."""
     if not at and len(text) <= limit and text.isprintable() and "  " not in text:
         return text.strip()
     before = max(0, at - limit // 4)
@@ -183,8 +183,8 @@ def excerpt(text: str, limit: int = 400, at: int = 0) -> str:
 
 
 def pieces(line: bytes) -> Iterator[bytes]:
-    """Split a long line into overlapping pieces. Where depends only on the line, not on how it
-    arrived."""
+    """Split a long line into overlapping pieces. The split points depend only on the line, not on
+    how it arrived."""
     start = 0
     while len(line) - start > MAX_LINE:
         yield line[start : start + MAX_LINE]

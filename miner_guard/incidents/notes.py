@@ -11,7 +11,7 @@ from miner_guard.system.clock import Clock, iso_utc
 
 _FILE = "explain-notes.json"
 _MAX_COUNT = 20
-"""Maximum notes per label; the oldest are dropped first."""
+"""Maximum number of notes per label; the oldest are dropped first."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from miner_guard.incidents.patterns import Label
 
 _FIX = " fix: "
 _LEVEL = 80
-"""The level is within this many characters of a console line."""
+"""The level appears within this many characters of the start of a console line."""
 
 
 def named(lowered: str, knowledge: Knowledge) -> tuple[Label, str] | None:

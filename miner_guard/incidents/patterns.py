@@ -37,7 +37,7 @@ _SERVER = regexes.RegexSearch(r"host=\\?['\"]|https?://|connect call failed \('|
 """A server as a log line names it."""
 
 _NEAR = 300
-"""Maximum characters to show of a line and the lines after it."""
+"""Maximum number of characters to show of a line and the lines after it."""
 
 
 class BadKnowledge(Exception):
@@ -138,7 +138,7 @@ class Pattern:
         return self.search is not None and self.search.tells_digits_apart
 
     def possible(self, words: Set[bytes]) -> bool:
-        """Whether a text may match if `words` are the pattern's literals that it contains."""
+        """Whether a text may match. `words`: all literals that occur in it."""
         return (
             not self.any_of.isdisjoint(words)
             and self.none_of.isdisjoint(words)

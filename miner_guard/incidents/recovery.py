@@ -21,7 +21,7 @@ _NAME = 16
 """Bytes before `loss` that may contain the rest of its name."""
 
 _KEPT = 1024
-"""Maximum bytes to keep of a line's template."""
+"""Maximum number of bytes of a line's template to keep."""
 
 _STEPS = 2
 """Steps required after an error, since a single one may be another rank's late output."""
@@ -55,7 +55,7 @@ and an exploded loss is still a number."""
 
 _PENDING_ROLES = ("cause", "retry", "warning")
 _REMEMBERED = 100
-"""Lines before an exit to check for a report that training finished."""
+"""How many lines before an exit to search for a report that training finished."""
 
 
 class PendingError(NamedTuple):
@@ -125,8 +125,8 @@ class RecoveryTracker:
         return bool(self._tried)
 
     def finished(self, shapes: Sequence[bytes], index: int) -> bool:
-        """Whether training reported that it finished shortly before line `index` of a block with
-        these `shapes`."""
+        """Whether training reported, shortly before line `index` of a block with these `shapes`,
+        that it had finished."""
         before = [*self._recent, *shapes[max(0, index - _REMEMBERED) : index + 1]]
         return any(_FINISHED.search(shape, 0, _KEPT) for shape in before[-_REMEMBERED:])
 

@@ -26,7 +26,8 @@ _REACH = 300
 """Characters to search on either side of a word if a match can have any length."""
 
 _SEEN_BESIDE = 100
-"""Maximum characters that an assertion without a repeat reads on either side of a match."""
+"""Maximum number of characters that an assertion without a repeat reads on either side of a
+match."""
 
 _MAX_PLACES = 8
 """Search around at most this many occurrences of a word, counted from each end of the line. A
@@ -164,7 +165,7 @@ def words_of(needed: Requirement) -> Iterator[bytes]:
 
 
 def marks(needed: Requirement) -> list[frozenset[bytes]]:
-    """Sets of words; every match contains at least one word of each set."""
+    """Sets of words; every match contains at least one word from each set."""
     if isinstance(needed, bytes):
         return [frozenset({needed})]
     inner = [marks(part) for part in needed.of]

@@ -33,7 +33,7 @@ from miner_guard.incidents.tracebacks import MAX_STREAMS, CutOff, Ended, Traceba
 from miner_guard.incidents.unmatched import UNKNOWN_EXCEPTION, UnmatchedErrors, says_little
 
 _CHAIN_LINES = 6
-"""Maximum lines from an exception to the sentence that chains it to the next one."""
+"""Maximum number of lines from an exception to the sentence that chains it to the next one."""
 
 _TRYING_AGAIN = (
     "retrying",
@@ -50,7 +50,7 @@ _FELL_BACK = RegexSearch(r"\busing \w{1,20} instead\b|\bfall(?:ing|en|s)? ?back 
 """How a program reports that it falls back to an alternative."""
 
 _TOLD = 800
-"""Characters to keep of a line: enough for the sizes in an out-of-memory message."""
+"""How many characters of a line to keep: enough for the sizes in an out-of-memory message."""
 
 _TAIL_LINES = 3
 """Lines after an out-of-memory error that may contain its sizes."""
@@ -60,7 +60,7 @@ class Scanner:
     """Finds the known errors in a log that arrives in chunks of any size."""
 
     def __init__(self, knowledge: Knowledge, *, notices: bool = False) -> None:
-        """`notices`: whether to report notices and hints too, although nothing may have failed."""
+        """`notices`: whether to report notices and hints too, even if nothing has failed."""
         self._knowledge = knowledge
         self._notices = notices
         self._carry = b""
@@ -168,7 +168,8 @@ class Scanner:
         )
 
     def _tried(self, seen: list[Seen]) -> dict[int, set[PendingError]]:
-        """This block's lines with sightings, each with the errors that steps would clear."""
+        """The errors that steps would clear, by line, for each line of this block that has a
+        sighting."""
         tried: dict[int, set[PendingError]] = {}
         if not seen:
             # Reading the labels parses all knowledge files: a third of the guard's start-up time.
@@ -325,7 +326,7 @@ class Scanner:
         seen.append(self._tail)
 
     def _go_on_unmatched(self, lines: list[bytes], start: int, seen: list[Seen]) -> None:
-        """Read the lines that may continue the message of an exception without a label."""
+        """Read the lines that may continue the message of an exception that no pattern matched."""
         for index in range(start, len(lines) - (not lines[-1])):
             if self._unmatched.ends_with(lines[index]):
                 return

@@ -7,7 +7,8 @@ from typing import NamedTuple, Union
 
 
 class Sighting(NamedTuple):
-    """A line that shows a label. A tuple for speed, since every line of a log may show one."""
+    """A line that indicates a label. A tuple for speed, since every line of a log may indicate
+    one."""
 
     label: str
     role: str

@@ -18,12 +18,12 @@ from miner_guard.incidents.log_lines import BEGINS, IGNORED, LogLine
 _FRAME = re.compile(
     r'file "([^"]+)", line \d|^file ([^\s:]{1,300}\.py|.:[^\s:]{1,300}\.py):\d+, in '
 )
-"""Stack frame lines of Python and IPython."""
+"""Stack frame lines from Python and IPython."""
 
 _OTHER_FRAME = re.compile(
     r"(?:\u2502 ?)?((?:[~/.]|[a-z]:\\)[^\s:]{1,300}\.py)(?::\d{1,9})? in ([^\s(]{0,100})"
 )
-"""Stack frame lines of rich and older IPython."""
+"""Stack frame lines from rich and older IPython."""
 
 _OTHER_SOURCE = re.compile(r"\u2502 {0,8}\u2771 {0,8}\d{1,9} [\u2502 ]{0,100}(.{1,200})")
 """The source line that rich marks as the failing one."""
@@ -35,7 +35,7 @@ _MAX_LINES = 2000
 """A traceback still open after this many lines was truncated."""
 
 _MAX_FRAMES = 8192
-"""Maximum characters to keep of the paths in one traceback."""
+"""Maximum number of characters to keep of one traceback's paths."""
 
 
 class Ended(NamedTuple):
@@ -76,7 +76,7 @@ class _Traceback:
         self.text = (self.text + lines)[-MAX_TEXT:] if self.text else lines
 
     def passes(self, path: str) -> None:
-        """Add a frame's lower-cased path, or several paths separated by blanks."""
+        """Add a frame's lower-cased path, or several paths separated by spaces."""
         if len(self.frames) < _MAX_FRAMES:
             forward = path.replace("\\", "/")
             self.frames = f"{self.frames}{forward} "[:_MAX_FRAMES]

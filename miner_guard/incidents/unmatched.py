@@ -31,7 +31,7 @@ _MAX_LEVEL = 120
 
 _MAX_LINE = 800
 _MAX_MESSAGE = 250
-"""Characters of a message to combine with the line that continues it."""
+"""How many characters of a message to join with the line that continues it."""
 
 _MAX_LINES = 6
 _NEXT_TRACEBACK = b"Traceback (most recent call last)"
@@ -40,7 +40,7 @@ _RECORD = re.compile(r"[\w.-]{1,40}: |[\[{<(|#=*+-]|\d")
 
 
 class _Unfinished(NamedTuple):
-    """An exception without a label, whose message may continue on the next lines."""
+    """An exception that no pattern matched, whose message may continue on the next lines."""
 
     sighting: Sighting
     ended: Ended
@@ -77,7 +77,7 @@ class UnmatchedErrors:
         return [_LAUNCHED if empty or name in _LAUNCHERS else UNKNOWN_EXCEPTION]
 
     def cut_off(self, cut: CutOff) -> Pattern | None:
-        """Classify a traceback that the end of the log cuts off."""
+        """Classify a traceback cut off by the end of the log."""
         raised = _RAISED.match(cut.raises)
         return self._knowledge.unmatched(raised[1] if raised else "", cut.raises, cut.text)
 
@@ -91,7 +91,7 @@ class UnmatchedErrors:
         return [replace(named, role="hint")] if named else []
 
     def expect_more(self, sighting: Sighting, ended: Ended, line: LogLine) -> None:
-        """Remember an exception without a label, whose message may continue."""
+        """Remember an exception that no pattern matched, whose message may continue."""
         self._unfinished = _Unfinished(sighting, ended, line)
 
     def ends_with(self, raw: bytes) -> bool:

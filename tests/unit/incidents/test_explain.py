@@ -304,7 +304,7 @@ def test_a_notice_is_named_with_its_own_action_and_without_alarm(
     [found] = document["findings"]
     assert (code, document["root_cause"], found["severity"]) == (0, "gpu_hardware", "info")
     assert found["fixes"] == [
-        "No action needed. If many occur, report them to the owner of the machine."
+        "No action needed. If many occur, report them to the machine's owner."
     ]
     main.run(["explain", str(tmp_path / "miner.log")])
     out = capsys.readouterr().out
