@@ -28,7 +28,7 @@ class HostSampler:
     """
 
     def __init__(self, folders: Mapping[str, Path]) -> None:
-        """`folders`: the paths for which to read the free space, by name."""
+        """`folders`: the paths whose free space to read, by name."""
         self._folders = dict(folders)
         self._network: tuple[float, int, int] | None = None
         self._cpu: tuple[float, float] | None = None
@@ -135,8 +135,8 @@ def existing(path: Path) -> Path:
 def read_cgroup_memory(
     proc: Path = Path("/proc"), cgroup: Path = CGROUP
 ) -> tuple[int | None, int | None, int | None]:
-    """Limit, use without reclaimable cache, and out-of-memory kills of this process's cgroup; each
-    None if unknown."""
+    """The memory limit, the usage excluding reclaimable cache, and the out-of-memory kills of this
+    process's cgroup; None for each that is unknown."""
     folder = _cgroup_folder(proc, cgroup)
     if folder is None:
         return None, None, None
@@ -169,8 +169,8 @@ def oom_kills() -> int | None:
 
 
 def _cgroup_folder(proc: Path, cgroup: Path) -> Path | None:
-    """The cgroup folder of this process, from the line `0::/path` (version 2) or the line of the
-    controller `memory` (version 1); None if not found."""
+    """This process's cgroup folder, from the line `0::/path` (version 2) or the `memory`
+    controller's line (version 1); None if not found."""
     for line in (proc / "self" / "cgroup").read_text().splitlines():
         number, controllers, path = line.split(":", 2)
         root = cgroup if number == "0" and not controllers else cgroup / "memory"

@@ -102,8 +102,8 @@ class NvmlSampler:
         """Replace the child after a bad sample: only a new process recovers from a driver reload,
         and a hung thread never returns.
 
-        Do not replace it after every bad sample: a GPU that stays lost would cost a process each
-        time, and the other GPUs' Xid events.
+        Do not replace it after every bad sample: a GPU that stays lost would each time cost a
+        process and the other GPUs' Xid events.
         """
         now = time.monotonic()
         if bad and now - self._renewed >= self._renew_s:
@@ -243,7 +243,7 @@ class NvmlSampler:
 
 def _ask(child: subprocess.Popen[bytes], request: Mapping[str, Any], until: float) -> bytes | None:
     """Send a request and return the child's answer as `_line` does, waiting until `until`
-    (monotonic). Raises OSError if the child no longer listens."""
+    (monotonic). Raises OSError if the child is no longer listening."""
     assert child.stdin is not None
     assert child.stdout is not None
     now = time.monotonic()

@@ -225,6 +225,7 @@ FIELDS = (
     Field(("mig",), lambda handle: (nvml.nvmlDeviceGetMigMode(handle)[0],)),
     Field(("processes",), _processes),
 )
-"""In reading order: the cheap identity first, so that a GPU that fails half-way is still named."""
+"""In the order in which they are read: the identity first, because it is cheap, so that a GPU that
+fails halfway is still named."""
 
 NAMES = tuple(name for field in FIELDS for name in field.names)

@@ -3,8 +3,8 @@
 A driver call can block forever, in a state that no signal interrupts. So each GPU and the
 initialisation have their own threads, and the main thread never calls NVML: it answers by the
 deadline with the results so far, and names the hung GPU and the NVML call. Requests and answers are
-lines of JSON: `{"until": MONOTONIC}` on stdin, a sample as `miner_guard.health.nvml` describes it
-on stdout, with the Xid events since the last answer under `xids`, by UUID. A
+lines of JSON: `{"until": MONOTONIC}` on stdin; on stdout a sample, in the format described in
+`miner_guard.health.nvml`, whose `xids` holds the Xid events since the last answer, by UUID. A
 request with `"only": "xids"` gets only those events. The probe exits at EOF.
 """
 
@@ -287,8 +287,8 @@ class Probe:
         return [dict(gpu.row) if gpu.worker.done_by(until) else gpu.hanging() for gpu in gpus]
 
     def _xids(self, watch: Mapping[int, GpuHandle], until: float) -> dict[str, list[int]]:
-        """Take the received Xid events, by UUID; first subscribes to those of the GPUs in
-        `watch`."""
+        """Subscribe to the Xid events of the GPUs in `watch`, then take those received so far, by
+        UUID."""
         system = self._system
 
         def work() -> None:

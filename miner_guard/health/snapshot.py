@@ -70,9 +70,9 @@ def goodput(steps: StepsStatus) -> float | None:
 
 
 def summary(snapshot: Mapping[str, Any]) -> str:
-    """The text after `HEALTH `; with the console's prefix at most 200 columns.
+    """The text after `HEALTH `: at most 200 columns, including the console's prefix.
 
-    If that is too long, drops the least important values first.
+    If it is too long, drops the least important values first.
     """
     words = [
         _miner(snapshot["miner"]),

@@ -52,7 +52,7 @@ class CurvesMonitor(Monitor):
         self._recent = SortedWindow(16)
         self._last_step: tuple[int, StepRecord] | None = None
         self._evaluations_come = False
-        """Whether steps carry evaluations, so that the miner's lines add nothing new."""
+        """Whether steps carry evaluations, in which case the miner's lines add nothing new."""
 
         self._memory: dict[int, MemoryWatch] = {}
         self._lead: int | None = None
@@ -75,7 +75,7 @@ class CurvesMonitor(Monitor):
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
         if ranks and self._lead not in ranks:
-            # After a new rendezvous this node may have other ranks.
+            # After a new rendezvous this node may have different ranks.
             self._lead = None
             self._not_finite &= ranks.keys()
         return ()

@@ -1,5 +1,5 @@
-"""Collects evidence of a hang before the guard ends the miner: stacks, kernel states, flight record
-tails, the last output.
+"""Collects evidence of a hang before the guard stops the miner: stacks, kernel states, flight
+record tails, the last output.
 
 Collection runs in a job thread with a deadline; the folder records what could not be collected.
 """
@@ -140,9 +140,9 @@ class Scene:
         return self._frames
 
     def behind(self) -> tuple[int, ...]:
-        """The ranks that are outside the collective that the others wait in, according to the
-        stacks that `frames` stored. Empty unless every rank's stacks are known. A rank that is
-        alone on its node counts if other nodes run ranks and it is in no collective."""
+        """The ranks outside the collective in which the others are waiting, according to the stacks
+        that `frames` stored. Empty unless every rank's stacks are known. A rank that is alone on
+        its node counts if other nodes run ranks and it is in no collective."""
         if len(self._waiting) != len(self._who):
             return ()
         if len(self._who) == 1 and ranks_elsewhere([self._who[0].identity]):

@@ -69,8 +69,8 @@ def _written(state: StateDir, path: Path, process: Process, deadline: float) -> 
 
 
 def described(found: Iterable[Place]) -> str:
-    """Describe the places for the event's line, such as `train.py:14 (pid 4711)`, and say which
-    processes are stopped. Empty if there is nothing to name."""
+    """Describe the source locations for the event's line, such as `train.py:14 (pid 4711)`, and say
+    which processes are stopped. Empty if there is nothing to name."""
     rows = [place for place in found if place.frame is not None or place.state == "T"]
     words = []
     for place in rows[:_MAX_NAMED]:

@@ -35,8 +35,8 @@ _PERSISTS_S = 60.0
 reports within seconds."""
 
 _MAX_LINES = 2_000
-"""Maximum lines to parse per launch: parsing one with the grammar takes as long as relaying
-hundreds."""
+"""Maximum number of lines to parse per launch: parsing one with the grammar takes as long as
+relaying hundreds."""
 
 _IS_A_STEP = 3
 """Score of a line that the grammar parses as a step; a `Miss` scores lower."""
@@ -55,7 +55,7 @@ class FirstStepMonitor(Monitor):
     def _begin(self, launch: Launch | None) -> None:
         """Reset the state for a new launch."""
         self._launch = launch
-        """None without a running launch, and after a step, a hang or a stop."""
+        """None if no launch is running, or after a step, a hang or a stop."""
 
         self._lines = 0
         self._nearest: tuple[int, str] | None = None

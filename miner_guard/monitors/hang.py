@@ -52,7 +52,7 @@ class HangMonitor(Monitor):
 
         self._hang: Hang | None = None
         self._launch = launch
-        """None without a running launch, and while the launch is being stopped."""
+        """None if no launch is running or the launch is being stopped."""
 
         self._died: float | None = None
         """When a rank's death was first noticed."""
@@ -119,7 +119,7 @@ class HangMonitor(Monitor):
             self._detector.used_cpu(now, cpu_s(pid))
 
     def _lost(self, now: float, ranks: Mapping[int, Now], processes: Processes) -> Hang | None:
-        """Detect a rank that died while its launcher leaves the others waiting."""
+        """Detect a dead rank whose launcher leaves the others waiting."""
         died = [
             rank
             for rank in processes.gone
@@ -190,8 +190,8 @@ class HangMonitor(Monitor):
         return replace(hang, culprits=behind, detail=detail)
 
     def _before_init(self, folder: Path) -> list[evidence_before_init.Place]:
-        """Find the code that the miner's processes are executing while no rank is known; empty
-        without a running launch."""
+        """Find the code that the miner's processes are executing while no rank is known; empty if
+        no launch is running."""
         launch = self._launch
         if launch is None:
             return []
@@ -259,8 +259,8 @@ class HangMonitor(Monitor):
 
 
 def _elsewhere(hang: Hang, who: Sequence[Subject]) -> str:
-    """Return a hint to look at the other nodes if they run ranks and no rank of this node stands
-    out; otherwise an empty text."""
+    """Return a hint to look at the other nodes if they run ranks and no rank on this node stands
+    out; otherwise an empty string."""
     others = ranks_elsewhere(subject.identity for subject in who)
     if hang.culprits or hang.finished or others <= 0:
         return ""

@@ -33,7 +33,7 @@ SETTLE_S = 2.0
 reported."""
 
 MAX_WAIT_S = 10.0
-"""Report the root cause after this long at the latest, even if lines keep arriving."""
+"""Report the root cause after at most this long, even if lines keep arriving."""
 
 CAUSELESS_S = 30.0
 """Wait this long while only symptoms, or reports without a reason, have arrived: the launcher
@@ -57,7 +57,7 @@ _NEVER_OVERCOME = frozenset({"rank_gone"})
 """Guard events that finite losses do not clear: a lost rank never steps again."""
 
 _SEEN = 120
-"""Characters of the matched line to include in the incident's line."""
+"""How many characters of the matched line to include in the incident's line."""
 
 
 class IncidentsMonitor(Monitor):

@@ -19,8 +19,8 @@ MAX_LINE_BYTES = 64 * 1024
 
 _MORE_TO_COME = 4096
 """A read of at least this size ends at an arbitrary position, so the rest of its last line is still
-to come. A shorter read is delivered to its end immediately: it may be a progress bar, which ends
-its lines with a carriage return."""
+to come. A shorter read is delivered in full immediately: it may be a progress bar, which ends its
+lines with a carriage return."""
 
 _MAX_REST_LENGTH = 16384
 _MAX_KNOWN = 1024
@@ -62,7 +62,7 @@ class LineRouter:
         self._seekers = [m for m in (*self._raw, *self._by_line) if m.words]
         self._sieve = TemplateFilter({word for m in self._seekers for word in m.words or ()})
         self._known: dict[bytes, frozenset[Monitor]] = {}
-        """The monitors that receive the lines of a template, for the latest templates."""
+        """The monitors that receive each template's lines, for recent templates."""
 
         self._rest = b""
         self._begun = False
@@ -137,7 +137,7 @@ class LineRouter:
         return frozenset(monitor for monitor in self._seekers if self._reads_lines(monitor))
 
     def _concerned(self, shape: bytes) -> frozenset[Monitor]:
-        """The monitors with a word that the template `shape` contains."""
+        """The monitors with at least one word that occurs in the template `shape`."""
         concerned = self._known.get(shape)
         if concerned is None:
             words = self._sieve.words(shape)
@@ -164,7 +164,7 @@ class LineRouter:
         block.forget()
 
     def _found(self, block: LineChunk) -> list[Found]:
-        """The lines that concern a monitor currently reading lines, and those monitors."""
+        """The lines that concern monitors now reading lines, each with those monitors."""
         listening = self._listening()
         readers = {
             shape: concerned

@@ -36,7 +36,7 @@ STARTING, RUNNING, CLOSED, *_ = layout.STATES
 _SN38_WORDS = frozenset({b"inner step", b"index:", b"reduce", b"pausing", b"push", b"upload"})
 
 _UNHOOKED_S = 3.0
-"""How long a miner may print steps while no rank reports: a hook reports within a second."""
+"""How long a miner may print steps without any rank reporting; a hook reports within a second."""
 
 
 class LogAttachMonitor(Monitor):
@@ -71,7 +71,7 @@ class LogAttachMonitor(Monitor):
 
         self._line_at: float | None = None
         self._phase, self._phase_at = "", started
-        """The phase that the last line reported, empty during plain training, and when it began."""
+        """The phase that the last line reported (empty during plain training) and when it began."""
 
         self._spent: dict[str, float] = {}
         """Seconds spent in phases that have ended since the last step, by phase."""
@@ -183,8 +183,8 @@ class LogAttachMonitor(Monitor):
             self._show(flight, RUNNING, now)
 
     def _progressed(self, flight: FlightWriter, now: float, *, in_phase: bool) -> None:
-        """Record that a line about a step arrived. `in_phase`: until then, the miner was in a phase
-        rather than in plain training."""
+        """Record the arrival of a line about a step. `in_phase`: whether the miner was in a phase
+        until then, rather than just training."""
         if self._line_at is not None and not in_phase:
             self._longest_gap = max(self._longest_gap, now - self._line_at)
         self._line_at = now

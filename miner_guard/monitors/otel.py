@@ -1,4 +1,5 @@
-"""OpenTelemetry: runs, and restarts, the process that exports events and metrics over OTLP."""
+"""OpenTelemetry: runs the process that exports events and metrics over OTLP, and restarts it if it
+exits."""
 
 from __future__ import annotations
 

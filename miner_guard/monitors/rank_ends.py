@@ -1,5 +1,5 @@
-"""Checks the ranks' processes to detect, within seconds, ranks that exit while the others still
-train, and reports them as the cause when the rest of the launch fails as a result."""
+"""Checks the ranks' processes to detect, within seconds, ranks that exit while the others are still
+training, and reports them as the cause when the rest of the launch fails as a result."""
 
 from __future__ import annotations
 

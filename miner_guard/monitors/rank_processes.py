@@ -60,7 +60,7 @@ class RankProcesses:
         return _state(successor)
 
     def _absent(self) -> set[int]:
-        """Ranks of this node that have not reported; known only if the launcher set the world
+        """Ranks on this node that have not reported; known only if the launcher set the world
         size."""
         known = list(self._identities.values())
         if not known or any(one.local_world_size != one.world_size for one in known):

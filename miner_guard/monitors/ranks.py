@@ -24,7 +24,7 @@ from miner_guard.rank.introspection import diagnosis_codec
 _SLOW_STEPS = 5
 
 _TOGETHER_S = 3.0
-"""Wait this long after a changed verdict, so that all ranks' changes appear in one line."""
+"""Wait this long after a verdict changes, so that all ranks' changes appear in one line."""
 
 
 class RanksMonitor(Monitor):
@@ -128,7 +128,7 @@ class RanksMonitor(Monitor):
         yield from self._slow_cause()
 
     def _forget(self, gone: Iterable[int]) -> Iterator[Finding]:
-        """After a new rendezvous this node may have other ranks: stop waiting for those that no
+        """After a new rendezvous this node may have different ranks: stop waiting for those that no
         longer exist."""
         for rank in list(gone):
             del self._watches[rank]

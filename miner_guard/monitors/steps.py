@@ -284,8 +284,8 @@ class StepsMonitor(Monitor):
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
         self._phase = ranks[min(ranks)].phase if ranks else ""
         for rank in self._last.keys() - ranks.keys() if ranks else ():
-            # After a new rendezvous this node may have other ranks: a rank that no longer exists
-            # must not lead.
+            # After a new rendezvous this node may have different ranks: a rank that no longer
+            # exists must not lead.
             del self._last[rank]
         return self._left_out(now)
 
