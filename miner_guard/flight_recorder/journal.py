@@ -19,7 +19,7 @@ class JournalEntry:
 
     KIND: ClassVar[str] = ""
     JSON_NAMES: ClassVar[Mapping[str, str]] = {}
-    """The names in the file of fields that are named differently there."""
+    """Field names as they appear in the file, where they differ."""
 
     t: float = 0.0
 
@@ -137,7 +137,7 @@ class TrainingEntry(JournalEntry):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointEntry(JournalEntry):
-    """A checkpoint that was saved."""
+    """A saved checkpoint."""
 
     KIND = "checkpoint"
 

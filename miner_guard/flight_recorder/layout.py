@@ -5,7 +5,7 @@ process.
     ring      4096 step records
     journal   64 slots of JSON: decisions, uploads, diagnosis, messages; kept until acknowledged
 
-All numbers are little endian. Times are CLOCK_MONOTONIC in seconds, which all processes of a host
+All numbers are little endian. Times are CLOCK_MONOTONIC in seconds, which all processes on a host
 share; `wall` is seconds since 1970. An unknown number is NaN, never 0; an unknown count is -1.
 """
 
@@ -44,7 +44,7 @@ REQUESTS = struct.Struct("<Q")
 REQUESTS_OFFSET = 136
 
 ATTACHED = struct.Struct("<Q")
-"""The pid of the supervisor, which writes it when it opens the record; zero until then."""
+"""The supervisor's pid, written when the supervisor opens the record; zero until then."""
 ATTACHED_OFFSET = 144
 
 NOW = struct.Struct("<QB7x24sddqqqddddQQQQ")
@@ -162,7 +162,7 @@ def slot_offset(number: int) -> int:
 
 
 def check_of(number: int, inner_step: int, end: float) -> int:
-    """Compute the check word at the end of a step record, with which a reader detects a torn
+    """Compute the check word at the end of a step record; a reader uses it to detect a torn
     write."""
     return (number * 2654435761 ^ (inner_step & 0xFFFFFFFF) ^ int(end * 1000)) & 0xFFFFFFFF
 

@@ -2,8 +2,8 @@
 
 If the record were a mapped file, the rank would die of SIGBUS when someone truncates the file, and
 stall whenever the disk does. So the record is a memfd with a sealed size. `rank-NNNN.live` links to
-it while the rank lives. `rank-NNNN.bin` is a copy on disk; the supervisor keeps it up to date, or a
-thread of the rank if no supervisor reads the record.
+it while the rank is alive. `rank-NNNN.bin` is a copy on disk; the supervisor keeps it up to date,
+or one of the rank's threads does if no supervisor reads the record.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def create() -> tuple[mmap.mmap, int]:
 
 
 def _duplicate_of(fd: int) -> int:
-    """Return the mapping's descriptor for the same file, so that a rank needs no other. Raises
-    OSError."""
+    """Return the descriptor that the mapping holds for the same file, so that a rank needs only
+    one. Raises OSError."""
     target = _file_of(os.fstat(fd))
     for name in os.listdir("/proc/self/fd"):
         # Another thread may close a descriptor while this loop runs.
@@ -120,7 +120,7 @@ def _live(path: Path) -> Path:
 
 class Copier:
     """Keeps the copy of one record up to date, and holds no descriptor between copies. Use it from
-    one thread that may hang with the disk."""
+    one thread only, which may hang if the disk does."""
 
     def __init__(self, path: Path, record: mmap.mmap) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Reads flight records, for the supervisor while the rank lives or for an operator long
+"""Reads flight records, for the supervisor while the rank is alive or for an operator long
 afterwards."""
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from miner_guard.flight_recorder.records import Identity, Now, StepRecord
 from miner_guard.state_dir import open_private, read_regular
 
 _TRIES = 50
-"""How often to try to read a header that a rank is writing. The write takes a few microseconds; a
-rank that is killed during it leaves the header torn."""
+"""How many times to try to read a header that a rank is writing. The write takes a few
+microseconds; a rank killed in the middle of it leaves the header torn."""
 
 
 class BadFlight(Exception):

@@ -122,8 +122,8 @@ class Now:
 
     @classmethod
     def unpack_from(cls, buffer: mmap | bytearray) -> Now | None:
-        """The header; None if the rank has not written one yet, or is writing it at this moment
-        (then try again)."""
+        """The header; None if the rank has not written one yet, or is in the middle of writing it
+        (in that case, try again)."""
         values = layout.NOW.unpack_from(buffer, layout.NOW_OFFSET)
         after = layout.ACK.unpack_from(buffer, layout.NOW_OFFSET)[0]
         (
@@ -193,8 +193,8 @@ class StepRecord:
     """None if the training loop did not report it; may be NaN or infinite."""
 
     eval_loss: float | None = None
-    """Loss on held-out data of the model as it was before this step ended. None if the training
-    loop did not report it; may be NaN or infinite."""
+    """Loss on held-out data, from an evaluation before this step ended. None if the training loop
+    did not report it; may be NaN or infinite."""
 
     allocated_bytes: float | None = None
     reserved_bytes: float | None = None
@@ -269,7 +269,7 @@ class StepRecord:
         )
 
     def show_in(self, buffer: mmap) -> None:
-        """Write this step to the header's fields about the last step."""
+        """Write this step into the header's last-step fields."""
         outer, inner = self.outer_step, self.inner_step
         loss, lr, allocated = self.loss, self.lr, self.allocated_bytes
         STEPPED.pack_into(

@@ -40,7 +40,7 @@ def process_start(pid: int) -> int:
 
 
 class FlightWriter:
-    """Writes the flight record of one rank. Thread-safe. Recording makes no system calls and never
+    """Writes one rank's flight record. Thread-safe. Recording makes no system calls and never
     blocks.
 
     The header's first word is a sequence lock: it is odd while the header is being written, and a
@@ -86,7 +86,7 @@ class FlightWriter:
         self._publish()
 
     def _publish(self) -> None:
-        """Let other processes find the record. If the disk is full, the thread of `keep_copy` tries
+        """Let other processes find the record. If the disk is full, `keep_copy`'s thread tries
         again; nothing is lost, because the record is in memory."""
         try:
             memory.publish(self.path, self._fd)

@@ -53,7 +53,7 @@ class RankCosts:
             self.flush()
 
     def flush(self) -> None:
-        """Journal the sums. Sums that do not fit in the journal wait until the next time."""
+        """Journal the sums. Those that do not fit in the journal wait for the next flush."""
         self._flushed = self._monotonic()
         if self._own_count:
             self._sums[(OWN, True)] = (self._own_seconds, self._own_count)

@@ -1,5 +1,5 @@
-"""Detects inside a rank how its process ends, because the launcher does not pass on the ranks' exit
-codes."""
+"""Detects, from inside a rank, how its process ends, because the launcher does not pass on the
+ranks' exit codes."""
 
 from __future__ import annotations
 

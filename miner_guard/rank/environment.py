@@ -1,4 +1,5 @@
-"""Reads from the environment, once, which rank this is and what the supervisor passed to it."""
+"""Reads this process's rank, and whatever the supervisor passed to it, from the environment,
+once."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Keeps failures of the hook away from training: each kind is reported once as `guard_degraded`,
-and training continues."""
+"""Keeps the hook's failures from affecting training: each kind is reported once as
+`guard_degraded`, and training continues."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class Group:
     def share(self, question: str, answer: bytes | None) -> bytes:
         """Return rank 0's `answer` on every rank. Collective.
 
-        If a rank asks later than the timeout, every rank raises NoConsensus, and so does every
+        If a rank does not ask within the timeout, every rank raises NoConsensus, as does every
         later call. Rank 0 must call this even if it has no answer, because the others wait for it.
         """
         if self.broken is not None:
@@ -266,8 +266,8 @@ class Group:
         return bytes(self._store.get(f"{number}/outcome")).decode()
 
     def _forget(self, number: int) -> None:
-        """Delete a question from the store. Every rank has its outcome, because all of them have
-        already asked the next one."""
+        """Delete a question from the store. Every rank already has its outcome, because all of them
+        have asked the next question."""
         for name in ("answer", "in", "decided", "outcome"):
             self._store.delete_key(f"{number}/{name}")
 

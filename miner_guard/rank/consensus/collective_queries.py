@@ -16,8 +16,8 @@ from validators.facts import Candidate
 
 
 class CollectiveQueries:
-    """Asks the collective questions of one rank. All methods but `agreement` wait for the other
-    ranks, in the phase `collective`."""
+    """Asks collective questions on behalf of one rank. All methods but `agreement` wait for the
+    other ranks, in the phase `collective`."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class CollectiveQueries:
     def may_upload(
         self, candidate: Candidate, question: str | None
     ) -> tuple[GateDecision, str | None]:
-        """Return the decision, and what went wrong if the ranks have no common one
+        """Return the decision and, if the ranks did not agree on one, what went wrong
         (`gating.Gate.ask`)."""
         with self._waiting():
             return self._gate.ask(self.agreement, candidate, question)

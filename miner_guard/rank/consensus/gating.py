@@ -46,8 +46,8 @@ class Gate:
     def ask(
         self, agreement: Callable[[], Agreement], candidate: Candidate, question: str | None = None
     ) -> tuple[GateDecision, str | None]:
-        """Return the decision, and what went wrong if the ranks have no common one; this rank then
-        blocks the upload. Collective."""
+        """Return the decision and, if the ranks did not agree on one, what went wrong; this rank
+        then blocks the upload. Collective."""
         question = question or f"{candidate.kind} {candidate.outer_step} {candidate.inner_step}"
         own = self._judged(candidate) if self._place.rank == 0 else None
         try:

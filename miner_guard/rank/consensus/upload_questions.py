@@ -19,8 +19,7 @@ _UNREAD = Candidate("gradient", -1, -1)
 
 
 class UploadQuestions:
-    """Asks about the uploads of one rank. Never raises; it blocks an upload that no rule has
-    judged."""
+    """Asks about one rank's uploads. Never raises; blocks an upload that no rule has judged."""
 
     def __init__(
         self,
