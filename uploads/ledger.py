@@ -49,7 +49,7 @@ _DAMAGED = (
 )
 
 _HOLD_S = 0.1
-"""Maximum seconds to wait for the file: the wait blocks the supervisor's loop."""
+"""Maximum time in seconds to wait for the file: the wait blocks the supervisor's loop."""
 
 _RETRY_S = 5.0
 _LAST_S = 5.0

@@ -27,7 +27,7 @@ _EVALUATION = {"inference", "val_loss"}
 
 _RECENT = 32
 _MIN_COUNT = 5
-"""Minimum steps of a kind before one of them is judged against the others."""
+"""Minimum number of steps of a kind before one of them is judged against the others."""
 
 _MAX_KINDS = 64
 
@@ -131,8 +131,7 @@ class SlowEpisodes:
 
 
 class StepTimes:
-    """Judges the step durations of one rank. Memory: one window per kind of step, at most 64
-    kinds."""
+    """Judges one rank's step durations. Memory: one window per kind of step, at most 64 kinds."""
 
     def __init__(self, settings: StepSettings) -> None:
         self._settings = settings

@@ -60,7 +60,7 @@ class SortedWindow:
         values = self._sorted
         middle = self.median
         count = len(values)
-        # The distances left and right of the median form two sorted lists: merge them half-way.
+        # The distances left and right of the median form two sorted lists: merge them halfway.
         right = bisect_left(values, middle)
         left = right - 1
         distance = earlier = 0.0

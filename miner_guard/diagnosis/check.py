@@ -52,7 +52,7 @@ class Snapshot:
     `min_disk_gb`."""
 
     nvml: Mapping[str, Any] | None = None
-    """A sample as `miner_guard.health.nvml` describes it."""
+    """A sample, in the format described in `miner_guard.health.nvml`."""
 
     held: tuple[Mapping[str, int], ...] = ()
     """Bytes in use by UUID before the launch, from readings a few seconds apart."""

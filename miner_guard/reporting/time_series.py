@@ -13,8 +13,8 @@ _GROUP = 16
 """Number of points that one pair (smallest and largest) in the next coarser series represents."""
 
 _MAX_POINTS = 100_000
-"""Maximum points at full resolution: 17 days with a step every 15 s, 1.6 MB. Older points remain
-only in the coarser series, which keep every extreme."""
+"""Maximum number of points at full resolution: 17 days with a step every 15 s, 1.6 MB. Older points
+remain only in the coarser series, which keep every extreme."""
 
 _DRAWN_POINTS = 3000
 """A window with more points than this comes from a coarser series: a drawing has 500 columns."""

@@ -60,7 +60,7 @@ class MemoryTier:
         world_size: int,
         optimizers: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
-        """`folder` must be on a tmpfs of this node and private to this user. `optimizers`: their
+        """`folder` must be on a tmpfs on this node and private to this user. `optimizers`: their
         parameters and states are copied while training continues. Raises OSError."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_uid != os.getuid() or folder.is_symlink():

@@ -139,7 +139,7 @@ class Loop:
         """Wait for one or more events and handle them. Never raises."""
         try:
             self._turn()
-        except Exception as error:  # noqa: BLE001 - a failure here must not end the miner; the error is reported
+        except Exception as error:  # noqa: BLE001 - a failure here must not stop the miner; the error is reported
             self._report(error)
             time.sleep(_PAUSE_S)
         self.alive()
@@ -175,7 +175,7 @@ class Loop:
         prevent the next."""
         try:
             call()
-        except Exception as error:  # noqa: BLE001 - a bug in the guard must not end the miner; the error is reported
+        except Exception as error:  # noqa: BLE001 - a bug in the guard must not stop the miner; the error is reported
             self._report(error)
             return False
         return True

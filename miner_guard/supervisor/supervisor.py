@@ -186,7 +186,7 @@ class Supervisor:
                 make_finding("miner_stopping", reason=reason, grace_s=teardown.left_s())
             )
 
-    # --- between two launches ---
+    # --- between launches ---
 
     def _step_idle(self) -> None:
         if self._stop_request is not None:
