@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -267,7 +268,8 @@ def test_a_silent_server_costs_the_deadline_and_no_more(tmp_path: Path) -> None:
         start = time.monotonic()
         seen = look_at(settings)
         assert (seen.age_s, seen.empty) == (None, False)
-        assert "no response" in str(seen.reason)
+        # On a busy machine, the probe's own deadline may pass first.
+        assert re.search("no response from|no answer within 3 s", str(seen.reason))
         with pytest.raises(PublishError, match="no response from the storage"):
             publish(settings, revision(tmp_path, 50), tmp_path, Retry(deadline_s=3.0))
         assert time.monotonic() - start < 90, "6 s are meant, of a server that never answers"
