@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -39,6 +40,8 @@ def listed() -> dict[str, str]:
 
 def held() -> dict[str, str]:
     """Descriptors that stay open: the threads of other tests' ranks open a copy once a second."""
+    # Garbage of other tests may still hold files open.
+    gc.collect()
     last = listed()
     for _ in range(100):
         time.sleep(0.01)
