@@ -14,7 +14,7 @@ from typing import Any
 from miner_guard.incidents.patterns import RESTARTS, BadKnowledge, Label, Pattern
 
 PARTS = ("says", "raised", "through", "at")
-"""The keys in a rule that list classes, one for each text of an error: its message, the exception's
+"""The keys in a rule that list classes, one for each part of an error: its message, the exception's
 name, the frames of the traceback, and the deepest frame."""
 
 _ABOUT = "about"
@@ -111,7 +111,7 @@ def _rule(where: str, entry: Mapping[str, Any], labels: Mapping[str, Label]) -> 
         raise BadKnowledge(f"{where}: {entry.get('label')!r} in a rule is not a label")
     needs, excludes = tuple(_needs(entry)), tuple(_needs(entry.get("not", {})))
     if not needs:
-        raise BadKnowledge(f"{where}: a rule of {label.name} requires nothing")
+        raise BadKnowledge(f"{where}: a rule for {label.name} has no requirements")
     return Rule(_pattern(label, entry), needs, excludes, entry.get("lines", False))
 
 

@@ -62,7 +62,7 @@ class _Answer:
 
 
 class _Possible(NamedTuple):
-    """What a text with certain words may match, in order."""
+    """The patterns that a text with certain words may match, in order."""
 
     harmless: list[Benign]
     patterns: list[Pattern]
@@ -187,8 +187,8 @@ class Knowledge:
 
     @cached_property
     def _paths(self) -> tuple[LiteralSearch, Mapping[bytes, frozenset[int]]]:
-        """The search for the texts that patterns require in a traceback's paths, as they are and
-        with each digit replaced by 0. Also maps each text to the indices of the patterns that
+        """A search for the strings that patterns require in a traceback's paths, both as they are
+        and with each digit replaced by 0. Also maps each string to the indices of the patterns that
         require it."""
         paths = {path for pattern in self._framed for path in pattern.frames}
         by_path = {

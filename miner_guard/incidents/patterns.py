@@ -34,7 +34,7 @@ APPLIES = ("rank", "node", "job")
 
 
 _SERVER = regexes.RegexSearch(r"host=\\?['\"]|https?://|connect call failed \('|connect to host ")
-"""A server as a log line names it."""
+"""What precedes a server's name in a log line."""
 
 _NEAR = 300
 """Maximum number of characters to show of a line and the lines after it."""
@@ -71,7 +71,7 @@ class Pattern:
     """
 
     cause: str = ""
-    """Replaces the label's cause if this line proves more, or less, than that cause states."""
+    """Replaces the label's cause if this line proves more than that cause claims, or less."""
 
     fix: str = ""
     """A more precise fix for this line, listed before the label's fixes. `{path|default}` stands

@@ -131,8 +131,8 @@ class RecoveryTracker:
         return bool(self._tried)
 
     def finished(self, shapes: Sequence[bytes], index: int) -> bool:
-        """Whether training reported, shortly before line `index` of a block with these `shapes`,
-        that it had finished."""
+        """Whether training reported its end at line `index` of a block with these `shapes`, or
+        shortly before it."""
         before = [*self._recent, *shapes[max(0, index - _REMEMBERED) : index + 1]]
         return any(_FINISHED.search(shape, 0, _KEPT) for shape in before[-_REMEMBERED:])
 

@@ -249,7 +249,7 @@ def superlinear(regex: str) -> str | None:
     """Why a search for `regex` may take more than linear time; None if it cannot.
 
     A search tries every position in the text. If every repeat is bounded, each attempt takes
-    constant time at most. An expression that begins with `^` is tried only once, so it may contain
+    at most constant time. An expression that begins with `^` is tried only once, so it may contain
     one unbounded repeat of a single character.
     """
     for branch in _branches(_items(regex)):

@@ -19,8 +19,7 @@ _SURVIVED_AFTER = 200
 have recovered."""
 
 _STILL_COPING = 30
-"""An unknown exception within this many lines after the program reports a recovery contradicts that
-report."""
+"""An unknown exception within this many lines of a reported recovery contradicts the report."""
 
 _MAX_BRIEF_FAILURES = 3
 """If an optional dependency fails fewer times than this while training continues, the outage counts
@@ -96,7 +95,8 @@ class Incident:
 
 
 class RootCauseAnalyzer:
-    """Collects sightings and can report at any time. The number of labels limits memory use."""
+    """Collects sightings and can report at any time. Memory use is bounded by the number of
+    labels."""
 
     def __init__(self, knowledge: Knowledge) -> None:
         self._knowledge = knowledge

@@ -1,9 +1,9 @@
 """Turns raw bytes into sightings, in one pass and in bounded memory.
 
-The same bytes give the same sightings, however they are split. A miner prints the same lines over
-and over with different numbers, so lines are compared without their numbers, and only new shapes
-are searched for trigger words. Every known error contains one, so only lines with a trigger word
-are examined individually.
+The same bytes give the same sightings, however they are split into chunks. A miner prints the same
+lines over and over with different numbers, so lines are compared without their numbers, and only
+new shapes are searched for trigger words. Every known error contains one, so only lines with a
+trigger word are examined individually.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _TRIED_AGAIN = RegexSearch(
     r"|(?<!nccl )\bwarn(?:ing)?\b|userwarning"
 )
 _FELL_BACK = RegexSearch(r"\busing \w{1,20} instead\b|\bfall(?:ing|en|s)? ?back (?:to|on)\b")
-"""How a program reports that it falls back to an alternative."""
+"""How a program reports falling back to an alternative."""
 
 _TOLD = 800
 """How many characters of a line to keep: enough for the sizes in an out-of-memory message."""
@@ -77,8 +77,8 @@ class Scanner:
         """For each rank, an exception whose successor in the chain has not appeared yet."""
 
         self._logged: dict[int | None, Sighting] = {}
-        """For each rank, the latest error that was logged without a traceback and that steps would
-        clear."""
+        """For each rank, the latest error that was logged without a traceback and that further
+        steps could clear."""
 
         self._tail: Sighting | None = None
         self._tail_line = 0
@@ -103,7 +103,8 @@ class Scanner:
         return seen
 
     def finish(self) -> list[Seen]:
-        """The sightings in an unfinished last line and in a traceback that the log cuts off."""
+        """The sightings in an unfinished last line, and in a traceback that the end of the log cuts
+        off."""
         rest, self._carry = self._carry, b""
         seen = [*self._block(rest), *self._chained.values()]
         if (cut := self._tracebacks.cut_off(self.line)) is not None:
@@ -168,7 +169,7 @@ class Scanner:
         )
 
     def _tried(self, seen: list[Seen]) -> dict[int, set[PendingError]]:
-        """The errors that steps would clear, by line, for each line of this block that has a
+        """The errors that further steps could clear, for each line of this block that has a
         sighting."""
         tried: dict[int, set[PendingError]] = {}
         if not seen:
@@ -342,8 +343,8 @@ class Scanner:
                 self._raised[named.rank] = named
 
     def _chain(self, line: LogLine, seen: list[Seen]) -> None:
-        """Hold the first exception of a chain. It is the one that counts, unless only the next one
-        is known."""
+        """Hold the first exception in a chain. It is the one that counts, unless a pattern matches
+        only the next one."""
         first = self._raised.get(line.rank)
         if first is None or line.number - first.line > _CHAIN_LINES:
             return

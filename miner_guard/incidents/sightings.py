@@ -60,7 +60,8 @@ class Passed:
 
 @dataclass(frozen=True)
 class Launched:
-    """The guard started the miner on this line; earlier sightings belong to the previous launch."""
+    """The guard reports at this line that it started the miner; earlier sightings belong to the
+    previous launch."""
 
     line: int
 

@@ -63,7 +63,7 @@ class CutOff(NamedTuple):
 class _Traceback:
     line: int
     ignored: bool = False
-    """Python reports that it ignored the exception, raised in a destructor or at shutdown."""
+    """Python reports that it ignored an exception raised in a destructor or at shutdown."""
 
     frames: str = ""
     raises: str = ""
@@ -147,8 +147,8 @@ class Tracebacks:
         return self._quoting is not None
 
     def runs(self, block: bytes) -> list[FrameRun]:
-        """The frames in a block of lines. A block may begin with the source that the previous
-        block's last frame quotes."""
+        """The frames in a block of lines. A block may begin with the source line that belongs
+        to the last frame of the previous block."""
         quoting, self._quoting = self._quoting, None
         runs = frame_runs(block)
         if quoting is not None and (rest := quoted_source(block, quoting)):

@@ -40,7 +40,7 @@ _RECORD = re.compile(r"[\w.-]{1,40}: |[\[{<(|#=*+-]|\d")
 
 
 class _Unfinished(NamedTuple):
-    """An exception that no pattern matched, whose message may continue on the next lines."""
+    """An exception that no pattern matched; its message may continue on the next lines."""
 
     sighting: Sighting
     ended: Ended
@@ -91,7 +91,7 @@ class UnmatchedErrors:
         return [replace(named, role="hint")] if named else []
 
     def expect_more(self, sighting: Sighting, ended: Ended, line: LogLine) -> None:
-        """Remember an exception that no pattern matched, whose message may continue."""
+        """Remember an exception that no pattern matched; later lines may continue its message."""
         self._unfinished = _Unfinished(sighting, ended, line)
 
     def ends_with(self, raw: bytes) -> bool:
@@ -136,7 +136,8 @@ class UnmatchedErrors:
 
 
 def says_little(matches: Sequence[Pattern]) -> bool:
-    """Whether no match names a real cause: only an unknown exception, or a generic pattern."""
+    """Whether none of the matches names a real cause: each is an unknown exception or a generic
+    pattern."""
     return bool(matches) and all(
         pattern is UNKNOWN_EXCEPTION or pattern.says_little for pattern in matches
     )

@@ -17,7 +17,8 @@ _BEFORE = r"\bxid(?:.{0,30}\): ?|(?: error| event| code|:|#|=| |\(){1,4})"
 
 
 def expanded(entry: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield one entry for each Xid in the tiers that the entry names, or else the entry itself."""
+    """Yield one entry for each Xid in the tiers that `entry` lists, or `entry` itself if it lists
+    none."""
     tiers = entry.get("xids")
     if tiers is None:
         yield entry

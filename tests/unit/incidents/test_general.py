@@ -329,7 +329,7 @@ def test_each_entry_of_a_rule_must_occur() -> None:
         ({"rules": [{"label": "code_bug", "says": ["other"]}]}, "other is not a class"),
         ({"rules": [{"label": "code_bug", "at": ["thing"]}]}, "thing is not a class"),
         ({"rules": [{"label": "mine", "says": ["thing"]}]}, "'mine' in a rule is not a label"),
-        ({"rules": [{"label": "code_bug"}]}, "a rule of code_bug requires nothing"),
+        ({"rules": [{"label": "code_bug"}]}, "a rule for code_bug has no requirements"),
         ({"rules": [{"label": "code_bug", "said": ["thing"]}]}, "unknown key said in a rule"),
         ({"errors": ["other"]}, "other is not a class"),
     ],
