@@ -43,8 +43,8 @@ _LAST_WORDS_S = 1.0
 
 
 class NvmlSampler:
-    """Takes one sample at a time from one child. `sample` blocks until the deadline at most: call
-    it in a job, never in the main thread.
+    """Takes one sample at a time from one child. `sample` may block until the deadline: call it
+    in a job, never in the main thread.
 
     Safe from any thread; a second `sample` waits for the first one.
     """
@@ -102,7 +102,7 @@ class NvmlSampler:
         """Replace the child after a bad sample: only a new process recovers from a driver reload,
         and a hung thread never returns.
 
-        Do not replace it after every bad sample: a GPU that stays lost would each time cost a
+        Do not replace it after every bad sample: each time, a GPU that stays lost would cost a
         process and the other GPUs' Xid events.
         """
         now = time.monotonic()

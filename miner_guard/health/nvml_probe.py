@@ -32,7 +32,7 @@ STATES = {
 }
 """Errors that concern the GPU itself; any other error only means that a field is unreadable. An
 unknown error concerns the GPU only if the field is vital: drivers also return it for a healthy GPU,
-for example when asked for the fabric."""
+for example when asked about the fabric."""
 
 
 class Worker:

@@ -25,7 +25,7 @@ class Place:
     """The process state as in /proc: `T` means stopped."""
 
     frame: str | None
-    """The innermost frame of the miner's code; None without stacks."""
+    """The innermost frame in the miner's code; None without stacks."""
 
 
 def places(state: StateDir, folder: Path, launcher: int, timeout_s: float) -> list[Place]:

@@ -170,7 +170,7 @@ class HangMonitor(Monitor):
             self.context.emit(make_finding("stack_dump", ranks=ranks, path=str(folder)))
             evidence_folders.prune(self.context.state, self.context.config.logs.keep_incidents)
         except OSError as error:
-            self.context.emit(not_stored("the evidence of the hang", error))
+            self.context.emit(not_stored("evidence of the hang", error))
         finally:
             if reported or self._report(hang, story):
                 self._act(hang, str(story["detail"]))

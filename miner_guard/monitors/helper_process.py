@@ -48,8 +48,8 @@ class HelperSpec:
 class HelperProcess:
     """Starts the process in a job, and restarts it with growing backoff when it exits.
 
-    With `on_answer`, the process answers its settings with one line on stdout, which `on_answer`
-    receives; otherwise it counts as running once it has been started.
+    With `on_answer`, the process acknowledges its settings with one line on stdout, which
+    `on_answer` receives; otherwise it counts as running once it has been started.
     """
 
     def __init__(

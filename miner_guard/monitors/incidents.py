@@ -307,7 +307,7 @@ class IncidentsMonitor(Monitor):
             )
             evidence_folders.prune(self.context.state, self.context.config.logs.keep_incidents)
         except OSError as error:
-            self.context.emit(not_stored(f"the evidence of {story['label']}", error))
+            self.context.emit(not_stored(f"evidence of {story['label']}", error))
 
     def snapshot(self) -> Mapping[str, Any]:
         latest = self._latest

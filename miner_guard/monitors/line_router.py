@@ -1,5 +1,5 @@
-"""Routes the miner's output to the monitors: raw bytes or whole lines, filtered by what each
-needs."""
+"""Routes the miner's output to the monitors, as raw bytes or as whole lines, and filters them for
+monitors that list words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from miner_guard.eventlog.line_templates import (
 from miner_guard.monitors.base import Monitor
 
 MAX_LINE_BYTES = 64 * 1024
-"""Longer lines are truncated to this: log lines are shorter, and memory stays bounded."""
+"""Longer lines are truncated to this length, which bounds memory; real log lines are shorter."""
 
 _MORE_TO_COME = 4096
 """A read of at least this size ends at an arbitrary position, so the rest of its last line is still
@@ -45,7 +45,7 @@ class Found(NamedTuple):
 
 
 class LineRouter:
-    """Delivers the output of one launch to the monitors: in order, every byte once."""
+    """Delivers one launch's output to the monitors, in order and each byte at most once."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class LineRouter:
         """Whether the raw readers have already received the start of an unfinished line."""
 
         self._line = b""
-        """The start of that line, kept until the line readers can receive the whole line."""
+        """The start of an unfinished line, kept until the line readers can receive it whole."""
 
     def pieces(self, chunk: bytes) -> Iterator[Delivery]:
         """The deliveries for a new `chunk`."""
@@ -164,7 +164,8 @@ class LineRouter:
         block.forget()
 
     def _found(self, block: LineChunk) -> list[Found]:
-        """The lines that concern monitors now reading lines, each with those monitors."""
+        """The lines that concern a monitor currently reading lines, each with the monitors that it
+        concerns."""
         listening = self._listening()
         readers = {
             shape: concerned

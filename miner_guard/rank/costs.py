@@ -20,7 +20,7 @@ _MAX_OPERATIONS = 64
 
 
 class RankCosts:
-    """The costs of this rank, summed by operation and by whether training waited."""
+    """This rank's costs, summed by operation and by whether training waited."""
 
     def __init__(self, recorder: Recorder, monotonic: Callable[[], float]) -> None:
         self._recorder = recorder

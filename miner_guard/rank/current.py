@@ -17,8 +17,8 @@ def current() -> Guard | None:
 
 
 def init(state_dir: str | Path | None = None, *, agree: bool = True) -> Guard:
-    """Create the guard of this rank. Call it once on every rank, after init_process_group, because
-    the ranks register with each other here. Never raises.
+    """Create this rank's guard. Call it once on every rank, after init_process_group, because the
+    ranks register with each other here. Never raises.
 
     `state_dir` is for a miner that runs without a supervisor; under `miner-guard run` the ranks get
     it from the environment. With `agree=False`, the ranks set up their agreement only when the

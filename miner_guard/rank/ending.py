@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 
 def follow(forked: Callable[[], None], exited: Callable[[bool], None]) -> None:
-    """Call the method `forked` in each forked child of this process, and the method
-    `exited(failed)` as `at_exit` does, as long as the object that they belong to exists."""
+    """Call `forked` in each forked child of this process, and `exited(failed)` as `at_exit` does.
+    Both are methods; neither is called once its object no longer exists."""
     weak_forked, weak_exited = weakref.WeakMethod(forked), weakref.WeakMethod(exited)
 
     def after_in_child() -> None:

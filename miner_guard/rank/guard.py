@@ -126,8 +126,8 @@ class Guard:
         """Mark the end of an inner step. Pass numbers as floats or CPU tensors: the guard does not
         read a GPU tensor, and reports it.
 
-        `eval_loss`: the loss on held-out data, at steps that evaluate; the guard detects
-        overfitting with it.
+        `eval_loss`: the loss on held-out data, at steps that evaluate; the guard uses it to
+        detect overfitting.
         """
         if self._closed:
             return

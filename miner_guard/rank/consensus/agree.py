@@ -51,8 +51,8 @@ _GO, _DIFFER, _NO_ANSWER, _LATE = "go", "differ", "no answer", "late"
 
 
 class NoConsensus(Exception):
-    """The ranks have no common answer: a rank did not ask, asked something else, or was late, or
-    rank 0 had no answer."""
+    """The ranks did not agree on an answer: a rank did not ask, asked something else, or was late,
+    or rank 0 had no answer."""
 
 
 class AgreementStore(Protocol):
@@ -82,7 +82,7 @@ class Member:
 
 
 class SingleRank:
-    """The agreement when the world size is 1: the rank's own answer is the common answer."""
+    """Agreement for a world size of 1: the rank's own answer is the only one."""
 
     def share(self, question: str, answer: bytes | None) -> bytes:
         """Return the answer. Raises NoConsensus if there is none."""
@@ -163,7 +163,7 @@ class Group:
         what = (
             f"not every rank asked within {self._timeout_s:g} s"
             if missed
-            else f"the ranks stopped agreeing after {waited:.1f} s: a rank exited or is too late"
+            else f"the ranks could not agree after {waited:.1f} s: a rank exited or asked too late"
         )
         self.broken = f"{what}; {_ADVICE}"
         self._channel.close()

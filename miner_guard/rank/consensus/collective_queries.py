@@ -157,5 +157,5 @@ class CollectiveQueries:
             if isinstance(self._agreement, agree.Group) and self._agreement.late:
                 on = f" on {absent}" if (absent := self._agreement.absent) else ""
                 self._recorder.report_error(
-                    agree.LATE, f"a rank{on} did not ask in time, and the ranks cannot agree again"
+                    agree.LATE, f"a rank{on} did not ask in time, and the ranks can no longer agree"
                 )

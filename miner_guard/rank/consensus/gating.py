@@ -26,7 +26,7 @@ _SHORT = 100
 
 
 class Agreement(Protocol):
-    """Interface through which the ranks get a common answer."""
+    """Interface through which the ranks agree on one answer."""
 
     def share(self, question: str, answer: bytes | None) -> bytes:
         """Return rank 0's answer on every rank. Raises NoConsensus."""

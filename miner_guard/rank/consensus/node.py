@@ -57,8 +57,8 @@ class Ask:
 
 
 class NodeLeader:
-    """Collects the questions of its node's ranks. Without a path, this rank is alone on its
-    node."""
+    """Collects the questions from the ranks on its node. Without a path, this rank is alone on
+    its node."""
 
     def __init__(self, path: Path | None) -> None:
         """Raises OSError."""

@@ -1,1 +1,1 @@
-"""Lets a rank report about itself: stacks, collectives, placement of the model, diagnosis."""
+"""Lets a rank report about itself: stacks, collectives, model placement, diagnosis."""
