@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from miner_guard.snapshots.layout import Leaf, Part, local_part, tensor_over
 
 _Tensors = list[tuple[Leaf, torch.Tensor]]
-"""The place of each tensor in the copy, and this rank's shard of it."""
+"""Each tensor's place in the copy, and this rank's shard of it."""
 
 _PATIENCE_S = 60.0
 """How long an optimizer's step waits for a copy before discarding it. Copying takes about a second

@@ -220,8 +220,8 @@ class MemoryTier:
         free = free_bytes(self._folder)
         if needed > free * (1 - _KEPT_FREE):
             raise NoRoom(
-                f"a copy and a slot of {size / 2**30:.2f} GiB each need {needed / 2**30:.2f} GiB "
-                f"of memory, but only {free / 2**30:.2f} GiB is free"
+                f"a copy and a slot, {size / 2**30:.2f} GiB each, need another "
+                f"{needed / 2**30:.2f} GiB of memory, but only {free / 2**30:.2f} GiB is free"
             )
         if not fits:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
