@@ -87,7 +87,7 @@ def host_is_trusted(header: str, names: Collection[str]) -> bool:
     """Return whether a `Host` header is `localhost`, an IP address or one of `names` (lower case),
     with or without a port.
 
-    A web page can point its domain at this port (DNS rebinding) and read the answers, since the
+    A web page can point its domain at this port (DNS rebinding) and read the responses, since the
     browser regards the port as part of the page's own site. It cannot make the browser send another
     name, or an address, in `Host`.
     """
@@ -206,7 +206,7 @@ class TimeRange:
     name: str = "all"
     start: float | None = None
     end: float | None = None
-    """Bounds of a range that was selected in a curve, in seconds since 1970; both or neither are
+    """Bounds of the range selected on a curve, in seconds since 1970; either both or neither are
     set."""
 
     @classmethod

@@ -63,8 +63,8 @@ _STEPS = {
 
 
 def text(status: StatusDocument, *, version: str, age_s: float) -> bytes:
-    """The metrics in Prometheus' text format. `age_s`: the age of status.json, exported so that a
-    scrape shows when the guard has stopped writing."""
+    """The metrics in the Prometheus text format. `age_s`: the age of status.json, exported so that
+    a scrape shows when the guard has stopped writing."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(status, version, age_s))
     return generate_latest(registry)

@@ -89,7 +89,7 @@ class Plot:
     """Times, in order, at which lines break: a restart leaves a gap in the measurements."""
 
     off_axis: Sequence[float] = ()
-    """Times of values that need not fit on the axis: the first step of each launch."""
+    """Times whose values need not fit on the axis: the first step of each launch."""
 
     nothing: str = "no data"
     """Text to show if there are no values to draw."""
@@ -289,7 +289,7 @@ def _extremes(pairs: Sequence[Point], column_of: Callable[[float], int]) -> list
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
-    """Three to six round numbers that enclose `low` to `high`, both finite."""
+    """Three to six round numbers that span the range from `low` to `high`, both finite."""
     if high <= low:
         high = low + (abs(low) or 1.0)
     rough = (high - low) / 4

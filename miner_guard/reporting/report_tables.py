@@ -227,7 +227,7 @@ def pushes(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def ranks(status: StatusDocument) -> str:
-    """The ranks, slowest first, so that the one that lags is easy to find among sixteen."""
+    """The ranks, slowest first, so that a lagging rank is easy to spot among sixteen."""
     rows = list(status.steps.per_rank.items())
     if not rows:
         return ""

@@ -1,4 +1,4 @@
-"""The report's head: which run it shows, the verdict, and the strip of verdicts."""
+"""The report's header: which run it shows, the verdict, and the strip of verdicts."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def verdict(data: Data) -> str:
 
 
 def strip(data: Data) -> str:
-    """Up to a week of verdicts, like a status page, with its dates and its legend."""
+    """Up to a week of verdicts, laid out like a status page, with dates and a legend."""
     week = week_of(data.status, data.status_age_s, CELLS)
     if week is None:
         return ""

@@ -1,4 +1,4 @@
-"""Concludes a launch whose processes are all gone: delivers its last output and records, judges
+"""Wraps up a launch whose processes are all gone: delivers its last output and records, judges
 whether the miner finished, and reports how it ended."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from miner_guard.supervisor.process.teardown import Teardown
 
 
 class Conclusion:
-    """Concludes launches. Supervisor thread only. A failed step is reported and does not affect the
+    """Wraps up launches. Supervisor thread only. A failed step is reported and does not affect the
     others."""
 
     def __init__(
@@ -26,7 +26,7 @@ class Conclusion:
         self._runner, self._relay, self._flights = runner, relay, flights
 
     def of(self, launch: ActiveLaunch) -> Exit:
-        """Conclude `launch` and return how it ended."""
+        """Wrap up `launch` and return how it ended."""
         for work in (
             self._show_last_words,
             lambda: self._flights.last_poll(self._runner),
