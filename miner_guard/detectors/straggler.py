@@ -73,7 +73,7 @@ class Straggler:
             f"the others wait {self.others_wait_s:.2f}s"
         )
         text = (
-            f"works {self.score:.0%} of a {self.step_s:.2f}s step longer than the others "
+            f"works longer than the others by {self.score:.0%} of a {self.step_s:.2f}s step "
             f"(over {self.steps} steps{waits})"
         )
         if self.phase is not None:
