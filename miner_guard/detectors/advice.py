@@ -131,7 +131,10 @@ def for_evaluation_nan() -> tuple[str, tuple[str, ...]]:
     """Return the likely cause and fixes for an evaluation loss that is NaN or infinite while the
     training loss is finite."""
     return (
-        "a bad evaluation batch or an evaluation precision problem: training loss is finite there",
+        (
+            "a bad evaluation batch or a precision problem in evaluation: training loss is finite "
+            "at that point"
+        ),
         (
             (
                 "look for evaluation examples whose labels are all masked: the mean over zero "

@@ -1,7 +1,7 @@
 """Raises the batch size by rewriting the command-line argument named in the settings. Pure.
 
-Source 002 relaunches an under-used GPU with a larger batch: at most three times, and never with a
-batch size that ran out of memory.
+Source 002 relaunches training on an underused GPU with a larger batch: at most three times, and
+never with a batch size that ran out of memory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _place(command: Sequence[str], argument: str) -> int | None:
 
 @dataclass(frozen=True)
 class BatchChange:
-    """A change of the batch size and the reason for it."""
+    """A change in batch size and the reason for it."""
 
     old: int
     new: int

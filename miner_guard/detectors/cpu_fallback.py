@@ -4,7 +4,7 @@ rank.
 - certain: the model's compute device is the CPU, or the loss comes from the CPU and the model was
   never seen on a GPU, while hardly any GPU memory is allocated. (A loss on the CPU proves nothing
   by itself: a miner may copy it there to report it. Neither does a model on the CPU while GPU
-  memory is in use: the miner has moved it since, or offloads it.)
+  memory is in use: the miner has since moved it, or offloads it.)
 - suspected: hardly any GPU memory is allocated, or NVML shows that no GPU is used, and steps are
   slow (source 004: < 1 GB and > 60 s); or the GPU memory is unknown, steps take several times as
   long as before and stay that slow, and no phase explains it.

@@ -107,7 +107,7 @@ def explosion(step: int, loss: float, median: float, *, steps: int, lr: float | 
         "divergence",
         step,
         "critical",
-        f"loss {loss:.4g} has been above twice its median of {median:.4g} for {steps} steps",
+        f"loss {loss:.4g} has been more than twice its median of {median:.4g} for {steps} steps",
         fixes,
         cause,
         {"loss": loss, "median": median, "steps": steps},

@@ -155,7 +155,7 @@ class MemoryReading:
     used_gb: float
     total_gb: float
     source: str
-    """`hook` (torch's allocated bytes), `printed` (a line of the miner), `nvml` (bytes of all
+    """`hook` (torch's allocated bytes), `printed` (a line from the miner), `nvml` (bytes of all
     processes on that GPU)."""
 
     busy_pct: float | None = None

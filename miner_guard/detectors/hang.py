@@ -66,7 +66,7 @@ class Hang:
     """True if the hang persists even after more steps finish."""
 
     finished: bool = False
-    """True if every rank had finished training, so only the exit hangs."""
+    """True if every rank had finished training, so only the exit is hanging."""
 
 
 @dataclass(frozen=True)

@@ -240,7 +240,7 @@ class LogSteps:
 
     def _observe_unnumbered(self, line: StepLine, now: float) -> Iterator[LoggedStep]:
         """A loss without a step number belongs to the step that the progress bar next to it shows
-        (HF Trainer), or is the next step of a program that prints no numbers."""
+        (HF Trainer), or to the next step if the program prints no numbers."""
         pending = self._pending
         if pending is not None and pending.inner is not None and pending.loss is None:
             self._bar_total, self._pending, self._numbered = pending.total, None, True
@@ -310,4 +310,4 @@ class _ElapsedWatch:
 
 _GROWING, _GROWN = 3, 1.5
 """Four consecutive lines, each with a longer time than the one before: random step times rarely
-rise that often, and not by half."""
+rise that many times in a row, let alone by half."""

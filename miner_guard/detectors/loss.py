@@ -35,7 +35,8 @@ noise, with the drift removed."""
 _MIN_FIRST = 3
 _FIRST_FACTOR = 5.0
 """The rule for the first values of a run or a log: a loss starts high, so a value far above the
-highest of them is an outlier. Five in a row are an explosion, as they are later in a run."""
+highest of them is an outlier. Five in a row count as an explosion, just as they do later in a
+run."""
 
 _MAX_FIRST_SPREAD = 3.0
 """If the highest of the first values exceeds the lowest by more than this factor, as in a
@@ -108,7 +109,7 @@ class LossWatch:
             yield from self._plateau.observe(step, loss, lr)
 
     def _returned(self, loss: float, spike: Anomaly) -> bool:
-        """Return whether the loss has come back by at least half of the jump."""
+        """Return whether the loss has recovered by more than half of the jump."""
         level = spike.evidence["median"]
         back = _rise(loss, level) < _rise(spike.evidence["loss"], level) / 2
         return self._spikes_in_row == 0 and back

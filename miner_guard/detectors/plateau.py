@@ -41,8 +41,8 @@ def near_chance(begin: float, best: float) -> bool:
 
 
 class Plateau:
-    """Reports a loss without a new low for `plateau_steps`: convergence if it fell before,
-    otherwise a model that does not learn."""
+    """Reports a loss that has reached no new low for `plateau_steps`: as convergence if it fell
+    earlier, otherwise as a model that is not learning."""
 
     def __init__(self, settings: LossSettings) -> None:
         self._steps = settings.plateau_steps

@@ -33,8 +33,8 @@ _MAX_KINDS = 64
 
 _CLEAR_RATIO = 2.5
 _OFTEN, _OFTEN_WITHIN = 3, 32
-"""(count, steps): steps slower by less than `_CLEAR_RATIO` matter only if `count` of them come
-within `steps`."""
+"""(count, steps): steps slower by less than `_CLEAR_RATIO` matter only if `count` of them occur
+within `steps` steps."""
 
 _EPISODE = 8
 """Slow steps within this many steps of each other form one episode."""
@@ -321,9 +321,9 @@ class TokenNormalizer:
 
 
 class RegressionWatch:
-    """Reports once when the median of the last 32 training steps, or each of the last eight, has
-    fallen behind the best median by the ratio, and either by more than `min_excess_s` or for 20 s.
-    A busy host delays short steps by fractions of a second, but not for that long."""
+    """Reports once when the median of the last 32 training steps, or each of the last eight, is
+    slower than the best median by the ratio, and the slowdown either exceeds `min_excess_s` or has
+    lasted 20 s. A busy host delays short steps by fractions of a second, but not for that long."""
 
     def __init__(self, ratio: float, min_excess_s: float = 0.0) -> None:
         self._ratio = ratio

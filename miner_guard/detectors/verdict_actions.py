@@ -1,4 +1,4 @@
-"""The next step of each condition: what to do, with the commands to type between backticks. Pure.
+"""The next step for each condition: what to do, with the commands to type between backticks. Pure.
 
 A step names what the reader would otherwise have to look up: the path, the GPU, the command that
 starts the guard again.
@@ -22,7 +22,7 @@ def always(text: str) -> Action:
 
 
 def after_crash_loop(status: StatusDocument, memory: Memory) -> str:
-    """Advise the reader to fix what the last incident names and then start the guard."""
+    """Advise the reader to apply the last incident's fix and then start the guard."""
     failures = "`miner-guard logs --event incident`"
     incident = memory.incident or {}
     if not incident.get("fix"):

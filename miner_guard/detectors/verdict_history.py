@@ -1,4 +1,4 @@
-"""Up to seven days of verdicts as a strip of cells, like a status page. Pure.
+"""Up to seven days of verdicts as a strip of cells, as on a status page. Pure.
 
 The guard adds up the seconds while it runs (`VerdictWeek`), so that no reader has to search a week
 of logs. Time in which no guard ran has no verdict: it is `unwatched`, and counts towards no other
@@ -38,10 +38,10 @@ class Strip:
     """Start of the first cell, seconds since 1970."""
 
     since: float
-    """Start of the record, which lies in the first cell."""
+    """When the record starts; this falls in the first cell."""
 
     end: float
-    """Time of reading, which lies in the last cell."""
+    """When the strip was made; this falls in the last cell."""
 
     cell_s: float
     cells: Sequence[str]
@@ -58,7 +58,7 @@ class VerdictWeek:
     def __init__(
         self, stored: Mapping[str, Mapping[str, float]], start: float | None = None
     ) -> None:
-        """`stored` and `start`: the results of an earlier object's `to_json` and `start`."""
+        """`stored` and `start`: what an earlier object's `to_json` and `start` returned."""
         self._cells = {
             int(cell): {state: s for state, s in states.items() if state in WORST_FIRST}
             for cell, states in stored.items()
@@ -70,8 +70,8 @@ class VerdictWeek:
     def start(self) -> float | None:
         """Start of the record, in seconds since 1970; None if it is empty.
 
-        If an older guard did not store the start, it is computed as if the first cell had been
-        recorded up to its end.
+        If an older guard did not store the start, it is estimated by assuming that the first cell
+        was recorded up to its end.
         """
         if not self._cells:
             return None
@@ -99,8 +99,8 @@ class VerdictWeek:
             del self._cells[cell]
 
     def correct(self, before: str, after: str, start: float, end: float) -> None:
-        """Replace `before` with `after` from `start` to `end`: a hang, for example, is detected
-        late."""
+        """Replace `before` with `after` from `start` to `end`: a hang, for example, is only
+        detected some time after it begins."""
         for cell, seconds in _parts(start, end):
             states = self._cells.get(cell, {})
             moved = min(seconds, states.get(before, 0.0))
@@ -152,14 +152,14 @@ def _sum(cells: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _with_unwatched(states: Mapping[str, float], elapsed_s: float) -> dict[str, float]:
-    """The seconds by state, including those without a verdict."""
+    """Seconds in each state, including time without a verdict."""
     missing = elapsed_s - sum(states.values())
     return {**states, UNWATCHED: missing} if missing >= _UNCOUNTED_S else dict(states)
 
 
 def _worst(states: Mapping[str, float], width_s: float) -> str:
-    """The worst state of a cell, ignoring brief ones if another fills it. Unknown is not bad news:
-    it only colours a cell in which no other state lasted longer."""
+    """The worst state in a cell, ignoring brief states unless all are brief. Unknown is not bad
+    news: it only colours a cell in which no other state lasted longer."""
     held = {state for state, seconds in states.items() if seconds > 0}
     lasting = {state for state in held if states[state] >= BRIEF_SHARE * width_s} or held
     if max(lasting, key=lambda state: states[state], default=UNKNOWN) != UNKNOWN:

@@ -87,7 +87,7 @@ class Memory:
             self._toggle(self.disks, str(fields.get("what")), finding, "disk_full", "disk_stuck")
 
     def stepped(self, loss: float | None) -> None:
-        """Record that training made a step: whatever blocked it is over."""
+        """Record that training completed a step, so whatever was blocking it has cleared."""
         self.hang = self.restart = self.incident = None
         self.silent_s = 0.0
         if loss is not None and math.isfinite(loss):

@@ -20,7 +20,7 @@ class Overfit:
     train_then: float
     train_last: float
     rising: float
-    """Kendall's tau of the evaluations since: 1 means a steady rise, 0 no trend."""
+    """Kendall's tau of the evaluations since then: 1 means a steady rise, 0 no trend."""
 
 
 def overfit(evaluation: Series, training: Series) -> Overfit | None:

@@ -37,7 +37,7 @@ _CLEAR_RATIO = 1.9
 """Lower than the live threshold, because a whole trace shows whether a slow step recurs."""
 
 _BEYOND = 1.3
-"""A slow step must be this multiple of the regular slow steps to stand out from them."""
+"""A slow step must take this many times as long as the regular slow steps to stand out."""
 
 _ZEROS = 3
 _FIRST_STEP = 1

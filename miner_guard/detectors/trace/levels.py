@@ -228,8 +228,8 @@ class SlowFall:
 
 
 _SLOW_FALL = (0.03, 0.15)
-"""A fall between these shares of the first level is slow; a smaller one is flat, a larger one is
-learning."""
+"""A fall between these shares of the first level counts as slow, a smaller one as flat and a larger
+one as learning."""
 
 _STEADY_SIGMAS = 6.0
 """The fall must be at least this multiple of the value-to-value noise: the pace of a noisy loss is

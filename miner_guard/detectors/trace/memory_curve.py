@@ -86,7 +86,8 @@ def _settled(values: Sequence[float]) -> int:
 
 
 def _until_back(values: Sequence[float], place: int, usual: float) -> int | None:
-    """Index at which the level returns, if it does so soon; None for a lasting change."""
+    """Index at which memory is back at its usual level, if that happens soon; None for a lasting
+    change."""
     for index in range(place + 1, min(len(values), place + _TRANSIENT + 1)):
         if abs(values[index] - usual) <= _JUMP * usual / 2:
             return index

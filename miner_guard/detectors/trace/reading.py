@@ -99,7 +99,7 @@ _SUMMED_UP = re.compile(r"(?:train|eval)_\w+\s{2,}=\s.*")
 EVALUATION_WORDS = frozenset(
     name.encode() for name, quantity in _PLAIN_NAMES.items() if quantity == "eval_loss"
 )
-"""Every printed evaluation loss contains at least one of these lower-case strings."""
+"""Every line that prints an evaluation loss contains at least one of these lower-case strings."""
 
 _MAX_PRINTED_LENGTH = 4096
 _MAX_FIELDS = 100
@@ -146,8 +146,8 @@ class _Spread:
         self._parts: list[str] = []
 
     def join(self, text: str) -> str:
-        """Return `text` unless it is part of an object: then an empty string until the object is
-        complete, and the whole object at its end."""
+        """Return `text` if it is not part of an object. If it is, return an empty string until the
+        object is complete, then the whole object."""
         if text == "{":
             self._parts = [text]
             return ""

@@ -1,4 +1,5 @@
-"""Finds where a curve starts over by design: a resumed run, the next fold of a cross-validation."""
+"""Finds where a curve starts over by design, as in a resumed run or the next cross-validation
+fold."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from miner_guard.detectors.trace.series import step_noise
 _ALIKE = 0.10
 _COMPARED = 5
 _FOLLOWED = 20
-"""After a restart, the loss must fall as it did over the first values of the run (at most this
-many); a loss that has exploded stays high."""
+"""Maximum number of values compared: after a restart, the loss must fall as it did at the start of
+the run; a loss that has exploded stays high."""
 
 _MIN_LEVEL_RATIO = 0.8
 """The median after a restart must be at least this share of the run's early median; after a spike,
-the loss is immediately back at its own, lower level."""
+the loss immediately returns to its previous, lower level."""
 
 _JUMP_SIGMAS = 5.0
 """The jump at a restart must be at least this multiple of the value-to-value noise, because a flat
@@ -25,17 +26,17 @@ loss always looks the way it did at the beginning."""
 
 _MIN_FALL = 1.02
 _AT_ONCE = 0.5
-"""A restart reverses at least this share of the descent (in logarithm) from one value to the
+"""A restart undoes at least this share of the descent (on a log scale) from one value to the
 next."""
 
 _MIN_RUN = 5
 
 
 def restarts(values: Sequence[float]) -> list[int]:
-    """Indices at which the values repeat the run's first descent.
+    """Indices at which the values repeat the run's initial descent.
 
-    The first values after a restart fall as the run's first values did (within 10 %, over five
-    values), whereas a spike returns immediately.
+    After a restart, the values fall as the run's first values did (to within 10 %, over five
+    values), whereas a spike is over immediately.
     """
     opening = values[:_COMPARED]
     if (
@@ -68,8 +69,8 @@ def restarts(values: Sequence[float]) -> list[int]:
 
 
 def _follows(values: Sequence[float], place: int) -> bool:
-    """Return whether the values descend as the run did at its start, and no faster; True if there
-    are too few values to decide."""
+    """Return whether the values fall as they did at the start of the run, and no faster; True if
+    there are too few values to decide."""
     then, now = values[_COMPARED:_FOLLOWED], values[place + _COMPARED : place + _FOLLOWED]
     if len(now) < len(then):
         return True
@@ -77,9 +78,9 @@ def _follows(values: Sequence[float], place: int) -> bool:
 
 
 def _jumps(values: Sequence[float], place: int, last: int, min_jump: float) -> bool:
-    """Return whether the value is clearly above the preceding ones (by at least `min_jump` in
-    logarithm) and reverses at least half of the descent in one step; a diverging loss returns to
-    its first values gradually."""
+    """Return whether the value is clearly above the preceding ones (by at least `min_jump` on a log
+    scale) and undoes at least half of the descent in one step; a diverging loss climbs back to its
+    initial values gradually."""
     before = values[max(last, place - 4) : place]
     if not before or values[place] <= _MIN_FALL * (level := median(before)) or level <= 0:
         return False
