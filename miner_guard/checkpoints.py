@@ -356,8 +356,8 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def _unname(checkpoint: Path) -> Path:
-    """Rename a checkpoint before its removal, so that a crash during the removal leaves no
-    partial folder with a valid name. Returns the new path."""
+    """Rename a checkpoint before removing it, so that a crash midway leaves no partial folder with
+    a valid name. Returns the new path."""
     unnamed = checkpoint.with_name(f"{_DRAFT}old-{checkpoint.name}")
     shutil.rmtree(unnamed, ignore_errors=True)
     os.replace(checkpoint, unnamed)

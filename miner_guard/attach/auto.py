@@ -126,7 +126,7 @@ class Auto:
         setattr(torch.Tensor, "backward", hook)  # noqa: B010 - mypy rejects an assignment to a method
 
     def follow_scaler(self, module: Any) -> None:
-        """Hook the GradScaler, with which the program calls `backward` on the loss times a varying
+        """Hook the GradScaler, which makes the program call `backward` on the loss times a varying
         scale; `torch.amp.grad_scaler` was just imported."""
         scaler = module.GradScaler
         scale, update = scaler.scale, scaler.update

@@ -1,10 +1,10 @@
-"""Reads the loss of a step, without waiting for the GPU: the sum of what the program passes to
+"""Reads a step's loss, without waiting for the GPU: the sum of what the program passes to
 `backward`.
 
-Gradients add up over the micro-batches of a step, so this sum is the loss whose gradient the
-optimizer applies. If the program calls `(loss / 4).backward()` four times, the sum is the mean.
-Unless the graph shows that the program divides the losses of its micro-batches, the loss is marked
-as a sum (`Loss.summed`).
+Gradients add up over a step's micro-batches, so this sum is the loss whose gradient the optimizer
+applies. If the program calls `(loss / 4).backward()` four times, the sum is the mean. Unless the
+graph shows that the program divides its micro-batch losses, the loss is marked as a sum
+(`Loss.summed`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from miner_guard.rank.numbers import Loss
 
 _MAX_DIVISIONS = 4
 _MAX_JUDGED_STEPS = 4
-"""Judge from the first steps, at most this many, whether the program divides its micro-batch
-losses. Walking the graph at every step would cost CPU time."""
+"""Maximum number of initial steps used to judge whether the program divides its micro-batch losses.
+Walking the graph at every step would cost CPU time."""
 
 _MAX_IN_FLIGHT = 12
 """Limit on the number of steps whose loss is still in transit from the GPU. A record can express a

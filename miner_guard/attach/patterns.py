@@ -1,4 +1,4 @@
-"""Loads the patterns with which the guard recognises steps in a training program's output: the
+"""Loads the patterns that the guard uses to recognise steps in a training program's output: the
 common grammar, and those of a profile."""
 
 from __future__ import annotations

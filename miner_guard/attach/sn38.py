@@ -80,7 +80,7 @@ class Subnet38:
             module.load_state_from_peer = followed(loader, self._loaded)
 
     def subclass(self, cls: type) -> None:
-        """Hook the miner's class; Python has just defined it."""
+        """Hook the miner's class, which Python has just defined."""
         if not _has_steps(cls):
             # This class does not train, so it is not hooked. The monitor `log_attach` reads the
             # miner's output instead.

@@ -193,8 +193,8 @@ class UploadModel:
     """Replaces the miner's method `upload_model`.
 
     The miner looks up the method while it starts an upload, and passes it to its upload thread. So
-    each lookup binds the decision about that upload, even if another is decided before the thread
-    runs.
+    each lookup binds the decision about that upload, even if the gate decides on another upload
+    before the thread runs.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ def report(result: LogCheck, profile: str | None) -> Iterator[str]:
         if at == _FIRST and len(steps) > len(shown):
             yield f"… {len(steps) - len(shown)} more …"
         yield f"line {seen.place}: {_in_words(seen)}   <- {seen.text}"
-    by = f" with the patterns of {profile}" if profile else ""
+    by = f" with {profile}'s patterns" if profile else ""
     yield f"{counted(len(steps), 'step')} in {counted(result.lines, 'line')}{by}" + (
         f": {_fields(result)}" if steps else ""
     )

@@ -111,8 +111,8 @@ def _inputs(place: options.CommandContext) -> GateInputs:
 
 
 def _settings(place: options.CommandContext) -> GateSettings:
-    """Return [gate] from these settings or, if they have no such section, from the guard in the
-    state directory."""
+    """Return [gate] from these settings or, if they have no such section, from those of the guard
+    that uses the state directory."""
     own = place.settings
     if any(
         name.startswith("gate.") and origin != "default" for name, origin in own.origins.items()

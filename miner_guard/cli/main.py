@@ -54,8 +54,8 @@ _GC_EVERY = 20_000
 
 
 def build(arguments: Sequence[str]) -> typer.Typer:
-    """The application with the command that `arguments` names, or with all commands for the
-    help."""
+    """The application with only the command named in `arguments`, or with all commands for the help
+    text."""
     app = typer.Typer(
         name="miner-guard",
         no_args_is_help=True,

@@ -32,8 +32,8 @@ _OTHERS = 5
 
 
 def a_number(value: Optional[float]) -> Optional[float]:
-    """The `callback=` of a numeric option: refuses NaN, which typer before 0.29 accepts whatever
-    the limits, and numbers above `MAX_COUNT`. A `max=` would print fifteen zeros in the help."""
+    """The `callback=` of a numeric option: refuses numbers above `MAX_COUNT`, and NaN, which typer
+    before 0.29 accepts whatever the limits. A `max=` would print fifteen zeros in the help."""
     if value is not None and value != value:
         raise typer.BadParameter("nan is not a number")
     if value is not None and value > MAX_COUNT:

@@ -103,7 +103,7 @@ class PlanEstimate:
     """Micro-batches across all ranks."""
 
     samples: int
-    """Samples that all ranks train on in an inner step."""
+    """Number of samples that all ranks together train on in an inner step."""
 
     memory: MemoryPlan
     inner_step_s: float | None
@@ -340,8 +340,8 @@ def _changes(s: PlanSettings) -> Iterator[Suggestion]:
             smaller,
             batch.format(smaller.batch),
             effect=(
-                "less memory, same samples; slower unless a micro-batch becomes faster "
-                "in proportion"
+                "less memory, same samples; slower unless each micro-batch gets proportionally "
+                "faster"
             ),
         )
         both = replace(smaller, effective=max(1, s.effective // 4))

@@ -64,7 +64,7 @@ class HangSettings:
 
     @property
     def allowances(self) -> dict[str, float]:
-        """The time limit in seconds of each phase that has its own limit."""
+        """Time limits, in seconds, of the phases that have their own."""
         return {
             "allreduce": self.allreduce_s,
             "upload": self.upload_s,
@@ -104,7 +104,7 @@ class RestartSettings:
     """Random share added to each wait, so that many miners do not restart at the same moment."""
 
     healthy_s: Positive = 600.0
-    """The guard resets the count of restarts when a launch has been running for this long and is
+    """The guard resets the restart count when a launch has been running for this long and is
     training."""
 
 

@@ -63,7 +63,7 @@ class RepoSettings:
     """`hf`: owner/name."""
 
     credentials: Literal["env", "dotenv", "file"] = "env"
-    """Where the guard reads the keys from. It never takes them from a command line."""
+    """Where the guard reads the keys from; never the command line."""
 
     credentials_file: str | None = None
     """`dotenv`: the miner's `.env` file; `file`: a TOML file with the keys."""

@@ -130,13 +130,16 @@ class StepSettings:
     `TIMING REMARK` (source 001: an issue, but not a red flag)."""
 
     overhead_max_pct: Percent = 20.0
-    """An evaluation step with a higher share of overhead than this is a red flag (source 001)."""
+    """An evaluation step that spends more than this share on overhead is a red flag (source
+    001)."""
 
     inference_max_pct: Percent = 90.0
-    """An evaluation step with a higher share of inference than this is a red flag (source 001)."""
+    """An evaluation step that spends more than this share on inference is a red flag (source
+    001)."""
 
     val_loss_max_pct: Percent = 50.0
-    """An evaluation step with a higher share of validation than this is a red flag (source 001)."""
+    """An evaluation step that spends more than this share on validation is a red flag (source
+    001)."""
 
     red_flag_min_s: NotNegative = 1.0
     """An evaluation step shorter than this raises no red flag, because its parts are as short as a
@@ -196,7 +199,7 @@ class GpuSettings:
     """Interval between later checks (source 002: 120-180 s)."""
 
     severe_pct: Percent = 50.0
-    """A memory share below this is severe under-use (source 002)."""
+    """A memory share below this counts as severe under-utilization (source 002)."""
 
     optimal_pct: Percent = 70.0
     """The optimal range is from here to `near_limit_pct` (source 002)."""

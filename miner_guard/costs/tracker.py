@@ -26,8 +26,8 @@ FILE = "monitoring_costs.json"
 _MAX_OPERATIONS = 256
 _WRITE_EVERY_S = 5.0
 _EVIDENCE_S = 3.0
-"""Monitoring never counts as over budget before it has blocked training for this long (5 % of a
-minute), because a share of a shorter time means little."""
+"""Monitoring does not count as over budget until it has blocked training for this long (5 % of a
+minute): a percentage of so little time means nothing."""
 
 _RELAX_RATIO = 0.8
 """Throttling ends when the requested intervals would take less than this share of the budget."""

@@ -49,6 +49,7 @@ def standard_library() -> bytes:
         size += len(parts[-1])
     if not parts:
         raise FileNotFoundError(
-            f"no .py files in {root}: this Python has no source files of its standard library"
+            f"no .py files in {root}: this Python installation lacks its standard library's source "
+            "files"
         )
     return b"\n".join(parts)[:_LIMIT]

@@ -20,8 +20,8 @@ KINDS = {
     "nan": "a gradient becomes NaN, and so do the weights",
     "slow": "one step takes much longer than usual",
     "cpu-fallback": (
-        "the model trains on the CPU; without a GPU, every later step takes eight times as long "
-        "instead"
+        "the model trains on the CPU from the start, and from this step on each step takes eight "
+        "times as long"
     ),
     "spike": "one step trains on random bytes",
 }
