@@ -28,7 +28,7 @@ def reach(address: str | None, timeout_s: float) -> Axon:
     request = {"address": address, "timeout_s": timeout_s}
     answer = probe.ask("uploads.axon_probe", request, _DEADLINE_S)
     if answer.reason is not None or answer.value is None:
-        return Axon(address, reason=answer.reason or "the probe gave no answer")
+        return Axon(address, reason=answer.reason or "the probe returned no answer")
     return Axon(address, float(answer.value))
 
 

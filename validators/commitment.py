@@ -1,4 +1,4 @@
-"""Commitment: the hotkey must commit, on chain, the keys with which validators read the bucket."""
+"""Commitment: the hotkey must commit, on chain, the keys that validators use to read the bucket."""
 
 from __future__ import annotations
 

@@ -56,5 +56,5 @@ def inspect_file(
         "size_bytes": size,
         "problems": [],
         "params": None,
-        "reason": answer.reason or "the inspection gave no reason",
+        "reason": answer.reason or "the inspection returned no reason",
     }

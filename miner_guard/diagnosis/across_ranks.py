@@ -167,8 +167,8 @@ def _stray_shards(answered: Sequence[Report]) -> Iterator[Finding]:
 def _gpu_of(r: Report) -> tuple[Hashable, str] | None:
     """Return a unique name for the rank's GPU; None if the rank does not know one.
 
-    A MIG slice is identified by the mask that names it: CUDA also reports the UUID of the whole GPU
-    to a process, but ranks on two slices share nothing.
+    A MIG slice is identified by the mask that names it: CUDA reports the whole GPU's UUID even to a
+    process on a slice, but ranks on different slices share nothing.
     """
     slice_ = str(r.get("visible_devices") or "").partition(",")[0]
     if slice_.startswith("MIG-"):

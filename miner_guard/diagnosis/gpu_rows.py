@@ -15,7 +15,7 @@ BAD_THROTTLE = 0x8 | 0x40 | 0x80
 """HW slowdown, HW thermal slowdown, HW power brake; idle and the software power cap are routine."""
 
 _ABSENT = frozenset({"Not Supported", "Function Not Found"})
-"""Reasons that mean that this GPU model or driver lacks a field."""
+"""Reasons indicating that this GPU model or driver lacks a field."""
 
 COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
 

@@ -1,8 +1,8 @@
 """Log templates: lines without their digits. A miner prints the same few templates over and over.
 
-If one line of a template lacks a word, all lines of the template lack it. So the guard splits the
-output into templates once and searches only new templates for words (the idea of Drain, He et al.
-2017, reduced to dropping digits).
+If one line lacks a word, so do all lines with the same template. So the guard splits the output
+into templates once and searches only new templates for words (an idea from Drain, He et al. 2017,
+reduced to dropping digits).
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ MAX_TEMPLATE_LENGTH = 512
 """Longer templates are not remembered, because they hardly ever recur."""
 
 _MANY = 64
-"""If more lines than this contain a word, it pays to search only the other lines for the next
-word."""
+"""If more lines than this contain a word, searching only the other lines for the next word saves
+time."""
 
 
 _SAMPLE = 1024
-"""How many bytes to check for base64 before processing a whole text."""
+"""Number of leading bytes to check for base64 before processing all of a long text."""
 
 _ENCODED_LINE = re.compile(rb"^[A-Za-z0-9+/=]{48,}\r?$", re.MULTILINE)
 
 
 def without_encoded_lines(text: bytes) -> bytes:
-    """Blank out the lines of base64 in `text`, because short words occur in base64 by chance. A
-    long text that does not begin with base64 is returned unchanged, which only slows down the
-    search."""
+    """Blank out base64 lines in `text`, because short words occur in base64 by chance. A long text
+    without base64 near its start is returned unchanged, which at worst slows down the search."""
     if _ENCODED_LINE.search(text, 0, _SAMPLE) is None and len(text) > _SAMPLE:
         return text
     return _ENCODED_LINE.sub(b"", text)
@@ -59,12 +58,12 @@ def templates_in_python(text: bytes) -> tuple[list[bytes], frozenset[bytes]]:
 
 COMPILED = _templates is not None
 templates = _templates.templates if COMPILED else templates_in_python
-"""The compiled path shares one object between equal templates, and skips the conversion of a line
-that differs only in its numbers from an earlier one of the same length."""
+"""The compiled path shares one object between equal templates, and skips converting a line that
+differs from an earlier one of the same length only in its numbers."""
 
 
 class LineChunk(bytes):
-    """Output in whole lines. It computes its templates once, for all readers."""
+    """Output in whole lines. Computes its templates only once, for all readers."""
 
     @cached_property
     def _computed(self) -> tuple[list[bytes], frozenset[bytes]]:
@@ -72,8 +71,8 @@ class LineChunk(bytes):
 
     @property
     def templates(self) -> list[bytes]:
-        """The template of each line, and of the text after the last newline; empty for a line of
-        base64."""
+        """The template of each line, and of the text after the last newline; empty for a base64
+        line."""
         return self._computed[0]
 
     @property
@@ -88,8 +87,8 @@ class LineChunk(bytes):
 
 
 class TemplateFilter:
-    """Finds lines that contain one of the words, and remembers which templates contain one. Uses
-    bounded memory."""
+    """Finds lines that contain any of the words, and remembers which templates do. Uses bounded
+    memory."""
 
     def __init__(self, words: Iterable[bytes]) -> None:
         """`words` must be templates (see `template`), without newlines."""
@@ -102,11 +101,12 @@ class TemplateFilter:
         return self._search.find(text)
 
     def holds(self, text: bytes) -> bool:
-        """Return True if the template `text` contains a word."""
+        """Return True if the template `text` contains any of the words."""
         return bool(self._search.find(text))
 
     def holding(self, texts: Sequence[bytes]) -> list[bytes]:
-        """Return the `texts` (each part of a line) whose template contains a word."""
+        """Return those of the `texts` (each part of a line) whose template contains any of the
+        words."""
         together = template(b"\n".join(texts))
         words = self._search.find(together)
         if not words:
@@ -119,7 +119,7 @@ class TemplateFilter:
         ]
 
     def matching(self, lines: LineChunk) -> Set[bytes]:
-        """Return the templates of `lines` that contain a word."""
+        """Return the templates of `lines` that contain any of the words."""
         known = lines.distinct & self._loud
         new = lines.distinct - self._quiet - known
         if not new:

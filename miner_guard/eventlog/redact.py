@@ -61,8 +61,8 @@ _SHAPES = tuple(
     )
 )
 _LONG_RUN = re.compile(r"[\w-]{14}")
-"""A text without such a run matches none of the shapes. The limit is 14 because the date and hour
-of a line's timestamp have 13 characters."""
+"""Text without such a run matches none of the shapes. The limit is 14 because the date and hour in
+a line's timestamp take up 13 characters."""
 
 _WEBHOOK = re.compile(
     r"(?i)(\b(?:discord(?:app)?\.com/api/(?:v\d{1,2}/)?webhooks/|hooks\.slack\.com/(?:services|workflows|triggers)/"
@@ -111,7 +111,7 @@ _AWS_NAMED = re.compile(
 _BEARER = re.compile(r"(?i)(\b(?:bearer|basic)\s+)([A-Za-z0-9._~+/=-]{8,})")
 _URL = re.compile(r"(\b[a-z][a-z0-9+.-]{0,31}://[^\s/:@]{0,256}:)([^\s/@]+)(@)", re.IGNORECASE)
 _ANSI = r"(?:\x1b|\\u001b|\\x1b)\[[\d;]{0,12}m"
-# A text matches as a gap in only one way; otherwise the search below effectively hangs on a row of
+# Text matches as a gap in only one way; otherwise the search below effectively hangs on a row of
 # `\\n`.
 _GAP = rf"(?:{_ANSI}|\\[nrt]|\\(?![nrtux])|[^\w\x1b\\])"
 _WORDS = r"[a-z]{3,8}(?:[ ]{1,4}[a-z]{3,8}){11,23}(?![A-Za-z])"

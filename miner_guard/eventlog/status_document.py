@@ -318,7 +318,7 @@ class RanksStatus(Section):
 
 @dataclass(frozen=True)
 class DiagnosisStatus(Section):
-    """The ranks' reports about their model and GPU. The monitor `diagnosis` writes it."""
+    """The ranks' reports about their model and GPU, written by the monitor `diagnosis`."""
 
     ranks: Sequence[Mapping[str, Any]] = ()
     """For each rank, the facts from `rank.introspection.diagnose`."""
@@ -381,7 +381,7 @@ def status_age_s(state: StateDir) -> float:
 
 
 def read_status(state: StateDir) -> StatusDocument | None:
-    """Read the document of a state directory; None if no guard has written one, or if it is
+    """Read a state directory's document; None if no guard has written one, or if it is
     unreadable."""
     document = read_json(state.status)
     if document is None:

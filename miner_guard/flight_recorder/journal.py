@@ -99,8 +99,8 @@ class UploadEntry(JournalEntry):
     bytes: int | None = None
     attempts: int | None = None
     checksum: str | None = None
-    """The first 32 characters of the sha256. The guard would redact a whole one, because it looks
-    like a private key."""
+    """The first 32 characters of the sha256. The guard would redact the full digest, because it
+    looks like a private key."""
 
     error: str | None = None
 

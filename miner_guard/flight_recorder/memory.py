@@ -85,7 +85,7 @@ def open_live(path: Path, flags: int) -> int | None:
 
 
 class Version(NamedTuple):
-    """Tells apart different records at the same `path`, and different states of a copy."""
+    """Distinguishes different records at the same `path`, and different states of a copy."""
 
     live: bool
     device: int
@@ -153,8 +153,8 @@ class Copier:
         self._steps, self._entries = steps, entries
 
     def _open(self, before: tuple[int, int]) -> int | None:
-        """Open the copy; None unless it is complete and still the file `before`. Compare the
-        record's identity too, because the file system may reuse the inode for another file."""
+        """Open the copy; None unless it is complete and still the same file as `before`. Compare
+        the record's identity too, because the file system may reuse the inode for another file."""
         try:
             file = open_private(self.path, os.O_RDWR)
         except OSError:

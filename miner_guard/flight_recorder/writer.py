@@ -172,7 +172,7 @@ class FlightWriter:
         return True
 
     def dropped(self, count: int) -> None:
-        """Write to the header how many datagrams to the supervisor did not arrive."""
+        """Record in the header how many datagrams did not reach the supervisor."""
         with self._lock:
             self._count(layout.DROPPED, count)
 

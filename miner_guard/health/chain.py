@@ -66,7 +66,7 @@ def query(settings: ChainSettings, *, python: str = sys.executable) -> ChainRead
         "miner_guard.health.chain_probe", request, settings.timeout_s, python=python, env=env
     )
     if answer.reason is not None or not isinstance(answer.value, dict):
-        return ChainReading(reason=answer.reason or "the query gave no answer")
+        return ChainReading(reason=answer.reason or "the query returned no answer")
     return ChainReading(**{name: value for name, value in answer.value.items() if name in _FIELDS})
 
 

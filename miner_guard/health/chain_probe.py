@@ -169,8 +169,8 @@ def committed_text(stored: Any) -> str | None:
 
 
 def _data_of(value: Any) -> bytes:
-    """Find the bytes: they are hexadecimal or numbers, nested in lists in a way that depends on the
-    decoder's version."""
+    """Find the bytes: a string (hexadecimal after `0x`) or numbers, nested in lists in a way that
+    depends on the decoder's version."""
     if isinstance(value, Mapping) and value:
         return _data_of(next(iter(value.values())))
     if isinstance(value, str):

@@ -158,7 +158,7 @@ def read_cgroup_memory(
 
 def oom_kills() -> int | None:
     """Out-of-memory kills so far: the sum of the cgroup's counter and the kernel's (which covers
-    the whole machine). None if neither can be read. Only an increase of the sum is meaningful."""
+    the whole machine). None if neither can be read. Only an increase in the sum is meaningful."""
     counters = []
     with contextlib.suppress(OSError, ValueError):
         counters.append(read_cgroup_memory()[2])

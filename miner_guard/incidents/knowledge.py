@@ -40,7 +40,7 @@ _DIGIT = re.compile(rb"\d")
 _NONE: frozenset[bytes] = frozenset()
 
 _Shape = tuple[bytes, frozenset[bytes]]
-"""A text with each digit replaced by 0, plus those pattern words with digits that occur in it. Two
+"""Text with each digit replaced by 0, plus those pattern words with digits that occur in it. Two
 texts with the same shape contain the same words."""
 
 _Key = Union[str, _Shape]

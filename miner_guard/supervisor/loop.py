@@ -40,7 +40,7 @@ class Timer:
 
 class Loop:
     """Waits for the next event and calls its handler. The thread that calls `turn` runs all of it;
-    each call of `turn` is one iteration.
+    each call to `turn` is one iteration.
 
     Failures do not stop the loop: it reports a handler that raises and keeps it registered. Signal
     handlers only record the signal's number; `turn` does the work.

@@ -13,8 +13,8 @@ MAX_LENGTH = 107
 
 @contextmanager
 def address(path: Path) -> Iterator[str]:
-    """An address with which to bind or connect to the socket at `path`, valid inside the `with`
-    block. Raises OSError if the folder of a path that is too long does not exist."""
+    """An address for binding or connecting to the socket at `path`, valid inside the `with` block.
+    Raises OSError if the path is too long and its folder does not exist."""
     if len(os.fsencode(path)) <= MAX_LENGTH:
         yield str(path)
         return

@@ -49,7 +49,8 @@ def look_at(settings: RepoSettings, layout: Layout = USUAL) -> Published:
     request = {"repo": dataclasses.asdict(settings), "layout": dataclasses.asdict(layout)}
     answer = probe.ask("uploads.repos.state_probe", request, settings.timeout_s)
     if answer.reason is not None or answer.value is None:
-        return Published(reason=answer.reason or "the probe gave no answer", seen_at=time.time())
+        reason = answer.reason or "the probe returned no answer"
+        return Published(reason=reason, seen_at=time.time())
     return published_from_dict(answer.value)
 
 

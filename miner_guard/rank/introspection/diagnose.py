@@ -175,7 +175,7 @@ def _wait_for(store: Store, rank: int, end: float, deadline_s: float) -> Report:
 
 
 _calls = itertools.count(1)
-"""Numbers the calls of `diagnose`, to keep their reports apart. All ranks call it the same number
+"""Numbers the calls to `diagnose`, to keep their reports apart. All ranks call it the same number
 of times."""
 
 
@@ -217,7 +217,7 @@ def diagnose(
 
     `given`: the settings that the training loop reports. `expect`: the number of GPUs that must be
     present, None if unknown; used only if rank 0 prints the reports. `shapes_file`: where rank 0
-    writes the model's shapes, with which the guard checks its gradients. Returns what `collect`
+    writes the model's shapes, which the guard uses to check its gradients. Returns what `collect`
     gathered. Never raises.
     """
     try:

@@ -68,7 +68,7 @@ class ProcessTree:
         self._registry.write(self._known, cgroup)
 
     def open_to_join(self) -> int | None:
-        """A descriptor with which the launcher joins the run's cgroup; None without a cgroup."""
+        """The descriptor that the launcher uses to join the run's cgroup; None without a cgroup."""
         if self._cgroup is None:
             return None
         with contextlib.suppress(OSError):
