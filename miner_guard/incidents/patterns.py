@@ -15,8 +15,8 @@ ROLES = ("cause", "exception", "retry", "exit", "summary", "symptom", "hint", "w
 operation that was retried. `exit` reports how a process ended. `summary` is the program's
 statement that it failed, without a reason. `symptom` is the effect on others. `hint` is an error
 line that only the general layer recognizes; it ranks with `symptom`. `warning` only warns of the
-fault. `notice` stops nothing and needs no action now: it is reported only if nothing else happened,
-and the running guard ignores it.
+fault. `notice` stops nothing and needs no action now: it is reported only if nothing else happened
+or only its effects, and the running guard ignores it.
 """
 
 RESTARTS = ("transient", "outage", "once", "hardware", "config", "never")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from miner_guard.incidents.knowledge import Knowledge
@@ -24,6 +24,9 @@ _STILL_COPING = 30
 _MAX_BRIEF_FAILURES = 3
 """If an optional dependency fails fewer times than this while training continues, the outage counts
 as transient."""
+
+_EFFECTS = ("summary", "symptom")
+"""Roles that do not show why a run ended."""
 
 
 @dataclass
@@ -108,7 +111,7 @@ class RootCauseAnalyzer:
         """For each recovery that the program reported, its line and the errors it covers."""
 
         self._notices = SightingHistory()
-        """All notices; they are reported only if nothing else happened."""
+        """All notices; they are reported only if nothing else happened, or only effects of it."""
 
         self._last = 0
 
@@ -188,10 +191,23 @@ class RootCauseAnalyzer:
         if not trails and self._notices.kept:
             label = self._notices.kept[0].label
             trails = {(label, "notice"): self._notices}
+        elif (suspect := self._suspect(trails)) is not None:
+            trails[suspect.label, "cause"] = history = SightingHistory()
+            history.add(suspect._replace(role="cause"))
         root = self._root(trails)
         return sorted(
             (self._incident(label, trails, root) for label in {label for label, _ in trails}),
             key=lambda i: i.first.line,
+        )
+
+    def _suspect(self, trails: Mapping[tuple[str, str], SightingHistory]) -> Sighting | None:
+        """The notice about a hardware error that explains what follows it, if that is only effects:
+        ranks that lost a peer, and the end of the run."""
+        if not all(role in _EFFECTS for _, role in trails):
+            return None
+        first = min((trail.kept[0].line for trail in trails.values()), default=0)
+        return next(
+            (s for s in self._notices.kept if s.restart == "hardware" and s.line < first), None
         )
 
     def _came_back(self, label: str, trail: SightingHistory) -> bool:

@@ -16,6 +16,9 @@ _BEFORE = r"\bxid(?:.{0,30}\): ?|(?: error| event| code|:|#|=| |\(){1,4})"
 """The word `Xid` and what may separate it from the number, in kernel logs and in bug reports."""
 
 
+_NOTICES = {"later": ". It does not stop any program, but the memory error that caused it may."}
+
+
 def expanded(entry: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield one entry for each Xid in the tiers that `entry` lists, or `entry` itself if it lists
     none."""
@@ -27,7 +30,9 @@ def expanded(entry: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     for row in xids.catalogue():
         if row.tier in tiers:
             notice = "notice" in entry
-            ending = ". It does not stop any program." if notice else f"; caused by {row.fault}."
+            ending = f"; caused by {row.fault}."
+            if notice:
+                ending = _NOTICES.get(row.tier, ". It does not stop any program.")
             cause = f"Xid {row.number}: {row.meaning}{ending}"
             made = {
                 "regex": _regex(row),
