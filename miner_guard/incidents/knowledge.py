@@ -30,7 +30,7 @@ _V = TypeVar("_V")
 _HERE = Path(__file__).parent
 _INDEX = "words.toml"
 
-_MARKS = frozenset(word.encode() for word in (BEGINS, IGNORED, *CHAINED))
+_MARKS = frozenset(word.encode() for word in (BEGINS, *IGNORED, *CHAINED))
 """Words that matter even if no pattern contains them."""
 
 _MAX_ANSWERS = 512

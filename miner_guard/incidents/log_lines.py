@@ -36,14 +36,16 @@ _IN_TRACEBACK = re.compile(
 `Exception`."""
 
 BEGINS = "traceback (most recent call last)"
-IGNORED = "exception ignored in"
+IGNORED = ("exception ignored in", "--- logging error ---")
+"""The traceback that follows did not stop anything: Python only prints it."""
+
 CHAINED = ("exception was the direct cause of", "handling of the above exception")
 
 INCIDENT = "incident "
 LAUNCH = "miner started"
 """Words in the guard's own lines."""
 
-REMARKABLE = (BEGINS, IGNORED, *CHAINED, INCIDENT, LAUNCH, 'file "')
+REMARKABLE = (BEGINS, *IGNORED, *CHAINED, INCIDENT, LAUNCH, 'file "')
 """A line with none of these that does not begin like a traceback line is just a message."""
 
 _IN_A_TRACEBACK = ("file ", "raise ", "\u2502", "/", "~/", "./")

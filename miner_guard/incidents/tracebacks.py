@@ -107,7 +107,9 @@ class Tracebacks:
         quoted = inner.startswith("file ") or 'file "' in lowered
         frame = _FRAME.search(lowered) if quoted else None
         opened = self._open.get(line.rank)
-        ignored = IGNORED in lowered or (opened is not None and opened.ignored and starts)
+        ignored = any(words in lowered for words in IGNORED) or (
+            opened is not None and opened.ignored and starts
+        )
         # A warning may quote a frame, but a frame at the start of a line is part of a traceback.
         positions = frame is not None and inner.startswith("file ")
         if starts or ignored or (positions and opened is None):

@@ -395,25 +395,6 @@ def test_a_driver_notice_counts_only_if_nothing_else_happened() -> None:
         assert found.label == "cuda_device_assert"
 
 
-def test_a_notice_of_failing_memory_explains_effects_without_a_cause() -> None:
-    """The ranks report only that they lost a peer; the memory error behind a remapped row is the
-    best explanation. A notice that asks for no action explains nothing."""
-    lost = (
-        "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.3]:2182\n"
-    )
-    [suspect, effect] = incidents((STEPS + REMAPPED + lost).encode())
-    assert (suspect.label, suspect.root, effect.label) == (
-        "gpu_hardware",
-        True,
-        "nccl_network_error",
-    )
-    assert root(lost + REMAPPED) == "nccl_network_error"
-    nonfatal = (
-        "NVRM: Xid (PCI:0018:01:00): 145, pid=8767, name=python3, RLW_RXPIPE Nonfatal XC0 i0\n"
-    )
-    assert root(nonfatal + lost) == "nccl_network_error"
-
-
 def test_a_notice_between_a_bad_loss_and_good_ones_is_not_another_fault() -> None:
     assert root("step 1 loss nan\n" + STEPS) is None
     assert root("step 1 loss nan\n" + REMAPPED + STEPS) == "gpu_hardware"

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from miner_guard.cli import main
+from tests.unit.incidents.helpers import incidents, root
 from tests.unit.incidents.test_scanner import CASCADE
 
 
@@ -310,3 +311,25 @@ def test_a_notice_is_named_with_its_own_action_and_without_alarm(
     out = capsys.readouterr().out
     assert "Severity    info" in out
     assert "Make one change" not in out
+
+
+REMAPPED = (
+    "NVRM: Xid (PCI:0000:10:1c): 63, pid=1896, Row Remapper: New row marked for remapping, "
+    "reset gpu to activate.\n"
+)
+
+
+def test_a_notice_of_failing_memory_explains_effects_without_a_cause() -> None:
+    """The ranks report only that they lost a peer; the memory error behind a remapped row is the
+    best explanation. A notice that asks for no action explains nothing."""
+    lost = (
+        "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.3]:2182\n"
+    )
+    [suspect, effect] = incidents((REMAPPED + lost).encode())
+    assert (suspect.label, suspect.root, effect.label) == (
+        "gpu_hardware",
+        True,
+        "nccl_network_error",
+    )
+    assert root(lost + REMAPPED) == "nccl_network_error"
+    assert root(NOTICE.decode() + lost) == "nccl_network_error"
