@@ -194,7 +194,7 @@ class Flights:
         return {rank: current.reader.identity for rank, current in sorted(self._open.items())}
 
     def all_in(self, states: Collection[str]) -> bool:
-        """Return True if every rank of this host is present and in one of these states."""
+        """Return True if every rank on this host is present and in one of these states."""
         headers = self.now()
         identities = self.identities().values()
         local_ranks = {identity.local_rank for identity in identities}

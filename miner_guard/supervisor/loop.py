@@ -39,8 +39,8 @@ class Timer:
 
 
 class Loop:
-    """Waits for the next event and calls its handler. The thread that calls `turn` runs all of it;
-    each call to `turn` is one iteration.
+    """Waits for the next event and calls its handler. Everything runs on the thread that calls
+    `turn`; each call to `turn` is one iteration.
 
     Failures do not stop the loop: it reports a handler that raises and keeps it registered. Signal
     handlers only record the signal's number; `turn` does the work.

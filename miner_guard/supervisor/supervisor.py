@@ -110,7 +110,7 @@ class Supervisor:
         self.spec = replace(self.spec, command=tuple(command))
 
     def pause(self) -> None:
-        """Do not restart the miner after its next exit, until `resume`."""
+        """Once the miner exits, do not restart it until `resume` is called."""
         self.paused = True
         self.runner.finding(make_finding("miner_paused"))
         if self.state is State.WAITING:
@@ -343,7 +343,7 @@ class Supervisor:
             self._after_failure(Failure(stop_request.cause, end.runtime_s), FAILED)
 
     def _next_after_defect(self) -> None:
-        """Decide what comes next after the code that normally decides it has failed."""
+        """Decide what comes next after an exception kept `_conclude` from doing so."""
         if self._stop_request is not None and self._must_stop():
             self._finish(self._stop_request.exit_code, self._stop_request.cause)
         else:

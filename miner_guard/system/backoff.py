@@ -10,8 +10,8 @@ _HEALTHY_S = 120.0
 
 
 class Backoff:
-    """Doubles the wait each time, from 1 s up to 60 s, while a process keeps exiting soon after its
-    start."""
+    """Doubles the wait each time, from 1 s up to 60 s, while a process keeps exiting soon after
+    starting."""
 
     def __init__(self) -> None:
         self._wait_s = 0.0

@@ -2,7 +2,7 @@
 
 A parent may have blocked or ignored signals, or closed standard streams. If the guard kept that
 state, it would miss stop signals or the miner's exit, or it would open the lock file as descriptor
-1 and print into it.
+1 and print to it.
 """
 
 from __future__ import annotations

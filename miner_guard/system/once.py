@@ -9,10 +9,10 @@ from collections.abc import Hashable, Iterator
 
 
 class Once:
-    """Lets the first report of each subject pass, and the next one only after `clear`."""
+    """Lets the first report on each subject through, and the next one only after `clear`."""
 
     def __init__(self, max_subjects: int | None = None) -> None:
-        """`max_subjects`: maximum number of subjects to let pass; None: no limit."""
+        """`max_subjects`: maximum number of subjects to let through; None: no limit."""
         self._reported: set[Hashable] = set()
         self._max = max_subjects
 
@@ -25,7 +25,7 @@ class Once:
         return True
 
     def clear(self, subject: Hashable = None) -> bool:
-        """Let `subject` pass again. Returns whether it had been reported."""
+        """Let `subject` through again. Returns whether it had been reported."""
         reported = subject in self._reported
         self._reported.discard(subject)
         return reported

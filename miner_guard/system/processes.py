@@ -154,7 +154,7 @@ def _parsed(environ: bytes) -> dict[str, str]:
 
 
 def command(pid: int) -> str:
-    """The process's command line, at most 200 characters of it; empty if it cannot be read."""
+    """The process's command line, truncated to 200 characters; empty if it cannot be read."""
     try:
         raw = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -174,7 +174,7 @@ _PLACED = re.compile(rb"(?:^|\0)%b=([^\0]*)" % STATE_DIR.encode())
 
 
 def marked(state_dir: str, among: Table | None = None) -> dict[Process, str]:
-    """Live processes started by a guard of this state directory, each with its run's id.
+    """Live processes started by a guard that used this state directory, each with its run's id.
 
     It reads the environment of every process of this user, 0.3 ms each, so do not call it in a
     loop.

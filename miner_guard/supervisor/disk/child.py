@@ -59,15 +59,15 @@ class Log:
 
 
 class Files:
-    """Writes files that are replaced entirely. Retries a failed write until it succeeds or a newer
-    message for the same file makes it obsolete."""
+    """Replaces, overwrites or removes whole files. Retries a failed write until it succeeds or a
+    newer message for the same file makes it obsolete."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
         self._waiting: dict[Path, Message] = {}
         self._outdated = 0
         self._named = ""
-        """The file that the outage report names; the report of the recovery names the same one."""
+        """The file that the outage report names; the recovery report names the same one."""
 
     def write(self, message: Message) -> None:
         """Replace, overwrite or remove the file."""
@@ -119,7 +119,7 @@ def _overwrite(path: Path, data: bytes, *, within_blocks: bool = False) -> None:
 
     `within_blocks`: fail with ENOSPC unless the file system has already allocated enough space. A
     full disk has no room for a second copy of status.json, but every reader must learn that the
-    disk is full, and must not conclude that the guard is gone. A reader may catch the
+    disk is full rather than conclude that the guard is gone. A reader may catch the
     file half written: see `read_status`.
     """
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
@@ -139,8 +139,8 @@ class Records:
         self._copiers: dict[Path, tuple[int, Copier]] = {}
 
     def write(self, message: Message) -> None:
-        """Copy new data. Errors are not reported: other files report a full disk, and the next
-        message retries the copy."""
+        """Copy new data. Errors are not reported: the next message retries the copy, and a full
+        disk is reported when a write to another file fails."""
         path = Path(message["path"])
         with contextlib.suppress(OSError):
             fd = os.open(message["memory"], os.O_RDONLY | os.O_CLOEXEC)
@@ -160,7 +160,7 @@ class Records:
         return copier
 
     def unfinished(self) -> bool:
-        """Always False: the next message repeats a failed copy."""
+        """Always False: if a copy fails, the next message retries it."""
         return False
 
     def idle(self) -> None:
@@ -183,7 +183,7 @@ class Rows:
         self._ledger = Ledger(state.ledger, report)
 
     def write(self, message: Message) -> None:
-        """Write the row; the ledger queues it if it can't."""
+        """Write the row; the ledger queues it if that fails."""
         self._ledger.write(message["statement"], message["values"])
 
     def unfinished(self) -> bool:
@@ -200,7 +200,7 @@ class Rows:
 
 
 class Lane(threading.Thread):
-    """Thread that writes the messages of one kind in order."""
+    """Thread that writes the messages of one kind, in order."""
 
     def __init__(
         self,

@@ -82,7 +82,7 @@ class _Lane:
     sent: deque[_Message] = field(default_factory=deque)
     size: int = 0
     since: float = 0.0
-    """Monotonic time at which the oldest message of `sent` became the oldest."""
+    """Monotonic time at which the oldest message in `sent` became the oldest."""
 
     lost: int = 0
     stuck: bool = False
@@ -117,7 +117,8 @@ class _Lane:
         self.since = now
 
     def take_back(self) -> None:
-        """Queue unconfirmed messages again, because the process that had them exited."""
+        """Put unconfirmed messages back in the queue, because the process that received them has
+        exited."""
         self.waiting.extendleft(reversed(self.sent))
         self.sent.clear()
 

@@ -41,8 +41,8 @@ fill, so the miner does not wait for it."""
 
 _BLOCK = 4 * CHUNK
 """How many bytes of a burst to read at once, and to pass to the monitors per call while they keep
-up. With smaller blocks, the reading and writing threads wait for each other more often, and calling
-the monitors takes as long as their search."""
+up. With smaller blocks, the reading and writing threads wait for each other more often, and the
+overhead of calling the monitors equals the time that they spend searching."""
 
 _COMPRESSION_S = 3e-9
 """Approximate seconds per byte to compress and expand a burst. The monitors get that much time

@@ -41,7 +41,7 @@ class GpuMemoryWait:
         soon: Callable[[Callable[[], None]], None],
     ) -> None:
         """`read` returns the bytes in use, keyed by GPU UUID, or None without a GPU; it blocks for
-        at most the sampler's deadline. The wait ends after `settle_s` seconds in any case."""
+        at most the sampler's deadline. The wait lasts at most `settle_s` seconds."""
         self._read, self._settle_s, self._clock, self._report, self._soon = (
             read,
             settle_s,

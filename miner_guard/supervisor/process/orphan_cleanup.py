@@ -1,5 +1,5 @@
-"""Kills processes left behind by an earlier guard of this state directory, before this guard starts
-any."""
+"""Kills processes left behind by an earlier guard that used this state directory, before this guard
+starts any."""
 
 from __future__ import annotations
 

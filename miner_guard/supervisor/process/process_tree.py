@@ -68,7 +68,8 @@ class ProcessTree:
         self._registry.write(self._known, cgroup)
 
     def open_to_join(self) -> int | None:
-        """The descriptor that the launcher uses to join the run's cgroup; None without a cgroup."""
+        """Open a descriptor with which the launcher can join the run's cgroup. Returns None if
+        there is no cgroup or the call fails."""
         if self._cgroup is None:
             return None
         with contextlib.suppress(OSError):

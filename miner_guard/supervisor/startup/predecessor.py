@@ -11,7 +11,7 @@ from miner_guard.system.boot import boot_id
 
 
 def killed_guard(state: StateDir) -> Iterator[Finding]:
-    """Yield a finding if the last guard of this state directory did not shut down cleanly.
+    """Yield a finding if the last guard to use this state directory did not shut down cleanly.
 
     Call this while holding the lock: by then the last guard is gone, so its status is `done` unless
     something killed that guard or its last write failed."""
