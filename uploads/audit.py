@@ -88,7 +88,7 @@ class FetchChild:
 
 @dataclass(frozen=True)
 class Known:
-    """The inputs of an audit other than the repo and the chain."""
+    """The inputs to an audit other than the repo and the chain."""
 
     model: Shapes | None = None
     """The shapes that the gradients must fit."""
@@ -131,7 +131,7 @@ def run(
     known: Known | None = None,
     child: FetchChild | None = None,
 ) -> AuditReport:
-    """Audit the repo. `commitment`: the hotkey's commitment on chain, if known. Never raises."""
+    """Audit the repo. `commitment`: the hotkey's on-chain commitment, if known. Never raises."""
     keys = None if commitment is None else keys_of(commitment, limits.commitment_form)
     if repo.kind == "none":
         words = (
@@ -141,7 +141,7 @@ def run(
         report = AuditReport("unknown", words)
     elif keys is not None and placeholder(commitment or "", limits.commitment_form):
         words = (
-            "the commitment on chain is all x's, so validators find no keys in it; make the "
+            "the on-chain commitment is all x's, so validators find no keys in it; make the "
             "miner commit its keys"
         )
         verdict = Verdict("commitment", "block", None, None, words)
@@ -235,15 +235,15 @@ class _Audit:
         epoch = epoch or audit.epoch_scored(fetched.get("outer_step"), None, None, limits)
         if epoch is None:
             words = (
-                "nothing is published: metadata.json is missing or names no outer step; "
+                "nothing is published: metadata.json is missing or contains no outer step; "
                 "upload a revision"
             )
             return self._ended("rejected", "repo_age", words)
         return self._judged(fetched, epoch)
 
     def _unknown_window(self) -> str | None:
-        """On a network that counts in windows, return why the key that validators read is unknown;
-        None if it is known."""
+        """On a network that divides time into windows, return why the key that validators
+        read is unknown; None if it is known."""
         if self.limits.window_blocks is None:
             return None
         unread = [n for n in ("block", "uid") if getattr(self.network, n) is None]

@@ -20,7 +20,7 @@ class Forecast:
     """The lowest inner step that validators accept; None if no profile defines it."""
 
     waiting_costs_s: float | None = None
-    """While the archive of an AllReduce is published: how many more seconds the miner goes without
+    """While an AllReduce's archive is published: how many more seconds the miner goes without
     a score because it waits for the operator's minimum rather than the validators'. None if no time
     is lost or the number is unknown."""
 

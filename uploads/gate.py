@@ -85,7 +85,7 @@ def _facts(
 
 
 def _worded(verdict: Verdict, kind: str) -> Verdict:
-    """The verdict as the decision stores it: truncated, and never a block for an archive.
+    """The verdict as stored in the decision: truncated, and never a block for an archive.
 
     The upload after an AllReduce starts at inner step 0, and the miner's own reload needs it.
     """

@@ -34,7 +34,7 @@ class Journal:
         self._document: dict[str, Any] = {}
 
     def read(self) -> Mapping[str, Any] | None:
-        """The notes of an earlier publisher; None if the journal is missing or unreadable."""
+        """An earlier publisher's notes; None if the journal is missing or unreadable."""
         try:
             document = json.loads(read_regular(self.path))
         except (OSError, ValueError):

@@ -105,7 +105,7 @@ class Ledger:
     def decision(
         self, document: Mapping[str, Any], inputs: Mapping[str, Any] | None = None
     ) -> None:
-        """Store a gate decision (`GateDecision.as_dict()`) and the inputs that its record names."""
+        """Store a gate decision (`GateDecision.as_dict()`) and the inputs named in its record."""
         record = document.get("record") or {}
         rest = {name: value for name, value in document.items() if name not in _OWN_COLUMNS}
         wall = document.get("decided_at") or 0.0
@@ -185,8 +185,8 @@ class Ledger:
     def find_decision(
         self, decision_id: str
     ) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
-        """The documents of a decision and of its inputs (None if not stored), by full id or
-        prefix."""
+        """Look up a decision by full id or prefix. Returns its document and that of its inputs
+        (None if not stored), or None if there is no such decision."""
         pattern = decision_id.replace("%", "").replace("_", "") + "%"
         found_rows = self._read(
             (
@@ -316,7 +316,7 @@ class Ledger:
             self.path.with_name(self.path.name + leftover).unlink(missing_ok=True)
 
     def _trying(self, work: Callable[[sqlite3.Connection], Any]) -> Any:
-        """Run `work`; if the file is damaged, set it aside and retry in a new one."""
+        """Run `work`; if the file is damaged, set it aside and retry with a new one."""
         try:
             return self._done(work)
         except sqlite3.DatabaseError as error:

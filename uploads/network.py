@@ -74,7 +74,7 @@ def progress(repo: RepoSettings, limits: Limits, master_commitment: str | None) 
         why = (
             answer.value.get("damaged")
             or answer.value.get("refused")
-            or "metadata.json is missing or names no outer step"
+            or "metadata.json is missing or contains no outer step"
         )
         return NetworkProgress(reason=f"the master's repo: {why}")
     block = (answer.value.get("config") or {}).get("last_allreduce_block")

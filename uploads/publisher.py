@@ -231,15 +231,15 @@ class Publisher:
             )
         except RepoError as error:
             raise RepoError(
-                f"{error}; this happened while tag {revision.tag} was becoming visible, so the "
+                f"{error}; this happened while tag {revision.tag} was being made visible, so the "
                 "published files may be a mix of two revisions; publish again"
             ) from error
         with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="read") as pool:
             return list(pool.map(partial(self._read_back, effort=effort), tickets))
 
     def _read_back(self, ticket: StagedObject, effort: _Effort) -> ObjectInfo:
-        """Read back the committed object and compare it with what was staged. Repeats a stale read
-        after each of `_STALE_LOOKS` growing pauses before accepting it."""
+        """Read back the committed object and compare it with what was staged. A difference may be
+        a stale read, so retry up to `_STALE_LOOKS` times, with growing pauses, before raising."""
         pause = effort.retry.backoff_s
         for _ in range(_STALE_LOOKS):
             try:

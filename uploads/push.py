@@ -84,9 +84,9 @@ def _result(child: subprocess.Popen[str], say: Callable[[str], None], deadline_s
         seconds = time.monotonic() - start
         late = f" after its deadline of {deadline_s:g} s" if seconds >= deadline_s else ""
         raise PublishError(
-            f"the publisher exited with {code}{late} without returning a result; if the revision "
-            "was becoming visible, the recovery process or the next upload completes it; check "
-            "with `miner-guard audit`"
+            f"the publisher exited with {code}{late} without returning a result; if it had started "
+            "to make the revision visible, the recovery process or the next upload finishes this; "
+            "check with `miner-guard audit`"
         )
     if "error" in answer:
         raise PublishError(answer["error"])

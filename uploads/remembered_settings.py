@@ -1,7 +1,7 @@
 """The repo and chain settings of a state directory's guard, for commands that run without its
 guard.toml.
 
-Contains locations of data and of keys, but no key: neither section can hold one.
+Contains the locations of data and keys, but no keys: neither section can hold any.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def verify(before: Published | None, after: Published, reported: Reported) -> Ve
         and reported.inner_step is None
     ):
         return Verification(
-            None, "neither the repo's state before the push nor the time it began is known"
+            None, "neither the repo's state before the push nor the push's start time is known"
         )
     size = "size unknown" if after.size_bytes is None else f"{after.size_bytes} bytes"
     sum_ = "no checksum" if after.checksum is None else f"checksum {after.checksum[:12]}"
@@ -130,8 +130,8 @@ def _other_steps(after: Published, reported: Reported) -> str | None:
         and after.outer_step != reported.outer_step
     ):
         return (
-            f"metadata.json names outer step {after.outer_step}, but "
-            f"the miner reported {reported.outer_step}"
+            f"metadata.json says outer step {after.outer_step}, not {reported.outer_step} as the "
+            "miner reported"
         )
     # Upstream writes the root metadata last, with the inner step at that moment: a later step is
     # fine, an earlier one is not.
@@ -141,8 +141,8 @@ def _other_steps(after: Published, reported: Reported) -> str | None:
         and after.inner_step < reported.inner_step
     ):
         return (
-            f"metadata.json names inner step {after.inner_step}, but "
-            f"the miner reported {reported.inner_step}"
+            f"metadata.json says inner step {after.inner_step}, not {reported.inner_step} as the "
+            "miner reported"
         )
     return None
 

@@ -50,8 +50,8 @@ def test_every_upload_is_decided_reported_stored_and_checked(
     assert out.count("UPLOAD BLOCKED") == 1
     assert "UPLOAD VERIFIED: tag 5.3.6" in out
     assert (
-        "UPLOAD FAILED: reported as pushed, but metadata.json names inner step 6, but the miner "
-        "reported 8" in out
+        "UPLOAD FAILED: reported as pushed, but metadata.json says inner step 6, not 8 as the "
+        "miner reported" in out
     )
     assert "Repo Age: 0s (keep < 1800s)" in out
 

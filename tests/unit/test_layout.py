@@ -77,7 +77,7 @@ def test_another_layout_with_documents_is_followed(tmp_path: Path) -> None:
     assert (seen.revision, seen.config) == ("5.3.12", {"block_list": [5]})
     (tmp_path / "runs/3/delta.bin").unlink()
     reason = LocalRepo(tmp_path).state(layout).reason
-    assert reason == "head.json names outer step 3, which has no delta.bin"
+    assert reason == "head.json points to outer step 3, which has no delta.bin"
 
 
 def test_an_audit_of_windows_without_the_chain_is_unknown(tmp_path: Path) -> None:

@@ -35,12 +35,12 @@ OLD = Published(age_s=900.0, reason=None, outer_step=56, inner_step=50, checksum
         (
             Published(age_s=3, reason=None, outer_step=55),
             False,
-            "names outer step 55, but the miner reported 56",
+            "says outer step 55, not 56 as the miner reported",
         ),
         (
             Published(age_s=3, reason=None, outer_step=56, inner_step=50),
             False,
-            "names inner step 50, but the miner reported 51",
+            "says inner step 50, not 51 as the miner reported",
         ),
         (
             Published(age_s=3, reason=None, outer_step=56, inner_step=51, checksum="a" * 40),

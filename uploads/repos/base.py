@@ -1,13 +1,14 @@
 """Where a miner publishes, behind one Protocol: a local folder, S3/R2, Hugging Face.
 
 The profile's `Layout` says what validators read, and under which keys. The publisher writes the
-usual one: `metadata.json` at the root names the outer and the inner step, `epoch-N/` holds
-`gradients.pt`, `config.json` and `metadata.json`. Publishing has two phases: `stage` moves the
-bytes invisibly, `commit` makes them visible in the given order, each object atomically and the root
-metadata last. `uploads.publisher` documents what a reader can see in between.
+usual one: `metadata.json` at the root contains the outer and the inner step, `epoch-N/` holds
+`gradients.pt`, `config.json` and `metadata.json`. Publishing has two phases: `stage` sends the
+bytes without showing them to readers; `commit` makes them visible in the given order, each object
+atomically and the root metadata last. `uploads.publisher` documents what a reader can see in
+between.
 
-Any call here may hang with its server. In the supervisor, use `uploads.repos.look_at`, which probes
-in a child with a deadline.
+Any call here may hang if its server does. In the supervisor, use `uploads.repos.look_at`, which
+probes in a child with a deadline.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ DOCUMENT_LIMIT = 16 * 1024 * 1024
 """Refuse a larger JSON document without reading it."""
 
 Progress = Callable[[int], None]
-"""Receives the number of bytes transferred since the last call; from any thread."""
+"""Receives the number of bytes transferred since the last call; called from any thread."""
 
 
 Notes = MutableMapping[str, Any]
-"""JSON that outlives the publisher: what the repo needs to resume an interrupted staging."""
+"""JSON that outlives the publisher: what the repo needs to resume staging after an interruption."""
 
 
 def epoch_key(outer_step: int, name: str) -> str:
@@ -70,11 +71,11 @@ class Missing(RepoError):
 
 
 class RepoRefused(RepoError):
-    """The storage definitively rejects these keys; retrying will not help."""
+    """The storage rejects these keys outright; retrying will not help."""
 
 
 class RepoUnreadable(RepoError):
-    """No reader can get this object from the storage: it is encrypted with a customer's key, or
+    """No reader can get this object from storage: it is encrypted with a customer key, or
     archived."""
 
 
@@ -93,7 +94,8 @@ class ObjectInfo:
     key: str
     size_bytes: int
     age_s: float
-    """Seconds since the last change, by the server's clock: immune to skew of this host's clock."""
+    """Seconds since the last change by the server's clock, so this host's clock skew does not
+    matter."""
 
     checksum: str | None
     """As the repo reports it: an ETag or a sha256; None if it reports none."""
@@ -101,8 +103,8 @@ class ObjectInfo:
 
 @dataclass(frozen=True)
 class StagedObject:
-    """A staged object: the repo has its bytes (or they are ready to send), invisible to readers.
-    Serializes to JSON."""
+    """A staged object: the repo has its bytes, or they are ready to send, but readers cannot see it
+    yet. Serializes to JSON."""
 
     key: str
     size_bytes: int
@@ -140,7 +142,7 @@ class Repo(Protocol):
         ...
 
     def save(self, key: str, path: Path, limit: int) -> None:
-        """Stream one object into a file. Raises like `get`."""
+        """Stream one object into a file. Raises the same errors as `get`."""
         ...
 
     def put(self, key: str, data: bytes) -> None:
@@ -152,8 +154,8 @@ class Repo(Protocol):
         ...
 
     def stage(self, key: str, path: Path, progress: Progress, notes: Notes) -> StagedObject:
-        """Upload the bytes of `path`, invisibly. Skips anything that an earlier attempt has already
-        sent, according to `notes`."""
+        """Upload the contents of `path` without making them visible. Skips anything that an earlier
+        attempt has already sent, according to `notes`."""
         ...
 
     def commit(self, tickets: Sequence[StagedObject], revision: str) -> None:
@@ -185,7 +187,7 @@ def digest_of(read: Callable[[int], bytes], algorithm: str = "sha256") -> str:
 
 
 def server_time(date: str | None, server: str) -> float:
-    """The server's clock from its Date header, so that this host's clock skew cannot make an old
+    """The server's time, from its Date header, so that this host's clock skew cannot make an old
     object look young. Raises RepoError."""
     try:
         return parsedate_to_datetime(date or "").timestamp()
@@ -223,8 +225,8 @@ def document(repo: Repo, key: str) -> dict[str, Any] | None:
 def parsed(key: str, data: bytes) -> dict[str, Any]:
     """Parse `data`, the content of `key`, as a JSON object. Raises Damaged.
 
-    Decodes like validators: metadata.json from bytes in any of JSON's encodings, other documents as
-    UTF-8.
+    Decodes as validators do: metadata.json from bytes in any of JSON's encodings, other documents
+    as UTF-8.
     """
     try:
         found = json.loads(data if key.rpartition("/")[2] == METADATA else data.decode("utf-8"))
@@ -236,7 +238,7 @@ def parsed(key: str, data: bytes) -> dict[str, Any]:
 
 
 def published_state(repo: Repo, now: float, layout: Layout = USUAL) -> Published:
-    """`Repo.state` for a repo of objects; `now` (this host's wall time) only becomes `seen_at`."""
+    """Implements `Repo.state`; `now` (this host's wall time) is used only as `seen_at`."""
     for _ in range(LOOKS):
         seen = _seen_once(repo, now, layout)
         if mixed(seen.metadata, seen.size_bytes, seen.checksum) is None:
@@ -253,7 +255,7 @@ def _seen_once(repo: Repo, now: float, layout: Layout) -> Published:
         reason = (
             None
             if metadata is None
-            else f"{layout.metadata} names outer step {named}, which has no {layout.file}"
+            else f"{layout.metadata} points to outer step {named}, which has no {layout.file}"
         )
         return Published(
             reason=reason, empty=metadata is None, seen_at=now, outer_step=named, metadata=metadata
@@ -278,7 +280,7 @@ def _seen_once(repo: Repo, now: float, layout: Layout) -> Published:
 
 
 def _gradients(repo: Repo, outer_step: int | None, layout: Layout) -> ObjectInfo | None:
-    """The gradients of `outer_step`; the newest if no metadata names a step."""
+    """The gradients of `outer_step`; the newest if no metadata contains a step."""
     if outer_step is not None and (key := layout.gradients_of(outer_step)) is not None:
         try:
             return repo.head(key)

@@ -47,7 +47,7 @@ T = TypeVar("T")
 _BRANCH = "main"
 _DEFAULT_ENDPOINT = "https://huggingface.co"
 _SMALL = 1024 * 1024
-"""Largest file, in bytes, that travels with the commit itself."""
+"""Largest file, in bytes, that is sent inline in the commit request."""
 
 
 class HubRepo:
@@ -276,7 +276,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 def open_hub(settings: RepoSettings, env: Mapping[str, str] | None = None) -> HubRepo:
-    """The repo that the settings name. Raises RepoError if a setting or the library is missing."""
+    """The repo named in the settings. Raises RepoError if a setting or the library is missing."""
     keys = find(settings, env)
     endpoint = settings.endpoint or first(keys, "HF_ENDPOINT") or _DEFAULT_ENDPOINT
     if "huggingface_hub" not in sys.modules:

@@ -62,7 +62,7 @@ class LocalRepo:
             raise Missing(f"{path} does not exist") from error
         except OSError as error:
             raise RepoError(
-                f"{path} cannot be read: {error.strerror}; check the folder's owner and mode"
+                f"{path} cannot be read: {error.strerror}; check the folder's owner and permissions"
             ) from error
         age = self._wall() - found.st_mtime
         if age < -_SLACK_S:
@@ -83,7 +83,7 @@ class LocalRepo:
             raise Missing(f"{path} does not exist") from error
         except OSError as error:
             raise RepoError(
-                f"{path} cannot be read: {error.strerror}; check the folder's owner and mode"
+                f"{path} cannot be read: {error.strerror}; check the folder's owner and permissions"
             ) from error
 
     def save(self, key: str, path: Path, limit: int) -> None:
@@ -97,7 +97,8 @@ class LocalRepo:
             raise Missing(f"{source} does not exist") from error
         except OSError as error:
             raise RepoError(
-                f"{source} cannot be copied to {path}: {error.strerror}; check space and mode"
+                f"{source} cannot be copied to {path}: {error.strerror}; check free space and "
+                "permissions"
             ) from error
 
     def put(self, key: str, data: bytes) -> None:
@@ -162,8 +163,8 @@ class LocalRepo:
         if (entry.size_bytes, entry.checksum) != (ticket.size_bytes, ticket.checksum):
             raise Differs(
                 f"{ticket.key} reads back as {entry.size_bytes} bytes with sha256 "
-                f"{str(entry.checksum)[:12]}, but {ticket.size_bytes} bytes were staged with "
-                f"{str(ticket.checksum)[:12]}; publish again"
+                f"{str(entry.checksum)[:12]}, but the staged file had {ticket.size_bytes} bytes "
+                f"with sha256 {str(ticket.checksum)[:12]}; publish again"
             )
         return entry
 
@@ -191,4 +192,6 @@ def file_sha256(path: Path) -> str:
 
 
 def _refused(path: Path, error: OSError) -> RepoError:
-    return RepoError(f"{path} cannot be written: {error.strerror}; check space, owner and mode")
+    return RepoError(
+        f"{path} cannot be written: {error.strerror}; check free space, owner and permissions"
+    )

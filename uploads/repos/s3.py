@@ -1,4 +1,4 @@
-"""An S3 bucket as a repo, primarily one at Cloudflare R2. Creating a repo imports boto3; importing
+"""An S3 bucket as a repo, primarily one on Cloudflare R2. Creating a repo imports boto3; importing
 this module does not.
 
 Staging is an incomplete multipart upload; committing completes it, which S3 does atomically per
@@ -47,7 +47,7 @@ from validators.layout import USUAL, Layout
 T = TypeVar("T")
 
 _PART_BYTES = 16 * 1024 * 1024
-"""R2 and S3 accept parts from 5 MiB; R2 requires all but the last to have the same size."""
+"""R2 and S3 accept parts of 5 MiB or more; R2 requires all but the last to have the same size."""
 
 _DOCUMENT_BYTES = 64 * 1024
 """JSON up to this size waits in the ticket, and so in the publisher's journal, until a single
@@ -318,7 +318,7 @@ class S3Repo:
 
 
 def open_s3(settings: RepoSettings, env: Mapping[str, str] | None = None) -> S3Repo:
-    """The bucket that the settings name. Raises RepoError if a setting, a key or boto3 is
+    """The bucket named in the settings. Raises RepoError if a setting, a key or boto3 is
     missing."""
     return S3Repo(s3_client.connect(settings, env), str(settings.bucket))
 
