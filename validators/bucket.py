@@ -14,7 +14,7 @@ RULE = "bucket"
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
     """Block a name that does not match `bucket_pattern`, names a model other than `global_model`,
-    or does not contain the chain's uid in three digits.
+    or does not contain the chain's uid, zero-padded to three digits.
 
     Subnet 38: `{global_model_name}-{uid:03d}`.
     """

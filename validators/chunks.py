@@ -1,7 +1,7 @@
-"""How subnet 38 and Templar split a parameter into chunks before they keep each chunk's largest
+"""How subnet 38 and Templar split a parameter into chunks before keeping each chunk's largest
 values.
 
-The edge of a chunk is the largest divisor of a dimension that does not exceed the target (DeMo's
+A chunk's edge is the largest divisor of a dimension that does not exceed the target (DeMo's
 transform, `_get_smaller_split` in utils/compression.py of dstrbtd/DistributedTraining).
 """
 

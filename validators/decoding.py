@@ -171,7 +171,7 @@ def _plain(torch: Any, value: Any, what: str, size: int) -> Any:
 
 
 def _unpacked(torch: Any, packed: Any, values: Any, bits: int) -> Any:
-    """Unpack 12-bit indices, two in every three bytes. Byte 0 holds the low eight bits of the first
+    """Unpack 12-bit indices, two to every three bytes. Byte 0 holds the low eight bits of the first
     index; byte 1 its high four bits, below the low four of the second; byte 2 the high eight bits
     of the second."""
     if bits != 12:
@@ -199,12 +199,12 @@ def _check_quantisation(torch: Any, entry: Stored, scale_range: tuple[float, flo
         raise Unusable("quantisation parameters are not shift, scale, offset, table and dtype")
     shift, scale, _, table, _ = parameters
     if not isinstance(shift, torch.Tensor) or not bool(torch.isfinite(shift).all()):
-        raise Unusable("the quantisation's shift is not a finite tensor")
+        raise Unusable("the quantisation shift is not a finite tensor")
     minimum, maximum = scale_range
     if isinstance(scale, float) and not minimum <= abs(scale) <= maximum:
-        raise Unusable(f"the quantisation's scale {scale} is not between {minimum} and {maximum}")
+        raise Unusable(f"the quantisation scale {scale} is not between {minimum} and {maximum}")
     if isinstance(table, torch.Tensor) and not bool(torch.isfinite(table).all()):
-        raise Unusable("the quantisation's table contains NaN or Inf")
+        raise Unusable("the quantisation table contains NaN or Inf")
 
 
 def _check_topk(index: Sequence[int], target: tuple[int, ...], topk: int) -> None:

@@ -144,7 +144,7 @@ def _worthless(
         )
     elif not applied and shapes is not None:
         yield (
-            f"none of its {len(named)} parameters belongs to the model in training; "
+            f"none of its {len(named)} parameters belongs to the model being trained; "
             "validators skip them all"
         )
     elif not any(decoded.something for decoded in applied.values()):

@@ -1,4 +1,4 @@
-"""Inputs of the rules: the candidate, the published state, the network. Plain data, no I/O.
+"""Inputs to the rules: the candidate, the published state, the network. Plain data, no I/O.
 
 None means unknown; a `reason` field says why.
 """
@@ -69,7 +69,7 @@ class Network:
     outer_step: int | None = None
     blocks_since_allreduce: int | None = None
     commitment: str | None = None
-    """`validators.commitment.fingerprint` of the hotkey's commitment on chain; the fingerprint of
+    """`validators.commitment.fingerprint` of the hotkey's on-chain commitment; the fingerprint of
     `""` if it has committed nothing."""
 
     registered: bool | None = None
@@ -89,7 +89,7 @@ class Axon:
     """Where validators reach the miner, and whether it responds to this host."""
 
     address: str | None
-    """`ip:port` on chain; empty if the miner announces none, None if unknown."""
+    """The `ip:port` announced on chain; empty if the miner announces none, None if unknown."""
 
     seconds: float | None = None
     """How long the response took; None if there was none."""

@@ -112,7 +112,7 @@ def _check_claims(path: str, size: int) -> None:
     # torch stores without compression, so contents larger than the file indicate a zip bomb or a
     # forged header.
     if claimed > size:
-        raise RejectedFile(f"claims {claimed} bytes, but the size of its file is {size}")
+        raise RejectedFile(f"claims {claimed} bytes of contents, but the file has only {size}")
 
 
 def _restrict(memory_bytes: int, cpu_s: float) -> None:

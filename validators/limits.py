@@ -46,16 +46,16 @@ class Limits:
     """Maximum number of blocks between the newest block in `block_list` and the current one."""
 
     blocks_per_allreduce: int | None = None
-    """Blocks between AllReduces; validators score the previous epoch in the first half of them."""
+    """Blocks between AllReduces; during the first half, validators score the previous epoch."""
 
     block_s: float = 12.0
     """Seconds per block."""
 
     window_blocks: int | None = None
-    """Blocks per window, on a subnet that counts in windows."""
+    """Blocks per window, on a subnet that divides time into windows."""
 
     window_put_s: tuple[float, float] | None = None
-    """Earliest and latest seconds after a window's start at which an upload must appear."""
+    """When an upload must appear: earliest and latest time in seconds after a window's start."""
 
     window_inner_steps: int | None = None
     """Inner steps per window."""
@@ -64,8 +64,8 @@ class Limits:
     """Regular expression for a revision, with the optional groups `outer` and `inner`."""
 
     bucket_pattern: str | None = None
-    """Regular expression for the bucket's name; its group `uid` must be the miner's, its group
-    `model` the `global_model`."""
+    """Regular expression for the bucket's name; its group `uid` must equal the miner's uid, and
+    its group `model` must equal `global_model`."""
 
     global_model: str | None = None
     """The model that validators score; buckets are named after it."""
@@ -83,7 +83,7 @@ class Limits:
     """Fields that metadata.json must have."""
 
     commitment_chars: int | None = None
-    """Exact length of the commitment on chain."""
+    """Exact length of the on-chain commitment."""
 
     commitment_form: tuple[int, ...] = ()
     """Lengths of the commitment's fields: account id, read key id, read secret."""
@@ -104,13 +104,14 @@ class Limits:
     tensor."""
 
     gradients_layout: str = "rows"
-    """Layout of a matrix's chunks: `rows` of its whole width, or square `blocks`."""
+    """Layout of a matrix's chunks: `rows` that span its full width, or square `blocks`."""
 
     gradients_inside: str | None = None
     """The key under which the file stores the gradients; None if they are at its top level."""
 
     gradients_packed_bits: int | None = None
-    """12 if indices are packed, two in three bytes of uint8; None if each is a separate number."""
+    """12 if the indices are packed, two to every three uint8 bytes; None if each is a separate
+    number."""
 
     gradients_topk: int | None = None
     """Values per chunk, capped at the chunk's length; None: any number."""
@@ -130,7 +131,7 @@ class Limits:
     """Sizes outside this range are implausible."""
 
     min_inner_step_after_allreduce: int | None = None
-    """The operator's minimum while the archive of an AllReduce is published; None: the usual
+    """The operator's minimum while an AllReduce's archive is published; None: the usual
     minimum."""
 
     version: str | None = None
@@ -156,7 +157,7 @@ class Limits:
 
 
 def in_force(limits: Limits, network: Network) -> Limits:
-    """The limits currently in force, adjusted by what `network` reports."""
+    """The limits currently in force, adjusted for what `network` reports."""
     if network.blocks_per_allreduce is None:
         return limits
     return replace(limits, blocks_per_allreduce=network.blocks_per_allreduce)
@@ -169,7 +170,7 @@ FROM_GATE = (
     "repo_age_limit_s",
     "min_inner_step_after_allreduce",
 )
-"""Limits that are settings of `[gate]`; a profile gives their defaults in `[settings.gate]`."""
+"""Limits that are `[gate]` settings; a profile sets their defaults in `[settings.gate]`."""
 
 NAMES = frozenset(f.name for f in fields(Limits)) - {*FROM_GATE}
-"""Limits that a profile's `[limits]` may name."""
+"""Limits that a profile's `[limits]` may set."""

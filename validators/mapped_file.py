@@ -1,4 +1,4 @@
-"""Keeps the memory of a child that reads a mapped file small."""
+"""Limits the memory used by a child that reads a mapped file."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ writes it (`uploads.publisher`); validators ignore it."""
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A published file, as the metadata published with it describes it."""
+    """A published file, as described by the metadata published with it."""
 
     size_bytes: int | None = None
     checksum: str | None = None

@@ -36,7 +36,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
 
 
 def minimum(limits: Limits, published_inner_step: int | None) -> int:
-    """The operator's minimum, which may differ while the archive of an AllReduce is published."""
+    """The operator's minimum, which may differ while an AllReduce's archive is published."""
     if published_inner_step == 0 and limits.min_inner_step_after_allreduce is not None:
         return limits.min_inner_step_after_allreduce
     return limits.min_inner_step
@@ -63,7 +63,7 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
     """The validators' verdict on the published inner step (subnet 38 rejects 0)."""
     seen, required = facts.published.inner_step, limits.validator_min_inner_step
     if seen is None:
-        words = "the published inner step is unknown: metadata.json does not name one"
+        words = "the published inner step is unknown: metadata.json does not contain one"
         return Verdict(RULE, "unknown", None, required, words)
     if required is not None and 0 <= seen < required:
         words = (

@@ -149,9 +149,9 @@ def misfit(tensors: Tensors, shape: Sequence[int] | None, limits: Limits) -> str
 
 
 def fits(index: tuple[int, ...], values: tuple[int, ...], target: tuple[int, ...] | None) -> bool:
-    """Return whether torch's scatter along the last dimension accepts these shapes. It needs equal
-    dimension counts, and an index that is nowhere larger than the values and, except in the last
-    dimension, nowhere larger than the target."""
+    """Return whether torch's scatter along the last dimension accepts these shapes. All must
+    have the same number of dimensions, and the index must not be larger than the values in any
+    dimension, or larger than the target in any but the last."""
     if 0 in index:
         return True
     # torch treats a scalar as a vector of length one.

@@ -32,13 +32,13 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     named, candidate = match.groupdict(), facts.candidate
     if "outer" in named and int(named["outer"]) != candidate.outer_step:
         words = (
-            f"revision {seen!r} names outer step {named['outer']}, but the gradient is from "
+            f"revision {seen!r} is for outer step {named['outer']}, but the gradient is from "
             f"{candidate.outer_step}"
         )
         return Verdict(RULE, "block", seen, candidate.outer_step, words)
     if "inner" in named and int(named["inner"]) != candidate.inner_step:
         words = (
-            f"revision {seen!r} names inner step {named['inner']}, but the gradient is from "
+            f"revision {seen!r} is for inner step {named['inner']}, but the gradient is from "
             f"{candidate.inner_step}"
         )
         return Verdict(RULE, "warn", seen, candidate.inner_step, words)

@@ -1,4 +1,4 @@
-"""Shapes of the model in training, for judging a gradients file. Standard library only.
+"""Parameter shapes of the model being trained, for judging a gradients file. Standard library only.
 
 Rank 0 writes them once, at `guard.diagnose`, into the state directory; the audit and `miner-guard
 gate` read them.
@@ -26,7 +26,7 @@ class Shapes:
 
     of: Mapping[str, Sequence[int]]
     optional: frozenset[str] = field(default_factory=frozenset)
-    """Parameters that a gradients file may omit: frozen, or an alias of another parameter."""
+    """Parameters that a gradients file may omit: frozen ones and aliases of other parameters."""
 
 
 def plain_name(name: str) -> str:

@@ -1,5 +1,5 @@
-"""Window: subnets that count in windows (Templar) accept uploads only during certain seconds of
-each window."""
+"""Window: subnets that divide time into windows (Templar) accept uploads only during certain
+seconds of each window."""
 
 from __future__ import annotations
 

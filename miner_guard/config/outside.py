@@ -21,7 +21,7 @@ class GateSettings:
     only 0)."""
 
     min_inner_step_after_allreduce: Count | None = None
-    """The minimum while the published upload is the archive of an AllReduce (inner step 0), which
+    """The minimum while the published upload is an AllReduce's archive (inner step 0), which
     scores nothing. None: `min_inner_step`. Subnet 38's validators accept 1 and above."""
 
     min_upload_interval_s: NotNegative = 0.0

@@ -206,7 +206,7 @@ def test_tied_or_frozen_parameters_may_be_missing(tmp_path: Path) -> None:
 def test_another_model_s_file_is_refused_since_validators_skip_all_of_it(tmp_path: Path) -> None:
     report = looked_at(saved(tmp_path, good()), Shapes({"other": (8, 16)}))
     assert report["problems"] == [
-        "none of its 2 parameters belongs to the model in training; validators skip them all"
+        "none of its 2 parameters belongs to the model being trained; validators skip them all"
     ]
 
 
@@ -337,7 +337,7 @@ def test_10_gb_claimed_by_the_archive_are_refused_unread(tmp_path: Path) -> None
             entry.write(bytes(1024 * 1024))
     assert path.stat().st_size < 10**6
     report = inspect_file(path, FLAT)
-    assert "claims 67108864 bytes, but the size of its file is" in report["problems"][0]
+    assert "claims 67108864 bytes of contents, but the file has only" in report["problems"][0]
 
 
 def test_10_gb_claimed_by_the_pickle_meet_the_memory_limit(tmp_path: Path) -> None:

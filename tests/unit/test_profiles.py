@@ -114,7 +114,7 @@ def test_the_readers_know_every_list_that_a_profile_may_have() -> None:
             '[settings.chain]\nnetuid = 1\n[sources]\n"x" = "C"\n',
             "[sources] x = 'C': the profile has no such value; its values: settings.chain.netuid",
         ),
-        ('[sources]\nlimits.block_s = "C"\n', "write text, with quotes around the name"),
+        ('[sources]\nlimits.block_s = "C"\n', "it must be a string; put quotes around the name"),
     ],
 )
 def test_a_profile_that_nothing_understands_is_refused(
@@ -140,7 +140,7 @@ def test_a_miner_may_have_phases_of_its_own(tmp_path: Path) -> None:
         ("name = [", "not valid TOML"),
         (HEAD.replace("dated = 2026-01-01\n", ""), "lacks dated"),
         (HEAD.replace("2026-01-01", '"soon"'), "write a date"),
-        (HEAD + "[limits]\nmin_inner_step = 30\n", r"write it in \[settings.gate\]"),
+        (HEAD + "[limits]\nmin_inner_step = 30\n", r"put it in \[settings.gate\]"),
         (HEAD + "[compute]\nmin_gpuz = 1\n", "min_gpuz: unknown; allowed: min_gpus"),
         (HEAD + '[compute]\nmin_gpus = "two"\n', "min_gpus is 'two'; write a number"),
     ],

@@ -70,7 +70,7 @@ def wrong_limits(limits: Mapping[str, Any]) -> Iterator[str]:
     kinds = {name: hints[name] for name in hints if name in NAMES}
     for name, value in limits.items():
         if name in FROM_GATE:
-            yield f"[limits] {name}: this is a setting of the guard; write it in [settings.gate]"
+            yield f"[limits] {name}: this is a guard setting; put it in [settings.gate]"
         elif name not in kinds:
             near = difflib.get_close_matches(name, kinds, 1)
             hint = f"; did you mean {near[0]}?" if near else f"; rules know {', '.join(kinds)}"
@@ -185,7 +185,7 @@ def wrong_sources(sources: Mapping[str, Any], profile: Mapping[str, Any]) -> Ite
     values = [f"{table}.{key}" for table, keys in tables.items() for key in keys]
     for name, source in sources.items():
         if not isinstance(source, str):
-            yield f"[sources] {name} is {source!r}; write text, with quotes around the name"
+            yield f"[sources] {name} is {source!r}; it must be a string; put quotes around the name"
         elif name not in values:
             near = difflib.get_close_matches(name, values, 1)
             hint = f"did you mean {near[0]}?" if near else f"its values: {', '.join(values)}"
