@@ -316,7 +316,7 @@ class _Audit:
         if fetched.get("empty"):
             key = fetched.get("key")
             missing = (
-                f"{key} does not exist; upload this epoch's gradients: validators score it now"
+                f"{key} does not exist; upload it now, because validators are scoring this epoch"
             )
             return {"problems": [missing], "params": 0}
         if fetched.get("unchanged"):

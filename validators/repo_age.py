@@ -85,7 +85,7 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
         why = (
             "they score zero"
             if known
-            else "over the guard's limit (no profile defines when they score zero)"
+            else "over the guard's limit (no profile says at what age validators score zero)"
         )
         words = f"gradients are {age:.0f}s old >= {limit:.0f}s: {why}; upload now"
         return Verdict(RULE, "block", seen, limit, words)

@@ -85,7 +85,7 @@ def _versions(s: Snapshot) -> Iterator[Check]:
     # version.
     older = _major(driver) < _major(build)
     seen = f"torch is built for CUDA {build}; the driver supports CUDA up to {driver}"
-    limit = "a driver of torch's CUDA major version or newer"
+    limit = "a driver that supports torch's CUDA major version or a newer one"
     step = "update the driver, or install a torch build for CUDA " + driver if older else None
     yield Check("driver.cuda_version", "critical" if older else "ok", seen, limit, step)
 

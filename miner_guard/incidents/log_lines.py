@@ -37,7 +37,7 @@ _IN_TRACEBACK = re.compile(
 
 BEGINS = "traceback (most recent call last)"
 IGNORED = ("exception ignored in", "--- logging error ---")
-"""The traceback that follows did not stop anything: Python only prints it."""
+"""Python only prints the traceback that follows; it does not stop the program."""
 
 CHAINED = ("exception was the direct cause of", "handling of the above exception")
 

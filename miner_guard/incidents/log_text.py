@@ -133,7 +133,8 @@ _MAX_TRACEBACK_LINES = 500
 
 
 def unwrapped(rank: int | None, text: str) -> Iterator[tuple[int | None, str]]:
-    """The lines inside a JSON line, plus its other fields; any other line unchanged."""
+    """If the line is JSON, yield the log lines in its fields and the rest of the object; otherwise,
+    yield the line unchanged."""
     record = _record(text)
     if record is None:
         yield rank, text

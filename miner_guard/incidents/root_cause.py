@@ -201,8 +201,8 @@ class RootCauseAnalyzer:
         )
 
     def _suspect(self, trails: Mapping[tuple[str, str], SightingHistory]) -> Sighting | None:
-        """The notice about a hardware error that explains what follows it, if that is only effects:
-        ranks that lost a peer, and the end of the run."""
+        """The notice of a hardware error that explains what follows it, if what follows is only
+        effects: ranks that lost a peer, and the end of the run."""
         if not all(role in _EFFECTS for _, role in trails):
             return None
         first = min((trail.kept[0].line for trail in trails.values()), default=0)

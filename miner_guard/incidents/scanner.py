@@ -169,8 +169,7 @@ class Scanner:
         )
 
     def _tried(self, seen: list[Seen]) -> dict[int, set[PendingError]]:
-        """The errors that further steps could clear, for each line of this block that has a
-        sighting."""
+        """The errors that later steps could clear, for each line in this block with a sighting."""
         tried: dict[int, set[PendingError]] = {}
         if not seen:
             # Reading the labels parses all knowledge files: a third of the guard's start-up time.

@@ -80,7 +80,7 @@ class Notifier:
         return True
 
     def answer(self, path: Path, work: Callable[[], None]) -> None:
-        """Receive at `path` with the same socket: a sleeping thread runs `work` for each datagram.
+        """Also receive at `path`: a thread waits for datagrams and runs `work` for each of them.
         Does nothing without a socket. Raises OSError."""
         receiver = self._socket
         if receiver is None:

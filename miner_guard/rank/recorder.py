@@ -28,8 +28,8 @@ _MAX_TROUBLES = 20
 
 
 class Recorder:
-    """Records what happens in this rank and announces it to the supervisor. Thread-safe; never
-    raises or waits."""
+    """Records events in this rank and reports them to the supervisor. Thread-safe; never raises
+    or blocks."""
 
     def __init__(self, place: RankContext, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.place = place

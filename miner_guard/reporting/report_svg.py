@@ -89,7 +89,7 @@ class Plot:
     """Times, in order, at which lines break: a restart leaves a gap in the measurements."""
 
     off_axis: Sequence[float] = ()
-    """Times whose values need not fit on the axis: the first step of each launch."""
+    """Times of values that may exceed the axis: the first step of each launch."""
 
     nothing: str = "no data"
     """Text to show if there are no values to draw."""

@@ -54,7 +54,7 @@ class Child:
         """Start the launcher. Main thread only: the kernel sends the parent-death signal when the
         thread that forked ends. Raises OSError.
 
-        `join`: descriptor from `Cgroup.open_to_join` of the cgroup to join; this call closes it.
+        `join`: descriptor of the cgroup to join, from `Cgroup.open_to_join`; this call closes it.
         """
         guard = os.getpid()
 
