@@ -36,7 +36,9 @@ def epoch_scored(
         return None if published is None else Epoch(published, why)
     per_allreduce = limits.blocks_per_allreduce
     if per_allreduce is None or blocks_since_allreduce is None:
-        return Epoch(network, "the network's; blocks since the AllReduce are unknown")
+        return Epoch(
+            network, "the network's epoch; the number of blocks since the AllReduce is unknown"
+        )
     if blocks_since_allreduce < per_allreduce / 2 and network != 0:
         return Epoch(
             network - 1, f"the previous one: {blocks_since_allreduce} blocks since the AllReduce"

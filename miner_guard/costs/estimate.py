@@ -25,7 +25,7 @@ def estimate(*, steps: int, every_steps: int, seconds: float, step_time_s: float
     """
     if min(steps, every_steps, step_time_s) <= 0 or seconds < 0:
         raise ValueError(
-            "steps, interval and step time must be positive, and the call time not negative"
+            "steps, interval and step time must be positive, and the call time must not be negative"
         )
     calls = math.floor(10 * steps / every_steps) / 10
     cost, training = calls * seconds, steps * step_time_s

@@ -160,7 +160,7 @@ class MonitoringCostTracker:
             return sum(account.blocking_s for account in self._operations.values())
 
     def background_s(self, prefix: str = "") -> float:
-        """CPU seconds that operations whose names start with `prefix` used alongside training."""
+        """CPU seconds used alongside training by operations whose names start with `prefix`."""
         with self._mutex:
             return sum(
                 a.background_s for name, a in self._operations.items() if name.startswith(prefix)

@@ -77,7 +77,7 @@ class PhaseLine:
 
 @dataclass(frozen=True)
 class PeersLine:
-    """A line in which the program reports how many peers take part, including itself."""
+    """A line in which the program reports how many peers are participating, including itself."""
 
     peers: int
 

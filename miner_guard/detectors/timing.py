@@ -108,7 +108,7 @@ def red_flags(seen: FastLog | Breakdown, settings: StepSettings) -> Iterator[Red
             "evaluation",
             f"{seen.total_s:.3f}s",
             f"{settings.evaluation_usual_s:g}s",
-            "5-10s is usual: use fewer examples or evaluate less often",
+            "5-10s is typical: use fewer examples or evaluate less often",
             remark=True,
         )
     for part in _parts(seen, settings):
@@ -155,7 +155,7 @@ def _parts(seen: Breakdown, settings: StepSettings) -> Iterator[_Part]:
             seen.overhead_s,
             settings.overhead_good_pct,
             settings.overhead_max_pct,
-            "1-5% is usual; optimize the costly parts",
+            "1-5% is typical; optimize the costly parts",
             "inefficient status updates or display",
         )
     if seen.overhead_s is not None or seen.val_loss_s > 0:
@@ -164,7 +164,7 @@ def _parts(seen: Breakdown, settings: StepSettings) -> Iterator[_Part]:
             seen.inference_s,
             settings.inference_usual_pct,
             settings.inference_max_pct,
-            "60-80% is usual: generate fewer or shorter examples",
+            "60-80% is typical: generate fewer or shorter examples",
             "generation may be hanging: check its timeout",
         )
     if seen.inference_s > 0:
@@ -173,6 +173,6 @@ def _parts(seen: Breakdown, settings: StepSettings) -> Iterator[_Part]:
             seen.val_loss_s,
             settings.val_loss_usual_pct,
             settings.val_loss_max_pct,
-            "10-20% is usual: use fewer validation examples",
+            "10-20% is typical: use fewer validation examples",
             "validation set too large or inefficient",
         )

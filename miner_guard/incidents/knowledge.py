@@ -67,7 +67,7 @@ class _Possible(NamedTuple):
     harmless: list[Benign]
     patterns: list[Pattern]
     framed: list[int]
-    """Indices of those patterns with frames that such an exception and its traceback may match."""
+    """Indices of the patterns with frames that this exception and its traceback may match."""
 
     tells_digits_apart: bool
     """Whether two texts with the same shape may match differently."""

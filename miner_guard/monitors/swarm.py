@@ -1,4 +1,4 @@
-"""The swarm as the miner's log shows it: how many peers take part, and how AllReduces ended."""
+"""The swarm as the miner's log shows it: how many peers participate, and how AllReduces ended."""
 
 from __future__ import annotations
 

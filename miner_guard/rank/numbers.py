@@ -15,7 +15,7 @@ class Loss(NamedTuple):
 
     value: float
     steps_ago: int = 0
-    """How many steps ago the loss was computed: a copy from the GPU arrives later."""
+    """How many steps ago the loss was computed; a loss copied from the GPU arrives late."""
 
     summed: bool = False
     """Whether it is the sum of all losses passed to `backward` during the step; the program may

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from miner_guard.flight_recorder.layout import NAN, PHASES
 
 COLUMNS = {**{name: name for name in PHASES}, "checkpoint": "pause"}
-"""The column of `layout.PHASES` that a phase's time is added to, by phase. All other phases count
-as `other`."""
+"""Maps each phase to the column of `layout.PHASES` that its time is added to. All other phases
+count as `other`."""
 
 _MAX_NAMES = 256
 """How many phase names to cache. Beyond that, the hook creates a new phase object every time

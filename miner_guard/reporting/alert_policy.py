@@ -43,7 +43,7 @@ OVERNIGHT = frozenset(
         "output_dropped",
     }
 )
-"""Events of the preset `overnight` (source 003, prompt 3: stalls, loss explosion, nothing saved,
+"""Events in the `overnight` preset (source 003, prompt 3: stalls, loss explosion, nothing saved,
 any problem)."""
 
 _NEVER = frozenset({"alert_sent", "alert_failed"})

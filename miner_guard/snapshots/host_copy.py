@@ -1,6 +1,6 @@
 """Copies a state into this process's memory while training continues.
 
-Parameters and optimizer states change only in an optimizer's step, so they can be copied during the
+Parameters and optimizer states change only in an optimizer step, so they can be copied during the
 next forward and backward pass. If the copy takes longer, the next optimizer step waits for it.
 Everything else is copied before training continues: buffers such as BatchNorm's, which a forward
 pass changes, and the RNG states.
@@ -28,7 +28,7 @@ _Tensors = list[tuple[Leaf, torch.Tensor]]
 """Each tensor's place in the copy, and this rank's shard of it."""
 
 _PATIENCE_S = 60.0
-"""How long an optimizer's step waits for a copy before discarding it. Copying takes about a second
+"""How long an optimizer step waits for a copy before discarding it. Copying takes about a second
 per 5 GB."""
 
 
@@ -174,7 +174,7 @@ class HostCopy:
 
     def settle(self) -> None:
         """Wait until the copy no longer needs the tensors. Call this before changing them outside
-        an optimizer's step."""
+        an optimizer step."""
         if self._settled:
             return
         if not self._moved.wait(_PATIENCE_S):

@@ -1,6 +1,6 @@
 """Decides whether and when to restart a failed miner, depending on the cause. Pure.
 
-The causes come from the incident knowledge (`miner_guard/incidents/*.toml`, field `restart`).
+The causes come from the incident patterns (`miner_guard/incidents/*.toml`, field `restart`).
 Causes that a restart cannot fix get few attempts; transient ones are retried with growing backoff.
 """
 
@@ -64,7 +64,7 @@ class Failure:
     """The incident's label; empty without an incident."""
 
     fix: str = ""
-    """What the operator can do about it, from the incident knowledge."""
+    """What the operator can do about it, according to the incident patterns."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ class State(Enum):
     """States of a run; the values appear in status.json."""
 
     STARTING = "starting"
-    """Before the first launch: the preflight runs."""
+    """Before the first launch, while the preflight is running."""
 
     RUNNING = "running"
     STOPPING = "stopping"

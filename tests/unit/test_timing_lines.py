@@ -64,7 +64,7 @@ def test_an_overhead_of_twelve_per_cent_is_a_remark(tmp_path: Path) -> None:
     assert [f.event for f in seen if f.event.startswith("timing_r")] == ["timing_remark"]
     assert lines(seen, "timing_remark") == [
         "TIMING REMARK: overhead: 12.0% of 8.000s (usual below 10%): "
-        "1-5% is usual; optimize the costly parts"
+        "1-5% is typical; optimize the costly parts"
     ]
 
 
