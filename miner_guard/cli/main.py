@@ -109,7 +109,7 @@ def _options(
 
 
 def main() -> None:
-    """Entry point. Exits with the codes of `miner_guard.exits`."""
+    """Entry point. Exits with the codes defined in `miner_guard.exits`."""
     # Imported modules live until exit, so collecting garbage every 700 objects would waste a tenth
     # of the start-up time.
     gc.set_threshold(_GC_EVERY)

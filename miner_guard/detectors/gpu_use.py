@@ -119,7 +119,7 @@ def matrix(settings: GpuSettings) -> tuple[Row, ...]:
 
 
 def decide(share_pct: float, size: str, settings: GpuSettings) -> Row:
-    """The row of the matrix for a memory share and a model size."""
+    """The matrix row for a memory share and a model size."""
     share = max(share_pct, 0.0)
     return next(r for r in matrix(settings) if r.minimum <= share < r.below and size in r.sizes)
 

@@ -183,7 +183,7 @@ class HangDetector:
         self, now: float, ranks: Mapping[int, Now], processes: Processes, allowed_s: float
     ) -> Hang | None:
         """Return the hang to report if a rank died and its launcher did not stop the others within
-        `allowed_s`, so that they would wait forever. None if this hang was already reported."""
+        `allowed_s`, leaving them to wait forever. None if this hang was already reported."""
         if self._reported:
             return None
         return self._hang(now, ranks, processes, allowed_s)

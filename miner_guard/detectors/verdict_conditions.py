@@ -281,7 +281,7 @@ CONDITIONS: tuple[Condition, ...] = (
         UNKNOWN,
         _no_step,
         always(
-            "wait for the first step; if none comes within minutes: "
+            "wait for the first step; if none comes within a few minutes: "
             "`miner-guard logs --event no_step_yet`"
         ),
         None,

@@ -6,8 +6,8 @@ from bisect import bisect_left, insort
 from collections import deque
 
 MAD_TO_SIGMA = 1.4826
-"""Factor by which a MAD estimates the standard deviation of normal noise (Rousseeuw and Croux,
-1993)."""
+"""Factor that turns a MAD into an estimate of the standard deviation of normal noise
+(Rousseeuw and Croux, 1993)."""
 
 
 class SortedWindow:

@@ -199,7 +199,7 @@ class LastRestart(Section):
 
 @dataclass(frozen=True)
 class UploadsStatus(Section):
-    """The repo and the latest rows of the ledger. The monitor `uploads` writes it."""
+    """The repo and the latest rows of the ledger. Written by the `uploads` monitor."""
 
     repo_age_s: float | None = None
     repo: RepoStatus = field(default_factory=RepoStatus)

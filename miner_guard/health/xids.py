@@ -49,7 +49,7 @@ def of_number(number: int) -> Xid | None:
 
 
 def of_line(line: str) -> tuple[int | None, Xid | None]:
-    """The Xid number in a line of the kernel's log, and its row; each is None if missing."""
+    """The Xid number in a kernel log line, and its row; either is None if missing."""
     match = _LINE.search(line)
     if match is None:
         return None, None

@@ -19,8 +19,8 @@ from miner_guard.health.snapshot import assemble, summary
 from miner_guard.monitors.base import Context, Monitor
 
 _GPU_DEADLINE_RATIO = 0.9
-"""Share of the sampler's deadline after which the probe returns the results that it has, so that
-one hung GPU does not hide the others."""
+"""Fraction of the sampler's deadline after which the probe returns the results that it has
+so far, so that one hung GPU does not hide the others."""
 
 
 class HealthMonitor(Monitor):

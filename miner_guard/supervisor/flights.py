@@ -72,7 +72,7 @@ class Flights:
         self._open: dict[int, _Open] = {}
         self._past: list[tuple[int, _Open]] = []
         """Records of ranks that the launcher replaced during this launch. The next poll reads them
-        to their end and closes them."""
+        to the end and closes them."""
 
         self._not_before = 0
         self._left_alone: dict[Path, Version] = {}

@@ -38,7 +38,7 @@ class PreflightRunner:
             threading.Thread(target=self._look, name="preflight", daemon=True).start()
 
     def begin(self, launch: Callable[[], None], refuse: Callable[[int, str], None]) -> None:
-        """After the preflight, call `launch()` or `refuse(exit code, reason)` in the supervisor's
+        """After the preflight, call `launch()` or `refuse(exit code, reason)` on the supervisor's
         thread.
 
         Call this before that thread runs the calls passed to `soon`.
