@@ -63,7 +63,7 @@ class AuditReport:
     `configured`."""
 
     read_from: str | None = None
-    """The version of the validators whose rules the audit applied; None without a profile."""
+    """The validator version whose rules the audit applied; None without a profile."""
 
     not_checked: tuple[str, ...] = ()
     """Descriptions of the checks that validators make but an audit cannot."""
@@ -91,7 +91,7 @@ class Known:
     """The inputs to an audit other than the repo and the chain."""
 
     model: Shapes | None = None
-    """The shapes that the gradients must fit."""
+    """The shapes that the gradients must match."""
 
     memory: AuditMemory = field(default_factory=lambda: AuditMemory(MAX_BYTES))
     """Keeps repeated audits within a byte budget."""
@@ -336,7 +336,7 @@ class _Audit:
         if size > MAX_BYTES:
             why = f"{size} bytes; an audit fetches at most {MAX_BYTES}"
         else:
-            why = f"{size} bytes, more than [repo] audit_bytes_per_hour has left for this hour"
+            why = f"{size} bytes, more than is left of this hour's [repo] audit_bytes_per_hour"
         return {"size_bytes": size, "reason": why}
 
 

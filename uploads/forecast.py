@@ -20,13 +20,13 @@ class Forecast:
     """The lowest inner step that validators accept; None if no profile defines it."""
 
     waiting_costs_s: float | None = None
-    """While an AllReduce's archive is published: how many more seconds the miner goes without
-    a score because it waits for the operator's minimum rather than the validators'. None if no time
-    is lost or the number is unknown."""
+    """While the published upload is an AllReduce's archive: how many more seconds the miner goes
+    without a score because it waits for the operator's minimum rather than the validators'. None if
+    no time is lost or the number is unknown."""
 
     @property
     def late(self) -> bool:
-        """Whether the repo goes stale before training reaches the minimum."""
+        """Whether the repo will go stale before training reaches the minimum."""
         return self.eta_s > self.stale_s
 
 

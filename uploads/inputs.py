@@ -1,7 +1,8 @@
 """gate-inputs.json: tells the gate inside rank 0 about the outside world.
 
-Standard library only. The supervisor replaces the file atomically; the gate reads it. A defective
-file makes its content unknown, with the reason; it never makes the gate fail.
+Standard library only. The supervisor replaces the file atomically; the gate reads it. If the
+file is unreadable or invalid, its content counts as unknown, with the reason; the gate never fails
+because of it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class GateInputs:
     """Fingerprint of the commitment that the credentials in use would produce."""
 
     limits: Mapping[str, Any] = field(default_factory=dict)
-    """The profile's numbers for the rules."""
+    """The profile's `[limits]`, which the rules read."""
 
     written: float | None = None
     """Wall time, for display."""
@@ -46,7 +47,7 @@ class GateInputs:
     """`digest`, if already computed from the file's text."""
 
     def aged(self, now: float, max_age_s: float) -> GateInputs:
-        """Mark repo and network as unknown if, at `now` (monotonic), the file is older than
+        """Mark the repo and the network as unknown if, at `now` (monotonic), the file is older than
         `max_age_s`."""
         if self.reason is not None or self.written_monotonic is None:
             return self

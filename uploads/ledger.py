@@ -25,7 +25,7 @@ KEPT_S = 90 * 86400.0
 """The ledger deletes older rows when it opens, and periodically while it writes."""
 
 MAX_DECISIONS = 200_000
-"""Number of newest decisions to keep, about 0.5 GB: a miner may ask at every step."""
+"""Number of most recent decisions to keep, about 0.5 GB: a miner may ask at every step."""
 
 _FORGET_EVERY = 4096
 """Rows written between cleanups."""

@@ -96,7 +96,7 @@ def network_of(
     """Combine a reading of the chain, whose block was first seen at `seen_at`, with one of the
     master's repo into the facts that the rules need.
 
-    `form`: the lengths of the commitment's fields. `per_allreduce`: the operator's setting for the
+    `form`: the lengths of the commitment's fields. `per_allreduce`: the operator's setting for
     blocks per AllReduce, if any.
     """
     since = None

@@ -82,7 +82,7 @@ def _result(child: subprocess.Popen[str], say: Callable[[str], None], deadline_s
     code = child.wait()
     if answer is None:
         seconds = time.monotonic() - start
-        late = f" after its deadline of {deadline_s:g} s" if seconds >= deadline_s else ""
+        late = f" after its {deadline_s:g} s deadline" if seconds >= deadline_s else ""
         raise PublishError(
             f"the publisher exited with {code}{late} without returning a result; if it had started "
             "to make the revision visible, the recovery process or the next upload finishes this; "

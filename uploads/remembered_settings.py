@@ -26,7 +26,7 @@ class Watched:
     chain: ChainSettings
     gate: GateSettings
     limits: Mapping[str, Any]
-    """The profile's numbers for the rules."""
+    """The profile's `[limits]`, which the rules read."""
 
 
 def write(state: StateDir, config: Config) -> None:

@@ -23,7 +23,7 @@ def judge_tried(facts: Facts, limits: Limits) -> Verdict:
     verdict = judge(facts, limits)
     if verdict.outcome != "warn":
         return verdict
-    words = "the read keys committed on chain are not those in use, but they do open the bucket"
+    words = "the read keys committed on chain are not the ones in use, but they do open the bucket"
     return Verdict(RULE, "warn", verdict.seen, verdict.limit, words)
 
 
@@ -55,7 +55,8 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         return Verdict(RULE, "unknown", length, chars, words)
     if facts.credentials != seen:
         words = (
-            "the read keys committed on chain are not those in use; `miner-guard audit` tests them"
+            "the read keys committed on chain are not the ones in use; "
+            "`miner-guard audit` tests them"
         )
         return Verdict(RULE, "warn", "other keys", "the keys in use", words)
     return Verdict(

@@ -314,7 +314,8 @@ def _computable(tensor: Any) -> Any:
 
 
 def _peak(used: Any) -> float | None:
-    """The largest magnitude, in one pass; None without values. Raises Unusable for NaN and Inf."""
+    """The largest magnitude, in one pass; None if there are no values. Raises Unusable for NaN and
+    Inf."""
     if not used.numel():
         return None
     minimum, maximum = (float(extreme) for extreme in used.aminmax())

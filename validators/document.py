@@ -163,7 +163,7 @@ def _compared(
     if shapes is None:
         return [name for name in named if plain_name(name) != name], []
     missing = sorted(set(shapes.of) - shapes.optional - set(named))
-    words = [f"parameters of the model are missing: {_first_of(missing)}"] if missing else []
+    words = [f"model parameters are missing: {_first_of(missing)}"] if missing else []
     return [name for name in named if name not in shapes.of], words if applied else []
 
 

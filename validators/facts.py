@@ -108,7 +108,7 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything that a rule may read, and the time of the judgement."""
+    """Everything that a rule may read, including the current time."""
 
     candidate: Candidate
     published: Published = field(default_factory=Published)

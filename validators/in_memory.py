@@ -39,9 +39,7 @@ def contents(
         return _unread(f"the values are on {', '.join(sorted(elsewhere))}")
     claimed = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     if claimed > MAX_BYTES:
-        return _unread(
-            f"{claimed} bytes exceed the limit for checks before an upload ({MAX_BYTES})"
-        )
+        return _unread(f"{claimed} bytes is over the limit for pre-upload checks ({MAX_BYTES})")
     numbers = {
         name: value
         for name, value in dataclasses.asdict(limits).items()

@@ -56,8 +56,8 @@ class Layout:
         return _of_step(self.gradients, outer_step)
 
     def config_of(self, outer_step: int) -> str | None:
-        """Key of `outer_step`'s config; None if the layout has no config, or if its key has other
-        fields."""
+        """Key of `outer_step`'s config; None if the layout has no config, or if its key has
+        fields besides the step."""
         return None if self.config is None else _of_step(self.config, outer_step)
 
 

@@ -131,7 +131,7 @@ class Limits:
     """Sizes outside this range are implausible."""
 
     min_inner_step_after_allreduce: int | None = None
-    """The operator's minimum while an AllReduce's archive is published; None: the usual
+    """The operator's minimum while the published upload is an AllReduce's archive; None: the usual
     minimum."""
 
     version: str | None = None
@@ -141,7 +141,7 @@ class Limits:
     """The bucket's name is the committed account id."""
 
     read_from: str | None = None
-    """The version of the validators that these numbers come from."""
+    """The validator version that these numbers come from."""
 
     @classmethod
     def of(cls, settings: GateSettings, numbers: Mapping[str, Any]) -> Limits:

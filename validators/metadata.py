@@ -12,7 +12,7 @@ from validators.verdict import Verdict
 
 RULE = "metadata"
 FILES = "files"
-"""metadata.json's key for the files it describes, each a `FileRecord` by name. Only our publisher
+"""The key in metadata.json that maps each file's name to its `FileRecord`. Only our publisher
 writes it (`uploads.publisher`); validators ignore it."""
 
 
@@ -120,8 +120,8 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
 
 
 def judge_published(facts: Facts, limits: Limits) -> Verdict:
-    """`judge`, plus a warning if the published gradients are not those that the metadata
-    describes."""
+    """`judge`, plus a warning if the published gradients are not the ones that the
+    metadata describes."""
     verdict, published, metadata = judge(facts, limits), facts.published, facts.candidate.metadata
     # In the first half after an AllReduce, validators score the previous epoch, which the root
     # metadata does not describe.

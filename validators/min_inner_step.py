@@ -36,7 +36,8 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
 
 
 def minimum(limits: Limits, published_inner_step: int | None) -> int:
-    """The operator's minimum, which may differ while an AllReduce's archive is published."""
+    """The operator's minimum, which may differ while the published upload is an AllReduce's
+    archive."""
     if published_inner_step == 0 and limits.min_inner_step_after_allreduce is not None:
         return limits.min_inner_step_after_allreduce
     return limits.min_inner_step
@@ -73,7 +74,7 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
         return Verdict(RULE, "block", seen, required, words)
     if facts.candidate.kind == "archive":
         words = (
-            f"this is the archive after an outer step (inner_step {seen}), not a gradient yet; the "
+            f"this is the archive after an outer step (inner_step {seen}), not yet a gradient; the "
             "next upload will be one"
         )
         return Verdict(RULE, "warn", seen, limits.min_inner_step, words)

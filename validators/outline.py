@@ -54,7 +54,7 @@ def outline(document: Any, limits: Limits, shapes: Shapes | None) -> dict[str, A
         why = (
             f"validators know {first} as {plain_name(first)}"
             if plain_name(first) != first
-            else "they belong to another model"
+            else "they belong to a different model"
         )
         problems.append(
             f"validators know none of its {len(named)} parameters ({why}) and skip them all"

@@ -48,7 +48,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
 
 
 def raises(network: Network, limits: Limits) -> int:
-    """The largest number of AllReduces that can have failed since the last success.
+    """The largest number of AllReduces that could have failed since the last success.
 
     Subnet 38 (F:87, F:424): the master starts an AllReduce once `blocks_per_allreduce` blocks have
     passed, and retries a failed one after a tenth of that number. 0 before that, or if the number

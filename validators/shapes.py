@@ -37,7 +37,7 @@ def plain_name(name: str) -> str:
 
 
 def write(path: Path, shapes: Shapes | None) -> None:
-    """Replace the file; remove it for None or too many parameters. Raises OSError."""
+    """Replace the file; remove it if there are no shapes or too many parameters. Raises OSError."""
     if shapes is None or len(shapes.of) > MAX_PARAMETERS:
         path.unlink(missing_ok=True)
         return

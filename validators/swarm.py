@@ -1,7 +1,7 @@
 """What validators expect of a miner besides its files: that it responds, and that it takes part in
 AllReduces.
 
-The published files show neither, so these rules only warn: a bad result costs a share of the score
+The published files show neither, so these rules only warn: a bad result costs part of the score
 or the next AllReduce, not the upload.
 """
 

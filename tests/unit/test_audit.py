@@ -96,7 +96,7 @@ def test_the_archive_after_an_outer_step_is_rejected_only_where_validators_do(
     report = look(tmp_path, Network(reason="no [chain] configured"), free)
     assert report.outcome == "accepted", report.detail
     assert (
-        "warning: this is the archive after an outer step (inner_step 0), not a gradient yet"
+        "warning: this is the archive after an outer step (inner_step 0), not yet a gradient"
         in report.detail
     )
     rejected = look(tmp_path).detail
@@ -167,7 +167,7 @@ def test_audits_that_repeat_themselves_keep_within_their_bytes_per_hour(tmp_path
     publish(tmp_path, wvals=torch.tensor([0.25, 0.5]))
     late = audit.run(repo, FLAT, chain(), known=audit.Known(memory=memory))
     assert late.outcome == "unknown"
-    assert "more than [repo] audit_bytes_per_hour has left for this hour" in late.detail
+    assert "more than is left of this hour's [repo] audit_bytes_per_hour" in late.detail
 
 
 def test_downloads_of_an_hour_ago_no_longer_count() -> None:
@@ -252,7 +252,7 @@ def test_a_commitment_of_other_keys_is_warned_of_where_it_was_not_tried(
     other = Network(1100, 56, 300, fingerprint("z" * 128), True, 7, None, time.monotonic())
     report = look(tmp_path, other)
     assert report.outcome == "accepted"
-    assert "warning: the read keys committed on chain are not those in use" in report.detail
+    assert "warning: the read keys committed on chain are not the ones in use" in report.detail
 
 
 def test_a_commitment_of_placeholders_is_rejected_unread(tmp_path: Path) -> None:

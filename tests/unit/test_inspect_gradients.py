@@ -239,7 +239,7 @@ def test_missing_keys(tmp_path: Path) -> None:
     assert "lacks the key 'metadata'" in looked_at(saved(tmp_path, document))["problems"][0]
     del document["bidxs"], document["bvals"]
     report = looked_at(saved(tmp_path, document), SHAPES)
-    assert "parameters of the model are missing: b" in report["warnings"][0]
+    assert "model parameters are missing: b" in report["warnings"][0]
     assert "has no" in looked_at(saved(tmp_path, {"metadata": {}}))["problems"][0]
     assert "not a dictionary" in looked_at(saved(tmp_path, [1, 2]))["problems"][0]
 

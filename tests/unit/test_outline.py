@@ -65,7 +65,7 @@ def test_documents_of_another_form_or_model_are_reported() -> None:
     for shapes in (SHAPES, None):
         assert "validators know _orig_mod.w as w" in outline(wrapped, SN38, shapes)["problems"][0]
     other = Shapes({"x": (2,)})
-    assert "another model" in outline(good(), SN38, other)["problems"][0]
+    assert "a different model" in outline(good(), SN38, other)["problems"][0]
 
 
 dims = st.lists(st.integers(0, 4), min_size=0, max_size=4).map(tuple)
@@ -119,4 +119,4 @@ def test_more_bytes_than_are_worth_reading_are_left_to_the_audit() -> None:
     endless = torch.ones(1).expand(1 << 40)
     report = contents(torch, {**good(), "wvals": endless}, SN38, SHAPES)
     assert report["problems"] == []
-    assert "exceed the limit for checks before an upload" in report["reason"]
+    assert "is over the limit for pre-upload checks" in report["reason"]

@@ -105,5 +105,5 @@ def test_keys_that_end_while_a_revision_is_shown_leave_no_word_of_a_whole_one(
 @pytest.mark.parametrize("code", ["QuotaExceeded", "InsufficientCapacity"])
 def test_a_full_storage_is_not_blamed_on_the_keys(code: str) -> None:
     words = str(translated(answer(code, 403), "b"))
-    assert "accepts no more data" in words
+    assert "is full or over its quota" in words
     assert "keys" not in words

@@ -52,7 +52,7 @@ Notes = MutableMapping[str, Any]
 
 
 def epoch_key(outer_step: int, name: str) -> str:
-    """Key of a file in one epoch: `epoch-56/gradients.pt`."""
+    """Key for a file in a given epoch: `epoch-56/gradients.pt`."""
     return f"epoch-{outer_step}/{name}"
 
 
@@ -280,7 +280,7 @@ def _seen_once(repo: Repo, now: float, layout: Layout) -> Published:
 
 
 def _gradients(repo: Repo, outer_step: int | None, layout: Layout) -> ObjectInfo | None:
-    """The gradients of `outer_step`; the newest if no metadata contains a step."""
+    """The gradients for `outer_step`; the newest if no metadata contains a step."""
     if outer_step is not None and (key := layout.gradients_of(outer_step)) is not None:
         try:
             return repo.head(key)

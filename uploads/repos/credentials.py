@@ -67,7 +67,7 @@ def first(keys: Mapping[str, str], *names: str) -> str | None:
 
 
 def parse_dotenv(text: str) -> dict[str, str]:
-    """Assignments of a `.env`: `export`, quotes and comments as in python-dotenv; no
+    """Assignments in a `.env` file: `export`, quotes and comments as in python-dotenv; no
     interpolation."""
     found = {}
     for line in text.splitlines():

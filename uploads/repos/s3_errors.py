@@ -90,8 +90,8 @@ def _of_answer(response: dict[str, Any], bucket: str) -> RepoError:
         )
     if code in _FULL:
         return RepoError(
-            f"the storage for bucket {bucket} accepts no more data ({code}); free space or "
-            "raise its quota"
+            f"the storage for bucket {bucket} is full or over its quota ({code}); free space "
+            "or raise the quota"
         )
     if code in _REFUSED or status in ("401", "403"):
         return RepoRefused(

@@ -40,7 +40,7 @@ class Profile:
     """Structured like guard.toml, for `settings.load(profile=…)`."""
 
     limits: Mapping[str, Any] = field(default_factory=dict)
-    """Numbers for `validators.limits.Limits`."""
+    """Values for `validators.limits.Limits`."""
 
     compute: Mapping[str, Any] = field(default_factory=dict)
     """Minimum compute: `min_gpus`, `gpus_per_rank`, `min_gpu_memory_gb`, …; only known values."""
@@ -84,8 +84,8 @@ def chosen(miner: MinerSettings) -> str | None:
 
 
 def limits_of(miner: MinerSettings) -> Mapping[str, Any]:
-    """Numbers for `Limits` from the chosen profile; empty if none is chosen. Raises what
-    `load_profile` raises."""
+    """Values for `Limits` from the chosen profile; empty if none is chosen. Raises the same errors
+    as `load_profile`."""
     name = chosen(miner)
     return {} if name is None else load_profile(name).limits
 

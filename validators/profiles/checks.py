@@ -55,7 +55,7 @@ COMPUTE = (
 """Keys of `[compute]`, the hardware that a subnet requires."""
 
 _NEEDED = {"step": {"step", "inner"}, "peers": {"peers"}}
-"""For each list, the named groups of which each expression needs at least one."""
+"""For each list, the named groups; each of its expressions needs at least one of them."""
 
 _ALIKE = 0.8
 """How similar a phase's name must be to a known one to count as mistyped (difflib's ratio)."""
@@ -87,7 +87,7 @@ def wrong_limits(limits: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _wrong_text(name: str, value: Any) -> Iterator[str]:
-    """Report a key's fields and an expression's groups that nothing fills in or reads."""
+    """Report key fields that nothing fills in, and expression groups that nothing reads."""
     if name in _FIELDS:
         try:
             fields = [field for _, field, _, _ in string.Formatter().parse(value)]
