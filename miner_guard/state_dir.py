@@ -94,7 +94,8 @@ class StateDir:
 
     @property
     def watched(self) -> Path:
-        """Settings of the repo and chain that the guard watches (`uploads.remembered_settings`)."""
+        """Settings for the repo and chain that the guard watches
+        (`uploads.remembered_settings`)."""
         return self.root / "watched.json"
 
     @property
@@ -161,7 +162,7 @@ def _resolved(path: Path, links: int = 40) -> Path:
         if not os.path.islink(seen):
             continue
         if (owner := foreign_link(seen)) is not None:
-            raise ForeignLink(f"{seen} is a symlink that uid {owner} owns and could redirect.")
+            raise ForeignLink(f"{seen} is a symlink owned by uid {owner}, who could redirect it.")
         if not links:
             # The symlinks form a loop. Opening the original path will report that.
             return path

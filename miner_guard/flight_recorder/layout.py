@@ -152,12 +152,12 @@ def is_time(value: float) -> bool:
 
 
 def step_offset(number: int) -> int:
-    """Offset of step record `number` (counted from 0)."""
+    """Offset of step record `number` (counting from 0)."""
     return RING_OFFSET + (number % RING_SLOTS) * STEP_SIZE
 
 
 def slot_offset(number: int) -> int:
-    """Offset of journal entry `number` (counted from 0)."""
+    """Offset of journal entry `number` (counting from 0)."""
     return JOURNAL_OFFSET + (number % JOURNAL_SLOTS) * SLOT_SIZE
 
 

@@ -62,7 +62,7 @@ class FlightReader:
         return None
 
     def step(self, number: int) -> StepRecord | None:
-        """Step record `number` (counted from 0); None if it is torn, overwritten or not written
+        """Step record `number` (counting from 0); None if it is torn, overwritten or not written
         yet."""
         return StepRecord.unpack_from(self._map, number)
 

@@ -286,7 +286,7 @@ class StepRecord:
 
     @classmethod
     def unpack_from(cls, buffer: mmap | bytearray, number: int) -> StepRecord | None:
-        """Step record `number` (counted from 0); None if it is torn, overwritten or not written
+        """Step record `number` (counting from 0); None if it is torn, overwritten or not written
         yet."""
         values = STEP.unpack_from(buffer, step_offset(number))
         sequence, outer, inner, total, start, end, wall, loss, lr, norm, evaluated, allocated = (

@@ -93,7 +93,7 @@ class Smoother:
 
 @dataclass
 class Data:
-    """All data that the report draws."""
+    """All the data that the report shows."""
 
     status: StatusDocument = field(default_factory=StatusDocument)
     status_age_s: float = math.inf
@@ -121,7 +121,7 @@ class Data:
     costs: Mapping[str, Any] | None = None
 
     def of(self, *events: str) -> list[Mark]:
-        """The marks of these events, oldest first."""
+        """The marks for these events, oldest first."""
         lists = [self.marks[event] for event in events if event in self.marks]
         return (
             lists[0]
@@ -155,7 +155,7 @@ class Data:
 
 
 class LogReader:
-    """The data of a state directory, kept up to date by reading only new lines."""
+    """A state directory's data, kept up to date by reading only new lines."""
 
     def __init__(self, state: state_dir.StateDir, since: str = "") -> None:
         self._state = state

@@ -18,10 +18,10 @@ from miner_guard.reporting.time_series import TimeSeries
 
 WIDTH, HEIGHT = 1000, 220
 _TICK = 16
-"""Height of an upload's mark, in the drawing's units."""
+"""Height of an upload's mark, in the plot's units."""
 
 _COLUMNS = 500
-"""Columns of a drawing with one line; each column shows at most its minimum and maximum."""
+"""Columns of a single-line plot; each column shows at most its minimum and maximum."""
 
 _MIN_COLUMNS = 60
 _GAP_FACTOR = 20
@@ -55,7 +55,7 @@ class Dots:
 
 @dataclass(frozen=True)
 class Bands:
-    """Time ranges to shade over the whole height, seconds since 1970."""
+    """Time ranges to shade over the full height, in seconds since 1970."""
 
     kind: str
     words: str
@@ -64,7 +64,7 @@ class Bands:
 
 @dataclass(frozen=True)
 class EventLines:
-    """Times to mark with a tick at the bottom of the drawing."""
+    """Times to mark with a tick at the bottom of the plot."""
 
     kind: str
     words: str
@@ -73,7 +73,7 @@ class EventLines:
 
 @dataclass(frozen=True)
 class Plot:
-    """One drawing."""
+    """One plot, with everything drawn on it."""
 
     title: str
     unit: str
@@ -213,7 +213,7 @@ def _ticks(lines: EventLines, x: Scale) -> str:
 
 
 def _bands(bands: Bands, x: Scale) -> str:
-    """Draw all spans as one path; merge spans that touch in the drawing."""
+    """Draw all spans as one path; merge spans that touch in the plot."""
     merged: list[list[float]] = []
     for start, end in sorted((x(start), x(end)) for start, end in bands.spans):
         right = max(end, start + 1.5)
@@ -226,7 +226,7 @@ def _bands(bands: Bands, x: Scale) -> str:
 
 
 def _described(plot: Plot, points: Sequence[Point | None]) -> str:
-    """A description of the drawing for screen readers."""
+    """A description of the plot for screen readers."""
     values = [point[1] for point in points if point is not None]
     words = f"{plot.title}: from {short(values[0])} to {short(values[-1])} {plot.unit}".rstrip()
     words += f", lowest {short(min(values))}, highest {short(max(values))}"

@@ -20,7 +20,7 @@ from miner_guard.reporting.runbook import rows as runbook_rows
 
 _WORST = ("critical", "error")
 _FIRST_ROWS = 8
-"""A table shows this many rows and folds the rest."""
+"""A table shows this many rows and collapses the rest."""
 
 _TABLE_ROWS = 40
 _BEHIND_S = 30.0
@@ -186,7 +186,7 @@ def _head(*columns: str) -> str:
 
 
 def _table(title: str, head: str, rows: Sequence[str], kind: str) -> str:
-    """A titled table; rows beyond the first few are folded."""
+    """A titled table; rows beyond the first few are collapsed."""
     if not rows:
         return f"<h2>{escape(title)}</h2><p class='none'>none</p>"
     table = f"<h2>{escape(title)}</h2>{_scrolling(title, head, rows[:_FIRST_ROWS], kind)}"
@@ -316,7 +316,7 @@ def costs(data: Data) -> str:
 
 
 def milestone_table(data: Data, gate: GateSettings) -> str:
-    """The milestones table, folded."""
+    """The milestones table, collapsed."""
     rows: list[str] = []
     stage = ""
     for milestone in milestones(data, gate):

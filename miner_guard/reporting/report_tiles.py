@@ -1,4 +1,4 @@
-"""The report's tiles: the figures of a run, each with its limit or its age."""
+"""The report's tiles: the run's figures, each with its limit or its age."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _last(data: Data, event: str) -> str:
 
 
 def _loss(data: Data, word: str | None) -> str | None:
-    """The first and the last loss in the window."""
+    """The first and last loss in the window."""
     if data.first is None or data.last is None or not data.loss:
         return word
     start = data.loss.at(data.first)

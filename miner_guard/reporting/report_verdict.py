@@ -73,8 +73,8 @@ def about(data: Data, title: str) -> str:
 
 
 def verdict(data: Data) -> str:
-    """The verdict's four answers: whether the miner is earning, since when, what is wrong, what to
-    do."""
+    """The verdict's four answers: whether the miner is earning, since when, what is wrong, and
+    what to do."""
     verdict = shown(data.status, data.status_age_s)
     state = str(verdict.state or UNKNOWN)
     step = tables.inline(str(verdict.next_step or "nothing"))

@@ -17,7 +17,7 @@ _MAX_POINTS = 100_000
 remain only in the coarser series, which keep every extreme."""
 
 _DRAWN_POINTS = 3000
-"""A window with more points than this comes from a coarser series: a drawing has 500 columns."""
+"""A window with more points than this comes from a coarser series: a plot has 500 columns."""
 
 
 class TimeSeries:
@@ -51,8 +51,8 @@ class TimeSeries:
             self._first = (time, value)
 
     def _fold(self) -> None:
-        """Add the smallest and the largest point of the last group to the coarser series, so that
-        no extreme is lost."""
+        """Add the smallest and largest points of the last group to the coarser series, so that no
+        extreme is lost."""
         if self._coarser is None:
             self._coarser = TimeSeries()
         values, start = self.values[-_GROUP:], len(self.values) - _GROUP

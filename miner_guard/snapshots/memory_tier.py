@@ -3,11 +3,11 @@ launch.
 
 A save first copies the state into this process's memory (`host_copy.py`). A thread then writes the
 copy to the older of two slots, and finally renames a manifest into place. So one slot is always
-complete, and a save that a crash interrupts has no manifest. The slots survive the processes but
-not a reboot; checkpoints on disk survive both.
+complete, and a save interrupted by a crash has no manifest. The slots survive the processes but not
+a reboot; checkpoints on disk survive both.
 
 The slots are read and written as files and never mapped, because a rank that touches a mapped file
-dies of SIGBUS if something else has truncated the file.
+is killed by SIGBUS if something else has truncated the file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from miner_guard.snapshots.host_copy import HostCopy
 from miner_guard.snapshots.layout import Leaf, fill, parts, placed, tensor_over
 
 _KEPT_FREE = 0.1
-"""Share of the free memory to leave to other processes."""
+"""Fraction of free memory to leave to other processes."""
 
 _CHUNK = 16 * 1024 * 1024
 
@@ -147,8 +147,8 @@ class MemoryTier:
         return None
 
     def load(self, step: int, state: dict[str, Any]) -> None:
-        """Load a step for which `unfit` returns None into `state`, in place. Raises KeyError,
-        OSError."""
+        """Load a step into `state`, in place. Call this only if `unfit` returned None for the step.
+        Raises KeyError, OSError."""
         self.settle()
         slot, manifest = self._of(step)
         tensors, _ = parts(state)

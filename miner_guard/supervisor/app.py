@@ -246,7 +246,7 @@ class GuardApp:
         self._hear_signals()
         self.managers = service_managers(self.env, self.loop, self._stop)
         if not become_subreaper():
-            self._degraded("the kernel refuses PR_SET_CHILD_SUBREAPER; orphans may escape")
+            self._degraded("the kernel refused PR_SET_CHILD_SUBREAPER; orphans may escape")
         orphan_cleanup.end_orphans(self.request.state, _SWEEP_GRACE_S, self.log)
         self._contain()
         # Start the preflight after the orphan cleanup: otherwise it would see an earlier run's

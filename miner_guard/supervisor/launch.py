@@ -55,7 +55,7 @@ class ActiveLaunch:
         self._next_step = 0.0
 
     def launcher_ended(self) -> None:
-        """The launcher is reaped: kill the processes it left behind, starting at the next
+        """The launcher has been reaped: kill the processes it left behind, starting at the next
         `step`."""
         if self.teardown is None:
             self.teardown = self.new_teardown(0.0)

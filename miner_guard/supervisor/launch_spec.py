@@ -16,13 +16,13 @@ class LaunchSpec:
 
     command: Sequence[str]
     environment: Callable[[int], Mapping[str, str]]
-    """Returns the miner's environment for a launch number, counted from 0."""
+    """Returns the miner's environment for a launch number, counting from 0."""
 
     config: Config
     state: StateDir
     run_id: str
     finished_code: int = 0
-    """The guard's exit code after the miner finished."""
+    """The guard's exit code after the miner has finished."""
 
 
 class Then(Enum):

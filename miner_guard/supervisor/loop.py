@@ -76,7 +76,7 @@ class Loop:
             self._selector.unregister(fd)
 
     def watched(self, fd: int) -> bool:
-        """Return True while the loop waits for `fd`."""
+        """Return True while the loop is waiting on `fd`."""
         return fd in self._selector.get_map()
 
     def rest(self, fd: int) -> None:

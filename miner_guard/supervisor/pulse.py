@@ -51,8 +51,8 @@ class PulsedRun(Protocol):
 
 
 class Pulse:
-    """Runs the tick twice a second, or once a second while nothing happens. If a step of the tick
-    fails, the others still run."""
+    """Runs the tick twice a second, or once a second while nothing is happening. If a step of the
+    tick fails, the others still run."""
 
     def __init__(self, supervisor: PulsedRun) -> None:
         self._run = supervisor

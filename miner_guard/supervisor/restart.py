@@ -1,6 +1,6 @@
 """Decides whether and when to restart a failed miner, depending on the cause. Pure.
 
-The causes come from the incident patterns (`miner_guard/incidents/*.toml`, field `restart`).
+The causes come from the incident patterns (the `restart` field in `miner_guard/incidents/*.toml`).
 Causes that a restart cannot fix get few attempts; transient ones are retried with growing backoff.
 """
 
@@ -40,7 +40,7 @@ RULES = {
     ),
     "config": RestartRule(1, "a restart cannot fix it; something has to be changed first"),
 }
-"""Rules by the value of an incident's field `restart`; `never` and unknown values count as
+"""Rules by the value of an incident's `restart` field; `never` and unknown values count as
 transient.
 
 `tries` counts restarts per label: the guard gives up when the same label recurs more often than

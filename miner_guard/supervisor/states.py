@@ -63,7 +63,7 @@ TRANSITIONS = _MOVES | {
 
 
 class IllegalTransition(Exception):
-    """An event that is invalid in a state: a bug in the guard, never in the miner."""
+    """An event that is invalid in the current state: a bug in the guard, never in the miner."""
 
 
 def after(state: State, event: RunEvent) -> State:

@@ -199,8 +199,8 @@ class Supervisor:
             self._launch_when_free()
 
     def _launch_when_free(self) -> None:
-        """Launch when the last launch's resources are free, unless a stop or another start comes
-        first."""
+        """Launch once the previous launch's resources are free, unless a stop or another start
+        comes first."""
         self._turn += 1
         turn = self._turn
 

@@ -13,6 +13,6 @@ _libc = ctypes.CDLL(None)
 
 
 def signal_at_parents_death(number: int) -> None:
-    """Make the kernel send this process the signal `number` when the thread that forked it ends.
+    """Make the kernel send signal `number` to this process when the thread that forked it ends.
     Safe between fork and exec; survives exec."""
     _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)

@@ -119,8 +119,8 @@ def end_all() -> None:
 class _Deadline:
     """Decides when to give up on a child: at its deadline, or later if it is still making progress.
 
-    Progress is CPU time of the child or bytes that it reads (including page faults on a mapped
-    file). A child that is blocked in a driver call shows neither.
+    Progress means CPU time used by the child, or bytes that it reads (including page faults on a
+    mapped file). A child that is blocked in a driver call shows neither.
     """
 
     def __init__(self, pid: int, start: float, deadline_s: float, patience_s: float) -> None:
@@ -202,7 +202,7 @@ def _talk(asked: _Asked, request: Mapping[str, Any], deadline: _Deadline) -> Ans
 
 
 def _rest(fd: int) -> bytes:
-    """Read what a non-blocking pipe holds now; returns the last `_TAIL` bytes of it."""
+    """Read what a non-blocking pipe currently holds; returns its last `_TAIL` bytes."""
     found = b""
     with contextlib.suppress(BlockingIOError):
         while data := os.read(fd, 65536):

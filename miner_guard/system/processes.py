@@ -176,8 +176,8 @@ _PLACED = re.compile(rb"(?:^|\0)%b=([^\0]*)" % STATE_DIR.encode())
 def marked(state_dir: str, among: Table | None = None) -> dict[Process, str]:
     """Live processes started by a guard that used this state directory, each with its run's id.
 
-    It reads the environment of every process of this user, 0.3 ms each, so do not call it in a
-    loop.
+    It reads the environment of each of this user's processes, 0.3 ms each, so do not call it in
+    a loop.
     """
     found: dict[Process, str] = {}
     for pid, seen in (table() if among is None else among).items():

@@ -66,7 +66,7 @@ def test_a_second_guard_that_was_quicker_is_named_once(state: StateDir, held: Lo
         other.flush()
         warning = held.keep()
         assert warning is not None
-        what = "the guard with pid 4711 now holds the lock, so two guards run here"
+        what = "the guard with pid 4711 now holds the lock, so two guards are running here"
         assert what in warning.fields["what"]
         assert held.keep() is None
     # The other process has exited, so the lock is this guard's again.

@@ -46,7 +46,7 @@ overhead of calling the monitors equals the time that they spend searching."""
 
 _COMPRESSION_S = 3e-9
 """Approximate seconds per byte to compress and expand a burst. The monitors get that much time
-while a burst arrives. They read ordinary lines faster, so a burst of those is not buffered."""
+while a burst is arriving. They read ordinary lines faster, so a burst of those is not buffered."""
 
 LAST_WORDS = 256 * 1024
 LAST_WORDS_S = 2.0
@@ -126,7 +126,7 @@ class Relay:
         self._out.print_line(line)
 
     def tick(self) -> None:
-        """Periodic work: flush waiting lines, detect stuck readers, return memory."""
+        """Periodic work: flush pending lines, detect stuck readers, return memory."""
         for sink in self.writers:
             sink.tick()
         if self._burst and not self.unseen and all(sink.idle for sink in self.writers):

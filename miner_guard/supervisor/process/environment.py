@@ -31,8 +31,8 @@ _OF_THE_GUARD = {
     "LISTEN_FDNAMES",
     *(PREFIX + dotted.upper().replace(".", "__") for dotted in SECRET),
 }
-"""Variables that the guard withholds from the miner: with them the miner would notify systemd in
-the guard's place, or could leak keys."""
+"""Variables that the guard withholds from the miner: if it had them, the miner would notify systemd
+in the guard's place, or could leak keys."""
 
 _PM2_TEXT = """
 args autorestart autostart automation axm_actions axm_dynamic axm_monitor axm_options command
@@ -77,7 +77,7 @@ def of_miner(
     launch: int,
 ) -> dict[str, str]:
     """The complete environment of the miner that `command` starts, for launch number `launch`
-    (counted from 0)."""
+    (counting from 0)."""
     own = {name: value for name, value in without_pm2(env).items() if name not in _OF_THE_GUARD}
     settings = {name: dataclasses.asdict(getattr(config, name)) for name in _RANK_SECTIONS}
     # Do not buffer output, so that lines reach the log immediately and a kill loses none of them.

@@ -22,7 +22,7 @@ SETTLE_S = 0.25
 orphans."""
 
 UNKILLABLE_S = 5.0
-"""If a process outlives SIGKILL by this long, the guard reports why and stops waiting for it."""
+"""If a process survives SIGKILL for this long, the guard reports why and stops waiting for it."""
 
 _LOOK_EVERY_S = 0.02
 _MAX_LOOK_EVERY_S = 0.5

@@ -105,7 +105,8 @@ class Lock:
                 return None
             pid = holder.pid or "unknown"
             return self._report_lost(
-                f"the guard with pid {pid} now holds the lock, so two guards run here; stop one"
+                f"the guard with pid {pid} now holds the lock, so two guards are running "
+                "here; stop one"
             )
         os.close(self._fd)
         self._fd = fd

@@ -1,4 +1,4 @@
-"""Reports that the guard before this one was killed, even if it left no process behind."""
+"""Reports that the previous guard was killed, even if it left no process behind."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def preflight(
     clock: Clock | None = None,
     collect: Callable[[PreflightRequest, Callable[[float], bool]], Snapshot] = collect_snapshot,
 ) -> Outcome:
-    """Check until no problem is critical, a critical one cannot clear by itself, or
+    """Check until no critical problem is left, one of them cannot clear by itself, or
     `preflight_wait_s` has passed.
 
     `wait(seconds)` pauses and returns True if the guard is stopping. `emit` is called in this
