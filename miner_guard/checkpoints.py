@@ -160,8 +160,8 @@ class Checkpointer:
         return step % self._every == 0 or asked or self._requested
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Start writing `state` (tensors, DTensors, numbers). Waits until the previous checkpoint
-        is written, but not for this one.
+        """Start writing `state` (tensors, DTensors, numbers). Waits for the previous checkpoint to
+        be written, but not for this one.
 
         Raises CheckpointError if the previous checkpoint could not be written.
         """

@@ -111,8 +111,8 @@ class Adapter:
 
 
 def in_phase(adapter: Adapter, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Wrap each call to `function` in the phase `name`. A coroutine function gets a wrapper that is
-    also a coroutine function."""
+    """Wrap each call to `function` in the phase named `name`. A coroutine function gets a wrapper
+    that is also a coroutine function."""
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)

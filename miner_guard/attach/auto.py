@@ -93,7 +93,7 @@ class Auto:
         self._optimizer_phase: AbstractContextManager[Any] = NO_PHASE
         self._data_phase: AbstractContextManager[Any] = NO_PHASE
         self._loop: _hot.HotLoop | None = None
-        """Records the usual steps while armed; None if the compiled hook is not used."""
+        """Records ordinary steps while armed; None if the compiled hook is not used."""
 
     # Hooks for a plain training loop, without a framework.
 

@@ -79,7 +79,7 @@ class LogCheck:
 
 
 def check(lines: Iterable[str], patterns: Patterns) -> LogCheck:
-    """Read a log as the monitor `log_attach` would. It does not know when lines arrived, so the
+    """Read a log as the `log_attach` monitor would. It does not know when lines arrived, so the
     only duration known for a step is the one printed on its line."""
     result, steps = LogCheck(), LogSteps(0.0)
     for place, raw in enumerate(lines, 1):

@@ -82,7 +82,7 @@ class Subnet38:
     def subclass(self, cls: type) -> None:
         """Hook the miner's class, which Python has just defined."""
         if not _has_steps(cls):
-            # This class does not train, so it is not hooked. The monitor `log_attach` reads the
+            # This class does not train, so it is not hooked. The `log_attach` monitor reads the
             # miner's output instead.
             return
         own = vars(cls)
@@ -223,8 +223,8 @@ def _has_steps(cls: type) -> bool:
 
 
 class WatchedEvent(threading.Event):
-    """Replaces the miner's `training_active`: while a thread waits for it, the rank is in the phase
-    `pause`."""
+    """Replaces the miner's `training_active`: while a thread waits for it, the rank is in the
+    `pause` phase."""
 
     def __init__(self, adapter: Adapter, replaced: threading.Event) -> None:
         super().__init__()

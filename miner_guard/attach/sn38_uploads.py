@@ -168,7 +168,7 @@ class Sn38Uploads:
                 "secret_exposed",
                 where="the upload worker's command line",
                 kind="the bucket's write keys",
-                next_step="every user of this host can read them while it runs: give the miner "
+                next_step="every user on this host can read them while it runs: give the miner "
                 "a dedicated host or container, or mount /proc with hidepid=2",
             )
         )
@@ -190,9 +190,9 @@ class Sn38Uploads:
 
 
 class UploadModel:
-    """Replaces the miner's method `upload_model`.
+    """Replaces the miner's `upload_model` method.
 
-    The miner looks up the method while it starts an upload, and passes it to its upload thread. So
+    The miner looks up the method when it starts an upload, and passes it to its upload thread. So
     each lookup binds the decision about that upload, even if the gate decides on another upload
     before the thread runs.
     """

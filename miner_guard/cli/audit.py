@@ -65,8 +65,8 @@ def _last_allreduce(state: statedir.StateDir) -> AllReduce | None:
 
 
 def _what(place: options.CommandContext) -> Watched:
-    """Return the repo from the settings or, if they name none, the repo that the guard of this
-    state directory watches."""
+    """Return the repo from the settings or, if they name none, the repo that this state directory's
+    guard watches."""
     own = place.settings.config
     known = remembered_settings.read(place.state) if own.repo.kind == "none" else None
     if known is None or known.repo.kind == "none":

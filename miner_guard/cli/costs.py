@@ -160,7 +160,7 @@ def _known_document() -> list[dict[str, Any]]:
 
 
 def _known_words() -> str:
-    """Format source 000's decision framework with its table of usual costs."""
+    """Format source 000's decision framework with its table of typical costs."""
     lines: list[str] = []
     for advice, rows in itertools.groupby(operations(), lambda row: row.advice):
         lines += [advice, *(f"  {row.name}: {_usual(row)}{row.why}" for row in rows)]

@@ -1,5 +1,5 @@
-"""All output of the commands goes through here, so that no text from a log or a state file can send
-control sequences to a terminal."""
+"""All command output goes through here, so that no text from a log or a state file can send control
+sequences to a terminal."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ def command(
     name: AnyName = None,
     state_dir: State = None,
 ) -> None:
-    """Export the run's numbers to TensorBoard or Weights & Biases without slowing down the guard.
-    Exit 1: no numbers."""
+    """Export the run's metrics to TensorBoard or Weights & Biases without slowing down the guard.
+    Exit code 1: no metrics found."""
     from miner_guard.reporting import export
 
     if kind not in _KINDS:

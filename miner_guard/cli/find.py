@@ -27,7 +27,7 @@ def find_guard(name: str | None, state_dir: str | None) -> StateDir:
     the only running guard, the default directory, the guard that ran last.
 
     Reports the choice on stderr if the flags don't determine it. Raises Refused: 64 if several
-    guards run, 78 for an invalid name.
+    guards are running, 78 for an invalid name.
     """
     usual = choose_state(DEFAULT_NAME if name is None else name, state_dir)
     named = name is not None or state_dir is not None or "MINER_GUARD_STATE_DIR" in os.environ

@@ -20,7 +20,7 @@ def command(
     source = installed()
     if source is None:
         raise Refused(
-            "this installation has no ops/ files; install miner-guard from its wheel or sources",
+            "this installation has no ops/ files; install miner-guard from a wheel or from source",
             UNAVAILABLE,
         )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -90,7 +90,7 @@ def command(
     gpu_memory_gb: Annotated[
         Optional[float],
         typer.Option(
-            min=0.1, callback=a_number, help="Memory of one GPU, to check whether the model fits."
+            min=0.1, callback=a_number, help="Memory per GPU, to check whether the model fits."
         ),
     ] = None,
     config: Config = None,
@@ -197,7 +197,7 @@ def text(plan: plan_model.Plan, steps: Any) -> Iterator[str]:
         verdict = "fits" if fits(plan) else "does NOT fit"
         yield f"GPU memory: {actual.memory.total:.1f} of {s.gpu_memory_gb:g} GB, {verdict}"
     yield ""
-    yield "What the usual estimate simplifies:"
+    yield "Simplifications in the usual estimate:"
     for line in plan.simplifications:
         yield f"  - {line}"
     yield ""

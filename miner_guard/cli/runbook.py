@@ -23,7 +23,7 @@ def command(
     found = rows()
     if not found:
         raise Refused(
-            "this installation has no runbook; install miner-guard from its wheel or sources",
+            "this installation has no runbook; install miner-guard from a wheel or from source",
             UNAVAILABLE,
         )
     if event is None:

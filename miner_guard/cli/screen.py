@@ -112,7 +112,7 @@ HELP = (
     "s              sort ranks by number, or slowest first",
     "?              this help; any key closes it",
     "",
-    "the `week` line: up to seven days; each cell shows the worst verdict of two hours or more:",
+    "the `week` line: up to seven days; each cell covers 2 h or more and shows the worst verdict:",
     *(
         f"  {marks[0]} (--ascii: {marks[1]})  {state}"
         for state, marks in {**WEEK_MARKS, UNWATCHED: _NO_MARK}.items()

@@ -26,7 +26,7 @@ from miner_guard.system.clock import iso_utc
 
 _WIDTH = 120
 _EVENTS = 8
-"""How many events at level warning or above to show at the bottom."""
+"""How many events at warning level or above to show at the bottom."""
 
 
 def command(
@@ -39,7 +39,7 @@ def command(
         typer.Option(
             "--check",
             help="Only check whether the miner is making progress; if not, print why and exit "
-            "with 1.",
+            "with code 1.",
         ),
     ] = False,
 ) -> None:

@@ -21,7 +21,7 @@ _OURS = (FOLDER, "state", ".local")
 
 
 def uninstall(files: Sequence[Path], state: StateDir, name: str) -> None:
-    """Delete the `files` that init wrote, and the state directory of the guard `name`. Raises
+    """Delete the `files` that init wrote, and the state directory of the guard named `name`. Raises
     Refused (1) while a guard is running there, for a directory without a guard's state, and for
     files that can't be deleted."""
     if listens(state):

@@ -26,22 +26,22 @@ class HangSettings:
     that most resembles a step."""
 
     allreduce_s: Positive = 840.0
-    """Time allowed for the phase `allreduce` (subnet 38)."""
+    """Time allowed for the `allreduce` phase (subnet 38)."""
 
     upload_s: Positive = 1800.0
-    """Time allowed for the phase `upload`."""
+    """Time allowed for the `upload` phase."""
 
     load_state_s: Positive = 1800.0
-    """Time allowed for the phase `load_state`."""
+    """Time allowed for the `load_state` phase."""
 
     pause_s: Positive = 1800.0
-    """Time allowed for the phase `pause`."""
+    """Time allowed for the `pause` phase."""
 
     evaluation_s: Positive = 1800.0
-    """Time allowed for the phases `inference`, `val_loss`, `example_loss` and `monitor`."""
+    """Time allowed for the `inference`, `val_loss`, `example_loss` and `monitor` phases."""
 
     checkpoint_s: Positive = 1800.0
-    """Time allowed for the phase `checkpoint`."""
+    """Time allowed for the `checkpoint` phase."""
 
     exit_s: Positive = 330.0
     """How long the miner's process may keep running after all ranks have finished training.
@@ -54,7 +54,7 @@ class HangSettings:
     the 30 s that torchrun gives them after SIGTERM."""
 
     phases: dict[str, float] = field(default_factory=dict)
-    """Time allowed for other phases, by name, in seconds."""
+    """Time allowed for additional phases, by name, in seconds."""
 
     stack_timeout_s: Positive = 10.0
     """How long the guard waits for the ranks' stacks."""

@@ -34,8 +34,8 @@ class BadConfig(Exception):
 
 
 class BadFlag(BadConfig):
-    """A flag has an invalid value. The exit code is 64, because the error is in the command line
-    and not in the configuration."""
+    """A flag has an invalid value. The exit code is 64, because the error is on the command line,
+    not in the configuration."""
 
 
 @dataclasses.dataclass(frozen=True)

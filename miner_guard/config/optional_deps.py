@@ -17,7 +17,7 @@ _PACKAGE = "miner-guard"
 
 @dataclass(frozen=True)
 class Extra:
-    """One extra of pyproject.toml and the settings that need it."""
+    """One extra from pyproject.toml and the settings that need it."""
 
     name: str
     modules: tuple[str, ...]

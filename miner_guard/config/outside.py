@@ -128,7 +128,7 @@ class AlertSettings:
     """Lowest event level that the guard sends."""
 
     events: tuple[str, ...] = ()
-    """Names of other events to send, whatever their level."""
+    """Names of additional events to send, whatever their level."""
 
     cooldown_s: NotNegative = 900.0
     """Shortest time before the guard repeats an alert."""
@@ -180,7 +180,7 @@ class LogSettings:
     """Console lines and guard.jsonl."""
 
     emoji: bool = True
-    """Print the source documents' emoji before the text of a line."""
+    """Print the source documents' emoji before each line's text."""
 
     level: Literal["debug", "info", "warning", "error", "critical"] = "info"
     """Lowest level printed on the console; guard.jsonl contains every level."""

@@ -35,7 +35,7 @@ class MinerSettings:
     finite: bool | None = None
     """True: exit code 0 means that the miner has finished its work, even without
     `guard.close(finished=True)`. False: only that call means it. None: like False, except that with
-    `attach = "auto"` a loop that ran to its end on every rank without an error has finished too."""
+    `attach = "auto"` a loop that ran to completion on every rank without an error also counts."""
 
     stop_timeout_s: Positive = 45.0
     """Time between SIGTERM and SIGKILL. Keep it longer than torchrun's own 30 s."""
@@ -90,7 +90,7 @@ class StepSettings:
     min_excess_ratio · median)."""
 
     min_excess_ratio: Positive = 0.5
-    """A slow step exceeds the median by at least this share of the median."""
+    """A slow step exceeds the median by at least this fraction of it."""
 
     min_excess_s: NotNegative = 1.0
     """A slow step exceeds the median by at least this many seconds. A busy host delays short steps
@@ -110,23 +110,23 @@ class StepSettings:
     """A fast log that takes longer than this is a red flag (source 001)."""
 
     fast_log_usual_s: Positive = 0.3
-    """A fast log usually takes up to this long (source 001: 0.1-0.3 s). Above it the guard logs a
-    `TIMING REMARK`."""
+    """A fast log usually takes up to this long (source 001: 0.1-0.3 s). If it takes longer, the
+    guard logs a `TIMING REMARK`."""
 
     evaluation_usual_s: Positive = 10.0
-    """An evaluation step usually takes up to this long (source 001: 5-10 s). Above it the guard
-    logs a `TIMING REMARK`."""
+    """An evaluation step usually takes up to this long (source 001: 5-10 s). If it takes longer,
+    the guard logs a `TIMING REMARK`."""
 
     inference_usual_pct: Percent = 80.0
-    """Usual share of inference in an evaluation step (source 001: 60-80 %). Above it the guard logs
-    a `TIMING REMARK`."""
+    """Typical share of an evaluation step spent on inference (source 001: 60-80 %). If inference
+    takes more, the guard logs a `TIMING REMARK`."""
 
     val_loss_usual_pct: Percent = 20.0
-    """Usual share of validation in an evaluation step (source 001: 10-20 %). Above it the guard
-    logs a `TIMING REMARK`."""
+    """Typical share of an evaluation step spent on validation (source 001: 10-20 %). If validation
+    takes more, the guard logs a `TIMING REMARK`."""
 
     overhead_good_pct: Percent = 10.0
-    """If the share of overhead in an evaluation step is above this, the guard logs a
+    """If overhead takes up more than this share of an evaluation step, the guard logs a
     `TIMING REMARK` (source 001: an issue, but not a red flag)."""
 
     overhead_max_pct: Percent = 20.0
@@ -162,7 +162,7 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class GpuSettings:
-    """GPUs: how many to expect, when to check them, and what counts as good use."""
+    """GPUs: how many to expect, when to check them, and what counts as good utilization."""
 
     expect: Union[Literal["auto"], Annotated[int, Range(ge=0)]] = "auto"
     """Number of GPUs required. `auto`: as many as in the last run, otherwise as many as the profile
@@ -208,8 +208,8 @@ class GpuSettings:
     """A memory share above this is near the limit (source 002)."""
 
     good_memory_gb: Positive = 15.0
-    """If a computing GPU uses at least this much memory, the guard does not warn about a low share
-    (source 004: 15-35 GB is good, whatever the GPU's size)."""
+    """If a GPU that is computing uses at least this much memory, the guard does not warn about a
+    low share (source 004: 15-35 GB is good, whatever the GPU's size)."""
 
     acceptable_memory_gb: Positive = 10.0
     """Memory use from here to `good_memory_gb` is acceptable (source 004: 10-15 GB)."""
@@ -266,7 +266,7 @@ class LossSettings:
     |median|)."""
 
     min_excess_ratio: Positive = 0.10
-    """A spike exceeds the median by at least this share of the median."""
+    """A spike exceeds the median by at least this fraction of it."""
 
     explosion_ratio: Positive = 2.0
     """Five consecutive steps above this multiple of the mean are an explosion."""

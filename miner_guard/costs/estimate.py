@@ -20,8 +20,8 @@ class Estimate:
 def estimate(*, steps: int, every_steps: int, seconds: float, step_time_s: float) -> Estimate:
     """Source 000's calculation: calls · seconds / (steps · step time).
 
-    Truncates the number of calls to a tenth, as the document does (2487 steps every 500 are 4.9
-    calls). Raises ValueError for numbers that are not positive.
+    Truncates the number of calls to a tenth, as the document does (2487 steps with a call every 500
+    make 4.9 calls). Raises ValueError for numbers that are not positive.
     """
     if min(steps, every_steps, step_time_s) <= 0 or seconds < 0:
         raise ValueError(

@@ -25,7 +25,7 @@ def set_global_tracker(tracker: MonitoringCostTracker | None) -> None:
 
 
 def get_global_tracker(env: Mapping[str, str] | None = None) -> MonitoringCostTracker:
-    """Return this process's tracker, which inside a rank records to the guard's ledger. Until this
+    """Return this process's tracker. Inside a rank, it records to the guard's ledger. Until this
     process records an operation, the tracker's report shows that ledger."""
     global _global
     with _global_mutex:

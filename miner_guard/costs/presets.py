@@ -33,7 +33,7 @@ PRESETS: Mapping[str, Mapping[str, float | bool]] = {
         "monitoring_budget": 2.0,
     },
 }
-"""The three tables of source 000, verbatim."""
+"""Source 000's three tables, verbatim."""
 
 _CRITICAL_FACTOR = 2.0
 """Source 000's critical limit (10 %) is twice its budget (5 %); the presets keep that ratio."""

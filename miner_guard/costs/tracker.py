@@ -27,7 +27,7 @@ _MAX_OPERATIONS = 256
 _WRITE_EVERY_S = 5.0
 _EVIDENCE_S = 3.0
 """Monitoring does not count as over budget until it has blocked training for this long (5 % of a
-minute): a percentage of so little time means nothing."""
+minute): a percentage of such a short time is meaningless."""
 
 _RELAX_RATIO = 0.8
 """Throttling ends when the requested intervals would take less than this share of the budget."""

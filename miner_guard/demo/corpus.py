@@ -32,7 +32,7 @@ class Corpus:
         return window[:, :-1], window[:, 1:]
 
     def noise(self, size: int, context: int) -> tuple[Tensor, Tensor]:
-        """A batch of random bytes for the fault `spike`: it resembles a corrupt data shard."""
+        """A batch of random bytes for the `spike` fault: it resembles a corrupt data shard."""
         window = torch.randint(256, (size, context + 1))
         return window[:, :-1], window[:, 1:]
 

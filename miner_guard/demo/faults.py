@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 KINDS = {
-    "hang": "the rank sleeps forever in the phase `data`; the others wait in a collective",
+    "hang": "the rank sleeps forever in the `data` phase; the others wait in a collective",
     "exit0": (
         "the training loop swallows an exception and every rank exits 0, as subnet 38's miner does"
     ),
@@ -37,7 +37,7 @@ class Fault:
 
     kind: str
     step: int
-    """Step number in the whole run, counted from 1."""
+    """Step number across the whole run, counted from 1."""
 
     rank: int | None = None
     """None means the last rank."""

@@ -19,7 +19,7 @@ KEPT_RATIO = 0.02
 """Share of each tensor's entries to upload; the demo picks those with the largest magnitude."""
 
 BLOCK_S = 12
-"""Seconds per block of the chain. The demo has no chain: it counts blocks of this length since
+"""The chain's block time in seconds. The demo has no chain: it counts blocks of this length since
 1970."""
 
 

@@ -131,7 +131,7 @@ class Miner:
         }
 
     def run(self) -> bool:
-        """Train to the configured number of steps. Returns False if a signal stopped it earlier."""
+        """Train for the configured number of steps. Returns False if a signal stopped it early."""
         signal.signal(signal.SIGTERM, self._ask_to_stop)
         signal.signal(signal.SIGINT, self._ask_to_stop)
         self.guard.diagnose(

@@ -1,5 +1,5 @@
-"""A byte-level GPT: pre-norm blocks, learned positions, tied embeddings. Small enough for a
-laptop's CPU."""
+"""A byte-level GPT: pre-norm blocks, learned positions, tied embeddings. Small enough for a laptop
+CPU."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Options:
     """Folder for checkpoints, staged uploads and the published repo."""
 
     steps: int = 90
-    """Inner steps of the whole run."""
+    """Inner steps in the whole run."""
 
     inner_steps_per_outer: int = 75
     """DiLoCo's H. Must exceed the gate's minimum inner step, or the gate would block every

@@ -49,10 +49,10 @@ class Summary:
     failed: int
     restarts: int
     alarms: Mapping[str, int]
-    """Counts of events above level info, by name, excluding uploads that the gate blocked."""
+    """Counts of events above info level, by name, excluding uploads that the gate blocked."""
 
     hook_s: float | None
-    """Seconds that the hook itself used within rank 0's steps."""
+    """Seconds that the hook itself took during rank 0's steps."""
 
     hook_pct: float | None
     usage: Usage

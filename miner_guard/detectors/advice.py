@@ -121,7 +121,7 @@ def for_slow_fall(lr: float | None) -> tuple[str, tuple[str, ...]]:
         "examples",
         (
             f"{raised} to 5e-4 or 1e-3 (adapters) for one run, and change nothing else",
-            "check the data: prompt template, end-of-sequence tokens, labels that are not masked",
+            "check the data: prompt template, end-of-sequence tokens, unmasked labels",
             "train longer or on more examples if evaluation loss is still falling",
         ),
     )
@@ -148,7 +148,7 @@ def for_evaluation_nan() -> tuple[str, tuple[str, ...]]:
 
 def for_overfit(best_step: int) -> tuple[str, tuple[str, ...]]:
     """Return the likely cause and fixes for overfitting (source 003, Overfitting)."""
-    return "the model learns the training examples, not the task", (
+    return "the model is learning the training examples, not the task", (
         f"use the checkpoint nearest to step {best_step}, where evaluation was best",
         "stop earlier: train for fewer epochs",
         "get more data",

@@ -166,7 +166,7 @@ class RankWatch:
                 SUSPECTED,
                 (
                     *(memory or ["GPU memory use is unknown"]),
-                    f"steps take {times:.1f} times as long as before "
+                    f"steps are taking {times:.1f} times as long as before "
                     f"({self._baseline.median:.2f}s before, {last.seconds:.2f}s now)",
                     "no waiting phase accounts for it",
                 ),

@@ -42,12 +42,12 @@ class Divergence:
         self._rise = self._recovered = 0.0
         self._reported = False
         self.came_back = False
-        """True if the loss has come back since the last finding."""
+        """True if the loss has recovered since the last finding."""
 
     def reported(self) -> None:
         """Note that another rule has already reported the current climb."""
         self._reported = True
-        # Values from before the climb would make it look as if the loss had come back.
+        # Values from before the climb would make it look as if the loss had recovered.
         self._block.clear()
 
     def observe(self, step: int, loss: float, lr: float | None) -> Iterator[Anomaly]:

@@ -121,8 +121,8 @@ class Goodput:
 def split(
     length: float, phases: Mapping[str, float], nested_in_monitor_s: float
 ) -> dict[str, float]:
-    """Seconds of a step by category; time outside all phases counts as training. Overlapping phases
-    are scaled down to fit."""
+    """Seconds that a step spent in each category; time outside all phases counts as training.
+    Overlapping phases are scaled down to fit."""
     parts = {name: phases[name] for name in _PHASES if phases.get(name, 0.0) > 0}
     evaluation = sum(phases.get(name, 0.0) for name in _EVALUATION)
     monitoring = phases.get("monitor", 0.0) + max(0.0, evaluation - nested_in_monitor_s)

@@ -115,8 +115,8 @@ class HangDetector:
     def stepped(
         self, end: float, seconds: float, phases: Mapping[str, float] | None = None
     ) -> None:
-        """Record that a rank finished a step that took `seconds`; `phases` gives the seconds of
-        each phase.
+        """Record that a rank finished a step that took `seconds`; `phases` gives the seconds spent
+        in each phase.
 
         A phase with a separate allowance does not count towards the usual step time: with a
         ten-minute AllReduce in it, a later hang would be noticed only after fifty minutes.

@@ -21,8 +21,8 @@ _MIN_PERIOD = 10
 speed."""
 
 _TOLERANCE = 0.02
-"""Tolerance, as a share of the period: a checkpoint every ten minutes comes after a varying number
-of steps."""
+"""Tolerance, as a fraction of the period: a checkpoint every ten minutes comes after a varying
+number of steps."""
 
 _MAX_MISSED = 4
 """A pause is still expected up to this many periods after the last one."""
@@ -30,7 +30,7 @@ _MAX_MISSED = 4
 _MAX_REMEMBERED = 16
 _MAX_PERIODS = 8
 _SIMILAR = 3.0
-"""Largest ratio between the lengths of two pauses of one kind."""
+"""Largest ratio between the lengths of two pauses of the same kind."""
 
 
 class PauseWatch:

@@ -30,8 +30,8 @@ _CHANCE = (7.0, 13.0)
 """An untrained language model's loss, in nats: ln(vocabulary size), for 1,100 to 440,000 tokens."""
 
 _NEAR_CHANCE = 0.12
-"""Learning only the token frequencies lowers a language model's loss by this share of its initial
-value."""
+"""Learning only the token frequencies lowers a language model's loss by this fraction of its
+initial value."""
 
 
 def near_chance(begin: float, best: float) -> bool:

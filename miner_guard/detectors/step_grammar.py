@@ -36,7 +36,7 @@ _BAR = re.compile(
 """A progress bar from tqdm, Keras or rich; rich prints the count after the bar."""
 
 _COUNTER = re.compile(r"\[\s{0,8}(\d+)/(\d+)(?:\s{0,4}\(\s{0,4}\d+(?:\.\d+)?%\s?\))?\]")
-"""`[ 10/5005]`, `[640/60000 (1%)]`: batches or samples of an epoch."""
+"""`[ 10/5005]`, `[640/60000 (1%)]`: batches or samples within an epoch."""
 
 _RANK = re.compile(r"\[default(\d+)\]|\brank[ :=]{0,2}(\d+)\b", re.IGNORECASE)
 _EVALUATION = re.compile(

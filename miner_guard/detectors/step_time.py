@@ -3,9 +3,10 @@ grades the run.
 
 The absolute rule and the grades come from source 004's tables. By the relative rule, a step is slow
 beyond median + max(5 · 1.4826 · MAD, 0.5 · median) of the last 128 steps of its kind (simulated: no
-false alarm at 3 % noise, 1.2 % of steps at 15 %, every 1.6-fold step found; median + 3 · MAD
-without the floor fires on 10 % of healthy steps). A rolling median adapts to a lasting slowdown, so
-`RegressionWatch` also compares the best past median with the median of the last 32 steps.
+false alarm at 3 % noise, 1.2 % of steps at 15 %, and every step of 1.6 times the median is found;
+median + 3 · MAD without the floor fires on 10 % of healthy steps). A rolling median adapts to a
+lasting slowdown, so `RegressionWatch` also compares the best past median with the median of the
+last 32 steps.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _MAX_HELD = 40
 decided."""
 
 _LASTING_S = 20.0
-"""Total step time for which short steps must stay slower to count as a regression."""
+"""Total step time over which short steps must stay slower to count as a regression."""
 
 
 def kind_of(phases: Mapping[str, float]) -> str:

@@ -47,7 +47,7 @@ _MAX_PENDING = 256
 
 @dataclass(frozen=True)
 class Straggler:
-    """The rank that the others wait for, over one window."""
+    """The rank that the others waited for during one window."""
 
     rank: int
     score: float
@@ -73,7 +73,7 @@ class Straggler:
             f"the others wait {self.others_wait_s:.2f}s"
         )
         text = (
-            f"works longer than the others by {self.score:.0%} of a {self.step_s:.2f}s step "
+            f"is busy longer than the others by {self.score:.0%} of a {self.step_s:.2f}s step "
             f"(over {self.steps} steps{waits})"
         )
         if self.phase is not None:
@@ -181,8 +181,8 @@ def judge(
     settings: StepSettings,
 ) -> Straggler | None:
     """Return the straggler of one window, or None. Waiting in phases is measured in two ways, and
-    the stronger result wins; if neither gives one, time in which waiting cannot be ruled out is
-    used."""
+    the stronger result wins; if neither gives one, the fallback is the time in which waiting can't
+    be ruled out."""
     step = statistics.median(value for values in seconds.values() for value in values)
     best: Straggler | None = None
     for names in _WAITS:

@@ -1,7 +1,7 @@
 """Source 001's timing: the fast log, the breakdown of an evaluation step, and its red flags.
 
-Phase `monitor` encloses the monitoring callback. Overhead is the time in `monitor` minus the phases
-nested in it: the time that the callback spends on display and status.
+The `monitor` phase encloses the monitoring callback. Overhead is the time in `monitor` minus the
+phases nested in it: the time that the callback spends on display and status.
 """
 
 from __future__ import annotations

@@ -315,7 +315,7 @@ def _modes(row: Row) -> Iterator[Check]:
 def _judged(
     row: Row, name: str, bad: bool, seen: str, *, limit: str, step: str, level: str = "warn"
 ) -> Check:
-    """Return a check at `level` with the next step if `bad`, otherwise at level ok."""
+    """Return a check at `level` with the next step if `bad`, otherwise at ok level."""
     return (
         _check(row, name, level, seen, limit=limit, step=step)
         if bad

@@ -149,9 +149,9 @@ def test_a_slow_rank_of_a_third_party_trainer_is_named_live_and_afterwards(
     assert {(e["rank"], e["phase"]) for e in named} == {(1, phase)}, guarded.tail()
     assert [e["rank"] for e in guarded.named("straggler_cleared")] == [1]
     console = guarded.output.read_text()
-    assert "STRAGGLER: rank 1 works" in console
+    assert "STRAGGLER: rank 1 is busy" in console
     assert f"slow in {phase}" in console
     answer = explained(guarded)
     assert answer.startswith("ROOT CAUSE straggler "), answer
-    assert "STRAGGLER: rank 1 works" in answer
+    assert "STRAGGLER: rank 1 is busy" in answer
     guarded.assert_nothing_left()

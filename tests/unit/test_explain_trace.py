@@ -125,7 +125,7 @@ def test_the_documents_log_gets_a_remark_on_its_slow_decrease() -> None:
     (remark,) = judge(reading.read(DOCUMENTS_LOG.splitlines()))
     assert (remark.type, remark.severity) == ("slow_decrease", "info")
     assert remark.detail == (
-        "the loss decreases, but slowly: 2.45 to 2.21, 9.8% in 80 steps, 13% of that in the "
+        "the loss is decreasing, but slowly: 2.45 to 2.21, 9.8% in 80 steps, 13% of that in the "
         "last third"
     )
     assert "low learning rate" in remark.cause

@@ -141,7 +141,7 @@ def test_a_slow_data_loader_is_named_although_the_others_wait_in_no_phase() -> N
     assert [(straggler.rank, straggler.phase) for straggler in found] == [(1, "data")]
     assert found[0].wait_s is None, "the time outside phases is not only waiting"
     assert found[0].detail() == (
-        "works longer than the others by 53% of a 0.34s step (over 20 steps); "
+        "is busy longer than the others by 53% of a 0.34s step (over 20 steps); "
         "slow in data: 0.30s, others 0.12s"
     )
 

@@ -24,10 +24,10 @@ class Overfit:
 
 
 def overfit(evaluation: Series, training: Series) -> Overfit | None:
-    """The overfitting in a run, or None. Both series must be finite.
+    """Overfitting found in a run, or None. Both series must be finite.
 
-    The smoothed evaluation (means over a tenth of the run) ends 12 % above its minimum, or 5 % if
-    it rises nearly all the time; at least four evaluations follow the minimum, or three that each
+    The smoothed evaluation loss (means over a tenth of the run) ends 12 % above its minimum, or 5 %
+    if it rises almost steadily; at least four evaluations follow the minimum, or three that each
     exceed the one before; and the training loss fell in the meantime.
     """
     if len(evaluation) < MIN_EVALUATIONS or len(training) < MIN_EVALUATIONS:

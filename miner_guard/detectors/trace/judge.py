@@ -134,7 +134,7 @@ def _loss(trace: Trace, facts: TrainingFacts, has_nan: bool) -> Iterator[Anomaly
 
 
 def _unreturned(values: Sequence[float]) -> levels.Climb | None:
-    """The last climb of the loss that the live judge reports, if the loss never came down again."""
+    """The last climb in the loss that the live judge reports, if the loss never came back down."""
     watch, found = Divergence(LossSettings()), None
     for index, value in enumerate(values):
         found = next(iter(watch.observe(index, value, None)), found)
@@ -212,7 +212,7 @@ def _slow_fall(trace: Trace, loss: Series) -> Iterator[Anomaly]:
     cause, fixes = advice.for_slow_fall(max(rates, default=None))
     share = (seen.first - seen.level) / seen.first
     detail = (
-        f"the loss decreases, but slowly: {seen.first:.4g} to {seen.level:.4g}, {share:.1%} in "
+        f"the loss is decreasing, but slowly: {seen.first:.4g} to {seen.level:.4g}, {share:.1%} in "
         f"{loss.steps[-1] - loss.steps[0]} steps, {seen.late:.0%} of that in the last third"
     )
     evidence = {"first": seen.first, "level": seen.level}

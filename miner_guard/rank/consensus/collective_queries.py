@@ -17,7 +17,7 @@ from validators.facts import Candidate
 
 class CollectiveQueries:
     """Asks collective questions on behalf of one rank. All methods but `agreement` wait for the
-    other ranks, in the phase `collective`."""
+    other ranks, in the `collective` phase."""
 
     def __init__(
         self,

@@ -46,6 +46,13 @@ def test_a_straggler_is_the_cause_if_nothing_worse_is_in_the_log() -> None:
         assert root(log + STEPS) == "straggler"
         assert root(log + HANG) == "hang"
         assert root(log + OOM) == "cuda_oom"
+    for earlier in (
+        "longer than the others by 60% of a 0.92s step",
+        "60% of a 0.92s step longer than the others",
+    ):
+        assert root(f"STRAGGLER: rank 1 works {earlier}\n") == "straggler", (
+            "an earlier version's line"
+        )
     assert root("straggler: rank 3 is 12% below the mean\n") is None, "another program's judgement"
 
 
