@@ -86,8 +86,8 @@ class Revision:
         return f"{self.run}.{self.outer_step}.{self.inner_step}"
 
     def files(self) -> list[tuple[str, Path]]:
-        """Key and file, in the order in which they become visible: the root metadata, where a
-        validator starts, last."""
+        """Key and file, in the order they become visible: the root metadata, where a validator
+        starts, last."""
         names = (GRADIENTS, CONFIG, METADATA)
         return [(epoch_key(self.outer_step, n), self.folder / n) for n in names] + [
             (METADATA, self.folder / METADATA)

@@ -28,7 +28,7 @@ class StepSeen:
     """A step found in the log, and the line that reports it."""
 
     place: int
-    """Number of the line, counted from 1."""
+    """1-based line number."""
 
     step: StepLine
     text: str

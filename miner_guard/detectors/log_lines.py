@@ -31,8 +31,8 @@ KINDS = ("step", "push", "push_failed", "phase", "peers", "allreduce_finished", 
 
 @dataclass(frozen=True)
 class Patterns:
-    """Compiled patterns, in the order in which they are tried, and the grammar for step lines that
-    none of them matches. attach/patterns.toml explains the groups."""
+    """Compiled patterns, in the order they are tried, and the grammar for step lines that none
+    of them matches. attach/patterns.toml explains the groups."""
 
     step: tuple[re.Pattern[str], ...]
     push: tuple[re.Pattern[str], ...] = ()

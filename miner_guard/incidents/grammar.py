@@ -58,7 +58,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class ErrorGrammar:
-    """Classes of words and frames, and the rules in the order in which they are tried."""
+    """Classes of words and frames, and the rules in the order they are tried."""
 
     words: Mapping[str, tuple[str, ...]]
     """Word classes, found in messages."""
@@ -91,7 +91,7 @@ def parsed(where: str, table: Mapping[str, Any], labels: Mapping[str, Label]) ->
     frames = {name: tuple(each) for name, each in table["frames"].items()}
     for name, each in frames.items():
         if loud := [text for text in each if text != text.lower()]:
-            raise BadKnowledge(f"{where}: {name}: {loud[0]!r} has capitals")
+            raise BadKnowledge(f"{where}: {name}: {loud[0]!r} contains capital letters")
     rules = tuple(_rule(where, entry, labels) for entry in table["rules"])
     lines = Need(((_MESSAGE, (*table["errors"], *table["harmless"])),))
     for need in (lines, *chain.from_iterable((*rule.needs, *rule.excludes) for rule in rules)):

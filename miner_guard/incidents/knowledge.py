@@ -40,7 +40,7 @@ _DIGIT = re.compile(rb"\d")
 _NONE: frozenset[bytes] = frozenset()
 
 _Shape = tuple[bytes, frozenset[bytes]]
-"""Text with each digit replaced by 0, plus those pattern words with digits that occur in it. Two
+"""The text with each digit replaced by 0, plus any pattern words in it that contain digits. Two
 texts with the same shape contain the same words."""
 
 _Key = Union[str, _Shape]
@@ -52,7 +52,7 @@ class _Answer:
 
     matches: list[Pattern] | Benign
     framed: list[int]
-    """Indices of those patterns with frames that may match the text and its traceback."""
+    """Indices of the patterns with frames that may match the text and its traceback."""
 
     found: dict[int, bool] = field(default_factory=dict)
     """Whether each of these matches the text, for those checked so far."""
@@ -67,7 +67,7 @@ class _Possible(NamedTuple):
     harmless: list[Benign]
     patterns: list[Pattern]
     framed: list[int]
-    """Indices of the patterns with frames that this exception and its traceback may match."""
+    """Indices of the patterns with frames that may match such an exception and its traceback."""
 
     tells_digits_apart: bool
     """Whether two texts with the same shape may match differently."""
@@ -369,7 +369,7 @@ def _keep(cache: dict[_K, _V], key: _K, value: _V, most: int) -> None:
 
 @lru_cache(maxsize=1)
 def load() -> Knowledge:
-    """Load the knowledge in the package. Only the tests check its expressions. Raises
+    """Load the knowledge shipped with the package. Only the tests check its expressions. Raises
     BadKnowledge."""
     return Knowledge(index_of(_file(_INDEX)), lambda: parsed(shipped()))
 

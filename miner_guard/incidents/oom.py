@@ -45,7 +45,8 @@ _ROUNDED = 0.98
 """Tolerance: the message rounds sizes that the allocator reads one after another."""
 
 _ONE_TENSOR_RATIO = 0.25
-"""A single request for more than this share of the GPU points to one oversized tensor."""
+"""A single request for more than this share of the GPU's memory points to one oversized
+tensor."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Oom:
     unallocated: int | None
     allowed: int | None
     others: int | None
-    """Bytes that other processes use."""
+    """Bytes that other processes are using."""
 
     @property
     def kind(self) -> str:

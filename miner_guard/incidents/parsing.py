@@ -225,7 +225,9 @@ def _words(
             f"{where}: `{key}` must list words of two letters or more; it is {words}"
         )
     if loud := [word for word in words if word != word.lower()]:
-        raise BadKnowledge(f"{where}: {loud[0]!r} has capitals; lines are compared in lower case")
+        raise BadKnowledge(
+            f"{where}: {loud[0]!r} contains capital letters; lines are compared in lower case"
+        )
     return words
 
 

@@ -71,7 +71,7 @@ class Pattern:
     """
 
     cause: str = ""
-    """Replaces the label's cause if this line proves more than that cause claims, or less."""
+    """Replaces the label's cause if this line proves more or less than that cause claims."""
 
     fix: str = ""
     """A more precise fix for this line, listed before the label's fixes. `{path|default}` stands

@@ -34,7 +34,7 @@ _MANY_STEPS = 10
 steps."""
 
 _AWAITED = 500
-"""Lines after an error within which its recovery steps must appear."""
+"""Number of lines after an error within which its recovery steps must appear."""
 
 _FINISHED = re.compile(
     rb"^(?!.*\b(?:epoch|stage|fold|round|batch|warm ?up|not|before|until|when|step)\b).*"
@@ -64,8 +64,8 @@ class PendingError(NamedTuple):
 
     label: str
     needed: bool = True
-    """Whether training needs what failed. If so, steps show that it recovered; otherwise, that
-    training continues without it."""
+    """Whether training needs what failed. If so, later steps show that it recovered; if not,
+    they show only that training continues without it."""
 
     loss: bool = False
     """Whether the loss itself is bad, so that it counts even without a retry. A loss of 0 after it
@@ -131,8 +131,8 @@ class RecoveryTracker:
         return bool(self._tried)
 
     def finished(self, shapes: Sequence[bytes], index: int) -> bool:
-        """Whether training reported its end at line `index` of a block with these `shapes`, or
-        shortly before it."""
+        """Whether the end of training was reported at line `index` of a block with these
+        `shapes`, or shortly before it."""
         before = [*self._recent, *shapes[max(0, index - _REMEMBERED) : index + 1]]
         return any(_FINISHED.search(shape, 0, _KEPT) for shape in before[-_REMEMBERED:])
 

@@ -267,7 +267,7 @@ def superlinear(regex: str) -> str | None:
             if len(loops) > 1:
                 return "two unbounded repeats; add a bound such as {0,40} to one of them"
             if loops and (len(loops[0]) != 1 or loops[0][0][0] not in _ONE_CHARACTER):
-                return "an unbounded repeat of a group; add a bound such as {0,8}"
+                return "a group is repeated without a bound; add one such as {0,8}"
     return None
 
 

@@ -111,7 +111,7 @@ class RootCauseAnalyzer:
         """For each recovery that the program reported, its line and the errors it covers."""
 
         self._notices = SightingHistory()
-        """All notices; they are reported only if nothing else happened, or only effects of it."""
+        """All notices; they are reported only if nothing happened apart from their effects."""
 
         self._last = 0
 

@@ -103,8 +103,8 @@ class Scanner:
         return seen
 
     def finish(self) -> list[Seen]:
-        """The sightings in an unfinished last line, and in a traceback that the end of the log cuts
-        off."""
+        """The sightings in an unfinished last line, and in a traceback cut off by the end of the
+        log."""
         rest, self._carry = self._carry, b""
         seen = [*self._block(rest), *self._chained.values()]
         if (cut := self._tracebacks.cut_off(self.line)) is not None:

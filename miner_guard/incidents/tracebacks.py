@@ -69,7 +69,7 @@ class _Traceback:
     raises: str = ""
     text: bytes = b""
     end: int = 0
-    """Number of the line after its latest frames."""
+    """Line number right after its latest frames."""
 
     def shows(self, lines: bytes) -> None:
         """Add frame or source lines."""

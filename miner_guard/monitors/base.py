@@ -22,7 +22,7 @@ from miner_guard.system.clock import Clock
 
 @dataclass(frozen=True)
 class Launch:
-    """One start of the miner within a run of the guard."""
+    """One start of the miner during a guard run."""
 
     command: Sequence[str]
     pid: int
@@ -109,7 +109,7 @@ class Context:
     jobs: Jobs
     control: SupervisorControl
     status: Callable[[], Mapping[str, Any]]
-    """The latest status document: every monitor's `snapshot` under its name."""
+    """The latest status document: each monitor's `snapshot`, keyed by the monitor's name."""
 
     redactor: Redactor
     """Knows the secrets of the guard and of the miner; `emit` applies it to every finding."""

@@ -61,7 +61,7 @@ class CostsMonitor(Monitor):
         return (self._step_s or self._ran_s + running) - self.tracker.blocking_s()
 
     def _training_step_s(self) -> float | None:
-        """Seconds of training per step of the lead rank; None before its first step."""
+        """Training seconds per step on the lead rank; None before its first step."""
         return max(0.0, self._training_s()) / self._steps if self._steps else None
 
     def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:

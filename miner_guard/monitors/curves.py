@@ -1,4 +1,4 @@
-"""Curves: loss and GPU memory of the running miner, judged step by step."""
+"""Curves: the running miner's loss and GPU memory, judged step by step."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ class Scene:
 
 
 def frame_of(stacks: Path) -> str | None:
-    """The innermost frame of the miner's code in a file of stacks; None if it has no such frame."""
+    """The innermost frame of the miner's code in a stack dump; None if it has no such frame."""
     return innermost_user_frame(_read_stacks(stacks))
 
 

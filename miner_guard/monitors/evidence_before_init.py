@@ -59,8 +59,8 @@ def _of_python(tree: Iterable[Process], state: StateDir) -> list[Process]:
 
 
 def _written(state: StateDir, path: Path, process: Process, deadline: float) -> bool:
-    """Have the process itself, or else py-spy, write its stacks to `path`. Returns True if either
-    did."""
+    """Have the process write its stacks to `path`; if that fails, let py-spy do it. Returns True if
+    either succeeded."""
     source = state.early_stacks_of(process.pid)
     if faulthandler(source, path, process) == "faulthandler":
         return True

@@ -1,5 +1,5 @@
-"""First step: reports a miner that has not shown a step yet, and quotes the line of its output that
-looks most like one."""
+"""First step: reports a miner that has not shown a step yet, and quotes the output line that looks
+most like one."""
 
 from __future__ import annotations
 

@@ -177,12 +177,13 @@ class HangMonitor(Monitor):
 
     def _with_culprits(self, hang: Hang, behind: tuple[int, ...]) -> Hang:
         """Name `behind` as the culprits if the headers name none. FSDP's forward pass is not a
-        phase, so all headers look alike, but the stacks show which ranks the others wait for."""
+        phase, so all headers look alike, but the stacks show which ranks the others are waiting
+        for."""
         if hang.culprits or not behind:
             return hang
         rest = sorted(self._ranks.keys() - set(behind))
         where = (
-            f"the collective that {rank_list(rest)} wait{'s' if len(rest) == 1 else ''} in"
+            f"the collective that {rank_list(rest)} {'is' if len(rest) == 1 else 'are'} waiting in"
             if rest
             else "any collective, alone on its node"
         )
@@ -200,7 +201,7 @@ class HangMonitor(Monitor):
         )
 
     def _story(self, hang: Hang, frames: Mapping[int, str], elsewhere: str) -> dict[str, Any]:
-        """The fields of the hang's event and of hang.json; `frames` maps each rank to its innermost
+        """The fields of the hang event and of hang.json; `frames` maps each rank to its innermost
         frame in the miner's code. `elsewhere` points to the other nodes, or is empty."""
         named = {
             rank: frames[rank] for rank in hang.culprits or sorted(frames)[:1] if rank in frames

@@ -61,7 +61,7 @@ class HelperProcess:
 
         self.child: subprocess.Popen[bytes] | None = None
         self.running = False
-        """True once it runs and, if an answer is expected, has answered."""
+        """True once it is running and, if an answer is expected, has answered."""
 
         self._again_at: float | None = None
         self._started_at = context.clock.monotonic()

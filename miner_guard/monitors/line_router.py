@@ -164,8 +164,7 @@ class LineRouter:
         block.forget()
 
     def _found(self, block: LineChunk) -> list[Found]:
-        """The lines that concern a monitor currently reading lines, each with the monitors that it
-        concerns."""
+        """The lines with words that a listening monitor looks for, each with those monitors."""
         listening = self._listening()
         readers = {
             shape: concerned

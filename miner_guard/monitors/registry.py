@@ -1,4 +1,4 @@
-"""The monitors of a run, in the order in which they are called."""
+"""A run's monitors, in the order they are called."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def load_monitors(context: Context, report: Callable[[Finding], None]) -> list[M
             monitors.append(_monitor_of(importlib.import_module(module))(context))
         except Exception as error:  # noqa: BLE001 - a bug in a monitor must not stop the miner; it is reported
             what = (
-                f"cannot start the monitor {name}: {type(error).__name__}: {error}; "
+                f"cannot start monitor {name}: {type(error).__name__}: {error}; "
                 "the others keep running"
             )
             report(make_finding("guard_degraded", what=what))

@@ -18,7 +18,7 @@ _MAX_DEPTH = 4
 
 
 class MonitorRunner:
-    """All monitors of the running supervisor. For use in the supervisor's thread only."""
+    """All of the running supervisor's monitors. For use on the supervisor's thread only."""
 
     def __init__(self, log: Callable[[Finding], None]) -> None:
         self._log = log
@@ -123,7 +123,7 @@ class MonitorRunner:
                     self.finding(further, monitor, depth + 1)
 
     def snapshots(self) -> dict[str, Any]:
-        """Every monitor's snapshot under its name."""
+        """Each monitor's snapshot, keyed by the monitor's name."""
         documents: dict[str, Any] = {}
         for monitor in self.monitors:
             try:

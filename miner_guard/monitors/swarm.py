@@ -1,4 +1,5 @@
-"""The swarm as the miner's log shows it: how many peers participate, and how AllReduces ended."""
+"""The swarm as seen in the miner's log: how many peers are participating, and how AllReduces
+ended."""
 
 from __future__ import annotations
 

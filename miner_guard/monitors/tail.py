@@ -8,7 +8,7 @@ _BYTES = 64 * 1024
 
 
 class Tail:
-    """Keeps the last 64 KiB added, and at most one chunk more."""
+    """Keeps the last 64 KiB added, and at most one more chunk."""
 
     def __init__(self) -> None:
         self._chunks: deque[bytes] = deque()

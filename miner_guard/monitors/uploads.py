@@ -72,7 +72,7 @@ def _ledger(context: Context) -> Ledger:
 
 
 class UploadsMonitor(Monitor):
-    """Watches the repo, writes gate-inputs.json, keeps the ledger, verifies pushes."""
+    """Watches the repo, writes gate-inputs.json, keeps the ledger, and verifies pushes."""
 
     name = "uploads"
 

@@ -337,7 +337,7 @@ class Guard:
     @harmless_or(nothing)
     def close(self, finished: bool = False) -> None:
         """Close the guard. Pass `finished=True` only if training has reached its configured end.
-        While an exception propagates, the run is not marked as finished."""
+        While an exception is propagating, the run is not marked as finished."""
         if self._closed:
             return
         error = sys.exc_info()[1]

@@ -27,7 +27,7 @@ PHASE_FLAGS = {
     **dict.fromkeys(("inference", "val_loss", "example_loss", "monitor"), layout.FLAG_EVAL),
     **dict.fromkeys(("upload", "allreduce", "load_state", "pause"), layout.FLAG_SYNC),
 }
-"""The flag for a step that spent time in a phase, by phase."""
+"""Maps each phase to the flag for a step that spent time in it."""
 
 _LAYOUT = {
     "header_offset": layout.NOW_OFFSET,

@@ -69,7 +69,7 @@ def whole(value: Any) -> int:
 
 
 class GpuMemory(NamedTuple):
-    """The figures of one GPU's caching allocator, in bytes."""
+    """Figures from one GPU's caching allocator, in bytes."""
 
     allocated: float
     reserved: float

@@ -63,7 +63,7 @@ class StandaloneLog:
         # If the process has no standard output, descriptor 1 may be any file that the program has
         # opened.
         self._stdout = None if sys.__stdout__ is None else _target(1)
-        """The target of descriptor 1 at the start; None without a console, or once `keep_console`
+        """The target of descriptor 1 at startup; None without a console, or once `keep_console`
         has run."""
 
     def keep_console(self) -> None:

@@ -67,7 +67,7 @@ BY_PROGRESS = frozenset({"hang_detected", "miner_exited", "miner_restarting"})
 """Problems that are resolved once the miner is completing steps again."""
 
 _SAME = ("label", "sampler", "job", "check", "gpu", "node", "what")
-"""Fields that tell apart two findings of the same event."""
+"""Fields that distinguish two findings of the same event."""
 
 _MAX_OPEN = 256
 

@@ -45,7 +45,7 @@ class QueuedAlert:
     order: int
     alert: Alert = field(compare=False)
     left: list[int] = field(compare=False)
-    """Numbers of the targets that have not accepted the alert, counted from 1."""
+    """1-based numbers of the targets that have not accepted the alert."""
 
     tries: int = field(default=0, compare=False)
     reason: str = field(default="", compare=False)

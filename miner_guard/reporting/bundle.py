@@ -112,7 +112,7 @@ def run(command: list[str]) -> str:
             timeout=_COMMAND_S,
         )
     except subprocess.TimeoutExpired:
-        return f"no answer within {_COMMAND_S:.0f} s: {' '.join(command[:1])} hangs\n"
+        return f"no answer from {' '.join(command[:1])} within {_COMMAND_S:.0f} s\n"
     except OSError as error:
         return f"could not be started: {error.strerror}\n"
     return done.stdout.decode("utf-8", "replace") + (

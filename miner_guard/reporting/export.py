@@ -28,7 +28,7 @@ _STEP = {
 
 @dataclass(frozen=True)
 class Point:
-    """Values at one moment."""
+    """Values at one point in time."""
 
     time: float
     step: int
@@ -83,7 +83,7 @@ Write = Callable[[Point], None]
 
 def tensorboard_writer(folder: Path) -> tuple[Write, Callable[[], None]]:
     """Return two functions: one writes a point to event files under `folder`, the other closes
-    them. Raises ImportError if the extra `tensorboard` is missing, and OSError if `folder` can't be
+    them. Raises ImportError if the `tensorboard` extra is missing, and OSError if `folder` can't be
     written."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -104,8 +104,8 @@ def tensorboard_writer(folder: Path) -> tuple[Write, Callable[[], None]]:
 
 
 def wandb_writer(folder: Path, project: str, *, online: bool) -> tuple[Write, Callable[[], None]]:
-    """Return two functions: one logs a point to Weights & Biases (unless `online`, only to files
-    under `folder`), the other finishes the run. Raises ImportError if the extra `wandb` is
+    """Return two functions: one logs a point to Weights & Biases (or, if not `online`, just to
+    files under `folder`), the other finishes the run. Raises ImportError if the `wandb` extra is
     missing."""
     import wandb
 

@@ -27,7 +27,7 @@ from miner_guard.system.clock import parse_iso_utc
 
 PREFIX = "minerguard_"
 VERDICT_LEVELS = {state: level for level, state in enumerate(reversed(STATES))}
-"""The number of each state, 0 for the best, so that the maximum over a fleet shows its worst
+"""Maps each state to a number, 0 for the best, so that the maximum over a fleet shows its worst
 miner."""
 
 Row = tuple[Sequence[str], Any]
@@ -130,7 +130,7 @@ def _by(
 
 
 def _gauges(*rows: tuple[str, str, Any], family: Family = GaugeMetricFamily) -> Iterator[Metric]:
-    """A metric without labels for each name, description and value."""
+    """Yield one unlabelled metric for each name, description and value."""
     for name, words, value in rows:
         yield from _labelled(name, words, (), [((), value)], family=family)
 
@@ -203,8 +203,8 @@ def _steps(steps: StepsStatus) -> Iterator[Metric]:
         yield from _gauges((name, words, _measured(getattr(steps, key))))
     yield from _counters(("steps", "Inner steps seen by this guard.", steps.steps))
     yield from _gauges(
-        ("step_p50_seconds", "Median of the recent steps.", steps.p50_s),
-        ("step_p95_seconds", "95th percentile of the recent steps.", steps.p95_s),
+        ("step_p50_seconds", "Median of recent step times.", steps.p50_s),
+        ("step_p95_seconds", "95th percentile of recent step times.", steps.p95_s),
     )
     words = "Share of wall time by category; training is goodput."
     yield from _by("category", "time_ratio", words, steps.goodput)
@@ -252,7 +252,7 @@ def _host(host: Mapping[str, Any]) -> Iterator[Metric]:
 
 def _guard(health: HealthStatus) -> Iterator[Metric]:
     own = health.guard
-    words = "CPU time of the supervisor and of its helper processes."
+    words = "CPU time used by the supervisor and its helper processes."
     yield from _counters(("guard_cpu_seconds", words, own.get("cpu_s")))
     words = "Resident memory of the supervisor."
     yield from _gauges(("guard_memory_bytes", words, own.get("memory_bytes")))

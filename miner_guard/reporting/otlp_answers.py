@@ -74,8 +74,8 @@ class Channel:
             self._failing_since, self._backoff, self._again_at = None, Backoff(), 0.0
 
     def failed(self, now: float, reason: str) -> None:
-        """Record that the receiver did not accept a request. Only the first failure in a row is
-        reported."""
+        """Record that the receiver did not accept a request. Only the first of consecutive
+        failures is reported."""
         self._again_at = now + self._backoff.ended(0.0)
         if self._failing_since is None:
             self._failing_since = now

@@ -20,7 +20,7 @@ SEVERITIES = {"debug": 5, "info": 9, "warning": 13, "error": 17, "critical": 21}
 """The level as an OpenTelemetry severity number: DEBUG, INFO, WARN, ERROR, FATAL."""
 
 _HEAD = frozenset({"ts", "level", "event", "msg", "run_id", "host", "rank"})
-"""Keys of a record that OpenTelemetry stores outside the attributes."""
+"""Record keys that OpenTelemetry stores outside the attributes."""
 
 _UNITS = {"seconds": "s", "bytes": "By", "ratio": "1", "celsius": "Cel", "watts": "W"}
 _GPU = {"hw.type": "gpu"}
@@ -77,7 +77,7 @@ class MetricPoint:
 
 
 def points(status: StatusDocument, *, version: str, age_s: float) -> Iterator[MetricPoint]:
-    """Every metric of /metrics under its name in OpenTelemetry; unknown values are absent."""
+    """Every metric on /metrics, under its OpenTelemetry name; unknown values are absent."""
     for family in metrics.families(status, version=version, age_s=age_s):
         if family.type not in ("gauge", "counter"):
             # Version and run are attributes of the resource.

@@ -62,7 +62,7 @@ overrides it."""
 
 _STORE_EVERY_S = 5.0
 _LAST_WORDS_S = 5.0
-"""Time to export the last lines and metrics after the guard's process has exited."""
+"""Time allowed for exporting the last lines and metrics after the guard's process has exited."""
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,8 @@ class Sender:
         return more
 
     def finish(self) -> None:
-        """Export the remaining events while the guard stops, up to and including its last line."""
+        """Export the remaining events while the guard is shutting down, up to and including its
+        last line."""
         threading.Thread(target=_exit_after, args=(self._order.guard_pid,), daemon=True).start()
         while not self.events.saw_the_end:
             if not self.turn():

@@ -1,4 +1,5 @@
-"""The report: one self-contained HTML page of a run, for a file or live from the HTTP port."""
+"""The report on a run: one self-contained HTML page, written to a file or served live on the HTTP
+port."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ _MAX_RANKS = 16
 
 
 def curves(data: Data, gate: GateSettings) -> str:
-    """The plots of a run, or of a window of it."""
+    """The plots for a run, or for a window within it."""
     if data.first is None or data.last is None:
         return "<h2>Curves</h2><p class='none'>no events in the log yet</p>"
     goodput = Plot("Goodput", "share of time spent training", [Line("goodput", data.goodput)])

@@ -92,7 +92,7 @@ class SingleRank:
 
 
 class Group:
-    """The agreement between all ranks of a process group. Every rank creates one and asks the same
+    """The agreement among all ranks in a process group. Every rank creates one and asks the same
     questions in the same order."""
 
     def __init__(self, store: AgreementStore, member: Member, timeout_s: float) -> None:
@@ -115,7 +115,7 @@ class Group:
 
         self._node_size: int | None = None
         self._leader = 0
-        """This rank's number among the leaders, counted from 1; 0 if unknown."""
+        """This rank's 1-based number among the leaders; 0 if unknown."""
 
         store.add("registered", 1)
 

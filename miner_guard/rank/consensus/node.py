@@ -30,7 +30,7 @@ class Ask:
     FORM: ClassVar[struct.Struct] = struct.Struct("<QIdBB")
 
     number: int
-    """Sequence number of the question, counted from 1."""
+    """1-based sequence number of the question."""
 
     mark: int
     """Hash of the question's text, which shows whether all ranks ask the same question."""

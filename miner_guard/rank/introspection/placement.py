@@ -104,8 +104,8 @@ def _fsdp1_offloads(module: torch.nn.Module) -> bool:
 def cuda_facts(device: str | None) -> Mapping[str, Any]:
     """The facts that torch reports about CUDA and the rank's GPU.
 
-    `device` is where the model is, such as `cuda:1`. If the process has no CUDA context, the fields
-    of the device are missing, because reading them would create a context.
+    `device` is where the model is, such as `cuda:1`. If the process has no CUDA context, the
+    device fields are missing, because reading them would create a context.
     """
     available = torch.cuda.is_available()
     context = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

@@ -23,7 +23,7 @@ class CommandHandler:
         soon: Callable[[Callable[[], None]], None],
         document: Callable[[], Mapping[str, Any]],
     ) -> None:
-        """`soon` runs a call in the supervisor's thread; `document` returns the current status."""
+        """`soon` runs a call on the supervisor's thread; `document` returns the current status."""
         self._supervisor, self._flights, self._soon, self._document = (
             supervisor,
             flights,

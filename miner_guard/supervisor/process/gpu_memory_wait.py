@@ -61,7 +61,7 @@ class GpuMemoryWait:
             self._before = self._read()
 
     def wait(self, proceed: Callable[[], None]) -> None:
-        """Call `proceed` in the supervisor's thread when the memory is free. After `settle_s`
+        """Call `proceed` on the supervisor's thread when the memory is free. After `settle_s`
         seconds, report a finding and call `proceed` anyway."""
         if self._before is None:
             proceed()

@@ -27,7 +27,7 @@ class PreflightRunner:
         soon: Callable[[Callable[[], None]], None],
     ) -> None:
         """`emit` and `soon` must be callable from any thread; `soon` runs the call that it is given
-        in the supervisor's thread."""
+        on the supervisor's thread."""
         self._question, self._emit, self._soon = question, emit, soon
         self._stop = threading.Event()
         self._then: tuple[Callable[[], None], Callable[[int, str], None]] | None = None

@@ -190,7 +190,7 @@ def found(log: str) -> Explained:
                 "https://huggingface.co/api/models/example/agent/xet-write-token/main"
             ),
             "hf_auth",
-            "token's own account",
+            "owned by the token's account",
         ),
         (
             "2026-01-06 14:23:35 ERROR 429: Too Many Requests.",

@@ -325,7 +325,7 @@ def test_each_entry_of_a_rule_must_occur() -> None:
     [
         ({"colour": 1}, "unknown key colour"),
         ({"words": {"thing": ["Thing"]}}, "thing: 'Thing' is not a valid word; use lower-case"),
-        ({"frames": {"here": ["Thing.py"]}}, "here: 'Thing.py' has capitals"),
+        ({"frames": {"here": ["Thing.py"]}}, "here: 'Thing.py' contains capital letters"),
         ({"rules": [{"label": "code_bug", "says": ["other"]}]}, "other is not a class"),
         ({"rules": [{"label": "code_bug", "at": ["thing"]}]}, "thing is not a class"),
         ({"rules": [{"label": "mine", "says": ["thing"]}]}, "'mine' in a rule is not a label"),

@@ -126,7 +126,7 @@ def test_corpus_and_subnet_labels_are_all_there() -> None:
     [
         ('restart = "once"', 'restart = "maybe"', "restart is 'maybe'; allowed: transient"),
         ('cause = "It broke."', "", "cause is missing"),
-        ('has = ["boom"]', 'has = ["Boom"]', "'Boom' has capitals"),
+        ('has = ["boom"]', 'has = ["Boom"]', "'Boom' contains capital letters"),
         ("boom \\d", "boom (", "regex 'boom ('"),
         ("boom \\d", "boom .*at", "contains an unbounded repeat; add a bound"),
         (
