@@ -13,7 +13,7 @@ UNAVAILABLE = 69
 """The preflight found a critical problem, or a check could not run."""
 
 CRASH_LOOP = 75
-"""Restarts do not help, or the miner hangs and `[hang] action` is "stop"."""
+"""Restarts do not help, or the miner is hung and `[hang] action` is "stop"."""
 
 CONFIG = 78
 

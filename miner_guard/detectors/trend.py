@@ -28,7 +28,7 @@ def p_rising(values: Sequence[float]) -> float:
 
 
 def p_rising_trimmed(values: Sequence[float]) -> float:
-    """`p_rising` without the largest tenth of the values: a few spikes must not make or hide a
+    """`p_rising` without the largest tenth of the values: a few spikes must not create or hide a
     trend (dlib)."""
     keep = sorted(values)[: max(3, len(values) - len(values) // 10)]
     limit = keep[-1]

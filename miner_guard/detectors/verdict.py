@@ -22,7 +22,7 @@ from miner_guard.eventlog.status_document import NO_REPO, StatusDocument, Verdic
 
 @dataclass(frozen=True)
 class RunVerdict:
-    """The verdict that a person on call needs first."""
+    """The verdict: the first thing that an on-call engineer needs."""
 
     state: str
     """One of `STATES`."""

@@ -1,4 +1,4 @@
-"""The next step for each condition: what to do, with the commands to type between backticks. Pure.
+"""The next step for each condition: what to do, with commands in backticks. Pure.
 
 A step names what the reader would otherwise have to look up: the path, the GPU, the command that
 starts the guard again.
@@ -32,7 +32,7 @@ def after_crash_loop(status: StatusDocument, memory: Memory) -> str:
 
 
 def start_again(status: StatusDocument, memory: Memory) -> str:
-    """Advise the reader to start the guard with its earlier command."""
+    """Advise the reader to start the guard with the same command as before."""
     return f"start it again: {_start(status)}"
 
 
@@ -100,7 +100,7 @@ def _on_host(status: StatusDocument) -> str:
 def _gpu_of(status: StatusDocument, rank: int | None) -> int | None:
     """NVML's index of the GPU that a rank reported in its diagnosis; None if unknown.
 
-    Ranks are matched by the GPU's UUID: CUDA's numbers depend on CUDA_VISIBLE_DEVICES.
+    Ranks are matched by GPU UUID: CUDA's numbering depends on CUDA_VISIBLE_DEVICES.
     """
     uuid = next((r.get("uuid") for r in status.diagnosis.ranks if r.get("rank") == rank), None)
     rows = (row for row in status.health.gpus.gpus if uuid and row.get("uuid") == uuid)

@@ -1,7 +1,7 @@
 """The conditions that decide the verdict, worst first, each with its next step. Pure.
 
 A condition reads the status document (the content of status.json) and `Memory`, the few findings
-whose effect lasts. Its next step is in `verdict_actions`.
+with a lasting effect. Its next step is in `verdict_actions`.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _on_cpu(status: StatusDocument, memory: Memory) -> str | None:
         if gpus.state in ("absent", "ok") and not gpus.gpus
         else ""
     )
-    return f"the model runs on the CPU on {where}{why}"
+    return f"the model is running on the CPU on {where}{why}"
 
 
 def _unregistered(status: StatusDocument, memory: Memory) -> str | None:
@@ -245,7 +245,7 @@ CONDITIONS: tuple[Condition, ...] = (
         NOT_EARNING,
         _on_cpu,
         always(
-            "`miner-guard ctl pause`; `miner-guard doctor --deep` shows the problem with CUDA; "
+            "`miner-guard ctl pause`; `miner-guard doctor --deep` shows the CUDA problem; "
             "once it is fixed, `miner-guard ctl resume`"
         ),
         "cpu_fallback",
@@ -323,4 +323,4 @@ CONDITIONS: tuple[Condition, ...] = (
     ),
 )
 """The order of judgement: conditions that stop the miner from earning come before those that only
-slow its earning."""
+reduce its earnings."""

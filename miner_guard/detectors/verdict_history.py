@@ -1,8 +1,8 @@
 """Up to seven days of verdicts as a strip of cells, as on a status page. Pure.
 
 The guard adds up the seconds while it runs (`VerdictWeek`), so that no reader has to search a week
-of logs. Time in which no guard ran has no verdict: it is `unwatched`, and counts towards no other
-state.
+of logs. Time during which no guard was running has no verdict: it is `unwatched`, and counts
+towards no other state.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ guard's startup."""
 
 @dataclass(frozen=True)
 class Strip:
-    """Cells of equal length, oldest first, up to the present, and the share of each state."""
+    """Cells of equal length, oldest first, up to the present, and the share of time in each
+    state."""
 
     start: float
     """Start of the first cell, seconds since 1970."""

@@ -26,10 +26,10 @@ FIND_THE_GUARD = (
 
 _DEGRADED = {"yes": "STILL EARNING, degraded", "probably": "PROBABLY STILL EARNING, degraded"}
 """By `VerdictStatus.earns`: the headline's first words for a degraded miner. Whether it is earning
-comes first, since that decides whether to get up at night."""
+comes first, since that decides whether someone has to get up at night."""
 
 _ENDED = {"crash_loop": "stopped by a crash loop", "finished": "finished"}
-"""State of a miner whose guard has ended, by the verdict's key."""
+"""For each verdict key, the state to show for a miner whose guard has ended."""
 
 
 def is_silent(status: StatusDocument, age_s: float) -> bool:
@@ -104,7 +104,7 @@ def time_of_reading(status: StatusDocument, age_s: float) -> str:
 
 
 def week_of(status: StatusDocument, age_s: float, cells: int) -> Strip | None:
-    """The verdicts of the last seven days at most; None if no guard has recorded any."""
+    """Verdicts from the last seven days at most; None if no guard has recorded any."""
     now, verdict = now_of(status, age_s), status.verdict
     if now is None or verdict is None or not verdict.week:
         return None
@@ -141,7 +141,7 @@ def advice(verdict: VerdictStatus) -> str:
 
 
 def headline(verdict: VerdictStatus | None, now: str = "") -> str:
-    """`NOT EARNING since 12:03 UTC: rank 1 hangs in allreduce; restarting, attempt 2 of 5`, or
+    """`NOT EARNING since 12:03 UTC: rank 2 in data for 912s; restarting, attempt 2 of 5`, or
     `STILL EARNING, degraded since 12:03 UTC: …`.
 
     `verdict` is the status document's; None if the guard wrote none. `now`: see `state_since`.
@@ -152,8 +152,8 @@ def headline(verdict: VerdictStatus | None, now: str = "") -> str:
 
 
 def state_since(verdict: VerdictStatus, now: str = "") -> str:
-    """`NOT EARNING since 12:03 UTC`, without the cause. `now`: the ISO time of reading; if that is
-    another day, the date is included."""
+    """`NOT EARNING since 12:03 UTC`, without the cause. `now`: the time of reading, ISO 8601; if
+    the verdict began on another day, the date is included."""
     since = str(verdict.since or "")
     day = f"{since[:10]} " if now and now[:10] != since[:10] else ""
     when = f" since {day}{since[11:16]} UTC" if len(since) >= 16 else ""

@@ -381,7 +381,7 @@ def _grouped(reports: Sequence[Report], key: Callable[[Report], Any]) -> dict[An
 
 
 def _machine(r: Report) -> tuple[Any, Any]:
-    """Return the host and boot: host names may repeat, since a container's can be set freely."""
+    """Return the host and boot: host names are not unique, since a container can be given any."""
     return r.get("host"), r.get("boot")
 
 

@@ -31,7 +31,7 @@ class Check:
     """The action to take; None if all is well."""
 
     gpu: int | None = None
-    """NVML index, for a check of one GPU."""
+    """NVML index, if the check is about a single GPU."""
 
     may_clear: bool = False
     """True if waiting may help: a driver may come up late after boot, or an earlier process may

@@ -1,4 +1,7 @@
-"""Measures this host's clock against a server's: `python -m miner_guard.diagnosis.clock_probe`."""
+"""Measures this host's clock against a server's.
+
+Run as `python -m miner_guard.diagnosis.clock_probe`.
+"""
 
 from __future__ import annotations
 

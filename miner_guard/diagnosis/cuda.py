@@ -37,7 +37,7 @@ def _available(s: Snapshot) -> Check:
         seen = f"CUDA is available: torch {version}, {s.torch['gpu_count']} devices"
         return Check("cuda.available", "ok", seen)
     if not build:
-        seen, step = f"CUDA is not available: torch {version} is built without CUDA", _INSTALL
+        seen, step = f"CUDA is not available: torch {version} was built without CUDA", _INSTALL
     else:
         why = s.torch.get("reason") or "torch sees no device"
         seen = f"CUDA is not available: torch {version} for CUDA {build}: {why}"

@@ -26,8 +26,8 @@ def _datasheet() -> tuple[Mapping[str, Any], ...]:
 
 
 _OTHERS = ("MIG", "Laptop", "Max-Q")
-"""Substrings of the names of GPU slices, and of cards that share only a name with one in the data
-sheet."""
+"""Substrings of the names of GPU slices, and of cards that merely share a name with one in the
+data sheet."""
 
 
 def datasheet_of(name: str | None) -> Mapping[str, Any]:

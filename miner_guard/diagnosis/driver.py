@@ -84,7 +84,7 @@ def _versions(s: Snapshot) -> Iterator[Check]:
     # CUDA's minor version compatibility: a driver runs newer minor builds of the same major
     # version.
     older = _major(driver) < _major(build)
-    seen = f"torch is built for CUDA {build}; the driver supports CUDA up to {driver}"
+    seen = f"torch was built for CUDA {build}; the driver supports CUDA up to {driver}"
     limit = "a driver that supports torch's CUDA major version or a newer one"
     step = "update the driver, or install a torch build for CUDA " + driver if older else None
     yield Check("driver.cuda_version", "critical" if older else "ok", seen, limit, step)

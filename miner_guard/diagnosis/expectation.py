@@ -25,10 +25,10 @@ class Expectation:
 def expected(
     setting: int | None, last_run: int | None, profile: int | None, present: int | None
 ) -> Expectation:
-    """Return the first of these that is known: the setting, this host's count at the last run, the
-    profile's minimum, the GPUs present.
+    """Return the first of these that is known: the setting, this host's count from the last run,
+    the profile's minimum, the GPUs present.
 
-    A last run on a host without a GPU (0) sets no expectation, so adding a GPU raises no finding.
+    A count of 0 from the last run is ignored, so adding a GPU raises no finding.
     """
     if setting is not None:
         return Expectation(setting, "[gpu] expect")

@@ -1,4 +1,4 @@
-"""Turns successive samples of the GPUs into findings about faults while the miner runs. Pure;
+"""Turns successive samples of the GPUs into findings about faults while the miner is running. Pure;
 streaming."""
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Faults:
         if len(times) == THROTTLED_SAMPLES and key not in self._standing:
             self._standing[key] = "warn"
             by, seconds = ", ".join(row["throttle"]), now - times[0]
-            seen = f"throttles ({by}) in {len(times)} samples of the last {seconds:.0f} s"
+            seen = f"throttled ({by}) in {len(times)} samples over the last {seconds:.0f} s"
             step = "check cooling, power supply and power cables; it is slowing down all ranks"
             yield make_finding(
                 "gpu_fault",
@@ -136,7 +136,7 @@ class Faults:
             )
         elif not times and self._standing.pop(key, None) is not None:
             yield make_finding(
-                "gpu_recovered", gpu=row["index"], uuid=row.get("uuid"), what="no longer throttles"
+                "gpu_recovered", gpu=row["index"], uuid=row.get("uuid"), what="no longer throttled"
             )
 
 

@@ -20,7 +20,7 @@ accepts."""
 
 
 def checks(s: Snapshot) -> Iterator[Check]:
-    """Check the count against the expectation, the device files, CUDA_VISIBLE_DEVICES and the
+    """Check the count against the expected number, the device files, CUDA_VISIBLE_DEVICES and the
     ranks."""
     yield _count(s)
     yield from _ranks(s)

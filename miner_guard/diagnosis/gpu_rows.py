@@ -220,7 +220,9 @@ def _power(row: Row) -> Iterator[Check]:
     limit, default = row.get("power_limit_w"), row.get("power_default_w")
     if limit is not None and default:
         seen, usual = f"limited to {limit:.0f} W", f"default {default:.0f} W"
-        step = "raise the limit with nvidia-smi -pl, or ask the host to: it slows this GPU down"
+        step = (
+            "raise the limit with nvidia-smi -pl, or ask the host to: it is slowing this GPU down"
+        )
         yield _judged(row, "gpu.power_limit", limit < 0.95 * default, seen, limit=usual, step=step)
 
 
@@ -315,7 +317,7 @@ def _modes(row: Row) -> Iterator[Check]:
 def _judged(
     row: Row, name: str, bad: bool, seen: str, *, limit: str, step: str, level: str = "warn"
 ) -> Check:
-    """Return a check at `level` with the next step if `bad`, otherwise at ok level."""
+    """Return a check at `level` with the next step if `bad`, otherwise one at level `ok`."""
     return (
         _check(row, name, level, seen, limit=limit, step=step)
         if bad

@@ -1,5 +1,7 @@
-"""Checks whether the repo can be read and written: `python -m miner_guard.diagnosis.repo_probe`, a
-child with a deadline."""
+"""Checks whether the repo can be read and written, in a child process with a deadline.
+
+Run as `python -m miner_guard.diagnosis.repo_probe`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ _NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = {
 
 
 def examine(repo: Repo) -> dict[str, Any]:
-    """Read the state; write a small object, read it back, delete it."""
+    """Read the state; write a small object, read it back and delete it."""
     answer: dict[str, Any] = {"label": repo.label, "read": False, "write": False}
     try:
         repo.state()

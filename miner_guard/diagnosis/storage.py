@@ -36,7 +36,7 @@ def _clock(s: Snapshot) -> Iterator[Check]:
     word = "behind" if skew > 0 else "ahead of"
     step = (
         "set the clock (chronyc makestep, timedatectl set-ntp true); "
-        "S3 rejects requests from a clock that is 15 min off"
+        "S3 rejects requests if the clock is 15 min off"
         if level != "ok"
         else None
     )

@@ -43,8 +43,8 @@ class Finding:
     fields: Mapping[str, Any] = field(default_factory=dict)
     rank: int | None = None
     level: str | None = None
-    """Overrides the catalogue's level. `monitoring_over_budget`, for example, is a warning first
-    and critical above a second limit."""
+    """Overrides the catalogue's level. `monitoring_over_budget`, for example, starts as a
+    warning and becomes critical above a second limit."""
 
     @property
     def severity(self) -> str:
@@ -93,7 +93,7 @@ class _Formatter(string.Formatter):
 _formatter = _Formatter()
 
 _MAX_ODD_LENGTH = 500
-"""Maximum number of characters to show of fields that do not fit the template."""
+"""Maximum number of characters to show for fields that do not fit the template."""
 
 
 def make_finding(

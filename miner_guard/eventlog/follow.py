@@ -27,7 +27,7 @@ class _Bounded:
 
 
 class Position(NamedTuple):
-    """A place in a log. It stays valid when the rotation renames the file."""
+    """A place in a log. It stays valid when log rotation renames the file."""
 
     inode: int
     offset: int

@@ -105,8 +105,7 @@ class TemplateFilter:
         return bool(self._search.find(text))
 
     def holding(self, texts: Sequence[bytes]) -> list[bytes]:
-        """Return those of the `texts` (each part of a line) whose template contains any of the
-        words."""
+        """Return the `texts`, each a part of a line, whose template contains any of the words."""
         together = template(b"\n".join(texts))
         words = self._search.find(together)
         if not words:

@@ -139,7 +139,7 @@ def _grams(text: bytes) -> Iterator[int]:
 
 
 def _in_fours(text: bytes) -> Iterator[memoryview[int]]:
-    """The substrings of four bytes, as numbers: those at offsets 0, 4, 8, …, then those at 1, 5, …,
+    """The four-byte substrings, as numbers: those at offsets 0, 4, 8, …, then those at 1, 5, …,
     and so on. Converting four bytes to a number takes a third as long as copying them."""
     view = memoryview(text)
     for start in range(min(_GRAM, len(text) - _GRAM + 1)):
@@ -147,7 +147,7 @@ def _in_fours(text: bytes) -> Iterator[memoryview[int]]:
 
 
 def parts_with(literal: bytes, text: bytes, separator: bytes) -> Iterator[bytes]:
-    """The parts of `text`, divided by `separator`, that contain `literal`."""
+    """The parts of `text`, split at `separator`, that contain `literal`."""
     at = text.find(literal)
     while at >= 0:
         end = text.find(separator, at)

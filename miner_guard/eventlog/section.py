@@ -45,7 +45,7 @@ class LastRead(Generic[_Section]):
         self._read = section()
 
     def of(self, document: Any) -> _Section:
-        """The section. The document must not change after it has been passed here."""
+        """The section that `document` contains. The document must not change afterwards."""
         if document is not self._document:
             self._document, self._read = document, self._section.from_json(document)
         return self._read

@@ -19,7 +19,7 @@ from miner_guard.state_dir import StateDir, read_json
 
 @dataclass(frozen=True)
 class VerdictStatus(Section):
-    """The verdict on whether the miner is earning. The monitor `verdict` writes it."""
+    """The verdict on whether the miner is earning, written by the `verdict` monitor."""
 
     state: str | None = None
     """One of `detectors.verdict.STATES`."""
@@ -39,7 +39,7 @@ class VerdictStatus(Section):
     alone does not say."""
 
     week: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Seconds in each state, by two-hour interval numbered from 1970
+    """Seconds in each state per two-hour interval; the intervals are numbered from 1970
     (`detectors.verdict_history`)."""
 
     week_start: float | None = None
@@ -70,7 +70,7 @@ class RankSteps(Section):
 
 @dataclass(frozen=True)
 class StepsStatus(Section):
-    """The lead rank's training. The monitor `steps` writes it."""
+    """The lead rank's training, written by the `steps` monitor."""
 
     outer_step: int | None = None
     inner_step: int | None = None
@@ -230,7 +230,7 @@ class GpusStatus(Section):
 
 @dataclass(frozen=True)
 class HealthStatus(Section):
-    """The samplers' readings. The monitor `health` writes it."""
+    """The samplers' readings, written by the `health` monitor."""
 
     host: Mapping[str, Any] = field(default_factory=dict)
     """The figures from `health.host`."""
@@ -258,7 +258,7 @@ class HealthStatus(Section):
 
 @dataclass(frozen=True)
 class HangStatus(Section):
-    """The state of the hang detector. The monitor `hang` writes it."""
+    """The state of the hang detector, written by the `hang` monitor."""
 
     watching: bool | None = None
     reason: str | None = None
@@ -283,7 +283,7 @@ class ChainStatus(Section):
 
 @dataclass(frozen=True)
 class CostsStatus(Section):
-    """What monitoring costs. The monitor `costs` writes it."""
+    """The cost of monitoring, written by the `costs` monitor."""
 
     share_pct: float | None = None
     budget_pct: float | None = None
@@ -309,7 +309,7 @@ class FallbackStatus(Section):
 
 @dataclass(frozen=True)
 class RanksStatus(Section):
-    """The comparison of the ranks. The monitor `ranks` writes it."""
+    """The comparison of the ranks, written by the `ranks` monitor."""
 
     cpu_fallback: Mapping[str, FallbackStatus] = field(default_factory=dict)
     straggler: Mapping[str, Any] | None = None
@@ -318,7 +318,7 @@ class RanksStatus(Section):
 
 @dataclass(frozen=True)
 class DiagnosisStatus(Section):
-    """The ranks' reports about their model and GPU, written by the monitor `diagnosis`."""
+    """The ranks' reports about their model and GPU, written by the `diagnosis` monitor."""
 
     ranks: Sequence[Mapping[str, Any]] = ()
     """For each rank, the facts from `rank.introspection.diagnose`."""
@@ -336,7 +336,7 @@ class JobStatus(Section):
 
 @dataclass(frozen=True)
 class MetricsStatus(Section):
-    """The HTTP endpoint. The monitor `metrics` writes it."""
+    """The HTTP endpoint's status, written by the `metrics` monitor."""
 
     events: Mapping[str, int] = field(default_factory=dict)
     """Number of events in this run, by event name."""

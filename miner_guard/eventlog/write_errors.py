@@ -17,7 +17,7 @@ def write_failed(what: str, error: OSError, then: str = "") -> Finding:
 
 
 def not_stored(what: str, error: OSError) -> Finding:
-    """Return the finding that a single write of `what` failed. The guard does not retry that write,
+    """Return the finding for a failed one-off write of `what`. The guard does not retry that write,
     so it cannot report a recovery either."""
     text = f"{what} could not be stored: {error.strerror or error}"
     return make_finding("guard_degraded", what=text, disk_full=is_full(error))

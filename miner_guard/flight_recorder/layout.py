@@ -103,7 +103,7 @@ FLAG_EVAL = 1
 FLAG_FIRST = 2
 """The first step of this process: it includes compilation and cold caches."""
 FLAG_LOSS_ON_CPU = 4
-"""The loss was a tensor on the CPU although CUDA is expected."""
+"""The loss was a tensor on the CPU although CUDA was expected."""
 FLAG_SYNC = 8
 """Part of the step was spent in upload, allreduce, load_state or pause."""
 FLAG_LOSS_GIVEN = 1 << 16

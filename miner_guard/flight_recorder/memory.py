@@ -1,9 +1,9 @@
 """Stores a flight record in memory that no process can truncate, with a copy on disk.
 
-If the record were a mapped file, the rank would die of SIGBUS when someone truncates the file, and
-stall whenever the disk does. So the record is a memfd with a sealed size. `rank-NNNN.live` links to
-it while the rank is alive. `rank-NNNN.bin` is a copy on disk; the supervisor keeps it up to date,
-or one of the rank's threads does if no supervisor reads the record.
+If the record were a mapped file, SIGBUS would kill the rank if something truncated the file, and
+the rank would stall whenever the disk did. So the record is a memfd with a sealed size.
+`rank-NNNN.live` links to it while the rank is alive. `rank-NNNN.bin` is a copy on disk; the
+supervisor keeps it up to date, or one of the rank's threads does if no supervisor reads the record.
 """
 
 from __future__ import annotations

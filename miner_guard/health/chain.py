@@ -48,7 +48,7 @@ _FIELDS = ChainReading.__dataclass_fields__
 
 
 def query(settings: ChainSettings, *, python: str = sys.executable) -> ChainReading:
-    """Query the chain, for `settings.timeout_s` at most. Never raises."""
+    """Query the chain, for at most `settings.timeout_s`. Never raises."""
     if settings.network is None or settings.netuid is None:
         missing = " and ".join(
             key for key in ("network", "netuid") if getattr(settings, key) is None

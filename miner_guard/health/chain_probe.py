@@ -1,9 +1,8 @@
-"""The child that reads the chain through bittensor 9.10 to 11: `python -m
-miner_guard.health.chain_probe`.
+"""Reads the chain through bittensor 9.10 to 11. Run as `python -m miner_guard.health.chain_probe`.
 
-It runs in a child, because bittensor may hang for minutes if a node does not respond, parses the
-command line, prints, takes over its process's logging, and uses up to 160 MB. Reads only public
-data and opens no wallet.
+It runs in a child process, because bittensor may hang for minutes if a node does not respond,
+parses the command line, prints, takes over its process's logging, and uses up to 160 MB. Reads only
+public data and opens no wallet.
 """
 
 from __future__ import annotations

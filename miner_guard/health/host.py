@@ -113,7 +113,7 @@ NAMES = (
     "network_sent_bytes_per_s",
     "network_received_bytes_per_s",
 )
-"""The names of all host figures."""
+"""The names of all the host's figures."""
 
 
 def figures(readings: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
@@ -135,8 +135,8 @@ def existing(path: Path) -> Path:
 def read_cgroup_memory(
     proc: Path = Path("/proc"), cgroup: Path = CGROUP
 ) -> tuple[int | None, int | None, int | None]:
-    """The memory limit, the usage excluding reclaimable cache, and the out-of-memory kills of this
-    process's cgroup; None for each that is unknown."""
+    """This process's cgroup: its memory limit, its usage excluding reclaimable cache, and its
+    out-of-memory kills; None for any that is unknown."""
     folder = _cgroup_folder(proc, cgroup)
     if folder is None:
         return None, None, None

@@ -69,7 +69,7 @@ class Worker:
 
 
 class GpuHandle:
-    """One GPU: its handle, its constants, its last row."""
+    """One GPU: its handle, constants and last row."""
 
     def __init__(self, index: int) -> None:
         self.worker = Worker(f"gpu{index}")
@@ -165,8 +165,7 @@ class System:
         self._events: Any = None
         self._watched: set[int] = set()
         self._uuids: dict[int | None, str] = {}
-        """UUIDs by the handle's address: a GPU that fell off the bus can no longer report its
-        UUID."""
+        """UUIDs by handle address: a GPU that fell off the bus can no longer report its UUID."""
         self.xids: dict[str, list[int]] = {}
         self.xid_reason: str | None = None
         """Why some Xid events are unavailable."""
@@ -216,7 +215,7 @@ class System:
                     self._uuids[address] = uuid
                     self._watched.add(index)
             except nvml.NVMLError as error:
-                self.xid_reason = f"Xid events of GPU {index} can't be read: {error}"
+                self.xid_reason = f"Xid events for GPU {index} can't be read: {error}"
 
     def poll_events(self) -> None:
         """Drain the Xid events into `xids`, by UUID, without waiting."""
@@ -235,7 +234,7 @@ class System:
 
 
 def _address(handle: Any) -> int | None:
-    """The value that two handles of the same GPU share."""
+    """The value that two handles to the same GPU share."""
     return ctypes.cast(handle, ctypes.c_void_p).value
 
 

@@ -95,7 +95,7 @@ _DISTRIBUTIONS = {
     "hf_xet": "hf-xet",
     "_C": "",
 }
-"""PyPI packages of modules; an empty string means that the package is unknown."""
+"""The PyPI package for each module; an empty string means that the package is unknown."""
 
 
 def named(detail: str, texts: Iterable[str]) -> str:

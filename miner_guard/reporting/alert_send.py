@@ -1,8 +1,8 @@
-"""A probe: sends messages through Apprise, or pings a heartbeat URL; `python -m
-miner_guard.reporting.alert_send`.
+"""Sends messages through Apprise, or pings a heartbeat URL.
 
-Runs in a child with a deadline, so that an unresponsive webhook blocks only this child. Addresses
-arrive on stdin, and replies name them only by kind, because they contain secrets.
+Run as `python -m miner_guard.reporting.alert_send`, in a child process with a deadline, so that an
+unresponsive webhook blocks only this child. Addresses arrive on stdin, and replies name them only
+by kind, because they contain secrets.
 """
 
 from __future__ import annotations

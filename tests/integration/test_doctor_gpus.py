@@ -168,7 +168,7 @@ def test_a_driver_older_than_torchs_cuda_is_critical(
     fake_nvml.set({"cuda": 11080})
     code, document = doctor(fake_nvml, tmp_path, python, "--expect-gpus", "4")
     assert code == CRITICAL
-    assert "torch is built for CUDA 12.4; the driver supports CUDA up to 11.8" in words(
+    assert "torch was built for CUDA 12.4; the driver supports CUDA up to 11.8" in words(
         document, "driver.cuda_version"
     )
 

@@ -163,7 +163,7 @@ _OF_MEDIAN = 1.25
 """Ratio of a median's standard deviation to a mean's, for normal noise."""
 
 _FEW_SIGMAS = 2.0
-"""Sigmas by which noise alone can lift the highest of the first few values above the level."""
+"""How many sigmas above the level noise alone can lift the highest of the first few values."""
 
 _STILL = 0.01
 
@@ -219,7 +219,7 @@ def flat(values: Sequence[float]) -> Flat | None:
 
 @dataclass(frozen=True)
 class SlowFall:
-    """A loss that falls steadily but little."""
+    """A loss that falls steadily but only slightly."""
 
     first: float
     level: float

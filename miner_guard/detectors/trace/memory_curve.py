@@ -14,7 +14,8 @@ _JUMP = 0.10
 """Relative change between two samples that counts as a jump."""
 
 _DROP = 0.25
-"""A value that is lower than usual by this share counts as a drop (source 002: 76 % to 45 %)."""
+"""A value more than this fraction below the usual one counts as a drop (source 002:
+76 % to 45 %)."""
 
 _SIGMAS = 4.0
 """A jump must exceed this multiple of the noise: with mixed sequence lengths, memory changes at
@@ -41,7 +42,8 @@ class LevelChange:
 
 
 def changes(values: Sequence[float]) -> list[LevelChange]:
-    """Return all events in order. `values` must be finite, in GiB or in % of the GPU's memory."""
+    """Return all events in order. `values` must be finite, in GiB or as a percentage of GPU
+    memory."""
     if len(values) < 8:
         return []
     leak = steps_of_growth(values)

@@ -55,7 +55,7 @@ class Outlier:
 
     @property
     def ratio(self) -> float:
-        """Value over level."""
+        """The value divided by the level."""
         return self.value / self.level if self.level else math.inf
 
 
@@ -66,8 +66,8 @@ def outliers(values: Sequence[float], rule: OutlierRule) -> list[Outlier]:
 
 @lru_cache(maxsize=2)
 def deepest_dip(values: tuple[float, ...]) -> float:
-    """Return the sigmas of the deepest downward outlier, judged by the rule for upward spikes; 0 if
-    there is none, or if some values are not positive."""
+    """Return how many sigmas deep the deepest downward outlier is, judged by the rule for upward
+    spikes; 0 if there is none, or if some values are not positive."""
     if not values or min(values) <= 0:
         return 0.0
     upside_down = outliers([1 / value for value in values], SPIKE)
@@ -97,7 +97,7 @@ def _needed(ratio: float, rule: OutlierRule) -> float:
 
 
 def candidates(values: Sequence[float], rule: OutlierRule) -> Iterator[Outlier]:
-    """Values whose ratio to the medians on both sides exceeds the rule's smallest ratio, each with
+    """Values whose ratio to the medians on both sides exceeds the rule's minimum ratio, each with
     its sigmas."""
     size, count = rule.window, len(values)
     before, after = SortedWindow(size), SortedWindow(size)

@@ -27,7 +27,7 @@ from typing import Any
 from miner_guard.detectors.trace.series import Trace
 
 _MAX_LINE_LENGTH = 100_000
-"""Longer lines are skipped; a trace line is shorter."""
+"""Longer lines are skipped; trace lines are shorter."""
 
 _NUMBER = r"([-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf(?:inity)?))"
 _PLAIN_NAMES = {
@@ -94,7 +94,7 @@ _SUMMARY = "train_runtime"
 """Key that marks HF Trainer's summary of a finished run; its loss is the mean of all losses."""
 
 _SUMMED_UP = re.compile(r"(?:train|eval)_\w+\s{2,}=\s.*")
-"""A row of that summary, printed as a table."""
+"""A row of HF Trainer's summary when it is printed as a table."""
 
 EVALUATION_WORDS = frozenset(
     name.encode() for name, quantity in _PLAIN_NAMES.items() if quantity == "eval_loss"

@@ -108,7 +108,8 @@ def _nccl(torch: Any) -> str | None:
 
 
 def use(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Allocate on one GPU, multiply, read the result back. Seconds exclude the import of torch."""
+    """Allocate on one GPU, multiply, and read the result back. The time excludes importing
+    torch."""
     import torch
 
     start = time.monotonic()
