@@ -172,7 +172,7 @@ class Scanner:
         """The errors that later steps could clear, for each line in this block with a sighting."""
         tried: dict[int, set[PendingError]] = {}
         if not seen:
-            # Reading the labels parses all knowledge files: a third of the guard's start-up time.
+            # Reading the labels would parse all knowledge files, which takes longer than the scan.
             return tried
         labels = self._knowledge.labels
         for s in seen:
