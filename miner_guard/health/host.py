@@ -16,7 +16,7 @@ from miner_guard.health.samplers import Read
 
 CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60
-"""cgroup v1 reports `no limit` as a number of this size."""
+"""cgroup v1 reports `no limit` as a number at least this large."""
 
 
 class HostSampler:

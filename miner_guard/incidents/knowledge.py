@@ -62,7 +62,7 @@ class _Answer:
 
 
 class _Possible(NamedTuple):
-    """The patterns that a text with certain words may match, in order."""
+    """The patterns that a text with the given words may match, in order."""
 
     harmless: list[Benign]
     patterns: list[Pattern]

@@ -18,7 +18,7 @@ _STEP = re.compile(rb"\bstep\b\W{0,3}\d.{0,60}\bloss(?!\W{0,4}(?:nan|inf))")
 _NUMBERS = re.compile(rb"\bstep\b\W{0,4}(\d+)")
 _ZERO = re.compile(rb"(?:\b|_)loss\b\W{0,4}0(?:\.0*)?(?:[^\d.]|$)")
 _NAME = 16
-"""Bytes before `loss` that may contain the rest of its name."""
+"""How many bytes before `loss` may hold the rest of the metric's name."""
 
 _KEPT = 1024
 """Maximum number of bytes of a line's template to keep."""

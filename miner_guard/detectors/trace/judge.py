@@ -161,8 +161,8 @@ def spikes(
         cause, fixes = advice.for_spike(facts or TrainingFacts(), step, trace.nearest("lr", step))
         detail = (
             f"loss {top.value:.4g} vs. {top.level:.4g} before and after it "
-            f"({top.ratio:.2f} times), "
-            f"{top.sigmas:.0f} sigma above the noise there, {len(group)} "
+            f"({top.ratio:.2f}x), "
+            f"{top.sigmas:.0f} sigma above the local noise; the spike spans {len(group)} "
             f"value{'s' if len(group) > 1 else ''}"
         )
         yield Anomaly(

@@ -1,4 +1,4 @@
-"""Judges the GPU memory of a whole run: growth that continues after the start, drops, and other
+"""Judges the GPU memory use of a whole run: growth that continues after the start, drops, and other
 level changes."""
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class Group:
         first = store.add(f"members/{member.node}", 1) == 1
         self._channel: Channel = NodeLeader(member.socket) if first else NodeFollower(member.socket)
         self.absent = ""
-        """The nodes that had not asked when the group broke; empty if unknown."""
+        """The nodes that had not yet asked when the group broke; empty if unknown."""
 
         self._node_size: int | None = None
         self._leader = 0

@@ -35,7 +35,7 @@ class ServiceManager(Protocol):
         """Called about once a second with the status document."""
 
     def stopping(self) -> None:
-        """The guard has begun to stop."""
+        """The guard has started shutting down."""
 
 
 def service_managers(

@@ -89,7 +89,7 @@ class Teardown:
         if self._stage == "settle":
             return "the processes that the launcher left behind get SIGTERM, then SIGKILL"
         if self._stage == "kill":
-            return f"the remaining processes of pid {self.launcher.pid} have been sent SIGKILL"
+            return f"the remaining descendants of pid {self.launcher.pid} have been sent SIGKILL"
         return f"pid {self.launcher.pid} got SIGTERM and is still running; SIGKILL is next"
 
     def step(self) -> float | None:
