@@ -158,13 +158,12 @@ def _last_line(text: str) -> _Span | None:
 
 
 def _shape(text: str, lowered: str, remarkable: bool) -> LineShape:
-    # An exception whose message is another process's traceback: the error itself comes at its end.
-    wraps = remarkable and lowered.rstrip().endswith(f": {BEGINS}:")
-    exception = None if wraps else _named(EXCEPTION, text) or _named(_QUALIFIED, text)
+    if remarkable and lowered.rstrip().endswith(f": {BEGINS}:"):
+        # The exception's message is another process's traceback, which ends in the error itself.
+        return LineShape(False, None, None)
+    exception = _named(EXCEPTION, text) or _named(_QUALIFIED, text)
     positioned = text.startswith("    ") or lowered.lstrip().startswith(_IN_A_TRACEBACK)
-    return LineShape(
-        not (remarkable or positioned), exception, None if wraps else exception or _last_line(text)
-    )
+    return LineShape(not (remarkable or positioned), exception, exception or _last_line(text))
 
 
 def _named(kind: re.Pattern[str], text: str) -> _Span | None:

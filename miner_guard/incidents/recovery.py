@@ -43,9 +43,9 @@ _FINISHED = re.compile(
     rb"|\b(?:finished|completed|done|end of)(?: with)? training\b)"
     rb"|\btrain_runtime\b|max_(?:steps|epochs)\S* reached"
 )
-_UPLOAD_WORDS = ("put", "post", "upload", "push", "commit", "sav")
-_UPLOADS = re.compile(r"\bput\b|\bpost\b|upload|push|commit|sav(?:e|ing)\b")
-"""Uploads and other outgoing requests: continued training does not show that they recovered."""
+_UPLOADS = re.compile(r"put(?<!\wput)\b|post(?<!\wpost)\b|upload|push|commit|sav(?:e|ing)\b")
+"""Uploads and other outgoing requests: continued training does not show that they recovered. Each
+alternative begins with a letter, because `re` then skips quickly to these letters."""
 
 _NAN = re.compile(
     r"^(?!.*\b(?:e?val(?:uation|idation)?|valid|test)(?:\b|_))(?!.*(?:stop|exit|abort|terminat))"
@@ -99,7 +99,7 @@ def pending(sighting: Sighting, label: Label) -> PendingError | None:
         return None
     text = sighting.text.lower()
     if sighting.role != "cause":
-        needed = label.overcome_by_steps and not _uploads(text)
+        needed = label.overcome_by_steps and not _UPLOADS.search(text)
         waits = label.overcome_by_steps or label.restart == "outage"
         return PendingError(label.name, needed) if waits else None
     if label.undone_by_losses:
@@ -107,11 +107,6 @@ def pending(sighting: Sighting, label: Label) -> PendingError | None:
         printed = not EXCEPTION.match(sighting.text)
         return PendingError(label.name, loss=True) if printed and _NAN.search(text) else None
     return PendingError(label.name, raised=True) if label.overcome_by_steps else None
-
-
-def _uploads(text: str) -> bool:
-    # Most texts hold none of the words, and looking for them is far cheaper than the expression.
-    return any(word in text for word in _UPLOAD_WORDS) and _UPLOADS.search(text) is not None
 
 
 class RecoveryTracker:

@@ -16,7 +16,11 @@ _BEFORE = r"\bxid(?:.{0,30}\): ?|(?: error| event| code|:|#|=| |\(){1,4})"
 """The word `Xid` and what may separate it from the number, in kernel logs and in bug reports."""
 
 
-_NOTICES = {"later": ". It does not stop any program, but the memory error that caused it may."}
+_NOTICES = {
+    "informational": ". It does not stop any program.",
+    "later": ". It does not stop any program, but the memory error that caused it may.",
+}
+"""How a notice's cause ends, by tier."""
 
 
 def expanded(entry: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -29,10 +33,7 @@ def expanded(entry: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     shared = {key: value for key, value in entry.items() if key != "xids"}
     for row in xids.catalogue():
         if row.tier in tiers:
-            notice = "notice" in entry
-            ending = f"; caused by {row.fault}."
-            if notice:
-                ending = _NOTICES.get(row.tier, ". It does not stop any program.")
+            ending = _NOTICES[row.tier] if "notice" in entry else f"; caused by {row.fault}."
             cause = f"Xid {row.number}: {row.meaning}{ending}"
             made = {
                 "regex": _regex(row),
