@@ -265,7 +265,7 @@ class HangStatus(Section):
     idle_s: float | None = None
     limit_s: float | None = None
     hang: str | None = None
-    """Description of the current hang; None if there is none."""
+    """Description of the current hang; None without a hang."""
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ typedef struct {
     uint8_t *paths; /* Buffer that fits the paths of any run in the block. */
 } search;
 
-/* If a run begins on the next line, add it to the list and move past it. Return 0 if there is none,
+/* If a run begins on the next line, add it to the list and move past it. Return 0 if no run begins,
    -1 after an error. */
 static int take_run(search *self, PyObject *runs)
 {

@@ -99,7 +99,7 @@ _DISTRIBUTIONS = {
 
 
 def named(detail: str, texts: Iterable[str]) -> str:
-    """The first match for `detail`, a key of `_PATTERNS`, in `texts`; empty if there is none."""
+    """The first match for `detail`, a key of `_PATTERNS`, in `texts`; empty if nothing matches."""
     for text in texts:
         for pattern in _PATTERNS[detail]:
             # re compiles and caches each pattern on first use, so none of them slows down the

@@ -55,7 +55,7 @@ class FrameRun(NamedTuple):
     """The frames' paths, separated by spaces."""
 
     raises: bytes
-    """The last source line that contains a `raise`, still indented; empty if there is none."""
+    """The last source line that contains a `raise`, still indented; empty if no line does."""
 
     text: bytes
     """The lines themselves, up to the last `MAX_TEXT` bytes."""

@@ -129,7 +129,7 @@ def _without_own(listed: list[int], own: int, used: int) -> int:
 
 
 def describe(oom: Oom) -> str:
-    """List the known sizes in words; empty if there are none."""
+    """List the known sizes in words; empty if all are unknown."""
     parts = [
         f"{words} {gib(value)}"
         for words, value in (
@@ -158,7 +158,7 @@ _MEANING = {
 
 
 def meaning(oom: Oom) -> str:
-    """What the sizes mean; empty if there are none."""
+    """What the sizes mean; empty if they are unknown."""
     return _MEANING[oom.kind]
 
 

@@ -40,7 +40,7 @@ class SightingHistory:
     count: int = 0
     ranks: set[int] = field(default_factory=set)
     passed: int = 0
-    """The latest line after which training is known to have continued; 0 if there is none."""
+    """The latest line after which training is known to have continued; 0 if unknown."""
 
     @property
     def behind(self) -> bool:
