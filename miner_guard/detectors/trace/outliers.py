@@ -67,7 +67,7 @@ def outliers(values: Sequence[float], rule: OutlierRule) -> list[Outlier]:
 @lru_cache(maxsize=2)
 def deepest_dip(values: tuple[float, ...]) -> float:
     """Return how many sigmas deep the deepest downward outlier is, judged by the rule for upward
-    spikes; 0 if no value lies below, or if some values are not positive."""
+    spikes; 0 if no value qualifies, or if some values are not positive."""
     if not values or min(values) <= 0:
         return 0.0
     upside_down = outliers([1 / value for value in values], SPIKE)
