@@ -155,7 +155,7 @@ OURS = "miner-guard's memory tier"
 
 @contextmanager
 def _ours(training: Training, folder: Path) -> Iterator[Way]:
-    from miner_guard.snapshots.memory_tier import MemoryTier
+    from miner_guard.checkpoints.memory_tier import MemoryTier
 
     tier = MemoryTier(folder, 0, 1, (training.optimizer,))
 

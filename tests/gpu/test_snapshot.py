@@ -50,7 +50,7 @@ class Training:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def copied(self) -> dict[str, Any]:
-        from miner_guard.snapshots.layout import parts
+        from miner_guard.checkpoints.layout import parts
 
         return {name: part.local.clone() for name, part in parts(self.state())[0].items()}
 
@@ -106,7 +106,7 @@ def test_a_snapshot_of_the_gpu_is_exact_and_training_does_not_wait(
     target.step()
     state = target.state()
     assert target.checkpoints.resume(state) == Path(f"/dev/shm/step-{at:08d}")
-    from miner_guard.snapshots.layout import parts
+    from miner_guard.checkpoints.layout import parts
 
     found = parts(state)[0]
     assert all(torch.equal(found[name].local, value) for name, value in expected.items())

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 from miner_guard.checkpoints import Checkpointer  # noqa: E402
-from miner_guard.snapshots.host_copy import HostCopy  # noqa: E402
-from miner_guard.snapshots.layout import parts  # noqa: E402
+from miner_guard.checkpoints.host_copy import HostCopy  # noqa: E402
+from miner_guard.checkpoints.layout import parts  # noqa: E402
 from miner_guard.state_dir import STATE_DIR, StateDir  # noqa: E402
 
 PATIENCE_S = 30.0

@@ -22,9 +22,8 @@ requires.module("torch")
 
 import torch  # noqa: E402
 
-from miner_guard.checkpoints import Checkpointer, Skipped  # noqa: E402
-from miner_guard.snapshots import memory_tier  # noqa: E402
-from miner_guard.snapshots.memory_tier import MemoryTier  # noqa: E402
+from miner_guard.checkpoints import Checkpointer, Skipped, memory_tier  # noqa: E402
+from miner_guard.checkpoints.memory_tier import MemoryTier  # noqa: E402
 from miner_guard.state_dir import STATE_DIR, StateDir  # noqa: E402
 
 

@@ -18,8 +18,15 @@ requires.module("torch")
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from miner_guard import checkpoints  # noqa: E402
-from miner_guard.checkpoints import MANIFEST, Checkpointer, CheckpointError, Saved, Skipped, damage  # noqa: E402
+from miner_guard.checkpoints import (  # noqa: E402
+    MANIFEST,
+    Checkpointer,
+    CheckpointError,
+    Saved,
+    Skipped,
+    checkpointer,
+    damage,
+)
 
 
 def state(value: float) -> dict[str, object]:
@@ -131,7 +138,7 @@ def test_where_torch_refuses_to_write_asynchronously_training_waits_and_continue
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("A CPU backend must be enabled for async save")
 
-    monkeypatch.setattr(checkpoints, "async_save", refuse)
+    monkeypatch.setattr(checkpointer, "async_save", refuse)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert [s.step for s in saved(tmp_path, 10)] == [10]
@@ -160,7 +167,7 @@ def test_a_full_disk_is_reported_and_leaves_the_old_one(
         raise OSError(28, "No space left on device")
 
     checkpoints = Checkpointer(tmp_path, every=10)
-    monkeypatch.setattr("miner_guard.checkpoints.os.replace", full)
+    monkeypatch.setattr("miner_guard.checkpoints.checkpointer.os.replace", full)
     checkpoints.save(20, state(20))
     with pytest.raises(CheckpointError, match="No space left on device"):
         checkpoints.wait()
@@ -182,7 +189,7 @@ def test_a_death_during_a_removal_leaves_no_partial_checkpoint_with_a_valid_name
             next(p for p in path.rglob("*") if p.is_file()).unlink()
             raise OSError("the process is killed here")
 
-    monkeypatch.setattr("miner_guard.checkpoints.shutil.rmtree", dies)
+    monkeypatch.setattr("miner_guard.checkpoints.checkpointer.shutil.rmtree", dies)
     checkpoints.save(last, state(last))
     with pytest.raises(CheckpointError, match="killed here"):
         checkpoints.wait()

@@ -28,8 +28,8 @@ from typing import IO, Any
 
 import torch
 
-from miner_guard.snapshots.host_copy import HostCopy
-from miner_guard.snapshots.layout import Leaf, fill, parts, placed, tensor_over
+from miner_guard.checkpoints.host_copy import HostCopy
+from miner_guard.checkpoints.layout import Leaf, fill, parts, placed, tensor_over
 
 _KEPT_FREE = 0.1
 """Fraction of free memory to leave to other processes."""

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from miner_guard.snapshots.memory_tier import MemoryTier, NoRoom
+from miner_guard.checkpoints.memory_tier import MemoryTier, NoRoom
 from miner_guard.state_dir import STATE_DIR, StateDir
 
 T = TypeVar("T")

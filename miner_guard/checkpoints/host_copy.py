@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from miner_guard.snapshots.layout import Leaf, Part, local_part, tensor_over
+from miner_guard.checkpoints.layout import Leaf, Part, local_part, tensor_over
 
 _Tensors = list[tuple[Leaf, torch.Tensor]]
 """Each tensor's place in the copy, and this rank's shard of it."""

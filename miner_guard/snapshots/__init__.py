@@ -1,1 +1,0 @@
-"""Snapshots: keep this rank's share of the state in memory for the next launch."""
