@@ -8,13 +8,11 @@ name, and the next start removes it. All ranks must share one folder.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,12 +25,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
+from miner_guard.checkpoints import manifest
 from miner_guard.checkpoints.memory_tier import MemoryTier, NoRoom
 from miner_guard.state_dir import STATE_DIR, StateDir
 
 T = TypeVar("T")
 
-MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _DRAFT = ".draft-"
 
@@ -211,13 +209,13 @@ class Checkpointer:
         written.result()
         if self._rank != 0:
             return
-        size = _seal(draft, step)
+        size = manifest.seal(draft, step)
         path = self._folder / f"step-{step:08d}"
         # A requested checkpoint may repeat a step that is already saved; the rename needs a
         # free name.
         unnamed = [_unname(path)] if path.exists() else []
         os.replace(draft, path)
-        _fsync(self._folder)
+        manifest.fsync(self._folder)
         unnamed += [_unname(old) for old in sorted(_complete_ones(self._folder))[: -self._keep]]
         for old in unnamed:
             shutil.rmtree(old, ignore_errors=True)
@@ -295,10 +293,10 @@ class Checkpointer:
     ) -> Path | CheckpointError | None:
         if which != "latest":
             path = self._folder / which
-            reason = damage(path)
+            reason = manifest.damage(path)
             return path if reason is None else CheckpointError(f"{path}: {reason}")
         for path in sorted(_complete_ones(self._folder), reverse=True):
-            reason = damage(path)
+            reason = manifest.damage(path)
             if reason is None:
                 return path
             on_skipped(Skipped(path, reason))
@@ -328,28 +326,6 @@ class Checkpointer:
             dist.barrier(self._group)
 
 
-def damage(path: Path) -> str | None:
-    """Return the first mismatch between a checkpoint's files and its manifest; None if all files
-    are intact."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        files = dict(manifest["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return (
-            f"its manifest cannot be read ({error}); either the checkpoint is unfinished, or "
-            "miner-guard did not write it"
-        )
-    for name, facts in files.items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != facts["size_bytes"]:
-            return f"{name} has {file.stat().st_size} bytes, but {facts['size_bytes']} were written"
-        if _crc32(file) != facts["crc32"]:
-            return f"{name} does not match its checksum"
-    return None
-
-
 def _step_of(checkpoint: Path) -> int:
     match = _NAME.fullmatch(checkpoint.name)
     return -1 if match is None else int(match[1])
@@ -366,35 +342,3 @@ def _unname(checkpoint: Path) -> Path:
 
 def _complete_ones(folder: Path) -> Iterable[Path]:
     return (p for p in folder.iterdir() if _NAME.fullmatch(p.name) and p.is_dir())
-
-
-def _seal(draft: Path, step: int) -> int:
-    files = {}
-    for file in sorted(p for p in draft.rglob("*") if p.is_file()):
-        _fsync(file)
-        files[str(file.relative_to(draft))] = {
-            "size_bytes": file.stat().st_size,
-            "crc32": _crc32(file),
-        }
-    (draft / MANIFEST).write_text(
-        json.dumps({"step": step, "written": time.time(), "files": files})
-    )
-    _fsync(draft / MANIFEST)
-    _fsync(draft)
-    return sum(f["size_bytes"] for f in files.values())
-
-
-def _crc32(file: Path) -> int:
-    value = 0
-    with open(file, "rb") as stream:
-        while chunk := stream.read(1024 * 1024):
-            value = zlib.crc32(chunk, value)
-    return value
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
