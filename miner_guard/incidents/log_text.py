@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 MAX_LINE = 16384
 """Longer lines are scanned in pieces of this many bytes."""
@@ -91,6 +91,15 @@ def without_colours(raw: bytes) -> bytes:
     return _ANSI_WITHOUT_ESC.sub(b"", raw) if b"[" in raw else raw
 
 
+def is_plain(raw: bytes) -> bool:
+    """Whether `clean` removes at most a prefix and trailing spaces."""
+    return (
+        raw.isascii()
+        and len(raw.translate(None, CONTROL)) == len(raw)
+        and _ANSI_WITHOUT_ESC.search(raw) is None
+    )
+
+
 def clean(raw: bytes) -> tuple[int | None, str]:
     """The rank in a line's prefix, and the line's text, with any spaces after the prefix kept."""
     text = without_colours(raw).translate(None, CONTROL).decode("utf-8", "replace")
@@ -132,13 +141,9 @@ _MAX_TRACEBACK_LINES = 500
 """Maximum number of lines to take from one JSON line."""
 
 
-def unwrapped(rank: int | None, text: str) -> Iterator[tuple[int | None, str]]:
-    """If the line is JSON, yield the log lines in its fields and the rest of the object; otherwise,
-    yield the line unchanged."""
-    record = _record(text)
-    if record is None:
-        yield rank, text
-        return
+def unwrapped(rank: int | None, record: Mapping[str, object]) -> Iterator[tuple[int | None, str]]:
+    """The log lines in the fields of a JSON record, and the rest of the record, each with its
+    rank."""
     teller = record.get("rank")
     rank = teller if rank is None and isinstance(teller, int) else rank
     if record.keys() >= _OWN:
@@ -161,7 +166,8 @@ def unwrapped(rank: int | None, text: str) -> Iterator[tuple[int | None, str]]:
             yield rank if named is None else named, inner + level
 
 
-def _record(text: str) -> dict[str, object] | None:
+def json_record(text: str) -> dict[str, object] | None:
+    """The JSON object that makes up the line; None if it is not one."""
     if not (text.startswith('{"') and text.endswith("}")):
         return None
     try:

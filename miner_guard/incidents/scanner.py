@@ -21,6 +21,8 @@ from miner_guard.incidents.log_text import (
     MAX_LINE,
     clean,
     excerpt,
+    is_plain,
+    json_record,
     pieces,
     unwrapped,
     without_blobs,
@@ -200,12 +202,19 @@ class Scanner:
             return
         past = None if whole else self._past_words(number)
         for piece in pieces(line):
+            if past and self._repeats(piece, past):
+                continue
             short = without_blobs(piece)
             if b"\r" in short:
                 for redraw in self._sieve.holding(short.split(b"\r")):
                     self._piece(redraw, number, seen)
             elif (short is piece and len(line) <= MAX_LINE) or self._sieve.holds(template(short)):
                 self._piece(short, number, seen, past)
+
+    def _repeats(self, piece: bytes, past: set[bytes]) -> bool:
+        """Whether a piece of a long line certainly shows no more than the earlier pieces, whose
+        words are in `past`. Deciding this is several times as fast as reading the piece."""
+        return is_plain(piece) and not self._knowledge.adds(piece.decode("ascii").lower(), past)
 
     def _past_words(self, number: int) -> set[bytes]:
         """The words in the earlier pieces of line `number`."""
@@ -217,8 +226,8 @@ class Scanner:
         self, raw: bytes, number: int, seen: list[Seen], past: set[bytes] | None = None
     ) -> None:
         line = self._reader.read(raw, number)
-        if line.text.startswith("{"):
-            for teller, message in unwrapped(line.rank, line.text):
+        if (record := json_record(line.text)) is not None:
+            for teller, message in unwrapped(line.rank, record):
                 self._text(log_line(teller, number, message), seen)
             return
         if not past or self._knowledge.adds(line.lowered, past):

@@ -325,6 +325,25 @@ def test_an_error_far_along_a_line_of_its_own_words_is_found() -> None:
     assert root(noise + "\n") is None
 
 
+@pytest.mark.parametrize("inside", ["", "\x1b[31m", "\x08", "[0m", "\0"])
+def test_a_colour_code_in_a_word_far_along_a_line_does_not_hide_the_error(inside: str) -> None:
+    """A later piece of a line is skipped unread only if cleaning it would reveal no new word."""
+    noise = "wallet permission password error retrying " * 1000
+    error = f"torch.OutOfMemoryError: CUDA out of mem{inside}ory. Tried to allocate 2.00 GiB"
+    assert root(f"{noise} {error}\n") == "cuda_oom"
+
+
+def test_a_long_line_in_braces_is_read_like_any_other() -> None:
+    """Only a whole JSON record has fields. What looks like one but is longer, such as a metagraph,
+    shows an error in a later piece, and shows its own words only once."""
+    neurons = '{"neurons":[' + '{"status":"error 429, retrying","uid":7},' * 1000
+    count = len(seen_of([neurons.encode() + b"\n"]))
+    assert count == len(seen_of([neurons[:10_000].encode() + b"\n"])) > 0
+    error = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    seen = seen_of([f"{neurons} {error}\n".encode()])
+    assert "cuda_oom" in {getattr(item, "label", None) for item in seen}
+
+
 def test_every_redraw_of_a_progress_bar_is_a_line_of_its_own() -> None:
     bar = "\r".join(f"{n}%|#####    | {n}/90000 [1:02:03<9:08:07,  2.1s/it]" for n in range(900))
     assert root(bar + "\rRuntimeError: CUDA error: an illegal memory access was encountered\n") == (
