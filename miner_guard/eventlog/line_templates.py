@@ -95,19 +95,25 @@ class TemplateFilter:
         self._search = literal_search(words)
         self._quiet: set[bytes] = set()
         self._loud: set[bytes] = set()
+        self._latest: tuple[bytes, set[bytes]] = (b"", set())
+        """The last text searched, and its words."""
 
     def words(self, text: bytes) -> set[bytes]:
         """Return the words that the template `text` contains."""
-        return self._search.find(text)
+        latest, words = self._latest
+        if latest != text:
+            words = self._search.find(text)
+            self._latest = (text, words)
+        return words
 
     def holds(self, text: bytes) -> bool:
         """Return True if the template `text` contains any of the words."""
-        return bool(self._search.find(text))
+        return bool(self.words(text))
 
     def holding(self, texts: Sequence[bytes]) -> list[bytes]:
         """Return the `texts`, each a part of a line, whose template contains any of the words."""
         together = template(b"\n".join(texts))
-        words = self._search.find(together)
+        words = self.words(together)
         if not words:
             return []
         shapes = together.split(b"\n")
@@ -125,7 +131,7 @@ class TemplateFilter:
             return known
         together = b"\n".join(new)
         matching: set[bytes] = set()
-        for word in self._search.find(together):
+        for word in self.words(together):
             holding = set(parts_with(word, together, b"\n"))
             matching |= holding
             if len(holding) > _MANY:

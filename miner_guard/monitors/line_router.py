@@ -22,7 +22,10 @@ _MORE_TO_COME = 4096
 to come. A shorter read is delivered in full immediately: it may be a progress bar, which ends its
 lines with a carriage return."""
 
-_MAX_REST_LENGTH = 16384
+_MAX_REST_LENGTH = MAX_LINE_BYTES
+"""A longer beginning of a line is delivered in fragments, which cost more to search than a whole
+line."""
+
 _MAX_KNOWN = 1024
 """Number of templates whose readers are remembered."""
 

@@ -110,6 +110,15 @@ def test_the_unfinished_end_of_a_long_piece_waits_no_longer_than_a_tick() -> Non
     assert b"".join(everything.shown).endswith(b"the last words")
 
 
+def test_a_line_of_tens_of_kilobytes_arrives_whole() -> None:
+    """A metagraph fills a line of 50 KB. In fragments it costs the scanner half as much again."""
+    host, everything, _ = _host()
+    log = (b"x" * 50_000 + b"\n") * 20
+    for start in range(0, len(log), 65536):
+        host.output(log[start : start + 65536])
+    assert [piece for piece in everything.shown if not piece.endswith(b"\n")] == []
+
+
 PIECES = st.sampled_from(
     [b"step 1 | loss 3.4\n", b"VAL_LOSS: 3.1\n", b"\r 5%", b"x" * 9000, b"\n", b"\r\n"]
 )
