@@ -5,6 +5,8 @@ A file holds one table per label: `severity`, `restart`, `applies`, `role`, `cau
 prefixes) that contains one of the words in `has`, none of those in `not`, and a match for `regex`.
 `has` keeps matching cheap: lines without any of its words are skipped. `servers` names a list in
 the file's `[words]` table; a line that names a server must contain one word from that list.
+`answer` names a table in the file's `[answers]`, whose `cause`, `fix` and `source` several patterns
+share.
 """
 
 from __future__ import annotations

@@ -49,6 +49,7 @@ _PATTERN_KEYS = frozenset(
         "instead",
     }
 )
+_ANSWER_KEYS = frozenset({"cause", "fix", "source"})
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def parsed(texts: Mapping[str, str]) -> Document:
             general = f"{file}: general", document.pop("general")
         triggers += document.pop("triggers", [])
         events |= set(document.pop("events", ()))
-        lists = document.pop("words", {})
+        lists, answers = document.pop("words", {}), _answers(file, document.pop("answers", {}))
         for entry in chain.from_iterable(map(expanded, document.pop("benign", []))):
             benign.append(_benign(f"{file}: benign", entry))
         for name, table in document.items():
@@ -95,7 +96,8 @@ def parsed(texts: Mapping[str, str]) -> Document:
             labels[name] = _label(where, name, table)
             for entry in chain.from_iterable(map(expanded, table["patterns"])):
                 given = {"role": labels[name].role, **entry}
-                patterns.append(_pattern(where, name, _with_words(where, given, lists)))
+                answered = _with_answer(where, given, answers)
+                patterns.append(_pattern(where, name, _with_words(where, answered, lists)))
     _check_references(labels, patterns, benign)
     named = set().union(*(label.events for label in labels.values()))
     if unlisted := named - events:
@@ -138,6 +140,28 @@ def _with_words(
     if name not in lists:
         raise BadKnowledge(f"{where}: servers is {name!r}; [words] has {sorted(lists)}")
     return {**entry, "servers": lists[name]}
+
+
+def _answers(
+    file: str, answers: Mapping[str, Mapping[str, str]]
+) -> Mapping[str, Mapping[str, str]]:
+    """The causes and fixes that patterns of the file share, by name."""
+    for name, answer in answers.items():
+        if unknown := answer.keys() - _ANSWER_KEYS:
+            raise BadKnowledge(f"{file}: unknown key {sorted(unknown)[0]} in the answer {name}")
+    return answers
+
+
+def _with_answer(
+    where: str, entry: Mapping[str, Any], answers: Mapping[str, Mapping[str, str]]
+) -> Mapping[str, Any]:
+    """`entry`, with the cause and fix of the answer that it names. Its own keys take precedence."""
+    name = entry.get("answer")
+    if name is None:
+        return entry
+    if name not in answers:
+        raise BadKnowledge(f"{where}: answer is {name!r}; [answers] has {sorted(answers)}")
+    return {**answers[name], **{key: value for key, value in entry.items() if key != "answer"}}
 
 
 def _label(where: str, name: str, table: Mapping[str, Any]) -> Label:

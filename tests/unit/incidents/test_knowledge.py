@@ -141,6 +141,12 @@ def test_corpus_and_subnet_labels_are_all_there() -> None:
             'severity = "error"\nevents = ["loss_nan"]',
             "event loss_nan is missing from the list",
         ),
+        ("has =", 'answer = "shared", has =', r"answer is 'shared'; \[answers\] has \[\]"),
+        (
+            "[broken]",
+            '[answers.shared]\nfixes = ["Fix it."]\n[broken]',
+            "unknown key fixes in the answer shared",
+        ),
         ("[broken]", "[broken", "not valid TOML"),
     ],
 )
@@ -153,6 +159,20 @@ def test_a_wrong_file_is_refused_with_the_place(old: str, new: str, message: str
         or "trigger" in str(refused.value)
         or "event" in str(refused.value)
     )
+
+
+def test_patterns_share_an_answer_and_may_override_it() -> None:
+    shared = '[answers.shared]\ncause = "It burst."\nfix = "Mop up."\nsource = "https://a"\n'
+    patterns = (
+        'patterns = [{ has = ["boom"], answer = "shared" },'
+        ' { has = ["boom 1"], answer = "shared", cause = "It blew up." }]'
+    )
+    good = GOOD[: GOOD.index("patterns")].replace("[broken]", f"{shared}[broken]")
+    known = knowledge.parse({"mine.toml": good + patterns})
+    assert [(p.cause, p.fix, p.source) for p in known.patterns] == [
+        ("It burst.", "Mop up.", "https://a"),
+        ("It blew up.", "Mop up.", "https://a"),
+    ]
 
 
 def test_a_label_defined_in_two_files_is_refused() -> None:
