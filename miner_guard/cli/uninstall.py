@@ -38,7 +38,7 @@ def uninstall(files: Sequence[Path], state: StateDir, name: str) -> None:
     except OSError as error:
         raise Refused(f"{error.filename} cannot be deleted: {error.strerror}", FAILED) from error
     echo("kept: the package (pip uninstall miner-guard) and the guard's lines in .env")
-    echo(f"kept: pm2's entry and log (pm2 delete {name}; pm2 save; rm ~/.pm2/logs/{name}.log*)")
+    echo(f"kept: the pm2 entry and log (pm2 delete {name}; pm2 save; rm ~/.pm2/logs/{name}.log*)")
 
 
 def _remove_empty(folder: Path) -> None:

@@ -242,7 +242,8 @@ def main() -> None:
     answer = query(chain, request["netuid"], request["hotkey"], request["master_uid"])
     if answer["block"] is None:
         probe.reply(
-            error=f"{request['network']} did not report its block: {answer['errors'].get('block')}"
+            error=f"{request['network']} did not return the current block: "
+            f"{answer['errors'].get('block')}"
         )
         return
     probe.reply({**answer, "bittensor": version})

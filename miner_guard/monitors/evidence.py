@@ -315,9 +315,7 @@ def faulthandler(source: Path, path: Path, process: processes.Process) -> str:
     if before.split(b"\n", 1)[0] != b"pid %d" % process.pid:
         return "none: py-spy did not run, and the stacks file belongs to another process"
     if not processes.catches(process.pid, STACKS_SIGNAL):
-        return (
-            "none: py-spy did not run, and the program has replaced itself or removed the handler"
-        )
+        return "none: py-spy did not run, and the program removed the signal handler or exec'd"
     if not processes.send(process, STACKS_SIGNAL):
         return "none: the rank is gone"
     deadline = time.monotonic() + _FAULTHANDLER_S
