@@ -19,7 +19,7 @@ def fingerprint(commitment: str | None) -> str | None:
 
 
 def judge_tried(facts: Facts, limits: Limits) -> Verdict:
-    """Like `judge`, but for an audit in which the committed keys have already opened the bucket."""
+    """Like `judge`, but for an audit that has already opened the bucket with the committed keys."""
     verdict = judge(facts, limits)
     if verdict.outcome != "warn":
         return verdict

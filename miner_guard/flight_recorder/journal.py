@@ -107,8 +107,8 @@ class UploadEntry(JournalEntry):
 
 @dataclass(frozen=True, kw_only=True)
 class DiagnosisEntry(JournalEntry):
-    """One chunk of the diagnosis that rank 0 gathered from all ranks, as `diagnosis_codec` packs
-    it."""
+    """One chunk of the diagnosis that rank 0 gathered from all ranks, packed by
+    `diagnosis_codec`."""
 
     KIND = "diagnosis"
 

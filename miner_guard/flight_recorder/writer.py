@@ -151,7 +151,8 @@ class FlightWriter:
             words[LOCK] += 1
 
     def last(self) -> StepRecord | None:
-        """The step that this class or the compiled hook appended last; None if there is none."""
+        """The last step appended by this class or the compiled hook; None if no step was
+        recorded."""
         return (
             StepRecord.unpack_from(self.map, self._words[STEPS] - 1) if self._words[STEPS] else None
         )

@@ -20,7 +20,7 @@ class ChainReading:
     reason: str | None = None
     block: int | None = None
     registered: bool | None = None
-    """Whether the hotkey is registered; None if none is configured or the query failed."""
+    """Whether the hotkey is registered; None if no hotkey is configured or the query failed."""
 
     uid: int | None = None
     incentive: float | None = None

@@ -102,7 +102,7 @@ class NvmlSampler:
         """Replace the child after a bad sample: only a new process recovers from a driver reload,
         and a hung thread never returns.
 
-        Do not replace it after every bad sample: each time, a GPU that stays lost would cost a
+        Do so at most once every `_renew_s` seconds: if a GPU stays lost, each replacement costs a
         process and the other GPUs' Xid events.
         """
         now = time.monotonic()

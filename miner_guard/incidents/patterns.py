@@ -202,8 +202,8 @@ class Label:
     if the miner ends."""
 
     overcome_by_steps: bool = False
-    """Whether continued training proves that the program got past the fault, if it showed up only
-    as a retry or warning."""
+    """Whether continued training proves that the program recovered from the fault, if it showed up
+    only as a retry or warning."""
 
     undone_by_losses: bool = False
     """For a non-finite loss, whether finite losses in later steps show that training recovered."""

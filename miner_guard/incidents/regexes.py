@@ -1,4 +1,5 @@
-"""Searches for regular expressions, and derives facts such as the words that a match needs."""
+"""Searches text with regular expressions, and derives facts such as the words that a match
+needs."""
 
 from __future__ import annotations
 

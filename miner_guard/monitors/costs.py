@@ -56,7 +56,7 @@ class CostsMonitor(Monitor):
 
     def _training_s(self) -> float:
         """Return the total step time (the miner's run time if there are no steps), excluding the
-        time for which monitoring blocked it."""
+        time it was blocked by monitoring."""
         running = 0.0 if self._launched is None else self.context.clock.monotonic() - self._launched
         return (self._step_s or self._ran_s + running) - self.tracker.blocking_s()
 

@@ -67,8 +67,8 @@ class StandaloneLog:
         has run."""
 
     def keep_console(self) -> None:
-        """Hold the console open for later lines. A rank with a supervisor prints none until it
-        loses the supervisor, so it needs no descriptor before then."""
+        """Keep the console open for later lines. A supervised rank prints nothing unless it loses
+        its supervisor, and needs no descriptor until then."""
         # Write to a duplicate of descriptor 1, because bittensor and others strip handlers from
         # loggers and replace sys.stdout.
         stdout, self._stdout = self._stdout, None

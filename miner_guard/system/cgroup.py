@@ -47,7 +47,7 @@ class Cgroup:
     @classmethod
     def beside(cls, state_dir: str) -> list[Cgroup]:
         """Return the cgroups left behind by earlier guards that used this state directory. Lists
-        the folder in which this guard would create its own cgroup."""
+        the folder where this guard would create its own cgroup."""
         try:
             return [cls(path) for path in _own_group().glob(f"{_prefix_of(state_dir)}*")]
         except OSError:

@@ -33,7 +33,7 @@ def _normalised(name: str) -> str:
 
 
 def _words(command: Sequence[str]) -> Iterator[str]:
-    """The command's arguments, split at white space: `sh -c "torchrun --nnodes 2 train.py"` holds
-    the launcher's command line in one argument."""
+    """The command's arguments, split at white space: `sh -c "torchrun --nnodes 2 train.py"` passes
+    the launcher's command line as one argument."""
     for word in command:
         yield from word.split() or [word]

@@ -33,7 +33,7 @@ _RESOLUTION_S = 0.05
 """Smaller differences of CPU time are not measured."""
 
 _START_S = 4.0
-"""The guard's own start takes less."""
+"""More than the guard's own startup takes."""
 
 _CLI = [sys.executable, "-c", "from miner_guard.cli.main import main; main()"]
 

@@ -214,7 +214,7 @@ def _grep(log: Path, folder: Path, megabytes: float, scan: float) -> list[Row]:
 
 
 def _memory(folder: Path) -> Row:
-    """Peak memory of `explain` over a whole log, compared with a tenth of it."""
+    """Growth of `explain`'s peak memory from a small log to one 50 times as large."""
     block = ordinary(20_000)
     peaks = []
     for name, times in (("small", 2), ("large", 100)):

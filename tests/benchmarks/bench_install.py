@@ -37,7 +37,7 @@ print(resident() - before, time.process_time() - start)
 
 
 def _closure(specifiers: list[str]) -> set[str]:
-    """The distributions that these requirements pull in, as far as they are installed here."""
+    """The distributions that these requirements pull in, limited to those installed here."""
     found: set[str] = set()
     waiting = [Requirement(text) for text in specifiers]
     while waiting:

@@ -65,7 +65,7 @@ def _rclone() -> str | None:
 
 
 def _serves_s3(program: str) -> bool:
-    """Whether rclone can serve S3: it can since 1.65, and Debian 12 has 1.60."""
+    """Whether rclone can serve S3, which needs version 1.65 or later; Debian 12 ships 1.60."""
     return "\n  s3 " in _run([program, "serve", "--help"], {}).stdout
 
 

@@ -81,8 +81,8 @@ class Load:
 
 
 def run() -> list[Row]:
-    """Both ways of writing through each carrier; each ratio refers to the plain file that was
-    written just before."""
+    """Both ways of writing, through each carrier. Ratios for `cat` and the guard use the plain-file
+    write of the same round."""
     rows: list[Row] = []
     for name, size, megabytes, target in (
         ("one write per line", 1, _MEGABYTES, "<= 1.0 x"),

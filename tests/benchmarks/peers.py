@@ -1,5 +1,5 @@
-"""The supervisors with which we compare the guard: the same child under each, with the settings
-that its manual recommends for a tree of processes."""
+"""The supervisors we compare the guard with: each runs the same child, with the settings that its
+manual recommends for a process tree."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Sample:
 
 
 def soak(minutes: float, seed: int, folder: Path) -> list[Sample]:
-    """Run the soak; returns one sample per fault. Raises AssertionError if the run or its end
+    """Run the soak; returns one sample per fault. Raises AssertionError if the run or the shutdown
     fails."""
     guarded = Guarded(folder)
     samples: list[Sample] = []

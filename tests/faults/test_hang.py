@@ -91,7 +91,7 @@ def test_a_program_that_asks_on_only_one_rank_gets_a_report_and_no_restart(
 
 
 def without_py_spy(guarded: Guarded, folder: Path) -> dict[str, str]:
-    """An environment whose PATH has no py-spy; the guard's interpreter has none beside it."""
+    """An environment without py-spy: none on PATH, and none next to the guard's interpreter."""
     python = folder / "bin" / "python"
     python.parent.mkdir()
     python.symlink_to(Path(sys.executable).resolve())
@@ -140,7 +140,7 @@ def test_a_process_that_outlives_its_training_loop_is_a_hang(guarded: Guarded) -
 
 
 def test_a_finished_miner_that_hangs_at_its_exit_has_finished(guarded: Guarded) -> None:
-    """Otherwise a finished training would start from scratch again and again."""
+    """Otherwise a finished training run would start from scratch again and again."""
     guarded.start(guarded.miner("steps", 3, 0.1, "done"), settings=FAST)
     assert guarded.processes[0].wait(60) == 0, guarded.tail()
     assert "as asked" not in guarded.named("miner_finished")[0]["msg"]

@@ -227,7 +227,8 @@ def test_a_training_with_a_loss_per_item_that_a_callback_stops_early_has_finishe
     run: Runs, tmp_path: Path
 ) -> None:
     """The guard must not restart a miner that has converged, nor report 1.18 instead of 4.636: the
-    Trainer adds up what its model divided by the items of all micro-batches."""
+    Trainer sums losses that the model has already divided by the item count of all
+    micro-batches."""
     requires.module("transformers")
     requires.module("accelerate")
     attached = run(tmp_path / "attached", "with_transformers.py", "out", "per-item", "stops")

@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 
 def ss58(key: bytes) -> str:
-    """An address of the generic kind (42), as bittensor writes hotkeys."""
+    """An address in the generic format (42), which bittensor uses for hotkeys."""
     data = bytes([42]) + key
     data += hashlib.blake2b(b"SS58PRE" + data).digest()[:2]
     number, text = int.from_bytes(data, "big"), ""

@@ -67,7 +67,7 @@ class Pm2:
         return self("logs", "miner", "--nostream", "--lines", "2000")
 
     def printed(self) -> str:
-        """The file that `logs` reads, without starting a node process for each read."""
+        """The text of the log file that `logs` reads, without starting a node process."""
         file = Path(self.env["PM2_HOME"]) / "logs" / "miner.log"
         return file.read_text() if file.exists() else ""
 
@@ -175,8 +175,8 @@ PLANTED = "planted-c9f1"
 def test_alert_addresses_of_the_miners_env_file_reach_their_targets_and_nothing_else(
     pm2: Pm2, webhook: Webhook, tmp_path: Path
 ) -> None:
-    """Set up by `init`, two lines of guard.toml and the secrets in .env; a dead target beside the
-    good one."""
+    """The setup: `init`, two lines of guard.toml, and secrets in .env. One of the two alert targets
+    is dead."""
     guard = requires.tool("miner-guard")
     ps: list[str] = []
     webhook.on_post = lambda: ps.append(subprocess.check_output(["ps", "axeww"], text=True))

@@ -257,8 +257,8 @@ def test_each_generation_publishes_the_same_files(
 def test_killed_after_any_request_the_view_is_complete(
     server: tuple[RepoSettings, hub.HubState], tmp_path: Path, generation: dict[str, str]
 ) -> None:
-    """Walks through the publisher's requests: SIGKILL when the Hub has done the k-th and has not
-    answered."""
+    """SIGKILLs the publisher at each request in turn, after the Hub has processed it but before it
+    answers."""
     settings, state = server
     publish(settings, revision(tmp_path, 1000, LARGE), tmp_path)
     outcomes = []

@@ -53,7 +53,8 @@ def publish(
 
 
 def view(settings: RepoSettings) -> set[int]:
-    """The inner steps to which a validator's three files belong: one for a complete revision."""
+    """The inner steps that a validator's three files come from: just one if the revision is
+    complete."""
     repo = open_repo(settings)
     metadata = json.loads(repo.get("metadata.json"))
     config = json.loads(repo.get(epoch_key(metadata["outer_step"], "config.json")))

@@ -55,7 +55,8 @@ class Account:
         return done.stdout
 
     def files(self) -> dict[str, str]:
-        """Every file and folder outside pm2's own, and the shared memory, with the files' text."""
+        """Text of each file by path, including the guard's shared memory but not pm2's files; empty
+        for folders."""
         places = [self.root / "home", self.root / "tmp", Path("/dev/shm")]
         return {
             str(path): path.read_text(errors="replace") if path.is_file() else ""

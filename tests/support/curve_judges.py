@@ -99,7 +99,7 @@ class Report:
         return sum(a for a, _ in self.quiet.values()) / sum(n for _, n in self.quiet.values())
 
     def recall(self, anomaly: str) -> float:
-        """Share of the curves with `anomaly` in which it was found."""
+        """Share of the injected `anomaly` cases that were found."""
         found, count = self.found[anomaly]
         return found / count
 

@@ -60,7 +60,7 @@ class Forks:
 
 @contextlib.contextmanager
 def forks(script: str, *arguments: object, env: Mapping[str, str] | None = None) -> Iterator[Forks]:
-    """A process that has run `script`, which imports os and sys and defines `work`."""
+    """A process that runs `script` (imports os and sys, defines `work`), then forks on demand."""
     command = [sys.executable, "-c", script + _FORKS, *map(str, arguments)]
     with subprocess.Popen(
         command,

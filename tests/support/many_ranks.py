@@ -31,7 +31,7 @@ class Answers:
     """One rank's results."""
 
     opened: dict[str, list[str]]
-    """Targets of the descriptors that the hook holds, by stage, listed at its end."""
+    """By stage: targets of the descriptors that the hook holds at the end of that stage."""
 
     decisions: list[str]
     seconds: list[float]

@@ -93,7 +93,7 @@ def _ask(state: StateDir, *words: str) -> str:
 
 
 def _until_recovered(state: StateDir) -> None:
-    """Wait until the miner earns again after the crash."""
+    """Wait until the miner is earning again after the crash."""
     deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         events = frozenset({"miner_restarting", "verdict_changed"})

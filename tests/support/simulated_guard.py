@@ -51,7 +51,7 @@ from validators.facts import Candidate, Network, Published
 
 RUN_ID = "3f9c21d7a04e"
 STEP_S = 15.0
-"""Seconds of a usual step. A test that shows no curves may use fewer, longer steps."""
+"""Duration of a normal step in seconds. A test that shows no curves may use fewer, longer steps."""
 
 _UPLOAD_EVERY = 10
 _CHECKPOINT_EVERY = 200

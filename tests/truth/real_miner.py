@@ -161,7 +161,7 @@ def questions(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; 1 if a row disagrees."""
+    """Print the table; returns 1 if a row disagrees."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

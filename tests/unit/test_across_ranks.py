@@ -200,7 +200,8 @@ def test_the_last_runs_gpus_make_a_cpu_run_an_accident(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("count", [8, 64, 256, 1024])
 def test_the_block_does_not_grow_with_ranks_that_are_alike(count: int) -> None:
-    """A start once wrote 145 KB. Rows that differ only in the GPU's number now share one row."""
+    """A single startup once wrote 145 KB. Rows that differ only in the GPU number now share one
+    row."""
     reports = [report(r, allocated_bytes=(18 + r % 3) * GIB) for r in range(count)]
     reports[5] = {"rank": 5, "error": "no answer within 30 s"}
     (block,) = (f for f in across_ranks.findings(reports, count) if f.event == "gpu_diagnostics")

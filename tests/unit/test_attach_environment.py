@@ -66,7 +66,7 @@ def test_an_unknown_attach_mode_is_refused_with_the_valid_ones() -> None:
 
 
 def run(tmp_path: Path, base: str) -> tuple[StateDir, subprocess.CompletedProcess[str]]:
-    """An older miner in a Python in which the guard is not installed."""
+    """Run an older miner in a Python environment without the guard."""
     package = tmp_path / "template" / "base"
     package.mkdir(parents=True)
     for folder in (package, package.parent):

@@ -138,7 +138,7 @@ def test_a_good_upload_is_published_with_everything_known_about_it(tmp_path: Pat
 def test_a_block_list_that_validators_reject_is_seen_before_anything_is_gathered(
     tmp_path: Path, blocks: list[int], words: str
 ) -> None:
-    """Otherwise a miner whose view of the chain stands still would keep uploading, and each upload
+    """Otherwise a miner whose view of the chain is stuck would keep uploading, and each upload
     would score zero."""
     miner = Miner()
     miner.model.config.block_list = blocks

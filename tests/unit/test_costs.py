@@ -218,7 +218,7 @@ def test_the_table_has_the_columns_of_the_documents_table() -> None:
 
 
 def test_the_documents_module_name_works_in_the_documents_commands(tmp_path: Path) -> None:
-    """Source 000's `from monitoring_cost_tracker import …`, in its two examples."""
+    """Source 000's two examples run with their own `from monitoring_cost_tracker import …`."""
     usage = (
         "from monitoring_cost_tracker import MonitoringCostTracker\n"
         f"tracker = MonitoringCostTracker(output_dir={str(tmp_path)!r})\n"

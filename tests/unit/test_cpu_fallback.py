@@ -1,5 +1,5 @@
-"""A model that is not on its GPU: the evidence for suspected and certain, and other explanations
-for slow steps."""
+"""A model that is not on its GPU: the evidence that makes it suspected or certain, and other
+explanations for slow steps."""
 
 from __future__ import annotations
 

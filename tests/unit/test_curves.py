@@ -151,8 +151,8 @@ def test_a_loss_that_stays_above_its_level_without_exploding_is_reported_within_
 
 
 def test_an_explosion_in_the_first_steps_is_reported_before_the_level_is_known() -> None:
-    """Five losses are too few for a level; the judge mistook the sixth and those like it for the
-    level."""
+    """Five losses do not establish a level; the judge once took the sixth and similar losses for
+    one."""
     watch = LossWatch(LossSettings())
     losses = [0.43, 0.48, 0.26, 0.27, 0.23, 3.6, 8.5, 5.3, 322.0, 21.9, 131.0]
     found = [a for step, loss in enumerate(losses) for a in watch.observe(step, loss, UNKNOWN)]
@@ -306,8 +306,8 @@ def judged_after(evaluations: list[float]) -> evaluation.Overfit | None:
 def test_a_loss_that_never_falls_is_found_by_both_judges(
     level: float, severity: str, noise: float
 ) -> None:
-    """Live it is a remark, since a resumed run may have nothing left to learn; an alarm if the
-    level is that of an untrained language model."""
+    """The live judge only remarks on it, since a resumed run may have nothing left to learn, but
+    raises an alarm if the level is that of an untrained language model."""
     live: list[list[str]] = []
     after: list[list[str]] = []
     for seed in range(10):

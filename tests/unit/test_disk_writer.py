@@ -146,8 +146,8 @@ def test_an_end_does_not_wait_for_a_dead_disk(writer: DiskWriter, tmp_path: Path
 
 
 def test_a_write_of_an_exit_handler_reaches_no_disk(writer: DiskWriter, tmp_path: Path) -> None:
-    """The cost file is written when the interpreter ends; on a frozen disk the guard then never
-    ended, not even by SIGKILL."""
+    """The cost file is written at interpreter exit; on a frozen disk, the guard then hung, and not
+    even SIGKILL could end it."""
     writer.start()
     writer.close(30.0)
     late: list[Exception] = []

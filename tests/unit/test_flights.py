@@ -165,7 +165,8 @@ def test_the_last_read_withholds_nothing(ranks: _Ranks) -> None:
 def test_a_copy_that_is_cut_short_costs_nothing_and_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A clean-up of the folder once ended guard and rank: mapped files were read past their end."""
+    """A clean-up of the folder once killed the guard and the rank, which read mapped files past
+    their end."""
     monkeypatch.setattr(memory, "COPY_EVERY_S", 0.0)
     state, heard = StateDir(tmp_path), _Heard()
     flights = Flights(state, RUN, lambda finding: pytest.fail(str(finding)))

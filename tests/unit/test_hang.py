@@ -110,7 +110,7 @@ class Shown:
 def test_what_is_nested_in_a_long_phase_has_its_time_and_no_more(
     detector: HangDetector, outer: str, allowance: float | None, allowed: float
 ) -> None:
-    """A validation fetches data and runs forward passes, over and over."""
+    """Validation fetches data and runs forward passes, over and over."""
     now, shown = 101.0, Shown()
     open_phases = Phases(shown, lambda: now)
     phases = PhaseNames(partial(Phase, open_phases), SETTINGS.allowances)

@@ -57,7 +57,8 @@ def watch(
 
 
 def test_lines_that_are_not_understood_are_not_a_hang(tmp_path: Path) -> None:
-    """Otherwise a healthy miner whose lines have an unknown form would be ended every half hour."""
+    """Otherwise a healthy miner that prints lines in an unknown format would be stopped every half
+    hour."""
     assert watch(tmp_path, "log", {0: STARTING}, printing=True) == []
 
 
@@ -121,7 +122,7 @@ def test_the_ranks_of_an_ended_launch_are_no_longer_watched(tmp_path: Path) -> N
 
 
 def test_a_finished_miner_that_does_not_exit_is_ended_as_finished(tmp_path: Path) -> None:
-    """Otherwise a finished training would start from scratch again and again."""
+    """Otherwise a finished training run would start from scratch again and again."""
     control = Steered()
     monitor, clock, emitted = hang_watch(tmp_path, control=control)
     done = replace(RUNNING, state="finished", heartbeat=clock.monotonic())

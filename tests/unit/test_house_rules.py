@@ -138,8 +138,7 @@ def _room(module: str) -> str:
 
 
 def test_modules_and_rooms_import_in_no_circle() -> None:
-    """The import contracts do not see circles inside a room, in a function, or for type checks
-    only."""
+    """The import contracts miss cycles inside a room, in functions, or in type-checking imports."""
     modules, rooms = _imports(), defaultdict(set)
     for name, imported in modules.items():
         rooms[_room(name)] |= {_room(other) for other in imported} - {_room(name)}

@@ -133,8 +133,7 @@ def test_a_row_that_sqlite_does_not_take_holds_back_none(tmp_path: Path) -> None
 
 
 def test_a_ledger_of_a_later_version_is_written_as_far_as_it_is_known(tmp_path: Path) -> None:
-    """A guard that was set back a version once wrote no more rows, because a table had one column
-    more."""
+    """A downgraded guard once stopped writing rows because a table had one more column."""
     path, findings = tmp_path / "ledger.sqlite3", list[Finding]()
     ledger = Ledger(path, findings.append)
     ledger.restart(1.0, "crash", 1, 2.0)

@@ -185,8 +185,8 @@ WORDED = st.sampled_from(
 def test_each_monitor_gets_the_lines_of_its_own_words_however_the_output_is_cut(
     pieces: list[bytes], cut: random.Random
 ) -> None:
-    """A filter that serves several monitors must not keep a line from one of them because it no
-    longer concerns another."""
+    """A line that no longer concerns one monitor must still reach the others that share its
+    filter."""
     host, uploads = MonitorRunner(lambda _f: None), Uploads(cast(Context, None))
     few, losses = FewLines(cast(Context, None)), LineSeeker(cast(Context, None))
     host.monitors = [few, uploads, losses]

@@ -78,7 +78,8 @@ def healthy(seed: int) -> Callable[[int], float]:
 
 
 def test_a_week_of_healthy_runs_alarms_at_most_twice() -> None:
-    """Fourteen runs of 12 hours must not raise 1,440 alarms a week, each in the overnight set."""
+    """Fourteen 12-hour runs must not raise 1,440 alarms in a week, all of them in the overnight
+    set."""
     alarms = Counter(event for seed in range(14) for event, _ in run(healthy(seed), 12.0))
     assert alarms.total() <= 2, alarms
 
@@ -147,7 +148,7 @@ def test_a_slow_data_loader_is_named_although_the_others_wait_in_no_phase() -> N
 
 
 def test_ranks_that_differ_outside_all_phases_alone_name_no_straggler() -> None:
-    """A rank must not be named because it waits least if nothing shows its work."""
+    """A rank that waits least must not be named if nothing shows that it was working."""
     watch = StragglerWatch(StepSettings())
     for step in range(60):
         for rank, seconds in ((0, 0.9), (1, 0.4)):

@@ -1,4 +1,4 @@
-"""SECURITY.md: an existing test attacks each of its sentences."""
+"""SECURITY.md: for each sentence there is a test that attacks it."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def test_time_lost_to_a_hang_and_to_a_restart_is_distinguished(tmp_path: Path) -
 
 
 def test_goodput_falls_while_a_hang_waits_for_its_detection(tmp_path: Path) -> None:
-    """Goodput must not rise through the minutes in which no rank steps."""
+    """Goodput must not rise during the minutes when no rank is stepping."""
     clock = FakeClock()
     monitor = StepsMonitor(context(tmp_path, clock=clock))
     list(monitor.on_launch(Launch((), 1, 0, clock.monotonic())))

@@ -150,8 +150,8 @@ def test_a_launch_without_descriptors_is_a_failure_that_is_tried_again(
 def test_a_restart_meant_for_a_launch_that_has_ended_does_not_cut_the_wait_short(
     supervisor: Supervisor, findings: list[Finding]
 ) -> None:
-    """The watchdog of a hang once asked for a restart after its miner had given up by itself, while
-    the next start waited."""
+    """The hang watchdog once requested a restart although its miner had already given up on its own
+    and the next start was pending."""
     supervisor._first_launch()
     supervisor.request_stop(StopRequest("hang: rank 0 in data for 912s", Then.RESTART))
     supervisor.step()
@@ -197,8 +197,8 @@ def test_a_repeated_stop_request_reports_what_it_waits_for(
 def test_a_stop_during_a_restart_is_heard(
     supervisor: Supervisor, launcher: Launcher, findings: list[Finding]
 ) -> None:
-    """A first Ctrl-C must not go without an answer because the guard is already ending the launch
-    for a restart."""
+    """A first Ctrl-C must not go unanswered because the guard is already ending the launch for a
+    restart."""
     supervisor.request_stop(StopRequest("hang: rank 0 in data", Then.RESTART))
     supervisor.step()
     findings.clear()

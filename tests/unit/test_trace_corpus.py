@@ -153,11 +153,11 @@ def test_labelled_anomalies_are_found_and_healthy_runs_are_silent() -> None:
 
 
 def best_of(results: dict[Any, dict[str, tuple[float, int, int]]], without: str) -> Any:
-    """The thresholds with the highest recall over all repositories but one, among those with few
-    false alarms.
+    """Of the thresholds that raise few false alarms, those with the highest mean recall over all
+    repositories except `without`.
 
-    Few means half of what is allowed, because thresholds chosen on some repositories do worse on
-    others.
+    "Few" is at most one in 20,000 healthy steps, because thresholds chosen on some repositories do
+    worse on others.
     """
 
     def merit(setting: Any) -> tuple[float, ...]:

@@ -82,7 +82,7 @@ def test_wider_cells_show_the_same_week() -> None:
 
 
 def test_a_hang_found_late_does_not_count_as_earning() -> None:
-    """Minutes of silence must not stay green because they were judged afterwards."""
+    """Minutes of silence must not stay green just because the hang was found only afterwards."""
     week = VerdictWeek({})
     week.add("earning", START, START + 3600)
     week.correct("earning", "not earning", START + 2700, START + 3600)

@@ -50,7 +50,7 @@ class UploadPart:
 
 
 def etag_of(answer: Mapping[str, Any]) -> str | None:
-    """The ETag without quotes; None if the server returns none."""
+    """The ETag without quotes; None if the response has no ETag."""
     tag = answer.get("ETag")
     return tag.strip('"') if isinstance(tag, str) else None
 

@@ -301,7 +301,7 @@ def _step_time(times: Series, facts: TrainingFacts) -> Iterator[Anomaly]:
 
 
 def _period(slow: Sequence[Outlier]) -> int | None:
-    """Number of values between slow steps that recur regularly; None if they do not."""
+    """Number of values between slow steps that recur regularly; None if no such period is found."""
     gaps = [b.index - a.index for a, b in itertools.pairwise(slow) if b.index - a.index > 1]
     if len(gaps) < 3:
         return None

@@ -96,8 +96,8 @@ def _drift(logs: Sequence[float]) -> list[Shift]:
 
 
 def fall(values: Sequence[float]) -> float:
-    """Return how far the level of the first tenth lies above the lowest later level; 0 if it does
-    not."""
+    """Return how far the level drops from the first tenth to its lowest point after that; 0 if it
+    never drops."""
     part = max(3, len(values) // 10)
     blocks = _block_medians(values, part)
     return max(0.0, blocks[0] - min(blocks)) if blocks else 0.0

@@ -279,8 +279,8 @@ def _judged(same: bool, root: Ask | None) -> tuple[str, bytes]:
 
 
 def _poll(done: Callable[[], bool], end: float) -> bool:
-    """Wait until `done()` is true; returns False if it is not by `end`. It polls, because after a
-    timed-out `store.wait` some stores of some torch versions are unusable."""
+    """Wait until `done()` is true or `end` has passed; returns whether it became true. It polls,
+    because in some torch versions some stores are unusable after a timed-out `store.wait`."""
     pause = _FIRST_POLL_S
     while not done():
         left = end - time.monotonic()

@@ -100,8 +100,8 @@ class UploadQuestions:
             self._recorder.own_log.say(gating.finding_of(decision))
 
     def recorder(self, decision: Any, phase: Any, tag: str | None) -> UploadRecorder:
-        """The context manager around an upload, in `phase`. `decision` is whatever the miner
-        passed, unchecked."""
+        """Return the context manager that wraps an upload and records it in `phase`. `decision` is
+        whatever the miner passed, unchecked."""
         if not isinstance(decision, GateDecision):
             wrong = TypeError(f"{type(decision).__name__} is not a decision from may_upload")
             self._report("upload", wrong)

@@ -1,5 +1,5 @@
 """Reads GPU memory that is not mapped; the next launch finishes. On the CPU it raises the error
-that torch then raises."""
+that torch would raise on a GPU."""
 
 from __future__ import annotations
 

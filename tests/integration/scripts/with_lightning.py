@@ -1,5 +1,5 @@
 """A run of Lightning's Trainer, small enough for a CPU; with `checkpoints` it saves every third
-step below `saved`."""
+step to the folder `saved`."""
 
 from __future__ import annotations
 

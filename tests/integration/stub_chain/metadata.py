@@ -181,7 +181,7 @@ NEURON: list[tuple[str, int]] = [
     ("validator_permit", BOOL),
     ("pruning_score", C16),
 ]
-"""Fields of 9's and 10's light neuron, in order."""
+"""Light neuron fields in bittensor 9 and 10, in order."""
 
 _METAGRAPH = R.composite(["pallet_subtensor", "rpc_info", "metagraph", "Metagraph"], METAGRAPH)
 _NEURON = R.composite(["pallet_subtensor", "rpc_info", "neuron_info", "NeuronInfoLite"], NEURON)

@@ -1,4 +1,4 @@
-"""Replaces bittensor: a chain whose block stands still."""
+"""Replaces bittensor: a chain whose block number never advances."""
 
 from __future__ import annotations
 

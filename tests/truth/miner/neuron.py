@@ -152,8 +152,8 @@ def _without_gpu() -> None:
 
 
 def _leave() -> None:
-    """FSDP's gloo group releases its last tensors a little after the collective; an interpreter
-    that has ended meanwhile aborts."""
+    """FSDP's gloo group releases its last tensors shortly after the collective; an interpreter that
+    exits before then aborts."""
     dist.destroy_process_group()
     time.sleep(0.5)
 

@@ -119,7 +119,7 @@ class Rounds:
             miner.local_progress.inner_step = FIRST_STEP
 
     def _start(self) -> None:
-        """The upload at the miner's start, if any, and the steps that it begins with."""
+        """Wait for the upload at startup, if any, and set the miner's initial step counters."""
         miner = self._miner
         future = getattr(miner, "current_upload_future", None)
         if future is not None:

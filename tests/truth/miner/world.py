@@ -69,7 +69,7 @@ def current() -> World:
 
 
 class _Replaced(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Loads a module of this package under the name of one of the miner's."""
+    """Loads a module of this package under the name of the miner module it replaces."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         return importlib.machinery.ModuleSpec(name, self) if name in _REPLACED else None

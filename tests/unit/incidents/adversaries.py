@@ -1,5 +1,5 @@
-"""Texts designed to make each pattern as slow as possible: each of its beginnings repeated, without
-an end."""
+"""Texts designed to make each pattern as slow as possible: every beginning of a match, repeated to
+fill the text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs one log through scanner and case, whole or in pieces."""
+"""Runs one log through the scanner and the analyzer, whole or in pieces."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_a_repetitive_log_is_unpacked_whole(
 def test_no_character_of_a_log_reorders_what_its_reader_sees(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
-    """A line must not read as a different one (Trojan Source), or clear the screen."""
+    """A log line must not display as different text (Trojan Source) or clear the screen."""
     log = write(
         tmp_path,
         "RuntimeError: CUDA out of memory \u202eegarots eht dna\x9b2J\u2066\u2028".encode(),

@@ -62,8 +62,8 @@ def test_the_guards_start_reads_the_index_alone() -> None:
 
 
 def test_a_log_without_errors_leaves_the_knowledge_unread() -> None:
-    """Otherwise the guard would parse all known errors at the miner's first line, which its output
-    waits for, or at the end of a miner that printed nothing."""
+    """Otherwise the guard would parse all known errors at the miner's first line, while its output
+    waits, or at the exit of a miner that printed nothing."""
     words = knowledge.index_of(knowledge.shipped()["words.toml"])
     scanner = Scanner(knowledge.Knowledge(words, _unread))
     assert scanner.feed(b"Inner Step: 12 | Loss: 2.31\n") == []

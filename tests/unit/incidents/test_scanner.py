@@ -171,7 +171,8 @@ def test_no_known_error_is_lost_by_the_search_for_trigger_words() -> None:
 
 
 def test_noise_is_not_an_incident() -> None:
-    """Short words such as `xid` and `nan` turn up in any few megabytes of random letters."""
+    """Short words such as `xid` and `nan` turn up by chance in a few megabytes of random
+    letters."""
     chance = random.Random(11)
     noise = bytes(chance.choices(b"abcdefghijklmnopqrstuvwxyz 0123456789.:()[]\n", k=1 << 20))
     assert root(noise) is None

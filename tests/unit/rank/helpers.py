@@ -1,4 +1,4 @@
-"""Helpers with which the tests of the hook create a rank and read its record."""
+"""Helpers that the hook tests use to create a rank and read its record."""
 
 from __future__ import annotations
 

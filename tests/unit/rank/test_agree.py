@@ -159,8 +159,8 @@ def test_all_ranks_have_the_same_outcome_however_late_one_rank_is(
 def test_a_rank_that_comes_after_the_others_gave_up_is_blocked_like_them(
     tmp_path: Path, late: int
 ) -> None:
-    """The late leader of a node finds the question of a rank that has given up, and must not let
-    the upload go out alone."""
+    """A node's late leader finds the question of a rank that has already given up; it must not then
+    approve the upload for itself alone."""
 
     def ask(group: Group, rank: int) -> object:
         shared(group, "q1", b"go")

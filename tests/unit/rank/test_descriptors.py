@@ -39,7 +39,8 @@ def listed() -> dict[str, str]:
 
 
 def held() -> dict[str, str]:
-    """Descriptors that stay open: the threads of other tests' ranks open a copy once a second."""
+    """Descriptors that stay open: rank threads from other tests briefly open a copy once a
+    second."""
     # Garbage of other tests may still hold files open.
     gc.collect()
     last = listed()
@@ -114,8 +115,8 @@ log.flush(30.0)
 def test_a_rank_prints_on_the_console_that_it_started_with_and_into_no_other_file(
     tmp_path: Path,
 ) -> None:
-    """A supervised rank opens the console when it loses the supervisor: by then descriptor 1 may be
-    a file of the program."""
+    """A supervised rank opens the console when it loses the supervisor: by then the program may
+    have reused descriptor 1 for one of its files."""
     weights = tmp_path / "weights"
     command = [sys.executable, "-c", CONSOLE]
     same = subprocess.run(command, check=True, timeout=60, stdout=subprocess.PIPE)

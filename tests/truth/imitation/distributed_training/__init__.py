@@ -1,5 +1,5 @@
-"""An imitation of subnet 38's miner, shaped like a checkout of it, with which the tests run
-`tests.truth.real_miner`."""
+"""A stand-in for subnet 38's miner, laid out like a checkout of it. The tests run
+`tests.truth.real_miner` against it."""
 
 __version__ = "imitation"
 __run__ = "5"
