@@ -27,7 +27,8 @@ class Layout:
     @classmethod
     def of(cls, limits: Limits) -> Layout:
         """The profile's layout. If it names no key for the gradients, its other keys replace those
-        of `USUAL`; if it names one, a document without a key does not exist on that network."""
+        of `USUAL`; if it does, any document that it names no key for does not exist on that
+        network."""
         if limits.gradients_key is None:
             config, metadata = limits.config_key, limits.metadata_key
             return cls(USUAL.gradients, config or USUAL.config, metadata or USUAL.metadata)

@@ -44,7 +44,8 @@ def minimum(limits: Limits, published_inner_step: int | None) -> int:
 
 
 def _both_minima(required: int, published_inner_step: int | None, limits: Limits) -> str | None:
-    """Details kept out of the sentence, whose wording is a contract; None without such details."""
+    """Details kept out of the sentence, whose wording is a contract; None if there are no
+    details."""
     accepted = limits.validator_min_inner_step
     if accepted is None or accepted >= required:
         return None

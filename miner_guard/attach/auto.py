@@ -293,7 +293,7 @@ class Auto:
         self.adapter.quiet(functools.partial(self.losses.note, whole=True), loss)
 
     def accumulates(self, micro_batches: int) -> None:
-        """Record the number of micro-batches per step, as a framework reports it."""
+        """Record the number of micro-batches per step, as reported by a framework."""
         self.losses.micro_batches = micro_batches
 
     def evaluated(self, loss: float | None) -> None:

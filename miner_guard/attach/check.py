@@ -56,7 +56,7 @@ class LogCheck:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """The result as `--json` prints it."""
+        """The result as printed by `--json`."""
         return {
             "lines": self.lines,
             "steps": [

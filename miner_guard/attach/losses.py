@@ -135,7 +135,7 @@ class Losses:
             self._scaled = (weakref.ref(result), raw.detach(), raw.grad_fn)
 
     def note(self, tensor: Any, *, whole: bool = False) -> None:
-        """Add `tensor`, on which the program calls `backward`, to the step's loss. `whole`: a
+        """Add `tensor`, which the program calls `backward` on, to the step's loss. `whole`: a
         trainer has already divided the tensor by the number of micro-batches."""
         graph = tensor.grad_fn
         if self._scaled is not None:

@@ -50,7 +50,7 @@ def explain_trace(source: str, facts: TrainingFacts, *, as_json: bool) -> None:
 
 
 def document(anomaly: Anomaly) -> Mapping[str, Any]:
-    """One finding as `--json` prints it."""
+    """One finding as printed by `--json`."""
     return {
         "type": anomaly.type,
         "at_step": anomaly.at_step,

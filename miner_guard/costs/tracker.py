@@ -45,8 +45,8 @@ def say_on_stderr(finding: Finding) -> None:
 class MonitoringCostTracker:
     """Tracks what monitoring costs, warns, and throttles if the budget allows that. Thread-safe.
 
-    Shares are percentages of training time: the time since `start`, minus the time for which
-    monitoring blocked training.
+    Shares are percentages of training time: the time since `start`, minus the time that monitoring
+    blocked training.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class MonitoringCostTracker:
             )
 
     def training_s(self) -> float:
-        """Seconds of training, excluding the time for which monitoring blocked it."""
+        """Seconds of training, excluding the time that monitoring blocked it."""
         if self._training_s is not None:
             return max(0.0, self._training_s())
         return max(0.0, self._clock.monotonic() - self._start - self.blocking_s())

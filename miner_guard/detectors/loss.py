@@ -174,7 +174,7 @@ class LossWatch:
         return None if self._held is not None and self._spikes_in_row > 1 else seen
 
     def _dipped(self, loss: float) -> float:
-        """Return how far the value before `loss` lies below both its neighbours."""
+        """Return how far the value before `loss` dips below both its neighbours."""
         if len(self._two) < 2:
             return 0.0
         earlier, low = self._two

@@ -34,7 +34,7 @@ class Memory:
 
     crash_loop: str | None = None
     incident: Mapping[str, Any] | None = None
-    """Fields of the last incident, until the miner steps again."""
+    """Fields of the last incident, until the miner is stepping again."""
 
     nan: Mapping[str, Any] | None = None
     """Fields of the last `loss_nan`, until the loss is finite again."""

@@ -45,8 +45,8 @@ def _leftovers(env: Mapping[str, str]) -> Iterator[Check]:
 
 
 def _hook(packages: Mapping[str, Any]) -> Iterator[Check]:
-    """Report which build of the hook runs. Both record the same data; the compiled one takes less
-    time per step."""
+    """Report which build of the hook is in use. Both record the same data; the compiled one takes
+    less time per step."""
     if packages.get("hook") == "compiled":
         yield Check("env.hook", "ok", "the hook is compiled: less than 1 us per step")
     elif packages.get("hook") == "python":

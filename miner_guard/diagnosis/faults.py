@@ -65,8 +65,8 @@ class Faults:
 
     def driver(self, reason: str | None, had_gpus: bool, now: float) -> Iterator[Finding]:
         """Judge NVML as a whole. `reason` explains why there is no sample; None if there is one.
-        Reports only on hosts that had GPUs, and only a warning: GPUs in an unknown state may be
-        fine."""
+        Reports only on hosts that had GPUs, and only as a warning, because GPUs in an unknown state
+        may be fine."""
         if reason is None:
             if self._silence.clear():
                 yield make_finding("gpu_recovered", gpu="all", what="NVML responds again")

@@ -32,7 +32,7 @@ _IN_TRACEBACK = re.compile(
     r"|Unavailable|Exceeded|Failed|Mismatch|Corrupt|Corrupted|Unsupported|Abort|Aborted|Cancelled"
     r"|Empty|Full|Missing)))(?::\s|$)"
 )
-"""An exception whose name says little, such as `queue.Empty` or `socket.gaierror`, or a plain
+"""An exception whose name reveals little, such as `queue.Empty` or `socket.gaierror`, or a plain
 `Exception`."""
 
 BEGINS = "traceback (most recent call last)"

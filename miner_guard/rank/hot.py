@@ -74,7 +74,7 @@ class HotPath:
     """Returns the seconds spent in `step` since the last call, and the number of those steps."""
 
     watch: Callable[[int], None]
-    """Takes a signal's number, and makes `step` return 2 once that signal's handler has changed. 0
+    """Takes a signal number, and makes `step` return 2 once that signal's handler has changed. 0
     watches no signal."""
 
 

@@ -30,7 +30,7 @@ _FIRST = 4_000_000
 """Bytes to process first, so that imports and loading the known errors do not count."""
 
 _RESOLUTION_S = 0.05
-"""Smaller differences of CPU time are not measured."""
+"""Smaller differences in CPU time are not measured."""
 
 _START_S = 4.0
 """More than the guard's own startup takes."""
@@ -47,7 +47,7 @@ class Cost(NamedTuple):
 
 
 def run() -> list[Row]:
-    """Run each kind of text through both."""
+    """Run each kind of text through `explain` and the guard."""
     with tempfile.TemporaryDirectory(prefix="bench-hostile-") as folder:
         log = Path(folder) / "miner.log"
         rows: list[Row] = []

@@ -106,7 +106,7 @@ def worded_tracebacks(count: int) -> bytes:
 
 
 def long_tracebacks(count: int) -> bytes:
-    """Tracebacks of 25 frames, out of 200 that a program has."""
+    """Tracebacks of 25 frames, drawn from a program's 200."""
     chance = random.Random(4)
     frames = [
         '  File "/srv/lib/python3.11/site-packages/{0}/{1}.py", line {n}, in {2}\n'

@@ -201,7 +201,7 @@ def _guard(load: Load) -> Figure:
 
 
 def _start_cost(folder: Path) -> float:
-    """CPU time of a guard over one line and a `sleep`, to subtract from the relay's."""
+    """A guard's CPU time for one line and a `sleep`, to subtract from the relay's."""
     command = [
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""The report page: CPU time of rendering it and of a scrape, its size, and the report on a
+"""The report page: the CPU time to render it and to answer a scrape, its size, and the report on a
 month."""
 
 from __future__ import annotations

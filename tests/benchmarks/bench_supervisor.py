@@ -222,8 +222,8 @@ def _idle() -> list[Row]:
 
 
 def _cpu_s(pid: int) -> float:
-    """CPU seconds of the living threads, by the scheduler's own count: /proc/PID/stat counts in
-    steps of 10 ms, a quarter of what an idle guard may use in 20 s."""
+    """CPU seconds of the live threads, as counted by the scheduler: /proc/PID/stat counts in steps
+    of 10 ms, a quarter of what an idle guard may use in 20 s."""
     total = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         # A job's thread may end in the meantime.

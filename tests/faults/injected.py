@@ -31,7 +31,7 @@ class World:
 
     random: random.Random
     clock: Path
-    """Contains the number of seconds by which the run's clock is off."""
+    """File with the number of seconds that the run's clock is off."""
 
     steps: Path
     """Where rank 0 writes a line for each step."""

@@ -1,5 +1,5 @@
-"""The memory tier under a real guard and real ranks: after each kill training continues one step
-back at most; after a power loss, from disk."""
+"""The memory tier under a real guard and real ranks: after each kill, training resumes at most one
+step back; after a power loss, it resumes from disk."""
 
 from __future__ import annotations
 

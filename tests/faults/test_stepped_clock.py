@@ -22,8 +22,8 @@ TO_2000_S = -int(time.time()) + 946_684_800
 
 @pytest.fixture
 def step_clock(guarded: Guarded, tmp_path: Path) -> Callable[[int], None]:
-    """Starts a guard whose clock, and whose miner's clock, shows 2000; later sets both to now plus
-    some seconds."""
+    """Starts a guard and a miner whose clocks show the year 2000; later sets both to the present
+    plus some seconds."""
     library, clock = clock_library(tmp_path), tmp_path / "clock"
     if library is None:
         pytest.skip("no C compiler")

@@ -37,7 +37,7 @@ class Machine:
 
     @property
     def env(self) -> Mapping[str, str]:
-        """The variables with which a process sees this machine's GPU, or the fake one."""
+        """The environment variables that let a process see this machine's GPU, or the fake one."""
         return {} if self.fake is None else self.fake.env
 
     def needs_hardware(self, what: str) -> None:

@@ -1,5 +1,5 @@
-"""Alerts of a real `miner-guard run` overnight: each is sent once and then resolved; the heartbeat;
-a dead target next to a working one."""
+"""Alerts from a real `miner-guard run` overnight: each is sent once and then resolved; the
+heartbeat; a dead target next to a working one."""
 
 from __future__ import annotations
 

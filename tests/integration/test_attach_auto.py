@@ -96,7 +96,7 @@ def run() -> Iterator[Runs]:
     def forked(
         folder: Path, script: str, *arguments: str, ranks: int = 0, mode: str | None = "auto"
     ) -> Run:
-        """The script in `folder`; under a launcher if `ranks` is given."""
+        """Run the script in `folder`, under a launcher if `ranks` is given."""
         with supervised(folder, mode) as (state, env):
             command = (str(SCRIPTS / script), *arguments)
             done = python.run(*command, ranks=ranks, cwd=folder, env=env)

@@ -163,8 +163,8 @@ def test_no_key_of_a_worker_command_line_is_kept(today: Run) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The same under the whole guard, with a gate that blocks before inner step 4. test_sn38_way
-    also runs it under torchrun."""
+    """The same version under the whole guard, with a gate that blocks before inner step 4.
+    test_sn38_way also runs it under torchrun."""
     requires.module("torch")
     folder = tmp_path_factory.mktemp("whole")
     guard = ["-m", "miner_guard", "run", "--no-preflight", "--no-restart", "--attach", "sn38"]
@@ -260,7 +260,7 @@ def test_an_unknown_signature_is_named_and_the_miner_runs_unchanged(
 
 @pytest.fixture(scope="module")
 def failing(run: Runs, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A miner whose upload workers fail, and then its training loop."""
+    """A miner whose upload workers fail and whose training loop then fails too."""
     folder = tmp_path_factory.mktemp("failing") / "run"
     return run(folder, ranks=1, FAIL_UPLOADS="1", FAIL_AT="3")
 

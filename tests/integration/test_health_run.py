@@ -134,7 +134,7 @@ FAULTS = {
     "guard": "/proc/*/statm",
     "disk": "*/network-folder",
 }
-"""For each sampler, the path that it reads and that is to fail or hang."""
+"""For each sampler, the path that it reads and that the tests make fail or hang."""
 
 ONE_FIGURE = {
     "cpu": "cpu_pct",

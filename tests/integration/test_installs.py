@@ -26,7 +26,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def interpreter(version: str) -> str:
-    """A Python of this version: on the PATH, or of pyenv."""
+    """A Python of this version, from the PATH or from pyenv."""
     if sys.version_info[:2] == tuple(map(int, version.split("."))):
         return sys.executable
     # Check these before the PATH: pyenv's shims exist even for a Python that is not selected.

@@ -247,7 +247,7 @@ def test_without_a_token_the_page_is_there_at_once_and_its_policy_hinders_nothin
 def test_an_update_keeps_scroll_and_open_sections_and_requests_the_range(
     tmp_path: Path, tab: Any
 ) -> None:
-    """The page must not jump to its top every ten seconds."""
+    """The page must not jump back to the top every ten seconds."""
     requires.module("uvicorn")
     log = Log(tmp_path)
     for number in range(1, 120):

@@ -11,8 +11,8 @@ from tests.support import many_ranks, requires
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 DESCRIPTORS = 4
-"""Whatever the number of ranks: the flight record's memory, the file of stacks, the socket to the
-supervisor, the socket to the ranks of the node."""
+"""Descriptors per rank, whatever the number of ranks: the flight record's memory, the file of
+stacks, the socket to the supervisor, the socket to the ranks of the node."""
 
 
 def test_64_ranks_agree_and_the_guard_holds_four_descriptors_in_each_at_most(

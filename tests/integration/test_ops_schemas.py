@@ -14,7 +14,8 @@ from tests.support import requires
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 OPS, WORKFLOWS = requires.REPO / "ops", requires.REPO / ".github" / "workflows"
 KUBERNETES = ("1.29", "1.33", "1.37")
-"""From 1.29 on: before it, a rule of a Job's podFailurePolicy needed both of its conditions."""
+"""From 1.29 on: before that version, a rule of a Job's podFailurePolicy needed both of its
+conditions."""
 SKYPILOT = """
 import sys
 import sky

@@ -126,8 +126,8 @@ def test_age_is_the_servers_age_whatever_this_hosts_clock(
 def test_killed_after_any_request_the_view_is_complete(
     server: tuple[RepoSettings, s3.Faults], tmp_path: Path
 ) -> None:
-    """Walks through the publisher's requests: SIGKILL when the server has done the k-th and has not
-    answered."""
+    """Walks through the publisher's requests: SIGKILL once the server has processed the k-th but
+    has not answered it."""
     settings, faults = server
     publish(settings, revision(tmp_path, 1000), tmp_path)
     outcomes = []

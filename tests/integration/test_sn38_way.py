@@ -50,8 +50,7 @@ pm2 start app.config.js
 
 
 def _commands(first: str) -> str:
-    """The block of the README that contains this text, with a person's arguments and our names
-    filled in."""
+    """The README block that contains this text, with a user's arguments and our names filled in."""
     (block,) = [
         block for block in re.findall(r"(?:^    .*\n)+", WAY, re.MULTILINE) if first in block
     ]
@@ -65,7 +64,7 @@ def _commands(first: str) -> str:
 
 
 class Clone:
-    """The imitation as a person's clone, with a separate pm2."""
+    """The imitation, set up as a user's clone, with a separate pm2."""
 
     def __init__(self, folder: Path, pm2: Pm2) -> None:
         requires.module("torch")

@@ -46,7 +46,7 @@ class HubState:
     contents: dict[str, bytes] = field(default_factory=dict)
     large: set[str] = field(default_factory=set)
     refuse: int | None = None
-    """Status with which to answer every request."""
+    """Status code to send in response to every request."""
 
     slow_downs: int = 0
     """How many requests to answer with 503."""

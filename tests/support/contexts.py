@@ -45,7 +45,7 @@ class JobsNever:
         *,
         first_after_s: float | None = None,
     ) -> None:
-        """Does not run it."""
+        """Does not run the work."""
 
     def once(self, name: str, work: Callable[[], None]) -> None:
         """Does not run it."""

@@ -59,7 +59,7 @@ def _run(step: str, source: Path, out: Path) -> Path:
 
 
 def _normalise(sdist: Path, epoch: int) -> None:
-    """Sort the entries and give them one time and no owner."""
+    """Sort the entries, and give them all the same time and no owner."""
     packed = io.BytesIO()
     with (
         tarfile.open(sdist) as old,

@@ -113,7 +113,7 @@ def main(ranks: int, imports: str, *script: str) -> int:
 
 
 def serve(*modules: str) -> int:
-    """Run in forks what the lines of stdin request, one after the other."""
+    """Run each request from stdin in a fork, one after the other."""
     os.environ["OMP_NUM_THREADS"] = "1"
     _preload(*TRAINING, *modules)
     signal.signal(signal.SIGALRM, lambda *_: os.killpg(pid, signal.SIGKILL))

@@ -44,7 +44,8 @@ def page_of(name: str, folder: Path) -> Path:
 
 
 def take(browser: Any, folder: Path, images: Path) -> None:
-    """Take the first screen of each state, and the healthy state completely in each other look."""
+    """Take the first screen of each state, the hang's on a phone too, and all of the week in dark
+    mode and on paper."""
     pages = {name: page_of(name, folder) for name in TITLES}
     for name, page in pages.items():
         _shot(browser, page, images / f"state-{name}.png", size=(1000, 640))

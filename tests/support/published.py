@@ -27,7 +27,8 @@ FLAT = Limits.of(GateSettings(), {**load_profile("sn38").limits, "gradients_chun
 
 @pytest.fixture
 def inspected_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same inspection without a child that imports torch again; the child has its own tests."""
+    """Inspects files without starting a child, which would import torch again; the child has its
+    own tests."""
 
     def inspect(
         path: Path, limits: Limits, shapes: Shapes | None = None, **_: Any

@@ -1,4 +1,4 @@
-"""The report of a rank on a GPU, as `guard.diagnose` gathers it."""
+"""The report of a rank on a GPU, as gathered by `guard.diagnose`."""
 
 from __future__ import annotations
 

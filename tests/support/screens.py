@@ -84,7 +84,8 @@ Each begins with the verdict, when it began, its cause and the next step. These 
 
 
 def _ask(state: StateDir, *words: str) -> str:
-    """A command's output; its exit code is ignored, because `costs` returns one for over budget."""
+    """A command's output; its exit code is ignored, because `costs` exits with 1 when over
+    budget."""
     command = [Path(sys.executable).with_name("miner-guard"), *words, "--state-dir", state.root]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONUTF8": "1"}

@@ -133,7 +133,7 @@ class SimulatedGuard:
 
     @contextmanager
     def _repo(self) -> Iterator[None]:
-        """A block in which the monitors read the simulated repo."""
+        """Make the monitors read the simulated repo while the block runs."""
         real = uploads_module.look_at
         uploads_module.look_at = self._seen_repo
         try:

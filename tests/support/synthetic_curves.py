@@ -29,7 +29,7 @@ def _noisy(levels: Curve, chance: random.Random, share: float) -> Curve:
 
 
 def pretraining(chance: random.Random) -> Curve:
-    """A language model: a power law with 1 to 4 % of noise."""
+    """A language model's loss: a power law with 1 to 4 % noise."""
     return _noisy(_decay(10.8, chance.uniform(2.4, 4)), chance, chance.uniform(0.01, 0.04))
 
 

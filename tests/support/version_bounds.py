@@ -26,7 +26,7 @@ _HOOKED = {"transformers", "accelerate", "lightning"}
 
 
 def constraints(end: str) -> list[str]:
-    """One line for pip's `--constraint` per package that this end pins."""
+    """One line for pip's `--constraint` for each package that this end of the bounds pins."""
     pinned = _pins()
     if end == "newest":
         return [str(pin) for pin in pinned]

@@ -64,7 +64,7 @@ class Trial:
         self._folder = folder
 
     def run(self, name: str, *, guarded: bool, fault: str | None = None) -> Ended:
-        """The script in a fresh copy of its checkout, with or without a guard."""
+        """Run the script in a fresh copy of its checkout, with or without a guard."""
         recipe, work = self.recipe, self._folder / name
         shutil.copytree(self._checkout, work, ignore=shutil.ignore_patterns(".git"))
         recipe.prepare(work)

@@ -56,7 +56,7 @@ class Recipe:
     known only from the second step."""
 
     every: int = 1
-    """Number of steps between two printed losses; 0 if it prints no step's loss."""
+    """Number of steps from one printed loss to the next; 0 if it prints no step losses."""
 
     clocks: str = _TIMES
     """Parts of its output that differ from run to run: times."""
@@ -98,7 +98,7 @@ def _words(work: Path) -> None:
 
 
 def _tokens(work: Path, folder: str, names: tuple[str, ...], vocabulary: int) -> None:
-    """Token files as nanoGPT and llama2.c read them: unsigned 16-bit numbers."""
+    """Token files in the format that nanoGPT and llama2.c read: unsigned 16-bit numbers."""
     source = random.Random(2)
     (work / folder).mkdir(parents=True, exist_ok=True)
     for name in names:
@@ -370,4 +370,4 @@ IMITATIONS = (
     Recipe("clipping, activation checkpointing", "clipped.py", steps=6),
     Recipe("truncated backpropagation", "truncated.py", steps=6),
 )
-"""The committed ones, below tests/integration/scripts."""
+"""Recipes for the committed scripts in tests/integration/scripts."""

@@ -14,9 +14,9 @@ It answers two questions with one table, and exits with 1 if an answer is no:
    without the guard: the bytes in storage, the calls that would have left the machine, in order,
    the miner's log lines by thread, the uploads' return values, weights, error feedback and
    random state after each, and the exit code.
-2. Does each reject of the truth table that a miner's own files, keys or bucket can bring about
-   stop before the upload, with its sentence? Each is inflicted on the miner (its compressor
-   returns other values, its block list is old, …), with good uploads in between.
+2. Is each reject in the truth table that a miner's own files, keys or bucket can cause
+   blocked before the upload, with a sentence that says why? Each is inflicted on the miner (its
+   compressor returns other values, its block list is old, …), with good uploads in between.
    `--alone` also shows that, without the guard, the first of each group is uploaded.
 """
 

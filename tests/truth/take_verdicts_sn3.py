@@ -121,7 +121,7 @@ def _quiet(*_: Any, **__: Any) -> None:
 
 
 def document_of(base: str, line: dict[str, Any]) -> Any:
-    """The gradients of a state: the genuine ones, with the line's edits."""
+    """The gradients for a state: the genuine ones, edited as its line specifies."""
     import io
 
     document = torch.load(io.BytesIO(base64.b64decode(base)), weights_only=True)

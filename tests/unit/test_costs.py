@@ -1,4 +1,4 @@
-"""Monitoring costs: source 000's numbers, its warnings, and its disaster throttled."""
+"""Monitoring costs: source 000's numbers and warnings, and how throttling averts its disaster."""
 
 from __future__ import annotations
 

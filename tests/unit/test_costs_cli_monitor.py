@@ -190,8 +190,8 @@ def test_a_ledger_that_is_garbage_is_not_called_missing(
 
 
 def test_phases_are_entered_once_each(monitor: CostsMonitor) -> None:
-    """5 s of monitor phase of which 3 s are validation nested in it: 2 s are its own, 5 s
-    together."""
+    """Of 5 s in the monitor phase, 3 s belong to a validation nested in it: `monitor` keeps 2 s,
+    and the total is 5 s."""
     monitor.on_launch(Launch(["x"], 1, 0, 1000.0))
     monitor.on_steps(
         0, [_step(0, 100.0, {"monitor": 5.0, "val_loss": 3.0, "forward": 50.0}, nested=3.0)]

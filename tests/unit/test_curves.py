@@ -100,7 +100,7 @@ def test_an_explosion_is_one_alarm_and_not_also_a_spike(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", range(200, 215))
 def test_an_explosion_between_two_levels_is_not_reported_again(at: int) -> None:
-    """A level measured from values before and after it looked as if the loss had come back."""
+    """A level measured across the explosion once made it look as if the loss had come back."""
     watch, chance = LossWatch(LossSettings()), random.Random(at)
     losses = [(3 + 3 / (1 + step / 80)) * chance.gauss(1, 0.01) for step in range(600)]
     found = [

@@ -47,7 +47,7 @@ def lines(folder: Path) -> list[int]:
 
 
 def running(writer: DiskWriter) -> int:
-    """The pid of the writer's process, once it runs."""
+    """The pid of the writer process, once it is running."""
     pid: int = until(lambda: writer._child and writer._child.pid, 30, "the process")
     return pid
 

@@ -68,7 +68,7 @@ def test_no_function_takes_more_than_seven_parameters() -> None:
 
 
 def test_no_function_takes_more_than_four_values_by_position() -> None:
-    """Two values of one type could change places without an error."""
+    """Two values of the same type could be swapped without causing an error."""
     long = []
     for place, path, node in _functions():
         names = [a.arg for a in (*node.args.posonlyargs, *node.args.args)]

@@ -112,7 +112,7 @@ def test_equal_templates_are_one_object() -> None:
 @pytest.mark.skipif(not line_templates.COMPILED, reason="built without a compiler")
 @pytest.mark.parametrize("templates", PATHS)
 def test_threads_that_search_at_once_do_not_disturb_each_other(templates: Templates) -> None:
-    """The compiled path gives up the interpreter lock while it searches a large text."""
+    """The compiled path releases the interpreter lock while it searches a large text."""
     texts = [
         b"".join(b"Step %d of %s\n" % (n, _letters(n % kinds)) for n in range(20_000))
         for kinds in (1, 2, 10, 3000)

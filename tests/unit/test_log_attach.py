@@ -302,7 +302,7 @@ def test_the_record_ends_with_the_launch_and_does_nothing_unless_asked(tmp_path:
 
 
 def test_an_old_miner_under_attach_sn38_is_read_by_its_lines(tmp_path: Path) -> None:
-    """A miner of 2024 has no method to hook, and must not train unseen."""
+    """A miner from 2024 has no method to hook, but the guard must still see it train."""
     log = Log(tmp_path, attach="sn38", profile="sn38")
     for number in range(4):
         log.line(f"INFO | Index: {number} | Loss: {4 - number}.00", 2)

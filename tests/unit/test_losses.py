@@ -125,8 +125,8 @@ def test_micro_batches_divided_by_their_number_add_up_to_their_mean() -> None:
 
 
 def test_losses_that_the_compiled_loop_has_read_count_like_others() -> None:
-    """The compiled loop must not take over before the program's division is judged, nor forget its
-    micro-batches."""
+    """The compiled loop must not take over before it is known whether the program divides its
+    losses, nor forget its micro-batches."""
     losses = Losses()
     for step in range(1, 5):
         assert not losses.settled

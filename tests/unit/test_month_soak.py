@@ -32,7 +32,7 @@ class Jobs(JobsNever):
 
 
 class Month(WholeRun):
-    """A miner that crashes every twelve hours with a different cause."""
+    """A miner that crashes every twelve hours, each time for a different reason."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, FakeClock(), Jobs(), None)

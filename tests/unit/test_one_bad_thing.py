@@ -133,7 +133,7 @@ def test_a_log_that_fails_is_reported_once_and_the_parts_still_hear(state: State
 
 @pytest.mark.parametrize("event", [name for name in catalog.CATALOGUE if name != "rank_message"])
 def test_every_event_has_a_line_whatever_its_fields_hold(event: str) -> None:
-    """A rank that runs a different version, or a miner's own code, may have emitted it."""
+    """The event may come from a rank that runs a different version, or from a miner's own code."""
     odd = dict.fromkeys(catalog.CATALOGUE[event].fields, object())
     assert isinstance(catalog.message(make_finding(event, **odd)), str)
 

@@ -222,7 +222,7 @@ def test_monitors_that_keep_up_with_a_flood_are_shown_it_while_it_arrives(
 def test_monitors_that_do_not_keep_up_hold_a_burst_up_for_a_limited_time(
     stage: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A miner must not wait for monitors that have time until the burst is over."""
+    """A miner must not wait for monitors that can catch up once the burst is over."""
     monkeypatch.setattr(writer_module, "HIGH_WATER", 64 * 1024 * 1024)
     spent = 0.0
 

@@ -285,7 +285,7 @@ def test_a_week_of_verdicts_is_a_strip_and_its_shares_are_reported(tmp_path: Pat
 
 
 def test_a_crash_loop_is_one_row_with_a_count_and_another_day_another_row(tmp_path: Path) -> None:
-    """The first screen must not hold fifteen equal rows."""
+    """The first screen must not show fifteen identical rows."""
     log = Log(tmp_path)
     for start in (0, 86_400):
         log.clock.advance(start)

@@ -1,4 +1,5 @@
-"""Finds, from py-spy's or faulthandler's dump, the line of its own program at which a rank is."""
+"""Finds the line of its own program that a rank is executing, from a py-spy or faulthandler
+dump."""
 
 from __future__ import annotations
 

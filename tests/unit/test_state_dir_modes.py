@@ -96,7 +96,7 @@ def test_a_file_that_became_readable_later_is_tightened_when_it_is_opened(state:
 
 
 def test_a_shared_directory_keeps_its_mode_and_is_reported(state: StateDir) -> None:
-    """If root passes `--state-dir /tmp`, a chmod of it would lock everybody out."""
+    """If root passes `--state-dir /tmp`, changing its mode would lock everybody out."""
     state.root.mkdir()
     state.root.chmod(0o1777)
     [finding] = check_state_dir(state)

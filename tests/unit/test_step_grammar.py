@@ -248,7 +248,7 @@ def test_the_bar_beside_hf_trainers_losses_numbers_them() -> None:
 
 
 def test_a_progress_bar_without_losses_counts_no_steps() -> None:
-    """A loop over files before the training must not count as steps."""
+    """A loop over files before training starts must not count as steps."""
     assert steps_of(*(_bar(done) for done in range(1, 50))) == []
 
 

@@ -78,7 +78,7 @@ def test_a_block_says_when_asking_again_can_help() -> None:
 
 
 def test_the_operators_minimum_is_shown_with_the_validators_own() -> None:
-    """50 steps must not pass without a score after each AllReduce, and without a reason."""
+    """If 50 steps pass without a score after each AllReduce, the gate must say why."""
     blocked = min_inner_step.judge(facts(inner_step=15), SN38)
     assert (
         blocked.note

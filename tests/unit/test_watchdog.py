@@ -121,7 +121,7 @@ def test_a_miner_that_ignores_sigterm_has_its_grace_and_no_more(scene: Scene) ->
 
 
 def test_a_stop_without_progress_ends_although_the_loop_keeps_running(scene: Scene) -> None:
-    """A defect may recur in each loop iteration of a stop."""
+    """A defect may recur in every loop iteration during a stop."""
     scene.dog.stop_asked()
     with pytest.raises(Left):
         scene.pass_time(120.0)

@@ -98,7 +98,7 @@ class ObjectInfo:
     matter."""
 
     checksum: str | None
-    """As the repo reports it: an ETag or a sha256; None if it reports none."""
+    """As reported by the repo: an ETag or a sha256; None if it reports neither."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class UploadPart:
     """Hexadecimal digest."""
 
     crc32: str
-    """Base64 of four bytes, big-endian, as S3 writes it."""
+    """Base64 of four bytes, big-endian, as used by S3."""
 
     def etag(self, answer: Mapping[str, Any], key: str) -> str:
         """The ETag in the response to this part's upload. Raises RepoError if the content that

@@ -29,7 +29,7 @@ _registered = False
 """Whether this process has registered the guard's handler."""
 
 _early: tuple[Path, IO[bytes]] | None = None
-"""The file to which this process dumps its stacks until it has a rank; None unless `begin_early`
+"""The file that this process dumps its stacks to until it has a rank; None unless `begin_early`
 opened one."""
 
 

@@ -1,4 +1,4 @@
-"""Two optimizers over the parts of one model, as with Muon beside AdamW in nanochat."""
+"""Two optimizers, each for a part of one model, like Muon and AdamW in nanochat."""
 
 from __future__ import annotations
 

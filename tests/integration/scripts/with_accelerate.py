@@ -1,4 +1,4 @@
-"""A training loop of accelerate, with gradient accumulation, as in its documentation."""
+"""An accelerate training loop with gradient accumulation, as in its documentation."""
 
 from __future__ import annotations
 

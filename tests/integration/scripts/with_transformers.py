@@ -20,8 +20,8 @@ class Model(torch.nn.Module):
 
 
 class PerItem(Model):
-    """Normalises by the items of the whole step, as the Trainer asks of a model that takes
-    `num_items_in_batch`."""
+    """Normalises by the number of items in the whole step, as the Trainer expects of a model that
+    takes `num_items_in_batch`."""
 
     def forward(
         self, inputs: torch.Tensor, labels: torch.Tensor, **kwargs: Any

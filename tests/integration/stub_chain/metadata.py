@@ -142,7 +142,7 @@ METAGRAPH: list[tuple[str, int]] = [
     *_SCALARS.items(),
     *((name, R.sequence(of)) for name, of in _LISTS.items()),
 ]
-"""Fields of 11's metagraph, in order."""
+"""Fields of bittensor 11's metagraph, in order."""
 
 _AXON = R.composite(
     ["pallet_subtensor", "pallet", "AxonInfo"],

@@ -42,7 +42,7 @@ class Synapse:
 
 
 class axon:
-    """The miner's door to validators."""
+    """The miner's server for validators."""
 
     def __init__(self, **_: Any) -> None:
         world.current().call("axon")

@@ -43,8 +43,8 @@ def all_of(lines: Sequence[Mapping[str, Any]]) -> Iterator[Round | Beyond]:
 
 
 def rounds_and_beyond() -> tuple[list[Round], list[Beyond]]:
-    """The table's rejects, and two that no bucket shows: an early step, and a block list that the
-    miner empties itself."""
+    """The table's rejects: those that the miner itself can cause, plus an early step, which no
+    bucket shows; then the others."""
     found = list(all_of(states.lines(TABLE)))
     early = Round("inner_step: 7, of at least 50 by the operator's setting", inner_step=7)
     return (

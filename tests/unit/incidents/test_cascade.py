@@ -67,8 +67,8 @@ PREFIXES = (
 
 
 def cascade(text: str, chance: random.Random, prefix: str = PREFIXES[0]) -> str:
-    """All ranks' lines mixed, each rank's in order; the culprit's lines may come after the
-    others'."""
+    """All ranks' lines interleaved, with each rank's in order; the culprit's lines may come after
+    the others'."""
     culprit = chance.randrange(RANKS)
     streams = []
     for rank in range(RANKS):

@@ -144,6 +144,6 @@ print(allocated())
 
 @compiled
 def test_the_compiled_path_keeps_no_memory() -> None:
-    """In a separate process: other tests' caches would grow beside it."""
+    """Runs in a separate process, where no other test's caches can grow."""
     done = subprocess.run([sys.executable, "-c", LEAKS], capture_output=True, text=True, check=True)
     assert abs(int(done.stdout)) < 100

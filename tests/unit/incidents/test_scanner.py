@@ -89,8 +89,8 @@ def test_byte_by_byte_is_the_same_as_whole() -> None:
 
 
 def test_a_line_longer_than_any_chunk_is_the_same_in_pieces() -> None:
-    """A line of megabytes is examined in pieces at fixed places, not where chunks happen
-    to end."""
+    """A very long line is examined in pieces cut at fixed places, not where chunks happen to
+    end."""
     chance = random.Random(7)
     filler = bytes(chance.choices(b"abcdefgh ", k=50_000))
     line = (

@@ -327,7 +327,8 @@ def test_a_value_passed_by_mistake_is_reported_and_raises_nothing(
 def test_a_finding_that_cannot_be_shown_does_not_silence_a_rank_that_logs_for_itself(
     state: StateDir,
 ) -> None:
-    """One exception once ended the thread that writes the log, and the log ended silently."""
+    """An exception once ended the thread that writes the log, and logging stopped without
+    notice."""
     guard = Guard(place(state))
     guard.emit(Finding("no_such_event", {}))
     guard.emit(make_finding("rank_message", text="still here"))
