@@ -25,9 +25,10 @@ from miner_guard.system.clock import FakeClock
 from miner_guard.system.processes import Process
 
 WAITS_IN_THE_KERNEL = """
-import ctypes, time
+import ctypes, os, time
 if ctypes.CDLL(None).vfork() == 0:
     # The parent waits in the kernel, uninterruptibly, as for an unresponsive disk.
+    os.write(1, b"x")
     time.sleep(60)
 """
 
@@ -35,8 +36,13 @@ if ctypes.CDLL(None).vfork() == 0:
 @pytest.fixture
 def blocked() -> Iterator[Process]:
     """A process in D state."""
-    child = subprocess.Popen([sys.executable, "-c", WAITS_IN_THE_KERNEL], start_new_session=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", WAITS_IN_THE_KERNEL], stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert child.stdout is not None
     try:
+        # A starting interpreter is in D state for moments too, while it reads its files.
+        assert child.stdout.read(1) == b"x"
         deadline = time.monotonic() + 20
         while (seen := processes.stat(child.pid)) is None or seen.state != "D":
             assert time.monotonic() < deadline, f"state {seen and seen.state}"
@@ -46,6 +52,7 @@ def blocked() -> Iterator[Process]:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait(10)
+        child.stdout.close()
 
 
 def test_a_rank_in_d_state_is_reported_in_words(blocked: Process) -> None:
