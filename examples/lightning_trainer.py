@@ -1,8 +1,8 @@
-"""Lightning's Trainer, unmodified.
-miner-guard run --attach auto -- python examples/lightning_trainer.py
+"""Lightning's Trainer, unmodified. miner-guard run --attach auto -- python
+examples/lightning_trainer.py
 
-The guard adds: a restart of a killed run from Lightning's own checkpoint, but not of a finished
-run; a phase for validation, which therefore does not look like a slow step.
+The guard adds: a restart from Lightning's own checkpoint if the run is killed, but not once it has
+finished; a phase for validation, so that validation does not look like a slow step.
 """
 
 import os

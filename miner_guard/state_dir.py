@@ -51,7 +51,7 @@ class StateDir:
         return self.flight / f"rank-{rank:04d}.bin"
 
     def stacks_of(self, rank: int) -> Path:
-        """The file to which a rank writes its threads' stacks on request
+        """The file where a rank writes its threads' stacks on request
         (`rank.introspection.stacks.STACKS_SIGNAL`)."""
         return self.flight / f"rank-{rank:04d}.stacks"
 
@@ -71,7 +71,7 @@ class StateDir:
         return self.flight / f"agree-{name}.sock"
 
     def collectives_of(self, rank: int) -> Path:
-        """The file to which a rank writes its last collectives on request
+        """The file where a rank writes its last collectives on request
         (`rank.introspection.collectives`)."""
         return self.flight / f"rank-{rank:04d}.collectives"
 
@@ -89,7 +89,7 @@ class StateDir:
 
     @property
     def shapes(self) -> Path:
-        """The model's parameter shapes, as `guard.diagnose` recorded them (`validators.shapes`)."""
+        """The model's parameter shapes, recorded by `guard.diagnose` (`validators.shapes`)."""
         return self.root / "model-shapes.json"
 
     @property

@@ -60,7 +60,7 @@ class Excerpt:
 
 @dataclass(frozen=True)
 class Row:
-    """One label's figures: correct answers, excerpts with this label, and answers with it."""
+    """One label's figures: correct answers, excerpts with this label, and answers that name it."""
 
     label: str
     right: int
@@ -110,8 +110,8 @@ def buried(excerpt: Excerpt) -> str:
 
 
 def after_teardown(excerpt: Excerpt) -> str:
-    """The text followed by the output of the other ranks and torchrun; a benign text has no such
-    end, so it stays unchanged."""
+    """The text followed by the output of the other ranks and torchrun. A benign text stays
+    unchanged, because no teardown follows it."""
     if excerpt.label == BENIGN:
         return excerpt.text
     others = [CONSEQUENCES[rank % len(CONSEQUENCES)].format(rank=rank) for rank in range(1, 4)]

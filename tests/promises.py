@@ -1,8 +1,8 @@
 """The promises of docs/promises.md, and whether their tests pass now.
 
-python -m tests.promises [SOURCE…]      # 000 to 004, trainers; all without
+python -m tests.promises [SOURCE…]      # 000 to 004, trainers; default: all
 
-Runs each row's tests and prints the rows with what passed; exits with 1 unless every row is kept.
+Runs each row's tests and prints each row with what passed; exits with 1 unless every row is kept.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Promise:
     source: str
     promise: str
     tests: tuple[tuple[str, str], ...]
-    """File below `tests/` and name of each test that shows it."""
+    """File below `tests/` and name of each test for the promise."""
 
     differs: str
-    """How and why the guard deliberately differs; empty if it does not."""
+    """How and why the guard deliberately differs; empty if there is no difference."""
 
 
 def promises() -> Iterator[Promise]:

@@ -119,7 +119,7 @@ class Result:
     """Retried requests, plus one."""
 
     checksum: str | None
-    """Checksum of gradients.pt, as the repo reports it."""
+    """Checksum of gradients.pt, as reported by the repo."""
 
 
 @dataclass

@@ -33,7 +33,7 @@ class Reported:
     """Total size of all files, if the reporter knew it."""
 
     checksum: str | None = None
-    """Checksum of the gradients as the repo reported it to the publisher, if it did."""
+    """Checksum that the repo reported to the publisher for the gradients, if any."""
 
 
 @dataclass(frozen=True)

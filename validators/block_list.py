@@ -52,7 +52,8 @@ def reduced(config: Mapping[str, Any] | None, uid: int | None = None) -> Mapping
 
 
 def _newest(blocks: Sequence[Any], uid: int | None) -> int | None:
-    """The newest block; None if validators cannot compare the blocks or use the one they draw."""
+    """The newest block; None if validators cannot compare the blocks, or cannot use the one they
+    draw."""
     if not set(map(type, blocks)) <= {int, float, bool}:
         return None
     drawn = blocks if uid is None else random.Random(uid).sample(list(blocks), 1)

@@ -36,7 +36,7 @@ class Layout:
 
     @property
     def file(self) -> str:
-        """The gradients file's name, for messages."""
+        """The name of the gradients file, for messages."""
         return self.gradients.rpartition("/")[2]
 
     @property

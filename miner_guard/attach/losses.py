@@ -254,7 +254,7 @@ class Losses:
 
 
 def _local(tensor: Any) -> Any:
-    """The tensor's value on this rank; None for a DTensor of which this rank has only a shard."""
+    """The tensor's value on this rank; None if this rank has only a shard of a DTensor."""
     if not hasattr(tensor, "to_local"):
         return tensor
     if all(placement.is_replicate() for placement in tensor.placements):

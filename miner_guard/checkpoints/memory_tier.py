@@ -69,7 +69,7 @@ class MemoryTier:
         self._name = f"rank-{rank:04d}"
         self._world_size = world_size
         self._copy = HostCopy(optimizers)
-        """The state of the last save, from which the thread writes a slot."""
+        """The state last saved, which the thread writes to a slot."""
 
         self._pending: Future[None] | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-memory")

@@ -12,7 +12,7 @@ from miner_guard.eventlog.formatters import rank_list
 
 @dataclass(frozen=True)
 class Late:
-    """The ranks that have not entered the collective in which the others are waiting."""
+    """The ranks that have not entered the collective that the others are waiting in."""
 
     ranks: tuple[int, ...]
     detail: str

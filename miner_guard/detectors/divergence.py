@@ -21,9 +21,9 @@ every epoch may cause a similar one."""
 class Divergence:
     """Detects a loss that climbs away from its best level and does not come back.
 
-    Levels are medians of blocks. The last four must all lie above the best one: by 10 %, by six
-    sigmas of the noise (measured on second differences, which a trend does not affect), and by 1.5
-    times any rise from which the run has recovered (at a new epoch, after a warm restart, or with
+    Levels are medians of blocks. The last four must all exceed the best one: by 10 %, by six sigmas
+    of the noise (measured on second differences, which a trend does not affect), and by 1.5 times
+    any rise that the run has recovered from (at a new epoch, after a warm restart, or with
     unshuffled data). The last level must be close to the highest one.
     """
 

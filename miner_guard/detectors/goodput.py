@@ -1,8 +1,8 @@
 """Goodput: the wall time of a run by category (the categories follow ml-goodput-measurement).
 
 Each second belongs to exactly one category. Inside a step, the phases decide. The time from the
-launch to the first step is `init` (`restart` from the second launch on); a stretch without steps in
-which a hang was found is `hang`. Once the time since the last step exceeds any plausible duration
+launch to the first step is `init` (`restart` from the second launch on); a stretch without steps is
+`hang` if a hang was found in it. Once the time since the last step exceeds any plausible duration
 of a step, all of it counts as `hang`: goodput must not rise before the guard detects a hang. If the
 step finishes after all, its time is split by its phases instead.
 """

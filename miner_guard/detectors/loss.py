@@ -211,8 +211,7 @@ class LossWatch:
 
 
 def _rise(loss: float, level: float) -> float:
-    """Return how far `loss` lies above `level`: the logarithm of their ratio if both are
-    positive."""
+    """Return how far `loss` is above `level`: the logarithm of their ratio if both are positive."""
     return math.log(loss) - math.log(level) if loss > 0 < level else loss - level
 
 

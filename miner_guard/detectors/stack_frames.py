@@ -48,11 +48,11 @@ library."""
 
 
 def innermost_user_frame(dump: str) -> str | None:
-    """Return the training thread's place, such as `loops.py:14`, from a py-spy or faulthandler
+    """Return the training thread's location, such as `loops.py:14`, from a py-spy or faulthandler
     dump; None if the dump has no frames.
 
-    This is the main thread's innermost frame outside the standard library and known libraries; if
-    it has none, its innermost frame.
+    This is the main thread's innermost frame outside the standard library and known libraries, or
+    simply its innermost frame if all of them are in libraries.
     """
     frames = [
         match

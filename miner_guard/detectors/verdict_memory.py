@@ -13,8 +13,8 @@ from miner_guard.eventlog.status_document import StepsStatus
 
 _LASTING = frozenset({"loss_nan", "audit_failed", "repo_stale", "cpu_fallback"})
 _RECOVERED_SHARE = 0.9
-"""Steps count as slow until their median falls below this share of the median at which the slowdown
-began: a median near the limit must not change the verdict with each step."""
+"""Steps count as slow until their median falls below this share of the median at the start of the
+slowdown, so that a median near the limit does not change the verdict with each step."""
 
 _ENDED_BY = {
     "audit_passed": ("audit_failed",),
@@ -50,7 +50,7 @@ class Memory:
     """Seconds without a step when the last hang was found; 0 again after the next step."""
 
     slow_from_s: float | None = None
-    """The median step time when steps became slow; None while they are not."""
+    """The median step time when steps became slow; None while steps are not slow."""
 
     reported: dict[str, str] = field(default_factory=dict)
     """Messages of findings that still hold, by event. The status document may not show a finding

@@ -38,8 +38,8 @@ def skew_s(url: str, timeout_s: float) -> float:
 
 
 def url_of(settings: RepoSettings) -> str:
-    """The storage's address, resolved as the repo resolves it. Raises RepoError if the file with
-    the keys cannot be read."""
+    """The storage address, resolved the way the repo resolves it. Raises RepoError if the keys file
+    cannot be read."""
     if settings.endpoint:
         return settings.endpoint
     if settings.kind == "hf":

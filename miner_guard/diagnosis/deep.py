@@ -31,7 +31,7 @@ data sheet."""
 
 
 def datasheet_of(name: str | None) -> Mapping[str, Any]:
-    """The data sheet's row for a GPU's name; empty for an unknown model."""
+    """The data sheet row for a GPU name; empty for an unknown model."""
     if not name or any(word in name for word in _OTHERS):
         return {}
     return next((row for row in _datasheet() if row["name"] in name), {})

@@ -119,8 +119,8 @@ def _ports(s: Snapshot) -> Iterator[Check]:
 
 
 def _xids(s: Snapshot) -> Iterator[Check]:
-    """Report earlier Xids in the kernel's log. A GPU that is still broken also fails other checks,
-    so these rows are never critical."""
+    """Report earlier Xids in the kernel log. A GPU that is still broken also fails other checks, so
+    these rows are never critical."""
     assert s.host is not None
     for line in s.host.get("kernel_xids") or ():
         _, known = xids.of_line(line)

@@ -108,8 +108,8 @@ class Emitter:
         log(finding.event, msg=catalog.message(finding), rank=finding.rank, **finding.fields)
 
     def _repeats_disk_outage(self, finding: Finding) -> bool:
-        """Return True if the finding only repeats that the disk is full or frozen, because that
-        stops every writer and the first report covers all of them."""
+        """Return True if the finding only repeats that the disk is full or frozen: that stops every
+        writer, and the first report covers all of them."""
         known = self._disk_down
         if finding.event in ("disk_full", "disk_stuck"):
             self._disk_down = True

@@ -86,8 +86,8 @@ def slow_step(fields: Mapping[str, Any]) -> str:
 
 
 def _loss_remark(fields: Mapping[str, Any]) -> str:
-    """Describe how this loss differs from the loss that the trainer prints; empty if it does
-    not."""
+    """Describe how this loss differs from the one that the trainer prints; empty if they are the
+    same."""
     step, summed = fields.get("loss_step"), fields.get("loss_summed")
     remarks = [f"of step {step}"] if step is not None else []
     remarks += ["sum of the losses passed to backward"] if summed else []

@@ -13,7 +13,7 @@ class LastExit(Section):
     """How the previous launch ended."""
 
     code: int | None = None
-    """The exit code as a shell reports it: 128 + n if signal n ended the launcher."""
+    """The exit code as reported by a shell: 128 + n if signal n ended the launcher."""
 
     signal: int | None = None
     asked: bool | None = None

@@ -1,8 +1,8 @@
 """The entries in a flight record's journal, which holds everything that a rank must not lose.
 
 In the file an entry is a JSON object with the keys `kind` and `t`; docs/architecture.md lists the
-kinds. Only `to_json` and `parse` know that format, in which an upload's `kind` is called
-`upload_kind`.
+kinds. Only `to_json` and `parse` know that format; an upload's `kind` is called `upload_kind`
+there.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def _live(path: Path) -> Path:
 
 class Copier:
     """Keeps the copy of one record up to date, and holds no descriptor between copies. Use it from
-    one thread only, which may hang if the disk does."""
+    one thread only; that thread may hang if the disk does."""
 
     def __init__(self, path: Path, record: mmap.mmap) -> None:
         self.path = path

@@ -37,7 +37,7 @@ class Need:
     places: tuple[tuple[int, tuple[str, ...]], ...]
 
     def classes(self, *, frames: bool) -> set[str]:
-        """Its frame classes, or its word classes."""
+        """Its frame classes, or else its word classes."""
         return {
             name for place, names in self.places for name in names if (place >= FRAMES) is frames
         }

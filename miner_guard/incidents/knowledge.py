@@ -57,10 +57,10 @@ class _Answer:
     """Indices of the patterns with frames that may match the text and its traceback."""
 
     found: dict[int, bool] = field(default_factory=dict)
-    """Whether each of these matches the text, for those checked so far."""
+    """For each of these patterns checked so far, whether it matches the text."""
 
     classes: int | None = None
-    """The general layer's classes in the text, once computed."""
+    """The general layer's classes in the text; None until computed."""
 
 
 class _Possible(NamedTuple):

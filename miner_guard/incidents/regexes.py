@@ -81,7 +81,7 @@ class RegexSearch:
 
     @cached_property
     def needs(self) -> Requirement:
-        """Words without which the expression cannot match."""
+        """Words that a text needs for the expression to match."""
         needs = tuple(each.needs for each in self._alternatives)
         return needs[0] if len(needs) == 1 else NOTHING if NOTHING in needs else AnyOf(needs)
 

@@ -212,8 +212,8 @@ class Scanner:
                 self._piece(short, number, seen, past)
 
     def _repeats(self, piece: bytes, past: set[bytes]) -> bool:
-        """Whether a piece of a long line certainly shows no more than the earlier pieces, whose
-        words are in `past`. Deciding this is several times as fast as reading the piece."""
+        """Whether a piece of a long line certainly adds nothing to the earlier pieces, whose words
+        are in `past`. Deciding this is several times as fast as reading the piece."""
         return is_plain(piece) and not self._knowledge.adds(piece.decode("ascii").lower(), past)
 
     def _past_words(self, number: int) -> set[bytes]:
@@ -314,8 +314,8 @@ class Scanner:
             self._logged[sighting.rank] = sighting
 
     def _went_past(self, line: LogLine) -> Iterator[Retraction]:
-        """Retract the error that a rank logged before it failed on a missing file, since the rank
-        had already got past that error."""
+        """Retract the error that a rank logged before it failed on a missing file, because the rank
+        had continued after that error."""
         for teller in (line.rank, None):
             if (passed := self._logged.pop(teller, None)) is not None:
                 within = line.number - passed.line

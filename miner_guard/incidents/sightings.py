@@ -60,7 +60,7 @@ class Passed:
 
 @dataclass(frozen=True)
 class Launched:
-    """The guard reports at this line that it started the miner; earlier sightings belong to the
+    """A line in which the guard reports that it started the miner; earlier sightings belong to the
     previous launch."""
 
     line: int

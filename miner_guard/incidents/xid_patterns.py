@@ -20,7 +20,7 @@ _NOTICES = {
     "informational": ". It does not stop any program.",
     "later": ". It does not stop any program, but the memory error that caused it may.",
 }
-"""How a notice's cause ends, by tier."""
+"""The words that end a notice's cause, by tier."""
 
 
 def expanded(entry: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -38,7 +38,7 @@ class Exit:
     """How one launch ended."""
 
     code: int
-    """As a shell reports it: 128 + n for signal n."""
+    """As reported by a shell: 128 + n for signal n."""
 
     signal: int | None
     asked: bool

@@ -140,9 +140,9 @@ class Scene:
         return self._frames
 
     def behind(self) -> tuple[int, ...]:
-        """The ranks outside the collective in which the others are waiting, according to the stacks
+        """The ranks outside the collective that the others are waiting in, according to the stacks
         that `frames` stored. Empty unless every rank's stacks are known. A rank that is alone on
-        its node counts if other nodes run ranks and it is in no collective."""
+        its node counts if it is in no collective and other nodes run ranks."""
         if len(self._waiting) != len(self._who):
             return ()
         if len(self._who) == 1 and ranks_elsewhere([self._who[0].identity]):

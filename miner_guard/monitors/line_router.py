@@ -23,8 +23,8 @@ to come. A shorter read is delivered in full immediately: it may be a progress b
 lines with a carriage return."""
 
 _MAX_REST_LENGTH = MAX_LINE_BYTES
-"""A longer beginning of a line is delivered in fragments, which cost more to search than a whole
-line."""
+"""An unfinished line longer than this is delivered in fragments, which cost more to search than a
+whole line."""
 
 _MAX_KNOWN = 1024
 """Number of templates whose readers are remembered."""

@@ -251,7 +251,7 @@ def _path(points: Sequence[Point | None], x: Scale, y: Scale) -> str:
 def thinned(
     pairs: Sequence[Point], between: Point, breaks: Sequence[float] = (), columns: int = _COLUMNS
 ) -> list[Point | None]:
-    """Points to draw in `columns` columns over the time `between`, None where the line breaks.
+    """Points to draw in `columns` columns over the time `between`; None marks a break in the line.
     Thinning keeps the extremes."""
     if not pairs:
         return []

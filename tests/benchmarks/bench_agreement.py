@@ -14,7 +14,8 @@ from tests.support import many_ranks
 TITLE = "The ranks' agreement, real processes, 8 a node"
 
 SIZES = ((8, "gloo"), (64, "gloo"), (64, "fake"), (256, "fake"))
-"""`fake`: ranks that share the launcher's store alone; a gloo mesh of 256 does not fit here."""
+"""`fake`: ranks that share only the launcher's store; a gloo mesh of 256 ranks does not fit
+here."""
 
 _SECONDS = 500.0
 

@@ -26,8 +26,8 @@ _LOSSES = tuple(3.4 - 0.01 * n + 0.003 * (n % 3) for n in range(10))
 
 
 def run() -> list[Row]:
-    """A decision as rank 0 makes it: it reads the inputs from their file, applies every rule that
-    is enabled and writes the record."""
+    """A decision as made by rank 0: it reads the inputs from their file, applies every rule that is
+    enabled and writes the record."""
     published = Published(
         age_s=600.0, reason=None, seen_at=1000.0, outer_step=56, inner_step=50, revision="5.56.50"
     )

@@ -1,5 +1,5 @@
-"""The cost of a health snapshot with 0, 4 and 8 GPUs, of a /metrics scrape, and of a report on a
-week."""
+"""The cost of a health snapshot with 0, 4 and 8 GPUs, of a /metrics scrape, and of a report
+covering a week."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """How fast the guard searches a miner's output for incidents, compared with `cat` and `grep`, and
-the memory for a whole log."""
+how much memory a whole log takes."""
 
 from __future__ import annotations
 

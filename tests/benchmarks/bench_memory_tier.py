@@ -33,7 +33,7 @@ class Way:
     """Saves the state of a step; returns as soon as training may continue."""
 
     finish: Callable[[], object]
-    """Waits until all of it is saved."""
+    """Waits until everything is saved."""
 
     waited_later: Callable[[], float] = lambda: 0.0
     """Seconds that the optimizer's next step waited for the copy."""
@@ -85,17 +85,17 @@ class Training:
 
 @dataclass
 class _Times:
-    """Times of one way to save, by round; each round follows a step without a save."""
+    """Timings of one way to save, one per round; each round follows a step without a save."""
 
     waits: list[float] = field(default_factory=list)
     own: list[float] = field(default_factory=list)
     """CPU seconds of the training thread, which a busy machine does not inflate."""
 
     shares: list[float] = field(default_factory=list)
-    """Seconds of waiting in the preceding step."""
+    """Waiting time as a share of the preceding step."""
 
     beside: list[float] = field(default_factory=list)
-    """The step beside the background part / the step without it."""
+    """Step time alongside the background part / step time without it."""
 
 
 def _blocking() -> Iterator[Row]:

@@ -22,11 +22,11 @@ TITLE = "The page over a week, a month and a year (a step every 15 s, a snapshot
 _DAY_S = 86400
 _BEGAN = 1_767_312_000.0
 _SNAPSHOT_BYTES = 2500
-"""The size of a snapshot of four ranks and GPUs beyond the fields that the page reads."""
+"""The size of the parts of a snapshot (four ranks and GPUs) that the page does not read."""
 
 
 def _log(folder: Path, days: int, step_s: int) -> StateDir:
-    """The log of `days` days. A year fits into 500 MB, the log's limit, with a step every 90 s."""
+    """The log of `days` days. With a step every 90 s, a year fits into 500 MB, the log's limit."""
     state = StateDir(folder)
     head = {"level": "info", "msg": "x", "run_id": "r1", "host": "h", "rank": 0}
     fields = {"outer_step": 1, "lr": 1e-4, "gpu_mem_gb": 18.4}

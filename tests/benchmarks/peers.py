@@ -140,12 +140,12 @@ class Peer:
         return next((line for line in reversed(lines) if line.strip()), "no output")[:120]
 
     def steps(self) -> int:
-        """How many steps the child took in all its starts together."""
+        """How many steps the child took across all its starts."""
         path = self.folder / "steps"
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
     def left(self) -> set[int]:
-        """The child's living processes, found by the token on their command lines."""
+        """The child's processes that are still alive, found by the token on their command lines."""
         found = set()
         for name in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):

@@ -48,7 +48,7 @@ def living(needle: str) -> list[tuple[int, str]]:
 
 
 class Guarded:
-    """`miner-guard run` over a command, with its state directory and everything that it has
+    """`miner-guard run` supervising a command, with its state directory and everything that it has
     logged."""
 
     def __init__(self, folder: Path) -> None:
@@ -60,7 +60,7 @@ class Guarded:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.output = folder / "output.log"
         self._read = b""
-        """The part of guard.jsonl that `_events` holds."""
+        """The part of guard.jsonl parsed into `_events`."""
 
         self._events: list[dict[str, Any]] = []
 

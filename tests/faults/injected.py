@@ -140,7 +140,7 @@ FILES = (
     "status/monitoring_costs.json",
     "watched.json",
 )
-"""Choose by name, not from what exists: a seed must always choose the same."""
+"""Choose by name, whichever files exist: a seed must always choose the same file."""
 
 
 def lost_file(world: World) -> str:

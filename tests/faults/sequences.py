@@ -55,9 +55,9 @@ SETTINGS = {
 _WARM_UP = 20
 
 _COPIED_WITHIN_S = 5.0
-"""The guard copies the record to disk about once a second, but later by up to 1.5 s if a fault
-suspended it, and by the time that a killed writer takes to restart. If the guard is killed in
-between, records without a copy are lost."""
+"""The guard copies the record to disk about once a second. A fault that suspends the guard delays
+the copy by up to 1.5 s; a killed writer delays it until the writer has restarted. If the guard is
+killed in between, records without a copy are lost."""
 
 ENDS = ("SIGTERM", "SIGINT", "SIGINT SIGINT", "SIGQUIT", "SIGKILL", "SIGKILL to all its processes")
 
@@ -241,7 +241,7 @@ def _delayed_s(pid: int) -> float:
 
 
 def waits_of(guarded: Guarded) -> list[str]:
-    """Where in the kernel each thread of the last guard waits."""
+    """Where in the kernel each thread of the last guard is waiting."""
     found = []
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{guarded.processes[-1].pid}/task").iterdir():

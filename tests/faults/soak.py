@@ -89,8 +89,8 @@ def soak(minutes: float, seed: int, folder: Path) -> list[Sample]:
 
 
 def _last_step(path: Path) -> int:
-    """The number in the last complete line. The file has a line for each of 720,000 steps an
-    hour."""
+    """The number in the last complete line. The file grows by 720,000 lines an hour, one per
+    step."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 4096))
         lines = file.read().split(b"\n")

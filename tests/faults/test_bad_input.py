@@ -148,7 +148,7 @@ def test_a_long_state_path_still_has_its_sockets(guarded: Guarded) -> None:
 
 
 def test_truncating_every_file_of_the_state_directory_stops_no_rank(guarded: Guarded) -> None:
-    """Truncating a mapped flight record killed the rank that wrote to it with SIGBUS."""
+    """A rank once died of SIGBUS when the flight record that it had mapped was truncated."""
     guarded.start(guarded.miner("steps", 60, 0.05, "finish"))
     guarded.wait_for("inner_step")
     for _ in range(5):

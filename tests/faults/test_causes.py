@@ -1,4 +1,4 @@
-"""The guard does not retry forever what a restart cannot fix."""
+"""The guard does not keep retrying what a restart cannot fix."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ while True:
 
 
 class Container:
-    """The entry point, and its process as the host sees it."""
+    """The entry point, and its process as seen from the host."""
 
     def __init__(self, guarded: Guarded, *command: str, **settings: object) -> None:
         requires.tool("unshare")

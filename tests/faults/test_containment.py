@@ -73,7 +73,7 @@ def _last_resorts(guarded: Guarded) -> list[int]:
 
 
 def _waiting_for_orders(guarded: Guarded) -> set[int]:
-    """Processes of last resort that have not changed their names yet, and those that have."""
+    """The guard's last-resort processes, whether or not they have changed their names yet."""
     guard = guarded.processes[-1].pid
     children = Path(f"/proc/{guard}/task/{guard}/children").read_text().split()
     found = set()

@@ -20,7 +20,8 @@ FAST = {"miner.stop_timeout_s": 3, "health.sample_every_s": 600, "gpu.preflight"
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The home of a user without a guard of the default name, hidden from other tests' guards."""
+    """The state home of a user who has no guard with the default name; the guards of other tests
+    are hidden from it."""
     monkeypatch.delenv("MINER_GUARD_STATE_DIR", raising=False)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
     (tmp_path / "work").mkdir()

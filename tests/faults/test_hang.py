@@ -63,8 +63,8 @@ def late(guarded: Guarded, *arguments: object) -> list[str]:
 def test_a_rank_that_is_too_late_to_agree_is_a_hang_although_all_ranks_step(
     guarded: Guarded,
 ) -> None:
-    """The group in which the ranks agree stays broken, so they could train for a day without being
-    allowed to upload."""
+    """The group that the ranks use to agree stays broken, so they could train for a day without
+    being allowed to upload."""
     settings = {**FAST, "hang.min_s": 120, "gate.broadcast_timeout_s": 2}
     guarded.start(late(guarded, 6, "all"), "--max-restarts", "1", settings=settings)
     hang = guarded.wait_for("hang_detected", seconds=90)

@@ -116,8 +116,8 @@ def test_the_reaper_finishes_a_stop_in_which_the_guard_is_killed(guarded: Guarde
 
 
 def _next_guard_ends_the_rest(guarded: Guarded) -> None:
-    """Check that the next guard ends the rest: only the list of the killed guard leads to a process
-    that dropped its environment."""
+    """Check that the next guard ends the rest: a process that cleared its environment can be found
+    only through the killed guard's list."""
     guarded.start(["true"], settings={**FAST, "miner.finite": "true"})
     assert guarded.processes[-1].wait(60) == 0
     guarded.assert_nothing_left(5)
@@ -260,7 +260,8 @@ def test_without_restarts_the_exit_code_is_the_miners(guarded: Guarded, code: in
 def test_a_signal_death_is_named_and_reported_as_a_shell_does(
     guarded: Guarded, number: int, name: str
 ) -> None:
-    """40 is a real-time signal: one without a name once left the guard waiting forever."""
+    """Signal 40 is a real-time signal; a signal without a name once left the guard waiting
+    forever."""
     guarded.start(["sh", "-c", f"kill -{int(number)} $$"], "--no-restart", settings=FAST)
     assert guarded.processes[0].wait(60) == 128 + number
     assert f"signal {name}" in guarded.named("miner_exited")[0]["msg"]

@@ -17,7 +17,7 @@ WRITE = "import os, sys\ndef put(fd, data):\n    while data: data = data[os.writ
 
 
 def run(guarded: Guarded, code: str, **popen: object) -> tuple[bytes, bytes, int]:
-    """Both streams of a guard over a Python program, read to the end."""
+    """Both output streams of a guard that runs a Python program, read to the end."""
     guard = guarded.start(
         [sys.executable, "-c", WRITE + code],
         "--no-restart",

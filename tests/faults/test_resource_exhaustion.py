@@ -21,8 +21,8 @@ FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1}
 
 
 def test_with_every_descriptor_in_use_the_miner_keeps_running(guarded: Guarded) -> None:
-    """A guard that can open no more files reports that, keeps relaying, and recovers once it
-    can."""
+    """A guard that cannot open any more files reports it, keeps relaying, and recovers once it can
+    open files again."""
     code = "import time\nfor n in range(100000): print('line', n, flush=True); time.sleep(0.05)"
     settings = {
         **FAST,

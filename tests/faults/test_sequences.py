@@ -13,7 +13,7 @@ import pytest
 from tests.faults.sequences import Sequence, clock_library
 
 QUICK = (8, 11)
-"""For every run of the tests; a seed that failed is added here."""
+"""Seeds to use in every test run. Add each seed that fails."""
 
 SEEDS = 500
 

@@ -73,7 +73,7 @@ def test_readiness_watchdog_and_stop_are_reported_and_hidden_from_the_miner(
 
 
 class Systemd:
-    """The unit of ops/ with this test's paths and shorter times, under a private systemd."""
+    """The unit from ops/ with this test's paths and shorter times, under a private systemd."""
 
     def __init__(self, guarded: Guarded, folder: Path, miner: list[str]) -> None:
         self.guarded, self.folder = guarded, folder

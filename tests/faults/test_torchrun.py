@@ -56,7 +56,7 @@ def demo(guarded: Guarded, tmp_path: Path, *flags: str, steps: int = 30) -> list
 
 
 def ranks(guarded: Guarded) -> dict[int, int]:
-    """Pid by rank, as the running guard reports them."""
+    """Pid by rank, as reported by the running guard."""
 
     def ask() -> dict[int, int]:
         document = json.loads(guarded.state.status.read_text())

@@ -1,5 +1,5 @@
-"""Training scripts without the hook: the guard tells whether they have finished and which rank is
-to blame."""
+"""Training scripts without the hook: the guard can tell whether they have finished and which rank
+is to blame."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ SETTINGS = {
 def start(
     guarded: Guarded, machine: Machine, steps: int, *faults: str, ranks: int = 1
 ) -> subprocess.Popen[bytes]:
-    """`miner-guard demo`, with its log where the test's guard reads."""
+    """Start `miner-guard demo`, with its log in the file that `guarded` reads."""
     words = [word for fault in faults for word in ("--fault", fault)]
     line = [sys.executable, "-m", "miner_guard", "demo", "--ranks", str(ranks)]
     own = {f"MINER_GUARD_{key}": value for key, value in SETTINGS.items()}
@@ -57,7 +57,8 @@ def _path() -> str:
 
 
 def processes_on_the_gpu() -> set[int]:
-    """The pids that NVML lists; a container's NVML may list another namespace's, or none."""
+    """The pids that NVML lists; in a container, it may list the pids of another namespace, or
+    none."""
     import pynvml
 
     pynvml.nvmlInit()

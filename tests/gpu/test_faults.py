@@ -34,7 +34,7 @@ SLACK_BYTES = 1 << 30
 def start(
     guarded: Guarded, machine: Machine, folder: Path, name: str, **settings: object
 ) -> subprocess.Popen[bytes]:
-    """The miner NAME of this folder, under a guard."""
+    """Start tests.gpu.miners.NAME under a guard."""
     command = [sys.executable, "-u", "-m", f"tests.gpu.miners.{name}", str(folder), guarded.token]
     own = {key.replace("__", "."): value for key, value in settings.items()}
     path = os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -44,7 +44,7 @@ def start(
 
 
 def collectives(guarded: Guarded) -> list[dict[str, Any]]:
-    """Rank 0's entries of the Flight Recorder, from the hang's evidence folder."""
+    """Rank 0's Flight Recorder entries, from the hang's evidence folder."""
     (path,) = guarded.state.incidents.glob("*/collectives-rank-0000.json")
     entries: list[dict[str, Any]] = json.loads(path.read_text())["entries"]
     return entries

@@ -112,7 +112,7 @@ def test_an_attached_program_never_waits_for_the_gpu(
 
 
 def _seconds_of(step: Callable[[], None], clock: Callable[[], float]) -> float:
-    """Seconds of a step by `clock`, over at least BLOCK_S."""
+    """Seconds per step by `clock`, measured over at least BLOCK_S."""
     count, started = 0, clock()
     while (taken := clock() - started) < BLOCK_S or not count:
         step()
@@ -165,8 +165,8 @@ def test_training_is_as_fast_with_the_guard(guard: Guard, cuda: bool, table: Tab
 
 
 def _median_and_bounds(values: list[float]) -> tuple[float, float, float]:
-    """The median, and the order statistics that enclose it with 95 % confidence (the binomial's
-    normal approximation)."""
+    """The median, and the order statistics that bound its 95 % confidence interval (normal
+    approximation to the binomial)."""
     ordered = sorted(values)
     half = 0.98 * len(ordered) ** 0.5
     middle = len(ordered) / 2

@@ -1,4 +1,4 @@
-"""The sampler's row of the GPU against nvidia-smi, under a constant load."""
+"""Compares the sampler's row for the GPU with nvidia-smi, under a constant load."""
 
 from __future__ import annotations
 

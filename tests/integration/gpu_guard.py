@@ -1,4 +1,4 @@
-"""A guard over GPUs that a fake NVML library simulates, for the tests of `doctor` and `run`."""
+"""A guard over GPUs simulated by a fake NVML library, for the tests of `doctor` and `run`."""
 
 from __future__ import annotations
 

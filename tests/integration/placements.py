@@ -1,4 +1,4 @@
-"""A rank that calls `diagnose` in a given state on purpose; test_across_ranks.py runs it."""
+"""A rank that calls `diagnose` in a deliberately created state; test_across_ranks.py runs it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from miner_guard.rank.introspection import diagnose, placement
 
 
 class Host:
-    """The hook as `diagnose` sees it, with a list for a journal."""
+    """The hook as seen by `diagnose`, with a list in place of the journal."""
 
     def __init__(self, supervised: bool) -> None:
         self.rank, self.local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])

@@ -36,7 +36,7 @@ TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
 
 @pytest.fixture(scope="module")
 def axe() -> str:
-    """The source of axe-core, which `npm install --global axe-core` brings."""
+    """The source of axe-core, as installed by `npm install --global axe-core`."""
     root = (
         os.environ.get("AXE_CORE")
         or subprocess.run(

@@ -1,5 +1,5 @@
-"""Source 000's disaster in a real run, much faster: the guard warns, keeps one ledger, and
-throttles if allowed."""
+"""Source 000's disaster, reproduced in a much faster real run: the guard warns, keeps one ledger,
+and throttles if allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""examples/: each runs under the guard as its first lines say, and the guard sees its steps."""
+"""examples/: each one runs under the guard with the command in its first lines, and the guard sees
+its steps."""
 
 from __future__ import annotations
 

@@ -62,8 +62,8 @@ class Run:
         raise AssertionError(f"not within {seconds:.0f} s: {what}")
 
     def snapshot(self, what: str, since: str, true: Callable[[dict[str, Any]], bool]) -> None:
-        """Wait for a snapshot after `since` for which the condition is true: it shows the run as of
-        the last tick."""
+        """Wait for a snapshot after `since` that meets the condition; it shows the run as of the
+        last tick."""
         deadline = time.monotonic() + 30
         while not any(
             true(r["snapshot"]) for r in self.events("health_snapshot") if r["ts"] > since
@@ -146,7 +146,7 @@ ONE_FIGURE = {
 
 
 def _unknown_figures(snapshot: dict[str, Any]) -> set[str]:
-    """The samplers that have no figure in a snapshot, judged by the figures themselves."""
+    """The samplers whose figure is null in a snapshot, whatever reasons the snapshot gives."""
     nulls = {name for name, figure in ONE_FIGURE.items() if snapshot["host"][figure] is None}
     return nulls | ({"guard"} if snapshot["guard"]["memory_bytes"] is None else set())
 

@@ -32,8 +32,8 @@ def port(tmp_path: Path) -> Iterator[Port]:
 
 @pytest.fixture
 def tab(browser: Any) -> Iterator[Any]:
-    """A tab with a clock that the test controls; `asked` holds the addresses that it requested,
-    `trouble` its scripts' errors."""
+    """A tab whose clock the test controls. `asked` lists the addresses that it requested, `errors`
+    the errors of its scripts."""
     context = browser.new_context()
     page = context.new_page()
     page.clock.install()
@@ -214,7 +214,8 @@ def test_the_verdict_stands_first(tmp_path: Path, tab: Any) -> None:
 
 
 def test_text_from_the_log_runs_no_script_in_the_page(port: Port, tab: Any) -> None:
-    """The report escapes it; if it did not, the policy would still forbid it."""
+    """The report escapes such text; even if it did not, the policy would still forbid the
+    script."""
     port.status(run_id="<img src=x onerror='window.broken=1'><script>window.broken=1</script>")
     answer = tab.goto(port.url)
     assert "script-src 'self'" in answer.headers["content-security-policy"]

@@ -1,4 +1,5 @@
-"""64 real gloo ranks on eight nodes agree; the guard holds four descriptors in each."""
+"""64 real gloo ranks on eight nodes agree, and the guard keeps at most four descriptors open in
+each."""
 
 from __future__ import annotations
 

@@ -217,8 +217,7 @@ def test_alertmanager_notifies_once_about_a_guard_that_does_not_answer(
 
 
 def _rotate(folder: Path, config: str) -> None:
-    """Force a rotation with the real logrotate, after it has checked the file without
-    complaints."""
+    """Force a rotation with the real logrotate, which must first check the file without errors."""
     file = folder / "rotate.conf"
     file.write_text(config)
     file.chmod(0o600)

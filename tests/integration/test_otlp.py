@@ -59,7 +59,7 @@ def guard(folder: Path, endpoint: str, *command: str, **env: str) -> subprocess.
 
 
 def logged(state: Path) -> list[str]:
-    """The events of at least level info, which is what the sender exports."""
+    """The events at level info or above, which are the ones that the sender exports."""
     return [hit.event for hit in search(state / "guard.jsonl", Query(min_level="info"))]
 
 
@@ -116,7 +116,7 @@ def plain_body(record: Any) -> str:
 def test_events_wait_on_the_disk_for_a_receiver_that_is_gone_and_the_next_guard_sends_them(
     tmp_path: Path,
 ) -> None:
-    """An outage of the collector must not lose the events of that time."""
+    """Events that occur while the collector is down must not be lost."""
     first = Receiver()
     mark = uuid.uuid4().hex
     run = guard(tmp_path, first.endpoint, "sleep", "600", _MARK=mark)

@@ -1,5 +1,5 @@
-"""sdist and wheel: their contents, that builds are reproducible, and that the wheel alone is
-enough."""
+"""sdist and wheel: they contain what they should, their builds are reproducible, and the wheel
+alone is enough."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Pm2:
         return file.read_text() if file.exists() else ""
 
     def left(self) -> list[str]:
-        """Command lines of this test's processes that still run, except pm2's daemon."""
+        """Command lines of this test's processes that are still running, except pm2's daemon."""
         marked = []
         for process in psutil.process_iter():
             try:
@@ -99,7 +99,7 @@ def _until(what: str, true: Callable[[], bool], seconds: float) -> None:
 
 @pytest.mark.timeout(500)
 def test_start_grep_restart_stop_delete(pm2: Pm2) -> None:
-    """Runs the demo without an end, with a slow step, and with its second upload allowed."""
+    """Runs an endless demo with a slow step, and with its second upload allowed."""
     pm2.env["MINER_GUARD_GATE__MIN_INNER_STEP"] = "20"
     pm2.edit(["demo", "--steps", "100000", "--fault", "slow@30"])
     pm2("start", str(pm2.file))

@@ -1,5 +1,5 @@
-"""Publishing to a Hugging Face repo: one commit, one tag, and the same from two generations of
-huggingface_hub."""
+"""Publishing to a Hugging Face repo: one commit and one tag, with the same result in two
+generations of huggingface_hub."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from uploads.repos.base import RepoError
 
 REPO_ID = "me/llama-4b-ws-4-007"
 OLDER = "huggingface_hub==0.25.2"
-"""Versions below 1.0, to which transformers 4.39 pins the miner, use requests instead of httpx."""
+"""transformers 4.39 limits the miner to versions below 1.0, which use requests instead of httpx."""
 
 LARGE = 1_500_000
 """A file of this size or more is sent before the commit."""
@@ -82,8 +82,8 @@ def test_a_revision_is_one_commit_and_one_tag(
 def test_a_republished_tag_names_the_latest_files(
     server: tuple[RepoSettings, hub.HubState], tmp_path: Path
 ) -> None:
-    """A miner that resumes from a checkpoint may reach the same step again. The tag then still
-    named the older files."""
+    """When a miner resumed from a checkpoint and reached the same step again, the tag still named
+    the older files."""
     settings, state = server
     for folder in (tmp_path / "before", tmp_path / "after"):
         folder.mkdir()

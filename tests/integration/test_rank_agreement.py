@@ -29,7 +29,8 @@ SETTINGS = {"gate": {"min_upload_interval_s": 600.0, "broadcast_timeout_s": TIME
 
 
 def change_forever(path: Path, stop: threading.Event) -> None:
-    """Alternate between published just now (too soon) and long ago (allowed), without pause."""
+    """Alternate without pause between published just now (too soon) and published long ago
+    (allowed)."""
     for age_s in itertools.cycle((1.0, 5000.0)):
         if stop.is_set():
             return

@@ -83,8 +83,8 @@ def test_a_newer_version_is_pulled_and_the_guard_asked_to_restart(clone: Clone) 
 def test_an_update_that_cannot_be_installed_changes_nothing_and_is_tried_again(
     clone: Clone,
 ) -> None:
-    """Otherwise the miner would restart into code whose dependencies are missing, and the running
-    one would be gone."""
+    """Otherwise the miner would restart into code with missing dependencies, and the version that
+    was running would be gone."""
     clone.release("1.2.10")
     pip = clone.bin / "pip"
     works = pip.read_text()

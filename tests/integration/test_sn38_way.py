@@ -1,5 +1,5 @@
-"""ops/sn38/README.md: its commands lead from a miner started by run_miner.sh to a guarded one, and
-back."""
+"""ops/sn38/README.md: its commands turn a miner started by run_miner.sh into a guarded one, and
+back again."""
 
 from __future__ import annotations
 

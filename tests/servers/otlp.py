@@ -27,7 +27,8 @@ def attributes(pairs: Any) -> dict[str, Any]:
 
 
 class Receiver:
-    """Answers 200 and keeps what it accepts; if `answer` is not 200, it sends that instead."""
+    """Answers with status `answer` (200 at first); keeps the data that it accepts if that is
+    200."""
 
     def __init__(self, port: int = 0) -> None:
         requires.module("opentelemetry.proto")

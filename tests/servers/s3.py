@@ -1,5 +1,5 @@
-"""S3 servers for tests: in-process moto behind a layer of faults, and `rclone serve s3` as an
-independent second."""
+"""S3 servers for tests: in-process moto behind a layer of faults, and `rclone serve s3` as a
+second, independent one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Faults:
         """How many requests to answer with 503 SlowDown."""
 
         self.refuse: tuple[int, str] | None = None
-        """(status, code) with which to answer every request."""
+        """If set, answer every request with this (status, code)."""
 
         self.unknown_headers: tuple[str, ...] = ()
         """Answer a request that has one of these headers (`HTTP_X_…`) with 501, as a server with

@@ -1,4 +1,4 @@
-"""A webhook and a heartbeat's address for tests."""
+"""A webhook and a heartbeat endpoint for tests."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from miner_guard.detectors.trace import reading
 from tests.support import synthetic_curves as curves
 
 _FIRST_STEP = 50_000
-"""Traces are windows of a run, because the loss in a trace from the first step would have to
+"""Traces start in the middle of a run: in a trace from the first step, the loss would have to
 fall."""
 
 Alarm = tuple[str, int]
@@ -38,7 +38,7 @@ def live_loss(values: curves.Curve) -> list[Alarm]:
 
 
 def live_steps(values: curves.Curve) -> list[Alarm]:
-    """The supervisor's warnings while the step times arrive."""
+    """The warnings that the supervisor gives as the step times arrive."""
     settings = StepSettings()
     times, warnings = StepTimes(settings), SlowWarnings[int]()
     regression = RegressionWatch(settings.regression_ratio, settings.min_excess_s)

@@ -16,7 +16,7 @@ SOURCE = Path(__file__).with_name("fakes") / "faulty_files.c"
 
 
 class FaultyFiles:
-    """The paths that fail or hang, and the environment with which a process sees that."""
+    """The paths that fail or hang, and the environment that makes them do so in a process."""
 
     def __init__(self, folder: Path, library: Path) -> None:
         self._state = folder / "faulty.state"
@@ -24,7 +24,7 @@ class FaultyFiles:
         self.set()
 
     def set(self, *, fail: Iterable[str] = (), hang: Iterable[str] = ()) -> None:
-        """From now on exactly these patterns of paths (as in a shell) fail with EIO, or hang."""
+        """From now on, exactly the paths that match these shell patterns fail with EIO, or hang."""
         draft = self._state.with_suffix(".tmp")
         draft.write_text(
             "".join([*(f"fail {path}\n" for path in fail), *(f"hang {path}\n" for path in hang)])
@@ -44,5 +44,5 @@ def faulty_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def faulty_files(tmp_path: Path, faulty_library: Path) -> FaultyFiles:
-    """A library with which nothing fails until the test says so."""
+    """A library that injects no faults until the test asks for them."""
     return FaultyFiles(tmp_path, faulty_library)

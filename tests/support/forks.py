@@ -23,7 +23,7 @@ for _ in sys.stdin:
 
 
 class Forks:
-    """Starts a fork of the script again and again; each runs the script's function `work`."""
+    """Forks the script again and again; each fork runs the script's function `work`."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         assert process.stdin is not None

@@ -1,4 +1,5 @@
-"""Gradients files for the tests of their inspection, and the inspection in this process."""
+"""Gradients files for the tests of the gradients inspection, and a way to run that inspection in
+this process."""
 
 from __future__ import annotations
 

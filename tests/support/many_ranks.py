@@ -1,10 +1,10 @@
-"""Many real ranks on one machine: processes forked from one that has imported torch, in nodes of
-PER_NODE with a state directory each. Each asks the gate and counts the descriptors that the hook
-holds after each stage.
+"""Many real ranks on one machine: processes forked from one that has imported torch, grouped into
+nodes of PER_NODE, each with its own state directory. Each rank asks the gate and counts the
+descriptors that the hook holds after each stage.
 
 `python -m tests.support.many_ranks FOLDER RANKS PER_NODE BACKEND`; answers in rank-NNNN.json.
-`gloo` is the miner's own full mesh; `fake` connects to the launcher's store alone, for more ranks
-than a mesh on one machine allows.
+`gloo` is the miner's own full mesh; `fake` connects only to the launcher's store, which allows more
+ranks on one machine than a mesh does.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Answers:
 
     @property
     def descriptors(self) -> int:
-        """All descriptors that the hook holds, at the end of the stage with the most."""
+        """The most descriptors that the hook holds at the end of any stage."""
         return max(map(len, self.opened.values()))
 
 

@@ -56,7 +56,7 @@ def take(browser: Any, folder: Path, images: Path) -> None:
 
 
 def _shot(browser: Any, page: Path, image: Path, *, size: tuple[int, int], **look: str) -> None:
-    """`look`: `color_scheme` or `media`, as playwright emulates them."""
+    """`look`: `color_scheme` or `media`, to be emulated by playwright."""
     shown = browser.new_page(viewport={"width": size[0], "height": size[1]})
     shown.emulate_media(**look)
     shown.goto(page.as_uri())

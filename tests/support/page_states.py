@@ -42,7 +42,7 @@ def loss_nan(root: Path) -> SimulatedGuard:
 
 
 def blocked(root: Path) -> SimulatedGuard:
-    """An upload is due, and the gate blocks it: the miner trains on an old base."""
+    """An upload is due, and the gate blocks it: the miner is training on an old base."""
     guard = SimulatedGuard(root)
     guard.train(2)
     guard.fall_behind()

@@ -14,7 +14,7 @@ from statistics import median
 
 LENGTH = 1200
 _ONSET_OFF = LENGTH // 20
-"""How many values before a climb a finding may lie, because noise hides the onset."""
+"""A finding may come up to this many values before a climb, because noise hides the onset."""
 
 Curve = list[float]
 Maker = Callable[[random.Random], Curve]
@@ -56,13 +56,13 @@ def near_zero(chance: random.Random) -> Curve:
 
 
 def policy_gradient(chance: random.Random) -> Curve:
-    """A reinforcement learner's loss: around zero, on both sides of it."""
+    """A reinforcement learner's loss: noise around zero, positive and negative."""
     spread = chance.uniform(0.01, 0.2)
     return [chance.gauss(0, spread) for _ in range(LENGTH)]
 
 
 def sawtooth(chance: random.Random) -> Curve:
-    """Each epoch is shuffled badly: the loss falls inside it and jumps back at its end."""
+    """Each epoch is shuffled badly: the loss falls during it and jumps back up at its end."""
     period, height = chance.randrange(60, 200), chance.uniform(0.08, 0.3)
     levels = [x * (1 + height * (1 - (n % period) / period)) for n, x in enumerate(_decay(6, 2.5))]
     return _noisy(levels, chance, 0.015)
@@ -151,7 +151,7 @@ class Injected:
     kind: str
     first: int
     last: int
-    """Indices between which a finding of this kind counts as found."""
+    """First and last index at which a finding of this kind counts as found."""
 
 
 def spike(curve: Curve, chance: random.Random, factor: float) -> Injected:

@@ -2,8 +2,8 @@
 tests.support.version_bounds lowest|newest`.
 
 `lowest` pins every package that the guard or an extra needs, and the trainers that it hooks, to the
-lowest version allowed; the other tools of `dev` stay free. `newest` lets all of them float. Both
-keep the exact pins of constraints.txt: one torch for everybody.
+lowest version allowed; the other tools of `dev` are not pinned. `newest` lets all of them float.
+Both keep the exact pins of constraints.txt: one torch for everybody.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ _FRAMEWORKS = {
     "transformers": "transformers.trainer",
     "lightning": "lightning.pytorch.trainer.trainer",
 }
-"""The module to hook of each framework with callbacks. A trainer picks up the hook when it is
+"""The module to hook for each framework with callbacks. A trainer picks up the hook when it is
 created, so only a script with one block (six steps) is measured correctly."""
 
 

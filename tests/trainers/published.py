@@ -148,7 +148,7 @@ class Trial:
         )
 
     def overhead(self) -> str:
-        """The CPU time that attaching adds to a step, in alternation within one process."""
+        """The CPU time that attaching adds to a step, in alternating blocks within one process."""
         if self.recipe.ranks or self.recipe.spawns:
             return "not measured: several processes"
         work = self._folder / "measured"
@@ -194,7 +194,8 @@ def _torchrun(ranks: int) -> list[str]:
 
 
 def _of_the_trainer(printed: str, events: Sequence[dict[str, Any]]) -> str:
-    """The trainer's output without the guard's own lines; a block of the guard has several."""
+    """The trainer's output without the guard's lines, including every line of the guard's
+    blocks."""
     own = tuple({line for event in events for line in event["msg"].splitlines() if line.strip()})
     lines = printed.splitlines()
     return "\n".join(line for line in lines if not _GUARD_LINE.match(line) and not _is(line, own))

@@ -1,5 +1,5 @@
-"""Our own verdict on a state, from the audit, with the work of its children done in this
-process."""
+"""Our own verdict on a state, from the audit; this process does the work of the audit's child
+processes."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class Ours:
         self._limits = Limits.of(GateSettings(), numbers)
 
     def audit(self, state: states.State, earlier: Mapping[str, Any] | None = None) -> audit.Report:
-        """Our verdict, with the network that validators of that state would see. `earlier`: limits
-        that an earlier version changed; none of those versions raised its age limit."""
+        """Our verdict, given the network that validators of that state would see. `earlier`: the
+        limits that differ in an earlier version; none of those versions raised its age limit."""
         self._server.set(state)
         limits = dataclasses.replace(self._limits, **(earlier or {}))
         if state.max_upload_interval is not None and earlier is None:

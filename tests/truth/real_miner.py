@@ -50,8 +50,8 @@ def uploads(calls: Sequence[Sequence[str]]) -> list[Sequence[str]]:
 
 
 def by_caller(calls: Sequence[Sequence[str]]) -> dict[str, list[Sequence[str]]]:
-    """The calls of each process, in order; those of the upload worker, whose threads run in
-    parallel, sorted."""
+    """The calls of each process, in order; the upload worker's are sorted, because its threads run
+    in parallel."""
     found: dict[str, list[Sequence[str]]] = {}
     for call in calls:
         found.setdefault(call[3] if call[0] == "s3" else "other", []).append(call)

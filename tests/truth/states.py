@@ -5,14 +5,14 @@ A line of sn38.jsonl says how a state differs from a good one:
     network    fields of `State`: the network's epoch and blocks, the files' age, the commitment …
     epoch, inner    the epoch that is published, and its inner step
     also       a second epoch, `[epoch, inner]`
-    scored     the epoch that `gradients` changes, where it is not the first
-    objects    by key: null (absent), {"json": changes of its fields}, {"text": …},
-               {"bytes": a Python expression of `b`}, {"from": another key}
-    gradients  by pattern of keys in gradients.pt: a Python expression of `t` (the tensor) and `d`
+    scored     the epoch that `gradients` changes, if not the first
+    objects    by key: null (absent), {"json": changes to its fields}, {"text": …},
+               {"bytes": a Python expression in `b`}, {"from": another key}
+    gradients  by pattern of keys in gradients.pt: a Python expression in `t` (the tensor) and `d`
                (the document), or null (absent); "" is the whole document. Evaluated in order.
     save       arguments of torch.save
-    bytes      a Python expression of `b`, the file's bytes
-    real       the verdicts, by version, as `take_verdicts` takes them
+    bytes      a Python expression in `b`, the file's bytes
+    real       the verdicts, by version, as recorded by `take_verdicts`
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class State:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The states of a file, one JSON object a line."""
+    """The states in a file, one JSON object per line."""
     return [
         json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()
     ]
@@ -122,7 +122,7 @@ def quantised(d: dict[str, Any]) -> dict[str, Any]:
 
 
 def dct_layout(d: dict[str, Any], bound: int = 4096) -> dict[str, Any]:
-    """The matrices as the compressor produces them with the DCT."""
+    """The matrices as produced by the compressor with the DCT."""
     g = torch.Generator().manual_seed(3)
     for name, rows in (("embed_weight", 4), ("head_weight", 4), ("layer_weight", 2)):
         d[name + "idxs"] = torch.randint(0, bound, (rows, 2, 32), generator=g).to(torch.int16)

@@ -2,16 +2,17 @@
 
     python -m tests.truth.take_verdicts CHECKOUT STATES.jsonl [-o OUT.jsonl] [--only WORDS]
 
-CHECKOUT is a clone of dstrbtd/DistributedTraining at the version to be asked; nothing of it is
-part of this project. Its own functions are imported and asked: `map_uid_to_peerid` reads the
-commitment, `benchmark_uids` judges the age, `score_uids` scores the gradient. What they need and no
-verdict passes through (bittensor, hivemind, transformers, …) is replaced by empty stand-ins, the
-model by a small one, the storage by a local server, the clock by one that stands still. Needs
-torch, numpy, pydantic, boto3, moto[server], filelock, tqdm and einops.
+CHECKOUT is a clone of dstrbtd/DistributedTraining at the version to test; none of it is part of
+this project. The command imports and calls the validator's own functions: `map_uid_to_peerid` reads
+the commitment, `benchmark_uids` judges the age, `score_uids` scores the gradient. Empty stand-ins
+replace the imports that do not affect a verdict (bittensor, hivemind, transformers, …); a small
+model, a local server and a frozen clock replace the real model, storage and clock. Needs torch,
+numpy, pydantic, boto3, moto[server], filelock, tqdm and einops.
 
-Each line of OUT is the state's with `real` added: by version whether it `accepts` (valid and
-scored), what scoring it is `worth` (something, nothing, nan), the `epoch` scored, whether it is
-`valid` and `scored`, and whether it is `picked` for evaluation.
+Each line of OUT is the line from STATES with `real` added. For each version, `real` says whether
+the validator `accepts` the state (valid and scored), what scoring it is `worth` (something,
+nothing, nan), the `epoch` scored, whether it is `valid` and `scored`, and whether it is `picked`
+for evaluation.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ _UTILS = ["config", "misc", "state_loader", "chain", "dendrite", "logger", "dist
 _STANDING_IN = tuple(
     f"distributed_training.{name}" for name in [*_OWN, *(f"utils.{name}" for name in _UTILS)]
 )
-"""Parts of the validator that no verdict passes through."""
+"""Parts of the validator that play no role in any verdict."""
 
 _ABSENT = (
     *("bittensor", "hivemind", "transformers", "huggingface_hub", "influxdb_client", "wandb"),
     *("datasets", "base58", "pytz", "openskill", "nest_asyncio"),
 )
-"""Modules that the validator imports but that are too heavy, or useless, here."""
+"""Modules that the validator imports but that are too heavy, or not needed, here."""
 
 
 class TinyModel(torch.nn.Module):
@@ -295,7 +296,7 @@ class _Session:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Ask the real validator about every state of a file."""
+    """Ask the real validator about every state in a file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -2,10 +2,10 @@
 
     python -m tests.truth.take_verdicts_sn3 CHECKOUT STATES.jsonl [-o OUT.jsonl]
 
-CHECKOUT is a clone of one-covenant/templar at the version to be asked; nothing of it is part of
-this project. Its own `Comms.gather` is asked whether it takes a gradient; what it imports and no
-verdict passes through is replaced by empty stand-ins. With `--make` the genuine gradient that all
-states start from is made again, by its own compressor. Needs torch, pydantic, boto3 and einops.
+CHECKOUT is a clone of one-covenant/templar at the version to ask; none of its code is part of this
+project. Its own `Comms.gather` decides whether to accept a gradient; imports that play no part in a
+verdict are replaced by empty stand-ins. `--make` makes the genuine gradient that all states start
+from again, with Templar's own compressor. Needs torch, pydantic, boto3 and einops.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The variables that attaching adds to the miner's environment, and that it works in a Python
+"""The variables that attaching adds to the miner's environment; attaching also works in a Python
 without the guard's packages."""
 
 from __future__ import annotations

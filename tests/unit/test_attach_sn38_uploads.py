@@ -197,8 +197,8 @@ def test_the_archive_after_an_allreduce_goes_out_whatever_is_in_it(tmp_path: Pat
 def test_each_upload_keeps_its_own_decision_however_many_are_asked_before_its_thread_starts(
     tmp_path: Path,
 ) -> None:
-    """A rejected gradient must not go out on the archive's decision, which was made after its
-    own."""
+    """A rejected gradient must not be uploaded under the archive's decision, which was made after
+    the gradient's own."""
     miner = Miner()
     attached = Attached(tmp_path, miner)
     half = gradient(wvals=torch.ones(2, 64, 32).half())

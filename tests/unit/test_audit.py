@@ -256,7 +256,7 @@ def test_a_commitment_of_other_keys_is_warned_of_where_it_was_not_tried(
 
 
 def test_a_commitment_of_placeholders_is_rejected_unread(tmp_path: Path) -> None:
-    """Validators start with x for every miner, and treat it as unset."""
+    """Validators start with all x's for every miner, and treat that as unset."""
     publish(tmp_path)
     for commitment in ("x" * 128, "a" * 32 + "x" * 32 + "c" * 64):
         report = audit.run(
@@ -269,7 +269,7 @@ def test_a_commitment_of_placeholders_is_rejected_unread(tmp_path: Path) -> None
 def test_an_account_on_chain_that_does_not_respond_is_rejected_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The message once printed the name of the reason's variable instead of the reason."""
+    """The message once printed the name of a variable instead of the reason."""
     for name, value in zip(NAMES, ("o" * 32, "k" * 32, "s" * 64), strict=True):
         monkeypatch.setenv(name, value)
     publish(tmp_path)

@@ -28,7 +28,7 @@ def test_what_is_put_in_comes_out_in_order() -> None:
 
 
 def test_a_burst_of_lines_takes_a_fraction_of_its_size() -> None:
-    """A guard of 50 MB once grew to 104 MB while a miner printed fast."""
+    """A 50 MB guard once grew to 104 MB while a miner was printing fast."""
     backlog = Backlog()
     for number in range(1000):
         backlog.put(lines(number))

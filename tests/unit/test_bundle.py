@@ -103,7 +103,7 @@ def test_the_bundle_answers_what_a_helper_asks_and_holds_no_secret(
 def test_the_bundle_holds_what_nvidia_smi_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Source 004 asks for it. A driver that hangs costs the bundle this one file."""
+    """Source 004 asks for it. If the driver hangs, the bundle loses only this file."""
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'NVIDIA-SMI 570.133.20  |  18867MiB / 81920MiB'\n")
     program.chmod(0o755)

@@ -66,8 +66,8 @@ def test_the_profiles_limits_apply_without_a_running_guard(
 def test_without_settings_here_the_guard_of_the_state_directory_decides(
     ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Otherwise the answer would follow the defaults of the terminal's folder, which no rank of the
-    miner uses."""
+    """Otherwise the answer would come from the defaults in the terminal's folder, which no rank of
+    the miner uses."""
     remembered_settings.write(StateDir(tmp_path), Config(gate=GateSettings(min_inner_step=30)))
     assert ask("--outer-step", "56", "--inner-step", "40") == 0
     assert f"using the one from the guard in {tmp_path}" in capsys.readouterr().err

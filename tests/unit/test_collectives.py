@@ -67,8 +67,8 @@ def test_the_backends_of_one_group_count_for_themselves() -> None:
 def test_collectives_of_nccl_are_in_the_answer_beside_those_of_gloo(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A CPU build of torch has only the other recorder: of a hang on GPUs, it would show only the
-    guard's own group."""
+    """A CPU build of torch has only the other recorder, which would show only the guard's own group
+    in a hang on GPUs."""
 
     def dump(*entries: dict[str, Any]) -> Callable[[], bytes]:
         return lambda: json.dumps({"entries": entries}).encode()

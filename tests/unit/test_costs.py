@@ -326,7 +326,7 @@ def test_due_by_time_and_due_without_an_interval() -> None:
 
 def test_steps_that_count_from_0_again_are_asked_about_like_the_first_ones() -> None:
     """Inner steps start from 0 with each outer step. Nothing was due until they had passed the last
-    inner step of the outer step before."""
+    inner step of the previous outer step."""
     account = Account()
     asked = [*range(401), *range(401)]
     due = [step for step in asked if account.tracker.due("eval", every_steps=200, step=step)]
@@ -382,7 +382,7 @@ def test_another_process_reads_the_running_guards_ledger(tmp_path: Path) -> None
 
 
 def test_the_last_seconds_of_a_process_are_in_its_file(tmp_path: Path) -> None:
-    """The file must not lack the last 5 s of a process."""
+    """The last 5 s of a process must be in the file."""
     program = (
         "import sys; from miner_guard import MonitoringCostTracker as T\n"
         "t = T(output_dir=sys.argv[1])\n"

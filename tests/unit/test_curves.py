@@ -114,7 +114,8 @@ def test_an_explosion_between_two_levels_is_not_reported_again(at: int) -> None:
 
 @pytest.mark.parametrize("height", [0.2, 0.25, 0.3])
 def test_the_first_epochs_end_is_not_a_spike(height: float) -> None:
-    """A loss that falls within each epoch jumps back at its end, and takes the next one to fall."""
+    """A loss that falls within each epoch jumps back up at the end, and needs the next epoch to
+    fall again."""
     watch, chance = LossWatch(LossSettings()), random.Random(3)
     for step in range(1000):
         level = (3 + 3 / (1 + step / 80)) * (1 + height * (1 - step % 120 / 120))
@@ -142,7 +143,7 @@ def test_a_flat_noisy_loss_does_not_restart_all_the_time() -> None:
 def test_a_loss_that_stays_above_its_level_without_exploding_is_reported_within_five_steps(
     tmp_path: Path, factor: float
 ) -> None:
-    """Otherwise the warning would wait for a loss that never returns."""
+    """Otherwise the warning would come only after the loss had fallen back."""
     run = Run(tmp_path)
     for number, (_, loss) in zip(range(208), healthy(1), strict=False):
         run.step(0.3, loss * (factor if number >= 200 else 1), allocated_bytes=None)
@@ -247,7 +248,8 @@ def test_evaluation_in_the_step_records_shows_overfitting(tmp_path: Path) -> Non
 def test_an_evaluation_that_is_not_a_number_is_reported_once_until_it_is_one_again(
     tmp_path: Path, printed: bool
 ) -> None:
-    """An evaluation must not be NaN for a week, stored at each step, without anybody being told."""
+    """An evaluation must not stay NaN for a week, stored at each step, without anybody being
+    told."""
     run = Run(tmp_path)
     for number, (_, loss) in zip(range(1, 200), healthy(1), strict=False):
         evaluated = (

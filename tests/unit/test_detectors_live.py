@@ -1,5 +1,5 @@
-"""The live detectors together: clean runs are silent, and a slow step and a straggler are named and
-nothing else."""
+"""The live detectors together: clean runs are silent, and a slow step or a straggler raises only
+its own alarm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documentation's site builds without a warning, and its reference agrees with the code."""
+"""The documentation site builds without warnings, and its reference agrees with the code."""
 
 from __future__ import annotations
 

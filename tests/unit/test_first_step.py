@@ -46,7 +46,7 @@ class Miner:
 
 
 def test_lines_not_understood_are_quoted_within_two_minutes(tmp_path: Path) -> None:
-    """Otherwise half an hour of training could pass that the guard does not see."""
+    """Otherwise the guard could miss half an hour of training without anybody noticing."""
     (finding,) = Miner(tmp_path, "log").waits(120, "loss of outer 1 is 2.5 at 3")
     assert (finding.event, finding.level) == ("no_step_yet", "warning")
     detail = str(finding.fields["detail"])
@@ -65,7 +65,8 @@ def test_lines_not_understood_are_quoted_within_two_minutes(tmp_path: Path) -> N
 def test_a_miner_that_prints_steps_which_no_hook_reports(
     tmp_path: Path, attach: Attach, advice: str
 ) -> None:
-    """`HEALTH running` must not hide all night that the guard does not see the miner's steps."""
+    """The guard must not report `HEALTH running` all night while it sees none of the miner's
+    steps."""
     (finding,) = Miner(tmp_path, attach).waits(600, "step 3: loss 2.5, time 10ms")
     detail = str(finding.fields["detail"])
     assert finding.level == "warning"

@@ -201,7 +201,7 @@ def test_the_last_records_of_a_killed_rank_are_read_and_kept(tmp_path: Path) -> 
 
 
 def test_a_rank_in_another_pid_namespace_is_followed_by_its_copy(tmp_path: Path) -> None:
-    """`rank-0000.live` leads nowhere there: the rank keeps the copy itself."""
+    """Across namespaces `rank-0000.live` leads nowhere, so the rank keeps the copy itself."""
     state, heard = StateDir(tmp_path), _Heard()
     flights = Flights(state, RUN, lambda finding: pytest.fail(str(finding)))
     writer = _worker(state, 0, 0, process=os.getpid())

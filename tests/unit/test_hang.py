@@ -315,8 +315,8 @@ def test_ranks_that_wait_in_init_for_one_that_never_comes_name_it() -> None:
 
 
 def before_init(cpu_share: float, prints: bool) -> float | None:
-    """When, within two hours, the detector declares a miner without reporting ranks to be
-    hanging."""
+    """Seconds until the detector finds a hang in a miner whose ranks never report; None if two
+    hours pass first."""
     detector = HangDetector(SETTINGS)
     detector.launched(0.0)
     for now in range(1, 7200):

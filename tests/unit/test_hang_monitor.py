@@ -22,7 +22,7 @@ STARTING = Now("starting", "", 0.0, 0.0, None, None, 0, None, None, None, None, 
 
 
 def hang_watch(folder: Path, **given: Any) -> tuple[HangMonitor, FakeClock, list[Finding]]:
-    """The monitor after a launch, its clock, and what it emits from its jobs."""
+    """The monitor after a launch, its clock, and the findings that its jobs emit."""
     clock, emitted = FakeClock(), []  # type: ignore[var-annotated]
     defaults: dict[str, Any] = {
         "config": replace(Config(), hang=HANG),
@@ -44,7 +44,7 @@ def watch(
     *,
     printing: bool,
 ) -> list[Finding]:
-    """The findings in five minutes of a miner that shows no step."""
+    """The findings from five minutes of a miner that shows no steps."""
     config = replace(Config(), hang=HANG, miner=MinerSettings(attach=attach))
     monitor, clock, emitted = hang_watch(folder, config=config)
     found: list[Finding] = []
@@ -97,8 +97,8 @@ def idle(monitor: HangMonitor, clock: FakeClock, ranks: Mapping[int, Now], secon
 
 
 def test_no_hang_is_reported_while_the_miner_is_being_stopped(tmp_path: Path) -> None:
-    """Ranks that wait for those that a stop has ended must not cause HANG DETECTED and an alert at
-    night."""
+    """Ranks waiting for peers that a stop has already ended must not cause HANG DETECTED and an
+    alert at night."""
     jobs, control = JobsLater(), Steered()
     monitor, clock, emitted = hang_watch(tmp_path, jobs=jobs, control=control)
     monitor.on_steps(0, [])

@@ -1,4 +1,5 @@
-"""The guard's cost: its helpers count, ended or running; the miner's processes do not."""
+"""The guard's cost includes its helpers, whether running or ended, but not the miner's
+processes."""
 
 from __future__ import annotations
 

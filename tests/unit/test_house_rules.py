@@ -35,7 +35,7 @@ def _sources() -> list[tuple[Path, ast.Module]]:
 
 
 def test_no_class_name_is_defined_twice() -> None:
-    """A reader could tell two things of one name apart only by their imports."""
+    """Otherwise only the imports would show which of two classes is meant."""
     places = defaultdict(list)
     for path, tree in _sources():
         for node in ast.walk(tree):

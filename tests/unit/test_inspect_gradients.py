@@ -115,7 +115,7 @@ VALUES = torch.tensor([0.5, -1.0, 2.0])
 def test_tensors_of_unusual_kinds_are_refused_and_not_unknown(
     tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
-    """A NaN must not go out as float8, or as a kind of tensor on which torch's checks raise."""
+    """A NaN must not go out as float8, or as a kind of tensor that makes torch's checks raise."""
     report = looked_at(saved(tmp_path, {**good(), **change}), SHAPES)
     assert len(report["problems"]) == 1, report
     assert words in report["problems"][0]
@@ -186,7 +186,7 @@ def test_names_of_any_length_and_of_no_characters_never_make_an_answer_unreadabl
 
 
 def test_names_are_the_model_s_own_to_the_letter(tmp_path: Path) -> None:
-    """Validators skip all names that torch.compile wrote, and the improvement is then exactly 0."""
+    """Validators skip every name with a torch.compile prefix, so the improvement is exactly 0."""
     wrapped = {f"_orig_mod.{k}" if k != "metadata" else k: v for k, v in good().items()}
     for known in (SHAPES, None):
         report = looked_at(saved(tmp_path, wrapped), known)

@@ -256,8 +256,8 @@ def test_a_row_that_still_fits_on_a_full_disk_does_not_end_the_fault(
 def test_a_ledger_that_somebody_removed_is_recreated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise rows would go into a removed file, which also keeps occupying the space that its
-    removal was to free."""
+    """Otherwise rows would be written to a deleted file, which would also continue to occupy the
+    space that deleting it was meant to free."""
     path = tmp_path / "ledger.sqlite3"
     ledger = Ledger(path)
     for number in range(2):

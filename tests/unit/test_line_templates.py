@@ -69,8 +69,8 @@ def test_each_line_has_its_template(templates: Templates, lines: list[bytes]) ->
 def test_lines_that_differ_in_numbers_have_one_template(
     templates: Templates, lines: list[tuple[bytes, bytes, bytes]]
 ) -> None:
-    """Lines are compared with the latest one of their length, where a letter must not pass for a
-    digit."""
+    """Each line is compared with the latest line of the same length; that comparison must not take
+    a letter for a digit."""
     text = b"\n".join(b"step %s loss %s | %s" % numbers for numbers in lines)
     assert templates(text) == _expected(text)
 
@@ -135,7 +135,7 @@ def test_a_line_that_is_not_bytes_is_refused() -> None:
 
 @pytest.mark.skipif(not line_templates.COMPILED, reason="built without a compiler")
 def test_the_compiled_path_keeps_no_memory() -> None:
-    """In a separate process: other tests' caches would grow beside it."""
+    """Runs in a separate process, where no other test's caches can grow."""
     run = subprocess.run(
         [sys.executable, "-c", LEAKS], capture_output=True, text=True, timeout=60, check=True
     )

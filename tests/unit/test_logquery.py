@@ -157,7 +157,7 @@ def test_following_waits_for_a_log_that_is_not_there_yet(tmp_path: Path) -> None
 def test_the_last_hits_read_from_the_end_are_the_last_of_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, torn: bool
 ) -> None:
-    """Lines must not be cut, lost or doubled where two blocks meet."""
+    """Lines must not be cut, lost or duplicated where two blocks meet."""
     path, source = tmp_path / "guard.jsonl", random.Random(chunk)
     for name in ("guard.jsonl.2", "guard.jsonl.1", "guard.jsonl"):
         lines = []
@@ -188,7 +188,7 @@ def line(number: int) -> str:
 def test_a_follower_continues_at_a_stored_place_across_rotations_and_in_bounded_steps(
     tmp_path: Path,
 ) -> None:
-    """After its receiver was away, a reader must not load days of a log at once."""
+    """A reader must not load days of a log at once after an outage of its receiver."""
     log = tmp_path / "guard.jsonl"
     log.write_text("".join(f"{line(number)}\n" for number in range(5)))
     follower = Follower(log, Query(), Position(log.stat().st_ino, 0))

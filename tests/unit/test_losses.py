@@ -39,8 +39,8 @@ class Device:
 
 
 class Tensor:
-    """A scalar of torch. One on the GPU must not be asked for its value, because that would wait
-    for the GPU."""
+    """A torch scalar. One on the GPU must not be asked for its value, because that would wait for
+    the GPU."""
 
     requires_grad = False
 
@@ -149,7 +149,8 @@ def test_a_reciprocal_counts_like_a_quotient() -> None:
 
 
 def test_losses_that_nothing_divides_say_that_they_are_a_sum() -> None:
-    """Without an explanation, `Loss:` must not be four times the number that the trainer prints."""
+    """`Loss:` must not show four times the number that the trainer prints without explaining
+    why."""
     losses = Losses()
     losses.note(Tensor(0.7))
     losses.note(Tensor(0.6))
@@ -167,8 +168,8 @@ def test_what_a_framework_adds_up_itself_is_its_loss() -> None:
 
 
 def test_a_scaled_loss_is_read_before_its_scale() -> None:
-    """The line must not read `Loss: 150956` for 2.30, which is times 65536 and halves when the
-    scale does."""
+    """A loss of 2.30 must not be printed as `Loss: 150956`: that is 65536 times as much, and it
+    halves when the scale does."""
     losses = Losses()
     raw = divided(2.3 * 2, 2)
     for _ in range(2):
@@ -254,8 +255,8 @@ class Optimizer:
 
 
 def steps_counted(names: str) -> tuple[str, bool]:
-    """Which of the optimizers' steps end a training step, as letters, and whether each optimizer
-    takes part in each."""
+    """Which of the optimizers' steps end a training step, as letters, and whether every optimizer
+    steps once per training step."""
     leader, optimizers = Leader(), {name: Optimizer() for name in names}
 
     def ends(optimizer: Optimizer) -> bool:

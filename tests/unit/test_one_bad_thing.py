@@ -99,7 +99,7 @@ def test_an_entry_whose_fields_do_not_fit_its_words_is_shown_and_does_not_come_a
 
 
 def test_an_entry_that_no_monitor_can_read_is_acknowledged_anyway(state: StateDir) -> None:
-    """Otherwise a start would fail forever on what an earlier run has left."""
+    """Otherwise every start would fail on what an earlier run left behind."""
     writer = _rank_with_an_odd_entry(state, "another run")
 
     class Refuses:
@@ -232,7 +232,7 @@ def test_a_defect_is_reported_once_although_its_words_change() -> None:
 
 
 def test_the_word_after_a_secret_flag_is_masked_in_a_command_that_is_a_list() -> None:
-    """status.json holds the command word by word, and the bundle is made of it."""
+    """status.json holds the command word by word, and the bundle is built from it."""
     command = [
         "train.py",
         "--hf-token",
@@ -346,8 +346,7 @@ def test_terminal_control_sequences_are_shown_and_not_executed() -> None:
 
 
 def test_without_a_home_the_state_directory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container under a uid that it does not know has neither HOME nor an entry in
-    /etc/passwd."""
+    """A container that runs under an unknown uid has neither HOME nor an entry in /etc/passwd."""
 
     def unknown() -> Path:
         raise RuntimeError("Could not determine home directory.")

@@ -109,7 +109,7 @@ def test_all_surfaces_agree_word_for_word(stories: dict[str, SimulatedGuard], na
 
 @pytest.mark.parametrize("name", _SHORT)
 def test_log_ledger_status_and_verdict_agree(stories: dict[str, SimulatedGuard], name: str) -> None:
-    """If the pictures contradicted each other, so would the guard."""
+    """A contradiction in the pictures would be a contradiction in the guard."""
     state = stories[name].state
     status, records = read_status(state), list(summary.read_log(state.log))
     assert status is not None

@@ -96,7 +96,7 @@ def _with_helpers(source: str, name: str) -> str:
 
 
 def test_every_row_of_the_runbook_is_produced_by_a_test() -> None:
-    """By the event's name, or by the words of its line: a row without it would be an empty
+    """A test must name the event or quote its line: a runbook row without one would be an empty
     promise."""
     tests = requires.REPO / "tests"
     own = Path(__file__)

@@ -1,4 +1,4 @@
-"""ops/ for Slurm, Kubernetes and SkyPilot: the agreements between these files and the guard."""
+"""ops/ for Slurm, Kubernetes and SkyPilot: checks that these files match the guard."""
 
 from __future__ import annotations
 

@@ -85,8 +85,8 @@ def test_a_week_of_healthy_runs_alarms_at_most_twice() -> None:
 
 
 def test_no_slowdown_of_75_steps_in_fourteen_runs_is_missed() -> None:
-    """The judge must not stay quiet because it detects nothing at all: these steps are 2.3 to 2.6
-    times slower, in the same noise and among the same pauses."""
+    """The judge must not be quiet simply because it detects nothing: these steps are 2.3 to 2.6
+    times slower, with the same noise and the same pauses."""
     missed, others = [], 0
     for seed in range(14):
         usual, start, factor = healthy(seed), 800 + 137 * seed, 2.3 + 0.02 * seed

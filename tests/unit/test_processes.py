@@ -85,7 +85,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Searches:
 
 
 def _seconds(tree: Searches, count: int) -> int:
-    """The searches of this many seconds."""
+    """Number of searches in `count` seconds."""
     before = tree.searches
     for _ in range(count):
         cast(FakeClock, tree._clock).advance(1.01)

@@ -1,4 +1,5 @@
-"""docs/promises.md has every promise of the source documents, and each names tests that exist."""
+"""docs/promises.md lists every promise of the source documents, and each row names tests that
+exist."""
 
 from __future__ import annotations
 

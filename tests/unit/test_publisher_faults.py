@@ -38,8 +38,8 @@ def answer(code: str, status: int) -> Exception:
 def test_an_upload_whose_parts_are_unlisted_begins_again(
     monkeypatch: pytest.MonkeyPatch, code: str, status: int
 ) -> None:
-    """A single 503 must not make a tag unpublishable: the publisher would from then on first ask
-    for its parts, which the server does not have."""
+    """A single 503 must not make a tag unpublishable: from then on, the publisher would always ask
+    first for a list of its parts, which the server does not have."""
     repo = object.__new__(S3Repo)
 
     def call(_method: Any, **_given: Any) -> Any:

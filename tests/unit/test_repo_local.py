@@ -1,4 +1,4 @@
-"""A local directory as a repo, probed as the supervisor probes it."""
+"""A local directory as a repo, probed the way the supervisor does it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def test_age_is_the_age_of_the_gradients(tmp_path: Path) -> None:
 
 
 def test_files_of_the_future_have_no_age(tmp_path: Path) -> None:
-    """After a clock was set back, the repo looked newly published for as long as that."""
+    """When a clock was set back, the repo once looked newly published until the clock had caught
+    up."""
     LocalRepo(tmp_path).commit(publish(LocalRepo(tmp_path), tmp_path, 1, 50), "5.1.50")
     os.utime(tmp_path / "epoch-1" / "gradients.pt", (7_000, 7_000))
     assert LocalRepo(tmp_path, wall=lambda: 6_999.0).state().age_s == 0.0

@@ -146,7 +146,8 @@ def test_unreadable_lines_and_strange_values_break_nothing(tmp_path: Path) -> No
 def test_among_very_many_events_the_newest_and_the_first_are_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plots must not end long before the run, nor a milestone be reached later each time."""
+    """The plots must not end long before the run does, and a milestone must not keep moving
+    later."""
     monkeypatch.setattr("miner_guard.reporting.report_data._KEPT", 10)
     log = Log(tmp_path)
     for number in range(100):

@@ -111,7 +111,7 @@ def test_a_block_below_the_minimum_inner_step_does_not_count_as_a_problem(tmp_pa
 def test_the_strip_has_dates_a_legend_and_its_rule(
     tmp_path: Path, hours: float, labels: list[str]
 ) -> None:
-    """The page must not say "last 7 days" over a log of three hours."""
+    """The page must not say "last 7 days" above a three-hour log."""
     log = Log(tmp_path)
     now = log.clock.wall() + 3600 * hours
     week = VerdictWeek({})

@@ -62,7 +62,8 @@ def test_a_checkpoint_that_grows_old_is_reported_once(
 def test_a_crash_names_the_checkpoint_to_resume_from(
     monitor: ReportsMonitor, clock: FakeClock
 ) -> None:
-    """Source 003: after an exception the log says where the checkpoints are, and to resume."""
+    """Source 003: after an exception, the log says where the checkpoints are and advises
+    resuming."""
     crashed = Exit(1, None, asked=False, finished=False, runtime_s=60.0)
     assert not list(monitor.on_exit(crashed))
     monitor.on_entry(0, checkpoint(20))

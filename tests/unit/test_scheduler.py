@@ -91,8 +91,8 @@ def test_a_failing_job_is_reported_once_and_its_recovery_too(made: Make) -> None
 def test_a_stepped_wall_clock_neither_delays_nor_hurries_a_job(
     made: Make, monkeypatch: pytest.MonkeyPatch, step: float
 ) -> None:
-    """After the clock was set from 2000 to today, every run since then was enumerated, under a
-    lock, forever."""
+    """When the clock was set from 2000 to today, the scheduler once spent forever enumerating,
+    under a lock, every run since 2000."""
     clock = Stepped()
 
     class Now(datetime):

@@ -1,4 +1,4 @@
-"""The guard warns once of a secret that the miner prints, and never repeats it."""
+"""The guard warns once about a secret that the miner prints, and never repeats the secret."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def test_doctor_names_the_build_that_reads_the_output(
 def test_an_extra_that_the_settings_need_is_named_with_its_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With addresses set and no Apprise, all seemed well until the first alert."""
+    """With addresses set but Apprise not installed, all seemed well until the first alert."""
     for name in ("apprise", "starlette", "boto3", "bittensor"):
         monkeypatch.setitem(sys.modules, name, None)
     asks = Config(

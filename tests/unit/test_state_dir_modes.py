@@ -63,7 +63,7 @@ def test_a_file_that_people_ask_for_by_its_path_follows_the_umask(tmp_path: Path
 
 
 def earlier_guard(state: StateDir) -> None:
-    """A directory as an earlier version left it: open to all."""
+    """A directory left open to all by an earlier version."""
     (state.incidents / "20250102T030405-oom").mkdir(parents=True)
     (state.incidents / "20250102T030405-oom" / "output.log").write_text("HF_TOKEN=…")
     state.flight.mkdir()

@@ -193,7 +193,7 @@ def test_step_loss_and_time_of_usual_trainers(
     ],
 )
 def test_other_lines_are_not_steps(line: str) -> None:
-    """Losses of an evaluation, and steps of a download, must stay out of the run's curve."""
+    """Evaluation losses and download steps must stay out of the run's curve."""
     assert grammar().read(line) is None
 
 

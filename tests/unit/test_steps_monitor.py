@@ -1,4 +1,4 @@
-"""The monitor `steps` reports what the flight record shows, in the documents' words, and no more
+"""The `steps` monitor reports what the flight record shows, in the documents' words, and no more
 often than configured."""
 
 from __future__ import annotations

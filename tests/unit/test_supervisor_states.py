@@ -1,4 +1,4 @@
-"""The supervisor's states if events arrive in the wrong order, or not at all."""
+"""The supervisor's states when events arrive in the wrong order, or not at all."""
 
 from __future__ import annotations
 
@@ -177,8 +177,8 @@ def test_the_guard_stops_even_if_sigkill_does_not_end_the_launcher(
 def test_a_repeated_stop_request_reports_what_it_waits_for(
     supervisor: Supervisor, launcher: Launcher, findings: list[Finding]
 ) -> None:
-    """A second Ctrl-C must not be swallowed for 45 s, so that the next signal is a SIGKILL to the
-    guard."""
+    """If a second Ctrl-C were swallowed for 45 s, the operator would send the guard SIGKILL
+    next."""
     supervisor.request_stop(StopRequest("SIGINT", Then.STOP))
     supervisor.step()
     assert supervisor.state is State.STOPPING
@@ -229,7 +229,7 @@ def test_the_end_of_a_launch_survives_whatever_fails_in_it(
     defects: list[Exception],
     asked: bool,
 ) -> None:
-    """A NaN in a ring record once left the state `ending` forever and every later SIGTERM
+    """A NaN in a ring record once left the state at `ending` forever, and every later SIGTERM went
     unheard."""
     cast(Any, supervisor.flights).failing = cast(Any, supervisor.relay).failing = True
     if asked:

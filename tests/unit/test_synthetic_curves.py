@@ -26,7 +26,8 @@ def described(title: str, seen: Report) -> None:
 def test_anomalies_are_found_and_quiet_curves_stay_quiet(
     title: str, judges: dict[str, Judge], least: float
 ) -> None:
-    """Periodic steps of 1.8 times the usual raised 149 alarms, an epoch's sawtooth eight."""
+    """Periodic slow steps (1.8 times the usual) raised 149 alarms, and an epoch's sawtooth raised
+    eight."""
     seen = curve_judges.report(judges, _SEEDS)
     described(title, seen)
     assert seen.quiet_share() <= 0.03

@@ -41,7 +41,7 @@ DELAY = {"overfit": 0.05, "divergence": 0.05}
 curve."""
 
 VALUES_OFF = 2
-"""How many values any finding may be from its label."""
+"""Every finding may be up to this many values away from its label."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ def repository(record: dict[str, Any]) -> str:
 
 
 def lines(record: dict[str, Any]) -> Iterator[str]:
-    """A record of the corpus as the lines that `explain --trace` reads."""
+    """A corpus record, as lines that `explain --trace` can read."""
     rows: dict[Any, dict[str, Any]] = {}
     extra = [record.get("lr") or [], record.get("grad_norm") or []]
     name = QUANTITY[record["kind"]]
@@ -102,8 +102,8 @@ def judged() -> list[tuple[dict[str, Any], list[Anomaly]]]:
 def score(
     results: list[tuple[dict[str, Any], list[Anomaly]]],
 ) -> tuple[dict[str, Score], list[str], int, int]:
-    """Recall by type, false alarms in words, healthy steps, alarms that no label of a labelled run
-    covers."""
+    """Recall by type, false alarms in words, number of healthy steps, and number of alarms in
+    labelled runs that no label covers."""
     scores: dict[str, Score] = collections.defaultdict(Score)
     false: list[str] = []
     steps = unlabelled = 0

@@ -1,7 +1,7 @@
 """Our inspection agrees with Templar's real validator about 55 gradients.
 
-The verdicts were taken with its own code: `python -m tests.truth.take_verdicts_sn3`. The gradient
-that all states start from was made by its own compressor.
+Templar's own code gave the verdicts (`python -m tests.truth.take_verdicts_sn3`), and its own
+compressor made the gradient that all states start from.
 """
 
 from __future__ import annotations

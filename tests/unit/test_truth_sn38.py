@@ -95,7 +95,8 @@ def test_before_it_is_written_a_gradient_is_judged_as_validators_judge_the_file(
 
 
 def verdicts_changed(version: str) -> list[dict[str, Any]]:
-    """States on which an earlier version disagrees with the profile's, and good ones."""
+    """The states that an earlier version judges differently from the profile's version, plus the
+    good ones."""
     return [
         line
         for line in LINES

@@ -219,8 +219,8 @@ def test_no_forecast_where_the_minimum_comes_first_or_nothing_is_known(bench: Be
 
 
 def test_numbers_that_no_ledger_accepts_still_reach_the_gate(bench: Bench) -> None:
-    """After a metadata.json with an inner step of 20 digits, the gate never heard of the repo
-    again."""
+    """A metadata.json with an inner step of 20 digits once kept all later news of the repo from the
+    gate."""
     bench.repo = Published(
         age_s=7.0, reason=None, outer_step=10**20, inner_step=51, checksum="\ud800"
     )

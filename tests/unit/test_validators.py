@@ -370,7 +370,8 @@ def test_every_rule_passes_warns_blocks_and_is_unknown_in_some_test() -> None:
 
 
 def test_every_rule_is_in_force_somewhere() -> None:
-    """A rule that neither the gate nor the audit asks passes its own tests and judges nothing."""
+    """A rule that neither the gate nor the audit applies passes its own tests and judges
+    nothing."""
     asked = Path(validators.__file__).with_name("rules.py").read_text(encoding="utf-8")
     files = Path(validators.__file__).parent.glob("*.py")
     rules = {path.stem for path in files if "\nRULE = " in path.read_text(encoding="utf-8")}

@@ -1,4 +1,4 @@
-"""Rules about facts that are in no file: the axon, AllReduces, and the limit that a failed
+"""Rules about facts that no file contains: the axon, AllReduces, and the limit that a failed
 AllReduce raises."""
 
 from __future__ import annotations

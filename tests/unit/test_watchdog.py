@@ -1,4 +1,4 @@
-"""The guard's own watchdog: a hanging loop does not keep a stop from ending the miner."""
+"""The guard's own watchdog: a stop ends the miner even while the loop hangs."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ TIERS = {
     "UPDATE_SWFW": {"support"},
     "CONTACT_SUPPORT": {"support"},
 }
-"""The tiers of xids.toml that carry out each of these actions."""
+"""The tiers of xids.toml that match each of NVIDIA's immediate actions."""
 
 
 @pytest.mark.parametrize("bucket", BUCKETS)

@@ -55,7 +55,7 @@ COMPUTE = (
 """Keys of `[compute]`, the hardware that a subnet requires."""
 
 _NEEDED = {"step": {"step", "inner"}, "peers": {"peers"}}
-"""For each list, the named groups; each of its expressions needs at least one of them."""
+"""For each list of expressions, the named groups; every expression needs at least one of them."""
 
 _ALIKE = 0.8
 """How similar a phase's name must be to a known one to count as mistyped (difflib's ratio)."""

@@ -163,7 +163,7 @@ _OF_MEDIAN = 1.25
 """Ratio of a median's standard deviation to a mean's, for normal noise."""
 
 _FEW_SIGMAS = 2.0
-"""How many sigmas above the level noise alone can lift the highest of the first few values."""
+"""How far, in sigmas, noise alone can lift the highest of the first few values above the level."""
 
 _STILL = 0.01
 

@@ -1,4 +1,4 @@
-"""Questions to which all ranks get the same answer: rank 0 provides it, and every rank waits for
+"""Questions that get the same answer on all ranks: rank 0 provides it, and every rank waits for
 it."""
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _NOT_THERE = frozenset({errno.ENOENT, errno.ECONNREFUSED, errno.ENOTDIR})
 
 @dataclass(frozen=True)
 class Ask:
-    """One rank's question, as its leader receives it."""
+    """One rank's question, as received by its leader."""
 
     FORM: ClassVar[struct.Struct] = struct.Struct("<QIdBB")
 

@@ -68,8 +68,8 @@ class ProcessTree:
         self._registry.write(self._known, cgroup)
 
     def open_to_join(self) -> int | None:
-        """Open a descriptor with which the launcher can join the run's cgroup. Returns None if
-        there is no cgroup or the call fails."""
+        """Open a descriptor that lets the launcher join the run's cgroup. Returns None if there is
+        no cgroup or the call fails."""
         if self._cgroup is None:
             return None
         with contextlib.suppress(OSError):

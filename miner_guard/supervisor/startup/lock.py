@@ -28,7 +28,7 @@ class LockHeld(Exception):
 
 @dataclass(frozen=True)
 class Holder:
-    """The guard that holds the lock, as the lock file describes it."""
+    """The guard that holds the lock, as described by the lock file."""
 
     pid: int | None
     stopping: bool
@@ -78,7 +78,8 @@ class Lock:
         self._write()
 
     def lost(self) -> bool:
-        """Return True if someone removed or replaced the lock file; False if it is unclear."""
+        """Return True if someone removed or replaced the lock file; False also if this cannot be
+        determined."""
         try:
             return self._fd is not None and not is_at(self._state.lock, self._fd)
         except OSError:

@@ -1,4 +1,4 @@
-"""Runs a command in the background of a terminal that stops background processes that write to
+"""Runs a command in the background of a terminal that stops background processes when they write to
 it."""
 
 from __future__ import annotations

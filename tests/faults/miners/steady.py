@@ -38,7 +38,7 @@ waits = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
 
 
 def clock() -> float:
-    """Monotonic seconds, excluding those in which this thread was ready but did not run."""
+    """Monotonic seconds, excluding the time that this thread spent ready but not running."""
     return time.monotonic() - int(os.pread(waits, 64, 0).split()[1]) / 1e9
 
 

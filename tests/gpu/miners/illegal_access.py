@@ -14,10 +14,10 @@ CLAIMED = 1 << 40
 
 
 class Overstated:
-    """An array of a different library that claims to be larger than its memory.
+    """An array from another library that claims to be larger than its memory.
 
-    https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html, which torch.as_tensor
-    reads without a copy.
+    torch.as_tensor reads it without a copy, through
+    https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html.
     """
 
     def __init__(self, owner: torch.Tensor) -> None:

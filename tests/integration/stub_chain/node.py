@@ -2,8 +2,8 @@
 values.
 
 `python node.py STATE.json` prints its port. STATE: `{"block", "netuid", "hotkeys": [public key in
-hex], "commitments": {uid: text}, "salt"}`; the salt changes the genesis hash, by which bittensor 11
-caches metadata.
+hex], "commitments": {uid: text}, "salt"}`; the salt changes the genesis hash, which bittensor 11
+uses as the key of its metadata cache.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ HOTKEY = "5Fminer"
 
 
 class _Logging:
-    """bittensor's logger: each line goes to stdout and, by its thread, into the world's log."""
+    """bittensor's logger: each line goes to the world's log, with its rank and thread; rank 0 also
+    prints it."""
 
     def _line(self, *words: object, **_: object) -> None:
         import os

@@ -21,8 +21,7 @@ miner: Any = None
 
 
 class BaseNeuron:
-    """The attributes that the miner gets from the real class, as far as uploads and steps need
-    them."""
+    """The attributes of the real class that the miner needs for uploads and steps."""
 
     neuron_type = "BaseNeuron"
 

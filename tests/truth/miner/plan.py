@@ -49,7 +49,7 @@ class Plan:
     without one."""
 
     def write(self, path: Path) -> None:
-        """As JSON."""
+        """Write the plan as JSON."""
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
@@ -145,7 +145,7 @@ class Rounds:
 
 
 def miner_state(miner: Any) -> list[Any]:
-    """The tensors in which a difference in the miner's own work would be visible."""
+    """The tensors that would reveal a difference in the miner's own work."""
     feedback = getattr(miner, "error_feedback", {})
     return [*miner.model.parameters(), *(feedback[name] for name in sorted(feedback))]
 

@@ -1,4 +1,5 @@
-"""Which rejects of the truth table a miner can cause before its upload, and why not the others."""
+"""Which of the truth table's rejects a miner can cause before its upload, and why it cannot cause
+the others."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from validators.profiles import load_profile
 
 TABLE = Path(__file__).parents[1] / "sn38.jsonl"
 VERSION = "1.2.7"
-"""The validators' version whose verdicts count: the profile's."""
+"""The validator version that the profile describes; its verdicts count."""
 
 _GRADIENTS = "written by torch.save, after the gate's last look; the audit finds it"
 _METADATA = "the miner writes all fields, as int() of its counters, after the upload"
@@ -35,7 +36,7 @@ class Beyond:
 
 
 def all_of(lines: Sequence[Mapping[str, Any]]) -> Iterator[Round | Beyond]:
-    """Each state that the real validator gives no score."""
+    """Every state that gets no score from the real validator."""
     for line in lines:
         real = line["real"][VERSION]
         if not (real["accepts"] and real["worth"] == "something"):

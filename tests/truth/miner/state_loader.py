@@ -1,5 +1,5 @@
-"""Replaces utils/state_loader.py: a small model, of which each rank holds a shard, its optimizers,
-and the averager, which in reality exchanges gradients with other miners."""
+"""Replaces utils/state_loader.py: a small model sharded across the ranks, its optimizers, and the
+averager; the real averager exchanges gradients with other miners."""
 
 from __future__ import annotations
 

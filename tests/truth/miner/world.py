@@ -1,5 +1,5 @@
-"""Replaces everything that the real miner reaches over the network, and the GPU: modules, and
-boto3's endpoint."""
+"""Replaces the GPU and everything that the real miner reaches over the network, by swapping modules
+and boto3's endpoint."""
 
 from __future__ import annotations
 

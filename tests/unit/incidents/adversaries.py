@@ -29,7 +29,7 @@ _PROBES = "a 7-.:/_(\"'=\\qz"
 
 
 def adversaries(pattern: str, size: int) -> Iterator[str]:
-    """Texts of about `size` characters, each once."""
+    """Texts of about `size` characters, without duplicates."""
     seen: set[str] = set()
     for prefix, loop in _beginnings(list(sre_parse.parse(pattern))):
         for text in (
@@ -113,6 +113,7 @@ def _holds(member: Any, text: str) -> bool:
 
 
 def distinct(entries: Iterable[Pattern]) -> list[Pattern]:
-    """Entries with a regex; of entries that differ only in numbers, such as Xid's, one."""
+    """Entries with a regex, keeping only one of those that differ just in numbers, as Xid entries
+    do."""
     kinds = {re.sub(r"\d+", "0", e.expression): e for e in entries if e.expression is not None}
     return list(kinds.values())

@@ -133,7 +133,8 @@ SIXTH_ROUND_RIGHT = 83
 
 
 def test_root_causes_of_the_round_that_no_rule_comes_from() -> None:
-    """Guards the sixth round's share, which docs/diagnosis.md publishes, and its benign texts."""
+    """Guards the sixth round's share published in docs/diagnosis.md, and keeps its benign texts
+    benign."""
     excerpts = diagnosis.load(EXCERPTS.with_name("sixth_round.toml"))
     for setting in diagnosis.SETTINGS.values():
         answered = diagnosis.answers(excerpts, setting)

@@ -1,4 +1,4 @@
-"""The line that was seen determines the first fix, which names what the line names."""
+"""The matched line determines the first fix, and that fix mentions whatever the line names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The general layer: errors that no pattern knows, by what was acted on and how it failed."""
+"""The general layer: classifies errors that no pattern knows by what was acted on and how that
+failed."""
 
 from __future__ import annotations
 
@@ -168,7 +169,7 @@ def test_a_message_continues_in_the_next_piece_of_the_log() -> None:
 
 @pytest.mark.parametrize("cut", [1, 5_000, 16_384, 17_000, 30_000])
 def test_a_long_line_in_pieces_is_one_line(cut: int) -> None:
-    """However it arrives: what follows its first piece is no line of the message."""
+    """However it arrives, its later pieces are not further lines of the message."""
     log = (FIRST + "see below " * 1536 + REST.rstrip() + " b" * 9_000 + "\n").encode()
     scanner = Scanner(knowledge.load())
     pieces = [seen for part in (log[:cut], log[cut:]) for seen in scanner.feed(part)]
@@ -229,7 +230,7 @@ def test_a_workers_traceback_follows_that_of_its_parent() -> None:
 
 
 def test_a_pattern_wins() -> None:
-    """The message alone would be one about a data set."""
+    """The words alone would point to a data set error."""
     known = "OSError: [Errno 28] No space left on device: '/data/dataset/shard-3.tar'"
     assert root(traceback(known, ("/srv/a.py", "__getitem__", "raise e"))) == "disk_full"
 

@@ -27,8 +27,8 @@ def test_a_loss_that_the_guard_has_called_nan_itself_is_not_reported_twice(tmp_p
 def test_a_crash_after_nan_is_one_incident_with_the_whole_logs_root(
     tmp_path: Path, printed: bytes
 ) -> None:
-    """Once, the exit had no incident if the miner printed the NaN, and only the exception if it did
-    not."""
+    """When the miner printed the NaN, its exit once had no incident; otherwise the incident named
+    only the exception."""
     live, nan = Live(tmp_path), make_finding("loss_nan", step=512, loss=float("nan"))
     live.findings += live.monitor.on_finding(nan)
     live.prints(printed)

@@ -1,4 +1,5 @@
-"""Lines that differ in digits alone are judged once, and each still as if it stood alone."""
+"""Lines that differ only in digits are judged once, yet each gets the verdict that it would get
+alone."""
 
 from __future__ import annotations
 

@@ -36,7 +36,8 @@ def test_a_hang_that_the_guard_found_is_the_cause_and_its_own_sigterm_is_not() -
 
 
 def test_a_straggler_is_the_cause_if_nothing_worse_is_in_the_log() -> None:
-    """`explain` once answered `Nothing wrong found` about a run at a third of its speed."""
+    """`explain` once answered `Nothing wrong found` for a run that had slowed to a third of its
+    speed."""
     for waits in (" it waits 0.05s in collectives, the others wait 0.60s", ""):
         found = Straggler(1, 0.6, 0.05 if waits else None, 0.6, 0.92, "data", 0.8, 0.2, 20)
         assert ("collectives" in found.detail()) == bool(waits)

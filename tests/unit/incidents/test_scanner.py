@@ -335,8 +335,8 @@ def test_a_colour_code_in_a_word_far_along_a_line_does_not_hide_the_error(inside
 
 
 def test_a_long_line_in_braces_is_read_like_any_other() -> None:
-    """Only a whole JSON record has fields. What looks like one but is longer, such as a metagraph,
-    shows an error in a later piece, and shows its own words only once."""
+    """Only a complete JSON record has fields. A longer line that merely looks like one, such as a
+    metagraph, shows an error in a later piece, and its own words are seen only once."""
     neurons = '{"neurons":[' + '{"status":"error 429, retrying","uid":7},' * 1000
     count = len(seen_of([neurons.encode() + b"\n"]))
     assert count == len(seen_of([neurons[:10_000].encode() + b"\n"])) > 0

@@ -87,7 +87,7 @@ def test_a_loss_that_must_not_be_read_here_is_unknown_and_not_nan(
 def test_an_agreed_decision_holds_even_if_it_cannot_be_recorded(
     guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise rank 0 alone would stay away from an upload for which the others wait in a
+    """Otherwise rank 0 alone would skip an upload while the other ranks wait for it in a
     collective."""
 
     def no_thread(_thread: threading.Thread) -> None:

@@ -46,8 +46,8 @@ def test_no_memory_for_the_record_costs_the_record_and_not_the_training(
 def test_a_disk_that_has_room_later_shows_the_record_from_its_first_step_on(
     state: StateDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without room at the launch, there was once no record for the whole launch: no step lines, and
-    a finished miner that was restarted forever."""
+    """A disk that was full at launch once cost the whole launch its record: there were no step
+    lines, and a finished miner was restarted forever."""
     published = memory.publish
 
     def full(*_: object) -> None:
