@@ -56,7 +56,7 @@ class StateDir:
         return self.flight / f"rank-{rank:04d}.stacks"
 
     def early_stacks_of(self, pid: int) -> Path:
-        """The file to which a process that has no rank yet, because it has not called `init()`,
+        """The file where a process that has no rank yet, because it has not called `init()`,
         writes its threads' stacks on request."""
         return self.flight / f"early-{pid}.stacks"
 
@@ -67,7 +67,7 @@ class StateDir:
         return Path("/dev/shm") / f"miner-guard-{os.getuid()}-{name}"
 
     def agreement_of(self, name: str) -> Path:
-        """The socket through which a node's ranks reach their leader."""
+        """The socket where a node's ranks reach their leader."""
         return self.flight / f"agree-{name}.sock"
 
     def collectives_of(self, rank: int) -> Path:
