@@ -1,7 +1,7 @@
 """One process, no framework. miner-guard run -- python examples/plain_loop.py
 
 The guard adds: GPU diagnostics before the first step; reports of slow steps, NaN and loss spikes; a
-restart after a crash; and, when it hangs, the place in the code.
+restart after a crash; and, after a hang, its location in the code.
 """
 
 import os

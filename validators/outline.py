@@ -117,8 +117,8 @@ def _not_tensors(indices: Any, values: Any) -> str:
 
 
 def _quantised_dtype(parameters: Any) -> str | None:
-    """The dtype that the parameters name for the dequantised values, otherwise the lookup
-    table's."""
+    """The dtype that the parameters give for the dequantised values; if they give none, that of the
+    lookup table."""
     if not isinstance(parameters, (list, tuple)) or len(parameters) != 5:
         return None
     named = getattr(parameters[3], "dtype", None) if parameters[4] is None else parameters[4]

@@ -15,7 +15,7 @@ class Anomaly:
     """One observation about a curve: an anomaly or a remark."""
 
     type: str
-    """The type, as `explain --trace` names it: nan, spike, divergence, plateau_high, overfit,
+    """The type name used by `explain --trace`: nan, spike, divergence, plateau_high, overfit,
     slow_steps, …"""
 
     at_step: int

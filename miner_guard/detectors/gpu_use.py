@@ -139,7 +139,7 @@ def memory_grade(allocated_gb: float | None, settings: GpuSettings) -> str | Non
 
 
 def described(size: str, name: str | None) -> str:
-    """`large model (EfficientNet-B4)`, as source 002 writes it."""
+    """`large model (EfficientNet-B4)`, in source 002's format."""
     if size == UNKNOWN:
         return f"a model of unknown size ({_SET_NAME})"
     return f"{size} model ({name})" if name else f"{size} model"

@@ -81,7 +81,7 @@ def waits_for_ranks(dump: str) -> bool:
 
 def outside_the_collective(waiting: Mapping[int, bool]) -> tuple[int, ...]:
     """The ranks that the others are waiting for; empty if all ranks or none are waiting in
-    torch.distributed. `waiting` maps each rank to whether it is."""
+    torch.distributed. `waiting` maps each rank to True if it is waiting there."""
     outside = tuple(sorted(rank for rank, waits in waiting.items() if not waits))
     return outside if len(outside) < len(waiting) else ()
 

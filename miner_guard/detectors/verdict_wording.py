@@ -33,7 +33,7 @@ _ENDED = {"crash_loop": "stopped by a crash loop", "finished": "finished"}
 
 
 def is_silent(status: StatusDocument, age_s: float) -> bool:
-    """Return whether a guard that should still be running wrote this status too long ago."""
+    """Return whether this status is too old for a guard that should still be running."""
     return age_s > SILENT_S and status.state != "done"
 
 
@@ -90,7 +90,7 @@ def miner_state(status: StatusDocument, age_s: float) -> str:
 
 def now_of(status: StatusDocument, age_s: float) -> float | None:
     """The reader's current time, in seconds since 1970: `age_s` after the guard wrote the status;
-    None if the status names no time."""
+    None if the status contains no valid time."""
     with contextlib.suppress(ValueError):
         if status.updated is not None and math.isfinite(age_s):
             return parse_iso_utc(status.updated) + age_s

@@ -28,7 +28,7 @@ class HostSampler:
     """
 
     def __init__(self, folders: Mapping[str, Path]) -> None:
-        """`folders`: the paths whose free space to read, by name."""
+        """`folders` maps names to the paths whose free space is measured."""
         self._folders = dict(folders)
         self._network: tuple[float, int, int] | None = None
         self._cpu: tuple[float, float] | None = None

@@ -59,8 +59,8 @@ def peers(
 
 
 def _parsed(text: str) -> tuple[IPv4Address | IPv6Address, int]:
-    """Parse `0100007F:1F90` as the kernel prints it: words of four bytes in host order
-    (proc(5))."""
+    """Parse an address in the kernel's format, such as `0100007F:1F90`: words of four bytes in host
+    order (proc(5))."""
     digits, _, port = text.partition(":")
     words = [bytes.fromhex(digits[i : i + 8])[::-1] for i in range(0, len(digits), 8)]
     address = ip_address(b"".join(words))

@@ -106,7 +106,7 @@ class AlertQueue:
             self._try(parcels, WITHIN_S)
 
     def _next(self) -> list[QueuedAlert]:
-        """Wait for alerts to send; empty once the queue is closing."""
+        """Wait for alerts to send; return [] once the queue is closing."""
         with self._changed:
             while not self._closing:
                 now = time.monotonic()

@@ -61,7 +61,7 @@ def _loop() -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
     def train(guard: Any, steps: int) -> tuple[float, float]:
-        """Median seconds of a step, and the hook's part of it."""
+        """Median seconds of a whole step and of the hook alone."""
         totals, hooks = [], []
         for number in range(steps):
             start = time.perf_counter()

@@ -94,7 +94,7 @@ def _both(what: str, work: Callable[[], object], calls: int) -> list[Row]:
 
 
 def run() -> list[Row]:
-    """One row each for CPU and wall time of everything that recurs."""
+    """Measure the CPU and wall time of everything that recurs, in one row each."""
     own, redactor = OwnSampler(), Redactor()
     samplers = Samplers(
         SystemClock(), 5.0, {**HostSampler({"state": Path("/")}).reads, "guard": own.sample}

@@ -202,7 +202,7 @@ def _torch_save(training: Training, folder: Path) -> Iterator[Way]:
 
 @contextmanager
 def _nvrx(training: Training, folder: Path) -> Iterator[Way]:
-    """NVRx's LocalCheckpointManager as its usage guide shows it, asynchronous, in /dev/shm."""
+    """NVRx's LocalCheckpointManager, set up as in its usage guide: asynchronous, in /dev/shm."""
     import torch.distributed as dist
 
     if not next(training.model.parameters()).is_cuda:

@@ -1,5 +1,5 @@
-"""Publishing to a local S3 server, compared with `boto3.upload_file` and `rclone copy`,
-alternating, with the same file."""
+"""Compares publishing to a local S3 server with `boto3.upload_file` and `rclone copy`, in
+alternating runs with the same file."""
 
 from __future__ import annotations
 

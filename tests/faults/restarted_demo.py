@@ -1,4 +1,4 @@
-"""The demo's two ranks under a guard, killed and restarted again and again."""
+"""Runs the demo's two ranks under a guard, and repeatedly kills and restarts them."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ class Sequence:
 
     def _check_record(self, world: World, *, exact: bool) -> None:
         """Check that the record has all steps of the last launch or, if the guard was killed, all
-        but those that no copy contained yet."""
+        except the newest, which may not have been copied yet."""
         last = steps_of(world)[-1]
         reader = FlightReader(world.guarded.state.flight_of(0))
         recorded = {step.inner_step for step in reader.steps()}

@@ -38,7 +38,7 @@ def settings(request: pytest.FixtureRequest) -> dict[str, Any]:
 def started(
     guarded: Guarded, miner: str, words: bytes, settings: dict[str, Any], **popen: Any
 ) -> None:
-    """A guard whose miner has started all its children, and which has listed them."""
+    """Start a guard and wait until it has listed all of its miner's children."""
     guarded.start(
         guarded.miner(miner, *(["stay"] if miner == "process_tree" else [])),
         settings=settings,

@@ -63,8 +63,8 @@ def test_a_checkpoint_request_reaches_the_rank(guarded: Guarded) -> None:
 
 
 def test_removed_sockets_are_recreated(guarded: Guarded) -> None:
-    """Otherwise `status` would say that no guard runs, and the ranks would log everything a second
-    time."""
+    """Otherwise `status` would say that no guard is running, and the ranks would log everything a
+    second time."""
     guarded.start(guarded.miner("steps", 100000, 0.3))
     guarded.wait_for("inner_step")
     for path in (guarded.state.socket, guarded.state.control):

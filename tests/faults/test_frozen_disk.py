@@ -1,5 +1,5 @@
-"""The state directory is on an unresponsive disk: neither training nor its output nor a stop waits
-for it."""
+"""The state directory is on an unresponsive disk: training, its output and a stop never wait for
+it."""
 
 from __future__ import annotations
 

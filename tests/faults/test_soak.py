@@ -1,4 +1,5 @@
-"""An hour of faults: the guard's memory, descriptors and threads stay flat; it ends in order."""
+"""An hour of faults: the guard's memory, descriptors and threads stay flat, and it exits
+cleanly."""
 
 from __future__ import annotations
 

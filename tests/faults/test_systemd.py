@@ -1,5 +1,5 @@
-"""systemd: the sd_notify messages that it would receive, and the unit of ops/ under a real systemd,
-PID 1 of separate namespaces."""
+"""systemd: the sd_notify messages that it would receive, and the unit from ops/ under a real
+systemd that is PID 1 in separate namespaces."""
 
 from __future__ import annotations
 

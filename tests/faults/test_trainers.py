@@ -120,7 +120,7 @@ def test_a_fault_in_a_third_party_trainer_is_named_live_and_afterwards(
     guarded: Guarded, fault: str, trainer: str, ranks: int
 ) -> None:
     """In training loops that we did not write, the guard must not report `host_oom_kill` for a kill
-    -9, a hang without its place, or a network error for a rank that left."""
+    -9, a hang without its location, or a network error for a rank that left."""
     event, words, label = FAULTS[fault]
     settings = {"hang.min_s": 8, "hang.action": "stop"}
     assert start_foreign(guarded, fault, trainer, ranks, settings) != 0, guarded.tail()

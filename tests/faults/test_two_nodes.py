@@ -222,8 +222,8 @@ def test_torchrun_on_two_nodes_survives_a_cut_link_and_a_killed_guard(
 def test_a_hang_of_another_nodes_rank_is_reported_by_both_and_training_continues(
     link: Link, pair: list[Guarded], tmp_path: Path
 ) -> None:
-    """The node whose rank waits points to the other one, which names its rank; both restart, and
-    the next launch resumes one step back at most."""
+    """The node with the waiting rank points to the other node, which names its rank; both restart,
+    and the next launch resumes at most one step back."""
     hung_at = 8
     for node, guard in enumerate(pair):
         # The node that waits detects the hang first, before the other node's restart ends its rank.

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
 PAIRS = 12
 WIDTH, LAYERS, TOKENS = {False: 64, True: 4096}, 8, {False: 64, True: 16384}
-"""By whether a GPU is there: 134 million parameters with AdamW are 1.6 GB of state."""
+"""Keyed by whether a GPU is present; with AdamW, 134 million parameters are 1.6 GB of state."""
 
 
 class Training:

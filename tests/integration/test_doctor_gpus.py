@@ -59,7 +59,7 @@ def test_four_healthy_gpus_pass_every_check(
 
 
 Faults = dict[int, tuple[dict[str, object], str, str, str]]
-"""By GPU: what the fake NVML answers, and the check, level and words that `doctor` gives it."""
+"""For each GPU, the fake NVML's answers, and the check, level and words that `doctor` reports."""
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ for step in range(1, 100_000):
 
 @pytest.fixture
 def miner(tmp_path: Path, fake_nvml: FakeNvml) -> Iterator[str]:
-    """`host:port` of a guard with two GPUs and a repo, over a miner that steps."""
+    """`host:port` of a guard with two GPUs and a repo, whose miner is taking steps."""
     requires.module("uvicorn")
     fake_nvml.set(count=2)
     script, state, repo = tmp_path / "train.py", tmp_path / "state", tmp_path / "published"

@@ -1,5 +1,5 @@
-"""Kills a publisher to a folder with SIGKILL at each of its file operations: readers always see a
-complete revision, or soon do."""
+"""Sends SIGKILL to a process that publishes to a folder, at each of its file operations: readers
+always see a complete revision, or soon do."""
 
 from __future__ import annotations
 

@@ -292,7 +292,7 @@ def test_killed_after_any_request_the_view_is_complete(
 
 
 def shown(state: hub.HubState, revision: str) -> set[int]:
-    """The inner steps to which the files of a branch or tag belong: one for a complete revision."""
+    """The inner steps in the files of a branch or tag: a single one if the revision is complete."""
     expected = state.tags.get(revision)
     files = next(c for c in state.repos[REPO_ID] if expected in (None, c.id)).files
     read = {key: state.contents[digest] for key, digest in files.items()}

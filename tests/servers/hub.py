@@ -32,7 +32,7 @@ class Commit:
     title: str
     date: str
     files: dict[str, str]
-    """Path to the sha256 of the content."""
+    """The sha256 of each file, keyed by path."""
 
 
 @dataclass

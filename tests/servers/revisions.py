@@ -26,5 +26,5 @@ def revision(folder: Path, inner: int, size_bytes: int = 1024) -> Revision:
 
 
 def inner_step_of(gradients: bytes) -> int:
-    """The inner step that the gradients of a `revision` name."""
+    """The inner step recorded in the gradients of a `revision`."""
     return int(gradients.split(b"\n", 1)[0])

@@ -159,7 +159,7 @@ def moto() -> Iterator[tuple[str, Faults]]:
 
 @contextlib.contextmanager
 def moto_apart() -> Iterator[tuple[str, int]]:
-    """The same in a separate process, without faults: yields its endpoint and its pid.
+    """Like `moto`, but in a separate process and without faults; yields its endpoint and its pid.
 
     Benchmarks use it, because in this process the server would share the interpreter's lock with
     the client.

@@ -86,7 +86,7 @@ class Report:
     """The results of both judges."""
 
     quiet: dict[str, tuple[int, int]]
-    """By kind of curve: how many raised an alarm, out of how many."""
+    """By kind of curve: the number that raised an alarm, and the total."""
 
     found: dict[str, tuple[int, int]]
     """By anomaly: how many were found, out of how many."""

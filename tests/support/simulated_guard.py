@@ -211,7 +211,7 @@ class SimulatedGuard:
             self.runner.finding(finding)
 
     def fill_disk(self) -> None:
-        """The disk of the state directory is full: neither the log nor the ledger can grow."""
+        """Fill the disk of the state directory, so that neither the log nor the ledger can grow."""
         self._log.full = True
         reason = "No space left on device"
         self.runner.finding(make_finding("disk_full", what="guard.jsonl", reason=reason))

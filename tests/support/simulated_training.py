@@ -45,7 +45,7 @@ class SimulatedTraining:
         return 2.6 + 2.4 * math.exp(-self.total / 900) + self.random.gauss(0, 0.03)
 
     def record(self, rank: int, seconds: float, loss: float, clock: FakeClock) -> StepRecord:
-        """The record of the step that the rank ends now."""
+        """The record of the step that the rank is ending."""
         waits = 0.4 + 0.02 * self.random.random()
         backward = 0.6 * (seconds - waits)
         if self.slow_rank is not None:

@@ -36,8 +36,7 @@ def constraints(end: str) -> list[str]:
 
 
 def promised() -> Iterator[Requirement]:
-    """The requirements of the guard, its extras and its hooks on other projects, as they apply
-    here."""
+    """The requirements of the guard, its extras and its hooks that apply in this environment."""
     project = read_toml(requires.REPO / "pyproject.toml")["project"]
     extras = project["optional-dependencies"]
     lists = [needs for extra, needs in extras.items() if extra not in _TOOLS]

@@ -52,8 +52,8 @@ class Recipe:
     """Index of the first step whose loss it prints."""
 
     skipped: int = 0
-    """Steps at the start that the table leaves out: which of a GAN's optimizers ends a step is
-    known only from the second step."""
+    """Steps at the start that the table omits: until the second step, the hook cannot tell which of
+    a GAN's optimizers ends a step."""
 
     every: int = 1
     """Number of steps from one printed loss to the next; 0 if it prints no step losses."""

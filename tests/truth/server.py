@@ -33,7 +33,7 @@ class Server:
             "127.0.0.1", 0, self._door, threaded=True, request_handler=Handler
         )
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}/acct/{{account}}"
-        """Has a placeholder for the account's id, which R2 has in its host name."""
+        """Contains a placeholder for the account id, which is part of R2's host name."""
 
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 

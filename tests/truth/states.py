@@ -86,7 +86,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def compressed(seed: int = 1, k: int = 32, scale: float = 1e-3) -> dict[str, Any]:
-    """A gradient as the miner's own compressor produces it without the DCT: the k largest values of
+    """A gradient as produced by the miner's own compressor without the DCT: the k largest values of
     each row."""
     return copy.deepcopy(_compressed(seed, k, scale))
 

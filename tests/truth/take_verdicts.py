@@ -106,7 +106,7 @@ class _OfDatetime(type):
 
 
 class _Clock(metaclass=_OfDatetime):
-    """`datetime`, which validators ask for the time and use to test whether a value is one."""
+    """Replaces `datetime`, which validators use to get the time and in `isinstance` checks."""
 
     @staticmethod
     def now(tz: Any = None) -> Any:

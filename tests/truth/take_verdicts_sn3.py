@@ -66,7 +66,7 @@ class Validator:
         )
 
     def genuine(self) -> dict[str, Any]:
-        """A gradient as the real compressor produces it."""
+        """A gradient produced by the real compressor."""
         g = torch.Generator().manual_seed(5)
         document: dict[str, Any] = {}
         for name, shape in SHAPES.items():

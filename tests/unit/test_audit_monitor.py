@@ -46,7 +46,7 @@ class Bench:
 def test_an_audit_follows_each_verified_push_and_a_schedule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a published gradient could score zero for hours before anybody asks."""
+    """Otherwise a published gradient could score zero for hours before anybody notices."""
     bench = Bench(tmp_path, monkeypatch)
     assert bench.jobs.every_s["audit"] == 600.0
     bench.finds(PUSHED)

@@ -131,7 +131,7 @@ def test_half_written_checkpoints_are_removed_and_never_resumed(tmp_path: Path) 
 def test_where_torch_refuses_to_write_asynchronously_training_waits_and_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A default group of NCCL alone must not end training at its first checkpoint."""
+    """A default group with only the NCCL backend must not end training at its first checkpoint."""
     if dist.is_initialized():
         pytest.skip("another test has left a process group")
 

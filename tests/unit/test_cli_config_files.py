@@ -36,7 +36,7 @@ def test_only_the_named_file_is_validated(
 def test_the_profile_that_a_file_names_is_checked_with_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Otherwise only the guard's start would report a mistake in a profile."""
+    """Otherwise a mistake in a profile would not be reported until the guard starts."""
     head = 'name = "own"\ntitle = "x"\nread_from = "x"\ndated = 2026-01-01\n'
     Path("own.toml").write_text(f"{head}[settings.gate]\nmin_inner_stepp = 30\n")
     for profile, words in (

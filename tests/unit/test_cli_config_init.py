@@ -209,8 +209,8 @@ def test_pm2_starts_an_environment_in_a_folder_with_a_space(
 def test_init_says_how_the_other_commands_find_a_guard_of_another_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Next to the guard.toml from `init --name s9`, `status` must not report only that no guard
-    runs."""
+    """Next to the guard.toml from `init --name s9`, `status` must not just report that no guard is
+    running."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MINER_GUARD_STATE_DIR", raising=False)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))

@@ -162,7 +162,8 @@ def test_an_explosion_in_the_first_steps_is_reported_before_the_level_is_known()
 
 @pytest.mark.parametrize("stride", [1, 50, 118])
 def test_a_plateau_is_measured_in_steps_however_rarely_the_trainer_logs(stride: int) -> None:
-    """Counted in values, a plateau of 4,000 steps in a log of every 118th looked 40 steps long."""
+    """Counting values instead of steps made a plateau of 4,000 steps look 40 long in a log of every
+    118th step."""
     watch, chance = LossWatch(LossSettings()), random.Random(stride)
     steps = range(stride, 6000, stride)
     found = [
@@ -297,7 +298,7 @@ def test_five_evaluations_are_enough_where_each_is_worse_than_the_one_before() -
 
 
 def judged_after(evaluations: list[float]) -> evaluation.Overfit | None:
-    """The verdict on the same run by the judge for finished traces."""
+    """The verdict that the judge for finished traces gives on the same run."""
     steps = list(range(len(evaluations)))
     training = Series(steps, [2.6 - 0.4 * n for n in steps])
     return evaluation.overfit(Series(steps, evaluations), training)

@@ -267,7 +267,7 @@ def test_the_culprit_is_behind(ranks: dict[int, Now], culprits: tuple[int, ...])
 def test_a_rank_alone_on_its_node_is_blamed_only_if_it_waits_for_no_other_node(
     alone: Now, culprits: tuple[int, ...]
 ) -> None:
-    """A node must not name its own rank while it waits for another node's."""
+    """A node must not blame its own rank while that rank waits for another node's."""
     assert name_culprits({0: alone}, Processes(elsewhere=1)) == culprits
     assert name_culprits({0: alone}, Processes(gone={0}, elsewhere=1)) == (0,)
     assert name_culprits({0: alone}) == (0,)

@@ -58,7 +58,7 @@ def test_a_running_helper_counts_and_still_counts_once_it_has_ended(
 
 
 def test_a_helper_of_another_thread_counts_however_briefly_it_lived() -> None:
-    """Senders and probes that end between two samples must not seem to cost nothing."""
+    """The CPU time of senders and probes that end between two samples must be counted too."""
     cpu = HelperCpu()
     thread = threading.Thread(target=lambda: _helper(0.3).communicate())
     thread.start()

@@ -185,7 +185,8 @@ def test_an_event_between_two_children_is_not_lost(
 
 
 def test_a_child_that_is_killed_is_started_again_and_reported_once(sampler: NvmlSampler) -> None:
-    """A child that dies at each sample must not cost a process each time without a report."""
+    """A child that dies at every sample must be reported rather than restarted forever in
+    silence."""
     ends: list[str] = []
     sampler.on_end = ends.append
     for state in ("ok", "ok", "unreadable"):

@@ -1,4 +1,4 @@
-"""Reports that must not repeat: once until cleared, or not again for a while; and a full disk."""
+"""Reports that must not repeat, either until cleared or for a while; and reports of a full disk."""
 
 from __future__ import annotations
 

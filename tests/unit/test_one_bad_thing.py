@@ -305,8 +305,8 @@ def test_a_full_disk_below_the_console_costs_lines_and_not_the_console(
 
 
 def test_a_long_command_line_does_not_cut_the_answer_of_the_guard(tmp_path: Path) -> None:
-    """`status` must not say that no guard runs: a socket takes 200 KB at once, and a command has up
-    to 2 MB."""
+    """`status` must not say that no guard is running: a socket accepts 200 KB at once, but a
+    command can have up to 2 MB."""
     command = "x" * 1_500_000
     loop = Loop(SystemClock(), lambda error: pytest.fail(repr(error)))
     control = ControlSocket(

@@ -1,4 +1,4 @@
-"""ops/: compose.yaml starts what its programs need, and Alloy takes guard.jsonl to Loki."""
+"""ops/: compose.yaml starts what its programs need, and Alloy ships guard.jsonl to Loki."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Only pid and start time together identify a process, and a signal goes to exactly that one."""
+"""Only pid and start time together identify a process, and a signal reaches only that process."""
 
 from __future__ import annotations
 

@@ -83,6 +83,6 @@ class States:
 def test_a_training_without_a_claim_has_finished_by_all_the_evidence_or_not(
     ranks: States, objections: list[str], finished: bool
 ) -> None:
-    """A finished training must not start from scratch, and a loop that caught its exception and
-    exited with 0 must not stay down."""
+    """A finished training run must not start from scratch, and a loop that caught its exception and
+    exited with 0 must be restarted."""
     assert ran_to_its_end(ranks, objections) is finished

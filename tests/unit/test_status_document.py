@@ -34,7 +34,7 @@ JSON = st.recursive(
 
 @given(st.dictionaries(st.sampled_from([f.name for f in fields(StatusDocument)]), JSON))
 def test_any_document_can_be_read(document: dict[str, Any]) -> None:
-    """A file written by a different version must not end a reader with a traceback."""
+    """A file written by a different version must not crash a reader."""
     status = StatusDocument.from_json(document)
     assert StatusDocument.from_json(status.to_json()) == status
 

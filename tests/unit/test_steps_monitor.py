@@ -281,8 +281,8 @@ def test_now_is_not_needed_for_a_snapshot(tmp_path: Path) -> None:
 
 
 def test_after_a_new_rendezvous_only_the_present_ranks_report(tmp_path: Path) -> None:
-    """Otherwise a node would stay silent to the end, because a rank that moved to another node
-    still leads."""
+    """Otherwise a node would log no more steps, because a rank that has moved to another node would
+    still be its lead rank."""
     monitor = StepsMonitor(context(tmp_path))
     list(monitor.on_steps(0, [make_step(1, 0.0, 15.0)]))
     list(monitor.on_tick(16.0, headers(4, 5)))

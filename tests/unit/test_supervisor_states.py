@@ -161,7 +161,7 @@ def test_a_restart_meant_for_a_launch_that_has_ended_does_not_cut_the_wait_short
 def test_the_guard_stops_even_if_sigkill_does_not_end_the_launcher(
     supervisor: Supervisor, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process in D state is never reaped, so the stop would never come."""
+    """A process in D state is never reaped, so the guard would never finish stopping."""
     monkeypatch.setattr(processes, "alive", lambda _process: True)
     monkeypatch.setattr(processes, "send", lambda _process, *_numbers: True)
     supervisor.request_stop(StopRequest("SIGTERM", Then.STOP))

@@ -61,8 +61,8 @@ def test_the_inputs_are_kept_fresh_while_nothing_changes(bench: Bench) -> None:
 def test_a_slow_probe_does_not_undo_a_newer_one(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the repo would be old again after its push was seen, and an upload would be due
-    once more."""
+    """Otherwise the repo would look old again although its push had been seen, and another upload
+    would seem due."""
     before = bench.repo
 
     def overtaken(*_: object) -> Published:
@@ -230,8 +230,8 @@ def test_numbers_that_no_ledger_accepts_still_reach_the_gate(bench: Bench) -> No
 
 
 def test_after_a_restart_of_the_guard_the_status_shows_the_last_of_each(bench: Bench) -> None:
-    """Otherwise the status would know no upload and no restart just when somebody looks why the
-    guard restarted."""
+    """Otherwise the status would show no upload and no restart just when somebody wants to know why
+    the guard restarted."""
     bench.entry(**bench.decide(15))
     bench.push("started")
     list(bench.monitor.on_exit(Exit(137, 9, False, False, 60.0)))

@@ -277,7 +277,7 @@ def test_every_next_step_names_an_existing_command() -> None:
 def test_the_next_step_finishes_the_job(
     status: dict[str, Any], findings: tuple[Finding, ...], words: str
 ) -> None:
-    """The step must not leave the checkpoint's path for the reader to find."""
+    """The reader must not have to look up the checkpoint's path."""
     memory = Memory()
     for finding in findings:
         memory.take(finding)

@@ -163,7 +163,7 @@ class _Spread:
 
 
 class _Counter:
-    """Numbers the records that name no step."""
+    """Assigns numbers to records without a step."""
 
     def __init__(self) -> None:
         self.records = 0

@@ -52,7 +52,7 @@ def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def loading(load: Callable[..., Any]) -> Callable[..., Any]:
-    """`load`, as slow as this rank should be in the current step."""
+    """`load`, delayed as this rank should be in the current step."""
 
     def loaded(*args: Any, **kwargs: Any) -> Any:
         time.sleep(SLOW_BATCH_S if culprit and steps in SLOW_STEPS else BATCH_S)

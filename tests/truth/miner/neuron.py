@@ -80,16 +80,16 @@ class BaseNeuron:
         self.current_block = int(block.item())
 
     def sync(self) -> None:
-        """The metagraph stands still."""
+        """The metagraph never changes."""
 
     def print_memory_usage(self) -> str:
         return ""
 
 
 class _Quick:
-    """`time` as the miner's script sees it: it sleeps a fiftieth of the time. Once the miner stops,
-    a thread other than its own ends when it sleeps, because some versions have a thread that never
-    ends."""
+    """Replaces `time` in the miner's script: a sleep takes a fiftieth of its time. Once the miner
+    is stopping, background threads exit at their next sleep, because some versions have one that
+    never ends."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(time, name)

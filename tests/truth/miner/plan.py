@@ -15,7 +15,7 @@ from tests.truth import states
 from tests.truth.miner import world
 
 MICRO_BATCHES = 2
-"""In an inner step of a rank."""
+"""Per rank and inner step."""
 
 FIRST_STEP = 60
 """The inner step of the first round: above the operator's minimum of 50."""

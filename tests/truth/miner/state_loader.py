@@ -19,7 +19,7 @@ from tests.truth.take_verdicts import TinyModel
 
 
 class Config(SimpleNamespace):
-    """The model's, which transformers writes as config.json."""
+    """The model's config, which transformers writes as config.json."""
 
     def save_pretrained(self, folder: str) -> None:
         with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:

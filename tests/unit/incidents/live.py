@@ -1,4 +1,4 @@
-"""The incidents monitor under a clock that the test moves, and lines that miners print."""
+"""The incidents monitor with a clock that the test advances, and lines that miners print."""
 
 from __future__ import annotations
 

@@ -116,8 +116,8 @@ def test_root_causes_of_our_own_excerpts() -> None:
 
 
 def test_root_causes_of_the_public_threads() -> None:
-    """Guards the share that docs/diagnosis.md publishes for the threads that rules were written
-    against."""
+    """Guards the share published in docs/diagnosis.md for the threads that the rules are based
+    on."""
     rounds = ("second", "third", "fourth", "fifth")
     sets = ["threads.toml", *(f"{name}_round.toml" for name in rounds)]
     sets.append("third_round_held_out.toml")
@@ -129,7 +129,8 @@ def test_root_causes_of_the_public_threads() -> None:
 
 
 SIXTH_ROUND_RIGHT = 83
-"""Out of 96 faults, in each setting: the first run, before any rule was written from them."""
+"""Correct out of 96 faults, in each setting, on the first run: before any rule was based on
+them."""
 
 
 def test_root_causes_of_the_round_that_no_rule_comes_from() -> None:

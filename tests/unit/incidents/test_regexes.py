@@ -108,8 +108,8 @@ def test_what_is_linear_is_not(regex: str) -> None:
 
 @pytest.mark.parametrize("entry", distinct(knowledge.load().entries))
 def test_a_long_line_shows_what_a_short_one_shows(entry: Pattern) -> None:
-    """Only in a long line does the scanner search just around an expression's words. It searches
-    for an expression of unbounded length at the line's beginning."""
+    """In a long line, and only there, the scanner searches just around an expression's words. If
+    the expression has unbounded length, it searches at the line's beginning."""
     assert entry.search is not None
     before = "" if width(entry.search.expression) is None else ". " * 600 + entry.has[0] + " "
     for text in adversaries(entry.search.expression, 80):

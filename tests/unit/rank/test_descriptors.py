@@ -55,8 +55,8 @@ def held() -> dict[str, str]:
 def test_a_supervised_rank_holds_its_record_and_one_socket(
     state: StateDir, listener: socket.socket
 ) -> None:
-    """1,024 ranks on one machine must fit into `ulimit -n`. A mapping keeps a descriptor of its
-    own, and each of its users kept one more."""
+    """1,024 ranks on one machine must fit into `ulimit -n`. A mapping keeps one descriptor open,
+    and each of its users used to keep another."""
     before = held()
     guard = Guard(place(state))
     guard.step(loss=1.0)

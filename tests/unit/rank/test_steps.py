@@ -188,7 +188,8 @@ class PeakCuda(FakeCuda):
 def test_memory_is_logged_with_its_peak_when_that_has_grown(
     guard: Guard, state: StateDir, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Source 003's print_memory_stats: allocated, reserved and the peak, which decides on OOM."""
+    """Source 003's print_memory_stats: allocated, reserved and the peak, which decides whether OOM
+    occurs."""
     gib = 1024**3
     monkeypatch.setitem(sys.modules, "torch.cuda", cuda := PeakCuda(8 * gib))
     for step in range(40):
