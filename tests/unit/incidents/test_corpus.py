@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from miner_guard.incidents import knowledge
 from tests import diagnosis
 from tests.support import requires
 from tests.unit.incidents.helpers import root
@@ -107,6 +108,8 @@ def test_root_causes_of_our_own_excerpts() -> None:
     """Covers families of messages that are rare in the corpus; each excerpt stands for one
     family."""
     rows = [row for row in _toml(EXCERPTS)["excerpt"] if "skip" not in row]
+    unheard = {row["label"] for row in rows} - {*knowledge.load().labels, BENIGN}
+    assert not unheard, f"no file in miner_guard/incidents defines the label {sorted(unheard)}"
     wrong = [
         f"{row['label']} taken for {answer}: {row['text'].strip()[:120]}"
         for row in rows
