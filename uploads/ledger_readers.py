@@ -1,5 +1,5 @@
-"""The ledger for processes other than its writer: commands that run alongside a guard, and the
-guard itself."""
+"""The ledger in processes that do not write its file: commands that run alongside a guard, and the
+guard, which sends its rows to a separate writer process."""
 
 from __future__ import annotations
 

@@ -85,8 +85,7 @@ def impact(share_pct: float) -> str:
 
 
 def fair_cap(shares_pct: Collection[float], budget_pct: float) -> float:
-    """Return the largest share that any one operation may keep so that all of them together fit the
-    budget.
+    """Return the largest share per operation at which all operations together still fit the budget.
 
     Operations below the cap keep their share; the cap limits the most expensive ones:
     sum(min(share, cap)) = budget. Infinite if the operations already fit.

@@ -1,8 +1,8 @@
 """Reads the chain through bittensor 9.10 to 11. Run as `python -m miner_guard.health.chain_probe`.
 
-It runs in a child process, because bittensor may hang for minutes if a node does not respond,
-parses the command line, prints, takes over its process's logging, and uses up to 160 MB. Reads only
-public data and opens no wallet.
+It runs in a child process, because bittensor parses the command line, prints, takes over its
+process's logging, uses up to 160 MB, and may hang for minutes if a node does not respond. It reads
+only public data and opens no wallet.
 """
 
 from __future__ import annotations

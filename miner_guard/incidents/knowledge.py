@@ -104,8 +104,8 @@ class Knowledge:
 
     def prepare(self, between: Callable[[], None] = lambda: None) -> None:
         """Read the files and build all searches except the general layer's, which most miners never
-        need. Calls `between` after each, since building a search takes several times the memory
-        that it keeps. Raises BadKnowledge."""
+        need. Calls `between` after each, because building a search needs several times the memory
+        of the finished search. Raises BadKnowledge."""
         for part in ("_search", "_numeric", "_by_word", "_framed_by_word", "_paths", "_order"):
             assert getattr(self, part)
             between()

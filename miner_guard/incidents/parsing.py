@@ -148,7 +148,7 @@ def _answers(
     """The causes and fixes that patterns of the file share, by name."""
     for name, answer in answers.items():
         if unknown := answer.keys() - _ANSWER_KEYS:
-            raise BadKnowledge(f"{file}: unknown key {sorted(unknown)[0]} in the answer {name}")
+            raise BadKnowledge(f"{file}: unknown key {sorted(unknown)[0]} in answer {name!r}")
     return answers
 
 

@@ -199,7 +199,7 @@ def _table(title: str, head: str, rows: Sequence[str], kind: str) -> str:
 
 
 def _scrolling(title: str, head: str, rows: Sequence[str], kind: str) -> str:
-    """A table in a box that scrolls sideways on a phone; the keyboard scrolls it too."""
+    """A table in a box that scrolls sideways on a phone and can be scrolled with the keyboard."""
     return (
         f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(title)}">'
         f'<table class="{kind}">{head}{"".join(rows)}</table></div>'

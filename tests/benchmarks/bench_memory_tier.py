@@ -40,8 +40,8 @@ class Way:
 
 
 def run() -> list[Row]:
-    """Measures the blocking time and bytes of each way to save, in one process, then the demo's
-    recovery."""
+    """Measures in one process how long each way to save blocks training and how many bytes it
+    keeps in memory, then how the demo recovers."""
     if importlib.util.find_spec("torch") is None:
         return [Row("a snapshot", None, "s", note="torch is not installed")]
     return [*_blocking(), *_recovery()]

@@ -1,5 +1,5 @@
-"""Exhausted resources: no descriptors left, damaged guard files at the start, or no files
-at all."""
+"""Guards that run out of descriptors, or start with state files that are damaged or not regular
+files."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_the_documents_estimate_is_10_1_per_cent() -> None:
 
 
 def test_shares_are_of_training_time_as_in_the_document() -> None:
-    """1000 steps at 3.5 s; 2 · 180 s, 20 · 0.3 s, 5 · 3 s: 381 s, 11 %."""
+    """1000 steps at 3.5 s; operations take 2 × 180 s + 20 × 0.3 s + 5 × 3 s = 381 s, about 11%."""
     account = Account()
     account.clock.advance(3500)
     for operation, calls, seconds in (

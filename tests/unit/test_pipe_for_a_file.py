@@ -1,5 +1,5 @@
-"""If there is a pipe where the guard, a rank or a command expects a file, none of them waits for a
-writer."""
+"""The guard, ranks and commands never wait for a writer when they find a pipe where they expect a
+file."""
 
 from __future__ import annotations
 

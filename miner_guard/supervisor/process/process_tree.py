@@ -35,8 +35,8 @@ class ProcessTree:
     """Finds the launch's processes. Supervisor thread only.
 
     The guard adopts orphans (PR_SET_CHILD_SUBREAPER), so every process that the launcher started is
-    a descendant of the launcher or of the guard. Where the launch has a cgroup, the cgroup lists
-    them without a search.
+    a descendant of the launcher or of the guard. If the launch has a cgroup, its list of members
+    makes a search unnecessary.
     """
 
     def __init__(self, state: StateDir, clock: Clock) -> None:

@@ -179,8 +179,8 @@ def test_a_nan_that_training_survived_is_not_the_cause_of_a_later_end() -> None:
     ],
 )
 def test_later_losses_do_not_clear_every_nan(log: str) -> None:
-    """HF Trainer prints 0.0 for NaN, and after the crash that the NaN caused, a restart prints
-    steps."""
+    """HF Trainer prints 0.0 for a NaN loss, and once the NaN has crashed the run, the restarted run
+    prints steps again."""
     assert root(log) == "nan_loss"
 
 

@@ -145,7 +145,7 @@ def test_corpus_and_subnet_labels_are_all_there() -> None:
         (
             "[broken]",
             '[answers.shared]\nfixes = ["Fix it."]\n[broken]',
-            "unknown key fixes in the answer shared",
+            "unknown key fixes in answer 'shared'",
         ),
         ("[broken]", "[broken", "not valid TOML"),
     ],
