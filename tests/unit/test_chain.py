@@ -140,7 +140,7 @@ def test_what_a_probe_lacks_is_named() -> None:
         ),
         (
             NINE.replace("return 1000", "raise TimeoutError('ws')").replace("UID", "1"),
-            "its block: TimeoutError",
+            "the current block: TimeoutError",
         ),
     ],
 )
