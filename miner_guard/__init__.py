@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "GateDecision": "uploads.decision",
+    "GateDecision": "miner_guard.uploads.decision",
     "Guard": "miner_guard.rank.guard",
     "MonitoringCostTracker": "miner_guard.costs.tracker",
     "get_global_tracker": "miner_guard.costs.global_tracker",
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from miner_guard.costs.tracker import MonitoringCostTracker
     from miner_guard.rank.current import init
     from miner_guard.rank.guard import Guard
-    from uploads.decision import GateDecision
+    from miner_guard.uploads.decision import GateDecision
 
 
 def __getattr__(name: str) -> Any:

@@ -95,7 +95,7 @@ class StateDir:
     @property
     def watched(self) -> Path:
         """Settings for the repo and chain that the guard watches
-        (`uploads.remembered_settings`)."""
+        (`miner_guard.uploads.remembered_settings`)."""
         return self.root / "watched.json"
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 
 from miner_guard.detectors.log_lines import Patterns
 from miner_guard.detectors.step_grammar import Grammar, Vocabulary
-from validators import profiles
+from miner_guard.validators import profiles
 
 if sys.version_info >= (3, 11):
     import tomllib

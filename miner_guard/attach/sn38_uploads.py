@@ -16,7 +16,7 @@ from miner_guard.attach.adapter import Adapter
 from miner_guard.eventlog.catalog import make_finding
 from miner_guard.eventlog.redact import SECRET_NAME
 from miner_guard.system.once import Once
-from uploads.decision import GateDecision
+from miner_guard.uploads.decision import GateDecision
 
 _KNOWN = {"epoch", "archive", "inner_step", "batch_size"}
 """The parameters of every signature to date: (epoch, batch_size), (epoch, inner_step, batch_size),

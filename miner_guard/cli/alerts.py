@@ -24,7 +24,7 @@ def command(
 ) -> None:
     """Send a test message. Exit 1: a target did not accept it."""
     from miner_guard.monitors.alerts import send_test
-    from uploads.repos import credentials
+    from miner_guard.uploads.repos import credentials
 
     if what != "test":
         raise Refused(f"alerts takes `test`, not {what!r}", USAGE)

@@ -14,12 +14,12 @@ from miner_guard.cli.working import Working
 from miner_guard.eventlog import catalog
 from miner_guard.exits import FAILED, OK, UNAVAILABLE
 from miner_guard.monitors.audit import allreduce_of
-from uploads import audit, remembered_settings
-from uploads.remembered_settings import Watched
-from validators import shapes
-from validators.facts import AllReduce
-from validators.limits import Limits
-from validators.profiles import limits_of
+from miner_guard.uploads import audit, remembered_settings
+from miner_guard.uploads.remembered_settings import Watched
+from miner_guard.validators import shapes
+from miner_guard.validators.facts import AllReduce
+from miner_guard.validators.limits import Limits
+from miner_guard.validators.profiles import limits_of
 
 _EXITS = {"accepted": OK, "rejected": FAILED, "unknown": UNAVAILABLE}
 

@@ -27,7 +27,7 @@ def command(
     from miner_guard.cli.working import Working
     from miner_guard.eventlog.redact import Redactor
     from miner_guard.reporting.bundle import collect, pack
-    from uploads.repos.credentials import beside
+    from miner_guard.uploads.repos.credentials import beside
 
     place = open_guard(config, name, state_dir)
     earliest = options.earliest(since)

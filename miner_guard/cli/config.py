@@ -53,7 +53,7 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Show the effective settings and where each came from; secrets are masked."""
-    from uploads.repos import credentials
+    from miner_guard.uploads.repos import credentials
 
     if schema:
         from miner_guard.config.json_schema import document
@@ -89,8 +89,8 @@ def _validate(file: Path) -> None:
     """Check `file`, its patterns and the profile that it names. Raises Refused (78) with the file,
     the key and the allowed values."""
     from miner_guard.config import loading
-    from validators.profiles import chosen
-    from validators.profiles.checks import defects
+    from miner_guard.validators.profiles import chosen
+    from miner_guard.validators.profiles.checks import defects
 
     try:
         loaded = loading.load(file, env={})

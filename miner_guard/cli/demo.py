@@ -183,7 +183,7 @@ def _summary(state: StateDir, wall_s: float, helpers_s: float) -> None:
 
 def _blocked(state: StateDir) -> int:
     """Return the number of blocking decisions in the ledger; 0 if it can't be read."""
-    from uploads import ledger_readers
+    from miner_guard.uploads import ledger_readers
 
     return sum(
         not row["allowed"]

@@ -17,18 +17,18 @@ from miner_guard.cli.working import Working
 from miner_guard.config import GateSettings
 from miner_guard.eventlog import catalog
 from miner_guard.exits import CONFIG, FAILED, OK, USAGE, Refused
-from uploads import inputs as gate_inputs
-from uploads import remembered_settings
-from uploads.decision import GateDecision
-from uploads.gate import decide, replay
-from uploads.inputs import GateInputs
-from uploads.ledger import Ledger
-from uploads.ledger_readers import ReadOnlyLedger
-from validators import shapes
-from validators.facts import Candidate
-from validators.inspection import inspect_file
-from validators.limits import Limits
-from validators.profiles import limits_of
+from miner_guard.uploads import inputs as gate_inputs
+from miner_guard.uploads import remembered_settings
+from miner_guard.uploads.decision import GateDecision
+from miner_guard.uploads.gate import decide, replay
+from miner_guard.uploads.inputs import GateInputs
+from miner_guard.uploads.ledger import Ledger
+from miner_guard.uploads.ledger_readers import ReadOnlyLedger
+from miner_guard.validators import shapes
+from miner_guard.validators.facts import Candidate
+from miner_guard.validators.inspection import inspect_file
+from miner_guard.validators.limits import Limits
+from miner_guard.validators.profiles import limits_of
 
 _THERE: Any = {"exists": True, "dir_okay": False}
 

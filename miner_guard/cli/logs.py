@@ -112,7 +112,7 @@ def _ledger(
 ) -> Iterator[bytes]:
     """The ledger's rows, oldest first. Raises Refused: 64 for an unknown table, 1 if the table is
     empty."""
-    from uploads.ledger_readers import ReadOnlyLedger
+    from miner_guard.uploads.ledger_readers import ReadOnlyLedger
 
     ledger = ReadOnlyLedger(state.ledger)
     try:

@@ -84,7 +84,7 @@ def open_context(
     # Import here, not above: these imports take most of the start-up time, and commands such as
     # `logs` read no settings.
     from miner_guard.config import loading
-    from validators.profiles import chosen
+    from miner_guard.validators.profiles import chosen
 
     try:
         # Load twice: the first pass only determines which profile applies.
@@ -110,8 +110,8 @@ def _dotenv(repo: RepoSettings) -> tuple[str, Mapping[str, str]] | None:
     from the environment."""
     if repo.credentials != "dotenv":
         return None
-    from uploads.repos.base import RepoError
-    from uploads.repos.credentials import find
+    from miner_guard.uploads.repos.base import RepoError
+    from miner_guard.uploads.repos.credentials import find
 
     try:
         return repo.credentials_file or ".env", find(repo)
@@ -122,7 +122,7 @@ def _dotenv(repo: RepoSettings) -> tuple[str, Mapping[str, str]] | None:
 
 def settings_of_profile(profile: str) -> Mapping[str, Any]:
     """Return a profile's defaults for guard.toml. Raises Refused (78) if the profile is invalid."""
-    from validators.profiles import load_profile
+    from miner_guard.validators.profiles import load_profile
 
     try:
         return load_profile(profile).settings

@@ -26,7 +26,7 @@ def command(
     from miner_guard.cli.working import Working
     from miner_guard.eventlog import query
     from miner_guard.reporting.report import render
-    from uploads import ledger_readers
+    from miner_guard.uploads import ledger_readers
 
     place = open_guard(config, name, state_dir)
     earliest = options.earliest(since)

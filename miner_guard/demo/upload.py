@@ -16,8 +16,8 @@ from miner_guard.demo.miner_log import MinerLog
 from miner_guard.demo.model import Shape
 from miner_guard.demo.options import Options
 from miner_guard.demo.outer import OuterOptimizer
-from uploads.publisher import PublishError, Revision
-from uploads.push import push
+from miner_guard.uploads.publisher import PublishError, Revision
+from miner_guard.uploads.push import push
 
 RUN = 1
 _BLOCKS_KEPT = 20

@@ -23,8 +23,6 @@ _LIBRARIES = frozenset(
         "datasets",
         "numpy",
         "miner_guard",
-        "uploads",
-        "validators",
         "boto3",
         "botocore",
         "urllib3",

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 from miner_guard.config import RepoSettings
 from miner_guard.system import probe
-from uploads.repos.base import RepoError
-from uploads.repos.credentials import find, first
+from miner_guard.uploads.repos.base import RepoError
+from miner_guard.uploads.repos.credentials import find, first
 
 
 def skew_s(url: str, timeout_s: float) -> float:

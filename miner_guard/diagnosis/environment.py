@@ -92,35 +92,6 @@ def _packages(s: Snapshot) -> Iterator[Check]:
         seen = "the miner's interpreter can't import miner_guard"
         step = "install miner-guard into the miner's environment, or use --attach log"
         yield Check("env.miner_guard", "warn" if hooked else "unknown", seen, "importable", step)
-    elif p["validators"] is None:
-        seen = "miner_guard is installed, but its package `validators` is missing"
-        step = "reinstall miner-guard in the miner's environment"
-        yield Check("env.validators", "critical", seen, "the guard's own", step)
-    elif not p["validators_ours"]:
-        seen = (
-            f"`validators` is a different package here ({p['validators']}): it shadows the guard's"
-        )
-        step = "pip uninstall validators in the miner's environment, then reinstall miner-guard"
-        yield Check("env.validators", "critical", seen, "the guard's own", step)
-    elif shared := p.get("validators_shared"):
-        yield _shared_package(shared)
-
-
-def _shared_package(other: Mapping[str, Any]) -> Check:
-    """Report a package that shares our package's name. Both work until one is reinstalled; removing
-    the other one deletes some of our files."""
-    users = other["needed_by"]
-    seen = (
-        f"the PyPI package `validators` {other['version']} is installed over the guard's package "
-        "of that name"
-        + (f"; required by {', '.join(users)}" if users else "; no installed package requires it")
-    )
-    alone = (
-        "give the guard a separate venv, and start the miner with the full path of its own Python: "
-        "`GUARD_VENV/bin/miner-guard run --attach … -- MINER_VENV/bin/python …`"
-    )
-    remove = "pip uninstall validators, then reinstall miner-guard"
-    return Check("env.validators", "warn", seen, "the guard's own", alone if users else remove)
 
 
 def _extras(s: Snapshot) -> Iterator[Check]:

@@ -12,9 +12,9 @@ from typing import Any
 
 from miner_guard.config import RepoSettings
 from miner_guard.system import probe
-from uploads.repos import open_repo
-from uploads.repos.base import Repo, RepoError
-from uploads.repos.credentials import find, first
+from miner_guard.uploads.repos import open_repo
+from miner_guard.uploads.repos.base import Repo, RepoError
+from miner_guard.uploads.repos.credentials import find, first
 
 _NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "s3": (

@@ -14,7 +14,7 @@ from miner_guard.diagnosis.expectation import Expectation, expected
 from miner_guard.diagnosis.gpu_count import ranks_of
 from miner_guard.state_dir import StateDir, read_json
 from miner_guard.system.launcher_args import number_of, value_of
-from validators.profiles import chosen, load_profile
+from miner_guard.validators.profiles import chosen, load_profile
 
 
 @dataclass(frozen=True)

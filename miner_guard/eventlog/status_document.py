@@ -134,7 +134,7 @@ class RepoStatus(Section):
 
 @dataclass(frozen=True)
 class ForecastStatus(Section):
-    """The fields of `uploads.forecast.Forecast`."""
+    """The fields of `miner_guard.uploads.forecast.Forecast`."""
 
     min_inner_step: int | None = None
     eta_s: float | None = None

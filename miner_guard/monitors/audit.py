@@ -11,12 +11,12 @@ from miner_guard.config import Config
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.monitors.base import Context, Monitor
 from miner_guard.system.once import OncePer
-from validators.facts import AllReduce
-from validators.limits import Limits
-from validators.profiles import chosen, limits_of
+from miner_guard.validators.facts import AllReduce
+from miner_guard.validators.limits import Limits
+from miner_guard.validators.profiles import chosen, limits_of
 
 if TYPE_CHECKING:
-    from uploads.audit import AuditReport, Known
+    from miner_guard.uploads.audit import AuditReport, Known
 
 _EVERY_S = 600.0
 _REPEAT_S = 3600.0
@@ -62,9 +62,9 @@ class AuditMonitor(Monitor):
 
     def _report(self) -> AuditReport:
         # Import late: a guard that audits nothing does not need the rules.
-        from uploads import audit
-        from uploads.audit_memory import AuditMemory
-        from validators import shapes
+        from miner_guard.uploads import audit
+        from miner_guard.uploads.audit_memory import AuditMemory
+        from miner_guard.validators import shapes
 
         config = self.context.config
         if self._known is None:

@@ -12,10 +12,10 @@ from miner_guard.health import chain
 from miner_guard.health.chain import ChainReading
 from miner_guard.monitors.base import Context, Monitor
 from miner_guard.system.once import OncePer
-from uploads.network import NetworkProgress, network_of, progress
-from validators.facts import Network
-from validators.limits import Limits
-from validators.profiles import limits_of
+from miner_guard.uploads.network import NetworkProgress, network_of, progress
+from miner_guard.validators.facts import Network
+from miner_guard.validators.limits import Limits
+from miner_guard.validators.profiles import limits_of
 
 _STATUS_EVERY_S = 600.0
 _REPEAT_S = 900.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.flight_recorder.journal import UploadEntry
-from validators.facts import Published
+from miner_guard.validators.facts import Published
 
 VERIFY_AFTER_S = (0.0, 3.0, 10.0)
 """Seconds to wait before each check of a push: a mismatch must be seen twice, an unreadable repo

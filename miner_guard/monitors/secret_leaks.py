@@ -12,7 +12,7 @@ from miner_guard.eventlog.line_templates import template
 from miner_guard.eventlog.redact import SECRET_NAME
 from miner_guard.monitors.base import Context, Launch, Monitor
 from miner_guard.system.once import Once
-from uploads.repos.credentials import beside
+from miner_guard.uploads.repos.credentials import beside
 
 _COMMITMENT = b"Commitment - ["
 _MIN_LENGTH = 12

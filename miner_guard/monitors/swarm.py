@@ -10,7 +10,7 @@ from miner_guard.attach.patterns import patterns
 from miner_guard.detectors.log_lines import AllReduceEnd, Patterns, PeersLine, read_swarm
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.monitors.base import Context, Launch, Monitor
-from validators.profiles import chosen
+from miner_guard.validators.profiles import chosen
 
 _REPEAT_S = 600.0
 """Peers may come and go at every outer step: a loss of peers is reported again after this long, or

@@ -35,20 +35,20 @@ from miner_guard.monitors.pushes import (
     tag_of,
     took,
 )
-from uploads import inputs as gate_inputs
-from uploads import remembered_settings
-from uploads.commitments import commitment_of, configured
-from uploads.inputs import GateInputs
-from uploads.ledger import Ledger
-from uploads.ledger_readers import RemoteLedger
-from uploads.repos import look_at
-from uploads.verify import Reported, verify
-from uploads.watch import DecisionNotifier, ForecastWatch, RepoWatch, note_of
-from validators.commitment import fingerprint
-from validators.facts import Network, Published
-from validators.layout import Layout
-from validators.limits import Limits
-from validators.profiles import limits_of
+from miner_guard.uploads import inputs as gate_inputs
+from miner_guard.uploads import remembered_settings
+from miner_guard.uploads.commitments import commitment_of, configured
+from miner_guard.uploads.inputs import GateInputs
+from miner_guard.uploads.ledger import Ledger
+from miner_guard.uploads.ledger_readers import RemoteLedger
+from miner_guard.uploads.repos import look_at
+from miner_guard.uploads.verify import Reported, verify
+from miner_guard.uploads.watch import DecisionNotifier, ForecastWatch, RepoWatch, note_of
+from miner_guard.validators.commitment import fingerprint
+from miner_guard.validators.facts import Network, Published
+from miner_guard.validators.layout import Layout
+from miner_guard.validators.limits import Limits
+from miner_guard.validators.profiles import limits_of
 
 _WRITE_EVERY_S = 60.0
 _AUDITS = {"audit_passed": "accepted", "audit_failed": "rejected", "audit_unknown": "unknown"}

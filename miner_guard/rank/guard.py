@@ -35,8 +35,8 @@ from miner_guard.rank.introspection.compiled import compiling
 from miner_guard.rank.recorder import CLOSED, ENDED, FAILED, FINISHED, Recorder, describe
 from miner_guard.rank.steps import Stepper
 from miner_guard.rank.upload import UploadRecorder
-from uploads.decision import GateDecision
-from validators.facts import Candidate
+from miner_guard.uploads.decision import GateDecision
+from miner_guard.validators.facts import Candidate
 
 if TYPE_CHECKING:
     from miner_guard.flight_recorder import _hot

@@ -8,7 +8,7 @@ from types import TracebackType
 from miner_guard.flight_recorder import journal
 from miner_guard.rank.phases import AnyPhase
 from miner_guard.rank.recorder import Recorder, describe
-from uploads.decision import GateDecision
+from miner_guard.uploads.decision import GateDecision
 
 
 class UploadRecorder:

@@ -45,7 +45,7 @@ from miner_guard.reporting.report_curves import curves
 from miner_guard.reporting.report_data import Data, LogReader
 from miner_guard.reporting.report_tables import inline
 from miner_guard.system import inherited
-from uploads import ledger_readers
+from miner_guard.uploads import ledger_readers
 
 PATIENCE_S = 10.0
 """Connections without a complete request after this many seconds are closed."""

@@ -61,7 +61,7 @@ from miner_guard.system.clock import SystemClock
 from miner_guard.system.helpers import end_helpers
 from miner_guard.system.once import Once
 from miner_guard.system.processes import HELPER
-from uploads.repos.credentials import beside
+from miner_guard.uploads.repos.credentials import beside
 
 _LAST_WORDS_S = 2.0
 _SWITCH_S = 0.001

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.config import GateSettings, RepoSettings
+from miner_guard.uploads import audit
+from miner_guard.validators.facts import Network
+from miner_guard.validators.limits import Limits
+from miner_guard.validators.profiles import load_profile
 from tests.benchmarks.frame import Row
-from uploads import audit
-from validators.facts import Network
-from validators.limits import Limits
-from validators.profiles import load_profile
 
 TITLE = "Audit"
 SIZES_MB = [int(size) for size in os.environ.get("BENCH_AUDIT_MB", "100 1000").split()]

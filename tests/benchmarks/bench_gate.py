@@ -9,16 +9,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from miner_guard.config import GateSettings
+from miner_guard.uploads import gate
+from miner_guard.uploads import inputs as gate_inputs
+from miner_guard.uploads.inputs import GateInputs
+from miner_guard.validators.facts import Candidate, Network, Published
+from miner_guard.validators.in_memory import contents
+from miner_guard.validators.limits import Limits
+from miner_guard.validators.outline import outline
+from miner_guard.validators.profiles import load_profile
+from miner_guard.validators.shapes import Shapes
 from tests.benchmarks.frame import Row, per_call
-from uploads import gate
-from uploads import inputs as gate_inputs
-from uploads.inputs import GateInputs
-from validators.facts import Candidate, Network, Published
-from validators.in_memory import contents
-from validators.limits import Limits
-from validators.outline import outline
-from validators.profiles import load_profile
-from validators.shapes import Shapes
 
 TITLE = "Gate"
 _TARGET = "<= 200 µs"

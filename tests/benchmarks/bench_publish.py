@@ -16,15 +16,15 @@ from pathlib import Path
 import psutil
 
 from miner_guard.config import RepoSettings
+from miner_guard.uploads.journal import Journal, journal_path
+from miner_guard.uploads.publisher import Publisher, Revision
+from miner_guard.uploads.push import push
+from miner_guard.uploads.repos import open_repo
+from miner_guard.uploads.repos.base import METADATA, Repo, StagedObject
+from miner_guard.uploads.repos.s3 import S3Repo
 from tests.benchmarks.frame import Row
 from tests.servers import s3
 from tests.servers.revisions import revision
-from uploads.journal import Journal, journal_path
-from uploads.publisher import Publisher, Revision
-from uploads.push import push
-from uploads.repos import open_repo
-from uploads.repos.base import METADATA, Repo, StagedObject
-from uploads.repos.s3 import S3Repo
 
 TITLE = "Publishing"
 BUCKET = "llama-4b-ws-4-007"

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from miner_guard.config import RepoSettings
+from miner_guard.uploads.repos import open_repo
+from miner_guard.uploads.repos.base import DOCUMENT_LIMIT, RepoError
 from tests.faults.guarded import Guarded, living, until
 from tests.support.opened_files import OpenedFiles
-from uploads.repos import open_repo
-from uploads.repos.base import DOCUMENT_LIMIT, RepoError
 
 FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1, "health.sample_every_s": 600}
 NOBODY = 65534

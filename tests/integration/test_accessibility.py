@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from miner_guard.reporting.report import render
+from miner_guard.uploads import ledger_readers
 from tests.support import requires
 from tests.support.http_port import Port
 from tests.support.page_states import hang, no_gpu, sixteen_ranks
-from uploads import ledger_readers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from miner_guard.config import GateSettings, RepoSettings
+from miner_guard.uploads import audit
+from miner_guard.uploads.network import NetworkProgress, progress
+from miner_guard.validators.commitment import fingerprint
+from miner_guard.validators.facts import Network
+from miner_guard.validators.limits import Limits
+from miner_guard.validators.profiles import load_profile
 from tests.servers import s3
 from tests.support import requires
-from uploads import audit
-from uploads.network import NetworkProgress, progress
-from validators.commitment import fingerprint
-from validators.facts import Network
-from validators.limits import Limits
-from validators.profiles import load_profile
 
 torch = pytest.importorskip("torch", reason="gradients.pt is torch's format")
 

@@ -16,9 +16,9 @@ import pytest
 
 from miner_guard.eventlog.query import Query, search
 from miner_guard.system.clock import parse_iso_utc
+from miner_guard.uploads.repos.base import METADATA, epoch_key
 from tests.support.fake_nvml import FakeNvml, fake_nvml, nvml_library
 from tests.support.faulty_files import FaultyFiles, faulty_files, faulty_library
-from uploads.repos.base import METADATA, epoch_key
 
 __all__ = ["fake_nvml", "faulty_files", "faulty_library", "nvml_library"]
 

@@ -76,7 +76,7 @@ def test_the_sdist_is_the_whole_source(built: Built) -> None:
 def test_the_wheel_holds_the_packages_and_ops_and_nothing_else(built: Built) -> None:
     with zipfile.ZipFile(built.wheel) as archive:
         names = set(archive.namelist())
-    packages = tracked("miner_guard", "uploads", "validators", "monitoring_cost_tracker.py")
+    packages = tracked("miner_guard", "monitoring_cost_tracker.py")
     data = f"miner_guard-{__version__}.data/data/share/miner-guard/"
     assert packages - names == set()
     assert {name for name in names if "/ops/" in name} == {data + name for name in tracked("ops")}
@@ -84,8 +84,6 @@ def test_the_wheel_holds_the_packages_and_ops_and_nothing_else(built: Built) -> 
     assert {name.split("/")[0].split("-")[0] for name in names} == {
         "miner_guard",
         "monitoring_cost_tracker.py",
-        "uploads",
-        "validators",
     }
 
 

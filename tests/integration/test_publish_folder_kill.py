@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
+from miner_guard.uploads.journal import COMMITTING, Journal, journal_path
+from miner_guard.uploads.publisher import Publisher, Revision
+from miner_guard.uploads.repos.base import METADATA, ObjectInfo, epoch_key
+from miner_guard.uploads.repos.local import LocalRepo
+from miner_guard.validators.facts import Published
+from miner_guard.validators.metadata import mixed
 from tests.servers.revisions import OUTER_STEP, revision
-from uploads.journal import COMMITTING, Journal, journal_path
-from uploads.publisher import Publisher, Revision
-from uploads.repos.base import METADATA, ObjectInfo, epoch_key
-from uploads.repos.local import LocalRepo
-from validators.facts import Published
-from validators.metadata import mixed
 
 SHOWN = (
     epoch_key(OUTER_STEP, "gradients.pt"),
@@ -174,7 +174,7 @@ def test_an_upload_whose_staged_files_are_gone_is_replaced_by_the_next(tmp_path:
 _DIES = """
 import os, signal, sys
 from pathlib import Path
-from uploads.recovery_process import start
+from miner_guard.uploads.recovery_process import start
 recovery = start({}, Path(sys.argv[1]), os.open(sys.argv[1], os.O_RDWR | os.O_CREAT))
 os.kill(recovery.pid, signal.SIGSTOP)
 print(recovery.pid, flush=True)

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 from miner_guard.config import RepoSettings
+from miner_guard.uploads.journal import Journal, journal_path
+from miner_guard.uploads.publisher import Cancelled, Publisher, PublishError, Retry, Revision
+from miner_guard.uploads.repos import look_at, open_repo
+from miner_guard.uploads.repos.base import RepoError
 from tests.servers import hub, s3
 from tests.servers.killing import publishers, push_request, wait_for_the_recovery
 from tests.servers.revisions import inner_step_of, revision
 from tests.support import requires
-from uploads.journal import Journal, journal_path
-from uploads.publisher import Cancelled, Publisher, PublishError, Retry, Revision
-from uploads.repos import look_at, open_repo
-from uploads.repos.base import RepoError
 
 REPO_ID = "me/llama-4b-ws-4-007"
 OLDER = "huggingface_hub==0.25.2"
@@ -240,7 +240,7 @@ def test_each_generation_publishes_the_same_files(
 ) -> None:
     settings, state = server
     pushed = subprocess.run(
-        [sys.executable, "-m", "uploads.push"],
+        [sys.executable, "-m", "miner_guard.uploads.push"],
         input=push_request(settings, revision(tmp_path, 50, LARGE), tmp_path),
         env={**os.environ, **generation},
         capture_output=True,

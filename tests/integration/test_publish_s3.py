@@ -16,16 +16,16 @@ import psutil
 import pytest
 
 from miner_guard.config import RepoSettings
+from miner_guard.uploads.journal import Journal, journal_path
+from miner_guard.uploads.publisher import Cancelled, Publisher, PublishError, Retry, Revision
+from miner_guard.uploads.push import push
+from miner_guard.uploads.repos import look_at, open_repo
+from miner_guard.uploads.repos.base import RepoError, epoch_key
+from miner_guard.validators.metadata import mixed
 from tests.servers import s3
 from tests.servers.killing import publishers, wait_for_the_recovery
 from tests.servers.revisions import inner_step_of, revision
 from tests.support import requires
-from uploads.journal import Journal, journal_path
-from uploads.publisher import Cancelled, Publisher, PublishError, Retry, Revision
-from uploads.push import push
-from uploads.repos import look_at, open_repo
-from uploads.repos.base import RepoError, epoch_key
-from validators.metadata import mixed
 
 BUCKET = "llama-4b-ws-4-007"
 MANY = 12 * 1024 * 1024
@@ -318,7 +318,7 @@ def test_never_two_at_once_and_no_key_on_a_command_line(
     while not faults.requests:
         time.sleep(0.02)
     commands = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
-    for module in ("uploads.push", "uploads.recovery_process"):
+    for module in ("miner_guard.uploads.push", "miner_guard.uploads.recovery_process"):
         assert any(module in command for command in commands)
     assert not any(key in command for command in commands for key in s3.KEYS.values()), (
         "a key on a command line"

@@ -13,13 +13,13 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from miner_guard.uploads.journal import Journal, journal_path
+from miner_guard.uploads.publisher import Publisher, Retry
+from miner_guard.uploads.repos import open_repo
+from miner_guard.uploads.repos.base import Repo
+from miner_guard.uploads.repos.s3 import S3Repo
 from tests.servers import s3
 from tests.servers.revisions import inner_step_of, revision
-from uploads.journal import Journal, journal_path
-from uploads.publisher import Publisher, Retry
-from uploads.repos import open_repo
-from uploads.repos.base import Repo
-from uploads.repos.s3 import S3Repo
 
 GRADIENTS = "epoch-3/gradients.pt"
 BYTES = 40 * 1024 * 1024

@@ -16,10 +16,10 @@ import pytest
 
 from miner_guard.flight_recorder.reader import FlightReader
 from miner_guard.state_dir import StateDir
+from miner_guard.uploads.inputs import GateInputs, write
+from miner_guard.validators.facts import Published
 from tests.support import requires
 from tests.support.launcher import launch
-from uploads.inputs import GateInputs, write
-from validators.facts import Published
 
 RANKS = 3
 """A leader, the rank that deviates, and one in between."""

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from miner_guard.cli.main import run
+from miner_guard.uploads.journal import Journal, journal_path
+from miner_guard.uploads.ledger_readers import ReadOnlyLedger
+from miner_guard.uploads.publisher import Publisher
+from miner_guard.uploads.repos.local import LocalRepo
 from tests.servers.revisions import revision
-from uploads.journal import Journal, journal_path
-from uploads.ledger_readers import ReadOnlyLedger
-from uploads.publisher import Publisher
-from uploads.repos.local import LocalRepo
 
 GUARD = "from miner_guard.cli.main import main; main()"
 SCRIPT = Path(__file__).parent / "scripts" / "uploading_miner.py"

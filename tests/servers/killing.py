@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from miner_guard.config import RepoSettings
+from miner_guard.uploads.journal import PublishInProgress, exclusively, journal_path
+from miner_guard.uploads.publisher import Revision
 from tests.support.forks import Forks, forks
-from uploads.journal import PublishInProgress, exclusively, journal_path
-from uploads.publisher import Revision
 
 
 class Requests(list[str]):
@@ -39,7 +39,7 @@ class Watched(Protocol):
 
 
 def push_request(settings: RepoSettings, what: Revision, folder: Path) -> str:
-    """The request that `python -m uploads.push` reads from its stdin."""
+    """The request that `python -m miner_guard.uploads.push` reads from its stdin."""
     return json.dumps(
         {
             "repo": asdict(settings),
@@ -52,7 +52,7 @@ def push_request(settings: RepoSettings, what: Revision, folder: Path) -> str:
 
 _PUSH = """
 import importlib, os, sys
-from uploads import push
+from miner_guard.uploads import push
 importlib.import_module(sys.argv[1])
 def work():
     sys.stdin = open(sys.argv[2])

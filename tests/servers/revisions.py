@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from uploads.publisher import Revision
+from miner_guard.uploads.publisher import Revision
 
 OUTER_STEP = 3
 

@@ -13,7 +13,7 @@ from miner_guard.eventlog.redact import Redactor
 from miner_guard.monitors.base import Context
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
-from uploads.repos.credentials import beside
+from miner_guard.uploads.repos.credentials import beside
 
 
 def context(folder: Path, **given: Any) -> Context:

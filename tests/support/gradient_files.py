@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from validators.inspect_gradients import examine
-from validators.limits import Limits
-from validators.shapes import Shapes
+from miner_guard.validators.inspect_gradients import examine
+from miner_guard.validators.limits import Limits
+from miner_guard.validators.shapes import Shapes
 
 torch = pytest.importorskip("torch", reason="gradients.pt is torch's format")
 

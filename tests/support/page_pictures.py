@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.reporting.report import render
+from miner_guard.uploads import ledger_readers
 from tests.support.page_states import STATES
-from uploads import ledger_readers
 
 _GONE_S = 900.0
 TITLES = {

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from miner_guard.config import GateSettings, RepoSettings
+from miner_guard.uploads import audit
+from miner_guard.validators.facts import Network
+from miner_guard.validators.limits import Limits
+from miner_guard.validators.profiles import load_profile
+from miner_guard.validators.shapes import Shapes
 from tests.support.gradient_files import looked_at
-from uploads import audit
-from validators.facts import Network
-from validators.limits import Limits
-from validators.profiles import load_profile
-from validators.shapes import Shapes
 
 torch = pytest.importorskip("torch", reason="gradients.pt is torch's format")
 

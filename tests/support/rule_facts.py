@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from miner_guard.config import GateSettings
-from validators import commitment
-from validators.facts import Candidate, Facts, Network, Published
-from validators.limits import Limits
-from validators.profiles import load_profile
+from miner_guard.validators import commitment
+from miner_guard.validators.facts import Candidate, Facts, Network, Published
+from miner_guard.validators.limits import Limits
+from miner_guard.validators.profiles import load_profile
 
 NOW = 10_000.0
 SN38_NUMBERS = load_profile("sn38").limits

@@ -41,13 +41,13 @@ from miner_guard.supervisor.attribution import Attribution, how_it_ended
 from miner_guard.supervisor.restart import Again, Failure, RestartPolicy
 from miner_guard.supervisor.startup.predecessor import killed_guard
 from miner_guard.system.clock import FakeClock, iso_utc
+from miner_guard.uploads import inputs as gate_inputs
+from miner_guard.uploads.gate import decide
+from miner_guard.uploads.ledger import Ledger
+from miner_guard.validators.facts import Candidate, Network, Published
 from tests.support.contexts import IdleControl, JobsAtOnce, context
 from tests.support.simulated_parts import LogOnDisk, Source
 from tests.support.simulated_training import COSTS, SimulatedTraining, cost_ledger
-from uploads import inputs as gate_inputs
-from uploads.gate import decide
-from uploads.ledger import Ledger
-from validators.facts import Candidate, Network, Published
 
 RUN_ID = "3f9c21d7a04e"
 STEP_S = 15.0

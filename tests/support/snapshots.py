@@ -28,9 +28,6 @@ PACKAGES: dict[str, Any] = {
     "python": "3.11.7",
     "executable": "/usr/bin/python3",
     "miner_guard": True,
-    "validators": "/x/validators",
-    "validators_ours": True,
-    "validators_shared": None,
     "pynvml_shim": None,
     "nvidia_ml_py": "13.0",
 }

@@ -15,10 +15,10 @@ from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.monitors import uploads as module
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
+from miner_guard.uploads import inputs as gate_inputs
+from miner_guard.uploads.gate import decide
+from miner_guard.validators.facts import Candidate, Published
 from tests.support.contexts import JobsLater, context
-from uploads import inputs as gate_inputs
-from uploads.gate import decide
-from validators.facts import Candidate, Published
 
 
 class Bench:

@@ -16,16 +16,16 @@ import torch
 
 from miner_guard.config import GateSettings, RepoSettings
 from miner_guard.system import probe
+from miner_guard.uploads import audit, audit_probe
+from miner_guard.uploads.repos.base import RepoError
+from miner_guard.validators.commitment import fingerprint
+from miner_guard.validators.facts import Network
+from miner_guard.validators.inspect_gradients import examine
+from miner_guard.validators.limits import Limits
+from miner_guard.validators.profiles import load_profile
+from miner_guard.validators.shapes import Shapes
 from tests.truth import states
 from tests.truth.server import Server
-from uploads import audit, audit_probe
-from uploads.repos.base import RepoError
-from validators.commitment import fingerprint
-from validators.facts import Network
-from validators.inspect_gradients import examine
-from validators.limits import Limits
-from validators.profiles import load_profile
-from validators.shapes import Shapes
 
 SHAPES = Shapes({name: list(shape) for name, shape in states.SHAPES.items()})
 _KEYS = {
@@ -36,7 +36,7 @@ _KEYS = {
 
 
 def _ask(module: str, request: Mapping[str, Any], deadline_s: float, **how: Any) -> probe.Answer:
-    assert module == "uploads.audit_probe"
+    assert module == "miner_guard.uploads.audit_probe"
     try:
         value = audit_probe.answer(dict(request), how.get("env"))
     except RepoError as error:

@@ -18,8 +18,8 @@ from miner_guard.flight_recorder.reader import FlightReader
 from miner_guard.rank.consensus import gating
 from miner_guard.rank.guard import Guard
 from miner_guard.state_dir import StateDir
+from miner_guard.uploads.decision import GateDecision
 from tests.unit.rank.helpers import place, reader_of
-from uploads.decision import GateDecision
 
 BASE = """
 class BaseMinerNeuron:

@@ -16,13 +16,13 @@ from miner_guard.attach.adapter import Adapter
 from miner_guard.attach.sn38_uploads import Sn38Uploads
 from miner_guard.rank.guard import Guard
 from miner_guard.state_dir import StateDir
+from miner_guard.uploads import inputs as gate_inputs
+from miner_guard.uploads.inputs import GateInputs
+from miner_guard.validators import shapes
+from miner_guard.validators.facts import Network, Published
+from miner_guard.validators.profiles import load_profile
+from miner_guard.validators.shapes import Shapes
 from tests.unit.rank.helpers import entries, place
-from uploads import inputs as gate_inputs
-from uploads.inputs import GateInputs
-from validators import shapes
-from validators.facts import Network, Published
-from validators.profiles import load_profile
-from validators.shapes import Shapes
 
 torch = pytest.importorskip("torch", reason="gradients are torch's tensors")
 

@@ -17,16 +17,16 @@ from miner_guard.cli.main import run
 from miner_guard.config import Config, GateSettings, MinerSettings, RepoSettings
 from miner_guard.eventlog.catalog import message
 from miner_guard.state_dir import StateDir
+from miner_guard.uploads import audit, remembered_settings
+from miner_guard.uploads.audit_memory import AuditMemory
+from miner_guard.uploads.commitments import NAMES
+from miner_guard.validators.audit import epoch_scored
+from miner_guard.validators.commitment import fingerprint
+from miner_guard.validators.facts import Network
+from miner_guard.validators.limits import Limits
+from miner_guard.validators.profiles import load_profile
+from miner_guard.validators.shapes import Shapes
 from tests.support.published import FLAT, ages_to_the_hundred, chain, inspected_here, look, publish
-from uploads import audit, remembered_settings
-from uploads.audit_memory import AuditMemory
-from uploads.commitments import NAMES
-from validators.audit import epoch_scored
-from validators.commitment import fingerprint
-from validators.facts import Network
-from validators.limits import Limits
-from validators.profiles import load_profile
-from validators.shapes import Shapes
 
 __all__ = ["inspected_here"]
 

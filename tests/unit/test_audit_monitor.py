@@ -11,9 +11,9 @@ from miner_guard.config import Config, MinerSettings, RepoSettings
 from miner_guard.eventlog.catalog import Finding, make_finding, message
 from miner_guard.monitors.audit import AuditMonitor
 from miner_guard.system.clock import FakeClock
+from miner_guard.uploads import audit
+from miner_guard.validators.facts import AllReduce
 from tests.support.contexts import JobsLater, context
-from uploads import audit
-from validators.facts import AllReduce
 
 PUSHED = make_finding("upload_succeeded", tag="5.56.51", detail="-")
 

@@ -16,10 +16,10 @@ from miner_guard.health import chain
 from miner_guard.health.chain import ChainReading
 from miner_guard.health.chain_probe import committed_text
 from miner_guard.monitors.chain import ChainMonitor
+from miner_guard.uploads.network import NetworkProgress, master_bucket
+from miner_guard.validators.block_list import current_block
+from miner_guard.validators.facts import Network
 from tests.support.contexts import JobsNever, context
-from uploads.network import NetworkProgress, master_bucket
-from validators.block_list import current_block
-from validators.facts import Network
 
 SETTINGS = ChainSettings(
     network="ws://127.0.0.1:1", netuid=38, hotkey="5own", master_uid=0, timeout_s=20.0

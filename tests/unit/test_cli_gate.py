@@ -13,12 +13,12 @@ import pytest
 from miner_guard.cli.main import run
 from miner_guard.config import Config, GateSettings
 from miner_guard.state_dir import StateDir
-from uploads import inputs as gate_inputs
-from uploads import remembered_settings
-from uploads.gate import decide
-from uploads.inputs import GateInputs
-from uploads.ledger import Ledger
-from validators.facts import Candidate, Published
+from miner_guard.uploads import inputs as gate_inputs
+from miner_guard.uploads import remembered_settings
+from miner_guard.uploads.gate import decide
+from miner_guard.uploads.inputs import GateInputs
+from miner_guard.uploads.ledger import Ledger
+from miner_guard.validators.facts import Candidate, Published
 
 Ask = Callable[..., int]
 

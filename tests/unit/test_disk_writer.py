@@ -20,8 +20,8 @@ from miner_guard.eventlog.catalog import Finding
 from miner_guard.state_dir import StateDir
 from miner_guard.supervisor.disk import writer as writer_module
 from miner_guard.supervisor.disk.writer import STUCK_S, DiskWriter
+from miner_guard.uploads.ledger_readers import ReadOnlyLedger, RemoteLedger
 from tests.support.waiting import until
-from uploads.ledger_readers import ReadOnlyLedger, RemoteLedger
 
 LEDGER_ROW = {"reason": None, "age_s": 12.0}
 

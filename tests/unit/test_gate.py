@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from miner_guard.config import GateSettings
 from miner_guard.flight_recorder.journal import DecisionEntry
 from miner_guard.flight_recorder.layout import SLOT_PAYLOAD
-from uploads import inputs as gate_inputs
-from uploads.decision import GateDecision
-from uploads.gate import decide, replay
-from uploads.inputs import GateInputs
-from validators import min_inner_step, rules
-from validators.facts import Candidate, Facts, Network, Published
-from validators.limits import Limits
-from validators.profiles import load_profile
+from miner_guard.uploads import inputs as gate_inputs
+from miner_guard.uploads.decision import GateDecision
+from miner_guard.uploads.gate import decide, replay
+from miner_guard.uploads.inputs import GateInputs
+from miner_guard.validators import min_inner_step, rules
+from miner_guard.validators.facts import Candidate, Facts, Network, Published
+from miner_guard.validators.limits import Limits
+from miner_guard.validators.profiles import load_profile
 
 NOW, WALL = 10_000.0, 1_767_323_045.0
 SETTINGS = GateSettings()

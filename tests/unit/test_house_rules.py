@@ -20,7 +20,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_PACKAGES = ("miner_guard", "uploads", "validators")
+_PACKAGES = ("miner_guard",)
 _HOOK = REPO / "miner_guard" / "rank" / "guard.py"
 """What a miner calls: keyword-only, and fixed by contract."""
 
@@ -133,8 +133,8 @@ def _imports() -> dict[str, set[str]]:
 
 
 def _room(module: str) -> str:
-    """The room of a module, such as `miner_guard.cli`, `miner_guard.exits` or `uploads`."""
-    return ".".join(module.split(".")[: 2 if module.startswith("miner_guard") else 1])
+    """The room of a module, such as `miner_guard.cli` or `miner_guard.exits`."""
+    return ".".join(module.split(".")[:2])
 
 
 def test_modules_and_rooms_import_in_no_circle() -> None:
@@ -159,8 +159,10 @@ def test_the_import_contract_covers_every_rule() -> None:
     """A rule that the contract does not list could open a socket unnoticed."""
     tools = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]
     (pure,) = (c for c in tools["importlinter"]["contracts"] if c["name"] == "Rules are pure")
-    files = (REPO / "validators").glob("*.py")
-    rules = {f"validators.{path.stem}" for path in files if "\nRULE = " in path.read_text()}
+    files = (REPO / "miner_guard" / "validators").glob("*.py")
+    rules = {
+        f"miner_guard.validators.{path.stem}" for path in files if "\nRULE = " in path.read_text()
+    }
     missing = rules - set(pure["source_modules"])
     assert rules
     assert not missing, f'"Rules are pure" in pyproject.toml lacks {sorted(missing)}'

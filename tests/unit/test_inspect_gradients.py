@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from miner_guard.config import GateSettings
+from miner_guard.validators import inspect_gradients
+from miner_guard.validators.inspect_gradients import examine
+from miner_guard.validators.inspection import inspect_file
+from miner_guard.validators.limits import Limits
+from miner_guard.validators.profiles import load_profile
+from miner_guard.validators.shapes import Shapes
 from tests.support.gradient_files import FLAT, SHAPES, good, looked_at, saved
-from validators import inspect_gradients
-from validators.inspect_gradients import examine
-from validators.inspection import inspect_file
-from validators.limits import Limits
-from validators.profiles import load_profile
-from validators.shapes import Shapes
 
 torch = pytest.importorskip("torch", reason="gradients.pt is torch's format")
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from miner_guard.config import GateSettings, RepoSettings
-from uploads import audit
-from uploads.repos import look_at
-from uploads.repos.local import LocalRepo
-from validators.facts import Network
-from validators.layout import USUAL, Layout
-from validators.limits import Limits
-from validators.profiles import load_profile
+from miner_guard.uploads import audit
+from miner_guard.uploads.repos import look_at
+from miner_guard.uploads.repos.local import LocalRepo
+from miner_guard.validators.facts import Network
+from miner_guard.validators.layout import USUAL, Layout
+from miner_guard.validators.limits import Limits
+from miner_guard.validators.profiles import load_profile
 
 TEMPLAR = Layout.of(Limits.of(GateSettings(), load_profile("sn3").limits))
 

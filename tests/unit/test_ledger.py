@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from miner_guard.eventlog.catalog import Finding, message
-from uploads.ledger import Ledger
-from uploads.ledger_readers import ReadOnlyLedger
-from uploads.ledger_schema import TABLES
+from miner_guard.uploads.ledger import Ledger
+from miner_guard.uploads.ledger_readers import ReadOnlyLedger
+from miner_guard.uploads.ledger_schema import TABLES
 
 
 def test_a_damaged_ledger_is_set_aside_and_a_new_one_begun(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_rows_that_wait_at_the_end_are_written_or_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     findings = list[Finding]()
-    monkeypatch.setattr("uploads.ledger._MAX_WAITING", 3)
+    monkeypatch.setattr("miner_guard.uploads.ledger._MAX_WAITING", 3)
     ledger = Ledger(tmp_path / "ledger.sqlite3", findings.append, lambda: 0.0)
     for last in (False, True):
         ledger.restart(1.0, "crash", 1, 2.0)
@@ -189,8 +189,8 @@ def test_a_miner_that_asks_at_every_step_does_not_fill_the_disk_in_a_month(
 ) -> None:
     """The ledger was once cleaned only when it was opened: with 15 s steps it grew by 0.8 GB a
     month."""
-    monkeypatch.setattr("uploads.ledger.MAX_DECISIONS", 50)
-    monkeypatch.setattr("uploads.ledger._FORGET_EVERY", 20)
+    monkeypatch.setattr("miner_guard.uploads.ledger.MAX_DECISIONS", 50)
+    monkeypatch.setattr("miner_guard.uploads.ledger._FORGET_EVERY", 20)
     ledger = Ledger(tmp_path / "ledger.sqlite3")
     for number in range(200):
         _decide(ledger, number, 1e9 + number * 86400 / 4)
@@ -242,7 +242,7 @@ def test_a_row_that_still_fits_on_a_full_disk_does_not_end_the_fault(
         return whole(work)
 
     monkeypatch.setattr(ledger, "_done", full)
-    monkeypatch.setattr("uploads.ledger.has_room", lambda _where: room)
+    monkeypatch.setattr("miner_guard.uploads.ledger.has_room", lambda _where: room)
     for number in range(20):
         ledger.restart(float(number), "crash", 1, 2.0)
     assert [finding.event for finding in findings] == ["disk_full"]
@@ -266,7 +266,7 @@ def test_a_ledger_that_somebody_removed_is_recreated(
             path.unlink()
             ledger._trouble = "full"
             monkeypatch.setattr(
-                "uploads.ledger.has_room", lambda _where: ledger._connection is None
+                "miner_guard.uploads.ledger.has_room", lambda _where: ledger._connection is None
             )
     ledger.close()
     assert [row["wall"] for row in ReadOnlyLedger(path).rows("restarts")] == [2.0]
@@ -285,8 +285,8 @@ def test_a_folder_that_cannot_be_made_stops_nothing(tmp_path: Path) -> None:
 TRUNCATING = """
 import sys
 from pathlib import Path
-from uploads.ledger import Ledger
-from uploads.ledger_readers import RemoteLedger
+from miner_guard.uploads.ledger import Ledger
+from miner_guard.uploads.ledger_readers import RemoteLedger
 path = Path(sys.argv[1])
 writer, reader = Ledger(path), RemoteLedger(path, lambda statement, values: None)
 for number in range(3):

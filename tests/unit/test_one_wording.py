@@ -28,11 +28,11 @@ from miner_guard.reporting.http_server import LiveReport, ServerSettings, Site, 
 from miner_guard.reporting.report import render
 from miner_guard.state_dir import StateDir, read_json
 from miner_guard.system.clock import parse_iso_utc
+from miner_guard.uploads import ledger_readers
 from tests.support import simulated_guard
 from tests.support.contexts import context
 from tests.support.page_states import STATES
 from tests.support.simulated_guard import SimulatedGuard
-from uploads import ledger_readers
 
 _GONE_S = 900.0
 _SHORT = [name for name in STATES if name != "week"]

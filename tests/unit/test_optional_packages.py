@@ -38,9 +38,7 @@ def test_without_metadata_the_modules_are_named(
 def test_no_text_suggests_installing_an_unpublished_name() -> None:
     """A stranger could register the name, and what they upload would run beside hot keys."""
     texts = [
-        p
-        for folder in ("miner_guard", "uploads", "validators", "ops", "docs")
-        for p in (requires.REPO / folder).rglob("*")
+        p for folder in ("miner_guard", "ops", "docs") for p in (requires.REPO / folder).rglob("*")
     ]
     command = re.compile(r"(pip|uv|pipx)\s+(install|run|tool install)[^\n]*[\s'\"]miner[-_]guard\b")
     for path in [requires.REPO / "README.md", *texts]:

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miner_guard.config import GateSettings
-from validators.in_memory import contents
-from validators.limits import Limits
-from validators.outline import fits, outline
-from validators.profiles import load_profile
-from validators.shapes import Shapes
+from miner_guard.validators.in_memory import contents
+from miner_guard.validators.limits import Limits
+from miner_guard.validators.outline import fits, outline
+from miner_guard.validators.profiles import load_profile
+from miner_guard.validators.shapes import Shapes
 
 torch = pytest.importorskip("torch", reason="gradients are torch's tensors")
 

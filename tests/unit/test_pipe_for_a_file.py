@@ -14,7 +14,7 @@ from miner_guard.flight_recorder.reader import FlightReader
 from miner_guard.state_dir import StateDir, read_json, read_regular
 from miner_guard.supervisor.process.pid_registry import left_behind
 from miner_guard.supervisor.startup.predecessor import killed_guard
-from uploads import inputs
+from miner_guard.uploads import inputs
 
 READS: dict[str, Callable[[StateDir], object]] = {
     "any file": lambda state: _refused(lambda: read_regular(state.status)),

@@ -15,8 +15,8 @@ from miner_guard.flight_recorder.journal import TrainingEntry
 torch = pytest.importorskip("torch")
 
 from miner_guard.rank.introspection import diagnose, placement  # noqa: E402  only where torch is
-from validators import shapes  # noqa: E402
-from validators.shapes import Shapes  # noqa: E402
+from miner_guard.validators import shapes  # noqa: E402
+from miner_guard.validators.shapes import Shapes  # noqa: E402
 
 
 def test_a_process_without_a_cuda_context_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support import requires
 
-PACKAGES = ("miner_guard", "uploads", "validators")
+PACKAGES = ("miner_guard",)
 DOTTED = re.compile(r"[a-z]\w*(\.\w+)*\._[a-zA-Z]\w*(\.\w+)*")
 USED = {
     # Documented, whatever their names look like.

@@ -16,15 +16,15 @@ from miner_guard.monitors.base import Launch
 from miner_guard.monitors.log_attach import LogAttachMonitor
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
+from miner_guard.uploads.gate import decide
+from miner_guard.uploads.inputs import unknown
+from miner_guard.validators.facts import Candidate
+from miner_guard.validators.layout import USUAL, Layout
+from miner_guard.validators.limits import Limits
+from miner_guard.validators.profiles import load_profile, names
+from miner_guard.validators.profiles.checks import PATTERNS
 from tests.support.contexts import context
 from tests.support.output import show
-from uploads.gate import decide
-from uploads.inputs import unknown
-from validators.facts import Candidate
-from validators.layout import USUAL, Layout
-from validators.limits import Limits
-from validators.profiles import load_profile, names
-from validators.profiles.checks import PATTERNS
 
 HEAD = 'name = "x"\ntitle = "x"\nread_from = "x"\ndated = 2026-01-01\n'
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from miner_guard.uploads.journal import Journal, journal_path
+from miner_guard.uploads.publisher import Publisher, PublishError, Retry
+from miner_guard.uploads.repos.base import Missing, RepoError, RepoRefused
+from miner_guard.uploads.repos.local import LocalRepo
+from miner_guard.uploads.repos.s3 import S3Repo
+from miner_guard.uploads.repos.s3_errors import translated
 from tests.servers.revisions import revision
-from uploads.journal import Journal, journal_path
-from uploads.publisher import Publisher, PublishError, Retry
-from uploads.repos.base import Missing, RepoError, RepoRefused
-from uploads.repos.local import LocalRepo
-from uploads.repos.s3 import S3Repo
-from uploads.repos.s3_errors import translated
 
 QUICK = Retry(backoff_s=0.001)
 

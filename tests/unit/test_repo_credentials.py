@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from miner_guard.config import RepoSettings
-from uploads.repos.base import RepoError
-from uploads.repos.credentials import find, first, parse_dotenv
+from miner_guard.uploads.repos.base import RepoError
+from miner_guard.uploads.repos.credentials import find, first, parse_dotenv
 
 DOTENV = """
 # R2
@@ -68,7 +68,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_without_keys_the_missing_names_are_reported() -> None:
     pytest.importorskip("boto3")
-    from uploads.repos import open_repo
+    from miner_guard.uploads.repos import open_repo
 
     with pytest.raises(RepoError, match="the environment has no R2_WRITE_ACCESS_KEY_ID"):
         open_repo(RepoSettings(kind="s3", bucket="b-007"), {})

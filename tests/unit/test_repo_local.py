@@ -10,12 +10,19 @@ from pathlib import Path
 import pytest
 
 from miner_guard.config import RepoSettings
-from uploads.journal import Journal
-from uploads.publisher import Publisher, PublishError, Revision
-from uploads.push import push
-from uploads.repos import look_at
-from uploads.repos.base import CONFIG, GRADIENTS, METADATA, RepoError, StagedObject, epoch_key
-from uploads.repos.local import LocalRepo
+from miner_guard.uploads.journal import Journal
+from miner_guard.uploads.publisher import Publisher, PublishError, Revision
+from miner_guard.uploads.push import push
+from miner_guard.uploads.repos import look_at
+from miner_guard.uploads.repos.base import (
+    CONFIG,
+    GRADIENTS,
+    METADATA,
+    RepoError,
+    StagedObject,
+    epoch_key,
+)
+from miner_guard.uploads.repos.local import LocalRepo
 
 
 def publish(repo: LocalRepo, folder: Path, outer: int, inner: int) -> list[StagedObject]:
@@ -138,7 +145,7 @@ def test_a_journal_that_cannot_be_written_fails_the_upload_and_says_why(
 def test_a_publisher_that_ends_unread_is_an_upload_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("uploads.push.own_module", lambda _name: ["/bin/true"])
+    monkeypatch.setattr("miner_guard.uploads.push.own_module", lambda _name: ["/bin/true"])
     folder = tmp_path / ("x" * 100_000)
     with pytest.raises(PublishError, match="exited with 0 without returning a result"):
         push(

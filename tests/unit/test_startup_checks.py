@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -117,8 +114,6 @@ def test_a_secret_on_the_command_line_is_named_and_not_shown(
     ("change", "check", "level"),
     [
         ({"pynvml_shim": "13.0.1"}, "env.pynvml", "warn"),
-        ({"validators_ours": False}, "env.validators", "critical"),
-        ({"validators": None, "validators_ours": False}, "env.validators", "critical"),
         ({"miner_guard": False}, "env.miner_guard", "unknown"),
     ],
 )
@@ -177,74 +172,6 @@ def test_an_extra_that_the_settings_need_is_named_with_its_command(
 def test_every_extra_named_is_one_of_the_distributions() -> None:
     project = read_toml(Path(__file__).parents[2] / "pyproject.toml")["project"]
     assert {extra.name for extra in optional_deps.EXTRAS} <= project["optional-dependencies"].keys()
-
-
-def test_the_miners_interpreter_finds_an_unrelated_validators_package(tmp_path: Path) -> None:
-    (tmp_path / "validators").mkdir()
-    (tmp_path / "validators" / "__init__.py").write_text("")
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    # Not from the repository's folder, where our own package comes first.
-    answer = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"import sys; sys.path.insert(0, {str(Path(miner_side.__file__).parent)!r})\n"
-            "import json, miner_side; print(json.dumps(miner_side.packages({})))",
-        ],
-        env=env,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert '"validators_ours": false' in answer.stdout
-
-
-@pytest.mark.parametrize("order", ["ours first", "theirs first"])
-@pytest.mark.parametrize("users", [[], ["webtool"]])
-def test_a_distribution_of_the_same_name_is_reported_in_either_order(
-    tmp_path: Path, order: str, users: list[str]
-) -> None:
-    """The later package silently overwrites files of the earlier one."""
-    package = tmp_path / "validators"
-    package.mkdir()
-    (package / "__init__.py").write_text("theirs" if order == "ours first" else "ours")
-    (package / "verdict.py").write_text("")
-    info = tmp_path / "validators-0.35.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: validators\nVersion: 0.35.0\n")
-    (info / "RECORD").write_text("validators/__init__.py,,\nvalidators/url.py,,\n")
-    for user in users:
-        (tmp_path / f"{user}-1.0.dist-info").mkdir()
-        (tmp_path / f"{user}-1.0.dist-info" / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {user}\nVersion: 1.0\n"
-            "Requires-Dist: validators>=0.20\nRequires-Dist: validators-extra\n"
-        )
-    place = str(Path(miner_side.__file__).parent)
-    answer = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"import sys; sys.path.insert(0, {place!r})\n"
-            "import json, miner_side; print(json.dumps(miner_side.packages({})))",
-        ],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    printed = json.loads(answer.stdout)
-    assert printed["validators_shared"] == {"version": "0.35.0", "needed_by": users}
-    found = by_name(
-        environment.checks(
-            snapshot(packages={**PACKAGES, "validators_shared": printed["validators_shared"]})
-        )
-    )["env.validators"]
-    assert found.level == "warn"
-    assert "the PyPI package `validators` 0.35.0" in found.seen
-    step = str(found.next_step)
-    assert ("a separate venv" in step) if users else ("pip uninstall validators" in step)
 
 
 def test_the_subnets_minimum_compute() -> None:

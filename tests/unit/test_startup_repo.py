@@ -13,8 +13,8 @@ import pytest
 from miner_guard.config import Config, RepoSettings
 from miner_guard.diagnosis import clock_probe, repo_probe, storage
 from miner_guard.system import probe
+from miner_guard.uploads.repos import credentials
 from tests.support.snapshots import by_name, snapshot
-from uploads.repos import credentials
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from miner_guard.config import GateSettings
-from validators.limits import Limits
-from validators.profiles import load_profile
+from miner_guard.validators.limits import Limits
+from miner_guard.validators.profiles import load_profile
 
 torch = pytest.importorskip("torch", reason="gradients are torch's tensors")
 
+from miner_guard.validators.inspect_gradients import examine  # noqa: E402
+from miner_guard.validators.shapes import Shapes  # noqa: E402
 from tests.truth import states  # noqa: E402 - needs torch
 from tests.truth.take_verdicts_sn3 import SHAPES, document_of  # noqa: E402
-from validators.inspect_gradients import examine  # noqa: E402
-from validators.shapes import Shapes  # noqa: E402
 
 HEAD, *LINES = states.lines(Path(__file__).parents[1] / "truth" / "sn3.jsonl")
 VERSION = "2.1.28"

@@ -18,13 +18,13 @@ requires.module("boto3")
 torch = pytest.importorskip("torch", reason="gradients.pt is torch's format")
 
 from miner_guard.config import GateSettings  # noqa: E402
+from miner_guard.validators.in_memory import contents  # noqa: E402
+from miner_guard.validators.limits import Limits  # noqa: E402
+from miner_guard.validators.outline import outline  # noqa: E402
+from miner_guard.validators.profiles import load_profile  # noqa: E402
 from tests.truth import states  # noqa: E402 - needs torch
 from tests.truth.ours import SHAPES, Ours, expected  # noqa: E402
 from tests.truth.server import Server  # noqa: E402
-from validators.in_memory import contents  # noqa: E402
-from validators.limits import Limits  # noqa: E402
-from validators.outline import outline  # noqa: E402
-from validators.profiles import load_profile  # noqa: E402
 
 TABLE = Path(__file__).parents[1] / "truth" / "sn38.jsonl"
 LINES = states.lines(TABLE)

@@ -19,14 +19,14 @@ from miner_guard.flight_recorder.layout import FLAG_FIRST
 from miner_guard.monitors import uploads as module
 from miner_guard.monitors.base import Exit
 from miner_guard.system.clock import iso_utc
+from miner_guard.uploads import audit
+from miner_guard.uploads import inputs as gate_inputs
+from miner_guard.uploads.forecast import forecast
+from miner_guard.uploads.gate import decide, replay
+from miner_guard.uploads.ledger_readers import ReadOnlyLedger
+from miner_guard.uploads.watch import DecisionNotifier, RepoWatch
+from miner_guard.validators.facts import Candidate, Published
 from tests.support.uploads_harness import Bench
-from uploads import audit
-from uploads import inputs as gate_inputs
-from uploads.forecast import forecast
-from uploads.gate import decide, replay
-from uploads.ledger_readers import ReadOnlyLedger
-from uploads.watch import DecisionNotifier, RepoWatch
-from validators.facts import Candidate, Published
 
 
 @pytest.fixture

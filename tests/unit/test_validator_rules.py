@@ -11,16 +11,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miner_guard.config import loading
+from miner_guard.uploads.gate import decide
+from miner_guard.uploads.inputs import GateInputs
+from miner_guard.validators import (
+    block_list,
+    commitment,
+    gradients,
+    metadata,
+    min_inner_step,
+    repo_age,
+    window,
+)
+from miner_guard.validators.audit import epoch_scored
+from miner_guard.validators.facts import Candidate
+from miner_guard.validators.limits import Limits, in_force
+from miner_guard.validators.profiles import load_profile
+from miner_guard.validators.rules import audit_rules, gate_rules
+from miner_guard.validators.verdict import OUTCOMES
 from tests.support.rule_facts import NOW, OURS, SN3, SN38, SPACED, aged, chain, facts
-from uploads.gate import decide
-from uploads.inputs import GateInputs
-from validators import block_list, commitment, gradients, metadata, min_inner_step, repo_age, window
-from validators.audit import epoch_scored
-from validators.facts import Candidate
-from validators.limits import Limits, in_force
-from validators.profiles import load_profile
-from validators.rules import audit_rules, gate_rules
-from validators.verdict import OUTCOMES
 
 
 def test_whether_shapes_were_compared_is_reported() -> None:

@@ -7,8 +7,26 @@ from pathlib import Path
 
 import pytest
 
-import validators
+from miner_guard import validators
 from miner_guard.config import GateSettings
+from miner_guard.uploads.gate import decide
+from miner_guard.uploads.inputs import GateInputs
+from miner_guard.validators import (
+    base_age,
+    block_list,
+    bucket,
+    commitment,
+    gradients,
+    loss,
+    metadata,
+    min_inner_step,
+    repo_age,
+    revision,
+    window,
+)
+from miner_guard.validators.facts import Candidate, Facts, Published
+from miner_guard.validators.limits import Limits
+from miner_guard.validators.verdict import OUTCOMES, Verdict
 from tests.support.rule_facts import (
     META,
     NOW,
@@ -24,24 +42,6 @@ from tests.support.rule_facts import (
     named,
     step,
 )
-from uploads.gate import decide
-from uploads.inputs import GateInputs
-from validators import (
-    base_age,
-    block_list,
-    bucket,
-    commitment,
-    gradients,
-    loss,
-    metadata,
-    min_inner_step,
-    repo_age,
-    revision,
-    window,
-)
-from validators.facts import Candidate, Facts, Published
-from validators.limits import Limits
-from validators.verdict import OUTCOMES, Verdict
 
 Judge = Callable[[Facts, Limits], Verdict]
 CASES: list[tuple[str, Judge, Facts, Limits, str]] = [

@@ -12,11 +12,11 @@ from dataclasses import replace
 import pytest
 
 from miner_guard.config import GateSettings
-from uploads import axon_probe
-from validators import audit, repo_age, swarm
-from validators.facts import AllReduce, Axon, Candidate, Facts, Network, Published
-from validators.limits import Limits
-from validators.profiles import load_profile
+from miner_guard.uploads import axon_probe
+from miner_guard.validators import audit, repo_age, swarm
+from miner_guard.validators.facts import AllReduce, Axon, Candidate, Facts, Network, Published
+from miner_guard.validators.limits import Limits
+from miner_guard.validators.profiles import load_profile
 
 SN38 = Limits.of(GateSettings(), load_profile("sn38").limits)
 

@@ -8,10 +8,10 @@ import pytest
 
 from miner_guard.eventlog.catalog import make_finding, message
 from miner_guard.monitors.base import Exit
+from miner_guard.uploads import inputs as gate_inputs
+from miner_guard.uploads.ledger_readers import ReadOnlyLedger
+from miner_guard.validators.facts import Published
 from tests.support.uploads_harness import Bench
-from uploads import inputs as gate_inputs
-from uploads.ledger_readers import ReadOnlyLedger
-from validators.facts import Published
 
 
 @pytest.fixture

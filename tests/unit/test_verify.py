@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miner_guard.eventlog.redact import MASK
-from uploads.verify import Reported, verify
-from validators.facts import Published
+from miner_guard.uploads.verify import Reported, verify
+from miner_guard.validators.facts import Published
 
 OLD = Published(age_s=900.0, reason=None, outer_step=56, inner_step=50, checksum="a" * 40)
 

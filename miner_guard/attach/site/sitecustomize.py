@@ -60,15 +60,13 @@ class Watch:
 
 
 class Home:
-    """Import hook that finds the guard's packages if the miner's Python lacks them."""
-
-    packages = ("miner_guard", "uploads", "validators")
+    """Import hook that finds the guard's package if the miner's Python lacks it."""
 
     def __init__(self, folder):
         self.folder = folder
 
     def find_spec(self, name, path=None, target=None):
-        if path is not None or name not in self.packages:
+        if path is not None or name != "miner_guard":
             return None
         from importlib.machinery import PathFinder
 
@@ -80,7 +78,7 @@ def _imported(name, module):
     try:
         home = os.environ.get("_MINER_GUARD_HOME")
         if home and not any(isinstance(finder, Home) for finder in sys.meta_path):
-            # Add it last, so that packages of these names in the miner's Python take precedence.
+            # Add it last, so that a miner_guard installed in the miner's Python takes precedence.
             sys.meta_path.append(Home(home))
         import importlib
 

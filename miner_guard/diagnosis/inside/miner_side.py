@@ -10,7 +10,6 @@ import importlib.util
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import sysconfig
@@ -26,16 +25,11 @@ _MAX_ALL_REDUCE = 256 * 1024**2
 
 def packages(request: Mapping[str, Any]) -> dict[str, Any]:
     """This interpreter's identity, and the packages that an `import` would find."""
-    validators = importlib.util.find_spec("validators")
-    places = [str(p) for p in validators.submodule_search_locations or []] if validators else []
     return {
         "python": platform.python_version(),
         "executable": sys.executable,
         "miner_guard": importlib.util.find_spec("miner_guard") is not None,
         "hook": _hook(),
-        "validators": places[0] if places else None,
-        "validators_ours": any(os.path.exists(os.path.join(p, "verdict.py")) for p in places),
-        "validators_shared": _other_owner("validators"),
         "pynvml_shim": _version("pynvml"),
         "nvidia_ml_py": _version("nvidia-ml-py"),
     }
@@ -50,28 +44,6 @@ def _hook() -> str | None:
     name = "_hot" + str(sysconfig.get_config_var("EXT_SUFFIX"))
     places = [os.path.join(p, "flight_recorder", name) for p in spec.submodule_search_locations]
     return "compiled" if any(map(os.path.exists, places)) else "python"
-
-
-def _other_owner(package: str) -> dict[str, Any] | None:
-    """Return another distribution that installed files into the same top-level package: pip
-    silently lets the later one overwrite the earlier one."""
-    try:
-        other = importlib.metadata.distribution(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    if not any(file.parts[:1] == (package,) for file in other.files or ()):
-        return None
-    needing = re.compile(rf"{re.escape(package)}(?![\w.-])", re.IGNORECASE)
-    return {
-        "version": other.version,
-        "needed_by": sorted(
-            {
-                dist.metadata["Name"]
-                for dist in importlib.metadata.distributions()
-                if any(needing.match(requirement) for requirement in dist.requires or ())
-            }
-        ),
-    }
 
 
 def _version(distribution: str) -> str | None:

@@ -11,8 +11,8 @@ from miner_guard.rank import environment
 from miner_guard.rank.consensus import agree, gating
 from miner_guard.rank.recorder import Recorder, describe
 from miner_guard.rank.steps import Report, Stepper
-from uploads.decision import GateDecision
-from validators.facts import Candidate
+from miner_guard.uploads.decision import GateDecision
+from miner_guard.validators.facts import Candidate
 
 
 class CollectiveQueries:

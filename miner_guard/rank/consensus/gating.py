@@ -13,14 +13,14 @@ from miner_guard.flight_recorder.records import json_default
 from miner_guard.rank.consensus.agree import PAYLOAD_BYTES, NoConsensus
 from miner_guard.rank.environment import RankContext
 from miner_guard.rank.recorder import describe
-from uploads import gate
-from uploads.decision import GateDecision
-from uploads.inputs import GateInputs, read, unknown
-from validators import gradients, shapes
-from validators.facts import Candidate
-from validators.limits import Limits
-from validators.outline import outline
-from validators.verdict import Verdict
+from miner_guard.uploads import gate
+from miner_guard.uploads.decision import GateDecision
+from miner_guard.uploads.inputs import GateInputs, read, unknown
+from miner_guard.validators import gradients, shapes
+from miner_guard.validators.facts import Candidate
+from miner_guard.validators.limits import Limits
+from miner_guard.validators.outline import outline
+from miner_guard.validators.verdict import Verdict
 
 _SHORT = 100
 
@@ -145,7 +145,7 @@ class Gate:
 def _contents(gradient: Any, limits: Limits, known: shapes.Shapes | None) -> dict[str, Any]:
     import torch
 
-    from validators.in_memory import contents
+    from miner_guard.validators.in_memory import contents
 
     return contents(torch, gradient, limits, known)
 

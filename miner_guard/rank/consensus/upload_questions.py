@@ -12,8 +12,8 @@ from miner_guard.rank.consensus.collective_queries import CollectiveQueries
 from miner_guard.rank.recorder import Recorder, describe
 from miner_guard.rank.steps import Stepper
 from miner_guard.rank.upload import UploadRecorder
-from uploads.decision import GateDecision
-from validators.facts import Candidate
+from miner_guard.uploads.decision import GateDecision
+from miner_guard.validators.facts import Candidate
 
 _UNREAD = Candidate("gradient", -1, -1)
 

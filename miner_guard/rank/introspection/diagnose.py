@@ -27,7 +27,7 @@ from miner_guard.flight_recorder.journal import DiagnosisEntry, JournalEntry, Tr
 from miner_guard.rank.introspection import placement
 from miner_guard.rank.introspection.diagnosis_codec import Report, pack
 from miner_guard.system.boot import boot_id
-from validators import shapes
+from miner_guard.validators import shapes
 
 _FIRST_POLL_S, _MAX_POLL_S = 0.002, 0.05
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from validators.shapes import Shapes, plain_name
+from miner_guard.validators.shapes import Shapes, plain_name
 
 
 def placement(model: torch.nn.Module) -> dict[str, Any]:

@@ -178,7 +178,7 @@ class Rows:
 
     def __init__(self, state: StateDir, report: Report) -> None:
         # Import it here: a run without uploads needs no SQLite.
-        from uploads.ledger import Ledger
+        from miner_guard.uploads.ledger import Ledger
 
         self._ledger = Ledger(state.ledger, report)
 

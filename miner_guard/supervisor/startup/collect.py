@@ -24,7 +24,7 @@ from miner_guard.diagnosis.request import (
 )
 from miner_guard.health.nvml import NvmlSampler
 from miner_guard.system import probe
-from uploads.repos import credentials
+from miner_guard.uploads.repos import credentials
 
 _READINGS, _BETWEEN_READINGS_S = 3, 3.0
 """Take up to three readings of GPU memory, three seconds apart, as long as the latest shows a GPU

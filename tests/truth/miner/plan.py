@@ -161,10 +161,10 @@ def _inputs(now: Round) -> None:
     path = read().gate_inputs
     if path is None:
         return
-    from uploads import inputs
-    from validators.commitment import fingerprint
-    from validators.facts import Network, Published
-    from validators.profiles import load_profile
+    from miner_guard.uploads import inputs
+    from miner_guard.validators.commitment import fingerprint
+    from miner_guard.validators.facts import Network, Published
+    from miner_guard.validators.profiles import load_profile
 
     seen = time.monotonic()
     given = dict(now.network or {})

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from miner_guard.uploads.commitments import placeholder
+from miner_guard.validators.commitment import fingerprint
+from miner_guard.validators.profiles import load_profile
 from tests.truth import states
 from tests.truth.miner.plan import Round
-from uploads.commitments import placeholder
-from validators.commitment import fingerprint
-from validators.profiles import load_profile
 
 TABLE = Path(__file__).parents[1] / "sn38.jsonl"
 VERSION = "1.2.7"

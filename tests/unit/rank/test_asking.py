@@ -19,9 +19,9 @@ from miner_guard.rank.environment import find
 from miner_guard.rank.guard import Guard
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
+from miner_guard.uploads.decision import GateDecision
+from miner_guard.validators.verdict import Verdict
 from tests.unit.rank.helpers import Clock, entries, messages, place, reader_of
-from uploads.decision import GateDecision
-from validators.verdict import Verdict
 
 
 def test_a_loss_shown_as_zero_beside_a_nan_gradient_norm_blocks_the_upload(guard: Guard) -> None:
@@ -63,7 +63,7 @@ def test_an_error_in_the_rules_blocks_with_its_reason(
     def broken(*_: object, **__: object) -> None:
         raise KeyError("limit")
 
-    monkeypatch.setattr("uploads.gate.decide", broken)
+    monkeypatch.setattr("miner_guard.uploads.gate.decide", broken)
     decision = guard.may_upload(outer_step=1, inner_step=99)
     assert not decision
     assert "the gate failed: KeyError: 'limit'" in decision.reason
@@ -244,7 +244,7 @@ def test_an_error_in_rank_0s_reading_does_not_keep_it_from_the_others(
     def broken(*_: object) -> None:
         raise TypeError("age")
 
-    monkeypatch.setattr("uploads.gate.due", broken)
+    monkeypatch.setattr("miner_guard.uploads.gate.due", broken)
     reader_of(state).request_checkpoint()
     assert guard.checkpoint_requested()
     assert any("guard.upload_due: TypeError: age" in words for words in messages(state))

@@ -1,0 +1,290 @@
+"""Where a miner publishes, behind one Protocol: a local folder, S3/R2, Hugging Face.
+
+The profile's `Layout` says what validators read, and under which keys. The publisher writes the
+usual one: `metadata.json` at the root contains the outer and the inner step, `epoch-N/` holds
+`gradients.pt`, `config.json` and `metadata.json`. Publishing has two phases: `stage` sends the
+bytes without showing them to readers; `commit` makes them visible in the given order, each object
+atomically and the root metadata last. `uploads.publisher` documents what a reader can see in
+between.
+
+Any call here may hang if its server does. In the supervisor, use `uploads.repos.look_at`, which
+probes in a child with a deadline.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from miner_guard.validators.facts import Published
+from miner_guard.validators.layout import USUAL, Layout
+from miner_guard.validators.metadata import RootMetadata, mixed
+
+GRADIENTS = "gradients.pt"
+CONFIG = "config.json"
+METADATA = "metadata.json"
+"""The root copy is the pointer that validators start from; each epoch's folder has a copy too."""
+
+BLOCK_BYTES = 1024 * 1024
+"""Chunk size for reads and writes."""
+
+LOOK_AGAIN_S = 1.5
+"""Pause between an audit's reads: reads may lag two seconds behind the last write."""
+
+LOOKS = 3
+"""Number of reads before an audit accepts a mixed view; the switch between revisions takes a few
+short requests."""
+
+DOCUMENT_LIMIT = 16 * 1024 * 1024
+"""Refuse a larger JSON document without reading it."""
+
+Progress = Callable[[int], None]
+"""Receives the number of bytes transferred since the last call; called from any thread."""
+
+
+Notes = MutableMapping[str, Any]
+"""JSON that outlives the publisher: what the repo needs to resume staging after an interruption."""
+
+
+def epoch_key(outer_step: int, name: str) -> str:
+    """Key for a file in a given epoch: `epoch-56/gradients.pt`."""
+    return f"epoch-{outer_step}/{name}"
+
+
+class RepoError(Exception):
+    """The repo refused the request or did not respond. The message is human-readable: what happened
+    and what to do."""
+
+    def __init__(self, message: str, *, transient: bool = False) -> None:
+        super().__init__(message)
+        self.transient = transient
+        """A retry may help: the request was throttled, reset or timed out."""
+
+
+class Missing(RepoError):
+    """The repo responded, but the object does not exist."""
+
+
+class RepoRefused(RepoError):
+    """The storage rejects these keys outright; retrying will not help."""
+
+
+class RepoUnreadable(RepoError):
+    """No reader can get this object from storage: it is encrypted with a customer key, or
+    archived."""
+
+
+class Differs(RepoError):
+    """A committed object reads back differently: corrupted in transit, or a stale read."""
+
+
+class Damaged(RepoError):
+    """The repo responded, but a document that validators read is not a JSON object."""
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """One published object."""
+
+    key: str
+    size_bytes: int
+    age_s: float
+    """Seconds since the last change by the server's clock, so this host's clock skew does not
+    matter."""
+
+    checksum: str | None
+    """As reported by the repo: an ETag or a sha256; None if it reports neither."""
+
+
+@dataclass(frozen=True)
+class StagedObject:
+    """A staged object: the repo has its bytes, or they are ready to send, but readers cannot see it
+    yet. Serializes to JSON."""
+
+    key: str
+    size_bytes: int
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """The repo's notes: upload id and parts, a draft's name, the path of the source."""
+
+    checksum: str | None = None
+    """The checksum that the repo should report, if known before the commit."""
+
+
+class Repo(Protocol):
+    """One published repo. All methods except `label` may block on the network and raise
+    RepoError."""
+
+    @property
+    def label(self) -> str:
+        """Name for display and for the lock: `bucket:llama-4b-ws-4-007`."""
+        ...
+
+    def state(self, layout: Layout = USUAL) -> Published:
+        """The state that a validator would find; an empty repo is a valid result. Raises RepoError
+        if unreadable."""
+        ...
+
+    def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
+        """Published objects under `prefix`, by key."""
+        ...
+
+    def head(self, key: str) -> ObjectInfo:
+        """Metadata of one object. Raises Missing."""
+        ...
+
+    def get(self, key: str, limit: int = DOCUMENT_LIMIT) -> bytes:
+        """Bytes of one object. Raises Missing, and RepoError if it is larger than `limit`."""
+        ...
+
+    def save(self, key: str, path: Path, limit: int) -> None:
+        """Stream one object into a file. Raises the same errors as `get`."""
+        ...
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write one small object, which becomes visible immediately."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove one object; ignores a missing one."""
+        ...
+
+    def stage(self, key: str, path: Path, progress: Progress, notes: Notes) -> StagedObject:
+        """Upload the contents of `path` without making them visible. Skips anything that an earlier
+        attempt has already sent, according to `notes`."""
+        ...
+
+    def commit(self, tickets: Sequence[StagedObject], revision: str) -> None:
+        """Make staged objects visible, in order. Safe to repeat if an earlier call died halfway."""
+        ...
+
+    def abort(self, tickets: Sequence[StagedObject]) -> None:
+        """Discard staged objects that were not committed."""
+        ...
+
+    def sweep(self) -> int:
+        """Remove objects that dead publishers left staged; returns the count. The caller must hold
+        the repo's lock."""
+        ...
+
+    def confirm(self, ticket: StagedObject) -> ObjectInfo:
+        """Read back a committed object and compare size and checksum. Raises RepoError naming the
+        difference."""
+        ...
+
+
+def digest_of(read: Callable[[int], bytes], algorithm: str = "sha256") -> str:
+    """The digest of everything that `read` returns, in hexadecimal. Raises whatever `read`
+    raises."""
+    digest = hashlib.new(algorithm, usedforsecurity=False)
+    while block := read(BLOCK_BYTES):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def server_time(date: str | None, server: str) -> float:
+    """The server's time, from its Date header, so that this host's clock skew cannot make an old
+    object look young. Raises RepoError."""
+    try:
+        return parsedate_to_datetime(date or "").timestamp()
+    except (TypeError, ValueError) as error:
+        raise RepoError(
+            f"{server} sent no valid Date header ({date!r}), so the age is unknown"
+        ) from error
+
+
+def check_size(entry: ObjectInfo, ticket: StagedObject) -> None:
+    """Check the size of a committed object. Raises Differs if it reads back with a different
+    size."""
+    if entry.size_bytes != ticket.size_bytes:
+        raise Differs(
+            f"{ticket.key} reads back as {entry.size_bytes} bytes, but {ticket.size_bytes} were "
+            "staged; publish again"
+        )
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an exception's text, or its type; at most 300 characters."""
+    lines = str(error).splitlines()
+    return lines[0][:300] if lines else type(error).__name__
+
+
+def document(repo: Repo, key: str) -> dict[str, Any] | None:
+    """The JSON object at `key`, None if it does not exist. Raises RepoError; Damaged if the content
+    is not a JSON object."""
+    try:
+        return parsed(key, repo.get(key))
+    except Missing:
+        return None
+
+
+def parsed(key: str, data: bytes) -> dict[str, Any]:
+    """Parse `data`, the content of `key`, as a JSON object. Raises Damaged.
+
+    Decodes as validators do: metadata.json from bytes in any of JSON's encodings, other documents
+    as UTF-8.
+    """
+    try:
+        found = json.loads(data if key.rpartition("/")[2] == METADATA else data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{key} is not JSON ({error}); publish again") from error
+    if not isinstance(found, dict):
+        raise Damaged(f"{key} is not a JSON object; publish again")
+    return found
+
+
+def published_state(repo: Repo, now: float, layout: Layout = USUAL) -> Published:
+    """Implements `Repo.state`; `now` (this host's wall time) is used only as `seen_at`."""
+    for _ in range(LOOKS):
+        seen = _seen_once(repo, now, layout)
+        if mixed(seen.metadata, seen.size_bytes, seen.checksum) is None:
+            break
+    return seen
+
+
+def _seen_once(repo: Repo, now: float, layout: Layout) -> Published:
+    metadata = None if layout.metadata is None else document(repo, layout.metadata)
+    root = RootMetadata.of(metadata)
+    named = root.outer_step
+    entry = _gradients(repo, named, layout)
+    if entry is None:
+        reason = (
+            None
+            if metadata is None
+            else f"{layout.metadata} points to outer step {named}, which has no {layout.file}"
+        )
+        return Published(
+            reason=reason, empty=metadata is None, seen_at=now, outer_step=named, metadata=metadata
+        )
+    outer = layout.outer_step_of(entry.key) if layout.metadata is None else named
+    inner, run = root.inner_step, root.run
+    known = None not in (run, outer, inner)
+    described = layout.outer_step_of(entry.key)
+    config = None if described is None else layout.config_of(described)
+    return Published(
+        age_s=entry.age_s,
+        reason=None,
+        seen_at=now,
+        outer_step=outer,
+        inner_step=inner,
+        revision=f"{run}.{outer}.{inner}" if known else None,
+        size_bytes=entry.size_bytes,
+        checksum=entry.checksum,
+        metadata=metadata,
+        config=None if config is None else document(repo, config),
+    )
+
+
+def _gradients(repo: Repo, outer_step: int | None, layout: Layout) -> ObjectInfo | None:
+    """The gradients for `outer_step`; the newest if no metadata contains a step."""
+    if outer_step is not None and (key := layout.gradients_of(outer_step)) is not None:
+        try:
+            return repo.head(key)
+        except Missing:
+            return None
+    found = [e for e in repo.list(layout.prefix) if layout.outer_step_of(e.key) is not None]
+    return min(found, key=lambda e: e.age_s, default=None)

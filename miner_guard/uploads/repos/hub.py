@@ -1,0 +1,357 @@
+"""A Hugging Face model repo. Creating a repo imports huggingface_hub; importing this module does
+not.
+
+A Hub commit is atomic over all its files. Staging moves large files into the Hub's storage, where
+no revision names them yet, and remembers the small ones; `commit` uploads the folder in one commit,
+with nothing large left to send, and tags it `{run}.{outer}.{inner}`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from miner_guard.config import RepoSettings, optional_deps
+from miner_guard.uploads.repos.base import (
+    BLOCK_BYTES,
+    DOCUMENT_LIMIT,
+    Differs,
+    Missing,
+    Notes,
+    ObjectInfo,
+    Progress,
+    RepoError,
+    StagedObject,
+    check_size,
+    digest_of,
+    first_line,
+    published_state,
+    server_time,
+)
+from miner_guard.uploads.repos.credentials import find, first
+from miner_guard.uploads.repos.local import file_sha256
+from miner_guard.validators.facts import Published
+from miner_guard.validators.layout import USUAL, Layout
+
+T = TypeVar("T")
+
+_BRANCH = "main"
+_DEFAULT_ENDPOINT = "https://huggingface.co"
+_SMALL = 1024 * 1024
+"""Largest file, in bytes, that is sent inline in the commit request."""
+
+
+class HubRepo:
+    """One model repo, read at one revision."""
+
+    def __init__(
+        self,
+        api: Any,
+        repo_id: str,
+        *,
+        endpoint: str,
+        token: str | None,
+        timeout_s: float,
+        revision: str = _BRANCH,
+    ) -> None:
+        self._api = api
+        self._repo_id = repo_id
+        self._endpoint = endpoint.rstrip("/")
+        self._token = token
+        self._timeout_s = timeout_s
+        self._revision = revision
+
+    @property
+    def label(self) -> str:
+        return f"repo:{self._repo_id}"
+
+    def state(self, layout: Layout = USUAL) -> Published:
+        try:
+            commit = self._info().sha
+        except Missing:
+            return Published(reason=None, empty=True, seen_at=time.time())
+        # Pin every request to this commit: another may land between two requests.
+        pinned = HubRepo(
+            self._api,
+            self._repo_id,
+            endpoint=self._endpoint,
+            token=self._token,
+            timeout_s=self._timeout_s,
+            revision=commit,
+        )
+        return published_state(pinned, time.time(), layout)
+
+    def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
+        names = [s.rfilename for s in self._info().siblings or []]
+        return [self.head(name) for name in sorted(names) if name.startswith(prefix)]
+
+    def head(self, key: str) -> ObjectInfo:
+        modified = self._modified(key)
+        with self._open(key, "HEAD") as answer:
+            headers = answer.headers
+            size = headers.get("X-Linked-Size") or headers.get("Content-Length")
+            checksum = headers.get("X-Linked-Etag") or headers.get("ETag")
+            now = server_time(headers.get("Date"), "the Hub")
+        return ObjectInfo(
+            key, int(size or 0), max(0.0, now - modified), (checksum or "").strip('W/"') or None
+        )
+
+    def _modified(self, key: str) -> float:
+        """Time of the last commit that changed this file: a README commit must not make gradients
+        look fresh."""
+        found = self._guarded(
+            lambda: self._api.get_paths_info(
+                self._repo_id, [key], expand=True, revision=self._revision
+            )
+        )
+        if not found:
+            raise Missing(f"repo {self._repo_id} has no such file")
+        modified: float = found[0].last_commit.date.timestamp()
+        return modified
+
+    def get(self, key: str, limit: int = DOCUMENT_LIMIT) -> bytes:
+        with self._open(key, "GET") as answer:
+            data: bytes = self._guarded(lambda: answer.read(limit + 1))
+            if len(data) > limit:
+                raise RepoError(f"{key} is larger than the limit of {limit} bytes")
+            _check_whole(key, answer)
+        return data
+
+    def save(self, key: str, path: Path, limit: int) -> None:
+        size = 0
+        with self._open(key, "GET") as answer, path.open("wb") as file:
+            while block := self._guarded(lambda: answer.read(BLOCK_BYTES)):
+                size += file.write(block)
+                if size > limit:
+                    raise RepoError(f"{key} is larger than the limit of {limit} bytes")
+            _check_whole(key, answer)
+
+    def put(self, key: str, data: bytes) -> None:
+        self._guarded(
+            lambda: self._api.upload_file(
+                path_or_fileobj=data, path_in_repo=key, repo_id=self._repo_id
+            )
+        )
+
+    def delete(self, key: str) -> None:
+        try:
+            self._guarded(lambda: self._api.delete_file(path_in_repo=key, repo_id=self._repo_id))
+        except Missing:
+            return
+
+    def stage(self, key: str, path: Path, progress: Progress, notes: Notes) -> StagedObject:
+        size = path.stat().st_size
+        if size <= _SMALL:
+            digest = file_sha256(path)
+        else:
+            digest = self._sent(key, path)
+        progress(size)
+        # The Hub reports a different kind of digest for small files than for large ones.
+        return StagedObject(key, size, {"path": str(path.resolve())}, digest)
+
+    def _sent(self, key: str, path: Path) -> str:
+        """Upload a large file's bytes, skipping those that the Hub already has; returns their
+        sha256."""
+        from huggingface_hub import CommitOperationAdd
+
+        self._create()
+        addition = CommitOperationAdd(path_in_repo=key, path_or_fileobj=str(path))
+        self._guarded(
+            lambda: self._api.preupload_lfs_files(repo_id=self._repo_id, additions=[addition])
+        )
+        return addition.upload_info.sha256.hex()
+
+    def _create(self) -> None:
+        self._guarded(lambda: self._api.create_repo(repo_id=self._repo_id, exist_ok=True))
+
+    def commit(self, tickets: Sequence[StagedObject], revision: str) -> None:
+        """Create one commit and its tag. Idempotent: files that the Hub already has change
+        nothing."""
+        self._create()
+        with tempfile.TemporaryDirectory(prefix="miner-guard-push-") as folder:
+            for ticket in tickets:
+                target = Path(folder, ticket.key)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                _link(Path(ticket.data["path"]), target)
+            commit = self._guarded(
+                lambda: self._api.upload_folder(
+                    repo_id=self._repo_id, folder_path=folder, commit_message=f"Revision {revision}"
+                )
+            )
+        self._tag(revision, getattr(commit, "oid", None))
+
+    def _tag(self, revision: str, commit: str | None) -> None:
+        def tagged() -> None:
+            try:
+                self._api.create_tag(
+                    repo_id=self._repo_id, tag=revision, revision=commit or _BRANCH
+                )
+            except Exception as error:
+                if _status(error) != 409:
+                    raise
+                # A push of the same step before a restart created this tag; it names different
+                # files.
+                self._api.delete_tag(repo_id=self._repo_id, tag=revision)
+                self._api.create_tag(
+                    repo_id=self._repo_id, tag=revision, revision=commit or _BRANCH
+                )
+
+        self._guarded(tagged)
+
+    def abort(self, tickets: Sequence[StagedObject]) -> None:
+        """Nothing to discard: no revision names the uploaded bytes."""
+
+    def sweep(self) -> int:
+        return 0
+
+    def confirm(self, ticket: StagedObject) -> ObjectInfo:
+        entry = self.head(ticket.key)
+        check_size(entry, ticket)
+        if entry.checksum != ticket.checksum and self._hash_of(ticket.key) != ticket.checksum:
+            raise Differs(
+                f"{ticket.key} reads back with different content than was staged; publish again"
+            )
+        return entry
+
+    def _hash_of(self, key: str) -> str:
+        """sha256 of the file's bytes: the ETag equals it for large files only."""
+        with self._open(key, "GET") as answer:
+            digest = self._guarded(lambda: digest_of(answer.read))
+            _check_whole(key, answer)
+        return digest
+
+    def _info(self) -> Any:
+        return self._guarded(
+            lambda: self._api.repo_info(
+                self._repo_id, revision=self._revision, timeout=self._timeout_s
+            )
+        )
+
+    def _open(self, key: str, method: str) -> Any:
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        url = f"{self._endpoint}/{self._repo_id}/resolve/{self._revision}/{key}"
+        request = urllib.request.Request(url, method=method, headers=headers)
+        opener = urllib.request.build_opener(_Redirects)
+        return self._guarded(lambda: opener.open(request, timeout=self._timeout_s))
+
+    def _guarded(self, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except RepoError:
+            raise
+        except Exception as error:
+            raise _translated(error, self._repo_id) from error
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Follows redirects to large-file storage without the token, which the storage must not see and
+    would reject.
+
+    A HEAD stops at the Hub, whose response already has the file's size and digest.
+    """
+
+    def http_error_302(self, req: Any, fp: Any, code: int, msg: str, headers: Any) -> Any:
+        if req.get_method() == "HEAD" and headers.get("X-Linked-Etag"):
+            return fp
+        return super().http_error_302(req, fp, code, msg, headers)
+
+    http_error_301 = http_error_303 = http_error_307 = http_error_302
+
+    def redirect_request(
+        self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> Any:
+        further = super().redirect_request(req, fp, code, msg, headers, newurl)
+        if further is not None and urlsplit(newurl).netloc != urlsplit(req.full_url).netloc:
+            further.remove_header("Authorization")
+        return further
+
+
+def open_hub(settings: RepoSettings, env: Mapping[str, str] | None = None) -> HubRepo:
+    """The repo named in the settings. Raises RepoError if a setting or the library is missing."""
+    keys = find(settings, env)
+    endpoint = settings.endpoint or first(keys, "HF_ENDPOINT") or _DEFAULT_ENDPOINT
+    if "huggingface_hub" not in sys.modules:
+        # Before 1.0, huggingface_hub parses the Hub's responses using the endpoint it found at
+        # import, ignoring HfApi's.
+        os.environ["HF_ENDPOINT"] = endpoint
+    try:
+        from huggingface_hub import HfApi
+    except ImportError as error:
+        raise RepoError(
+            f"the Hub needs huggingface_hub: {optional_deps.install('hf')} ({error})"
+        ) from error
+    if not settings.repo_id or "/" not in settings.repo_id:
+        raise RepoError(f"repo.repo_id = {settings.repo_id!r} is not a repo id; write owner/name")
+    token = first(keys, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+    api = HfApi(endpoint=endpoint, token=token)
+    return HubRepo(
+        api,
+        settings.repo_id,
+        endpoint=endpoint,
+        token=token,
+        timeout_s=max(1.0, settings.timeout_s / 2),
+    )
+
+
+def _status(error: Exception) -> Any:
+    return getattr(getattr(error, "response", None), "status_code", None) or getattr(
+        error, "code", None
+    )
+
+
+def _translated(error: Exception, repo_id: str) -> RepoError:
+    """Translate an exception by its status and class name, because different library versions
+    define the classes in different modules."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    status = _status(error)
+    no_file = status == 404 and isinstance(error, urllib.error.HTTPError)
+    if no_file or kinds & {"EntryNotFoundError", "RevisionNotFoundError"}:
+        return Missing(f"repo {repo_id} has no such file")
+    if status in (401, 403) or "GatedRepoError" in kinds:
+        return RepoError(
+            f"the Hub rejected the token for {repo_id} ({status}); check HF_TOKEN and "
+            "its write permission"
+        )
+    if "RepositoryNotFoundError" in kinds or status == 404:
+        return Missing(f"repo {repo_id} does not exist, or the token has no access to it")
+    if status in (408, 409, 412, 429, 500, 502, 503, 504):
+        return RepoError(f"the Hub is busy ({status})", transient=True)
+    network = {
+        "TransportError",
+        "ConnectionError",
+        "Timeout",
+        "TimeoutException",
+        "NetworkError",
+        "HTTPException",
+    }
+    if status is None and (kinds & network or isinstance(error, OSError)):
+        return RepoError(
+            f"no response from the Hub for {repo_id}: {first_line(error)}", transient=True
+        )
+    return RepoError(f"repo {repo_id}: {type(error).__name__}: {first_line(error)}")
+
+
+def _check_whole(key: str, answer: Any) -> None:
+    """Raise RepoError for a truncated body: http.client does not report it."""
+    if answer.length:
+        raise RepoError(
+            f"incomplete response from the Hub: {key} was cut off; {answer.length} bytes are "
+            "missing",
+            transient=True,
+        )
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        shutil.copyfile(source, target)

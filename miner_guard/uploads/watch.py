@@ -1,0 +1,189 @@
+"""Decides what to report about the repo and the gate's decisions, and how often. Pure: callers pass
+the time (monotonic)."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from miner_guard.config import GateSettings
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.system.once import OncePer
+from miner_guard.uploads.forecast import Forecast, forecast
+from miner_guard.validators.facts import Published
+from miner_guard.validators.limits import Limits
+from miner_guard.validators.min_inner_step import minimum
+from miner_guard.validators.repo_age import age_now
+
+AGE_EVERY_S = 300.0
+STALE_EVERY_S = 600.0
+UNKNOWN_EVERY_S = 1800.0
+FORECAST_EVERY_S = 900.0
+BLOCKED_EVERY_S = 300.0
+STEPS_KEPT = 20
+"""Number of recent steps whose median is the forecast's step time."""
+
+
+class RepoWatch:
+    """Reports the repo's age, and whether it is stale or unknown.
+
+    Staleness counts monotonic time since the last probe that returned an age, so neither a
+    wall-clock step nor unresponsive storage makes a repo look young.
+    """
+
+    def __init__(self, settings: GateSettings) -> None:
+        self._gate = settings
+        self._known: Published | None = None
+        self._age = OncePer(AGE_EVERY_S)
+        self._stale = OncePer(STALE_EVERY_S)
+        self._unknown = OncePer(UNKNOWN_EVERY_S)
+        self.latest = Published()
+
+    def age(self, now: float) -> float | None:
+        """Seconds since the newest known upload. None if there is no known upload."""
+        return None if self._known is None else age_now(self._known, now)
+
+    def is_stale(self, now: float) -> bool:
+        """Return whether the repo is known to be past its limit."""
+        age = self.age(now)
+        return age is not None and age > self._gate.repo_age_limit_s
+
+    def observe(self, published: Published, now: float) -> Iterator[Finding]:
+        """Process the result of a probe."""
+        self.latest = published
+        if published.age_s is None:
+            reason = (
+                self._emptied() if published.empty else published.reason or "no reason was given"
+            )
+            if reason is not None and self._unknown.ask(now, reason):
+                yield make_finding("repo_unknown", reason=reason)
+            # Report the age immediately once the repo is readable again: until then, the last line
+            # about the repo says "unknown".
+            self._age.clear()
+            return
+        self._unknown.clear()
+        self._known = published
+        age = age_now(published, now)
+        due = age is not None and age > self._gate.repo_age_target_s
+        if self._age.ask(now, (published.revision, due)):
+            yield make_finding(
+                "repo_age",
+                age_s=age,
+                target_s=self._gate.repo_age_target_s,
+                revision=published.revision,
+                due=due,
+            )
+        yield from self.tick(now)
+
+    def _emptied(self) -> str | None:
+        known = self._known
+        return (
+            None
+            if known is None
+            else f"nothing is published now (last seen: {known.revision or 'a revision'})"
+        )
+
+    def tick(self, now: float) -> Iterator[Finding]:
+        """Report what changes only because time has passed."""
+        age = self.age(now)
+        if age is None or not self.is_stale(now):
+            self._stale.clear()
+        elif self._stale.ask(now):
+            yield make_finding(
+                "repo_stale",
+                age_s=age,
+                limit_s=self._gate.repo_age_limit_s,
+                reason=self.latest.reason,
+            )
+
+
+class ForecastWatch:
+    """The forecast, starting with the first step whose duration is meaningful."""
+
+    def __init__(self, settings: GateSettings, limits: Limits) -> None:
+        self._gate = settings
+        self._limits = limits
+        self._recent: deque[float] = deque(maxlen=STEPS_KEPT)
+        self._announced = OncePer(FORECAST_EVERY_S)
+        self.latest: Forecast | None = None
+
+    def step(
+        self,
+        outer_step: int | None,
+        inner_step: int | None,
+        seconds: float,
+        *,
+        first: bool,
+        age_s: float | None,
+        now: float,
+        published_inner_step: int | None = None,
+    ) -> Iterator[Finding]:
+        """Process the end of an inner step. The duration of a launch's `first` step does not count,
+        because that step compiles and fills caches. `published_inner_step` is the repo's."""
+        if not first:
+            self._recent.append(seconds)
+        self.latest = None
+        if inner_step is None or not self._recent or age_s is None:
+            return
+        step_s = statistics.median(self._recent)
+        self.latest = ahead = forecast(
+            inner_step=inner_step,
+            step_s=step_s,
+            min_inner_step=minimum(self._limits, published_inner_step),
+            age_s=age_s,
+            limit_s=self._gate.repo_age_limit_s,
+            accepted_from=self._limits.validator_min_inner_step,
+            unscored=published_inner_step == 0,
+        )
+        if not ahead.late or ahead.stale_s == 0:
+            # A repo that is already stale has its own report and needs no forecast.
+            return
+        if self._announced.ask(now, outer_step):
+            yield make_finding(
+                "upload_forecast",
+                min_inner_step=ahead.min_inner_step,
+                eta_min=ahead.eta_s / 60,
+                stale_min=ahead.stale_s / 60,
+                inner_step=inner_step,
+                outer_step=outer_step,
+                step_time_s=step_s,
+            )
+
+
+def note_of(verdicts: Sequence[Mapping[str, Any]]) -> str | None:
+    """Extra information from the verdicts, beyond their sentences."""
+    return "; ".join(str(v["note"]) for v in verdicts if v.get("note")) or None
+
+
+_DECIDED = (
+    *("reason", "outer_step", "inner_step", "kind", "verdicts", "decision_id"),
+    *("due", "stale", "shadow", "retry_after_steps", "retry_after_s"),
+)
+"""Fields of a decision that its event includes, in order."""
+
+
+class DecisionNotifier:
+    """Turns decisions into events. Reports the first block and every change immediately, and a
+    repeated block every five minutes."""
+
+    def __init__(self) -> None:
+        self._blocked = OncePer(BLOCKED_EVERY_S)
+
+    def say(self, decision: Mapping[str, Any], now: float) -> Finding | None:
+        """The decision's event, or None if this block was already reported."""
+        verdicts = decision.get("verdicts") or []
+        fields: dict[str, Any] = {name: decision.get(name) for name in _DECIDED}
+        fields |= {"verdicts": verdicts, "note": note_of(verdicts)}
+        if decision.get("allowed") and not decision.get("shadow"):
+            self._blocked.clear()
+            return make_finding("upload_allowed", **fields, left_out=self._blocked.take_left_out())
+        rules = frozenset(v.get("rule") for v in verdicts if v.get("outcome") == "block")
+        block = (rules, fields["kind"], fields["outer_step"], bool(decision.get("shadow")))
+        if not self._blocked.ask(now, block):
+            return None
+        event = "upload_allowed" if decision.get("allowed") else "upload_blocked"
+        return make_finding(
+            event, level="warning", **fields, left_out=self._blocked.take_left_out()
+        )

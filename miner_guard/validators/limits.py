@@ -1,0 +1,176 @@
+"""The numbers that the rules compare against: the gate's settings and the profile's limits.
+
+Standard library only: rules also run inside rank 0. A limit that is None is disabled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from miner_guard.config import GateSettings
+from miner_guard.validators.facts import Network
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits for all rules. The first four are the miner's own margins; validators enforce the
+    others."""
+
+    min_inner_step: int = 50
+    min_upload_interval_s: float = 0.0
+    repo_age_target_s: float = 1800.0
+    repo_age_limit_s: float = 2000.0
+
+    validator_min_inner_step: int | None = None
+    """The lowest inner step that validators accept."""
+
+    validator_repo_age_s: float | None = None
+    """Published files of this age or older score zero."""
+
+    validator_repo_age_raise_s: float | None = None
+    """How much the master adds to `validator_repo_age_s` after each failed AllReduce, until one
+    succeeds."""
+
+    alive_timeout_s: float | None = None
+    """How long validators wait for a response from the miner's axon."""
+
+    allreduce_share: float | None = None
+    """Share of the score, 0-1, that validators give for taking part in AllReduces."""
+
+    not_checked: tuple[str, ...] = ()
+    """Descriptions of the checks that validators make but an audit cannot."""
+
+    block_list_max_age: int | None = None
+    """Maximum number of blocks between the newest block in `block_list` and the current one."""
+
+    blocks_per_allreduce: int | None = None
+    """Blocks between AllReduces; during the first half, validators score the previous epoch."""
+
+    block_s: float = 12.0
+    """Seconds per block."""
+
+    window_blocks: int | None = None
+    """Blocks per window, on a subnet that divides time into windows."""
+
+    window_put_s: tuple[float, float] | None = None
+    """When an upload must appear: earliest and latest time in seconds after a window's start."""
+
+    window_inner_steps: int | None = None
+    """Inner steps per window."""
+
+    revision_pattern: str | None = None
+    """Regular expression for a revision, with the optional groups `outer` and `inner`."""
+
+    bucket_pattern: str | None = None
+    """Regular expression for the bucket's name; its group `uid` must equal the miner's uid, and
+    its group `model` must equal `global_model`."""
+
+    global_model: str | None = None
+    """The model that validators score; buckets are named after it."""
+
+    gradients_key: str | None = None
+    """Key of the gradients file, containing `{outer_step}`."""
+
+    config_key: str | None = None
+    """Key of the config file."""
+
+    metadata_key: str | None = None
+    """Key of the metadata file."""
+
+    metadata_fields: tuple[str, ...] = ()
+    """Fields that metadata.json must have."""
+
+    commitment_chars: int | None = None
+    """Exact length of the on-chain commitment."""
+
+    commitment_form: tuple[int, ...] = ()
+    """Lengths of the commitment's fields: account id, read key id, read secret."""
+
+    endpoint: str | None = None
+    """The storage's URL with `{account}`, as validators build it from a commitment."""
+
+    gradients_metadata_key: str | None = None
+    """A key that gradients.pt must contain besides the tensors."""
+
+    gradients_index_suffix: str = "idxs"
+    gradients_value_suffix: str = "vals"
+    """`<param>idxs` and `<param>vals` hold the indices and values of a parameter's compressed
+    gradient."""
+
+    gradients_chunk: int | None = None
+    """Edge length of the (DCT) chunks that indices are relative to; None if they address the whole
+    tensor."""
+
+    gradients_layout: str = "rows"
+    """Layout of a matrix's chunks: `rows` that span its full width, or square `blocks`."""
+
+    gradients_inside: str | None = None
+    """The key under which the file stores the gradients; None if they are at its top level."""
+
+    gradients_packed_bits: int | None = None
+    """12 if the indices are packed, two to every three uint8 bytes; None if each is a separate
+    number."""
+
+    gradients_topk: int | None = None
+    """Values per chunk, capped at the chunk's length; None: any number."""
+
+    gradients_complete: bool = False
+    """Reject the whole file if it lacks a parameter or has one that the model lacks."""
+
+    gradients_quant_scale: tuple[float, float] | None = None
+    """Smallest and largest accepted scale of quantised values."""
+
+    gradients_value_dtype: str | None = None
+    """torch's name for the dtype that values must have: validators scatter them into a tensor of
+    that dtype."""
+
+    gradients_min_bytes: int | None = None
+    gradients_max_bytes: int | None = None
+    """Sizes outside this range are implausible."""
+
+    min_inner_step_after_allreduce: int | None = None
+    """The operator's minimum while the published upload is an AllReduce's archive; None: the usual
+    minimum."""
+
+    version: str | None = None
+    """The validators' version, for keys that contain `{version}`."""
+
+    bucket_is_account: bool = False
+    """The bucket's name is the committed account id."""
+
+    read_from: str | None = None
+    """The validator version that these numbers come from."""
+
+    @classmethod
+    def of(cls, settings: GateSettings, numbers: Mapping[str, Any]) -> Limits:
+        """Limits from `[gate]` and a profile's `[limits]`. Raises TypeError for an unknown name."""
+        if foreign := sorted(numbers.keys() - NAMES):
+            raise TypeError(f"no rule reads the limits {', '.join(foreign)}")
+        values: dict[str, Any] = {
+            name: tuple(v) if isinstance(v, list) else v for name, v in numbers.items()
+        }
+        for name in FROM_GATE:
+            values[name] = getattr(settings, name)
+        return cls(**values)
+
+
+def in_force(limits: Limits, network: Network) -> Limits:
+    """The limits currently in force, adjusted for what `network` reports."""
+    if network.blocks_per_allreduce is None:
+        return limits
+    return replace(limits, blocks_per_allreduce=network.blocks_per_allreduce)
+
+
+FROM_GATE = (
+    "min_inner_step",
+    "min_upload_interval_s",
+    "repo_age_target_s",
+    "repo_age_limit_s",
+    "min_inner_step_after_allreduce",
+)
+"""Limits that are `[gate]` settings; a profile sets their defaults in `[settings.gate]`."""
+
+NAMES = frozenset(f.name for f in fields(Limits)) - {*FROM_GATE}
+"""Limits that a profile's `[limits]` may set."""
