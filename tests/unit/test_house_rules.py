@@ -91,15 +91,6 @@ def test_no_file_is_laid_out_by_hand() -> None:
     assert by_hand == []
 
 
-def test_no_file_is_longer_than_four_hundred_lines() -> None:
-    long = {
-        str(path.relative_to(REPO)): lines
-        for path in _tracked()
-        if (lines := len(path.read_text(encoding="utf-8").splitlines())) > 400
-    }
-    assert long == {}
-
-
 def test_limits_are_named_max_and_min() -> None:
     """One pair of words for limits: not MOST, LEAST, LONGEST, FEWEST."""
     other = re.compile(r"(^|_)(MOST|LEAST|LONGEST|SHORTEST|FEWEST|LARGEST|SMALLEST)(_|$)")
