@@ -15,8 +15,8 @@ from miner_guard.cli.echo import echo
 from miner_guard.cli.files import open_text
 from miner_guard.cli.options import DEFAULT_NAME, Config, Json, open_context
 from miner_guard.cli.working import Working
-from miner_guard.eventlog.catalog import counted
 from miner_guard.exits import CONFIG, FAILED, USAGE, Refused
+from miner_guard.record.words import counted
 
 _FIRST, _LAST = 8, 3
 """How many steps to print in full from the beginning and from the end of a log."""

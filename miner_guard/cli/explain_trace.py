@@ -15,7 +15,7 @@ from miner_guard.detectors.advice import Anomaly
 from miner_guard.detectors.eta import TrainingFacts
 from miner_guard.detectors.trace import judge, reading
 from miner_guard.detectors.trace.series import Trace
-from miner_guard.eventlog import catalog
+from miner_guard.record.words import counted
 
 _ALIKE = 3
 """How many findings of each type to print in full. For the rest, only the steps are listed."""
@@ -34,7 +34,7 @@ def explain_trace(source: str, facts: TrainingFacts, *, as_json: bool) -> None:
         trace = reading.read(lines)
     if not trace.used:
         raise exits.Refused(
-            f"{source}: no trace lines in {catalog.counted(trace.lines, 'line')}; pass JSON "
+            f"{source}: no trace lines in {counted(trace.lines, 'line')}; pass JSON "
             'lines such as {"step": 10, "loss": 2.45, "step_time": 15.2}, guard.jsonl, CSV with a '
             "header such as `step,loss,lr`, or lines such as `Step 10: loss=2.45, lr=6.67e-05`",
             exits.USAGE,

@@ -16,11 +16,12 @@ from miner_guard.cli import options
 from miner_guard.cli.echo import echo
 from miner_guard.cli.find import find_guard
 from miner_guard.eventlog import query as logquery
-from miner_guard.eventlog.catalog import CATALOGUE, LEVELS, counted
+from miner_guard.eventlog.catalog import CATALOGUE, LEVELS
 from miner_guard.eventlog.follow import Follower
 from miner_guard.eventlog.query import Hit, Query, Seen
 from miner_guard.eventlog.rendering import visible
 from miner_guard.exits import FAILED, USAGE, Refused
+from miner_guard.record.words import counted
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import iso_utc
 

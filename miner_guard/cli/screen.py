@@ -27,9 +27,9 @@ from miner_guard.detectors.verdict_wording import (
     time_of_reading,
     week_of,
 )
-from miner_guard.eventlog.formatters import percentages
 from miner_guard.eventlog.status_document import HealthStatus, StatusDocument, StepsStatus
 from miner_guard.health.snapshot import number
+from miner_guard.record.words import percentages
 from miner_guard.system.clock import parse_iso_utc
 
 _CELLS_OF_A_WEEK = 28

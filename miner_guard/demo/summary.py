@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miner_guard.eventlog.formatters import known
+from miner_guard.record.words import known
 
 _AVERAGED = 5
 """Number of steps at the start and at the end over which the summary averages the loss, because the

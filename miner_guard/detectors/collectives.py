@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from miner_guard.eventlog.formatters import rank_list
+from miner_guard.record.words import rank_list
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miner_guard.eventlog.catalog import counted
+from miner_guard.record.words import counted
 
 _ORDINARY = frozenset(
     {"idle", "applications clocks", "display clocks", "sync boost", "SW power cap"}

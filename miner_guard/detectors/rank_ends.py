@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from miner_guard.eventlog.formatters import rank_list
 from miner_guard.flight_recorder.records import Now
+from miner_guard.record.words import rank_list
 
 _WELL = ("ended", "closed", "finished")
 """States of a rank that reached the end of its program, with or without reporting that it

@@ -13,8 +13,8 @@ from typing import Any
 from miner_guard.detectors import verdict_actions as actions
 from miner_guard.detectors.verdict_actions import Action, always
 from miner_guard.detectors.verdict_memory import Memory
-from miner_guard.eventlog.formatters import known, rank_list
 from miner_guard.eventlog.status_document import StatusDocument
+from miner_guard.record.words import known, rank_list
 
 _QUIET_S = 20.0
 _QUIET_FACTOR = 4.0

@@ -10,8 +10,8 @@ import math
 
 from miner_guard.detectors.verdict_conditions import DEGRADED, UNKNOWN
 from miner_guard.detectors.verdict_history import Strip, VerdictWeek
-from miner_guard.eventlog.formatters import percentages
 from miner_guard.eventlog.status_document import StatusDocument, VerdictStatus
+from miner_guard.record.words import percentages
 from miner_guard.system.clock import iso_utc, parse_iso_utc
 
 SILENT_S = 60.0

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from miner_guard.diagnosis.check import Check, Snapshot
 from miner_guard.diagnosis.gpu_count import sliced
-from miner_guard.eventlog.catalog import counted
+from miner_guard.record.words import counted
 
 _INSTALL = (
     "install a torch build with CUDA into the miner's environment (https://pytorch.org/get-started)"

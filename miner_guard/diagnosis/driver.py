@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from miner_guard.diagnosis.check import Check, Snapshot
-from miner_guard.eventlog.catalog import counted
+from miner_guard.record.words import counted
 
 _REVOKED = (
     "`systemctl daemon-reload` on the host cuts running containers off from their GPUs: restart "

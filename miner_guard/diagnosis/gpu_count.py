@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from miner_guard.diagnosis.check import Check, Snapshot
-from miner_guard.eventlog.catalog import counted
+from miner_guard.record.words import counted
 from miner_guard.system.launcher_args import number_of
 
 _DEVICE = re.compile(r"\d+$|(?:GPU|MIG)-")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from miner_guard.diagnosis.check import Check, Snapshot
-from miner_guard.eventlog.formatters import gb
+from miner_guard.record.words import gb
 
 
 def checks(s: Snapshot) -> Iterator[Check]:

@@ -1,21 +1,18 @@
-"""The catalogue: every event's name, level, emoji, line and fields, in one place.
-
-Standard library only. A detector returns a `Finding`; the emitter adds time, run and host, and the
-sinks write it as one console line and one JSON line. The wording of a line is a contract, because
-operators grep for it.
-"""
+"""The old catalogue of events: a template per name, for callers that do not write their sentence
+themselves yet. It shrinks as they move to `record.events.event`."""
 
 from __future__ import annotations
 
 import string
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 from miner_guard.eventlog import formatters
+from miner_guard.record.events import LEVELS, RESERVED, Event
+from miner_guard.record.words import counted
 
-LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
-RESERVED = frozenset({"ts", "level", "event", "msg", "run_id", "host", "rank"})
+__all__ = ["CATALOGUE", "LEVELS", "RESERVED", "Finding", "Spec", "make_finding", "message"]
 
 Line = Callable[[Mapping[str, Any]], str]
 
@@ -35,50 +32,7 @@ class Spec:
     """Fields that every event of this name has; their value is None if unknown."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """An event to which the emitter has yet to add the time, run and host."""
-
-    event: str
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    rank: int | None = None
-    level: str | None = None
-    """Overrides the catalogue's level. `monitoring_over_budget`, for example, starts as a
-    warning and becomes critical above a second limit."""
-
-    @property
-    def severity(self) -> str:
-        """The effective level."""
-        return self.level or CATALOGUE[self.event].level
-
-    def at(self, level: str) -> Finding:
-        """The same finding at a different level."""
-        return replace(self, level=level)
-
-    @staticmethod
-    def from_dict(document: Mapping[str, Any], rank: int | None = None) -> Finding | None:
-        """Parse the finding in a datagram or journal entry.
-
-        `rank` is the sender's rank, used if the document names none. Returns None if the document
-        does not describe an event in the catalogue: a rank may run a different version of the hook.
-        """
-        event, fields, level = (document.get(key) for key in ("event", "fields", "level"))
-        if not isinstance(event, str) or event not in CATALOGUE or not isinstance(fields, dict):
-            return None
-        if level is not None and (not isinstance(level, str) or level not in LEVELS):
-            return None
-        sender = document.get("rank", rank)
-        try:
-            return make_finding(
-                event, rank=sender if isinstance(sender, int) else None, level=level, **fields
-            )
-        except (TypeError, ValueError):
-            return None
-
-
-def counted(count: int | None, noun: str) -> str:
-    """Format a count with its noun: `1 line`, `2 lines`, `unknown lines`."""
-    return f"{'unknown' if count is None else count} {noun}{'' if count == 1 else 's'}"
+Finding = Event
 
 
 class _Formatter(string.Formatter):
@@ -98,8 +52,8 @@ _MAX_ODD_LENGTH = 500
 
 def make_finding(
     event: str, /, *, rank: int | None = None, level: str | None = None, **fields: Any
-) -> Finding:
-    """Create a finding and check it against the catalogue.
+) -> Event:
+    """Create an event from its template.
 
     Raises KeyError for an unknown event and ValueError for a missing or reserved field.
     """
@@ -108,24 +62,23 @@ def make_finding(
         raise ValueError(f"event {event} is missing fields: {', '.join(missing)}")
     if taken := RESERVED & fields.keys():
         raise ValueError(f"event {event} uses reserved fields: {', '.join(sorted(taken))}")
-    return Finding(event, fields, rank, level)
+    return Event(event, level or spec.level, _text(spec, rank, fields), fields, rank)
 
 
-def message(finding: Finding) -> str:
-    """The text of the console line, without emoji, time or level.
+def message(finding: Event) -> str:
+    """The text of the console line."""
+    return finding.text
 
-    A rank may run a different version of the hook: if the template cannot format its fields, the
-    text shows them raw.
-    """
-    spec = CATALOGUE[finding.event]
+
+def _text(spec: Spec, rank: int | None, fields: Mapping[str, Any]) -> str:
     try:
         if callable(spec.line):
-            return spec.line(finding.fields)
-        return _formatter.vformat(spec.line, (), {"rank": finding.rank, **finding.fields})
+            return spec.line(fields)
+        return _formatter.vformat(spec.line, (), {"rank": rank, **fields})
     except Exception as error:  # noqa: BLE001 - an exception here would break every caller that logs; the text says what is wrong
-        shown = str(dict(finding.fields))[:_MAX_ODD_LENGTH]
+        shown = str(dict(fields))[:_MAX_ODD_LENGTH]
         return (
-            f"{finding.event} with fields that do not fit its template "
+            f"{spec.name} with fields that do not fit its template "
             f"({type(error).__name__}: {error}): {shown}"
         )
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
 from miner_guard.config import LogSettings
-from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import LEVELS, Finding
 from miner_guard.eventlog.redact import Redactor
 from miner_guard.eventlog.rendering import console_line, json_line
@@ -99,22 +98,21 @@ class Emitter:
         ).bind(run_id=run_id, host=socket.gethostname())
 
     def emit(self, finding: Finding) -> None:
-        """Log one finding. Raises KeyError if the catalogue lacks the event, which is a bug in the
-        guard."""
-        severity = finding.severity
+        """Log one finding."""
+        severity = finding.level
         if self._repeats_disk_outage(finding):
             return
         log = getattr(self._log, severity)
-        log(finding.event, msg=catalog.message(finding), rank=finding.rank, **finding.fields)
+        log(finding.name, msg=finding.text, rank=finding.rank, **finding.fields)
 
     def _repeats_disk_outage(self, finding: Finding) -> bool:
         """Return True if the finding only repeats that the disk is full or frozen: that stops every
         writer, and the first report covers all of them."""
         known = self._disk_down
-        if finding.event in ("disk_full", "disk_stuck"):
+        if finding.name in ("disk_full", "disk_stuck"):
             self._disk_down = True
             return known
-        if finding.event == "disk_recovered":
+        if finding.name == "disk_recovered":
             self._disk_down = False
             return not known and finding.fields.get("lost") == 0
         # A single write (`not_stored`) reports a full disk as a field, because it could never

@@ -3,57 +3,16 @@ optional parts. Several reproduce a line from one of the source documents (docs/
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from miner_guard.record.words import gb, known, rank_list
+
 _RULE = "=" * 80
-_TINY_SHARE = 0.01
-
-
-def known(value: Any, spec: str = "") -> str:
-    """Format `value` with `spec`. A string stays unchanged, None becomes `unknown`, and NaN becomes
-    `NaN`, as in the log."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, float) and math.isnan(value):
-        return "NaN"
-    return "unknown" if value is None else format(value, spec)
-
-
-def percentages(shares: Mapping[str, float]) -> dict[str, str]:
-    """Format shares of a whole (0-1) as percentages, largest first. The percentages are whole
-    numbers that sum to 100, or to at most 99 if a share below 1 % is shown as `<1%`."""
-    ordered = sorted((name for name in shares if shares[name] > 0), key=lambda name: -shares[name])
-    exact = {name: 100 * shares[name] for name in ordered if shares[name] >= _TINY_SHARE}
-    whole = {name: int(percent) for name, percent in exact.items()}
-    missing = round(100 * sum(shares.values())) - sum(whole.values()) - (len(exact) < len(ordered))
-    for name in sorted(exact, key=lambda name: whole[name] - exact[name])[: max(0, missing)]:
-        whole[name] += 1
-    return {name: f"{whole[name]}%" if name in whole else "<1%" for name in ordered}
-
-
-def gb(size_bytes: float | None) -> float | None:
-    """Convert bytes to GiB, which torch and the source documents call GB."""
-    return None if size_bytes is None else size_bytes / 1024**3
 
 
 _MAX_ROWS = 16
 """With up to this many ranks, each rank has its own row in the diagnostics block."""
-
-
-def rank_list(ranks: Iterable[int]) -> str:
-    """Format ranks as `rank 2`, `ranks 0,1,3` or `ranks 0-6,9`: three or more consecutive ranks
-    become a range."""
-    numbers = sorted(set(ranks))
-    parts: list[str] = []
-    while numbers:
-        count = 1
-        while count < len(numbers) and numbers[count] == numbers[0] + count:
-            count += 1
-        row, numbers = numbers[:count], numbers[count:]
-        parts += [f"{row[0]}-{row[-1]}"] if count > 2 else [str(number) for number in row]
-    return f"rank{'' if len(parts) == 1 and '-' not in parts[0] else 's'} {','.join(parts)}"
 
 
 def inner_step(fields: Mapping[str, Any]) -> str:

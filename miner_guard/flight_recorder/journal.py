@@ -49,7 +49,8 @@ class FindingEntry(JournalEntry):
     KIND = "finding"
 
     event: str
-    level: str | None = None
+    level: str
+    text: str
     rank: int | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miner_guard.eventlog.catalog import counted
 from miner_guard.eventlog.status_document import StatusDocument, StepsStatus, UploadsStatus
+from miner_guard.record.words import counted
 
 WIDTH = 200
 PREFIX = len("2026-01-02T03:04:05.678Z | INFO | guard | HEALTH ")

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.detectors.hang import Hang, HangDetector, Processes
-from miner_guard.eventlog.catalog import Finding, counted, make_finding
-from miner_guard.eventlog.formatters import rank_list
+from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.status_document import HangStatus
 from miner_guard.eventlog.write_errors import not_stored
 from miner_guard.exits import CRASH_LOOP
@@ -23,6 +22,7 @@ from miner_guard.monitors.evidence import Subject
 from miner_guard.monitors.rank_processes import RankProcesses
 from miner_guard.monitors.tail import Tail
 from miner_guard.rank.consensus.agree import LATE
+from miner_guard.record.words import counted, rank_list
 from miner_guard.system.processes import cpu_s
 
 _CPU_EVERY_S = 30.0

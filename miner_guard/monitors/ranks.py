@@ -13,13 +13,13 @@ from miner_guard.detectors.eta import TrainingFacts
 from miner_guard.detectors.slow_cause import explain
 from miner_guard.detectors.straggler import Straggler, StragglerWatch
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.eventlog.formatters import gb
 from miner_guard.eventlog.status_document import FallbackStatus, RanksStatus
 from miner_guard.flight_recorder.journal import DiagnosisEntry, JournalEntry, TrainingEntry
 from miner_guard.flight_recorder.layout import FLAG_FIRST, FLAG_LOSS_ON_CPU
 from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
 from miner_guard.rank.introspection import diagnosis_codec
+from miner_guard.record.words import gb
 
 _SLOW_STEPS = 5
 

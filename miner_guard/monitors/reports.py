@@ -41,11 +41,11 @@ class ReportsMonitor(Monitor):
 
     def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
         if isinstance(entry, FindingEntry):
-            finding = Finding.from_dict(entry.to_json(), rank)
+            finding = Finding.from_json(entry.to_json(), rank)
             if finding is None:
                 what = (
-                    f"rank {rank} reported {entry.event!r}, which is not in the event "
-                    "catalogue or has the wrong fields"
+                    f"rank {rank} reported {entry.event!r} with a level, text or fields that no "
+                    "event has"
                 )
                 return (make_finding("guard_degraded", what=what),)
             return (finding,)

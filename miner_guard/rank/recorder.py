@@ -117,6 +117,7 @@ class Recorder:
         entry = FindingEntry(
             event=finding.event,
             level=finding.level,
+            text=finding.text,
             rank=self.place.rank if finding.rank is None else finding.rank,
             fields=dict(finding.fields),
         )

@@ -20,12 +20,12 @@ from typing import Any
 
 from miner_guard.config import LogSettings, StepSettings
 from miner_guard.eventlog import catalog
-from miner_guard.eventlog.catalog import CATALOGUE, Finding
-from miner_guard.eventlog.formatters import gb
+from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.redact import Redactor
 from miner_guard.eventlog.rendering import console_line, json_line, rotate
 from miner_guard.flight_recorder.layout import FLAG_FIRST, SPECIAL_PHASES
 from miner_guard.flight_recorder.records import StepRecord
+from miner_guard.record.words import counted, gb
 from miner_guard.state_dir import StateDir, json_number, make_folder, open_private
 from miner_guard.system.clock import iso_utc
 from miner_guard.system.once import OncePer
@@ -133,7 +133,7 @@ class StandaloneLog:
         if count <= 0 or now < self._report_again:
             return
         self._left_out_reported, self._report_again = self.left_out, now + _LEFT_OUT_EVERY_S
-        lines = catalog.counted(count, "line")
+        lines = counted(count, "line")
         what = f"{lines} from this rank could not be logged; last error: {self._why}"
         self._try(catalog.make_finding("guard_degraded", what=what))
 
@@ -156,12 +156,11 @@ class StandaloneLog:
                 self._console = None
 
     def _record(self, finding: Finding) -> Mapping[str, Any]:
-        spec = CATALOGUE[finding.event]
         return {
             "ts": iso_utc(time.time()),
-            "level": finding.level or spec.level,
+            "level": finding.level,
             "event": finding.event,
-            "msg": catalog.message(finding),
+            "msg": finding.text,
             "run_id": self._run_id,
             "host": self._host,
             "rank": self._rank if finding.rank is None else finding.rank,

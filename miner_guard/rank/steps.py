@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from miner_guard.eventlog.catalog import make_finding
-from miner_guard.eventlog.formatters import gb
 from miner_guard.flight_recorder import layout
 from miner_guard.flight_recorder.layout import NAN
 from miner_guard.flight_recorder.records import StepRecord
@@ -19,6 +18,7 @@ from miner_guard.rank.environment import RankContext
 from miner_guard.rank.hot import PHASE_FLAGS, hot_path
 from miner_guard.rank.numbers import MAX_INT
 from miner_guard.rank.recorder import Recorder
+from miner_guard.record.words import gb
 
 T = TypeVar("T")
 

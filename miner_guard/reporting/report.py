@@ -10,9 +10,8 @@ from typing import Any
 
 from miner_guard import state_dir
 from miner_guard.config import GateSettings
-from miner_guard.eventlog.catalog import counted
-from miner_guard.eventlog.formatters import percentages
 from miner_guard.eventlog.rendering import visible
+from miner_guard.record.words import counted, percentages
 from miner_guard.reporting import report_tables as tables
 from miner_guard.reporting.report_curves import curves
 from miner_guard.reporting.report_data import Data, gather

@@ -8,7 +8,7 @@ from html import escape
 
 from miner_guard.config import GateSettings
 from miner_guard.detectors.verdict_wording import is_silent, now_of, span
-from miner_guard.eventlog.formatters import percentages
+from miner_guard.record.words import percentages
 from miner_guard.reporting.report_data import Data
 from miner_guard.reporting.report_tables import is_early, number, when
 

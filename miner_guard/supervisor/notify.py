@@ -62,7 +62,7 @@ class NotifySocket:
             return
         if isinstance(document.get("bell"), int):
             notified.add(document["bell"])
-        elif (finding := Finding.from_dict(document)) is not None:
+        elif (finding := Finding.from_json(document)) is not None:
             self._on_finding(finding)
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from miner_guard.config import RestartSettings
-from miner_guard.eventlog.catalog import counted
+from miner_guard.record.words import counted
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from miner_guard.eventlog.catalog import Finding, counted, make_finding
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.record.words import counted
 from miner_guard.state_dir import has_room, make_folder, open_private, set_aside
 from miner_guard.uploads.ledger_schema import SCHEMA, TABLES, VERSION
 

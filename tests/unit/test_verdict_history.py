@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from miner_guard.detectors.verdict_conditions import STATES
 from miner_guard.detectors.verdict_history import CELL_S, CELLS, UNWATCHED, Strip, VerdictWeek
-from miner_guard.eventlog.formatters import percentages
 from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.monitors.verdict import VerdictMonitor
+from miner_guard.record.words import percentages
 from miner_guard.state_dir import write_json
 from miner_guard.system.clock import FakeClock
 from tests.support.contexts import context

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from miner_guard.eventlog.catalog import counted
+from miner_guard.record.words import counted
 from miner_guard.supervisor.flights import Flights
 from miner_guard.supervisor.launch_spec import StopRequest, Then
 from miner_guard.supervisor.supervisor import Supervisor

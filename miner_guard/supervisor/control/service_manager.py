@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from miner_guard.eventlog.formatters import known
 from miner_guard.eventlog.status_document import StatusDocument
+from miner_guard.record.words import known
 from miner_guard.supervisor.loop import Loop
 from miner_guard.supervisor.process.environment import under_pm2
 

@@ -258,17 +258,7 @@ def main() -> None:
                 data = data[os.write(out, data) :]
 
     def report(finding: Finding) -> None:
-        fields = dict(finding.fields)
-        answer(
-            {
-                "say": {
-                    "event": finding.event,
-                    "level": finding.level,
-                    "rank": finding.rank,
-                    "fields": fields,
-                }
-            }
-        )
+        answer({"say": finding.to_json()})
 
     lanes = {
         LOG: Lane(LOG, lambda: Log(state, settings, report), report, answer),

@@ -319,7 +319,7 @@ class DiskWriter:
     def _understand(self, document: Mapping[str, Any]) -> None:
         if "done" in document:
             self._confirmed(document["done"])
-        elif (finding := Finding.from_dict(document.get("say") or {})) is not None:
+        elif (finding := Finding.from_json(document.get("say") or {})) is not None:
             self._report(finding)
 
     def _confirmed(self, name: str) -> None:

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -329,7 +329,7 @@ def test_a_finding_that_cannot_be_shown_does_not_silence_a_rank_that_logs_for_it
     """An exception once ended the thread that writes the log, and logging stopped without
     notice."""
     guard = Guard(place(state))
-    guard.emit(Finding("no_such_event", {}))
+    guard.emit(Finding("no_such_event", "info", "x", cast(Any, 7)))
     guard.emit(make_finding("rank_message", text="still here"))
     guard.close()
     records = [json.loads(line)["msg"] for line in state.log.read_text().splitlines()]

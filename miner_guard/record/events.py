@@ -1,0 +1,89 @@
+"""The vocabulary of the log: an event has a name, a level, a sentence for people and fields.
+
+Standard library only. The sentence stands where the fact is known; operators grep for it, so its
+wording is a contract. `ops/runbook.md` explains every name, and a test compares the two.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
+
+RESERVED = frozenset({"ts", "level", "event", "msg", "run_id", "host", "rank"})
+"""Keys that every line of guard.jsonl has; no field of an event may use them."""
+
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_MAX_TEXT = 16_384
+
+
+@dataclass(frozen=True)
+class Event:
+    """An event to which the log has yet to add the time, run and host."""
+
+    name: str
+    level: str
+    text: str
+    """The console line without emoji, time or level."""
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Measured values, with units in the names; None if unknown."""
+
+    rank: int | None = None
+
+    @property
+    def event(self) -> str:
+        """`name`, for callers that have not moved yet."""
+        return self.name
+
+    @property
+    def severity(self) -> str:
+        """`level`, for callers that have not moved yet."""
+        return self.level
+
+    def at(self, level: str) -> Event:
+        """The same event at a different level."""
+        return replace(self, level=level)
+
+    def to_json(self) -> dict[str, Any]:
+        """The form in which one process sends an event to another."""
+        return {
+            "event": self.name,
+            "level": self.level,
+            "text": self.text,
+            "rank": self.rank,
+            "fields": dict(self.fields),
+        }
+
+    @staticmethod
+    def from_json(document: Mapping[str, Any], rank: int | None = None) -> Event | None:
+        """Parse `to_json`'s document; None if it does not describe an event.
+
+        `rank` is the sender's rank, used if the document names none.
+        """
+        name, level, text = (document.get(key) for key in ("event", "level", "text"))
+        fields, sender = document.get("fields"), document.get("rank", rank)
+        if not (isinstance(name, str) and isinstance(level, str) and isinstance(text, str)):
+            return None
+        if not _NAME.fullmatch(name) or level not in LEVELS:
+            return None
+        if not isinstance(fields, dict) or RESERVED & fields.keys():
+            return None
+        return Event(name, level, text[:_MAX_TEXT], fields, _rank(sender, rank))
+
+
+def _rank(sender: Any, fallback: int | None) -> int | None:
+    return sender if isinstance(sender, int) and not isinstance(sender, bool) else fallback
+
+
+def event(name: str, level: str, text: str, /, *, rank: int | None = None, **fields: Any) -> Event:
+    """Create an event. Raises ValueError for an unknown level or a reserved field, which are bugs
+    of the caller."""
+    if level not in LEVELS:
+        raise ValueError(f"event {name} has level {level!r}; the levels are {', '.join(LEVELS)}")
+    if taken := RESERVED & fields.keys():
+        raise ValueError(f"event {name} uses reserved fields: {', '.join(sorted(taken))}")
+    return Event(name, level, text, fields, rank)

@@ -1,0 +1,56 @@
+"""Puts measured values into words: counts, shares, sizes and lists of ranks. Standard library
+only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+_TINY_SHARE = 0.01
+
+
+def known(value: Any, spec: str = "") -> str:
+    """Format `value` with `spec`. A string stays unchanged, None becomes `unknown`, and NaN becomes
+    `NaN`, as in the log."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float) and math.isnan(value):
+        return "NaN"
+    return "unknown" if value is None else format(value, spec)
+
+
+def counted(count: int | None, noun: str) -> str:
+    """Format a count with its noun: `1 line`, `2 lines`, `unknown lines`."""
+    return f"{'unknown' if count is None else count} {noun}{'' if count == 1 else 's'}"
+
+
+def percentages(shares: Mapping[str, float]) -> dict[str, str]:
+    """Format shares of a whole (0-1) as percentages, largest first. The percentages are whole
+    numbers that sum to 100, or to at most 99 if a share below 1 % is shown as `<1%`."""
+    ordered = sorted((name for name in shares if shares[name] > 0), key=lambda name: -shares[name])
+    exact = {name: 100 * shares[name] for name in ordered if shares[name] >= _TINY_SHARE}
+    whole = {name: int(percent) for name, percent in exact.items()}
+    missing = round(100 * sum(shares.values())) - sum(whole.values()) - (len(exact) < len(ordered))
+    for name in sorted(exact, key=lambda name: whole[name] - exact[name])[: max(0, missing)]:
+        whole[name] += 1
+    return {name: f"{whole[name]}%" if name in whole else "<1%" for name in ordered}
+
+
+def gb(size_bytes: float | None) -> float | None:
+    """Convert bytes to GiB, which torch and the source documents call GB."""
+    return None if size_bytes is None else size_bytes / 1024**3
+
+
+def rank_list(ranks: Iterable[int]) -> str:
+    """Format ranks as `rank 2`, `ranks 0,1,3` or `ranks 0-6,9`: three or more consecutive ranks
+    become a range."""
+    numbers = sorted(set(ranks))
+    parts: list[str] = []
+    while numbers:
+        count = 1
+        while count < len(numbers) and numbers[count] == numbers[0] + count:
+            count += 1
+        row, numbers = numbers[:count], numbers[count:]
+        parts += [f"{row[0]}-{row[-1]}"] if count > 2 else [str(number) for number in row]
+    return f"rank{'' if len(parts) == 1 and '-' not in parts[0] else 's'} {','.join(parts)}"
