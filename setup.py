@@ -1,21 +1,13 @@
-"""Builds the compiled hot paths: the hook's, and the search through the miner's output. Without a
-compiler the package still builds, and works without them. No debug information (-g0): it would
-contain the build path, and no two builds would be identical."""
+"""Builds the compiled search through the miner's output. Without a compiler the package still
+builds, and works without it. No debug information (-g0): it would contain the build path, and no
+two builds would be identical."""
 
 from setuptools import Extension, setup
 
-HOOK = "miner_guard/flight_recorder"
 FLAGS = ["-O2", "-g0", "-std=c11", "-Wall", "-Wextra"]
 
 setup(
     ext_modules=[
-        Extension(
-            "miner_guard.flight_recorder._hot",
-            [f"{HOOK}/_hot.c", f"{HOOK}/_hot_loop.c"],
-            depends=[f"{HOOK}/_hot.h"],
-            extra_compile_args=FLAGS,
-            optional=True,
-        ),
         Extension(
             "miner_guard.eventlog._templates",
             ["miner_guard/eventlog/_templates.c"],

@@ -12,15 +12,11 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from miner_guard.attach.adapter import NO_PHASE, Adapter
 from miner_guard.attach.losses import Losses
-from miner_guard.rank.hot import compiled
 from miner_guard.rank.introspection.compiled import uncompiled
-
-if TYPE_CHECKING:
-    from miner_guard.flight_recorder import _hot
 
 _OTHERS_IN_A_ROW = 64
 """Once the other optimizers have taken this many steps since the leader's last one, one of them
@@ -45,9 +41,6 @@ class Leader:
         """Whether every optimizer steps once per training step; the step's loss is then the sum of
         their losses."""
 
-        self.only: Callable[[], Any] = lambda: None
-        """The optimizer that took the last two steps. For its next step, `leads` returns True."""
-
     def leads(self, optimizer: Any) -> bool:
         """Record a step of `optimizer`; return whether it ends a training step."""
         leader = self._leader()
@@ -55,7 +48,6 @@ class Leader:
             self._leader, leader = weakref.ref(optimizer), optimizer
             self._steps, self._others, self.cyclic = 0, 0, False
         if leader is not optimizer:
-            self.only = lambda: None
             self._others += 1
             self._last_other = weakref.ref(optimizer)
             return False
@@ -66,8 +58,6 @@ class Leader:
             self._leader, self._steps, self._others, self.cyclic = self._last_other, 2, 1, True
             return False
         self._steps += 1
-        if self._steps > 2 and not self._others:
-            self.only = self._leader
         self._others = 0
         return True
 
@@ -92,8 +82,6 @@ class Auto:
         self._backward_phase: AbstractContextManager[Any] = NO_PHASE
         self._optimizer_phase: AbstractContextManager[Any] = NO_PHASE
         self._data_phase: AbstractContextManager[Any] = NO_PHASE
-        self._loop: _hot.HotLoop | None = None
-        """Records ordinary steps while armed; None if the compiled hook is not used."""
 
     # Hooks for a plain training loop, without a framework.
 
@@ -101,7 +89,6 @@ class Auto:
         """Hook `backward` and all optimizers; `torch.optim.optimizer` was just imported."""
         import torch
 
-        stepping, stepped = uncompiled(self._stepping), uncompiled(self._stepped)
         backward: Any = torch.Tensor.backward
 
         @uncompiled
@@ -114,16 +101,9 @@ class Auto:
             with self._backward_phase:
                 return backward(tensor, *args, **kwargs)
 
-        hook: Callable[..., Any] = followed
-        compiled_hook, _ = compiled()
-        if compiled_hook is not None:
-            ended, due = uncompiled(self._ended), uncompiled(self._due)
-            loop = compiled_hook.HotLoop(torch, backward, followed, stepping, stepped, ended, due)
-            self._loop, hook = loop, functools.update_wrapper(loop.backward, backward)
-            stepping, stepped = loop.stepping, loop.stepped
-        module.register_optimizer_step_pre_hook(stepping)
-        module.register_optimizer_step_post_hook(stepped)
-        setattr(torch.Tensor, "backward", hook)  # noqa: B010 - mypy rejects an assignment to a method
+        module.register_optimizer_step_pre_hook(uncompiled(self._stepping))
+        module.register_optimizer_step_post_hook(uncompiled(self._stepped))
+        setattr(torch.Tensor, "backward", followed)  # noqa: B010 - mypy rejects an assignment to a method
 
     def follow_scaler(self, module: Any) -> None:
         """Hook the GradScaler, which makes the program call `backward` on the loss times a varying
@@ -135,7 +115,6 @@ class Auto:
         def scaled(scaler: Any, outputs: Any) -> Any:
             result = scale(scaler, outputs)
             if result is not outputs:
-                self._disarm()
                 self.adapter.quiet(self.losses.scaled, outputs, result)
             return result
 
@@ -144,7 +123,6 @@ class Auto:
             # If losses are left, the scaler found infinite gradients and no optimizer stepped. The
             # next step gathers new losses. A disabled scaler lets every step through.
             if scaler.is_enabled():
-                self._disarm()
                 self.losses.drop()
             return update(scaler, *args, **kwargs)
 
@@ -162,39 +140,7 @@ class Auto:
 
         loader.__next__ = followed
 
-    def _disarm(self) -> None:
-        """Take the current step back from the compiled loop, because the step is not an ordinary
-        one."""
-        if self._loop is None or not self._loop.armed:
-            return
-        total, count, self.steps, stepping = self._loop.disarm()
-        self.losses.add(total, count)
-        leader = self._leader.only()
-        if stepping and leader is not None:
-            self._stepping_now.append(weakref.ref(leader))
-
-    def _arm(self, optimizer: Any) -> None:
-        """Let the compiled loop record the next steps if they are likely to be ordinary: one
-        optimizer, and a loss on the CPU."""
-        if (
-            self._loop is not None
-            and self.adapter.guard is not None
-            and self._leader.only() is optimizer
-            and not self._stepping_now
-            and self.losses.settled
-        ):
-            leader = weakref.ref(optimizer)
-            self.adapter.guard.arm(self._loop, leader, self.steps, self.losses.divided)
-
-    def _due(self) -> None:
-        """Let the guard do its periodic work. The compiled loop calls this after a step if work is
-        due."""
-        guard = self.adapter.guard
-        if guard is None or not guard.keep_house():
-            self._disarm()
-
     def _backward(self, tensor: Any) -> None:
-        self._disarm()
         # Begin here rather than at import, because launchers and dataloaders import torch too.
         if self.adapter.guard is None:
             self.begin()
@@ -216,7 +162,6 @@ class Auto:
             self._data_phase = self.adapter.phase("data")
 
     def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._disarm()
         while self._stepping_now and any(each() is optimizer for each in self._stepping_now):
             # This optimizer's last step raised, so its post-step hook never ran.
             self._leave()
@@ -229,7 +174,6 @@ class Auto:
         self._optimizer_phase.__exit__(None, None, None)
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._disarm()
         if not any(each() is optimizer for each in self._stepping_now):
             # A subclass whose `step` calls its parent's: torch runs the hooks for both, and the
             # parent's have ended the step.
@@ -240,12 +184,10 @@ class Auto:
 
     def _ended(self, optimizer: Any) -> None:
         """End a step, because the optimizer has stepped and no framework reports the steps."""
-        self._disarm()
-        if self._leader.only() is optimizer or self._leader.leads(optimizer):
+        if self._leader.leads(optimizer):
             self.steps += 1
             try:
                 self._step(self.steps, optimizer)
-                self._arm(optimizer)
             except Exception as error:  # noqa: BLE001 - the program must not notice; reported as guard_degraded
                 self.adapter.failed("step", error)
         elif not self._leader.cyclic:
@@ -284,7 +226,6 @@ class Auto:
     def trains(self, framework: str) -> None:
         """Take steps from this framework's callbacks from now on, because it is starting to
         train."""
-        self._disarm()
         self.framework = framework
         self.adapter.quiet(self.begin)
 

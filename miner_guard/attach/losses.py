@@ -185,24 +185,6 @@ class Losses:
         self._free.extend(self._gathered.slots)
         self._gathered = _Gathered()
 
-    @property
-    def settled(self) -> bool:
-        """Whether a step's losses are plain numbers whose meaning is known, so that their sum can
-        be passed to `add`."""
-        judged = self._divided or self._judged >= _MAX_JUDGED_STEPS
-        return judged and not self._in_flight and not self._slots and self._scaled is None
-
-    @property
-    def divided(self) -> bool:
-        """Whether the program divides its micro-batch losses by the number of micro-batches, so
-        that their sum is the step's loss."""
-        return self._divided
-
-    def add(self, total: float, count: int) -> None:
-        """Add the sum of `count` losses that the compiled loop has read."""
-        self._gathered.total += total
-        self._gathered.count += count
-
     def take(self, step: int) -> Loss | None:
         """End step `step`. Return its loss, or that of an earlier step if it has arrived since the
         last call; otherwise None.

@@ -44,20 +44,6 @@ def _leftovers(env: Mapping[str, str]) -> Iterator[Check]:
             )
 
 
-def _hook(packages: Mapping[str, Any]) -> Iterator[Check]:
-    """Report which build of the hook is in use. Both record the same data; the compiled one takes
-    less time per step."""
-    if packages.get("hook") == "compiled":
-        yield Check("env.hook", "ok", "the hook is compiled: less than 1 us per step")
-    elif packages.get("hook") == "python":
-        yield Check(
-            "env.hook",
-            "ok",
-            "the hook runs in Python: about 5 us per step (it is compiled if a C compiler is "
-            "present when miner-guard is installed)",
-        )
-
-
 def _output() -> Check:
     """Report which build reads the miner's output. Both find the same lines."""
     seen = (
@@ -78,7 +64,6 @@ def _packages(s: Snapshot) -> Iterator[Check]:
         return
     p = s.packages
     yield Check("env.python", "ok", f"the miner runs Python {p['python']} ({p['executable']})")
-    yield from _hook(p)
     yield _output()
     if p["pynvml_shim"]:
         seen = (

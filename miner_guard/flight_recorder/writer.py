@@ -44,8 +44,7 @@ class FlightWriter:
     blocks.
 
     The header's first word is a sequence lock: it is odd while the header is being written, and a
-    reader that sees it odd or changed tries again. All counts are in the file, because this class
-    shares them with the compiled hook, which writes the same header.
+    reader that sees it odd or changed tries again. All counts are in the file.
     """
 
     def __init__(
@@ -149,13 +148,6 @@ class FlightWriter:
                 self._reals[SINCE] = end
             words[STEPS] = number + 1
             words[LOCK] += 1
-
-    def last(self) -> StepRecord | None:
-        """The last step appended by this class or the compiled hook; None if no step was
-        recorded."""
-        return (
-            StepRecord.unpack_from(self.map, self._words[STEPS] - 1) if self._words[STEPS] else None
-        )
 
     def journal(self, document: Mapping[str, Any]) -> bool:
         """Append an entry that must not be lost. Returns False and counts it as lost if it is too

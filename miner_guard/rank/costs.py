@@ -41,11 +41,11 @@ class RankCosts:
         self._sums[key] = (total + seconds, count + 1)
         self._perhaps_flush()
 
-    def own(self, seconds: float, steps: int = 1) -> None:
-        """Add the time that the hook itself took during `steps` steps."""
+    def own(self, seconds: float) -> None:
+        """Add the time that the hook itself took during one step."""
         self._own_seconds += seconds
-        self._own_count += steps
-        if steps > 1 or not self._own_count & 63:
+        self._own_count += 1
+        if not self._own_count & 63:
             self._perhaps_flush()
 
     def _perhaps_flush(self) -> None:

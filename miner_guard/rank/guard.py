@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import sys
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.flight_recorder.journal import CheckpointEntry, TrainingEntry
@@ -38,9 +37,6 @@ from miner_guard.rank.upload import UploadRecorder
 from miner_guard.uploads.decision import GateDecision
 from miner_guard.validators.facts import Candidate
 
-if TYPE_CHECKING:
-    from miner_guard.flight_recorder import _hot
-
 
 class Guard:
     """One rank's hook, created by `init`."""
@@ -54,7 +50,7 @@ class Guard:
         self._gate = gating.Gate(place, monotonic)
         self._costs = RankCosts(self._recorder, monotonic)
         self._stepper = Stepper(place, self._recorder, self._degraded)
-        self._hot = self._stepper.hot
+        self._names = self._stepper.names
         self._questions = CollectiveQueries(
             place, self._gate, self._recorder, self._stepper, report=self._degraded
         )
@@ -103,12 +99,12 @@ class Guard:
         if compiling():
             return nullcontext()
         try:
-            return self._hot.names.known.get((name, allowance_s)) or self._hot.names.named(
+            return self._names.known.get((name, allowance_s)) or self._names.named(
                 name, allowance_s
             )
         except Exception as error:  # noqa: BLE001 - the miner's step is sacred; reported as guard_degraded
             self._degraded("phase", error)
-            return self._hot.names.named("other")
+            return self._names.named("other")
 
     @harmless_or(nothing)
     def step(
@@ -131,14 +127,6 @@ class Guard:
         """
         if self._closed:
             return
-        if self._hot.step is not None and not self._recorder.notifier.alone:
-            done = self._hot.step(
-                outer_step, inner_step, total_steps, loss, lr, grad_norm, eval_loss, tokens
-            )
-            if done:
-                if done > 1:
-                    self._keep_house()
-                return
         started, stepper = self._monotonic(), self._stepper
         record = stepper.record
         record.outer_step, record.inner_step, record.tokens = outer_step, inner_step, tokens
@@ -147,28 +135,6 @@ class Guard:
         stepper.end()
         self._stacks.check()
         self._costs.own(self._monotonic() - started)
-
-    def arm(self, loop: _hot.HotLoop, leader: weakref.ref[Any], steps: int, may_sum: bool) -> None:
-        """Let a compiled loop record the usual steps (see `HotLoop.arm`), unless this rank uses the
-        Python path, or logs each step itself because it has no supervisor."""
-        if self._closed or self._hot.step is None or self._recorder.notifier.alone:
-            return
-        phases: Any = self._hot.phases
-        backward: Any = self._hot.names.named("backward")
-        optimizer: Any = self._hot.names.named("optimizer")
-        loop.arm(phases, backward, optimizer, leader, steps, may_sum)
-
-    @harmless_or(lambda: False)
-    def keep_house(self) -> bool:
-        """Do periodic work after a compiled step. Returns True if the compiled loop may keep
-        recording steps."""
-        self._keep_house()
-        return not self._recorder.notifier.alone
-
-    def _keep_house(self) -> None:
-        self._stepper.notify()
-        self._costs.own(*self._hot.take_own())
-        self._hot.watch(int(stacks.STACKS_SIGNAL) if self._stacks.check() else 0)
 
     def may_upload(
         self,
@@ -222,7 +188,7 @@ class Guard:
         Set `size_bytes`, and `tag` if not passed here, on the object it yields. It records an
         exception from the body and lets it propagate.
         """
-        return self._uploads.recorder(decision, self._hot.names.named("upload"), tag)
+        return self._uploads.recorder(decision, self._names.named("upload"), tag)
 
     @harmless_or(lambda: False)
     def upload_due(self) -> bool:
@@ -351,10 +317,9 @@ class Guard:
         environment.unmark()
 
     def _end(self, state: str) -> None:
-        self._costs.own(*self._hot.take_own())
         self._costs.flush()
         self._closed = True
-        self._hot.phases.live = False
+        self._stepper.phases.live = False
         self._recorder.close(state)
 
     def _degraded(self, where: str, error: BaseException) -> None:
@@ -367,7 +332,7 @@ class Guard:
 
     def _forked(self) -> None:
         self._closed = True
-        self._hot.phases.live = False
+        self._stepper.phases.live = False
         self._recorder.detach_after_fork()
 
     def _exited(self, failed: bool) -> None:
@@ -382,16 +347,12 @@ class Guard:
         if self.world_size > 1 and agree:
             self._attempt("agreement", self._questions.agreement)
         if self.place.state is not None:
-            self._attempt("stacks", self._dump_stacks, self.place.state.stacks_of(self.rank))
+            self._attempt("stacks", self._stacks.begin, self.place.state.stacks_of(self.rank))
             # Serve dumps even with a single rank: if a CUDA kernel never ends, the rank's
             # collectives queue up behind it.
             if self.world_size > 1 or environment.initialised_distributed() is not None:
                 dump = self.place.state.collectives_of(self.rank)
                 self._attempt("collectives", collectives.serve, self._recorder.notifier, dump)
-
-    def _dump_stacks(self, path: Path) -> None:
-        self._stacks.begin(path)
-        self._hot.watch(int(stacks.STACKS_SIGNAL))
 
     def _attempt(self, what: str, work: Callable[..., Any], *arguments: Any) -> None:
         try:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.flight_recorder.records import json_default
-from miner_guard.system.sockets import MAX_LENGTH, address
+from miner_guard.system.sockets import address
 
 _NOBODY = frozenset({errno.ENOENT, errno.ECONNREFUSED, errno.ENOTDIR})
 
@@ -42,16 +42,6 @@ class Notifier:
             return
         with contextlib.suppress(OSError):
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-
-    @property
-    def reached(self) -> tuple[int, bytes] | None:
-        """The socket's descriptor and address, for compiled code that sends on its own. None
-        without a socket, or if the path is not a valid address, so that only `send` can reach
-        it."""
-        name = b"" if self._path is None else os.fsencode(self._path)
-        if self._socket is None or len(name) > MAX_LENGTH:
-            return None
-        return self._socket.fileno(), name
 
     def notify(self, rank: int) -> bool:
         """Tell the supervisor to read the rank's flight record."""

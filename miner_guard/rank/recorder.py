@@ -90,13 +90,9 @@ class Recorder:
         if self.flight is not None:
             self.flight.append(record)
         if record.end - self._rung >= NOTIFY_EVERY_S:
-            self.notify(record.end)
-
-    def notify(self, now: float) -> None:
-        """Notify the supervisor that there are steps to read."""
-        self._rung = now
-        if not self.notifier.notify(self.place.rank) and self.flight is not None:
-            self.flight.dropped(self.notifier.dropped)
+            self._rung = record.end
+            if not self.notifier.notify(self.place.rank) and self.flight is not None:
+                self.flight.dropped(self.notifier.dropped)
 
     def journal(self, entry: JournalEntry | Mapping[str, Any], /) -> bool:
         """Append an entry that must not be lost. Returns False if the journal has no room or this

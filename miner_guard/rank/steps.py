@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from miner_guard.eventlog.catalog import make_finding
@@ -15,8 +16,8 @@ from miner_guard.flight_recorder.layout import NAN
 from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.rank import numbers, standalone_log
 from miner_guard.rank.environment import RankContext
-from miner_guard.rank.hot import PHASE_FLAGS, hot_path
 from miner_guard.rank.numbers import MAX_INT
+from miner_guard.rank.phases import Phase, PhaseNames, Phases
 from miner_guard.rank.recorder import Recorder
 from miner_guard.record.words import gb
 
@@ -27,6 +28,12 @@ _PEAK_FROM_STEP = 3
 """Ignore peaks before this step: the optimizer allocates its state in the first step."""
 
 _PEAK_EVERY_S = 60.0
+
+_FLAGS = {
+    **dict.fromkeys(("inference", "val_loss", "example_loss", "monitor"), layout.FLAG_EVAL),
+    **dict.fromkeys(("upload", "allreduce", "load_state", "pause"), layout.FLAG_SYNC),
+}
+"""Maps each phase to the flag for a step that spent time in it."""
 
 Report = Callable[[str, BaseException], None]
 
@@ -51,20 +58,18 @@ class Stepper:
 
         expect = place.settings.gpu.expect
         self._cuda_expected = isinstance(expect, int) and expect > 0
-        self.hot = hot_path(
-            recorder, place.settings.hang.allowances, self.losses.append, self._memory.read
-        )
-        self._phases = self.hot.phases
+        self.phases = Phases(recorder.flight, recorder.monotonic)
+        self.names = PhaseNames(partial(Phase, self.phases), place.settings.hang.allowances)
 
     @property
     def count(self) -> int:
         """Number of steps this process has taken."""
-        return self._phases.count
+        return self.phases.count
 
     def end(self) -> None:
         """End the step now and record it. `record` holds the reported values, which may be of any
         type."""
-        record, phases = self.record, self._phases
+        record, phases = self.record, self.phases
         now = self._recorder.monotonic()
         record.flags = 0 if phases.count else layout.FLAG_FIRST
         self._read(record)
@@ -72,7 +77,7 @@ class Stepper:
         record.phases, record.nested_in_monitor_s = phases.take(now)
         for name, seconds in record.phases.items():
             if seconds:
-                record.flags |= PHASE_FLAGS.get(name, 0)
+                record.flags |= _FLAGS.get(name, 0)
         phases.count += 1
         record.start, record.end, record.wall = phases.started, now, time.time()
         phases.started = now
@@ -88,21 +93,9 @@ class Stepper:
             phases.failed = None
             self._report("phase", failed)
 
-    def notify(self) -> None:
-        """Notify the supervisor of steps that the compiled path has recorded."""
-        self._recorder.notify(self._phases.started)
-        self._report_peak()
-        flight = self._recorder.flight
-        if (
-            self._recorder.notifier.alone
-            and flight is not None
-            and (last := flight.last()) is not None
-        ):
-            self._log_if_alone(last)
-
     def _report_peak(self) -> None:
         """Log the GPU's memory if its peak has grown (source 003's `print_memory_stats`)."""
-        phases = self._phases
+        phases = self.phases
         if phases.count < _PEAK_FROM_STEP or phases.started < self._peak_at:
             return
         peak = self._memory.new_peak()

@@ -124,20 +124,6 @@ def test_micro_batches_divided_by_their_number_add_up_to_their_mean() -> None:
     assert losses.micro_batches == 4
 
 
-def test_losses_that_the_compiled_loop_has_read_count_like_others() -> None:
-    """The compiled loop must not take over before it is known whether the program divides its
-    losses, nor forget its micro-batches."""
-    losses = Losses()
-    for step in range(1, 5):
-        assert not losses.settled
-        losses.note(Tensor(0.5 * step))
-        assert losses.take(step) == Loss(0.5 * step)
-    assert losses.settled
-    losses.add(3.0, 2)
-    losses.note(Tensor(1.0))
-    assert losses.take(5) == Loss(4.0, 0, summed=True)
-
-
 def test_a_reciprocal_counts_like_a_quotient() -> None:
     losses = Losses()
     for value in (2.0, 4.0, 6.0):
@@ -258,11 +244,8 @@ def steps_counted(names: str) -> tuple[str, bool]:
     """Which of the optimizers' steps end a training step, as letters, and whether every optimizer
     steps once per training step."""
     leader, optimizers = Leader(), {name: Optimizer() for name in names}
-
-    def ends(optimizer: Optimizer) -> bool:
-        return leader.only() is optimizer or leader.leads(optimizer)
-
-    return "".join(name for name in names if ends(optimizers[name])), leader.cyclic
+    counted = "".join(name for name in names if leader.leads(optimizers[name]))
+    return counted, leader.cyclic
 
 
 @pytest.mark.parametrize(

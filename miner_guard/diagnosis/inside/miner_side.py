@@ -12,7 +12,6 @@ import os
 import platform
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -29,21 +28,9 @@ def packages(request: Mapping[str, Any]) -> dict[str, Any]:
         "python": platform.python_version(),
         "executable": sys.executable,
         "miner_guard": importlib.util.find_spec("miner_guard") is not None,
-        "hook": _hook(),
         "pynvml_shim": _version("pynvml"),
         "nvidia_ml_py": _version("nvidia-ml-py"),
     }
-
-
-def _hook() -> str | None:
-    """Return the kind of hook that this interpreter would import, `compiled` or `python`; None if
-    miner_guard is missing."""
-    spec = importlib.util.find_spec("miner_guard")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    name = "_hot" + str(sysconfig.get_config_var("EXT_SUFFIX"))
-    places = [os.path.join(p, "flight_recorder", name) for p in spec.submodule_search_locations]
-    return "compiled" if any(map(os.path.exists, places)) else "python"
 
 
 def _version(distribution: str) -> str | None:

@@ -151,7 +151,7 @@ class CollectiveQueries:
     @contextmanager
     def _waiting(self) -> Iterator[None]:
         try:
-            with self._stepper.hot.names.named("collective"):
+            with self._stepper.names.named("collective"):
                 yield
         finally:
             if isinstance(self._agreement, agree.Group) and self._agreement.late:

@@ -320,7 +320,7 @@ def test_a_value_passed_by_mistake_is_reported_and_raises_nothing(
     ):
         assert part in words
     assert "64 phases are open" in words
-    assert guard._hot.phases.open == 64
+    assert guard._stepper.phases.open == 64
 
 
 def test_a_finding_that_cannot_be_shown_does_not_silence_a_rank_that_logs_for_itself(
