@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -328,10 +328,16 @@ def test_a_finding_that_cannot_be_shown_does_not_silence_a_rank_that_logs_for_it
 ) -> None:
     """An exception once ended the thread that writes the log, and logging stopped without
     notice."""
-    guard = Guard(place(state))
-    guard.emit(Finding("no_such_event", "info", "x", cast(Any, 7)))
-    guard.emit(make_finding("rank_message", text="still here"))
-    guard.close()
+
+    class Odd:
+        def __str__(self) -> str:
+            raise ValueError("no text")
+
+    log = standalone_log.StandaloneLog(0, "r1", state)
+    log.say(Finding("no_such_event", "info", "x", {"odd": Odd()}))
+    log.say(make_finding("rank_message", text="still here"))
+    log.flush()
+    log.detach_after_fork()
     records = [json.loads(line)["msg"] for line in state.log.read_text().splitlines()]
     assert "still here" in records
     assert any(
