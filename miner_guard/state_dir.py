@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pwd
+import shlex
 import stat
 import time
 import zlib
@@ -134,35 +136,81 @@ class StateDir:
         return self.root / "host.json"
 
 
-class ForeignLink(RuntimeError):
-    """The path to the state directory contains another user's symlink. The message names the
-    symlink and its owner."""
+class Untrusted(RuntimeError):
+    """Another user could have prepared the state directory, whose files name processes to kill and
+    where credentials are sent. The message names the path, the owner and what to do."""
 
 
 def choose(name: str, flag: str | None, env: Mapping[str, str]) -> StateDir:
     """Choose the state directory from the flag, `MINER_GUARD_STATE_DIR`, `XDG_STATE_HOME` or the
     home directory, in that order.
 
-    Resolves symlinks, so that each directory has a single name. Raises ForeignLink for another
-    user's symlink, and RuntimeError if no directory is given and the user has no home directory.
+    Resolves symlinks, so that each directory has a single name. Raises Untrusted for another user's
+    directory or symlink, and RuntimeError if no directory is given and the user has no home
+    directory.
     """
     if explicit := flag or env.get("MINER_GUARD_STATE_DIR"):
-        return StateDir(_resolved(Path(explicit).expanduser().absolute()))
-    base = env.get("XDG_STATE_HOME")
-    root = Path(base) if base else Path.home() / ".local" / "state"
-    return StateDir(_resolved((root / FOLDER / name).absolute()))
+        path = Path(explicit).expanduser()
+    else:
+        base = env.get("XDG_STATE_HOME")
+        path = (Path(base) if base else Path.home() / ".local" / "state") / FOLDER / name
+    root = _resolved(path.absolute())
+    if (reason := distrust(root)) is not None:
+        raise Untrusted(reason)
+    return StateDir(root)
+
+
+def distrust(root: Path) -> str | None:
+    """Why another user could have prepared the files in `root`, and what to do; None if nobody else
+    could, or if there is no such directory."""
+    try:
+        fd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        # Opening a file in it will report that.
+        return None
+    try:
+        info = os.fstat(fd)
+    finally:
+        os.close(fd)
+    mode = stat.S_IMODE(info.st_mode)
+    if info.st_uid != os.geteuid():
+        return (
+            f"{root} belongs to {_user(info.st_uid)}, but this command runs as "
+            f"{_user(os.geteuid())}. Run it as the owner, or choose another directory with "
+            "--state-dir."
+        )
+    if not mode & _OTHERS_WRITE or (not mode & stat.S_ISVTX and not any(os.scandir(root))):
+        return None
+    return (
+        f"other users can write to {root} (owner {_user(info.st_uid)}, mode {mode:04o}), so its "
+        "files may not be yours. Choose another directory with --state-dir, or look through its "
+        f"files and run `chmod 700 {shlex.quote(str(root))}`."
+    )
+
+
+def _user(uid: int) -> str:
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
+    except KeyError:
+        return f"uid {uid}"
+
+
+_OTHERS_WRITE = 0o022
 
 
 def _resolved(path: Path, links: int = 40) -> Path:
     """Resolve the symlinks in `path`, at most `links` of them, as the kernel does. Raises
-    ForeignLink."""
+    Untrusted."""
     seen = Path(path.anchor)
     for part in path.parts[1:]:
         seen = Path(os.path.normpath(seen / part)) if part == ".." else seen / part
         if not os.path.islink(seen):
             continue
         if (owner := foreign_link(seen)) is not None:
-            raise ForeignLink(f"{seen} is a symlink owned by uid {owner}, who could redirect it.")
+            raise Untrusted(
+                f"{seen} is a symlink owned by {_user(owner)}, who could redirect it. Choose a "
+                "--state-dir that avoids it."
+            )
         if not links:
             # The symlinks form a loop. Opening the original path will report that.
             return path
@@ -322,6 +370,21 @@ def read_regular(path: Path, limit: int = -1) -> bytes:
         return file.read(limit)
 
 
+def read_own(path: Path, limit: int = -1) -> bytes:
+    """Read one of the guard's files, which may name processes to kill and where credentials are
+    sent. Raises OSError like `read_regular`, including for a symlink (ELOOP) and for a file that
+    another user owns or could have written (EPERM)."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    with open(fd, "rb") as file:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            raise OSError(errno.EINVAL, "Not a regular file", str(path))
+        if info.st_uid != os.geteuid() or info.st_mode & _OTHERS_WRITE:
+            owner = f"{_user(info.st_uid)}, mode {stat.S_IMODE(info.st_mode):04o}"
+            raise OSError(errno.EPERM, f"Another user could have written it ({owner})", str(path))
+        return file.read(limit)
+
+
 def json_text(document: Any) -> str:
     """Format a document the way the guard's files do: one line per top-level field. The document
     must not contain non-finite numbers."""
@@ -334,9 +397,10 @@ def json_text(document: Any) -> str:
 
 
 def read_json(path: Path) -> Any | None:
-    """Read a JSON document; None if the file is absent, unreadable or not JSON."""
+    """Read one of the guard's JSON documents with `read_own`; None if it is absent, unreadable, not
+    JSON, or could have been written by another user."""
     try:
-        return json.loads(read_regular(path).decode("utf-8"))
+        return json.loads(read_own(path).decode("utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
 

@@ -13,7 +13,7 @@ from miner_guard import __version__
 from miner_guard.cli.echo import echo
 from miner_guard.cli.options import DEFAULT_NAME, CommandContext, choose_state, open_context
 from miner_guard.exits import USAGE, Refused
-from miner_guard.state_dir import StateDir
+from miner_guard.state_dir import StateDir, distrust
 from miner_guard.system.sockets import address
 
 _DEMO = Path(".demo", "state")
@@ -70,7 +70,11 @@ def check_version(answer: Mapping[str, Any]) -> None:
 def running_guards() -> list[StateDir]:
     """Find this user's running guards by the lock files that their processes hold open."""
     roots = {path.parent for pid in _guard_pids() for path in _open_files(pid) if _is_lock(path)}
-    return [state for root in sorted(roots) if listens(state := StateDir(root))]
+    return [
+        state
+        for root in sorted(roots)
+        if distrust(root) is None and listens(state := StateDir(root))
+    ]
 
 
 def flag(state: StateDir) -> str:
@@ -134,6 +138,8 @@ def _last_ended(usual: StateDir) -> StateDir | None:
         roots = [_DEMO.absolute()]
     ages = {}
     for root in roots:
+        if distrust(root) is not None:
+            continue
         try:
             ages[root] = StateDir(root).status.stat().st_mtime
         except OSError:

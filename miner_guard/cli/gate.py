@@ -140,7 +140,10 @@ def _keep(state: statedir.StateDir, decision: GateDecision, known: GateInputs) -
 def _document(path: Path | None) -> dict[str, Any] | None:
     if path is None:
         return None
-    document = statedir.read_json(path)
+    try:
+        document = json.loads(statedir.read_regular(path))
+    except (OSError, ValueError, RecursionError):
+        document = None
     if not isinstance(document, dict):
         raise Refused(f"{path} does not contain a JSON object", USAGE)
     return document

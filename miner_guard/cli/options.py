@@ -139,10 +139,8 @@ def choose_state(name: str, state_dir: str | None) -> statedir.StateDir:
         )
     try:
         return statedir.choose(name, state_dir, os.environ)
-    except statedir.ForeignLink as error:
-        raise Refused(
-            f"no state directory: {error} Pass a --state-dir that avoids that link", CONFIG
-        ) from error
+    except statedir.Untrusted as error:
+        raise Refused(f"state directory refused: {error}", CONFIG) from error
     except RuntimeError as error:
         # HOME is not set and the host does not know the user, as in a container with an arbitrary
         # uid.

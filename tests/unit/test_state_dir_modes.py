@@ -6,23 +6,29 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from miner_guard import state_dir
+from miner_guard.cli.main import run
 from miner_guard.eventlog.catalog import Finding
+from miner_guard.exits import CONFIG
 from miner_guard.state_dir import (
-    ForeignLink,
     StateDir,
+    Untrusted,
     choose,
     open_private,
+    read_json,
     write_json,
     write_private,
 )
+from miner_guard.supervisor.process.pid_registry import PidRegistry, left_behind
 from miner_guard.supervisor.startup.lock import Lock, LockHeld
 from miner_guard.supervisor.startup.state_dir_check import check_state_dir
+from miner_guard.system import processes
 
 NOBODY = 65534
 
@@ -143,8 +149,64 @@ def test_another_users_link_leads_nowhere(tmp_path: Path) -> None:
     (tmp_path / "state").symlink_to("victim")
     os.chown(tmp_path / "state", NOBODY, NOBODY, follow_symlinks=False)
     for path in ("state", "state/deeper", "victim/../state"):
-        with pytest.raises(ForeignLink, match=f"is a symlink owned by uid {NOBODY}"):
+        with pytest.raises(Untrusted, match=rf"is a symlink owned by nobody \(uid {NOBODY}\)"):
             choose("x", str(tmp_path / path), {})
+
+
+@needs_root
+def test_a_directory_that_another_user_prepared_is_refused_by_every_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its run.json would name the processes that root's guard kills, and its watched.json the
+    endpoint that gets the Hugging Face token."""
+    root = tmp_path / "state"
+    root.mkdir(mode=0o700)
+    os.chown(root, NOBODY, NOBODY)
+    words = rf"{root} belongs to nobody \(uid {NOBODY}\), .* as root \(uid 0\)"
+    with pytest.raises(Untrusted, match=words):
+        choose("x", str(root), {})
+    for command in ("run", "status", "logs", "audit", "gate", "top", "report -o x", "ctl pause"):
+        arguments = [*command.split(), "--state-dir", str(root)]
+        arguments += ["--", "true"] if command == "run" else []
+        assert run(arguments) == CONFIG, command
+        assert "another directory with --state-dir" in capsys.readouterr().err, command
+    assert list(root.iterdir()) == []
+
+
+def test_a_directory_that_others_could_have_filled_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "state"
+    root.mkdir(mode=0o777)
+    assert choose("x", str(root), {}).root == root, "the guard makes an empty one private"
+    (root / "run.json").write_text("{}")
+    for mode in (0o777, 0o770, 0o1777):
+        root.chmod(mode)
+        with pytest.raises(Untrusted, match=rf"other users can write to .*mode {mode:04o}"):
+            choose("x", str(root), {})
+
+
+def test_a_file_that_another_user_could_have_written_is_not_believed(state: StateDir) -> None:
+    state_dir.make_folder(state.root)
+    write_json(state.pid_registry, {"processes": [[1, 1]]})
+    assert read_json(state.pid_registry) == {"processes": [[1, 1]]}
+    state.pid_registry.chmod(0o660)
+    assert read_json(state.pid_registry) is None
+    os.replace(state.pid_registry, state.root / "elsewhere")
+    (state.root / "elsewhere").chmod(0o600)
+    state.pid_registry.symlink_to("elsewhere")
+    assert read_json(state.pid_registry) is None
+
+
+@needs_root
+def test_nothing_is_killed_for_a_list_that_another_user_wrote(state: StateDir) -> None:
+    state_dir.make_folder(state.root)
+    with subprocess.Popen(["sleep", "60"]) as victim:
+        info = processes.stat(victim.pid)
+        assert info is not None
+        PidRegistry(state).write(frozenset({info.process}))
+        assert {p.pid for p in left_behind(state).processes} == {victim.pid}
+        os.chown(state.pid_registry, NOBODY, NOBODY)
+        assert left_behind(state).processes == frozenset()
+        victim.kill()
 
 
 @needs_root
