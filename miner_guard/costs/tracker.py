@@ -91,7 +91,8 @@ class MonitoringCostTracker:
         clock = self._clock.monotonic if blocking else time.thread_time
         start = clock()
         try:
-            yield
+            with _shown_to_guard(operation) if blocking else contextlib.nullcontext():
+                yield
         finally:
             self.record(operation, clock() - start, blocking=blocking)
 
@@ -349,6 +350,14 @@ class MonitoringCostTracker:
         if self._file is not None and now - self._written >= _WRITE_EVERY_S:
             self._written = now
             self.write()
+
+
+def _shown_to_guard(operation: str) -> contextlib.AbstractContextManager[Any]:
+    """Inside a rank, show the guard the open operation, so that it does not take a long one for a
+    hang. Do not import the hook here: a process without it has none."""
+    hook = sys.modules.get("miner_guard.rank.current")
+    guard = None if hook is None else hook.current()
+    return contextlib.nullcontext() if guard is None else guard.operation(operation)
 
 
 def _write_at_exit(tracker: weakref.ref[MonitoringCostTracker]) -> None:

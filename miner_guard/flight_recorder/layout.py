@@ -47,10 +47,11 @@ ATTACHED = struct.Struct("<Q")
 """The supervisor's pid, written when the supervisor opens the record; zero until then."""
 ATTACHED_OFFSET = 144
 
-NOW = struct.Struct("<QB7x24sddqqqddddQQQQ")
+NOW = struct.Struct("<QB7x24sddqqqddddQQQQ48sd")
 """sequence lock (odd: being written), state, phase, phase since, heartbeat, outer step, inner step,
 total steps, loss, lr, allocated bytes, the phase's allowance (s; NaN: the default), steps written,
-journal entries written, datagrams dropped, journal entries lost."""
+journal entries written, datagrams dropped, journal entries lost, open monitoring operation, its
+start."""
 NOW_OFFSET = 192
 
 PHASE = struct.Struct("<24sdd")
@@ -61,6 +62,10 @@ COUNTS = struct.Struct("<QQQQ")
 """The counters in NOW: steps written, journal entries written, datagrams dropped, journal entries
 lost."""
 COUNTS_OFFSET = NOW_OFFSET + 112
+
+OPERATION = struct.Struct("<48sd")
+"""The fields of NOW for the outermost open monitoring operation: name (empty: none), start."""
+OPERATION_OFFSET = NOW_OFFSET + 144
 
 LOCK, STATE, SINCE, ALLOWANCE, STEPS, ENTRIES, DROPPED, LOST = 0, 1, 5, 13, 14, 15, 16, 17
 """Offsets into NOW, in 8-byte words, of the fields that the writer updates individually, without
@@ -175,4 +180,5 @@ assert NOW_OFFSET + 8 * STEPS == COUNTS_OFFSET
 assert ACK_OFFSET + ACK.size <= REQUESTS_OFFSET
 assert REQUESTS_OFFSET + REQUESTS.size <= ATTACHED_OFFSET
 assert ATTACHED_OFFSET + ATTACHED.size <= NOW_OFFSET
-assert COUNTS_OFFSET + COUNTS.size == NOW_OFFSET + NOW.size <= HEADER_SIZE
+assert COUNTS_OFFSET + COUNTS.size == OPERATION_OFFSET
+assert OPERATION_OFFSET + OPERATION.size == NOW_OFFSET + NOW.size <= HEADER_SIZE

@@ -120,6 +120,13 @@ class Now:
     lost: int
     """Journal entries that were dropped for lack of room."""
 
+    operation: str = ""
+    """Name of the outermost open monitoring operation of the training thread (`tracker.track`,
+    `guard.track`); empty if none is open."""
+
+    operation_since: float | None = None
+    """Monotonic time at which the operation began; None if none is open."""
+
     @classmethod
     def unpack_from(cls, buffer: mmap | bytearray) -> Now | None:
         """The header; None if the rank has not written one yet, or is in the middle of writing it
@@ -139,7 +146,12 @@ class Now:
             lr,
             allocated,
             allowance,
-            *counts,
+            steps,
+            entries,
+            dropped,
+            lost,
+            operation,
+            operation_since,
         ) = values
         if lock != after or lock % 2 or not lock:
             return None
@@ -155,7 +167,12 @@ class Now:
             layout.known(lr),
             layout.known(allocated),
             layout.known(allowance),
-            *counts,
+            steps,
+            entries,
+            dropped,
+            lost,
+            operation.rstrip(b"\0").decode(errors="replace"),
+            operation_since if operation[0] else None,
         )
 
 

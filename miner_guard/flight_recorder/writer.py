@@ -134,6 +134,14 @@ class FlightWriter:
             self._reals[ALLOWANCE] = allowance_s
             words[LOCK] += 1
 
+    def show_operation(self, name: bytes, since: float) -> None:
+        """Write the open monitoring operation to the header; `b""` means that none is open."""
+        with self._lock:
+            words = self._words
+            words[LOCK] |= 1
+            layout.OPERATION.pack_into(self.map, layout.OPERATION_OFFSET, name[:48], since)
+            words[LOCK] += 1
+
     def append(self, record: StepRecord) -> None:
         """Number a step, append it, and show it in the header. The header's phase does not
         change."""

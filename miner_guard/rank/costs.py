@@ -1,12 +1,15 @@
-"""Adds up what monitoring costs in this rank, and journals the totals periodically."""
+"""Adds up what monitoring costs in this rank, journals the totals periodically, and shows the guard
+which monitoring operation is running now."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from threading import get_ident
 
 from miner_guard.flight_recorder.journal import CostEntry
+from miner_guard.rank.phases import Phases
 from miner_guard.rank.recorder import Recorder, describe
 
 OWN = "guard.hook"
@@ -19,11 +22,57 @@ _ROOM_LEFT = 32
 _MAX_OPERATIONS = 64
 
 
+class OpenOperations:
+    """The monitoring operations that the training thread is inside. The flight record shows the
+    outermost one, so that the guard does not take a long evaluation for a hang."""
+
+    def __init__(self, recorder: Recorder, phases: Phases, monotonic: Callable[[], float]) -> None:
+        self._recorder = recorder
+        self._phases = phases
+        self._monotonic = monotonic
+        self._open: list[object] = []
+
+    @contextlib.contextmanager
+    def shown(self, operation: str) -> Iterator[None]:
+        """Show `operation` while the `with` block runs. Does nothing on another thread, for which
+        training does not wait."""
+        entry: object | None = None
+        if self._phases.owner == get_ident() and self._phases.live:
+            entry = object()
+            self._open.append(entry)
+            if len(self._open) == 1:
+                self._show(operation.encode("utf-8", "replace"))
+        try:
+            yield
+        finally:
+            if entry is not None and entry in self._open:
+                del self._open[self._open.index(entry) :]
+                if not self._open:
+                    self._show(b"")
+
+    def stepped(self) -> None:
+        """Forget the open operations: a step has ended inside them, so training did not wait for
+        them, or the program never left them."""
+        if self._open:
+            self._open.clear()
+            self._show(b"")
+
+    def _show(self, name: bytes) -> None:
+        try:
+            if self._recorder.flight is not None:
+                self._recorder.flight.show_operation(name, self._monotonic())
+        except Exception as error:  # noqa: BLE001 - the operation itself continues; reported as guard_degraded
+            self._recorder.report_error("operation", f"guard.track: {describe(error)}")
+
+
 class RankCosts:
     """This rank's costs, summed by operation and by whether training waited."""
 
-    def __init__(self, recorder: Recorder, monotonic: Callable[[], float]) -> None:
+    def __init__(
+        self, recorder: Recorder, operations: OpenOperations, monotonic: Callable[[], float]
+    ) -> None:
         self._recorder = recorder
+        self._operations = operations
         self._monotonic = monotonic
         self._sums: dict[tuple[str, bool], tuple[float, int]] = {}
         self._own_seconds = 0.0
@@ -76,7 +125,8 @@ class RankCosts:
         """Time the `with` block as one run of an operation that training waits for."""
         started = self._monotonic()
         try:
-            yield
+            with self._operations.shown(str(operation)):
+                yield
         finally:
             try:
                 self.add(str(operation), self._monotonic() - started, True)

@@ -27,7 +27,7 @@ from miner_guard.rank import ending, environment
 from miner_guard.rank.consensus import gating
 from miner_guard.rank.consensus.collective_queries import CollectiveQueries
 from miner_guard.rank.consensus.upload_questions import UploadQuestions
-from miner_guard.rank.costs import RankCosts
+from miner_guard.rank.costs import OpenOperations, RankCosts
 from miner_guard.rank.harmless import harmless_or, no_reports, nothing
 from miner_guard.rank.introspection import collectives, stacks
 from miner_guard.rank.introspection.compiled import compiling
@@ -48,8 +48,9 @@ class Guard:
         self._monotonic = monotonic
         self._recorder = Recorder(place, monotonic)
         self._gate = gating.Gate(place, monotonic)
-        self._costs = RankCosts(self._recorder, monotonic)
         self._stepper = Stepper(place, self._recorder, self._degraded)
+        self._operations = OpenOperations(self._recorder, self._stepper.phases, monotonic)
+        self._costs = RankCosts(self._recorder, self._operations, monotonic)
         self._names = self._stepper.names
         self._questions = CollectiveQueries(
             place, self._gate, self._recorder, self._stepper, report=self._degraded
@@ -133,6 +134,7 @@ class Guard:
         record.loss, record.lr, record.grad_norm, record.eval_loss = loss, lr, grad_norm, eval_loss
         record.total_steps = stepper.count + 1 if total_steps is None else total_steps
         stepper.end()
+        self._operations.stepped()
         self._stacks.check()
         self._costs.own(self._monotonic() - started)
 
@@ -288,6 +290,11 @@ class Guard:
         """A context manager that times a monitoring operation for which training waits:
         `with guard.track("eval"): …`."""
         return self._costs.track(operation)
+
+    def operation(self, name: str) -> AbstractContextManager[Any]:
+        """A context manager that shows the guard a monitoring operation that is timed elsewhere, as
+        `MonitoringCostTracker.track` does."""
+        return self._operations.shown(str(name))
 
     @harmless_or(lambda: False)
     def journal(self, document: Any, /) -> bool:

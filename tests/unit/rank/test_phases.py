@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
+from miner_guard.costs import global_tracker
+from miner_guard.costs.global_tracker import get_global_tracker
+from miner_guard.costs.tracker import MonitoringCostTracker
 from miner_guard.flight_recorder.layout import FLAG_EVAL, FLAG_FIRST, FLAG_SYNC
+from miner_guard.rank import current
 from miner_guard.rank.guard import Guard
 from miner_guard.state_dir import StateDir
 from tests.unit.rank.helpers import Clock, messages, reader_of
@@ -165,3 +169,61 @@ def test_a_step_inside_a_compiled_function_is_recorded_and_not_compiled(
             compiled(torch.ones(3))
     assert [s.loss for s in reader_of(state).steps()] == [6.0] * 4
     assert messages(state) == []
+
+
+@pytest.mark.parametrize("way", ["guard", "global", "own"])
+def test_the_open_monitoring_operation_is_shown(
+    state: StateDir, guard: Guard, clock: Clock, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Source 000's incident: the guard must not take an evaluation of minutes for a hang."""
+    monkeypatch.setattr(current, "_current", guard)
+    monkeypatch.setattr(global_tracker, "_global", None)
+    tracker = get_global_tracker({}) if way == "global" else MonitoringCostTracker()
+    track = guard.track if way == "guard" else tracker.track
+
+    def operation() -> tuple[str, float | None]:
+        now = reader_of(state).now()
+        assert now is not None
+        return now.operation, now.operation_since
+
+    guard.step(inner_step=1)
+    assert operation() == ("", None)
+    clock.now += 1
+    with track("evolution_snapshot"):
+        since = clock.now
+        clock.now += 240
+        with track("inner"):
+            assert operation() == ("evolution_snapshot", since)
+        assert operation() == ("evolution_snapshot", since)
+    assert operation() == ("", None)
+    with pytest.raises(ValueError, match="fails"), track("failing"):
+        raise ValueError("fails")
+    assert operation() == ("", None)
+
+
+def test_an_operation_that_training_does_not_wait_for_is_not_shown(
+    state: StateDir, guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(current, "_current", guard)
+    seen: list[str] = []
+
+    def look() -> None:
+        now = reader_of(state).now()
+        assert now is not None
+        seen.append(now.operation)
+
+    guard.step(inner_step=1)
+    with MonitoringCostTracker().track("background", blocking=False):
+        look()
+
+    def on_another_thread() -> None:
+        with guard.track("upload check"):
+            look()
+
+    thread = threading.Thread(target=on_another_thread)
+    thread.start()
+    thread.join()
+    with guard.track("whole training"):
+        guard.step(inner_step=2)
+        look()
+    assert seen == ["", "", ""]
