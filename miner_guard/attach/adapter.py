@@ -12,9 +12,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import miner_guard
 from miner_guard.attach import ATTACHED
 from miner_guard.eventlog.catalog import Finding, make_finding, message
-from miner_guard.rank import current
 from miner_guard.rank.guard import Guard
 from miner_guard.rank.recorder import describe
 
@@ -69,7 +69,7 @@ class Adapter:
             return
         # From here on, child processes (upload workers, dataloaders) are not ranks.
         os.environ[ATTACHED] = str(os.getpid())
-        self.guard = current.init(agree=agree)
+        self.guard = miner_guard.init(agree=agree)
         for finding in self._pending:
             self.guard.emit(finding)
         self._pending.clear()

@@ -46,7 +46,7 @@ def _ledger_of(env: Mapping[str, str]) -> Path | None:
 
 def _of_this_rank(ledger: Path | None) -> MonitoringCostTracker | None:
     # Do not import the hook here: reading costs must not create one in a process without it.
-    hook = sys.modules.get("miner_guard.rank.current")
+    hook = sys.modules.get("miner_guard.rank.guard")
     guard = None if hook is None else hook.current()
     if guard is None:
         return None

@@ -355,7 +355,7 @@ class MonitoringCostTracker:
 def _shown_to_guard(operation: str) -> contextlib.AbstractContextManager[Any]:
     """Inside a rank, show the guard the open operation, so that it does not take a long one for a
     hang. Do not import the hook here: a process without it has none."""
-    hook = sys.modules.get("miner_guard.rank.current")
+    hook = sys.modules.get("miner_guard.rank.guard")
     guard = None if hook is None else hook.current()
     return contextlib.nullcontext() if guard is None else guard.operation(operation)
 

@@ -20,6 +20,7 @@ MONITORS = (
     "incidents",
     "diagnosis",
     "chain",
+    "degraded_hooks",
     "printed_uploads",
     "swarm",
     "uploads",

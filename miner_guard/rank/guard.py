@@ -366,3 +366,24 @@ class Guard:
             work(*arguments)
         except Exception as error:  # noqa: BLE001 - what failed is optional; reported as guard_degraded
             self._degraded(what, error)
+
+
+_current: Guard | None = None
+
+
+def current() -> Guard | None:
+    """This process's guard; None if none was begun or it is closed."""
+    return None if _current is None or _current._closed else _current
+
+
+def begin(state_dir: str | Path | None = None, *, agree: bool = True) -> Guard:
+    """Create this rank's guard, or return the one that is open; see `miner_guard.init`. May
+    raise."""
+    global _current
+    if _current is not None and not _current._closed:
+        return _current
+    guard = Guard(environment.find(state_dir=state_dir))
+    guard._begin(agree)
+    guard._attempt("mark", environment.mark, guard.place)
+    _current = guard
+    return guard

@@ -86,7 +86,7 @@ def _imported(name, module):
         stacks = importlib.import_module("miner_guard.rank.introspection.stacks")
         stacks.begin_early(os.environ.get("_MINER_GUARD_STATE_DIR"))
         importlib.import_module(f"miner_guard.attach.{mode}").imported(name, module)
-    except Exception as error:  # noqa: BLE001 - the miner starts without the guard rather than not at all; it is reported
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the miner starts without the guard rather than not at all; it is reported
         _say(f"attach {mode} at {name}: {type(error).__name__}: {error}")
 
 

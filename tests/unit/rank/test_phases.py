@@ -12,7 +12,7 @@ from miner_guard.costs import global_tracker
 from miner_guard.costs.global_tracker import get_global_tracker
 from miner_guard.costs.tracker import MonitoringCostTracker
 from miner_guard.flight_recorder.layout import FLAG_EVAL, FLAG_FIRST, FLAG_SYNC
-from miner_guard.rank import current
+from miner_guard.rank import guard as hook
 from miner_guard.rank.guard import Guard
 from miner_guard.state_dir import StateDir
 from tests.unit.rank.helpers import Clock, messages, reader_of
@@ -176,7 +176,7 @@ def test_the_open_monitoring_operation_is_shown(
     state: StateDir, guard: Guard, clock: Clock, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """Source 000's incident: the guard must not take an evaluation of minutes for a hang."""
-    monkeypatch.setattr(current, "_current", guard)
+    monkeypatch.setattr(hook, "_current", guard)
     monkeypatch.setattr(global_tracker, "_global", None)
     tracker = get_global_tracker({}) if way == "global" else MonitoringCostTracker()
     track = guard.track if way == "guard" else tracker.track
@@ -204,7 +204,7 @@ def test_the_open_monitoring_operation_is_shown(
 def test_an_operation_that_training_does_not_wait_for_is_not_shown(
     state: StateDir, guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(current, "_current", guard)
+    monkeypatch.setattr(hook, "_current", guard)
     seen: list[str] = []
 
     def look() -> None:

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from miner_guard.rank import current as hook
+from miner_guard.rank import guard as hook
 from miner_guard.rank.introspection import stacks
 from miner_guard.rank.introspection.stacks import STACKS_SIGNAL, SignalTaken
 from miner_guard.state_dir import StateDir
@@ -62,7 +62,7 @@ def test_a_signal_that_the_program_takes_over_later_is_no_longer_sent(
     """Slurm, among others, makes programs save and requeue on this signal, so a guard that wants
     stacks must not send it."""
     monkeypatch.setattr(hook, "_current", None)
-    guard = hook.init(state.root)
+    guard = hook.begin(state.root)
     guard.step(inner_step=1)
     assert state.stacks_of(0).read_bytes().startswith(b"pid ")
     before = signal.signal(STACKS_SIGNAL, lambda *_: None)

@@ -18,7 +18,7 @@ import pytest
 
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.flight_recorder import memory
-from miner_guard.rank import current as hook
+from miner_guard.rank import guard as hook
 from miner_guard.rank import standalone_log
 from miner_guard.rank.environment import RankSettings, find
 from miner_guard.rank.guard import Guard
@@ -264,10 +264,10 @@ def test_init_gives_the_same_guard_until_it_is_closed(
     state: StateDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hook, "_current", None)
-    first = hook.init(state.root)
-    assert hook.init() is first
+    first = hook.begin(state.root)
+    assert hook.begin() is first
     first.close()
-    second = hook.init(state.root)
+    second = hook.begin(state.root)
     assert second is not first
     second.close()
 

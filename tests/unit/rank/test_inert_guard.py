@@ -1,0 +1,137 @@
+"""`miner_guard.init` where the guard's own code cannot run: training goes on, uploads are blocked,
+and the guard reports it."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import miner_guard
+from miner_guard.eventlog.catalog import message
+from miner_guard.monitors.degraded_hooks import DegradedHooksMonitor
+from miner_guard.rank import guard as hook
+from miner_guard.state_dir import StateDir
+from tests.support.contexts import context
+from tests.support.output import show
+
+TRAINING = """
+import miner_guard
+guard = miner_guard.init()
+assert miner_guard.init() is guard
+assert guard.diagnose(None, batch_size=2) == ()
+with guard.phase("forward"), guard.track("evaluation"):
+    pass
+guard.step(outer_step=56, inner_step=84, loss=3.4, lr=2.1e-5)
+decision = guard.may_upload(outer_step=56, inner_step=84, kind="archive")
+assert not decision and decision.allowed is False, decision
+with guard.upload(decision) as record:
+    record.size_bytes = 1
+assert (guard.rank, guard.world_size) == (3, 4)
+guard.close(finished=True)
+print("trained", decision.reason)
+"""
+
+REFUSING = """
+import sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "miner_guard.rank.recorder":
+            raise {error}
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def trained(script: Path, text: str) -> subprocess.CompletedProcess[str]:
+    script.write_text(text)
+    env = {**os.environ, "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+    return subprocess.run(
+        [sys.executable, str(script)],
+        env={**env, "_MINER_GUARD_STATE_DIR": str(script.parent / "state")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        'ImportError("libcuda.so.1: cannot open shared object file")',
+        'SyntaxError("invalid syntax")',
+        'PermissionError(13, "Permission denied")',
+        "MemoryError()",
+        "RecursionError()",
+        "SystemExit(3)",
+    ],
+)
+def test_an_import_that_fails_costs_only_the_guard(tmp_path: Path, error: str) -> None:
+    done = trained(tmp_path / "train.py", REFUSING.format(error=error) + TRAINING)
+    assert done.returncode == 0, done.stderr
+    name = error.partition("(")[0]
+    assert done.stdout.startswith(f"trained the guard's hook cannot run on rank 3: {name}"), (
+        done.stdout
+    )
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"GUARD DEGRADED: the guard's hook cannot run on rank 3: {name}")
+    assert line.endswith("; training continues without it, uploads are blocked")
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("socket", "class socket("),
+        ("zlib", "raise RuntimeError('not the real one')"),
+        ("mmap", "import sys; sys.exit('usage: mmap FILE')"),
+    ],
+)
+def test_a_hostile_module_beside_the_script_costs_only_the_guard(
+    tmp_path: Path, module: str, text: str
+) -> None:
+    (tmp_path / f"{module}.py").write_text(text)
+    done = trained(tmp_path / "train.py", TRAINING)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("trained the guard's hook cannot run on rank 3: "), done.stdout
+    assert done.stderr.count("GUARD DEGRADED: ") == 1
+
+
+def test_an_error_while_the_guard_begins_costs_only_the_guard(
+    state: StateDir, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fails(**_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hook, "_current", None)
+    monkeypatch.setattr(hook.environment, "find", fails)
+    monkeypatch.setattr(miner_guard, "_inert", None)
+    guard = miner_guard.init(state.root)
+    assert isinstance(guard, miner_guard.InertGuard)
+    assert miner_guard.init() is guard
+    assert "No space left on device" in capfd.readouterr().err
+
+
+def test_the_inert_guard_has_the_whole_api() -> None:
+    inert = miner_guard.InertGuard(OSError("gone"))
+    for name, member in inspect.getmembers(hook.Guard):
+        if name.startswith("_"):
+            continue
+        assert hasattr(inert, name), name
+        if not inspect.isfunction(member):
+            continue
+        parameters = list(inspect.signature(member).parameters.values())[1:]
+        positional = [None for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+        named = {p.name: None for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+        inspect.signature(getattr(inert, name)).bind(*positional, **named)
+
+
+def test_the_guard_reports_a_rank_without_a_hook_once(tmp_path: Path) -> None:
+    monitor = DegradedHooksMonitor(context(tmp_path))
+    line = b"GUARD DEGRADED: the guard's hook cannot run on rank 3: ImportError: no; training\n"
+    findings = show(monitor, b"loss 3.4\n", line, b"[rank1]: " + line, b"say GUARD DEGRADED: x\n")
+    assert [message(finding) for finding in findings] == [line.decode().strip()]
