@@ -14,7 +14,7 @@ from typing import Any
 
 from miner_guard.attach.adapter import Adapter
 from miner_guard.eventlog.catalog import make_finding
-from miner_guard.eventlog.redact import SECRET_NAME
+from miner_guard.record.redaction import SECRET_NAME
 from miner_guard.system.once import Once
 from miner_guard.uploads.decision import GateDecision
 

@@ -9,8 +9,8 @@ import typer
 from miner_guard.cli.echo import echo
 from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, open_context
 from miner_guard.cli.working import Working
-from miner_guard.eventlog.redact import Redactor
 from miner_guard.exits import FAILED, USAGE, Refused
+from miner_guard.record.redaction import Redactor
 from miner_guard.record.words import counted
 
 

@@ -25,7 +25,7 @@ def command(
     """Collect everything that support asks for, from diagnostics to settings, in one redacted
     archive with a manifest."""
     from miner_guard.cli.working import Working
-    from miner_guard.eventlog.redact import Redactor
+    from miner_guard.record.redaction import Redactor
     from miner_guard.reporting.bundle import collect, pack
     from miner_guard.uploads.repos.credentials import beside
 

@@ -21,8 +21,8 @@ from miner_guard.cli.options import (
     open_context,
     settings_of_profile,
 )
-from miner_guard.eventlog.redact import MASK, Redactor
 from miner_guard.exits import CONFIG, FAILED, Refused
+from miner_guard.record.redaction import MASK, Redactor
 from miner_guard.record.words import counted
 
 _COLUMN = 44

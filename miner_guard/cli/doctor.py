@@ -89,7 +89,7 @@ def document(snapshot: Snapshot, checks: Sequence[Check], seconds: float) -> dic
     """Return the snapshot and all results as a JSON document. Leaves out the environment and the
     command, which may contain secrets."""
     from miner_guard.diagnosis.check import counts
-    from miner_guard.eventlog.redact import Redactor
+    from miner_guard.record.redaction import Redactor
     from miner_guard.state_dir import finite
 
     whole = {
@@ -133,7 +133,7 @@ def _table(checks: Sequence[Check], seconds: float) -> None:
     from rich.table import Table
 
     from miner_guard.diagnosis.check import counts
-    from miner_guard.eventlog.redact import Redactor
+    from miner_guard.record.redaction import Redactor
 
     secrets = Redactor.from_environment(os.environ)
 

@@ -28,11 +28,11 @@ from miner_guard.cli.options import (
 )
 from miner_guard.cli.working import Working
 from miner_guard.eventlog import query
-from miner_guard.eventlog.redact import Redactor
 from miner_guard.exits import FAILED, USAGE, Refused
 from miner_guard.incidents import knowledge, notes
 from miner_guard.incidents.oom import Training
 from miner_guard.incidents.report import LogExplanation, explain
+from miner_guard.record.redaction import Redactor
 from miner_guard.record.words import counted
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import SystemClock

@@ -12,7 +12,7 @@ from miner_guard.config.loading import read_toml
 from miner_guard.config.optional_deps import EXTRAS, install, not_installed
 from miner_guard.diagnosis.check import Check, Snapshot
 from miner_guard.eventlog import line_templates
-from miner_guard.eventlog.redact import Redactor
+from miner_guard.record.redaction import Redactor
 
 
 @functools.cache

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from miner_guard.config import LogSettings
 from miner_guard.eventlog.catalog import LEVELS, Finding
-from miner_guard.eventlog.redact import Redactor
 from miner_guard.eventlog.rendering import console_line, json_line
+from miner_guard.record.redaction import Redactor
 from miner_guard.system.clock import Clock, iso_utc
 from miner_guard.system.lazy_import import block_import, defer_import
 

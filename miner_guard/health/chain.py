@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from miner_guard.config import ChainSettings
-from miner_guard.eventlog.redact import without_secrets
+from miner_guard.record.redaction import without_secrets
 from miner_guard.system import probe
 
 

@@ -104,7 +104,7 @@ def in_words(
         fixes.insert(0, Fix(exact.fix, exact.source))
     if incident.label == "cuda_oom":
         cause, fixes = _out_of_memory(incident, cause, fixes, training)
-    texts = [s.text for s in seen]
+    texts = [redact(s.text) for s in seen]
     return Explained(
         incident.label,
         "info" if notice else label.severity,
@@ -112,8 +112,8 @@ def in_words(
         label.applies,
         sighting.line,
         log_text.excerpt(redact(sighting.text)),
-        f"{details.filled(cause, texts)}{_where(incident)}",
-        tuple(redact(details.filled(fix.do, texts)) for fix in fixes),
+        f"{redact(details.filled(cause, texts))}{_where(incident)}",
+        tuple(details.filled(fix.do, texts) for fix in fixes),
         tuple(fix.source for fix in fixes),
         incident.count,
         tuple(incident.ranks),

@@ -255,7 +255,7 @@ class IncidentsMonitor(Monitor):
         if root.first.role in ("retry", "warning") and root.count < min_count:
             return ()
         self._root = self._latest = explained = report.in_words(
-            root, self._knowledge, self._training, self.context.redactor.text
+            root, self._knowledge, self._training, self.context.redactor.public
         )
         self._reported_at[root.label] = self._named_s = now
         self._counts[root.label] += 1

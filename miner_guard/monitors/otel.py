@@ -10,10 +10,10 @@ from typing import Any
 
 from miner_guard.config import optional_deps
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.eventlog.redact import without_secrets
 from miner_guard.flight_recorder.records import Now
 from miner_guard.monitors.base import Context, Monitor
 from miner_guard.monitors.helper_process import HelperProcess, HelperSpec
+from miner_guard.record.redaction import without_secrets
 
 _SDKS_OWN = "OTEL_"
 """Prefix of the variables that configure the SDK; `OTEL_EXPORTER_OTLP_HEADERS` holds a secret."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.line_templates import template
-from miner_guard.eventlog.redact import SECRET_NAME
 from miner_guard.monitors.base import Context, Launch, Monitor
+from miner_guard.record.redaction import SECRET_NAME
 from miner_guard.system.once import Once
 from miner_guard.uploads.repos.credentials import beside
 

@@ -25,7 +25,8 @@ from miner_guard import __version__, state_dir
 from miner_guard.config.loading import SECRET, Settings
 from miner_guard.eventlog import query
 from miner_guard.eventlog.query import Hit, Query
-from miner_guard.eventlog.redact import MASK, Redactor
+from miner_guard.record.public import GONE
+from miner_guard.record.redaction import MASK, Redactor
 from miner_guard.system.clock import iso_utc
 
 _COMMAND_S = 20.0
@@ -60,6 +61,8 @@ class Item:
     name: str
     what: str
     text: str
+    raw: bool = False
+    """Whether the text contains raw lines of the miner's output or its threads' stacks."""
 
 
 def collect(state: state_dir.StateDir, since: str, settings: Settings) -> Iterator[Item]:
@@ -165,18 +168,25 @@ def _incidents(state: state_dir.StateDir) -> Iterator[Item]:
         for path in sorted(folder.rglob("*")):
             if path.is_file() and not path.is_symlink() and path.suffix != ".bin":
                 yield Item(
-                    f"incidents/{path.relative_to(state.incidents)}", "stored evidence", _file(path)
+                    f"incidents/{path.relative_to(state.incidents)}",
+                    "stored evidence",
+                    _file(path),
+                    path.suffix != ".json",
                 )
 
 
 def pack(output: Path, items: Iterable[Item], redactor: Redactor) -> dict[str, Any]:
     """Write the archive, redacted, with manifest.json first, and return the manifest. Replaces
     `output` only once the archive is complete. Raises OSError."""
-    contents = [(item.name, item.what, redactor.text(item.text).encode()) for item in items]
+    contents = [
+        (item.name, item.what, (redactor.public if item.raw else redactor.text)(item.text).encode())
+        for item in items
+    ]
     manifest = {
         "made": iso_utc(time.time()),
         "by": f"miner-guard {__version__}",
-        "redacted": f"secrets, recognised by format or by variable name, are replaced by {MASK}",
+        "redacted": f"secrets, recognised by format or by variable name, are replaced by {MASK}; "
+        f"of raw output only words, numbers and paths are in here, the rest is {GONE}",
         "files": [
             {
                 "name": name,

@@ -20,12 +20,12 @@ from miner_guard.config import Config
 from miner_guard.diagnosis.request import PreflightRequest
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.emitter import ConsoleSink, Emitter
-from miner_guard.eventlog.redact import Redactor
 from miner_guard.exits import CRASH_LOOP, UNAVAILABLE
 from miner_guard.monitors import registry
 from miner_guard.monitors.base import Context
 from miner_guard.monitors.health import HealthMonitor
 from miner_guard.monitors.runner import MonitorRunner
+from miner_guard.record.redaction import Redactor
 from miner_guard.state_dir import StateDir
 from miner_guard.supervisor.control.commands import CommandHandler
 from miner_guard.supervisor.control.control_socket import ControlSocket

@@ -16,8 +16,8 @@ from typing import Any
 
 from miner_guard.config import ChainSettings, RepoSettings
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.eventlog.redact import without_secrets
 from miner_guard.health import chain
+from miner_guard.record.redaction import without_secrets
 from miner_guard.system import probe
 from miner_guard.uploads import axon_probe
 from miner_guard.uploads.audit_memory import AuditMemory

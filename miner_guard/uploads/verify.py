@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from miner_guard.eventlog.redact import MASK
+from miner_guard.record.redaction import MASK
 from miner_guard.validators.facts import Published
 from miner_guard.validators.metadata import mixed
 

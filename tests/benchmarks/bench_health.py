@@ -15,13 +15,13 @@ from miner_guard.config import LogSettings
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.emitter import Emitter
 from miner_guard.eventlog.jsonl import JsonlSink
-from miner_guard.eventlog.redact import Redactor
 from miner_guard.eventlog.rendering import json_line
 from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.health.host import HostSampler, figures
 from miner_guard.health.own import OwnSampler
 from miner_guard.health.samplers import Samplers
 from miner_guard.health.snapshot import assemble, summary
+from miner_guard.record.redaction import Redactor
 from miner_guard.reporting import metrics
 from miner_guard.reporting.report import render
 from miner_guard.state_dir import StateDir

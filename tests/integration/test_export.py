@@ -13,7 +13,7 @@ from miner_guard.eventlog import catalog
 from miner_guard.eventlog.emitter import Emitter
 from miner_guard.eventlog.jsonl import JsonlSink
 from miner_guard.eventlog.query import search
-from miner_guard.eventlog.redact import Redactor
+from miner_guard.record.redaction import Redactor
 from miner_guard.reporting.export import QUERY, points
 from miner_guard.system.clock import FakeClock
 from tests.support import requires

@@ -13,7 +13,7 @@ from miner_guard.config import LogSettings
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.emitter import Emitter
 from miner_guard.eventlog.jsonl import JsonlSink
-from miner_guard.eventlog.redact import Redactor
+from miner_guard.record.redaction import Redactor
 from miner_guard.reporting.report import render
 from miner_guard.state_dir import StateDir, write_json
 from miner_guard.system.clock import FakeClock

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.config import Config
-from miner_guard.eventlog.redact import Redactor
 from miner_guard.monitors.base import Context
+from miner_guard.record.redaction import Redactor
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
 from miner_guard.uploads.repos.credentials import beside

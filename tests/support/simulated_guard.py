@@ -18,7 +18,6 @@ from miner_guard.config import Config, GpuSettings, MinerSettings, RepoSettings
 from miner_guard.detectors.verdict_memory import Memory
 from miner_guard.eventlog.catalog import make_finding
 from miner_guard.eventlog.emitter import Emitter
-from miner_guard.eventlog.redact import Redactor
 from miner_guard.eventlog.run_status import LastExit, RankProcess, RunStatus
 from miner_guard.flight_recorder.journal import CheckpointEntry, DecisionEntry
 from miner_guard.flight_recorder.records import Now
@@ -35,6 +34,7 @@ from miner_guard.monitors.steps import StepsMonitor
 from miner_guard.monitors.uploads import UploadsMonitor
 from miner_guard.monitors.verdict import VerdictMonitor
 from miner_guard.rank.introspection import diagnosis_codec
+from miner_guard.record.redaction import Redactor
 from miner_guard.record.words import rank_list
 from miner_guard.state_dir import StateDir, write_json
 from miner_guard.supervisor.attribution import Attribution, how_it_ended

@@ -15,10 +15,11 @@ from miner_guard.config import LogSettings
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.emitter import Emitter
 from miner_guard.eventlog.jsonl import JsonlSink
-from miner_guard.eventlog.redact import Redactor
+from miner_guard.record.redaction import Redactor
 from miner_guard.reporting import bundle
 from miner_guard.state_dir import StateDir, write_json
 from miner_guard.system.clock import SystemClock
+from tests.unit.test_public_lines import FORMS, pieces_of_secrets
 from tests.unit.test_redact import LEAKS
 
 SECRETS = {
@@ -46,7 +47,10 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateDir:
     evidence = state.incidents / "2026-hang" / "log.txt"
     evidence.parent.mkdir(parents=True)
     leaks = "\n".join(leaking for leaking, _ in LEAKS.values())
-    evidence.write_text(f"Authorization: Bearer planted.bearer.value\n{leaks}\nthe last words")
+    raw = "\n".join(FORMS.values())
+    evidence.write_text(
+        f"Authorization: Bearer planted.bearer\n{leaks}\n{raw}\nthe last words of it"
+    )
     return state
 
 
@@ -89,7 +93,7 @@ def test_the_bundle_answers_what_a_helper_asks_and_holds_no_secret(
         "planted.bearer",
         "hf_aaaa",
     )
-    planted += tuple(secret for _, secret in LEAKS.values())
+    planted += (*(secret for _, secret in LEAKS.values()), *pieces_of_secrets())
     assert [
         (name, secret)
         for name, data in files.items()

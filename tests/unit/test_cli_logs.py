@@ -16,7 +16,7 @@ from miner_guard.eventlog import catalog
 from miner_guard.eventlog.emitter import Emitter
 from miner_guard.eventlog.jsonl import JsonlSink
 from miner_guard.eventlog.query import Hit
-from miner_guard.eventlog.redact import Redactor
+from miner_guard.record.redaction import Redactor
 from miner_guard.system.clock import FakeClock
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from miner_guard.config import AlertSettings, Config, HttpSettings
-from miner_guard.eventlog.redact import Redactor
+from miner_guard.record.redaction import Redactor
 from miner_guard.state_dir import MARKER, StateDir
 from miner_guard.supervisor.process import environment
 

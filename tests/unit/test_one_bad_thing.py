@@ -22,13 +22,13 @@ from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.emitter import Emitter
 from miner_guard.eventlog.jsonl import JsonlSink
 from miner_guard.eventlog.query import Hit
-from miner_guard.eventlog.redact import Redactor
 from miner_guard.eventlog.rendering import console_line
 from miner_guard.exits import Refused
 from miner_guard.flight_recorder.writer import FlightWriter
 from miner_guard.monitors.base import Context
 from miner_guard.monitors.reports import ReportsMonitor
 from miner_guard.monitors.runner import MonitorRunner
+from miner_guard.record.redaction import Redactor
 from miner_guard.state_dir import StateDir, read_json
 from miner_guard.supervisor.app import GuardApp
 from miner_guard.supervisor.control import status as module

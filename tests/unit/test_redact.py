@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from miner_guard.eventlog.redact import Redactor
+from miner_guard.record.redaction import Redactor
 
 WORDS = "legal winner thank year wave sausage worth useful legal winner thank yellow"
 HEX40 = "6c035c0a09cfce14db0699202bd90872129b6f23"

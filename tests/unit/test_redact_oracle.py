@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from miner_guard.eventlog.redact import Redactor
+from miner_guard.record.redaction import Redactor
 from tests.support import requires
 
 A, D, H = "aB3dE5gH7jK9mN1pQ3sT5vW7yZ9bC1dF", "1234567890", "0123456789abcdef"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miner_guard.eventlog.redact import MASK
+from miner_guard.record.redaction import MASK
 from miner_guard.uploads.verify import Reported, verify
 from miner_guard.validators.facts import Published
 

@@ -16,6 +16,7 @@ from miner_guard.eventlog.catalog import make_finding
 from miner_guard.monitors.incidents import CAUSELESS_S, COOLDOWN_S, SETTLE_S
 from tests.unit.incidents.helpers import root
 from tests.unit.incidents.live import BUG, KILLED, OOM, WATCHDOG, Live
+from tests.unit.test_public_lines import FORMS, pieces_of_secrets
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -198,3 +199,20 @@ def test_an_incident_that_training_survived_is_retracted(tmp_path: Path) -> None
     ]
     live.ends(code=1)
     assert live.labels == ["version_mismatch"], "why it ended is another matter"
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_an_incident_that_quotes_a_secret_does_not_spread_it(tmp_path: Path, name: str) -> None:
+    """Incidents go into alerts, the report and the bundle."""
+    live = Live(tmp_path)
+    for error in FORMS[name].splitlines()[:1]:
+        live.prints(
+            b'Traceback (most recent call last):\n  File "train.py", line 7, in main\n    login()\n'
+            b"RuntimeError: the hub refuses " + error.encode() + b" at login\n"
+        )
+    live.after(SETTLE_S)
+    live.ends()
+    (incident,) = (f for f in live.findings if f.name == "incident")
+    assert "RuntimeError" in incident.fields["excerpt"]
+    shown = f"{incident.text} {dict(incident.fields)}"
+    assert [part for part in pieces_of_secrets() if part in shown] == []

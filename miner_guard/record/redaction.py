@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from miner_guard.config import Config
+from miner_guard.record.public import public
 
 MASK = "[redacted]"
 
@@ -46,6 +47,12 @@ _SHAPES = tuple(
         r"\b(?:gl(?:pat|dt|ft|soat|rt|cbt)-|GR1348941)[A-Za-z0-9_-]{20,}",
         r"\bxox[abeoprs]-[A-Za-z0-9-]{10,}",
         r"\bsk-[A-Za-z0-9_-]{20,}",
+        # NVIDIA, RunPod, Groq, Docker Hub, Tailscale, Vault, Digital Ocean, Linear, Replicate.
+        r"\b(?:nvapi-|rpa_|gsk_|dckr_[po]at_|tskey-[a-z]{2,12}-|hv[sb]\.|dop_v1_|lin_api_|r8_)"
+        r"[\w.-]{20,}",
+        # A private key or seed; exclude labelled hashes and ids of accounts and blocks.
+        r"(?<![\w#])(?<!hash: )(?<!hash=)(?<!hash )(?<!Id: )(?<!id: )(?<!block )(?<!root: )"
+        r"(?<!\": \")0[xX][0-9a-fA-F]{64}\b",
         r"\bwandb_v\d_[A-Za-z0-9_]{20,}",
         r"\bAIza[A-Za-z0-9_-]{35}",
         # A JSON web token.
@@ -89,7 +96,7 @@ _MAX_PEM = 20_000
 # No pattern below has an unbounded prefix: in a long word (hex, base64) each letter would start a
 # search of the rest while holding the GIL. A word of 16 KB blocked the guard for a minute.
 _NAMES = (
-    r"(?:secret(?:[_-]?(?:key|seed|phrase))?|private[_-]?key|token|password|passwd|pwd|passphrase|api[_-]?key"
+    r"(?:secret(?:[_-]?(?:key|seed|phrase))?|private[_-]?key|token|password|passwd|(?<![a-z])pass|pwd|passphrase|api[_-]?key"
     r"|access[_-]?key(?:[_-]?id)?|webhook(?:[_-]?url)?|mnemonic)"
 )
 # Quotes may be escaped, because the bundle redacts JSON inside JSON. Never cut an escape in half:
@@ -108,13 +115,24 @@ _FLAG = re.compile(
 _AWS_NAMED = re.compile(
     r"(?i)(\baws.{0,20}?(?:key|pwd|pw|password|pass|token).{0,20}?['\"])[0-9a-zA-Z/+]{40}(?=['\"])"
 )
-_BEARER = re.compile(r"(?i)(\b(?:bearer|basic)\s+)([A-Za-z0-9._~+/=-]{8,})")
-_URL = re.compile(r"(\b[a-z][a-z0-9+.-]{0,31}://[^\s/:@]{0,256}:)([^\s/@]+)(@)", re.IGNORECASE)
+_BEARER = re.compile(
+    r"(?i)(\b(?:bearer|basic|authorization[\"']?\s{0,3}[:=]\s{0,3}[\"']?(?:token|apikey))\s+)([A-Za-z0-9._~+/=-]{8,})"
+)
+_URL = re.compile(
+    r"(\b[a-z][a-z0-9+.-]{0,31}://(?:[^\s/:@]{0,256}:)?)(?!git@)([^\s/@]{1,512})(@)", re.IGNORECASE
+)
 _ANSI = r"(?:\x1b|\\u001b|\\x1b)\[[\d;]{0,12}m"
 # Text matches as a gap in only one way; otherwise the search below effectively hangs on a row of
 # `\\n`.
 _GAP = rf"(?:{_ANSI}|\\[nrt]|\\(?![nrtux])|[^\w\x1b\\])"
-_WORDS = r"[a-z]{3,8}(?:[ ]{1,4}[a-z]{3,8}){11,23}(?![A-Za-z])"
+# Between two words of a phrase: spaces, or the signs around numbered, listed or quoted words.
+_BETWEEN = r"(?:[ ]{1,4}|[^A-Za-z\x1b]{1,12})"
+_WORDS = rf"[a-z]{{3,8}}(?:{_BETWEEN}[a-z]{{3,8}}){{11,23}}(?![A-Za-z])"
+_LISTED = re.compile(
+    r"(?<![A-Za-z])[a-z]{3,8}"
+    r"(?:(?:[ ]?(?:\\n|\n|[\"',;.)]{1,3}|\d{1,2}[.):]?)[ \"'\n]{0,4}){1,3}[a-z]{3,8}){11,23}"
+    r"(?![A-Za-z])"
+)
 # Matches "The mnemonic to the new coldkey is:", a line or two, and then the words.
 _MNEMONIC = re.compile(
     r"(?i)((?<![A-Za-z])(?:mnemonic|(?:seed|secret|recovery|backup)[ "
@@ -129,7 +147,7 @@ _PHRASE = re.compile(
 )
 _WORTH_A_LOOK = re.compile(
     r"(?i)secret|token|passw|passp|pwd|key|mnemonic|phrase|(?:seed|recovery|backup).words|bearer|basic|xox|wandb"
-    r"|webhook|bot\d|eyJ|://|x-amz|[?&]sig|u0026sig"
+    r"|(?<![a-z])pass[\"']|authorization|webhook|bot\d|eyJ|://|x-amz|[?&]sig|u0026sig"
     # All other shapes contain a run of at least this length.
     r"|[\w-]{20}"
 )
@@ -199,7 +217,7 @@ class Redactor:
         """Return `text` with its secrets masked."""
         if self._values is not None:
             text = self._values.sub(MASK, text)
-        text = _PHRASE.sub(rf"\1{MASK}", text)
+        text = _LISTED.sub(MASK, _PHRASE.sub(rf"\1{MASK}", text))
         if not _WORTH_A_LOOK.search(text):
             return text
         if "PRIVATE KEY" in text:
@@ -216,6 +234,10 @@ class Redactor:
         text = _BEARER.sub(rf"\1{MASK}", text)
         text = _FLAG.sub(rf"\1{MASK}", text)
         return _NAMED.sub(rf"\1{MASK}", text)
+
+    def public(self, text: str) -> str:
+        """Return what a raw line may say outside this machine (`record.public`)."""
+        return self.text(public(text))
 
     def value(self, value: Any, name: str = "") -> Any:
         """Return `value` with its secrets masked, including those inside mappings and sequences. A
