@@ -3,6 +3,7 @@ match."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,7 +82,7 @@ class LogCheck:
 def check(lines: Iterable[str], patterns: Patterns) -> LogCheck:
     """Read a log as the `log_attach` monitor would. It does not know when lines arrived, so the
     only duration known for a step is the one printed on its line."""
-    result, steps = LogCheck(), LogSteps(0.0)
+    result, steps = LogCheck(), LogSteps(-math.inf)
     for place, raw in enumerate(lines, 1):
         result.lines = place
         for text in filter(None, raw.rstrip("\n").split("\r")):

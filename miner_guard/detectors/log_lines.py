@@ -23,6 +23,9 @@ _MAX_LINE_LENGTH = 2000
 _REMEMBERED = 16
 """Steps remembered to recognise a repeated line (another rank, a second handler)."""
 
+_ROUNDED_S = 1.0
+"""How much longer than its process a step may seem to last, because programs round."""
+
 _MAX_LAG = 3
 """Maximum number of steps by which one rank's output lags behind another's."""
 
@@ -195,8 +198,8 @@ class LogSteps:
     """Assembles steps from the lines of one launch. O(1) memory."""
 
     def __init__(self, started: float) -> None:
-        """`started`: launch time of the miner, monotonic seconds."""
-        self._since = started
+        """`started`: launch time of the miner, monotonic seconds; -inf if unknown."""
+        self._started = self._since = started
         self._pending: StepLine | None = None
         """The latest redraw of a progress bar, or the latest micro-batch, of a step that has not
         ended."""
@@ -281,6 +284,9 @@ class LogSteps:
         if last is not None and _key(last)[:2] == _key(line)[:2] and not line.samples:
             jump = max(inner - before, 1)
         printed = self._elapsed.step_time(line)
+        if printed is not None and printed > now - self._started + _ROUNDED_S:
+            # No step lasts longer than its process: the number is a date, or another quantity.
+            printed = None
         seconds = (now - self._since) / jump if printed is None else printed
         self._since = now
         yield LoggedStep(replace(line, seconds=printed), now - seconds, now)

@@ -16,7 +16,7 @@ _NUMBER = (
     r"[-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?"
     r"|nan|[-+]?inf(?:inity)?"
 )
-_UNIT = r"ms|secs?|seconds?|s|[KMGT]i?B|M|%"
+_UNIT = r"ms|secs?|seconds?|s|mins?|minutes?|hrs?|hours?|days?|[KMGT]i?B|M|%"
 _SECONDS = {"ms": 1e-3, "s": 1.0, "sec": 1.0, "secs": 1.0, "second": 1.0, "seconds": 1.0, "": 1.0}
 _GIB = {"mb": 2**-10, "mib": 2**-10, "gb": 1.0, "gib": 1.0, "tb": 2**10, "tib": 2**10}
 """torch counts in powers of two, whatever unit a trainer prints."""
@@ -126,8 +126,8 @@ class Grammar:
         either = "|".join(_spelling(name) for name in reversed(by_length))
         self._field = re.compile(
             rf"(?<![\w./-])(?P<name>{either})(?:\s?\((?P<of>{_UNIT})\))?[\s:=#'\"\[(]{{1,24}}"
-            rf"(?P<value>{_NUMBER})(?:\s?(?P<unit>{_UNIT})(?![\w/])|\s?/\s{{0,8}}\d"
-            r"|(?![\w/]|[.:]\d| of\b))",
+            rf"(?P<value>{_NUMBER})(?:\s?(?P<unit>{_UNIT})(?![\w/])|\s?/\s{{0,8}}\d+(?![\d/])"
+            r"|(?![\w/]|[.:-]\d| of\b))",
             re.IGNORECASE,
         )
         bars = "|".join(map(_spelling, vocabulary.bars))
@@ -224,7 +224,12 @@ def _seconds(text: str, fields: Mapping[str, _Field]) -> tuple[float | None, boo
     if (cell := _TIME_CELL.search(text)) is not None:
         last = float(cell[3]) * _SECONDS[cell[4]]
         return 3600 * int(cell[1] or 0) + 60 * int(cell[2] or 0) + last, False
-    return _scaled(fields.get("time"), _SECONDS), "time" in fields
+    field = fields.get("time")
+    return (
+        (None, False)
+        if field is None or field.unit not in _SECONDS
+        else (_scaled(field, _SECONDS), True)
+    )
 
 
 def _gib(field: _Field | None) -> float | None:

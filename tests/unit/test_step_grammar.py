@@ -278,6 +278,33 @@ def test_the_time_since_the_start_is_not_a_step_time() -> None:
     assert steps_of(*steady, every_s=10.0)[-1][2] == 5.0
 
 
+@pytest.mark.parametrize(
+    "when",
+    [
+        "2024-05-01 12:00:{n:02}",
+        "2024-05-01T12:00:{n:02}",
+        "2024/05/01 12:00:{n:02}",
+        "01.05.2024 12:00:{n:02}",
+        "05-01-2024 12:00:{n:02}",
+        "20240501120{n:02}",
+        "1714564{n:03}.25",
+        "12:00:{n:02}",
+        "3 min",
+    ],
+)
+def test_a_date_is_not_a_duration(when: str) -> None:
+    """`time: 2024-05-01 12:00:00` gave steps of 2024 s, each a SLOW STEP, and hid a hang."""
+    lines = [f"time: {when.format(n=n)} step: {n} loss: 2.5" for n in range(1, 30)]
+    steps = steps_of(*lines)
+    assert [(number, loss) for number, loss, _ in steps] == [(n, 2.5) for n in range(1, 30)]
+    assert {seconds for _, _, seconds in steps} == {1.0}
+
+
+def test_no_step_lasts_longer_than_its_process() -> None:
+    lines = [f"step {n}: loss 2.0, step time: {seconds}s" for n, seconds in enumerate((1, 40, 2))]
+    assert [seconds for _, _, seconds in steps_of(*lines)] == [1.0, 1.0, 2.0]
+
+
 def test_a_counter_of_samples_does_not_divide_the_time() -> None:
     lines = [f"Train Epoch: 1 [{n}/60000 (1%)]\tLoss: 1.0" for n in (0, 640, 1280)]
     assert [seconds for _, _, seconds in steps_of(*lines)] == [1.0, 1.0, 1.0]
