@@ -32,7 +32,7 @@ def command(
     state_dir: options.State = None,
 ) -> None:
     """Tell the running guard to write a checkpoint, or to restart, pause or resume the miner."""
-    from miner_guard.supervisor.control.control_socket import NotRunning, ask
+    from miner_guard.guard.control_socket import NotRunning, ask
 
     state = find_guard(name, state_dir)
     try:

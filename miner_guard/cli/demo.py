@@ -117,9 +117,9 @@ def _settings(config: Path | None, state: StateDir) -> Config:
 
 
 def _run(miner: tuple[str, ...], settings: Config, state: StateDir, finished_code: int) -> int:
-    from miner_guard.supervisor.app import GuardApp, Request
-    from miner_guard.supervisor.process.child import keep_files_private
-    from miner_guard.supervisor.startup.lock import Lock, LockHeld
+    from miner_guard.guard.app import GuardApp, Request
+    from miner_guard.guard.child import keep_files_private
+    from miner_guard.guard.lock import Lock, LockHeld
     from miner_guard.system.helpers import HelperCpu
 
     keep_files_private()

@@ -58,7 +58,7 @@ def command(
     # Imported late: neither `--help` nor a bad configuration needs it.
     from miner_guard.diagnosis.judge import judge
     from miner_guard.diagnosis.request import PreflightRequest
-    from miner_guard.supervisor.startup.collect import collect_snapshot
+    from miner_guard.guard.collect import collect_snapshot
 
     start = time.monotonic()
     question = PreflightRequest(

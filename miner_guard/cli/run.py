@@ -80,9 +80,9 @@ def command(
 
 def _supervise(miner: list[str], place: options.CommandContext, finished_code: int) -> int:
     # Imported late: neither `--help` nor a refused command line needs it.
-    from miner_guard.supervisor.app import GuardApp, Request
-    from miner_guard.supervisor.process.child import keep_files_private
-    from miner_guard.supervisor.startup.lock import Lock, LockHeld
+    from miner_guard.guard.app import GuardApp, Request
+    from miner_guard.guard.child import keep_files_private
+    from miner_guard.guard.lock import Lock, LockHeld
 
     keep_files_private()
     lock = Lock(place.state, place.settings.config.miner.stop_timeout_s)

@@ -44,7 +44,7 @@ def command(
     ] = False,
 ) -> None:
     """Show what the running guard knows. Exit code 3 if no guard is running."""
-    from miner_guard.supervisor.control.control_socket import NotRunning, ask
+    from miner_guard.guard.control_socket import NotRunning, ask
 
     place = open_guard(config, name, state_dir)
     try:

@@ -16,7 +16,7 @@ from tests.benchmarks.frame import Row
 
 TITLE = "Installation: disk, memory and start, with each extra"
 _PROCESSES = {
-    "guard, without its schedule": "miner_guard.supervisor.app",
+    "guard, without its schedule": "miner_guard.guard.app",
     "http: the port's process": "miner_guard.reporting.http_server",
     "otel: the OTLP sender": "miner_guard.reporting.otlp_sender",
     "alerts: apprise": "apprise",

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from miner_guard.supervisor.control.control_socket import NotRunning, ask
+from miner_guard.guard.control_socket import NotRunning, ask
 from miner_guard.system.sockets import address
 from tests.faults.guarded import Guarded
 from tests.faults.own_disk import OwnDisk

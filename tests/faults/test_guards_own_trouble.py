@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from miner_guard.supervisor.control.control_socket import ask
+from miner_guard.guard.control_socket import ask
 from tests.faults.guarded import Guarded, until
 
 FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.supervisor.control.control_socket import ask
+from miner_guard.guard.control_socket import ask
 from tests.faults.guarded import Guarded, until
 from tests.faults.sequences import clock_library
 

@@ -21,6 +21,9 @@ from miner_guard.eventlog.emitter import Emitter
 from miner_guard.eventlog.run_status import LastExit, RankProcess, RunStatus
 from miner_guard.flight_recorder.journal import CheckpointEntry, DecisionEntry
 from miner_guard.flight_recorder.records import Now
+from miner_guard.guard.attribution import Attribution, how_it_ended
+from miner_guard.guard.predecessor import killed_guard
+from miner_guard.guard.restart import Again, Failure, RestartPolicy
 from miner_guard.health.snapshot import assemble, summary
 from miner_guard.monitors import uploads as uploads_module
 from miner_guard.monitors.base import Exit, Launch, Monitor
@@ -37,9 +40,6 @@ from miner_guard.rank.introspection import diagnosis_codec
 from miner_guard.record.redaction import Redactor
 from miner_guard.record.words import rank_list
 from miner_guard.state_dir import StateDir, write_json
-from miner_guard.supervisor.attribution import Attribution, how_it_ended
-from miner_guard.supervisor.restart import Again, Failure, RestartPolicy
-from miner_guard.supervisor.startup.predecessor import killed_guard
 from miner_guard.system.clock import FakeClock, iso_utc
 from miner_guard.uploads import inputs as gate_inputs
 from miner_guard.uploads.gate import decide

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from miner_guard.supervisor.output.backlog import Backlog
+from miner_guard.guard.backlog import Backlog
 
 CHUNK = 65536
 

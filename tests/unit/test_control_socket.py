@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from miner_guard.guard import loop as loop_module
+from miner_guard.guard.control_socket import ControlSocket, ask
+from miner_guard.guard.loop import Loop
 from miner_guard.state_dir import StateDir
-from miner_guard.supervisor import loop as loop_module
-from miner_guard.supervisor.control.control_socket import ControlSocket, ask
-from miner_guard.supervisor.loop import Loop
 from miner_guard.system.clock import SystemClock
 from tests.support.waiting import until
 

@@ -17,9 +17,9 @@ import pytest
 from miner_guard import state_dir
 from miner_guard.config import LogSettings
 from miner_guard.eventlog.catalog import Finding
+from miner_guard.guard import disk as writer_module
+from miner_guard.guard.disk import STUCK_S, DiskWriter
 from miner_guard.state_dir import StateDir
-from miner_guard.supervisor.disk import writer as writer_module
-from miner_guard.supervisor.disk.writer import STUCK_S, DiskWriter
 from miner_guard.uploads.ledger_readers import ReadOnlyLedger, RemoteLedger
 from tests.support.waiting import until
 

@@ -75,8 +75,8 @@ def test_the_supervisor_with_its_schedule_runs_without_asyncio() -> None:
     supervisor never uses cost memory."""
     code = """
 import sys, threading
-import miner_guard.supervisor.app
-from miner_guard.supervisor.scheduler import Scheduler
+import miner_guard.guard.app
+from miner_guard.guard.scheduler import Scheduler
 from miner_guard.system.clock import SystemClock
 ran = threading.Event()
 schedule = Scheduler(SystemClock(), print)

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
+from miner_guard.guard.teardown import TERM_TO_KILL_S, UNKILLABLE_S, Teardown
 from miner_guard.monitors import evidence, evidence_folders
 from miner_guard.monitors.evidence import Subject
 from miner_guard.state_dir import StateDir
-from miner_guard.supervisor.process.teardown import TERM_TO_KILL_S, UNKILLABLE_S, Teardown
 from miner_guard.system import processes
 from miner_guard.system.clock import FakeClock
 from miner_guard.system.processes import Process

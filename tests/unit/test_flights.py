@@ -24,10 +24,10 @@ from miner_guard.flight_recorder.layout import (
 from miner_guard.flight_recorder.reader import FlightReader
 from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.flight_recorder.writer import FlightWriter, process_start
+from miner_guard.guard.flights import Flights
 from miner_guard.rank.environment import find
 from miner_guard.rank.guard import Guard
 from miner_guard.state_dir import StateDir
-from miner_guard.supervisor.flights import Flights
 from tests.unit.rank.helpers import place
 
 RUN = "r1"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.supervisor.process.gpu_memory_wait import GpuMemoryWait, held
+from miner_guard.guard.gpu_memory_wait import GpuMemoryWait, held
 from miner_guard.system.clock import SystemClock
 
 GIB = 1024**3

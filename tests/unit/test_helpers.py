@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from miner_guard.supervisor.process.child import Child
+from miner_guard.guard.child import Child
 from miner_guard.system.helpers import HelperCpu
 from miner_guard.system.processes import HELPER
 from tests.support.waiting import until

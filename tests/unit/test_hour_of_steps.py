@@ -20,10 +20,10 @@ import pytest
 from miner_guard.costs import set_global_tracker
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import Finding
+from miner_guard.guard.scheduler import Scheduler
+from miner_guard.guard.status import Status
 from miner_guard.monitors.base import Launch
 from miner_guard.state_dir import read_json
-from miner_guard.supervisor.control.status import Status
-from miner_guard.supervisor.scheduler import Scheduler
 from miner_guard.system.clock import FakeClock
 from tests.support.run_harness import WholeRun
 

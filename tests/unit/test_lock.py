@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from miner_guard.guard.lock import Lock, LockHeld
 from miner_guard.state_dir import StateDir
-from miner_guard.supervisor.startup.lock import Lock, LockHeld
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from miner_guard.supervisor import loop as loop_module
-from miner_guard.supervisor.loop import Loop
+from miner_guard.guard import loop as loop_module
+from miner_guard.guard.loop import Loop
 from miner_guard.system.clock import SystemClock
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from miner_guard.config import AlertSettings, Config, HttpSettings
+from miner_guard.guard import environment
 from miner_guard.record.redaction import Redactor
 from miner_guard.state_dir import MARKER, StateDir
-from miner_guard.supervisor.process import environment
 
 PM2 = {"pm_id": "0", "pm_exec_path": "/x", "name": "miner", "NODE_CHANNEL_FD": "3"}
 

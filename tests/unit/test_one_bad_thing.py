@@ -25,19 +25,19 @@ from miner_guard.eventlog.query import Hit
 from miner_guard.eventlog.rendering import console_line
 from miner_guard.exits import Refused
 from miner_guard.flight_recorder.writer import FlightWriter
+from miner_guard.guard import status as module
+from miner_guard.guard.app import GuardApp
+from miner_guard.guard.control_socket import ControlSocket, ask
+from miner_guard.guard.flights import Flights
+from miner_guard.guard.loop import Loop
+from miner_guard.guard.output_writer import OutputWriter
+from miner_guard.guard.relay import Relay
+from miner_guard.guard.status import Status
 from miner_guard.monitors.base import Context
 from miner_guard.monitors.reports import ReportsMonitor
 from miner_guard.monitors.runner import MonitorRunner
 from miner_guard.record.redaction import Redactor
 from miner_guard.state_dir import StateDir, read_json
-from miner_guard.supervisor.app import GuardApp
-from miner_guard.supervisor.control import status as module
-from miner_guard.supervisor.control.control_socket import ControlSocket, ask
-from miner_guard.supervisor.control.status import Status
-from miner_guard.supervisor.flights import Flights
-from miner_guard.supervisor.loop import Loop
-from miner_guard.supervisor.output.relay import Relay
-from miner_guard.supervisor.output.writer import OutputWriter
 from miner_guard.system.clock import FakeClock, SystemClock
 from miner_guard.system.once import Once
 

@@ -11,8 +11,8 @@ from miner_guard.diagnosis.check import Snapshot
 from miner_guard.diagnosis.expectation import Expectation
 from miner_guard.diagnosis.request import PreflightRequest
 from miner_guard.eventlog.catalog import Finding
+from miner_guard.guard.preflight import preflight
 from miner_guard.state_dir import StateDir
-from miner_guard.supervisor.startup.preflight import preflight
 from miner_guard.system.clock import FakeClock
 from tests.support.snapshots import healthy
 

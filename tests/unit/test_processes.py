@@ -12,10 +12,10 @@ from typing import cast
 
 import pytest
 
+from miner_guard.guard.pid_registry import PidRegistry, left_behind
+from miner_guard.guard.process_tree import ProcessTree
+from miner_guard.guard.teardown import Teardown
 from miner_guard.state_dir import StateDir
-from miner_guard.supervisor.process.pid_registry import PidRegistry, left_behind
-from miner_guard.supervisor.process.process_tree import ProcessTree
-from miner_guard.supervisor.process.teardown import Teardown
 from miner_guard.system import processes
 from miner_guard.system.clock import FakeClock
 from miner_guard.system.processes import Process, Stat, descendants

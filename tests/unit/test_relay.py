@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.supervisor.loop import Loop
-from miner_guard.supervisor.output import relay as relay_module
-from miner_guard.supervisor.output import writer as writer_module
-from miner_guard.supervisor.output.relay import Relay
-from miner_guard.supervisor.output.writer import OutputWriter
+from miner_guard.guard import output_writer as writer_module
+from miner_guard.guard import relay as relay_module
+from miner_guard.guard.loop import Loop
+from miner_guard.guard.output_writer import OutputWriter
+from miner_guard.guard.relay import Relay
 from miner_guard.system import free_memory
 from miner_guard.system.clock import SystemClock
 from tests.support.waiting import until

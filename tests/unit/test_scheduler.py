@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.supervisor.scheduler import Scheduler, _Due
+from miner_guard.guard.scheduler import Scheduler, _Due
 from miner_guard.system.clock import FakeClock, SystemClock
 from tests.support.waiting import until
 

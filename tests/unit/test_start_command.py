@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from miner_guard.supervisor.control.service_manager import start_command
+from miner_guard.guard.engines import start_command
 
 _PM2 = {"pm_id": "0", "pm_exec_path": "/usr/bin/miner-guard", "name": "sn38 miner"}
 _SYSTEMD = {"NOTIFY_SOCKET": "/run/systemd/notify"}

@@ -16,6 +16,9 @@ from miner_guard import state_dir
 from miner_guard.cli.main import run
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.exits import CONFIG
+from miner_guard.guard.lock import Lock, LockHeld
+from miner_guard.guard.pid_registry import PidRegistry, left_behind
+from miner_guard.guard.state_dir_check import check_state_dir
 from miner_guard.state_dir import (
     StateDir,
     Untrusted,
@@ -25,9 +28,6 @@ from miner_guard.state_dir import (
     write_json,
     write_private,
 )
-from miner_guard.supervisor.process.pid_registry import PidRegistry, left_behind
-from miner_guard.supervisor.startup.lock import Lock, LockHeld
-from miner_guard.supervisor.startup.state_dir_check import check_state_dir
 from miner_guard.system import processes
 
 NOBODY = 65534

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miner_guard.supervisor.states import TRANSITIONS, IllegalTransition, RunEvent, State, after
+from miner_guard.guard.states import TRANSITIONS, IllegalTransition, RunEvent, State, after
 
 
 def test_every_state_but_the_last_can_end() -> None:

@@ -15,15 +15,15 @@ from miner_guard.config import Config, HangSettings
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.flight_recorder.records import Now
+from miner_guard.guard.launch import ActiveLaunch
+from miner_guard.guard.launch_spec import LaunchSpec, StopRequest, Then
+from miner_guard.guard.loop import Loop
+from miner_guard.guard.states import State
+from miner_guard.guard.supervisor import FAILED, Supervisor
 from miner_guard.monitors.base import Launch
 from miner_guard.monitors.hang import HangMonitor
 from miner_guard.monitors.runner import MonitorRunner
 from miner_guard.state_dir import StateDir
-from miner_guard.supervisor.launch import ActiveLaunch
-from miner_guard.supervisor.launch_spec import LaunchSpec, StopRequest, Then
-from miner_guard.supervisor.loop import Loop
-from miner_guard.supervisor.states import State
-from miner_guard.supervisor.supervisor import FAILED, Supervisor
 from miner_guard.system import processes
 from miner_guard.system.clock import FakeClock
 from miner_guard.system.processes import Process

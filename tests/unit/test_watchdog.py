@@ -11,10 +11,10 @@ from typing import Any, cast
 import pytest
 
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.supervisor import watchdog
-from miner_guard.supervisor.loop import Loop
-from miner_guard.supervisor.process.teardown import Teardown
-from miner_guard.supervisor.watchdog import SILENT_S, Hands, Watchdog
+from miner_guard.guard import watchdog
+from miner_guard.guard.loop import Loop
+from miner_guard.guard.teardown import Teardown
+from miner_guard.guard.watchdog import SILENT_S, Hands, Watchdog
 from miner_guard.system import processes
 from miner_guard.system.clock import FakeClock
 from miner_guard.system.processes import Process

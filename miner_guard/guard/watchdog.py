@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.exits import FAILED
-from miner_guard.supervisor.loop import Loop
-from miner_guard.supervisor.process.teardown import TERM_TO_KILL_S, UNKILLABLE_S, Teardown
+from miner_guard.guard.loop import Loop
+from miner_guard.guard.teardown import TERM_TO_KILL_S, UNKILLABLE_S, Teardown
 from miner_guard.system import processes
 from miner_guard.system.readiness import ready
 

@@ -21,40 +21,36 @@ from miner_guard.diagnosis.request import PreflightRequest
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.emitter import ConsoleSink, Emitter
 from miner_guard.exits import CRASH_LOOP, UNAVAILABLE
+from miner_guard.guard import environment, orphan_cleanup
+from miner_guard.guard.child import become_subreaper
+from miner_guard.guard.commands import CommandHandler
+from miner_guard.guard.control_socket import ControlSocket
+from miner_guard.guard.deathwatch import Deathwatch
+from miner_guard.guard.disk import DiskWriter
+from miner_guard.guard.endpoints import Endpoints
+from miner_guard.guard.engines import ServiceManager, own_start_command, service_managers
+from miner_guard.guard.flights import Flights
+from miner_guard.guard.gpu_memory_wait import GpuMemoryWait
+from miner_guard.guard.last_resort import RunToEnd
+from miner_guard.guard.launch_spec import LaunchSpec, StopRequest, Then
+from miner_guard.guard.lock import Lock
+from miner_guard.guard.loop import Loop
+from miner_guard.guard.notify import NotifySocket
+from miner_guard.guard.predecessor import killed_guard
+from miner_guard.guard.preflight_runner import PreflightRunner
+from miner_guard.guard.relay import Relay
+from miner_guard.guard.scheduler import Scheduler
+from miner_guard.guard.state_dir_check import check_state_dir
+from miner_guard.guard.status import Status, run_status
+from miner_guard.guard.supervisor import Supervisor
+from miner_guard.guard.teardown import Teardown
+from miner_guard.guard.watchdog import STOP_SIGNALS, Hands, Watchdog
 from miner_guard.monitors import registry
 from miner_guard.monitors.base import Context
 from miner_guard.monitors.health import HealthMonitor
 from miner_guard.monitors.runner import MonitorRunner
 from miner_guard.record.redaction import Redactor
 from miner_guard.state_dir import StateDir
-from miner_guard.supervisor.control.commands import CommandHandler
-from miner_guard.supervisor.control.control_socket import ControlSocket
-from miner_guard.supervisor.control.endpoints import Endpoints
-from miner_guard.supervisor.control.service_manager import (
-    ServiceManager,
-    own_start_command,
-    service_managers,
-)
-from miner_guard.supervisor.control.status import Status, run_status
-from miner_guard.supervisor.disk.writer import DiskWriter
-from miner_guard.supervisor.flights import Flights
-from miner_guard.supervisor.launch_spec import LaunchSpec, StopRequest, Then
-from miner_guard.supervisor.loop import Loop
-from miner_guard.supervisor.notify import NotifySocket
-from miner_guard.supervisor.output.relay import Relay
-from miner_guard.supervisor.process import environment, orphan_cleanup
-from miner_guard.supervisor.process.child import become_subreaper
-from miner_guard.supervisor.process.deathwatch import Deathwatch
-from miner_guard.supervisor.process.gpu_memory_wait import GpuMemoryWait
-from miner_guard.supervisor.process.last_resort import RunToEnd
-from miner_guard.supervisor.process.teardown import Teardown
-from miner_guard.supervisor.scheduler import Scheduler
-from miner_guard.supervisor.startup.lock import Lock
-from miner_guard.supervisor.startup.predecessor import killed_guard
-from miner_guard.supervisor.startup.runner import PreflightRunner
-from miner_guard.supervisor.startup.state_dir_check import check_state_dir
-from miner_guard.supervisor.supervisor import Supervisor
-from miner_guard.supervisor.watchdog import STOP_SIGNALS, Hands, Watchdog
 from miner_guard.system import free_memory, inherited
 from miner_guard.system.cgroup import Cgroup
 from miner_guard.system.clock import SystemClock

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import miner_guard
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.supervisor.loop import Loop
-from miner_guard.supervisor.process.last_resort import RunToEnd
+from miner_guard.guard.last_resort import RunToEnd
+from miner_guard.guard.loop import Loop
 from miner_guard.system.backoff import Backoff
 from miner_guard.system.parent_death import signal_at_parents_death
 from miner_guard.system.processes import HELPER, Process
@@ -30,8 +30,8 @@ _PACKAGES = Path(miner_guard.__file__).resolve().parents[1]
 _BOOT = """import json, sys
 order = json.loads(sys.stdin.readline())
 sys.path.insert(0, order.pop("packages"))
-from miner_guard.supervisor.loop import Loop
-from miner_guard.supervisor.process.last_resort import main
+from miner_guard.guard.loop import Loop
+from miner_guard.guard.last_resort import main
 main(order)"""
 """The process runs this program, which reads its settings from stdin. The command line contains
 neither the guard's name nor its folder, so that `pkill -f miner-guard` does not match it."""

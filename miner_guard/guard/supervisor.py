@@ -16,20 +16,20 @@ from dataclasses import replace
 
 from miner_guard.eventlog.catalog import make_finding
 from miner_guard.exits import CRASH_LOOP, FAILED
+from miner_guard.guard.attribution import Attribution
+from miner_guard.guard.child import Child
+from miner_guard.guard.conclusion import Conclusion
+from miner_guard.guard.flights import Flights
+from miner_guard.guard.launch import RETRY_INSPECT_S, ActiveLaunch
+from miner_guard.guard.launch_spec import LaunchSpec, StopRequest, Then
+from miner_guard.guard.loop import Loop, Timer
+from miner_guard.guard.process_tree import ProcessTree
+from miner_guard.guard.pulse import Pulse
+from miner_guard.guard.relay import Relay
+from miner_guard.guard.restart import Again, Failure, GiveUp, RestartPolicy
+from miner_guard.guard.states import RunEvent, State, after
 from miner_guard.monitors.base import Exit, Launch
 from miner_guard.monitors.runner import MonitorRunner
-from miner_guard.supervisor.attribution import Attribution
-from miner_guard.supervisor.conclusion import Conclusion
-from miner_guard.supervisor.flights import Flights
-from miner_guard.supervisor.launch import RETRY_INSPECT_S, ActiveLaunch
-from miner_guard.supervisor.launch_spec import LaunchSpec, StopRequest, Then
-from miner_guard.supervisor.loop import Loop, Timer
-from miner_guard.supervisor.output.relay import Relay
-from miner_guard.supervisor.process.child import Child
-from miner_guard.supervisor.process.process_tree import ProcessTree
-from miner_guard.supervisor.pulse import Pulse
-from miner_guard.supervisor.restart import Again, Failure, GiveUp, RestartPolicy
-from miner_guard.supervisor.states import RunEvent, State, after
 from miner_guard.system.clock import Clock
 
 DRAIN_S = 5.0

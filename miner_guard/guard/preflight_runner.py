@@ -13,7 +13,7 @@ from miner_guard.exits import UNAVAILABLE
 from miner_guard.system import probe
 
 if TYPE_CHECKING:
-    from miner_guard.supervisor.startup.preflight import Outcome
+    from miner_guard.guard.preflight import Outcome
 
 
 class PreflightRunner:
@@ -57,7 +57,7 @@ class PreflightRunner:
     def _look(self) -> None:
         try:
             # Import late: a guard without a preflight does not need these modules.
-            from miner_guard.supervisor.startup.preflight import preflight
+            from miner_guard.guard.preflight import preflight
 
             outcome = preflight(self._question, self._emit, self._stop.wait)
         except Exception as error:  # noqa: BLE001 - a bug in the preflight must not keep the miner from starting; the error is reported

@@ -9,9 +9,9 @@ import sys
 import time
 from collections.abc import Callable
 
-from miner_guard.supervisor.loop import Loop
-from miner_guard.supervisor.output.backlog import PLAIN, Backlog
-from miner_guard.supervisor.output.writer import OutputWriter, same_target
+from miner_guard.guard.backlog import PLAIN, Backlog
+from miner_guard.guard.loop import Loop
+from miner_guard.guard.output_writer import OutputWriter, same_target
 from miner_guard.system import free_memory
 
 CHUNK = 65536

@@ -8,8 +8,8 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from miner_guard.eventlog.catalog import Finding
+from miner_guard.guard.restart import Failure
 from miner_guard.monitors.base import Exit
-from miner_guard.supervisor.restart import Failure
 from miner_guard.system import processes
 from miner_guard.system.clock import Clock
 

@@ -4,15 +4,15 @@ whether the miner finished, and reports how it ended."""
 from __future__ import annotations
 
 from miner_guard.eventlog.catalog import make_finding
+from miner_guard.guard.attribution import how_it_ended, ran_to_its_end
+from miner_guard.guard.flights import Flights
+from miner_guard.guard.launch import ActiveLaunch
+from miner_guard.guard.launch_spec import LaunchSpec, StopRequest
+from miner_guard.guard.loop import Loop
+from miner_guard.guard.relay import Relay
+from miner_guard.guard.teardown import Teardown
 from miner_guard.monitors.base import Exit
 from miner_guard.monitors.runner import MonitorRunner
-from miner_guard.supervisor.attribution import how_it_ended, ran_to_its_end
-from miner_guard.supervisor.flights import Flights
-from miner_guard.supervisor.launch import ActiveLaunch
-from miner_guard.supervisor.launch_spec import LaunchSpec, StopRequest
-from miner_guard.supervisor.loop import Loop
-from miner_guard.supervisor.output.relay import Relay
-from miner_guard.supervisor.process.teardown import Teardown
 
 
 class Conclusion:

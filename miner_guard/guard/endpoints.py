@@ -12,9 +12,9 @@ from pathlib import Path
 
 from miner_guard import state_dir
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.supervisor.disk.writer import DiskWriter
-from miner_guard.supervisor.loop import Loop
-from miner_guard.supervisor.startup.lock import Lock
+from miner_guard.guard.disk import DiskWriter
+from miner_guard.guard.lock import Lock
+from miner_guard.guard.loop import Loop
 
 Close = Callable[[], None]
 

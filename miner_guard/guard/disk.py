@@ -25,9 +25,9 @@ from typing import Any
 from miner_guard.config import LogSettings
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.emitter import render_json
+from miner_guard.guard import disk_messages as messages
+from miner_guard.guard.disk_messages import FILES, LANES, LOG, RECORDS, ROWS
 from miner_guard.state_dir import PRIVATE_FILE, StateDir
-from miner_guard.supervisor.disk import messages
-from miner_guard.supervisor.disk.messages import FILES, LANES, LOG, RECORDS, ROWS
 from miner_guard.system.backoff import Backoff
 from miner_guard.system.own_module import own_module
 from miner_guard.system.readiness import ready
@@ -280,7 +280,7 @@ class DiskWriter:
             return
         try:
             child = subprocess.Popen(
-                own_module("miner_guard.supervisor.disk.child"),
+                own_module("miner_guard.guard.disk_process"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

@@ -8,16 +8,16 @@ from typing import Protocol
 
 from miner_guard.eventlog.catalog import make_finding
 from miner_guard.flight_recorder.records import Now
+from miner_guard.guard.child import Child
+from miner_guard.guard.flights import Flights
+from miner_guard.guard.launch import ActiveLaunch
+from miner_guard.guard.launch_spec import LaunchSpec
+from miner_guard.guard.loop import Loop
+from miner_guard.guard.process_tree import ProcessTree
+from miner_guard.guard.relay import Relay
+from miner_guard.guard.restart import RestartPolicy
+from miner_guard.guard.states import State
 from miner_guard.monitors.runner import MonitorRunner
-from miner_guard.supervisor.flights import Flights
-from miner_guard.supervisor.launch import ActiveLaunch
-from miner_guard.supervisor.launch_spec import LaunchSpec
-from miner_guard.supervisor.loop import Loop
-from miner_guard.supervisor.output.relay import Relay
-from miner_guard.supervisor.process.child import Child
-from miner_guard.supervisor.process.process_tree import ProcessTree
-from miner_guard.supervisor.restart import RestartPolicy
-from miner_guard.supervisor.states import State
 from miner_guard.system.clock import Clock
 from miner_guard.system.once import Once
 

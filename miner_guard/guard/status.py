@@ -10,9 +10,9 @@ from typing import Any
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.run_status import LastExit, RankProcess, RunStatus
 from miner_guard.eventlog.write_errors import WriteOutage
+from miner_guard.guard.states import State
+from miner_guard.guard.supervisor import Supervisor
 from miner_guard.state_dir import StateDir, finite, json_text, write_atomic
-from miner_guard.supervisor.states import State
-from miner_guard.supervisor.supervisor import Supervisor
 from miner_guard.system.clock import Clock, iso_utc
 
 _QUIET_S = 5.0

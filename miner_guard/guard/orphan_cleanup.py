@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 
 from miner_guard.eventlog.catalog import Finding
+from miner_guard.guard.pid_registry import left_behind
+from miner_guard.guard.teardown import orphans_killed
 from miner_guard.state_dir import StateDir
-from miner_guard.supervisor.process.pid_registry import left_behind
-from miner_guard.supervisor.process.teardown import orphans_killed
 from miner_guard.system import processes
 from miner_guard.system.cgroup import Cgroup
 from miner_guard.system.processes import Process

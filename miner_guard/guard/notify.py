@@ -8,8 +8,8 @@ import socket
 from collections.abc import Callable
 
 from miner_guard.eventlog.catalog import Finding
+from miner_guard.guard.loop import Loop
 from miner_guard.state_dir import StateDir
-from miner_guard.supervisor.loop import Loop
 from miner_guard.system.sockets import address
 
 _MAX_SIZE = 65536

@@ -1,4 +1,4 @@
-"""`python -m miner_guard.supervisor.disk.child`: the process that writes the guard's files.
+"""`python -m miner_guard.guard.disk_process`: the process that writes the guard's files.
 
 It is a separate process because a thread that is stuck in the kernel on a dead disk (D state) keeps
 its whole process from exiting, even after SIGKILL. In the guard, such a thread would block
@@ -26,8 +26,8 @@ from miner_guard.eventlog.jsonl import JsonlSink, Rotation
 from miner_guard.eventlog.write_errors import write_failed
 from miner_guard.flight_recorder import layout
 from miner_guard.flight_recorder.memory import Copier
+from miner_guard.guard.disk_messages import FILES, LOG, RECORDS, ROWS, line_of
 from miner_guard.state_dir import STATUS, StateDir, is_full, replace_file
-from miner_guard.supervisor.disk.messages import FILES, LOG, RECORDS, ROWS, line_of
 from miner_guard.system import inherited
 
 _RETRY_S = 1.0

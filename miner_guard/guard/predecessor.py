@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.guard.states import State
 from miner_guard.state_dir import StateDir, read_json
-from miner_guard.supervisor.states import State
 from miner_guard.system.boot import boot_id
 
 

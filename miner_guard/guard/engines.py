@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from miner_guard.eventlog.status_document import StatusDocument
+from miner_guard.guard.environment import under_pm2
+from miner_guard.guard.loop import Loop
 from miner_guard.record.words import known
-from miner_guard.supervisor.loop import Loop
-from miner_guard.supervisor.process.environment import under_pm2
 
 _MONITOR_EVERY_S = 5.0
 _UNIT = re.compile(r"/([^/\n]+\.service)\s*$", re.MULTILINE)

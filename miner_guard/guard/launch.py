@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass, field
 
+from miner_guard.guard.child import Child
+from miner_guard.guard.launch_spec import StopRequest, Then
+from miner_guard.guard.process_tree import ProcessTree
+from miner_guard.guard.teardown import Teardown
 from miner_guard.monitors.base import Exit
-from miner_guard.supervisor.launch_spec import StopRequest, Then
-from miner_guard.supervisor.process.child import Child
-from miner_guard.supervisor.process.process_tree import ProcessTree
-from miner_guard.supervisor.process.teardown import Teardown
 from miner_guard.system.clock import Clock
 
 RETRY_INSPECT_S = 1.0

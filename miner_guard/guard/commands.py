@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from miner_guard.guard.flights import Flights
+from miner_guard.guard.launch_spec import StopRequest, Then
+from miner_guard.guard.supervisor import Supervisor
 from miner_guard.record.words import counted
-from miner_guard.supervisor.flights import Flights
-from miner_guard.supervisor.launch_spec import StopRequest, Then
-from miner_guard.supervisor.supervisor import Supervisor
 
 
 class CommandHandler:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from miner_guard import __version__
+from miner_guard.guard.loop import Loop
 from miner_guard.state_dir import StateDir
-from miner_guard.supervisor.loop import Loop
 from miner_guard.system.sockets import address
 
 _MAX_SIZE = 65536

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.guard.state_dir_check import set_aside_foreign, wrong_kind
 from miner_guard.state_dir import StateDir, is_at, make_folder, open_private
-from miner_guard.supervisor.startup.state_dir_check import set_aside_foreign, wrong_kind
 
 _JUST_ASKED_S = 1.0
 """How long to wait for a holder that has not recorded that it is stopping: it may only just have

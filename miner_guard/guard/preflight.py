@@ -15,8 +15,8 @@ from miner_guard.diagnosis.judge import judge
 from miner_guard.diagnosis.request import PreflightRequest
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.write_errors import not_stored
+from miner_guard.guard.collect import collect_snapshot
 from miner_guard.state_dir import StateDir, read_json, write_json
-from miner_guard.supervisor.startup.collect import collect_snapshot
 from miner_guard.system.clock import Clock, SystemClock
 
 _AGAIN_S = 5.0

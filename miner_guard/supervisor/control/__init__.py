@@ -1,1 +1,0 @@
-"""Interfaces to the running guard for operators and service managers."""

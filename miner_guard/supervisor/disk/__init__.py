@@ -1,1 +1,0 @@
-"""Writes the guard's files in its state directory, through a separate process."""

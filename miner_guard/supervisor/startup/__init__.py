@@ -1,1 +1,0 @@
-"""Steps before the first launch: lock, state directory, preflight."""
