@@ -109,8 +109,9 @@ class StateDir:
         return self.root / "status" / "monitoring_costs.json"
 
     @property
-    def ledger(self) -> Path:
-        return self.root / "ledger.sqlite3"
+    def db(self) -> Path:
+        """The record of the run (`record.store`)."""
+        return self.root / "run.db"
 
     @property
     def otlp_position(self) -> Path:

@@ -152,7 +152,7 @@ def start_fresh(state: StateDir) -> None:
         state.costs.parent,
         state.incidents,
     ]
-    own += [*state.root.glob(f"{state.log.name}*"), *state.root.glob(f"{state.ledger.name}*")]
+    own += [*state.root.glob(f"{state.log.name}*"), *state.root.glob(f"{state.db.name}*")]
     present = [path for path in own if path.exists()]
     if present and not work.is_dir():
         aside = state.root / f"before-demo-{time.strftime('%Y%m%dT%H%M%S')}"
@@ -182,10 +182,7 @@ def _summary(state: StateDir, wall_s: float, helpers_s: float) -> None:
 
 
 def _blocked(state: StateDir) -> int:
-    """Return the number of blocking decisions in the ledger; 0 if it can't be read."""
-    from miner_guard.uploads import ledger_readers
+    """Return the number of blocking decisions; 0 if they can't be read."""
+    from miner_guard.record.store import RunReader
 
-    return sum(
-        not row["allowed"]
-        for row in ledger_readers.read(state.ledger, "decisions", limit=1_000_000)
-    )
+    return sum(not row["allowed"] for row in RunReader(state.db).rows("decision", limit=1_000_000))

@@ -15,15 +15,13 @@ from miner_guard.cli import options
 from miner_guard.cli.echo import echo
 from miner_guard.cli.working import Working
 from miner_guard.config import GateSettings
-from miner_guard.eventlog import catalog
 from miner_guard.exits import CONFIG, FAILED, OK, USAGE, Refused
+from miner_guard.record.store import RunReader, RunStore, decision_rows
 from miner_guard.uploads import inputs as gate_inputs
 from miner_guard.uploads import remembered_settings
 from miner_guard.uploads.decision import GateDecision
 from miner_guard.uploads.gate import decide, replay
 from miner_guard.uploads.inputs import GateInputs
-from miner_guard.uploads.ledger import Ledger
-from miner_guard.uploads.ledger_readers import ReadOnlyLedger
 from miner_guard.validators import shapes
 from miner_guard.validators.facts import Candidate
 from miner_guard.validators.inspection import inspect_file
@@ -132,9 +130,9 @@ def _keep(state: statedir.StateDir, decision: GateDecision, known: GateInputs) -
     """Record the decision in the ledger, as a rank does, if a guard has created the ledger."""
     if not state.gate_inputs.is_file():
         return
-    ledger = Ledger(state.ledger, lambda finding: echo(catalog.message(finding), err=True))
-    ledger.decision(decision.as_dict(), gate_inputs.as_document(known))
-    ledger.close()
+    store = RunStore(state.db, lambda event: echo(event.text, err=True))
+    store.write(*decision_rows(decision.as_dict(), gate_inputs.as_document(known)))
+    store.close()
 
 
 def _document(path: Path | None) -> dict[str, Any] | None:
@@ -163,13 +161,13 @@ def _show(decision: GateDecision, as_json: bool) -> None:
 def _replayed(state: statedir.StateDir, decision_id: str, as_json: bool) -> int:
     """Replay a recorded decision using only the ledger. Returns the exit code: 0 if the replay
     allows the upload and equals the recorded decision, otherwise 1."""
-    ledger = ReadOnlyLedger(state.ledger)
+    ledger = RunReader(state.db)
     stored = ledger.find_decision(decision_id)
     if stored is None and ledger.unread is not None:
-        raise Refused(f"{state.ledger} cannot be read: {ledger.unread}", FAILED)
+        raise Refused(f"{state.db} cannot be read: {ledger.unread}", FAILED)
     if stored is None:
         raise Refused(
-            f"{state.ledger} has no decision {decision_id!r}; to list the decisions, run "
+            f"{state.db} has no decision {decision_id!r}; to list the decisions, run "
             "`miner-guard logs --ledger decisions`",
             FAILED,
         )

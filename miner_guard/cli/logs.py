@@ -23,7 +23,7 @@ from miner_guard.eventlog.rendering import visible
 from miner_guard.exits import FAILED, USAGE, Refused
 from miner_guard.record.words import counted
 from miner_guard.state_dir import StateDir
-from miner_guard.system.clock import iso_utc
+from miner_guard.system.clock import iso_utc, parse_iso_utc
 
 _TAIL_OF_FOLLOW = 10
 _BATCH = 1024
@@ -62,10 +62,7 @@ def command(
     ] = False,
     ledger: Annotated[
         Optional[str],
-        typer.Option(
-            "--ledger",
-            help="Print a ledger table: decisions, uploads, repo_age, incidents or restarts.",
-        ),
+        typer.Option("--ledger", help="Print a ledger table: decisions, uploads or repo_age."),
     ] = None,
     emoji: Annotated[
         bool, typer.Option("--emoji/--no-emoji", help="Print an emoji before each line.")
@@ -113,15 +110,17 @@ def _ledger(
 ) -> Iterator[bytes]:
     """The ledger's rows, oldest first. Raises Refused: 64 for an unknown table, 1 if the table is
     empty."""
-    from miner_guard.uploads.ledger_readers import ReadOnlyLedger
+    from miner_guard.record.store import RunReader
 
-    ledger = ReadOnlyLedger(state.ledger)
+    ledger, from_s = RunReader(state.db), parse_iso_utc(since) if since else 0.0
     try:
-        rows = ledger.since(table, since, limit=100_000 if lines is None else lines)
+        rows = ledger.rows(
+            table.removesuffix("s"), since=from_s, limit=100_000 if lines is None else lines
+        )
     except ValueError as error:
         raise Refused(f"--ledger: {error}", USAGE) from error
     if ledger.unread is not None:
-        raise Refused(f"{state.ledger} cannot be read: {ledger.unread}", FAILED)
+        raise Refused(f"{state.db} cannot be read: {ledger.unread}", FAILED)
     if not rows:
         raise Refused(f"the ledger in {state.root} has no {table}", FAILED)
     # The full document of a decision is only for replays: `miner-guard gate --replay ID`.

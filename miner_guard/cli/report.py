@@ -25,13 +25,16 @@ def command(
     milestones."""
     from miner_guard.cli.working import Working
     from miner_guard.eventlog import query
+    from miner_guard.record.store import RunReader
     from miner_guard.reporting.report import render
-    from miner_guard.uploads import ledger_readers
+    from miner_guard.system.clock import parse_iso_utc
 
     place = open_guard(config, name, state_dir)
     earliest = options.earliest(since)
     options.check_there(place.state)
-    pushes = ledger_readers.read(place.state.ledger, "uploads", since=earliest)
+    pushes = RunReader(place.state.db).rows(
+        "upload", since=parse_iso_utc(earliest) if earliest else 0.0
+    )
     size = sum(file.stat().st_size for file in query.files_of(place.state.log))
     with Working(f"reading {size / 1e6:,.0f} MB of log"):
         text = render(place.state, gate=place.settings.config.gate, since=earliest, pushes=pushes)

@@ -201,8 +201,6 @@ _SPECS = (
     Spec("disk_full", "critical", _BAD, "DISK FULL: cannot write {what} ({reason}); the miner keeps running", ("what", "reason")),
     Spec("disk_stuck", "critical", _BAD, "DISK STUCK: writes to {what} have been stuck for {seconds:.0f}s; the miner keeps running", ("what", "seconds")),
     Spec("disk_recovered", "info", _OK, "DISK RECOVERED: writing {what} again, {lost:~line} lost", ("what", "lost")),
-    Spec("ledger_stuck", "warning", _WARN, "LEDGER STUCK: ledger.sqlite3: {reason}; the miner keeps running", ("reason",)),
-    Spec("ledger_recovered", "info", _OK, "LEDGER RECOVERED: writing ledger.sqlite3 again, {lost:~row} lost", ("lost",)),
     Spec("state_dir_tightened", "info", "🔒", "STATE DIRECTORY TIGHTENED: {path} was open to other users (mode {mode}), now 0700", ("path", "mode")),
     Spec("file_set_aside", "warning", _WARN, "FILE SET ASIDE: {path} was {reason}, now {aside}", ("path", "reason", "aside")),
     Spec("secret_exposed", "warning", _WARN, "SECRET EXPOSED: {where} shows {kind}; {next_step}", ("where", "kind", "next_step")),

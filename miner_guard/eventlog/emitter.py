@@ -15,6 +15,7 @@ from miner_guard.config import LogSettings
 from miner_guard.eventlog.catalog import LEVELS, Finding
 from miner_guard.eventlog.rendering import console_line, json_line
 from miner_guard.record.redaction import Redactor
+from miner_guard.record.store import event_row
 from miner_guard.system.clock import Clock, iso_utc
 from miner_guard.system.lazy_import import block_import, defer_import
 
@@ -129,6 +130,16 @@ class Emitter:
     def _redact(self, _logger: Any, _level: str, record: Record) -> Record:
         redacted: Record = self._redactor.value(dict(record))
         return redacted
+
+
+class StoreSink:
+    """Writes records to run.db."""
+
+    def __init__(self, write_row: Callable[[str, Sequence[Any]], None]) -> None:
+        self._write_row = write_row
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._write_row(*event_row(record))
 
 
 class ConsoleSink:

@@ -19,7 +19,7 @@ from miner_guard import __version__, state_dir
 from miner_guard.config import Config
 from miner_guard.diagnosis.request import PreflightRequest
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.eventlog.emitter import ConsoleSink, Emitter
+from miner_guard.eventlog.emitter import ConsoleSink, Emitter, StoreSink
 from miner_guard.exits import CRASH_LOOP, UNAVAILABLE
 from miner_guard.guard import environment, orphan_cleanup
 from miner_guard.guard.child import become_subreaper
@@ -132,7 +132,7 @@ class GuardApp:
             self.loop, request.config.miner.stop_timeout_s, Hands(self.log, self._own_teardown)
         )
         self.jobs = Scheduler(self.clock, self.report)
-        self.status = Status(request.state, self.clock, self.log)
+        self.status = Status(request.state, self.clock, self.log, self.disk.row)
         self.managers: list[ServiceManager] = []
         self._start_command = own_start_command(self.env)
         self._closers: list[Callable[[], None]] = []
@@ -170,7 +170,9 @@ class GuardApp:
     def _emitter(self) -> Emitter:
         logs = self.request.config.logs
         console = ConsoleSink(self.relay.print_line, logs)
-        return Emitter(self.clock, self.run_id, self.redactor, [console, self.disk])
+        return Emitter(
+            self.clock, self.run_id, self.redactor, [console, self.disk, StoreSink(self.disk.row)]
+        )
 
     def _defect(self, error: Exception) -> None:
         where = traceback.extract_tb(error.__traceback__)[-1]

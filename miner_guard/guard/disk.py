@@ -46,7 +46,7 @@ _LOOK_EVERY_S = 0.5
 _IDLE_LOOK_S = 2.0
 """Interval between checks while no message is in flight: an idle guard should sleep."""
 
-_FILE_OF = {LOG: "guard.jsonl", ROWS: "ledger.sqlite3"}
+_FILE_OF = {LOG: "guard.jsonl", ROWS: "run.db"}
 
 
 @dataclass
@@ -196,7 +196,7 @@ class DiskWriter:
                 raise TimeoutError(errno.ETIMEDOUT, "the disk is not responding", message.file)
 
     def row(self, statement: str, values: Sequence[Any]) -> None:
-        """Queue a ledger row."""
+        """Queue a row of run.db."""
         self._put(ROWS, _Message(messages.row(statement, values), _FILE_OF[ROWS]))
 
     def _put(self, lane: str, message: _Message) -> None:

@@ -16,6 +16,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,10 +28,13 @@ from miner_guard.eventlog.write_errors import write_failed
 from miner_guard.flight_recorder import layout
 from miner_guard.flight_recorder.memory import Copier
 from miner_guard.guard.disk_messages import FILES, LOG, RECORDS, ROWS, line_of
+from miner_guard.record.store import RunStore
 from miner_guard.state_dir import STATUS, StateDir, is_full, replace_file
 from miner_guard.system import inherited
 
 _RETRY_S = 1.0
+_MAX_BATCH = 64
+_COMMIT_EVERY_S = 0.05
 
 Report = Callable[[Finding], None]
 Message = dict[str, Any]
@@ -174,29 +178,26 @@ class Records:
 
 
 class Rows:
-    """Writes the ledger."""
+    """Writes run.db."""
 
     def __init__(self, state: StateDir, report: Report) -> None:
-        # Import it here: a run without uploads needs no SQLite.
-        from miner_guard.uploads.ledger import Ledger
-
-        self._ledger = Ledger(state.ledger, report)
+        self._store = RunStore(state.db, report)
 
     def write(self, message: Message) -> None:
-        """Write the row; the ledger queues it if that fails."""
-        self._ledger.write(message["statement"], message["values"])
+        """Queue the row for the transaction that `idle` commits."""
+        self._store.queue((message["statement"], message["values"]))
 
     def unfinished(self) -> bool:
         """Return True while rows are queued."""
-        return self._ledger.waiting > 0
+        return self._store.waiting > 0
 
     def idle(self) -> None:
-        """Write queued rows."""
-        self._ledger.retry()
+        """Write the queued rows in one transaction."""
+        self._store.retry()
 
     def close(self) -> None:
         """Retry queued rows, then close the file."""
-        self._ledger.close()
+        self._store.close()
 
 
 class Lane(threading.Thread):
@@ -226,14 +227,28 @@ class Lane(threading.Thread):
                 continue
             if message is None:
                 break
+            batch = [message]
+            # Rows share a transaction, because a commit waits for the disk.
+            while self.name == ROWS and len(batch) < _MAX_BATCH and not self.messages.empty():
+                if (message := self.messages.get()) is None:
+                    break
+                batch.append(message)
             try:
                 writer = self._make() if writer is None else writer
-                writer.write(message)
+                for each in batch:
+                    writer.write(each)
+                if self.name == ROWS:
+                    writer.idle()
+                    # Readers need a pause between transactions, and further rows share the next.
+                    time.sleep(_COMMIT_EVERY_S)
             except Exception as error:  # noqa: BLE001 - later messages must still be written; the error is reported
                 self._report(
                     make_finding("guard_degraded", what=f"cannot write {self.name}: {error!r}")
                 )
-            self._answer({"done": self.name})
+            for _ in batch:
+                self._answer({"done": self.name})
+            if message is None:
+                break
         if writer is not None:
             writer.close()
 

@@ -1,7 +1,7 @@
 """Prepares the state directory: revokes other users' access and sets aside files of the wrong type.
 
 Opening a folder in place of a socket, a pipe in place of a file, or a dangling link would fail or
-hang. A file of the right type with damaged content is left to its readers (`Flights`, the ledger,
+hang. A file of the right type with damaged content is left to its readers (`Flights`, the store,
 `read_json`)."""
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _within(state: StateDir) -> Iterator[tuple[Path, int]]:
         state.gate_inputs,
         state.status,
         state.costs,
-        state.ledger,
+        state.db,
         state.host_facts,
         state.pid_registry,
         state.otlp_position,

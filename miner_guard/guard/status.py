@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from miner_guard.eventlog.catalog import Finding
@@ -12,6 +12,7 @@ from miner_guard.eventlog.run_status import LastExit, RankProcess, RunStatus
 from miner_guard.eventlog.write_errors import WriteOutage
 from miner_guard.guard.states import State
 from miner_guard.guard.supervisor import Supervisor
+from miner_guard.record.store import CLEAR_NOW, RUN_SECTION, now_row
 from miner_guard.state_dir import StateDir, finite, json_text, write_atomic
 from miner_guard.system.clock import Clock, iso_utc
 
@@ -59,11 +60,19 @@ def run_status(run: Supervisor, start_command: str | None) -> RunStatus:
 class Status:
     """Keeps the latest document and writes it. `latest` may be read from any thread."""
 
-    def __init__(self, state: StateDir, clock: Clock, report: Callable[[Finding], None]) -> None:
+    def __init__(
+        self,
+        state: StateDir,
+        clock: Clock,
+        report: Callable[[Finding], None],
+        write_row: Callable[[str, Sequence[Any]], None] = lambda *_row: None,
+    ) -> None:
         self._state = state
         self._clock = clock
         self._report = report
         self._written: Any = None
+        self._write_row = write_row
+        self._sections: dict[str, Any] | None = None
         self._outage = WriteOutage("status.json")
         self._heard: object = None
         self._due_at = float("-inf")
@@ -84,6 +93,7 @@ class Status:
         self.latest = {**plain, "updated": iso_utc(self._clock.wall())}
         if plain == self._written:
             return
+        self._write_sections()
         try:
             write_atomic(self._state.status, json_text(self.latest))
         except OSError as error:
@@ -93,3 +103,20 @@ class Status:
             finding = self._outage.succeeded()
         if finding is not None:
             self._report(finding)
+
+    def _write_sections(self) -> None:
+        """Write the sections that have changed to run.db."""
+        if self._sections is None:
+            self._sections = {}
+            self._write_row(*CLEAR_NOW)
+        sections: dict[str, Any] = {RUN_SECTION: {}}
+        for name, value in self.latest.items():
+            # Once a section, always one: its row must not outlive its value.
+            if isinstance(value, Mapping) or name in self._sections:
+                sections[name] = value
+            else:
+                sections[RUN_SECTION][name] = value
+        for name, document in sections.items():
+            if name not in self._sections or self._sections[name] != document:
+                self._sections[name] = document
+                self._write_row(*now_row(name, document))

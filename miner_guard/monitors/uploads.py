@@ -35,12 +35,19 @@ from miner_guard.monitors.pushes import (
     tag_of,
     took,
 )
+from miner_guard.record.store import (
+    Row,
+    RunReader,
+    RunStore,
+    decision_rows,
+    repo_age_row,
+    upload_row,
+)
+from miner_guard.system.clock import parse_iso_utc
 from miner_guard.uploads import inputs as gate_inputs
 from miner_guard.uploads import remembered_settings
 from miner_guard.uploads.commitments import commitment_of, configured
 from miner_guard.uploads.inputs import GateInputs
-from miner_guard.uploads.ledger import Ledger
-from miner_guard.uploads.ledger_readers import RemoteLedger
 from miner_guard.uploads.repos import look_at
 from miner_guard.uploads.verify import Reported, verify
 from miner_guard.uploads.watch import DecisionNotifier, ForecastWatch, RepoWatch, note_of
@@ -53,22 +60,16 @@ from miner_guard.validators.profiles import limits_of
 _WRITE_EVERY_S = 60.0
 _AUDITS = {"audit_passed": "accepted", "audit_failed": "rejected", "audit_unknown": "unknown"}
 _INPUTS_KEPT = 50
-_SHOWN: Mapping[str, tuple[str, type[Section]]] = {
-    "decision": ("decisions", LastDecision),
-    "upload": ("uploads", LastUpload),
-    "incident": ("incidents", LastIncident),
-    "restart": ("restarts", LastRestart),
+_SHOWN: Mapping[str, type[Section]] = {"decision": LastDecision, "upload": LastUpload}
+"""Latest items shown in the status, by their tables in run.db."""
+
+_SHOWN_EVENTS: Mapping[str, tuple[str, type[Section]]] = {
+    "incident": ("incident", LastIncident),
+    "restart": ("miner_restarting", LastRestart),
 }
-"""Latest items shown in the status, and their tables in the ledger."""
 
 _ROW = ("decision_id", "outer_step", "inner_step", "bytes", "seconds", "attempts", "checksum")
 """Fields of an entry that are copied to its row in the ledger."""
-
-
-def _ledger(context: Context) -> Ledger:
-    if context.write_row is not None:
-        return RemoteLedger(context.state.ledger, context.write_row)
-    return Ledger(context.state.ledger, context.emit, context.clock.monotonic)
 
 
 class UploadsMonitor(Monitor):
@@ -90,7 +91,11 @@ class UploadsMonitor(Monitor):
         self._network = Network(
             reason="no [chain] configured" if config.chain.network is None else "not checked yet"
         )
-        self._ledger = _ledger(context)
+        self._file = (
+            RunStore(context.state.db, context.emit, context.clock.monotonic)
+            if context.write_row is None
+            else None
+        )
         self._written: dict[str, Mapping[str, Any]] = {}
         self._written_at = self._newest_probe = float("-inf")
         self._outage = WriteOutage("gate-inputs.json", "; the gate treats the repo as unknown")
@@ -111,12 +116,26 @@ class UploadsMonitor(Monitor):
     def _recall(self) -> None:
         """Load the latest item of each kind that an earlier guard stored, unless this guard
         already has a newer item."""
-        for name, (table, section) in _SHOWN.items():
-            row = self._ledger.last(table)
+        reader = RunReader(self.context.state.db)
+        for name, (event, kind) in _SHOWN_EVENTS.items():
+            for stored in reader.events([event], limit=1, newest=True):
+                if self._last[name] is None:
+                    wall = parse_iso_utc(stored.ts)
+                    shown = {**stored.fields, "rank": stored.rank, "wall": wall}
+                    self._last[name] = kind.from_json(shown)
+        for name, section in _SHOWN.items():
+            row = reader.last(name)
             if row is not None and self._last[name] is None:
                 known = row | json.loads(row.get("document") or "{}")
                 verdicts = json.loads(row.get("verdicts") or "[]")
                 self._last[name] = section.from_json({**known, "note": note_of(verdicts)})
+
+    def _write(self, *rows: Row) -> None:
+        if self._file is not None:
+            self._file.write(*rows)
+        elif self.context.write_row is not None:
+            for row in rows:
+                self.context.write_row(*row)
 
     # the repo, in job threads
 
@@ -136,14 +155,16 @@ class UploadsMonitor(Monitor):
                 return
             self._newest_probe = began
             findings = list(self._watch.observe(published, clock.monotonic()))
-        self._ledger.repo_age(
-            clock.wall(),
-            published.age_s,
-            outer_step=published.outer_step,
-            inner_step=published.inner_step,
-            size_bytes=published.size_bytes,
-            checksum=published.checksum,
-            reason="the repo is empty" if published.empty else published.reason,
+        self._write(
+            repo_age_row(
+                clock.wall(),
+                published.age_s,
+                outer_step=published.outer_step,
+                inner_step=published.inner_step,
+                size_bytes=published.size_bytes,
+                checksum=published.checksum,
+                reason="the repo is empty" if published.empty else published.reason,
+            )
         )
         self._write_inputs()
         for finding in findings:
@@ -206,7 +227,7 @@ class UploadsMonitor(Monitor):
         digest = str((document.get("record") or {}).get("inputs"))
         with self._mutex:
             known = self._written.get(digest)
-        self._ledger.decision(document, known)
+        self._write(*decision_rows(document, known))
         note = note_of(document.get("verdicts") or ())
         self._last["decision"] = LastDecision.from_json({**document, "note": note})
         finding = self._voice.say(document, self.context.clock.monotonic())
@@ -262,18 +283,9 @@ class UploadsMonitor(Monitor):
         if fields.get("source") == "log":
             return self._printed(finding)
         if finding.event == "incident":
-            label, cause, fix, excerpt = (
-                str(fields.get(name)) for name in ("label", "cause", "fix", "excerpt")
-            )
-            self._last["incident"] = LastIncident(label, finding.rank, wall)
-            self._ledger.incident(
-                wall, label, cause=cause, fix=fix, excerpt=excerpt, rank=finding.rank
-            )
+            self._last["incident"] = LastIncident(str(fields.get("label")), finding.rank, wall)
         elif finding.event == "miner_restarting":
             self._last["restart"] = LastRestart(fields.get("cause"), fields.get("attempt"), wall)
-            self._ledger.restart(
-                wall, str(fields.get("cause")), fields.get("attempt"), fields.get("wait_s")
-            )
         elif finding.event in _AUDITS:
             outcome = _AUDITS[finding.event]
             self._last["audit"] = LastAudit(outcome, fields.get("detail"), wall)
@@ -366,14 +378,15 @@ class UploadsMonitor(Monitor):
         wall = self.context.clock.wall()
         known = {**row, "outcome": outcome, "wall": wall}
         self._last["upload"] = LastUpload.from_json(known)
-        self._ledger.upload(wall, outcome, **row)
+        self._write(upload_row(wall, outcome, **row))
 
     def on_stop(self) -> Iterable[Finding]:
         for entry in list(self._unsettled):
             why = "the guard ended before the push was checked; see `miner-guard audit`"
             self._store(entry, "reported", error=f"not verified: {why}")
             yield make_finding("upload_unverified", tag=tag_of(entry), reason=why)
-        self._ledger.close()
+        if self._file is not None:
+            self._file.close()
 
     def snapshot(self) -> Mapping[str, Any]:
         now = self.context.clock.monotonic()

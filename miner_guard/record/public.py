@@ -39,7 +39,7 @@ _SURE = 12
 """A lower-case word of at most this length needs a vowel; a longer one also the mix of an ordinary
 word."""
 
-_LEAST_VOWELS, _MOST_VOWELS = 0.26, 0.62
+_MIN_VOWELS, _MAX_VOWELS = 0.26, 0.62
 _CONSONANTS = re.compile(
     r"[bcdfghjklmnpqrstvwxz]{6}|q[^u]|[jqv][bcdfghjkmnpqrvwxz]|([a-z])\1\1", re.IGNORECASE
 )
@@ -163,4 +163,4 @@ def _is_word(letters: str) -> bool:
     share = sum(char in "aeiouyAEIOUY" for char in letters) / len(letters)
     if len(letters) <= _SURE:
         return share > 0 or len(letters) <= 5
-    return _LEAST_VOWELS <= share <= _MOST_VOWELS
+    return _MIN_VOWELS <= share <= _MAX_VOWELS

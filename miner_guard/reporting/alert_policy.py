@@ -58,7 +58,6 @@ _ENDS = {
     "network_recovered": frozenset({"network_unreachable"}),
     "peers_joined": frozenset({"peers_lost"}),
     "disk_recovered": frozenset({"disk_full", "disk_stuck"}),
-    "ledger_recovered": frozenset({"ledger_stuck"}),
     "checkpoint_saved": frozenset({"checkpoint_stale"}),
 }
 """The problems that each event resolves."""

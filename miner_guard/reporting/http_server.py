@@ -39,13 +39,13 @@ from miner_guard import __version__, state_dir
 from miner_guard.config import GateSettings, HangSettings
 from miner_guard.detectors.verdict_wording import FIND_THE_GUARD, shown
 from miner_guard.eventlog.status_document import StatusDocument, read_status, status_age_s
+from miner_guard.record.store import RunReader
 from miner_guard.reporting import metrics, progress
 from miner_guard.reporting.report import body, page, template, title_of
 from miner_guard.reporting.report_curves import curves
 from miner_guard.reporting.report_data import Data, LogReader
 from miner_guard.reporting.report_tables import inline
 from miner_guard.system import inherited
-from miner_guard.uploads import ledger_readers
 
 PATIENCE_S = 10.0
 """Connections without a complete request after this many seconds are closed."""
@@ -255,7 +255,7 @@ class LiveReport:
             whole = self._refreshed()
             data = range_.of_run(whole)
             title = title_of(data, self._state)
-            pushes = ledger_readers.read(self._state.ledger, "uploads")
+            pushes = RunReader(self._state.db).rows("upload")
             content = body(
                 title, data, whole, self._gate, pushes=pushes, plots=self._curves(range_, data)
             )

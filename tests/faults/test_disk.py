@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.eventlog.status_document import read_status
+from miner_guard.eventlog.status_document import StatusDocument
+from miner_guard.record.store import RunReader
 from miner_guard.state_dir import StateDir
 from tests.faults.guarded import Guarded, until
 
@@ -63,9 +64,9 @@ def test_a_full_disk_is_reported_once_and_writing_resumes(
     guarded.wait_for("health_snapshot", 2)
 
     def counted(event: str) -> int:
-        """How often the monitors have received an event, according to status.json."""
-        status = read_status(guarded.state)
-        return 0 if status is None else status.metrics.events.get(event, 0)
+        """How often the monitors have received an event, according to run.db."""
+        status = StatusDocument.from_json(RunReader(guarded.state.db).now())
+        return status.metrics.events.get(event, 0)
 
     ballast = small_disk / "ballast"
     fill(ballast)
@@ -83,7 +84,7 @@ def test_a_full_disk_is_reported_once_and_writing_resumes(
         "one cause, one line, from the first writer that failed"
     )
     assert b"SAMPLER FAILED" not in printed
-    until(lambda: counted("disk_full") > 0, 30, "status.json stays current on the full disk")
+    until(lambda: counted("disk_full") > 0, 30, "run.db stays current on the full disk")
     assert b"No space left" not in printed.partition(b"DISK FULL: ")[2].partition(b"\n")[2]
     ballast.unlink()
     until(lambda: any(event["lost"] for event in guarded.named("disk_recovered")), 60, guarded.tail)

@@ -81,7 +81,7 @@ def test_damaged_files_of_the_last_run_delay_nothing(guarded: Guarded) -> None:
     host.json and the sockets."""
     state: StateDir = guarded.state
     state.flight.mkdir(parents=True)
-    state.ledger.write_bytes(b"SQLite format 3\0" + b"\xff" * 5000)
+    state.db.write_bytes(b"SQLite format 3\0" + b"\xff" * 5000)
     state.flight_of(0).write_bytes(b"\0" * 4096)
     for path in (state.status, state.root / "run.json", state.host_facts, state.gate_inputs):
         path.write_bytes(b'{"processes": [\xff')
@@ -122,7 +122,7 @@ def test_what_is_not_a_file_is_set_aside_with_one_line(guarded: Guarded, kind: s
         state.socket,
         state.control,
         state.status,
-        state.ledger,
+        state.db,
         state.flight_of(0),
         state.stacks_of(0),
         state.log,

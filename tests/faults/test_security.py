@@ -35,7 +35,7 @@ INTRUDER = """
 import os, socket, sys
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 root = sys.argv[1]
-for name in ("guard.jsonl", "status.json", "ledger.sqlite3", "lock", "."):
+for name in ("guard.jsonl", "status.json", "run.db", "lock", "."):
     try:
         open(os.path.join(root, name)) if name != "." else os.listdir(root)
     except PermissionError:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from miner_guard.record.store import RunReader
 from miner_guard.reporting.report import render
-from miner_guard.uploads import ledger_readers
 from tests.support import requires
 from tests.support.http_port import Port
 from tests.support.page_states import hang, no_gpu, sixteen_ranks
@@ -60,7 +60,7 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         if name == "gone":
             old = time.time() - _GONE_S
             os.utime(state.status, (old, old))
-        pushes = ledger_readers.read(state.ledger, "uploads")
+        pushes = RunReader(state.db).rows("upload")
         (folder / f"{name}.html").write_text(render(state, pushes=pushes), encoding="utf-8")
     yield folder
     shutil.rmtree(folder, ignore_errors=True)

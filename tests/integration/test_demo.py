@@ -106,7 +106,7 @@ def test_torchruns_own_folder_is_in_the_state_directory(run: Run) -> None:
 
 
 def test_an_ended_demo_leaves_its_ledger_in_one_file(run: Run) -> None:
-    assert [path.name for path in run.state.root.glob("ledger*")] == ["ledger.sqlite3"]
+    assert [path.name for path in run.state.root.glob("run.db")] == ["run.db"]
 
 
 def test_the_block_at_step_15_is_word_for_word(run: Run) -> None:

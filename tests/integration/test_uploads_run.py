@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from miner_guard.cli.main import run
+from miner_guard.record.store import RunReader
 from miner_guard.uploads.journal import Journal, journal_path
-from miner_guard.uploads.ledger_readers import ReadOnlyLedger
 from miner_guard.uploads.publisher import Publisher
 from miner_guard.uploads.repos.local import LocalRepo
 from tests.servers.revisions import revision
@@ -56,10 +56,10 @@ def test_every_upload_is_decided_reported_stored_and_checked(
     assert "Repo Age: 0s (keep < 1800s)" in out
 
     state = tmp_path / "state"
-    uploads = {row["tag"]: row for row in ReadOnlyLedger(state / "ledger.sqlite3").rows("uploads")}
+    uploads = {row["tag"]: row for row in RunReader(state / "run.db").rows("upload")}
     assert (uploads["5.3.6"]["outcome"], uploads["5.3.8"]["outcome"]) == ("verified", "refuted")
     assert uploads["5.3.6"]["attempts"] == 2
-    decisions = ReadOnlyLedger(state / "ledger.sqlite3").rows("decisions")
+    decisions = RunReader(state / "run.db").rows("decision")
     assert [row["allowed"] for row in decisions] == [1, 0, 0, 0, 0, 1, 1, 1, 1]
     status = json.loads((state / "status.json").read_text())["uploads"]
     assert status["upload"]["outcome"] == "refuted"

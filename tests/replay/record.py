@@ -230,7 +230,7 @@ def install(recorder: Recorder) -> None:
     RankProcesses.observe = observed  # type: ignore[method-assign]
 
     with contextlib.suppress(ImportError):
-        from miner_guard.supervisor.app import GuardApp
+        from miner_guard.guard.app import GuardApp
 
         report = GuardApp.report
 

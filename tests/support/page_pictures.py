@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from miner_guard.record.store import RunReader
 from miner_guard.reporting.report import render
-from miner_guard.uploads import ledger_readers
 from tests.support.page_states import STATES
 
 _GONE_S = 900.0
@@ -38,7 +38,7 @@ def page_of(name: str, folder: Path) -> Path:
         old = time.time() - _GONE_S
         os.utime(state.status, (old, old))
     page = folder / f"{name}.html"
-    pushes = ledger_readers.read(state.ledger, "uploads")
+    pushes = RunReader(state.db).rows("upload")
     page.write_text(render(state, pushes=pushes), encoding="utf-8")
     return page
 

@@ -17,7 +17,7 @@ from typing import Any
 from miner_guard.config import Config, GpuSettings, MinerSettings, RepoSettings
 from miner_guard.detectors.verdict_memory import Memory
 from miner_guard.eventlog.catalog import make_finding
-from miner_guard.eventlog.emitter import Emitter
+from miner_guard.eventlog.emitter import Emitter, StoreSink
 from miner_guard.eventlog.run_status import LastExit, RankProcess, RunStatus
 from miner_guard.flight_recorder.journal import CheckpointEntry, DecisionEntry
 from miner_guard.flight_recorder.records import Now
@@ -38,12 +38,12 @@ from miner_guard.monitors.uploads import UploadsMonitor
 from miner_guard.monitors.verdict import VerdictMonitor
 from miner_guard.rank.introspection import diagnosis_codec
 from miner_guard.record.redaction import Redactor
+from miner_guard.record.store import RunStore, now_rows
 from miner_guard.record.words import rank_list
 from miner_guard.state_dir import StateDir, write_json
 from miner_guard.system.clock import FakeClock, iso_utc
 from miner_guard.uploads import inputs as gate_inputs
 from miner_guard.uploads.gate import decide
-from miner_guard.uploads.ledger import Ledger
 from miner_guard.validators.facts import Candidate, Network, Published
 from tests.support.contexts import IdleControl, JobsAtOnce, context
 from tests.support.simulated_parts import LogOnDisk, Source
@@ -78,8 +78,8 @@ class SimulatedGuard:
         self._miner, self._hang, self._last_exit = "running", "", LastExit()
         self._published = Published(reason=None, empty=True)
         self._jobs, self._log = JobsAtOnce(), LogOnDisk(self.state.log)
-        self._ledger = Ledger(self.state.ledger)
-        self._emitter = Emitter(self.clock, RUN_ID, Redactor(), [self._log])
+        self._store = RunStore(self.state.db)
+        self._emitter = Emitter(self.clock, RUN_ID, Redactor(), [self._log, StoreSink(self._row)])
         self._attribution = Attribution(self.clock)
         self.runner = MonitorRunner(self._emitter.emit)
         self.runner.on_finding = self._attribution.hear
@@ -149,7 +149,7 @@ class SimulatedGuard:
 
     def _row(self, statement: str, values: Sequence[Any]) -> None:
         if not self._log.full:
-            self._ledger.write(statement, values)
+            self._store.write((statement, values))
 
     # what happens to the miner
 
@@ -393,8 +393,9 @@ class SimulatedGuard:
         self.state.costs.parent.mkdir(exist_ok=True)
         write_json(self.state.costs, cost_ledger(self.training.total))
         write_json(self.state.status, self.documents)
+        self._store.write(*now_rows(self.documents))
         return self.state
 
     def close(self) -> None:
-        """Close the ledger."""
-        self._ledger.close()
+        """Close run.db."""
+        self._store.close()

@@ -12,12 +12,12 @@ import pytest
 
 from miner_guard.cli.main import run
 from miner_guard.config import Config, GateSettings
+from miner_guard.record.store import RunStore, decision_rows, upload_row
 from miner_guard.state_dir import StateDir
 from miner_guard.uploads import inputs as gate_inputs
 from miner_guard.uploads import remembered_settings
 from miner_guard.uploads.gate import decide
 from miner_guard.uploads.inputs import GateInputs
-from miner_guard.uploads.ledger import Ledger
 from miner_guard.validators.facts import Candidate, Published
 
 Ask = Callable[..., int]
@@ -122,8 +122,9 @@ def test_replay_from_the_ledger(
     decision = decide(
         Candidate("gradient", 56, inner_step, loss=loss), known, GateSettings(), now=100.0, wall=5.0
     )
-    ledger = Ledger(tmp_path / "ledger.sqlite3")
-    ledger.decision(json.loads(json.dumps(decision.as_dict())), gate_inputs.as_document(known))
+    ledger = RunStore(tmp_path / "run.db")
+    document = json.loads(json.dumps(decision.as_dict()))
+    ledger.write(*decision_rows(document, gate_inputs.as_document(known)))
     ledger.close()
     assert ask("--replay", decision.decision_id) == (0 if decision.allowed else 1)
     assert "replay: the same decision" in capsys.readouterr().out
@@ -141,14 +142,14 @@ def test_a_replay_notices_a_ledger_that_was_changed(
         now=1.0,
         wall=5.0,
     )
-    ledger = Ledger(tmp_path / "ledger.sqlite3")
-    ledger.decision({**decision.as_dict(), "allowed": True})
+    ledger = RunStore(tmp_path / "run.db")
+    ledger.write(*decision_rows({**decision.as_dict(), "allowed": True}))
     ledger.close()
     assert ask("--replay", decision.decision_id) == 1
     assert "replay: DIFFERENT" in capsys.readouterr().out
     assert ask("--replay", "ffff") == 1
-    with sqlite3.connect(tmp_path / "ledger.sqlite3") as db:
-        db.execute('UPDATE decisions SET record = \'{"inputs": "0"}\'')
+    with sqlite3.connect(tmp_path / "run.db") as db:
+        db.execute('UPDATE decision SET record = \'{"inputs": "0"}\'')
     assert ask("--replay", decision.decision_id) == 1
     assert "does not have the inputs" in capsys.readouterr().err
 
@@ -156,11 +157,11 @@ def test_a_replay_notices_a_ledger_that_was_changed(
 def test_a_ledger_that_cannot_be_read_is_not_called_empty(
     ask: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "ledger.sqlite3").write_bytes(b"this is no database" * 500)
+    (tmp_path / "run.db").write_bytes(b"this is no database" * 500)
     for arguments in (["gate", "--replay", "abc"], ["logs", "--ledger", "uploads"]):
         assert run([*arguments, "--state-dir", str(tmp_path)]) == 1
         assert "cannot be read: file is not a database" in capsys.readouterr().err
-    (tmp_path / "ledger.sqlite3").unlink()
+    (tmp_path / "run.db").unlink()
     assert ask("--replay", "abc") == 1
     assert "has no decision 'abc'" in capsys.readouterr().err
 
@@ -176,11 +177,15 @@ def test_the_ledger_is_read_by_logs_and_the_report(
         now=1.0,
         wall=5.0,
     )
-    ledger = Ledger(tmp_path / "ledger.sqlite3")
-    ledger.decision(decision.as_dict())
-    ledger.upload(6.0, "refuted", tag="5.56.51", bytes=1000, seconds=12.0, error="did not move")
-    ledger.upload(
-        7.0, "verified", tag="5.56.60", bytes=1000, seconds=12.0, attempts=1, checksum="c" * 40
+    ledger = RunStore(tmp_path / "run.db")
+    ledger.write(*decision_rows(decision.as_dict()))
+    ledger.write(
+        upload_row(6.0, "refuted", tag="5.56.51", bytes=1000, seconds=12.0, error="did not move")
+    )
+    ledger.write(
+        upload_row(
+            7.0, "verified", tag="5.56.60", bytes=1000, seconds=12.0, attempts=1, checksum="c" * 40
+        )
     )
     ledger.close()
     assert run(["logs", *here, "--ledger", "decisions"]) == 0
@@ -191,7 +196,7 @@ def test_the_ledger_is_read_by_logs_and_the_report(
     assert run(["logs", *here, "--ledger", "uploads", "--json", "-n", "1"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["tag"], row["outcome"]) == ("5.56.60", "verified")
-    assert run(["logs", *here, "--ledger", "restarts"]) == 1
+    assert run(["logs", *here, "--ledger", "repo_age"]) == 1
     assert run(["logs", *here, "--ledger", "secrets"]) == 64
     assert run(["report", *here, "-o", str(tmp_path / "report.html")]) == 0
     page = (tmp_path / "report.html").read_text()

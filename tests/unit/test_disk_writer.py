@@ -19,8 +19,8 @@ from miner_guard.config import LogSettings
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.guard import disk as writer_module
 from miner_guard.guard.disk import STUCK_S, DiskWriter
+from miner_guard.record.store import RunReader, repo_age_row
 from miner_guard.state_dir import StateDir
-from miner_guard.uploads.ledger_readers import ReadOnlyLedger, RemoteLedger
 from tests.support.waiting import until
 
 LEDGER_ROW = {"reason": None, "age_s": 12.0}
@@ -60,12 +60,12 @@ def test_everything_is_written_in_order_before_the_end(writer: DiskWriter, tmp_p
     for n in range(300, 600):
         writer.write({"n": n})
         writer.replace(state.status, f'{{"n": {n}}}'.encode(), 0o600)
-    RemoteLedger(state.ledger, writer.row).repo_age(1e9, 12.0)
+    writer.row(*repo_age_row(1e9, 12.0))
     assert writer.close(30.0) == []
     assert lines(tmp_path) == list(range(600))
     assert json.loads(state.status.read_text()) == {"n": 599}
     assert state.status.stat().st_mode & 0o777 == 0o600
-    assert ReadOnlyLedger(state.ledger).rows("repo_age")[0]["age_s"] == 12.0
+    assert RunReader(state.db).rows("repo_age")[0]["age_s"] == 12.0
 
 
 def test_a_file_can_be_removed_and_another_overwritten_in_its_place(
@@ -216,14 +216,13 @@ def test_a_file_that_could_not_be_written_is_there_once_it_can(
 def test_a_locked_ledger_holds_up_no_line_of_the_log(writer: DiskWriter, tmp_path: Path) -> None:
     state = StateDir(tmp_path / "state")
     writer.start()
-    ledger = RemoteLedger(state.ledger, writer.row)
-    ledger.repo_age(1e9, 1.0)
-    until(lambda: ReadOnlyLedger(state.ledger).rows("repo_age"), 30, "the first row")
-    held = sqlite3.connect(state.ledger)
+    writer.row(*repo_age_row(1e9, 1.0))
+    until(lambda: RunReader(state.db).rows("repo_age"), 30, "the first row")
+    held = sqlite3.connect(state.db)
     held.execute("BEGIN EXCLUSIVE")
-    ledger.repo_age(1e9, 2.0)
+    writer.row(*repo_age_row(1e9, 2.0))
     writer.write({"n": 1})
     until(lambda: lines(tmp_path) == [1], 30, "the line")
     held.rollback()
     held.close()
-    until(lambda: len(ReadOnlyLedger(state.ledger).rows("repo_age")) == 2, 30, "the second row")
+    until(lambda: len(RunReader(state.db).rows("repo_age")) == 2, 30, "the second row")

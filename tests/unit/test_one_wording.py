@@ -23,12 +23,12 @@ from miner_guard.demo import summary
 from miner_guard.detectors.verdict_wording import advice, headline, shown, state_since
 from miner_guard.eventlog.status_document import StatusDocument, VerdictStatus, read_status
 from miner_guard.monitors.alerts import AlertsMonitor
+from miner_guard.record.store import RunReader
 from miner_guard.reporting import progress
 from miner_guard.reporting.http_server import LiveReport, ServerSettings, Site, TimeRange
 from miner_guard.reporting.report import render
 from miner_guard.state_dir import StateDir, read_json
 from miner_guard.system.clock import parse_iso_utc
-from miner_guard.uploads import ledger_readers
 from tests.support import simulated_guard
 from tests.support.contexts import context
 from tests.support.page_states import STATES
@@ -118,7 +118,7 @@ def test_log_ledger_status_and_verdict_agree(stories: dict[str, SimulatedGuard],
     def of(*events: str) -> list[Mapping[str, Any]]:
         return [record for record in records if record["event"] in events]
 
-    pushes = ledger_readers.read(state.ledger, "uploads")
+    pushes = RunReader(state.db).rows("upload")
     assert len(pushes) == len(of("upload_succeeded"))
     if status.uploads.upload is not None and name != "disk-full":
         assert status.uploads.upload.tag == pushes[-1]["tag"]

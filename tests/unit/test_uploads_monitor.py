@@ -18,12 +18,12 @@ from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.flight_recorder.layout import FLAG_FIRST
 from miner_guard.monitors import uploads as module
 from miner_guard.monitors.base import Exit
+from miner_guard.record.store import RunReader, RunStore, event_row
 from miner_guard.system.clock import iso_utc
 from miner_guard.uploads import audit
 from miner_guard.uploads import inputs as gate_inputs
 from miner_guard.uploads.forecast import forecast
 from miner_guard.uploads.gate import decide, replay
-from miner_guard.uploads.ledger_readers import ReadOnlyLedger
 from miner_guard.uploads.watch import DecisionNotifier, RepoWatch
 from miner_guard.validators.facts import Candidate, Published
 from tests.support.uploads_harness import Bench
@@ -37,7 +37,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 def test_the_ledger_says_why_an_age_is_not_known(bench: Bench) -> None:
     bench.repo = Published(age_s=None, reason=None, empty=True)
     bench.look()
-    row = ReadOnlyLedger(bench.state.ledger).last("repo_age")
+    row = RunReader(bench.state.db).last("repo_age")
     assert row is not None
     assert (row["age_s"], row["reason"]) == (None, "the repo is empty")
 
@@ -169,7 +169,7 @@ def test_every_decision_is_in_the_ledger_and_replays_equal(bench: Bench) -> None
     bench.look()
     entry = bench.decide(15)
     bench.entry(**entry)
-    stored = ReadOnlyLedger(bench.state.ledger).find_decision(entry["decision_id"][:8])
+    stored = RunReader(bench.state.db).find_decision(entry["decision_id"][:8])
     assert stored is not None
     document, known = stored
     again = replay(
@@ -226,7 +226,7 @@ def test_numbers_that_no_ledger_accepts_still_reach_the_gate(bench: Bench) -> No
     )
     bench.look()
     assert gate_inputs.read(bench.state.gate_inputs).published.age_s == 7.0
-    assert len(bench.messages("ledger_stuck")) == 1
+    assert len(bench.messages("guard_degraded")) == 1
 
 
 def test_after_a_restart_of_the_guard_the_status_shows_the_last_of_each(bench: Bench) -> None:
@@ -235,18 +235,15 @@ def test_after_a_restart_of_the_guard_the_status_shows_the_last_of_each(bench: B
     bench.entry(**bench.decide(15))
     bench.push("started")
     list(bench.monitor.on_exit(Exit(137, 9, False, False, 60.0)))
-    list(
-        bench.monitor.on_finding(
-            make_finding("incident", rank=1, label="cuda_oom", cause="", fix="", excerpt="")
-        )
-    )
-    list(
-        bench.monitor.on_finding(
-            make_finding(
-                "miner_restarting", cause="exit 137", attempt=2, wait_s=4.0, max_restarts=5
-            )
-        )
-    )
+    store, ts = RunStore(bench.state.db), iso_utc(bench.clock.wall())
+    for finding in (
+        make_finding("incident", rank=1, label="cuda_oom", cause="", fix="", excerpt=""),
+        make_finding("miner_restarting", cause="exit 137", attempt=2, wait_s=4.0, max_restarts=5),
+    ):
+        list(bench.monitor.on_finding(finding))
+        head = {"ts": ts, "level": "error", "event": finding.name, "msg": "", "rank": finding.rank}
+        store.write(event_row({**head, **finding.fields}))
+    store.close()
     list(bench.monitor.on_stop())
     before = bench.monitor.snapshot()
     bench.monitor = module.UploadsMonitor(bench.monitor.context)

@@ -8,8 +8,8 @@ import pytest
 
 from miner_guard.eventlog.catalog import make_finding, message
 from miner_guard.monitors.base import Exit
+from miner_guard.record.store import RunReader
 from miner_guard.uploads import inputs as gate_inputs
-from miner_guard.uploads.ledger_readers import ReadOnlyLedger
 from miner_guard.validators.facts import Published
 from tests.support.uploads_harness import Bench
 
@@ -34,7 +34,7 @@ def test_a_push_that_arrived_is_verified_by_a_probe_and_stored(bench: Bench) -> 
             "c1c1c1c1c1c1, pushed in 12.0s"
         )
     ]
-    row = ReadOnlyLedger(bench.state.ledger).last("uploads")
+    row = RunReader(bench.state.db).last("upload")
     assert row is not None
     assert (row["outcome"], row["bytes"], row["checksum"]) == ("verified", 900, "c1" * 20), (
         "the size of the gradients, as in the line"

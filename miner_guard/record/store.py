@@ -1,0 +1,650 @@
+"""run.db: the one file that holds a run's events, its present state, and its upload decisions.
+
+The guard's writer process fills it through `RunStore`, every reader queries it through `RunReader`.
+It must never stop the guard: a full disk drops rows and counts them, a damaged file is set aside
+and replaced, a locked file or a failing file system queues rows. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import json
+import os
+import sqlite3
+import threading
+import time
+import urllib.parse
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from miner_guard.record.events import LEVELS, Event, event
+from miner_guard.record.words import counted
+from miner_guard.state_dir import finite, has_room, make_folder, open_private, set_aside
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS event (
+  id INTEGER PRIMARY KEY, ts TEXT NOT NULL, level INTEGER NOT NULL, name TEXT NOT NULL,
+  rank INTEGER, run TEXT, host TEXT, text TEXT NOT NULL, fields TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS event_name ON event (name);
+CREATE INDEX IF NOT EXISTS event_ts ON event (ts);
+CREATE TABLE IF NOT EXISTS now (section TEXT PRIMARY KEY, document TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS reserve (id INTEGER PRIMARY KEY, room BLOB);
+CREATE TABLE IF NOT EXISTS decision (
+  id TEXT PRIMARY KEY, wall REAL NOT NULL, outer_step INTEGER, inner_step INTEGER, kind TEXT,
+  allowed INTEGER, shadow INTEGER, reason TEXT, verdicts TEXT, record TEXT, document TEXT);
+CREATE TABLE IF NOT EXISTS inputs (id TEXT PRIMARY KEY, wall REAL NOT NULL, document TEXT);
+CREATE TABLE IF NOT EXISTS upload (
+  id INTEGER PRIMARY KEY, wall REAL NOT NULL, decision_id TEXT, tag TEXT, outer_step INTEGER,
+  inner_step INTEGER, kind TEXT, bytes INTEGER, seconds REAL, attempts INTEGER, checksum TEXT,
+  outcome TEXT, error TEXT, verified REAL);
+CREATE TABLE IF NOT EXISTS repo_age (
+  id INTEGER PRIMARY KEY, wall REAL NOT NULL, age_s REAL, outer_step INTEGER, inner_step INTEGER,
+  size_bytes INTEGER, checksum TEXT, reason TEXT);
+CREATE INDEX IF NOT EXISTS decision_wall ON decision (wall);
+CREATE INDEX IF NOT EXISTS repo_age_wall ON repo_age (wall);
+"""
+
+LEDGER = ("decision", "inputs", "upload", "repo_age")
+"""The tables that record what was published and why."""
+
+KEPT_S = 90 * 86400.0
+"""Older rows of the ledger's tables are deleted when the file opens and while it grows."""
+
+MAX_EVENTS = 300_000
+"""Number of most recent events to keep, about 120 MB: a month of steps of 15 s with everything
+else."""
+
+MAX_DECISIONS = 200_000
+"""Number of most recent decisions to keep, about 0.5 GB: a miner may ask at every step."""
+
+_FORGET_EVERY = 4096
+"""Rows written between cleanups."""
+
+_DAMAGED = (
+    "malformed",
+    "not a database",
+    "file is encrypted",
+    "no such table",
+    "no such column",
+    "has no column",
+)
+
+_HOLD_S = 2.0
+"""How long a writer waits for a reader to finish. Only the writer process waits, not the guard."""
+
+_PATIENCE_S = 5.0
+"""How long a reader waits for a writer. A commit takes milliseconds."""
+
+_RETRY_S = 5.0
+
+_RESERVE = 128 * 1024
+_MAX_WAITING = 4096
+_PAGE = 5_000
+"""Rows that a reader fetches at once. While it reads a page, the writer waits."""
+
+_FULL, _STUCK = "full", "stuck"
+
+Row = tuple[str, Sequence[Any]]
+"""A statement and its values."""
+
+_TROUBLES = (sqlite3.Error, OSError, OverflowError, ValueError)
+"""OverflowError: an integer of more than 64 bits. ValueError: text that is not valid Unicode."""
+
+_Result = TypeVar("_Result")
+
+RUN_SECTION = "run"
+"""The section with the guard's own fields."""
+
+_MAX_ID = 2**63 - 1
+
+
+# --- rows ---
+
+_EVENT_KEYS = ("ts", "level", "event", "rank", "run_id", "host", "msg")
+
+
+def event_row(record: Mapping[str, Any]) -> Row:
+    """The row of an event that the log has completed (a line of guard.jsonl)."""
+    fields = {name: value for name, value in record.items() if name not in _EVENT_KEYS}
+    return (
+        "INSERT INTO event (ts, level, name, rank, run, host, text, fields) "
+        "VALUES (?,?,?,?,?,?,?,?)",
+        (
+            record["ts"],
+            LEVELS[record["level"]],
+            record["event"],
+            record.get("rank"),
+            record.get("run_id"),
+            record.get("host"),
+            _text(str(record["msg"])),
+            _json(finite(fields)),
+        ),
+    )
+
+
+def now_row(section: str, document: Any) -> Row:
+    """The row that replaces one section of the present state."""
+    return (
+        "INSERT INTO now (section, document) VALUES (?,?) "
+        "ON CONFLICT (section) DO UPDATE SET document = excluded.document",
+        (section, _json(finite(document))),
+    )
+
+
+def now_rows(document: Mapping[str, Any]) -> list[Row]:
+    """The rows of a whole present state (`RunReader.now`)."""
+    sections = {name: value for name, value in document.items() if isinstance(value, Mapping)}
+    run = {name: value for name, value in document.items() if name not in sections}
+    return [now_row(name, value) for name, value in {RUN_SECTION: run, **sections}.items()]
+
+
+CLEAR_NOW: Row = ("DELETE FROM now", ())
+"""Removes what the previous guard wrote about itself."""
+
+_DECISION = ("outer_step", "inner_step", "kind", "allowed", "shadow", "reason")
+_SEPARATE = ("verdicts", "record")
+"""Columns of a decision; `document` holds its other fields."""
+
+_UPLOAD = (
+    *("decision_id", "tag", "outer_step", "inner_step", "kind", "bytes", "seconds"),
+    *("attempts", "checksum", "error", "verified"),
+)
+
+
+def decision_rows(
+    document: Mapping[str, Any], inputs: Mapping[str, Any] | None = None
+) -> list[Row]:
+    """The rows of a gate decision (`GateDecision.as_dict()`) and the inputs named in its record."""
+    record = document.get("record") or {}
+    wall = document.get("decided_at") or 0.0
+    rows = []
+    if inputs is not None and record.get("inputs"):
+        rows.append(_insert("inputs", id=record["inputs"], wall=wall, document=_json(inputs)))
+    rest = {name: value for name, value in document.items() if name not in _SEPARATE}
+    decided = _insert(
+        "decision",
+        id=document.get("decision_id"),
+        wall=wall,
+        **{name: document.get(name) for name in _DECISION},
+        verdicts=_json(document.get("verdicts") or []),
+        record=_json(record),
+        document=_json(rest),
+    )
+    return [*rows, decided]
+
+
+def upload_row(wall: float, outcome: str, **fields: Any) -> Row:
+    """The row of an upload's outcome: `reported`, `verified`, `superseded`, `refuted` or
+    `failed`."""
+    columns = {name: fields.get(name) for name in _UPLOAD}
+    return _insert("upload", wall=wall, outcome=outcome, **columns)
+
+
+def repo_age_row(
+    wall: float, age_s: float | None, *, reason: str | None = None, **fields: Any
+) -> Row:
+    """The row of one reading of the repo's age; a null age comes with its reason. `fields`:
+    outer_step, inner_step, size_bytes, checksum."""
+    return _insert("repo_age", wall=wall, age_s=age_s, reason=reason, **fields)
+
+
+def _insert(table: str, **columns: Any) -> Row:
+    """A row whose `id` is already stored is ignored."""
+    names, marks = ", ".join(columns), ",".join("?" * len(columns))
+    verb = "INSERT OR IGNORE" if "id" in columns else "INSERT"
+    return f"{verb} INTO {table} ({names}) VALUES ({marks})", tuple(columns.values())
+
+
+def _json(document: Any) -> str:
+    return _text(json.dumps(document, ensure_ascii=False, default=str))
+
+
+def _text(text: str) -> str:
+    """Replace lone surrogates, which stand for bytes that are not UTF-8."""
+    return text.encode("utf-8", "replace").decode()
+
+
+# --- writing ---
+
+
+class RunStore:
+    """Writes one run.db, opened at the first write. Thread-safe; no method raises for a disk."""
+
+    def __init__(
+        self,
+        path: Path,
+        report: Callable[[Event], None] = lambda _event: None,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.path = path
+        self._report = report
+        self._monotonic = monotonic
+        self._mutex = threading.RLock()
+        self._connection: sqlite3.Connection | None = None
+        self._waiting: deque[Row] = deque()
+        self._retry_at = float("-inf")
+        self._fault: str | None = None
+        self._lost = 0
+        self._written = 0
+        self._rejected = ""
+        self._rejected_reported = False
+
+    def write(self, *rows: Row) -> None:
+        """Write rows as soon as the file accepts them."""
+        self.queue(*rows)
+        self.retry()
+
+    def queue(self, *rows: Row) -> None:
+        """Keep rows for the next `retry`, which writes all of them in one transaction. Beyond 4,096
+        rows the oldest are dropped and counted."""
+        with self._mutex:
+            self._waiting.extend(rows)
+            while len(self._waiting) > _MAX_WAITING:
+                self._waiting.popleft()
+                self._lost += 1
+
+    @property
+    def waiting(self) -> int:
+        """Number of queued rows."""
+        return len(self._waiting)
+
+    def retry(self) -> None:
+        """Write the queued rows once the retry delay has passed."""
+        with self._mutex:
+            due = bool(self._waiting) and self._monotonic() >= self._retry_at
+            report = self._write_waiting() if due else None
+        if report is not None:
+            self._report(report)
+
+    def close(self) -> None:
+        """Write the queue once more and close the file; a later call reopens it."""
+        with self._mutex:
+            report = self._write_waiting() if self._waiting else None
+            if self._waiting:
+                report = self._stuck(f"{counted(len(self._waiting), 'row')} could not be written")
+            self._disconnect()
+        if report is not None:
+            self._report(report)
+
+    def _write_waiting(self) -> Event | None:
+        """Write the queued rows; returns an event to report, if any."""
+        try:
+            if self._connection is not None and not self.path.exists():
+                # The file may have been removed to free space. An open descriptor would keep that
+                # space, and rows written to it would be lost.
+                self._leave()
+            if self._fault == _FULL and not has_room(self.path.parent):
+                # A small row may still fit after a larger one failed; that does not end the outage.
+                self._write_now_in_place()
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._repairing(self._write_all)
+            if self._fault == _FULL and self._connection is not None:
+                _reserve(self._connection)
+        except _TROUBLES as error:
+            return self._failed(error)
+        if self._rejected and not self._rejected_reported:
+            self._rejected_reported = True
+            what = f"{self.path.name} does not accept a row ({self._rejected})"
+            return event("guard_degraded", "warning", f"GUARD DEGRADED: {what}", what=what)
+        return self._recovered() if self._fault is not None else None
+
+    def _write_all(self, db: sqlite3.Connection) -> None:
+        rows = list(self._waiting)
+        try:
+            with db:
+                for row in rows:
+                    db.execute(*row)
+        except (sqlite3.OperationalError, OSError):
+            raise
+        except _TROUBLES:
+            self._one_by_one(db, rows)
+        self._waiting.clear()
+        before, self._written = self._written, self._written + len(rows)
+        if before // _FORGET_EVERY != self._written // _FORGET_EVERY:
+            _forget_old(db)
+
+    def _one_by_one(self, db: sqlite3.Connection, rows: list[Row]) -> None:
+        """Write all rows except those that SQLite does not accept, such as an integer of more than
+        64 bits."""
+        with db:
+            for row in rows:
+                try:
+                    db.execute(*row)
+                except (sqlite3.OperationalError, OSError):
+                    raise
+                except _TROUBLES as error:
+                    self._rejected = self._rejected or str(error)
+
+    def _write_now_in_place(self) -> None:
+        """On a full disk, replace the present state within the space that the file has: readers
+        must learn that the disk is full rather than conclude that the guard is gone."""
+        with contextlib.suppress(*_TROUBLES):
+            db = self._opened()
+            with db:
+                db.execute("DELETE FROM reserve")
+            for row in self._waiting:
+                if row[0].startswith("INSERT INTO now"):
+                    with db:
+                        db.execute(*row)
+
+    def _failed(self, error: Exception) -> Event | None:
+        """Drop the queued rows if the disk is full; keep them queued after any other error. Each
+        outage is reported once."""
+        before = self._fault
+        if _no_room(error, self.path.parent):
+            self._fault = _FULL
+            self._lost += sum(not row[0].startswith("INSERT INTO now") for row in self._waiting)
+            self._waiting.clear()
+            return (
+                None
+                if before == _FULL
+                else event(
+                    "disk_full",
+                    "critical",
+                    f"DISK FULL: cannot write {self.path.name} ({error}); the miner keeps running",
+                    what=self.path.name,
+                    reason=str(error),
+                )
+            )
+        self._fault = before or _STUCK
+        self._retry_at = self._monotonic() + _RETRY_S
+        return self._stuck(str(error)) if before is None else None
+
+    def _stuck(self, reason: str) -> Event:
+        return event(
+            "disk_stuck",
+            "warning",
+            f"DISK STUCK: {self.path.name}: {reason}; the miner keeps running",
+            what=self.path.name,
+            reason=reason,
+        )
+
+    def _recovered(self) -> Event:
+        lost = self._lost
+        self._fault, self._lost = None, 0
+        return event(
+            "disk_recovered",
+            "info",
+            f"DISK RECOVERED: writing {self.path.name} again, {counted(lost, 'row')} lost",
+            what=self.path.name,
+            lost=lost,
+        )
+
+    def _repairing(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
+        """Run `work`; if the file is damaged, set it aside and retry with a new one."""
+        try:
+            return work(self._opened())
+        except sqlite3.DatabaseError as error:
+            if not any(words in str(error) for words in _DAMAGED):
+                raise
+            self._disconnect()
+            aside = set_aside(self.path)
+            self._leave()
+            reason = f"damaged ({error})"
+            self._report(
+                event(
+                    "file_set_aside",
+                    "warning",
+                    f"FILE SET ASIDE: {self.path} was {reason}, now {aside}",
+                    path=str(self.path),
+                    reason=reason,
+                    aside=str(aside),
+                )
+            )
+            return work(self._opened())
+
+    def _opened(self) -> sqlite3.Connection:
+        if self._connection is None:
+            make_folder(self.path.parent)
+            # Create the file first: SQLite copies its mode to the journal.
+            os.close(open_private(self.path, os.O_RDWR | os.O_CREAT))
+            db = sqlite3.connect(self.path, timeout=_HOLD_S, check_same_thread=False)
+            try:
+                # Not WAL: every process that opens the file would map its -shm, and truncating that
+                # would kill them all with SIGBUS. A rollback journal maps nothing. It persists, so
+                # that a full disk still has room for the present state.
+                db.execute("PRAGMA journal_mode = PERSIST")
+                db.execute("PRAGMA journal_size_limit = 1048576")
+                # A process that is killed costs no commit; a power cut may cost the last one.
+                db.execute("PRAGMA synchronous = NORMAL")
+                db.executescript(SCHEMA)
+                _reserve(db)
+                _forget_old(db)
+            except sqlite3.Error:
+                db.close()
+                raise
+            self._connection = db
+        return self._connection
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _leave(self) -> None:
+        """Close a file that no longer exists, and remove its journal."""
+        self._disconnect()
+        for leftover in ("-journal", "-wal", "-shm"):
+            self.path.with_name(self.path.name + leftover).unlink(missing_ok=True)
+
+
+def _no_room(error: Exception, where: Path) -> bool:
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "disk is full" in str(
+        error
+    ):
+        return True
+    try:
+        return "disk I/O error" in str(error) and not has_room(where)
+    except OSError:
+        return False
+
+
+def _reserve(db: sqlite3.Connection) -> None:
+    """Keep room for the present state on a full disk: in the file and, by overwriting that room, in
+    the journal."""
+    for _ in range(2):
+        with db:
+            db.execute("INSERT OR REPLACE INTO reserve VALUES (1, randomblob(?))", (_RESERVE,))
+
+
+def _forget_old(db: sqlite3.Connection) -> None:
+    with db:
+        for table in LEDGER:
+            # Measure age from the oldest of the newest rows: this host's clock may be wrong.
+            newest = (
+                f"SELECT MIN(wall) FROM (SELECT wall FROM {table} ORDER BY rowid DESC LIMIT 100)"
+            )
+            db.execute(f"DELETE FROM {table} WHERE wall < ({newest}) - ?", (KEPT_S,))
+        for table, limit in (("event", MAX_EVENTS), ("decision", MAX_DECISIONS)):
+            last = f"SELECT MAX(rowid) FROM {table}"
+            db.execute(f"DELETE FROM {table} WHERE rowid <= ({last}) - ?", (limit,))
+        # Keep them for one more day: inputs carry the time of the first decision that named them.
+        db.execute("DELETE FROM inputs WHERE wall < (SELECT MIN(wall) FROM decision) - 86400")
+
+
+# --- reading ---
+
+
+@dataclass(frozen=True)
+class StoredEvent:
+    """One event of the record."""
+
+    id: int
+    ts: str
+    """UTC, ISO 8601; these compare as text."""
+
+    level: str
+    name: str
+    rank: int | None
+    run_id: str | None
+    host: str | None
+    text: str
+    fields_json: str
+
+    @functools.cached_property
+    def fields(self) -> Mapping[str, Any]:
+        """The event's measured values."""
+        document: Mapping[str, Any] = json.loads(self.fields_json)
+        return document
+
+    @property
+    def headline(self) -> str:
+        """The first line of the text that contains a letter or digit, because a block starts with a
+        horizontal line."""
+        rows = self.text.splitlines()
+        return next((row for row in rows if any(map(str.isalnum, row))), rows[0] if rows else "")
+
+    def record(self) -> dict[str, Any]:
+        """The event as a line of guard.jsonl holds it."""
+        return {
+            "ts": self.ts,
+            "level": self.level,
+            "event": self.name,
+            "msg": self.text,
+            "run_id": self.run_id,
+            "host": self.host,
+            "rank": self.rank,
+            **self.fields,
+        }
+
+
+_LEVEL_NAMES = {number: name for name, number in LEVELS.items()}
+
+
+class RunReader:
+    """Queries run.db while a guard may be writing it. Creates no file; without one, or with one
+    that cannot be read, every query is empty and `unread` says why."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.unread: str | None = None
+
+    def events(
+        self,
+        names: Iterable[str] = (),
+        *,
+        min_level: str = "debug",
+        since: str = "",
+        ranks: Iterable[int] = (),
+        after: int = 0,
+        limit: int | None = None,
+        newest: bool = False,
+    ) -> list[StoredEvent]:
+        """The matching events, oldest first; the oldest `limit` of them, or with `newest` the
+        newest.
+
+        `since` is a time in `iso_utc` format; `after` is an event's id. Empty restrictions do not
+        restrict. To follow the log, ask again with `after` set to the last event's id.
+        """
+        names, ranks = tuple(names), tuple(ranks)
+        where, values = ["id > ?"], [after, *names, *ranks]
+        if names:
+            where.append(f"name IN ({','.join('?' * len(names))})")
+        if ranks:
+            where.append(f"rank IN ({','.join('?' * len(ranks))})")
+        if LEVELS[min_level] > LEVELS["debug"]:
+            where.append("level >= ?")
+            values.append(LEVELS[min_level])
+        if since:
+            where.append("ts >= ?")
+            values.append(since)
+        condition = " AND ".join(where)
+        rows = self._paged(condition, values, limit, newest=newest)
+        return [
+            StoredEvent(i, ts, _LEVEL_NAMES.get(level, "info"), name, rank, run, host, text, fields)
+            for i, ts, level, name, rank, run, host, text, fields in rows
+        ]
+
+    def _paged(
+        self, condition: str, values: list[Any], limit: int | None, *, newest: bool
+    ) -> list[Sequence[Any]]:
+        rows: list[Sequence[Any]] = []
+        order, further = ("DESC", "id < ?") if newest else ("ASC", "id > ?")
+        at = _MAX_ID if newest else values[0]
+        while limit is None or len(rows) < limit:
+            page = _PAGE if limit is None else min(_PAGE, limit - len(rows))
+            found = self._ask(
+                "SELECT id, ts, level, name, rank, run, host, text, fields FROM event "
+                f"WHERE {further} AND {condition} ORDER BY id {order} LIMIT ?",
+                (at, *values, page),
+            )
+            rows += [tuple(row) for row in found]
+            if len(found) < page:
+                break
+            at = rows[-1][0]
+        return rows[::-1] if newest else rows
+
+    def names(self) -> dict[str, int]:
+        """How many events of each name the record holds."""
+        return {
+            row["name"]: row["count"]
+            for row in self._ask("SELECT name, COUNT(*) AS count FROM event GROUP BY name", ())
+        }
+
+    def now(self) -> dict[str, Any]:
+        """The present state: the guard's own fields at the top level, then one section per watcher;
+        empty if no guard has written one."""
+        sections = {
+            row["section"]: json.loads(row["document"])
+            for row in self._ask("SELECT section, document FROM now ORDER BY rowid", ())
+        }
+        run = sections.pop(RUN_SECTION, None)
+        return {**run, **sections} if isinstance(run, dict) else sections
+
+    def rows(self, table: str, *, since: float = 0.0, limit: int = 1000) -> list[dict[str, Any]]:
+        """The newest `limit` rows of one of the ledger's tables since wall time `since`, oldest
+        first. Raises ValueError for any other table."""
+        if table not in LEDGER:
+            raise ValueError(f"there is no table {table!r}; the tables are {', '.join(LEDGER)}")
+        query = f"SELECT * FROM {table} WHERE wall >= ? ORDER BY rowid DESC LIMIT ?"
+        return [dict(row) for row in self._ask(query, (since, limit))[::-1]]
+
+    def last(self, table: str) -> dict[str, Any] | None:
+        """The newest row of one of the ledger's tables."""
+        return next(iter(self.rows(table, limit=1)), None)
+
+    def find_decision(
+        self, decision_id: str
+    ) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
+        """Look up a decision by full id or prefix. Returns its document and that of its inputs
+        (None if not stored), or None if there is no such decision."""
+        pattern = decision_id.replace("%", "").replace("_", "") + "%"
+        if len(pattern) == 1:
+            return None
+        decisions = self._ask(
+            "SELECT document, verdicts, record FROM decision WHERE id LIKE ? "
+            "ORDER BY rowid DESC LIMIT 1",
+            (pattern,),
+        )
+        if not decisions:
+            return None
+        row = decisions[0]
+        document: dict[str, Any] = json.loads(row["document"])
+        document |= {name: json.loads(row[name]) for name in _SEPARATE}
+        digest = (document.get("record") or {}).get("inputs")
+        inputs = self._ask("SELECT document FROM inputs WHERE id = ?", (digest,))
+        return document, json.loads(inputs[0]["document"]) if inputs else None
+
+    def _ask(self, query: str, values: Sequence[Any]) -> list[sqlite3.Row]:
+        """Run one query on a connection of its own: between queries, a reader holds nothing that a
+        writer would have to wait for."""
+        self.unread = None
+        if not self.path.is_file():
+            return []
+        # Not read-only: a writer that was killed may have left a journal to roll back.
+        path = urllib.parse.quote(str(self.path.absolute()))
+        try:
+            db = sqlite3.connect(f"file:{path}?mode=rw", uri=True, timeout=_PATIENCE_S)
+            try:
+                db.row_factory = sqlite3.Row
+                return db.execute(query, values).fetchall()
+            finally:
+                db.close()
+        except (sqlite3.Error, OSError) as error:
+            self.unread = str(error)
+            return []
