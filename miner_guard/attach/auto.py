@@ -16,7 +16,7 @@ from typing import Any
 
 from miner_guard.attach.adapter import NO_PHASE, Adapter
 from miner_guard.attach.losses import Losses
-from miner_guard.rank.introspection.compiled import uncompiled
+from miner_guard.rank.harmless import uncompiled
 
 _OTHERS_IN_A_ROW = 64
 """Once the other optimizers have taken this many steps since the leader's last one, one of them

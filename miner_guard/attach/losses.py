@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from miner_guard.rank.numbers import Loss
+from miner_guard.rank.steps import Loss
 
 _MAX_DIVISIONS = 4
 _MAX_JUDGED_STEPS = 4

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from miner_guard.config import GateSettings, MinerSettings
-from miner_guard.flight_recorder.journal import TrainingEntry
+from miner_guard.rank.journal import TrainingEntry
 
 _FROM_ENTRY = (
     "batch_size",

@@ -15,8 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from miner_guard.config import HangSettings
-from miner_guard.flight_recorder.layout import ENDED_STATES
-from miner_guard.flight_recorder.records import Now
+from miner_guard.rank.layout import ENDED_STATES, Now
 from miner_guard.record.words import rank_list
 
 _RECENT_STEPS = 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from miner_guard.flight_recorder.records import Now
+from miner_guard.rank.layout import Now
 from miner_guard.record.words import rank_list
 
 _WELL = ("ended", "closed", "finished")

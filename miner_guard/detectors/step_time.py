@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 
 from miner_guard.config import StepSettings
 from miner_guard.detectors.window import SortedWindow
-from miner_guard.flight_recorder.layout import SPECIAL_PHASES
+from miner_guard.record.phases import SPECIAL_PHASES
 from miner_guard.system.once import Once
 
 TRAINING = "training"

@@ -1,7 +1,7 @@
 """Derives findings from all ranks' reports together. Pure; standard library only, because a rank
 without a supervisor uses it too.
 
-A report is a mapping as returned by `miner_guard.rank.introspection.diagnose`; the report of a
+A report is a mapping as returned by `miner_guard.rank.diagnose`; the report of a
 silent rank has only `rank` and `error`. Findings follow source 004: its block, its red flags, then
 problems that no single rank can detect.
 """

@@ -141,7 +141,7 @@ def gpu_diagnostics(fields: Mapping[str, Any]) -> str:
     """Source 004's block for rank 0, then a row for each rank.
 
     `ranks` is a list of mappings, one per rank, with the keys that
-    `miner_guard.rank.introspection.diagnose` writes; a rank that did not report has only `rank` and
+    `miner_guard.rank.diagnose` writes; a rank that did not report has only `rank` and
     `error`.
     """
     ranks: list[Mapping[str, Any]] = fields["ranks"]

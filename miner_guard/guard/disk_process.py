@@ -25,9 +25,9 @@ from typing import Any
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.jsonl import JsonlSink, Rotation
 from miner_guard.eventlog.write_errors import write_failed
-from miner_guard.flight_recorder import layout
-from miner_guard.flight_recorder.memory import Copier
 from miner_guard.guard.disk_messages import FILES, LOG, RECORDS, ROWS, line_of
+from miner_guard.rank import layout
+from miner_guard.rank.flight import Copier
 from miner_guard.record.store import RunStore
 from miner_guard.state_dir import STATUS, StateDir, is_full, replace_file
 from miner_guard.system import inherited

@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.flight_recorder import memory
-from miner_guard.flight_recorder.memory import Version
-from miner_guard.flight_recorder.reader import BadFlight, FlightReader
-from miner_guard.flight_recorder.records import Identity, Now, StepRecord
-from miner_guard.flight_recorder.writer import process_start
+from miner_guard.rank import flight as flight_record
+from miner_guard.rank.flight import BadFlight, FlightReader, Version, process_start
+from miner_guard.rank.layout import Identity, Now, StepRecord
 from miner_guard.state_dir import StateDir, set_aside
 from miner_guard.system.processes import Process, alive
 
@@ -62,7 +60,7 @@ class Flights:
         state: StateDir,
         run_id: str,
         report: Callable[[Finding], None],
-        copy: Callable[[Path, int], None] = memory.copy_now,
+        copy: Callable[[Path, int], None] = flight_record.copy_now,
     ) -> None:
         """`copy(path, fd)` updates the on-disk copy at `path` of the record open as `fd`; it must
         not block on the disk."""
@@ -225,7 +223,7 @@ class Flights:
             yield self._state.flight / f"{stem}.bin"
 
     def _refresh(self, path: Path) -> None:
-        version = memory.version(path)
+        version = flight_record.version(path)
         if version is None or self._left_alone.get(path) == version:
             return
         for each in self._open.values():
@@ -304,7 +302,7 @@ class Flights:
 
     def _keep_copies(self) -> None:
         now = time.monotonic()
-        if now - self._copied_at >= memory.COPY_EVERY_S:
+        if now - self._copied_at >= flight_record.COPY_EVERY_S:
             self._copied_at = now
             for each in self._open.values():
                 self._keep_copy(each)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from miner_guard.eventlog.catalog import make_finding
-from miner_guard.flight_recorder.records import Now
 from miner_guard.guard.child import Child
 from miner_guard.guard.flights import Flights
 from miner_guard.guard.launch import ActiveLaunch
@@ -18,6 +17,7 @@ from miner_guard.guard.relay import Relay
 from miner_guard.guard.restart import RestartPolicy
 from miner_guard.guard.states import State
 from miner_guard.monitors.runner import MonitorRunner
+from miner_guard.rank.layout import Now
 from miner_guard.system.clock import Clock
 from miner_guard.system.once import Once
 

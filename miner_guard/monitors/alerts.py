@@ -13,8 +13,8 @@ from miner_guard.detectors.verdict_memory import Memory
 from miner_guard.detectors.verdict_wording import advice, headline
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.status_document import StatusDocument
-from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.monitors.base import Context, Monitor
+from miner_guard.rank.layout import StepRecord
 from miner_guard.reporting import alert_queue, progress
 from miner_guard.reporting.alert_policy import Alert, AlertPolicy
 from miner_guard.reporting.alert_queue import AlertQueue

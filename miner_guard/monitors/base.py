@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from miner_guard.config import Config
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.flight_recorder.journal import JournalEntry
-from miner_guard.flight_recorder.records import Now, StepRecord
+from miner_guard.rank.journal import JournalEntry
+from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record.redaction import Redactor
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import Clock

@@ -9,9 +9,9 @@ from typing import Any
 from miner_guard.costs import Budget, MonitoringCostTracker, set_global_tracker
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.status_document import CostsStatus, StatusDocument
-from miner_guard.flight_recorder.journal import CostEntry, JournalEntry
-from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
+from miner_guard.rank.journal import CostEntry, JournalEntry
+from miner_guard.rank.layout import Now, StepRecord
 
 GUARD = ("guard.", "job.")
 """Prefixes of the guard's operations: `guard.hook`, `guard.loop`, `guard.helpers`, `job.NAME`."""

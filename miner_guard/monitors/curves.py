@@ -14,9 +14,9 @@ from miner_guard.detectors.overfit import OverfitWatch
 from miner_guard.detectors.trace.reading import EVALUATION_WORDS, evaluation_in
 from miner_guard.detectors.window import SortedWindow
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.flight_recorder.journal import JournalEntry, TrainingEntry
-from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Context, Launch, Monitor
+from miner_guard.rank.journal import JournalEntry, TrainingEntry
+from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record.words import gb
 
 _EVENTS = {

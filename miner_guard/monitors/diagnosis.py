@@ -10,9 +10,8 @@ from typing import Any
 from miner_guard.diagnosis import across_ranks
 from miner_guard.diagnosis.request import PreflightRequest, expectation_of
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.flight_recorder.journal import DiagnosisEntry, JournalEntry
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
-from miner_guard.rank.introspection.diagnosis_codec import unpack
+from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, unpack
 
 
 class DiagnosisMonitor(Monitor):

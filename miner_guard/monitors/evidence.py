@@ -25,10 +25,9 @@ from miner_guard.detectors.stack_frames import (
     outside_the_collective,
     waits_for_ranks,
 )
-from miner_guard.flight_recorder.reader import BadFlight, FlightReader
-from miner_guard.flight_recorder.records import Identity, Now, ranks_elsewhere
-from miner_guard.rank.introspection.collectives import asking
-from miner_guard.rank.introspection.stacks import STACKS_SIGNAL
+from miner_guard.rank.dumps import STACKS_SIGNAL, asking
+from miner_guard.rank.flight import BadFlight, FlightReader
+from miner_guard.rank.layout import Identity, Now, ranks_elsewhere
 from miner_guard.record.redaction import Redactor
 from miner_guard.state_dir import (
     StateDir,

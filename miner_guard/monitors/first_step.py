@@ -12,8 +12,8 @@ from miner_guard.attach.patterns import patterns
 from miner_guard.detectors.log_lines import Patterns, read
 from miner_guard.detectors.step_grammar import Miss, StepLine
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
+from miner_guard.rank.layout import Now, StepRecord
 
 _WHY_NO_STEP = {
     None: "no rank has called miner_guard.init(). Either the miner has not got that far, or it "

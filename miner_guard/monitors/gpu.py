@@ -15,10 +15,9 @@ from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.line_templates import template
 from miner_guard.eventlog.section import LastRead
 from miner_guard.eventlog.status_document import GpusStatus, HealthStatus
-from miner_guard.flight_recorder.journal import DiagnosisEntry, JournalEntry, TrainingEntry
-from miner_guard.flight_recorder.records import Now
 from miner_guard.monitors.base import Context, Launch, Monitor
-from miner_guard.rank.introspection.diagnosis_codec import unpack
+from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, TrainingEntry, unpack
+from miner_guard.rank.layout import Now
 from miner_guard.system.once import Once
 
 _GIB = 1024**3

@@ -14,14 +14,13 @@ from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.status_document import HangStatus
 from miner_guard.eventlog.write_errors import not_stored
 from miner_guard.exits import CRASH_LOOP
-from miner_guard.flight_recorder.layout import ENDED_STATES
-from miner_guard.flight_recorder.records import Now, StepRecord, ranks_elsewhere
 from miner_guard.monitors import evidence, evidence_before_init, evidence_folders
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
 from miner_guard.monitors.evidence import Subject
 from miner_guard.monitors.rank_processes import RankProcesses
 from miner_guard.monitors.tail import Tail
-from miner_guard.rank.consensus.agree import LATE
+from miner_guard.rank.agree import LATE
+from miner_guard.rank.layout import ENDED_STATES, Now, StepRecord, ranks_elsewhere
 from miner_guard.record.words import counted, rank_list
 from miner_guard.system.processes import cpu_s
 

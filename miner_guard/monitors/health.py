@@ -9,7 +9,6 @@ from typing import Any
 
 from miner_guard.diagnosis import faults
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.flight_recorder.records import Now
 from miner_guard.health.host import HostSampler, figures
 from miner_guard.health.limits import HostLimits
 from miner_guard.health.nvml import NvmlSampler
@@ -17,6 +16,7 @@ from miner_guard.health.own import OwnSampler
 from miner_guard.health.samplers import Samplers, Unreadable
 from miner_guard.health.snapshot import assemble, summary
 from miner_guard.monitors.base import Context, Monitor
+from miner_guard.rank.layout import Now
 
 _GPU_DEADLINE_RATIO = 0.9
 """Fraction of the sampler's deadline after which the probe returns the results that it has

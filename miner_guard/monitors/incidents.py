@@ -13,9 +13,6 @@ from miner_guard import state_dir
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.write_errors import not_stored
-from miner_guard.flight_recorder import journal
-from miner_guard.flight_recorder.journal import JournalEntry
-from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.health.host import oom_kills
 from miner_guard.incidents import knowledge, log_text, report
 from miner_guard.incidents.oom import Training
@@ -26,6 +23,9 @@ from miner_guard.incidents.sightings import Retraction, Seen, Sighting
 from miner_guard.monitors import evidence_folders
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
 from miner_guard.monitors.tail import Tail
+from miner_guard.rank import journal
+from miner_guard.rank.journal import JournalEntry
+from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.system import free_memory
 
 SETTLE_S = 2.0

@@ -20,12 +20,11 @@ from miner_guard.detectors.log_lines import (
 from miner_guard.detectors.step_grammar import StepLine
 from miner_guard.detectors.trace.reading import evaluation_in
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.flight_recorder import layout
-from miner_guard.flight_recorder.journal import UploadEntry
-from miner_guard.flight_recorder.layout import NAN
-from miner_guard.flight_recorder.records import Now, StepRecord
-from miner_guard.flight_recorder.writer import FlightWriter
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
+from miner_guard.rank import layout
+from miner_guard.rank.flight import FlightWriter
+from miner_guard.rank.journal import UploadEntry
+from miner_guard.rank.layout import NAN, Now, StepRecord
 
 _NUMBERED = {"step", "inner"}
 """A pattern needs one of these groups to produce a step."""

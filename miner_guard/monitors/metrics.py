@@ -11,9 +11,9 @@ from typing import Any
 from miner_guard.config import optional_deps
 from miner_guard.eventlog.catalog import CATALOGUE, Finding, make_finding
 from miner_guard.eventlog.status_document import MetricsStatus
-from miner_guard.flight_recorder.records import Now
 from miner_guard.monitors.base import Context, Monitor
 from miner_guard.monitors.helper_process import HelperProcess, HelperSpec
+from miner_guard.rank.layout import Now
 from miner_guard.system.clock import iso_utc
 
 MIN_TOKEN_LENGTH = 16

@@ -10,9 +10,9 @@ from typing import Any
 
 from miner_guard.config import optional_deps
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.flight_recorder.records import Now
 from miner_guard.monitors.base import Context, Monitor
 from miner_guard.monitors.helper_process import HelperProcess, HelperSpec
+from miner_guard.rank.layout import Now
 from miner_guard.record.redaction import without_secrets
 
 _SDKS_OWN = "OTEL_"

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from miner_guard.attach.patterns import patterns
 from miner_guard.detectors.log_lines import Patterns, PushLine, read_push
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.flight_recorder.journal import JournalEntry, UploadEntry
 from miner_guard.monitors.base import Context, Monitor
+from miner_guard.rank.journal import JournalEntry, UploadEntry
 
 
 class PrintedUploadsMonitor(Monitor):

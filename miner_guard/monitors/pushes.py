@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.flight_recorder.journal import UploadEntry
+from miner_guard.rank.journal import UploadEntry
 from miner_guard.validators.facts import Published
 
 VERIFY_AFTER_S = (0.0, 3.0, 10.0)

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from miner_guard.detectors.rank_ends import Left, ended_early, left_behind
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.flight_recorder.records import Now
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
 from miner_guard.monitors.evidence import header_of
 from miner_guard.monitors.rank_processes import RankProcesses
+from miner_guard.rank.layout import Now
 
 _NOTICE_S = 3.0
 """How long a rank must be gone before it is reported: at the end of training, the ranks of a launch

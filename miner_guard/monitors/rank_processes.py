@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from miner_guard.detectors.hang import Processes
-from miner_guard.flight_recorder.records import Identity, Now, ranks_elsewhere
 from miner_guard.monitors.evidence import identity_of
+from miner_guard.rank.layout import Identity, Now, ranks_elsewhere
 from miner_guard.state_dir import StateDir
 from miner_guard.system import processes
 

@@ -14,11 +14,10 @@ from miner_guard.detectors.slow_cause import explain
 from miner_guard.detectors.straggler import Straggler, StragglerWatch
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.status_document import FallbackStatus, RanksStatus
-from miner_guard.flight_recorder.journal import DiagnosisEntry, JournalEntry, TrainingEntry
-from miner_guard.flight_recorder.layout import FLAG_FIRST, FLAG_LOSS_ON_CPU
-from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
-from miner_guard.rank.introspection import diagnosis_codec
+from miner_guard.rank import journal
+from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, TrainingEntry
+from miner_guard.rank.layout import FLAG_FIRST, FLAG_LOSS_ON_CPU, Now, StepRecord
 from miner_guard.record.words import gb
 
 _SLOW_STEPS = 5
@@ -61,7 +60,7 @@ class RanksMonitor(Monitor):
         if isinstance(entry, TrainingEntry):
             self._facts = self._facts.with_entry(entry)
         if isinstance(entry, DiagnosisEntry):
-            for report in diagnosis_codec.unpack([entry.report]):
+            for report in journal.unpack([entry.report]):
                 device = report.get("model_device")
                 if device and isinstance(report.get("rank"), int):
                     kind = str(device).partition(":")[0]

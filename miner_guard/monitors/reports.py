@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.flight_recorder.journal import CheckpointEntry, FindingEntry, JournalEntry
-from miner_guard.flight_recorder.records import Now
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
+from miner_guard.rank.journal import CheckpointEntry, FindingEntry, JournalEntry
+from miner_guard.rank.layout import Now
 from miner_guard.system.once import Once
 
 _MISSED = 1.5

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.flight_recorder.journal import parse
-from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Exit, Launch, Monitor
 from miner_guard.monitors.line_router import Delivery, LineRouter
+from miner_guard.rank.journal import parse
+from miner_guard.rank.layout import Now, StepRecord
 
 _MAX_DEPTH = 4
 """Maximum length of a chain of findings that trigger one another."""

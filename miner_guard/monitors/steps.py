@@ -13,10 +13,9 @@ from miner_guard.detectors.pauses import PauseWatch
 from miner_guard.detectors.straggler import work_seconds
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.status_document import RankSteps, StepsStatus
-from miner_guard.flight_recorder.journal import JournalEntry, TrainingEntry
-from miner_guard.flight_recorder.layout import FLAG_FIRST
-from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
+from miner_guard.rank.journal import JournalEntry, TrainingEntry
+from miner_guard.rank.layout import FLAG_FIRST, Now, StepRecord
 from miner_guard.record.words import gb
 from miner_guard.state_dir import json_number
 from miner_guard.system.once import Once

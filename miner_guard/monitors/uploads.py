@@ -22,9 +22,6 @@ from miner_guard.eventlog.status_document import (
     UploadsStatus,
 )
 from miner_guard.eventlog.write_errors import WriteOutage
-from miner_guard.flight_recorder.journal import DecisionEntry, JournalEntry, UploadEntry
-from miner_guard.flight_recorder.layout import FLAG_FIRST
-from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Context, Exit, Monitor
 from miner_guard.monitors.pushes import (
     VERIFY_AFTER_S,
@@ -35,6 +32,8 @@ from miner_guard.monitors.pushes import (
     tag_of,
     took,
 )
+from miner_guard.rank.journal import DecisionEntry, JournalEntry, UploadEntry
+from miner_guard.rank.layout import FLAG_FIRST, Now, StepRecord
 from miner_guard.record.store import (
     Row,
     RunReader,

@@ -14,8 +14,8 @@ from miner_guard.detectors.verdict_wording import headline
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.section import LastRead
 from miner_guard.eventlog.status_document import StatusDocument, VerdictStatus, read_status
-from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Context, Monitor
+from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.system.clock import iso_utc
 
 _SETTLED_S = 5.0

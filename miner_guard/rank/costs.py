@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from threading import get_ident
 
-from miner_guard.flight_recorder.journal import CostEntry
+from miner_guard.rank.journal import CostEntry
 from miner_guard.rank.phases import Phases
 from miner_guard.rank.recorder import Recorder, describe
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.config import CostSettings, GateSettings, GpuSettings, HangSettings, StepSettings
-from miner_guard.flight_recorder.writer import process_start
+from miner_guard.rank.flight import process_start
 from miner_guard.state_dir import MARKER, RANK_SETTINGS, STATE_DIR, StateDir
 
 RANK_ABOVE = "_MINER_GUARD_RANK_ABOVE"

@@ -14,28 +14,30 @@ Nothing here raises, synchronises the GPU or uses the network. Each failure is r
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.flight_recorder.journal import CheckpointEntry, TrainingEntry
-from miner_guard.rank import ending, environment
-from miner_guard.rank.consensus import gating
-from miner_guard.rank.consensus.collective_queries import CollectiveQueries
-from miner_guard.rank.consensus.upload_questions import UploadQuestions
+from miner_guard.rank import dumps, environment, questions
 from miner_guard.rank.costs import OpenOperations, RankCosts
-from miner_guard.rank.harmless import harmless_or, no_reports, nothing
-from miner_guard.rank.introspection import collectives, stacks
-from miner_guard.rank.introspection.compiled import compiling
+from miner_guard.rank.harmless import compiling, harmless_or
+from miner_guard.rank.journal import CheckpointEntry, TrainingEntry
+from miner_guard.rank.questions import CollectiveQueries, UploadQuestions, UploadRecorder
 from miner_guard.rank.recorder import CLOSED, ENDED, FAILED, FINISHED, Recorder, describe
 from miner_guard.rank.steps import Stepper
-from miner_guard.rank.upload import UploadRecorder
 from miner_guard.uploads.decision import GateDecision
 from miner_guard.validators.facts import Candidate
+
+
+def _no_reports() -> Sequence[Any]:
+    return ()
 
 
 class Guard:
@@ -47,7 +49,7 @@ class Guard:
         self.place = place
         self._monotonic = monotonic
         self._recorder = Recorder(place, monotonic)
-        self._gate = gating.Gate(place, monotonic)
+        self._gate = questions.Gate(place, monotonic)
         self._stepper = Stepper(place, self._recorder, self._degraded)
         self._operations = OpenOperations(self._recorder, self._stepper.phases, monotonic)
         self._costs = RankCosts(self._recorder, self._operations, monotonic)
@@ -59,7 +61,7 @@ class Guard:
             self._gate, self._questions, self._stepper, self._recorder, report=self._degraded
         )
         self._closed = False
-        self._stacks = stacks.StackDumps(self._recorder.report_error)
+        self._stacks = dumps.StackDumps(self._recorder.report_error)
         for remark in place.remarks:
             self._recorder.report_error(remark, remark)
 
@@ -107,7 +109,7 @@ class Guard:
             self._degraded("phase", error)
             return self._names.named("other")
 
-    @harmless_or(nothing)
+    @harmless_or(lambda: None)
     def step(
         self,
         *,
@@ -207,7 +209,7 @@ class Guard:
         returned True. Collective; every rank gets the same answer."""
         return self._questions.checkpoint_requested()
 
-    @harmless_or(no_reports)
+    @harmless_or(_no_reports)
     def diagnose(
         self,
         model: Any = None,
@@ -222,7 +224,7 @@ class Guard:
     ) -> Sequence[Any]:
         """Diagnose the hardware and the placement of each rank's share of the model. Returns all
         ranks' reports on rank 0, and only its own report on any other rank. Collective."""
-        from miner_guard.rank.introspection import diagnose
+        from miner_guard.rank import diagnose
 
         given = TrainingEntry(
             batch_size=batch_size,
@@ -243,7 +245,7 @@ class Guard:
             shapes_file=None if state is None else state.shapes,
         )
 
-    @harmless_or(nothing)
+    @harmless_or(lambda: None)
     def checkpoint_saved(
         self,
         path: str | Path,
@@ -260,7 +262,7 @@ class Guard:
             )
         )
 
-    @harmless_or(nothing)
+    @harmless_or(lambda: None)
     def add_cost(self, operation: str, seconds: float, *, blocking: bool = True) -> None:
         """Add the cost of a monitoring operation, in seconds. `blocking`: whether training waited
         for it."""
@@ -302,12 +304,12 @@ class Guard:
         rank has no flight record."""
         return self._recorder.journal(document)
 
-    @harmless_or(nothing)
+    @harmless_or(lambda: None)
     def emit(self, finding: Finding, /) -> None:
         """Log a finding: through the supervisor if there is one, else from this process."""
         self._recorder.emit(finding)
 
-    @harmless_or(nothing)
+    @harmless_or(lambda: None)
     def close(self, finished: bool = False) -> None:
         """Close the guard. Pass `finished=True` only if training has reached its configured end.
         While an exception is propagating, the run is not marked as finished."""
@@ -350,7 +352,7 @@ class Guard:
     def _begin(self, agree: bool) -> None:
         """Start everything that needs the other ranks or is optional; if one step fails, the others
         still run. `agree`: set up the agreement now."""
-        ending.follow(self._forked, self._exited)
+        _follow_process(self._forked, self._exited)
         if self.world_size > 1 and agree:
             self._attempt("agreement", self._questions.agreement)
         if self.place.state is not None:
@@ -359,7 +361,7 @@ class Guard:
             # collectives queue up behind it.
             if self.world_size > 1 or environment.initialised_distributed() is not None:
                 dump = self.place.state.collectives_of(self.rank)
-                self._attempt("collectives", collectives.serve, self._recorder.notifier, dump)
+                self._attempt("collectives", dumps.serve, self._recorder.notifier, dump)
 
     def _attempt(self, what: str, work: Callable[..., Any], *arguments: Any) -> None:
         try:
@@ -387,3 +389,47 @@ def begin(state_dir: str | Path | None = None, *, agree: bool = True) -> Guard:
     guard._attempt("mark", environment.mark, guard.place)
     _current = guard
     return guard
+
+
+def _follow_process(forked: Callable[[], None], exited: Callable[[bool], None]) -> None:
+    """Call `forked` in each forked child of this process, and `exited(failed)` as `_at_exit` does.
+    Both are methods; neither is called once its object no longer exists."""
+    weak_forked, weak_exited = weakref.WeakMethod(forked), weakref.WeakMethod(exited)
+
+    def after_in_child() -> None:
+        if (own := weak_forked()) is not None:
+            own()
+
+    def ended(failed: bool) -> None:
+        if (own := weak_exited()) is not None:
+            own(failed)
+
+    os.register_at_fork(after_in_child=after_in_child)
+    _at_exit(ended)
+
+
+def _at_exit(ended: Callable[[bool], None]) -> None:
+    """Call `ended(failed)` when this process exits through the interpreter, but not after
+    `os._exit` or a signal.
+
+    `failed`: whether an exception ended the process. The code of a `sys.exit` counts only in a
+    multiprocessing child; elsewhere it is unknown here.
+    """
+    processes = sys.modules.get("multiprocessing.process")
+    if processes is not None and processes.parent_process() is not None:
+        from multiprocessing import util
+
+        # A multiprocessing child ends with os._exit, but runs its own finalizers first, while
+        # `sys.exc_info` still holds the exception.
+        util.Finalize(None, lambda: ended(_is_failure(sys.exc_info()[1])), exitpriority=0)
+    else:
+        atexit.register(lambda: ended(_uncaught()))
+
+
+def _is_failure(error: BaseException | None) -> bool:
+    return error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
+
+
+def _uncaught() -> bool:
+    """Return whether the interpreter has reported an exception that reached the top level."""
+    return hasattr(sys, "last_exc") or hasattr(sys, "last_value")

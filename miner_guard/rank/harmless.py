@@ -1,34 +1,61 @@
-"""Keeps the hook's failures from affecting training: each kind is reported once as
-`guard_degraded`, and training continues."""
+"""Keeps the hook from affecting training: its failures are reported once as `guard_degraded`, and
+torch.compile does not capture it. Never imports torch."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def compiling() -> bool:
+    """Return whether torch.compile or torch.export is capturing the current code. The capture
+    treats the result as a constant."""
+    compiler = sys.modules.get("torch.compiler")
+    return compiler is not None and compiler.is_compiling()
+
+
+def _frame_evaluation() -> Any:
+    """The module that switches dynamo's capture off and on; None if dynamo is not imported."""
+    modules = sys.modules
+    return modules.get("torch._C._dynamo.eval_frame") if "torch._dynamo" in modules else None
+
+
+def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Exclude `function` from compilation: if a compiled function calls it, the graph breaks around
+    the call.
+
+    Otherwise torch would compile the hook too, and recompile it at each step, because its clocks
+    and counters always differ. `torch.compiler.disable` has the same effect, but imports dynamo,
+    which takes seconds.
+    """
+
+    @functools.wraps(function)
+    def outside(*args: P.args, **kwargs: P.kwargs) -> R:
+        frames = _frame_evaluation()
+        before = None if frames is None else frames.set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if frames is not None:
+                frames.set_eval_frame(before)
+
+    outside._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return outside
+
+
 def harmless_or(fallback: Callable[[], R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Wrap a method of `Guard` so that it never raises: it reports an exception as `guard_degraded`
-    and returns `fallback()`.
-
-    If a torch-compiled function calls the method, the graph breaks around the call. Otherwise torch
-    would compile the hook too, and recompile it at each step, because its clocks and counters
-    always differ. `torch.compiler.disable` has the same effect, but imports dynamo, which takes
-    seconds. One wrapper does both jobs, because this path is hot.
-    """
+    and returns `fallback()`. It is also `uncompiled`."""
 
     def wrap(method: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(method)
         def harmless(*args: P.args, **kwargs: P.kwargs) -> R:
-            modules = sys.modules
-            frames: Any = (
-                modules.get("torch._C._dynamo.eval_frame") if "torch._dynamo" in modules else None
-            )
+            frames = _frame_evaluation()
             before = None if frames is None else frames.set_eval_frame(None)
             try:
                 return method(*args, **kwargs)
@@ -44,13 +71,3 @@ def harmless_or(fallback: Callable[[], R]) -> Callable[[Callable[P, R]], Callabl
         return harmless
 
     return wrap
-
-
-def nothing() -> None:
-    """The fallback for a method without a result."""
-    return None
-
-
-def no_reports() -> Sequence[Any]:
-    """The fallback for a method that returns reports."""
-    return ()

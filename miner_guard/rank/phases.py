@@ -8,7 +8,8 @@ from threading import get_ident
 from types import TracebackType
 from typing import Any, Protocol
 
-from miner_guard.flight_recorder.layout import NAN, PHASES
+from miner_guard.rank.layout import NAN
+from miner_guard.record.phases import PHASES
 
 COLUMNS = {**{name: name for name in PHASES}, "checkpoint": "pause"}
 """Maps each phase to the column of `layout.PHASES` that its time is added to. All other phases

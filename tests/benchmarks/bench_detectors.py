@@ -20,11 +20,11 @@ from miner_guard.detectors.step_time import RegressionWatch, StepTimes
 from miner_guard.detectors.straggler import StragglerWatch
 from miner_guard.detectors.trace import reading
 from miner_guard.detectors.trace.judge import judge
-from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.monitors.base import Monitor
 from miner_guard.monitors.curves import CurvesMonitor
 from miner_guard.monitors.ranks import RanksMonitor
 from miner_guard.monitors.steps import StepsMonitor
+from miner_guard.rank.layout import StepRecord
 from miner_guard.system.clock import FakeClock
 from tests.benchmarks.frame import Row
 from tests.support.contexts import context

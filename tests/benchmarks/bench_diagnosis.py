@@ -170,7 +170,7 @@ def _gathered_s(ranks: int, model: Any) -> float:
 def _rank(rank: int, *, ranks: int, port: int, together: Any, answers: Any, model: Any) -> None:
     import torch.distributed as dist
 
-    from miner_guard.rank.introspection import diagnose
+    from miner_guard.rank import diagnose
 
     store = dist.TCPStore("127.0.0.1", port, ranks, is_master=rank == 0, wait_for_workers=False)
     host: Any = SimpleNamespace(rank=rank, local_rank=rank, world_size=ranks)

@@ -10,10 +10,9 @@ from miner_guard.config import HangSettings
 from miner_guard.detectors.hang import HangDetector
 from miner_guard.diagnosis import across_ranks
 from miner_guard.eventlog.catalog import make_finding, message
-from miner_guard.flight_recorder import layout
-from miner_guard.flight_recorder.journal import DiagnosisEntry
-from miner_guard.flight_recorder.records import Now
-from miner_guard.rank.introspection.diagnosis_codec import pack
+from miner_guard.rank import layout
+from miner_guard.rank.journal import DiagnosisEntry, pack
+from miner_guard.rank.layout import Now
 from tests.benchmarks.frame import Row
 from tests.support.rank_reports import GIB, report
 

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from miner_guard.flight_recorder.reader import FlightReader
+from miner_guard.rank.flight import FlightReader
 from miner_guard.state_dir import StateDir
 from tests.faults.guarded import Guarded, living
 from tests.faults.injected import FAULTS, RELAUNCHES, World

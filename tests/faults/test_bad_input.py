@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.flight_recorder.reader import FlightReader
+from miner_guard.rank.flight import FlightReader
 from miner_guard.state_dir import StateDir
 from tests.faults.guarded import REPO, Guarded, until
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from miner_guard.eventlog.catalog import make_finding
-from miner_guard.flight_recorder.reader import FlightReader
 from miner_guard.rank.environment import find
+from miner_guard.rank.flight import FlightReader
 from miner_guard.rank.guard import Guard
 from miner_guard.state_dir import StateDir
 from tests.faults.guarded import Guarded

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 import miner_guard
-from miner_guard.rank.consensus import agree
+from miner_guard.rank import agree
 from miner_guard.rank.guard import Guard
 
 ASKED = 150

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from miner_guard.eventlog import catalog
-from miner_guard.flight_recorder.journal import JournalEntry, TrainingEntry
-from miner_guard.rank.introspection import diagnose, placement
+from miner_guard.rank import diagnose
+from miner_guard.rank.journal import JournalEntry, TrainingEntry
 
 
 class Host:
@@ -71,7 +71,7 @@ def build(case: str, rank: int) -> torch.nn.Module:
 def facts_of(case: str, rank: int) -> Any:
     """The values that a machine with GPUs would report; in `same_uuid` two ranks share a UUID."""
     if case in ("plain", "silent", "meta"):
-        return placement.cuda_facts
+        return diagnose.cuda_facts
     uuid = 0 if case == "same_uuid" else rank
     return lambda _device: {
         "cuda_available": True,
@@ -93,12 +93,12 @@ WRONG_OR_RIGHT = ("meta", "offload", "shard_on_cpu", "same_uuid", "one_rank_on_c
 def one(case: str, deadline_s: float, supervised: bool, expect: int | None) -> dict[str, Any]:
     host = Host(supervised)
     model = build(case, host.rank)
-    real_facts = placement.cuda_facts
-    placement.cuda_facts = facts_of(case, host.rank)
-    real = placement.placement
+    real_facts = diagnose.cuda_facts
+    diagnose.cuda_facts = facts_of(case, host.rank)
+    real = diagnose.placement
     if case == "offload":
         # FSDP2 needs a real mesh to shard over; only its device type is changed.
-        placement.placement = lambda m: {**real(m), "mesh_device": "cuda"}
+        diagnose.placement = lambda m: {**real(m), "mesh_device": "cuda"}
     started = time.monotonic()
     reports = []
     if not (case == "silent" and host.rank == 1):
@@ -110,7 +110,7 @@ def one(case: str, deadline_s: float, supervised: bool, expect: int | None) -> d
             expect=expect,
         )
     seconds = time.monotonic() - started
-    placement.placement, placement.cuda_facts = real, real_facts
+    diagnose.placement, diagnose.cuda_facts = real, real_facts
     messages = [
         {"event": f.event, "line": catalog.message(f), "fields": dict(f.fields)}
         for f in host.messages

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from miner_guard import attach
-from miner_guard.flight_recorder.reader import FlightReader
-from miner_guard.flight_recorder.records import StepRecord
-from miner_guard.rank.introspection.diagnosis_codec import unpack
+from miner_guard.rank.flight import FlightReader
+from miner_guard.rank.journal import unpack
+from miner_guard.rank.layout import StepRecord
 from miner_guard.state_dir import StateDir
 from tests.support import requires
 from tests.support.launcher import TRAINING, launch, preloaded

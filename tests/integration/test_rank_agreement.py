@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from miner_guard.flight_recorder.reader import FlightReader
+from miner_guard.rank.flight import FlightReader
 from miner_guard.state_dir import StateDir
 from miner_guard.uploads.inputs import GateInputs, write
 from miner_guard.validators.facts import Published

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.flight_recorder.reader import FlightReader
+from miner_guard.rank.flight import FlightReader
 from miner_guard.state_dir import StateDir
 from tests.support.listener import listening
 

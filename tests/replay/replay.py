@@ -19,11 +19,11 @@ from miner_guard.config import Config
 from miner_guard.costs import set_global_tracker
 from miner_guard.detectors.hang import Processes
 from miner_guard.eventlog.catalog import Finding, make_finding, message
-from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors import registry
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
 from miner_guard.monitors.rank_processes import RankProcesses
 from miner_guard.monitors.runner import MonitorRunner
+from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record.redaction import Redactor
 from miner_guard.state_dir import StateDir
 from tests.replay.record import OUTSIDE, RUNS

@@ -7,8 +7,8 @@ from typing import Any
 
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.monitors.steps import StepsMonitor
+from miner_guard.rank.layout import StepRecord
 from miner_guard.system.clock import FakeClock
 
 

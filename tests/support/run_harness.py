@@ -11,10 +11,10 @@ from miner_guard.config import Config, LogSettings
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.emitter import ConsoleSink, Emitter
 from miner_guard.eventlog.jsonl import JsonlSink
-from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Context, Jobs
 from miner_guard.monitors.registry import load_monitors
 from miner_guard.monitors.runner import MonitorRunner
+from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record.redaction import Redactor
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock

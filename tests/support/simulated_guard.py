@@ -19,8 +19,6 @@ from miner_guard.detectors.verdict_memory import Memory
 from miner_guard.eventlog.catalog import make_finding
 from miner_guard.eventlog.emitter import Emitter, StoreSink
 from miner_guard.eventlog.run_status import LastExit, RankProcess, RunStatus
-from miner_guard.flight_recorder.journal import CheckpointEntry, DecisionEntry
-from miner_guard.flight_recorder.records import Now
 from miner_guard.guard.attribution import Attribution, how_it_ended
 from miner_guard.guard.predecessor import killed_guard
 from miner_guard.guard.restart import Again, Failure, RestartPolicy
@@ -36,7 +34,9 @@ from miner_guard.monitors.runner import MonitorRunner
 from miner_guard.monitors.steps import StepsMonitor
 from miner_guard.monitors.uploads import UploadsMonitor
 from miner_guard.monitors.verdict import VerdictMonitor
-from miner_guard.rank.introspection import diagnosis_codec
+from miner_guard.rank import journal
+from miner_guard.rank.journal import CheckpointEntry, DecisionEntry
+from miner_guard.rank.layout import Now
 from miner_guard.record.redaction import Redactor
 from miner_guard.record.store import RunStore, now_rows
 from miner_guard.record.words import rank_list
@@ -164,7 +164,7 @@ class SimulatedGuard:
         self.runner.finding(make_finding("miner_started", **words))
         self.clock.advance(20.0)
         facts = [self.training.facts(rank) for rank in range(self.training.ranks)]
-        for part in diagnosis_codec.pack(facts):
+        for part in journal.pack(facts):
             self.runner.entry(0, {"kind": "diagnosis", "report": part})
         self.training.first = True
 

@@ -7,8 +7,7 @@ import random
 import socket
 from typing import Any
 
-from miner_guard.flight_recorder.layout import FLAG_FIRST, FLAG_LOSS_ON_CPU
-from miner_guard.flight_recorder.records import StepRecord
+from miner_guard.rank.layout import FLAG_FIRST, FLAG_LOSS_ON_CPU, StepRecord
 from miner_guard.system.clock import FakeClock
 
 _INNER_STEPS = 100

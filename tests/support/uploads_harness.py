@@ -10,9 +10,9 @@ import pytest
 
 from miner_guard.config import Config, GateSettings, MinerSettings, RepoSettings
 from miner_guard.eventlog.catalog import Finding, message
-from miner_guard.flight_recorder.journal import DecisionEntry, parse
-from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.monitors import uploads as module
+from miner_guard.rank.journal import DecisionEntry, parse
+from miner_guard.rank.layout import StepRecord
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
 from miner_guard.uploads import inputs as gate_inputs

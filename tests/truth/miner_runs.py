@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard import attach
-from miner_guard.flight_recorder.reader import BadFlight, FlightReader
+from miner_guard.rank.flight import BadFlight, FlightReader
 from miner_guard.state_dir import StateDir
 from tests.truth import states
 from tests.truth.miner.plan import Plan

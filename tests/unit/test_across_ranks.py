@@ -11,10 +11,9 @@ import pytest
 from miner_guard.config import Config, GpuSettings
 from miner_guard.diagnosis import across_ranks, expectation
 from miner_guard.eventlog import catalog
-from miner_guard.flight_recorder import layout
-from miner_guard.flight_recorder.journal import DiagnosisEntry
 from miner_guard.monitors.diagnosis import DiagnosisMonitor
-from miner_guard.rank.introspection.diagnosis_codec import pack, unpack
+from miner_guard.rank import layout
+from miner_guard.rank.journal import DiagnosisEntry, pack, unpack
 from miner_guard.state_dir import StateDir, write_json
 from tests.support.contexts import context
 from tests.support.rank_reports import GIB, report

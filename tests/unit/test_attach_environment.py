@@ -14,8 +14,8 @@ from miner_guard import attach
 from miner_guard.attach.adapter import Adapter
 from miner_guard.attach.sn38 import Subnet38
 from miner_guard.attach.sn38_uploads import Sn38Uploads
-from miner_guard.flight_recorder.reader import FlightReader
-from miner_guard.rank.consensus import gating
+from miner_guard.rank import questions
+from miner_guard.rank.flight import FlightReader
 from miner_guard.rank.guard import Guard
 from miner_guard.state_dir import StateDir
 from miner_guard.uploads.decision import GateDecision
@@ -148,7 +148,7 @@ def test_a_rank_that_cannot_read_its_miner_asks_with_the_others(tmp_path: Path, 
     class Others:
         def share(self, question: str, answer: bytes | None) -> bytes:
             asked.append(question)
-            return gating.pack(allowed) if answer is None else answer
+            return questions.pack(allowed) if answer is None else answer
 
     class Miner:
         local_progress: object = SimpleNamespace(epoch=1, inner_step=60, loss=2.0)

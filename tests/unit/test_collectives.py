@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from miner_guard.detectors.collectives import late
-from miner_guard.rank.introspection import collectives
+from miner_guard.rank import dumps
 
 
 def trace(
@@ -76,14 +76,14 @@ def test_collectives_of_nccl_are_in_the_answer_beside_those_of_gloo(
     nccl, gloo = trace(900, name="nccl:all_reduce"), trace(7)
     fake = SimpleNamespace(_dump_nccl_trace_json=dump(*nccl), _dump_fr_trace_json=dump(*gloo))
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", fake)
-    document = collectives._last_collectives()
+    document = dumps._last_collectives()
     assert [e["profiling_name"] for e in document["entries"]] == [
         "nccl:all_reduce",
         "gloo:all_reduce",
     ]  # type: ignore[attr-defined]
     del fake._dump_nccl_trace_json, fake._dump_fr_trace_json
     with pytest.raises(LookupError, match="has none of"):
-        collectives._last_collectives()
+        dumps._last_collectives()
 
 
 def test_level_ranks_and_single_ones_name_no_culprit() -> None:

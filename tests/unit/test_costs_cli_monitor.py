@@ -13,10 +13,10 @@ from miner_guard.cli.main import run
 from miner_guard.costs import set_global_tracker
 from miner_guard.costs.known import known
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.flight_recorder.journal import CostEntry
-from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.monitors.base import Exit, Launch
 from miner_guard.monitors.costs import CostsMonitor
+from miner_guard.rank.journal import CostEntry
+from miner_guard.rank.layout import StepRecord
 from miner_guard.system.clock import FakeClock
 from tests.support.contexts import context
 from tests.support.simulated_ranks import headers

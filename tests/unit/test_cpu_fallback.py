@@ -13,10 +13,9 @@ from miner_guard.config import Config, GpuSettings, StepSettings
 from miner_guard.detectors.eta import TrainingFacts
 from miner_guard.detectors.slow_cause import explain
 from miner_guard.eventlog import catalog
-from miner_guard.flight_recorder.layout import FLAG_LOSS_ON_CPU
-from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.monitors.ranks import RanksMonitor
-from miner_guard.rank.introspection import diagnosis_codec
+from miner_guard.rank import journal
+from miner_guard.rank.layout import FLAG_LOSS_ON_CPU, StepRecord
 from tests.support.contexts import context
 from tests.support.simulated_ranks import GIB, Run, healthy
 
@@ -47,7 +46,7 @@ def test_a_model_that_was_moved_after_its_diagnosis_or_is_small_is_not_a_fallbac
     small = ("cuda:0", {"allocated_bytes": 0.4 * GIB, "flags": FLAG_LOSS_ON_CPU})
     for device, seen in (moved, small):
         run = Run(tmp_path, replace(Config(), gpu=GpuSettings(expect=2)))
-        for report in diagnosis_codec.pack(
+        for report in journal.pack(
             [{"rank": r, "model_device": device, "offload": False} for r in range(2)]
         ):
             run.entry(kind="diagnosis", report=report)
@@ -103,7 +102,7 @@ def test_diagnosis_makes_it_certain_unless_the_cpu_was_asked_for(tmp_path: Path)
     for expect, count in ((2, 1), (0, 0), ("auto", 0)):
         run = Run(tmp_path, replace(Config(), gpu=GpuSettings(expect=expect)))
         found_by_ranks = [{"rank": r, "model_device": "cpu", "offload": False} for r in range(2)]
-        for report in diagnosis_codec.pack(found_by_ranks):
+        for report in journal.pack(found_by_ranks):
             run.entry(kind="diagnosis", report=report)
         for _ in range(20):
             run.step(0.3, 3.0, allocated_bytes=None)
@@ -172,7 +171,7 @@ def test_the_entries_of_a_real_diagnosis_are_understood(tmp_path: Path) -> None:
     found_by_ranks = [
         {"rank": rank, "model_device": f"cuda:{rank}", "offload": False} for rank in range(2)
     ]
-    for report in diagnosis_codec.pack(found_by_ranks):
+    for report in journal.pack(found_by_ranks):
         run.entry(kind="diagnosis", t=1.0, report=report)
     for _ in range(30):
         run.step(15.0, 3.0)

@@ -11,22 +11,21 @@ from typing import Any
 
 import pytest
 
-from miner_guard.flight_recorder import memory
-from miner_guard.flight_recorder.layout import (
+from miner_guard.guard.flights import Flights
+from miner_guard.rank import flight
+from miner_guard.rank.environment import find
+from miner_guard.rank.flight import FlightReader, FlightWriter, process_start
+from miner_guard.rank.guard import Guard
+from miner_guard.rank.layout import (
     ACK,
     FILE_SIZE,
     IDENTITY,
     MAGIC,
     NOW_OFFSET,
     VERSION,
+    StepRecord,
     step_offset,
 )
-from miner_guard.flight_recorder.reader import FlightReader
-from miner_guard.flight_recorder.records import StepRecord
-from miner_guard.flight_recorder.writer import FlightWriter, process_start
-from miner_guard.guard.flights import Flights
-from miner_guard.rank.environment import find
-from miner_guard.rank.guard import Guard
 from miner_guard.state_dir import StateDir
 from tests.unit.rank.helpers import place
 
@@ -167,7 +166,7 @@ def test_a_copy_that_is_cut_short_costs_nothing_and_is_made_again(
 ) -> None:
     """A clean-up of the folder once killed the guard and the rank, which read mapped files past
     their end."""
-    monkeypatch.setattr(memory, "COPY_EVERY_S", 0.0)
+    monkeypatch.setattr(flight, "COPY_EVERY_S", 0.0)
     state, heard = StateDir(tmp_path), _Heard()
     flights = Flights(state, RUN, lambda finding: pytest.fail(str(finding)))
     writers = [_worker(state, rank, rank, process=os.getpid()) for rank in (0, 1)]
@@ -208,7 +207,7 @@ def test_a_rank_in_another_pid_namespace_is_followed_by_its_copy(tmp_path: Path)
     (state.flight / "rank-0000.live").unlink()
     for number in (1, 2):
         writer.append(_record(number))
-        memory.copy_now(writer.path, writer._fd)
+        flight.copy_now(writer.path, writer._fd)
         flights.poll(heard)
     assert heard.steps_of == [(0, 1), (0, 2)]
     flights.close()

@@ -11,10 +11,8 @@ from miner_guard.config import LogSettings, loading
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.emitter import ConsoleSink, Emitter
 from miner_guard.eventlog.jsonl import JsonlSink
-from miner_guard.flight_recorder.layout import JOURNAL_SLOTS
-from miner_guard.flight_recorder.reader import BadFlight, FlightReader
-from miner_guard.flight_recorder.records import StepRecord
-from miner_guard.flight_recorder.writer import FlightWriter
+from miner_guard.rank.flight import BadFlight, FlightReader, FlightWriter
+from miner_guard.rank.layout import JOURNAL_SLOTS, StepRecord
 from miner_guard.record.redaction import Redactor
 from miner_guard.system.clock import FakeClock
 

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miner_guard.config import GateSettings
-from miner_guard.flight_recorder.journal import DecisionEntry
-from miner_guard.flight_recorder.layout import SLOT_PAYLOAD
+from miner_guard.rank.journal import DecisionEntry
+from miner_guard.rank.layout import SLOT_PAYLOAD
 from miner_guard.uploads import inputs as gate_inputs
 from miner_guard.uploads.decision import GateDecision
 from miner_guard.uploads.gate import decide, replay

@@ -10,9 +10,9 @@ import pytest
 
 from miner_guard.config import HangSettings
 from miner_guard.detectors.hang import Hang, HangDetector, Processes, describe, name_culprits
-from miner_guard.flight_recorder.records import Identity, Now
 from miner_guard.monitors.evidence import Subject
 from miner_guard.monitors.hang import _elsewhere
+from miner_guard.rank.layout import Identity, Now
 from miner_guard.rank.phases import Phase, PhaseNames, Phases
 from miner_guard.record.words import rank_list
 

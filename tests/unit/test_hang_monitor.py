@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 from miner_guard.config import Config, HangSettings, MinerSettings
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.flight_recorder.records import Now
 from miner_guard.monitors.base import Exit, Launch
 from miner_guard.monitors.hang import HangMonitor
-from miner_guard.rank.consensus.agree import LATE
+from miner_guard.rank.agree import LATE
+from miner_guard.rank.layout import Now
 from miner_guard.system.clock import FakeClock
 from tests.support.contexts import JobsAtOnce, JobsLater, Steered, context
 

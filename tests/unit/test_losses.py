@@ -10,7 +10,7 @@ import pytest
 
 from miner_guard.attach.auto import Leader
 from miner_guard.attach.losses import Losses
-from miner_guard.rank.numbers import Loss
+from miner_guard.rank.steps import Loss
 from tests.support import requires
 
 

@@ -24,7 +24,6 @@ from miner_guard.eventlog.jsonl import JsonlSink
 from miner_guard.eventlog.query import Hit
 from miner_guard.eventlog.rendering import console_line
 from miner_guard.exits import Refused
-from miner_guard.flight_recorder.writer import FlightWriter
 from miner_guard.guard import status as module
 from miner_guard.guard.app import GuardApp
 from miner_guard.guard.control_socket import ControlSocket, ask
@@ -36,6 +35,7 @@ from miner_guard.guard.status import Status
 from miner_guard.monitors.base import Context
 from miner_guard.monitors.reports import ReportsMonitor
 from miner_guard.monitors.runner import MonitorRunner
+from miner_guard.rank.flight import FlightWriter
 from miner_guard.record.redaction import Redactor
 from miner_guard.state_dir import StateDir, read_json
 from miner_guard.system.clock import FakeClock, SystemClock

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from miner_guard.eventlog import formatters
-from miner_guard.flight_recorder.journal import TrainingEntry
+from miner_guard.rank.journal import TrainingEntry
 
 torch = pytest.importorskip("torch")
 
-from miner_guard.rank.introspection import diagnose, placement  # noqa: E402  only where torch is
+from miner_guard.rank import diagnose  # noqa: E402  only where torch is
 from miner_guard.validators import shapes  # noqa: E402
 from miner_guard.validators.shapes import Shapes  # noqa: E402
 
@@ -34,7 +34,7 @@ def test_a_process_without_a_cuda_context_gets_none(monkeypatch: pytest.MonkeyPa
         "init",
     ):
         monkeypatch.setattr(torch.cuda, name, forbidden)
-    facts = placement.cuda_facts("cuda:0")
+    facts = diagnose.cuda_facts("cuda:0")
     assert facts == {"cuda_available": True, "gpu_count": 4, "cuda_context": False}
 
 
@@ -42,7 +42,7 @@ def test_counts_bytes_and_dtypes_by_device() -> None:
     model = torch.nn.Sequential(
         torch.nn.Linear(10, 10), torch.nn.Linear(10, 10, dtype=torch.bfloat16, device="meta")
     )
-    seen = placement.placement(model)
+    seen = diagnose.placement(model)
     assert seen["shards"] == {"cpu": [110, 440], "meta": [110, 220]}
     assert (seen["shard_params"], seen["meta_params"], seen["model_device"]) == (220, 110, "cpu")
     assert set(seen["dtype"].split(", ")) == {"float32", "bfloat16"}
@@ -56,7 +56,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_there(
     def broken(_device: str | None) -> Any:
         raise RuntimeError("CUDA driver error: out of memory")
 
-    monkeypatch.setattr(placement, "cuda_facts", broken)
+    monkeypatch.setattr(diagnose, "cuda_facts", broken)
     host: Any = SimpleNamespace(rank=0, local_rank=0, world_size=1)
     report = diagnose.report(host, torch.nn.Linear(2, 2), batch_size=2, effective_batch_size=512)
     assert report["unread"] == {"cuda": "RuntimeError: CUDA driver error: out of memory"}
@@ -117,7 +117,7 @@ def test_shapes_are_the_whole_parameters_by_plain_name_with_those_that_may_be_mi
     model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(8, 4), "head": torch.nn.Linear(4, 8)})
     model["head"].weight = model["embed"].weight
     model["head"].bias.requires_grad_(False)
-    seen = placement.shapes(torch.nn.ModuleDict({"_orig_mod": model}))
+    seen = diagnose.model_shapes(torch.nn.ModuleDict({"_orig_mod": model}))
     assert seen is not None
     assert seen.of == {"embed.weight": [8, 4], "head.weight": [8, 4], "head.bias": [8]}
     assert seen.optional == {"head.weight", "head.bias"}
@@ -134,8 +134,8 @@ def test_shapes_that_a_rank_cannot_know_are_unknown_and_older_ones_forgotten(
     sharded.weight.tensor_model_parallel = True
     emptied = torch.nn.Linear(4, 8)
     emptied.weight.data = torch.empty(0)
-    assert placement.shapes(sharded) is None
-    assert placement.shapes(emptied) is None
+    assert diagnose.model_shapes(sharded) is None
+    assert diagnose.model_shapes(emptied) is None
     file, host = tmp_path / "shapes.json", Alone()
     diagnose.diagnose(host, torch.nn.Linear(4, 8), TrainingEntry(), shapes_file=file)
     assert shapes.read(file) == Shapes({"weight": [8, 4], "bias": [8]})

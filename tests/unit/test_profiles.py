@@ -9,11 +9,10 @@ import pytest
 
 from miner_guard.config import Config, GateSettings, MinerSettings, loading
 from miner_guard.detectors.log_lines import KINDS
-from miner_guard.flight_recorder.layout import FLAG_SYNC
-from miner_guard.flight_recorder.reader import FlightReader
-from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.monitors.base import Launch
 from miner_guard.monitors.log_attach import LogAttachMonitor
+from miner_guard.rank.flight import FlightReader
+from miner_guard.rank.layout import FLAG_SYNC, StepRecord
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
 from miner_guard.uploads.gate import decide

@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 import pytest
 
 from miner_guard.detectors.rank_ends import ended_early, left_behind
-from miner_guard.flight_recorder.records import Now
 from miner_guard.guard.attribution import ran_to_its_end
+from miner_guard.rank.layout import Now
 
 
 def rank(state: str, heartbeat: float = 100.0, steps: int = 15) -> Now:

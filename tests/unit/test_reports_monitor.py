@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from miner_guard.eventlog.catalog import message
-from miner_guard.flight_recorder.journal import CheckpointEntry, FindingEntry
 from miner_guard.monitors.base import Exit, Launch
 from miner_guard.monitors.reports import ReportsMonitor
+from miner_guard.rank.journal import CheckpointEntry, FindingEntry
 from miner_guard.system.clock import FakeClock
 from tests.support.contexts import context
 

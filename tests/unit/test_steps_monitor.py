@@ -19,13 +19,13 @@ from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import make_finding
 from miner_guard.eventlog.rendering import json_line
 from miner_guard.eventlog.status_document import StatusDocument
-from miner_guard.flight_recorder import layout
-from miner_guard.flight_recorder.journal import TrainingEntry
-from miner_guard.flight_recorder.records import Now
 from miner_guard.guard.engines import monitor_values
 from miner_guard.health.snapshot import assemble, summary
 from miner_guard.monitors.base import Exit, Launch
 from miner_guard.monitors.steps import StepsMonitor
+from miner_guard.rank import layout
+from miner_guard.rank.journal import TrainingEntry
+from miner_guard.rank.layout import Now
 from miner_guard.reporting import metrics, report
 from miner_guard.state_dir import StateDir, finite, write_json
 from miner_guard.system.clock import FakeClock

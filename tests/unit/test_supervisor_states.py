@@ -14,7 +14,6 @@ import pytest
 from miner_guard.config import Config, HangSettings
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.flight_recorder.records import Now
 from miner_guard.guard.launch import ActiveLaunch
 from miner_guard.guard.launch_spec import LaunchSpec, StopRequest, Then
 from miner_guard.guard.loop import Loop
@@ -23,6 +22,7 @@ from miner_guard.guard.supervisor import FAILED, Supervisor
 from miner_guard.monitors.base import Launch
 from miner_guard.monitors.hang import HangMonitor
 from miner_guard.monitors.runner import MonitorRunner
+from miner_guard.rank.layout import Now
 from miner_guard.state_dir import StateDir
 from miner_guard.system import processes
 from miner_guard.system.clock import FakeClock

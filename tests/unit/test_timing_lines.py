@@ -9,9 +9,9 @@ import pytest
 
 from miner_guard.config import StepSettings
 from miner_guard.detectors import timing
-from miner_guard.flight_recorder.reader import FlightReader
 from miner_guard.monitors.steps import StepsMonitor
 from miner_guard.rank.environment import find
+from miner_guard.rank.flight import FlightReader
 from miner_guard.rank.guard import Guard
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock

@@ -15,9 +15,9 @@ from miner_guard.cli.status import _lines
 from miner_guard.config import GateSettings
 from miner_guard.eventlog.catalog import make_finding, message
 from miner_guard.eventlog.status_document import StatusDocument
-from miner_guard.flight_recorder.layout import FLAG_FIRST
 from miner_guard.monitors import uploads as module
 from miner_guard.monitors.base import Exit
+from miner_guard.rank.layout import FLAG_FIRST
 from miner_guard.record.store import RunReader, RunStore, event_row
 from miner_guard.system.clock import iso_utc
 from miner_guard.uploads import audit

@@ -83,8 +83,8 @@ def _imported(name, module):
         import importlib
 
         # The process may hang before it has a rank: in init_process_group, or while it loads data.
-        stacks = importlib.import_module("miner_guard.rank.introspection.stacks")
-        stacks.begin_early(os.environ.get("_MINER_GUARD_STATE_DIR"))
+        dumps = importlib.import_module("miner_guard.rank.dumps")
+        dumps.begin_early(os.environ.get("_MINER_GUARD_STATE_DIR"))
         importlib.import_module(f"miner_guard.attach.{mode}").imported(name, module)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the miner starts without the guard rather than not at all; it is reported
         _say(f"attach {mode} at {name}: {type(error).__name__}: {error}")

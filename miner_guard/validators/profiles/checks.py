@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from miner_guard.config import GateSettings
-from miner_guard.flight_recorder.layout import PHASES
+from miner_guard.record.phases import PHASES
 from miner_guard.validators.limits import FROM_GATE, NAMES, Limits
 
 _STEP = "step outer inner loss lr grad_norm seconds ms gpu_gb micro total rank"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from miner_guard.config import Config
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.monitors.base import Exit, Launch
 from miner_guard.monitors.incidents import IncidentsMonitor
+from miner_guard.rank.layout import StepRecord
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
 from tests.support.contexts import JobsAtOnce, context

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from miner_guard.flight_recorder.reader import FlightReader
 from miner_guard.rank.environment import RankContext, find
+from miner_guard.rank.flight import FlightReader
 from miner_guard.state_dir import StateDir
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.rank.consensus import agree
-from miner_guard.rank.consensus.agree import Group, Member, NoConsensus
+from miner_guard.rank import agree
+from miner_guard.rank.agree import Group, Member, NoConsensus
 
 
 class CountingStore:

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from miner_guard.costs.tracker import MonitoringCostTracker
-from miner_guard.rank import environment
-from miner_guard.rank.consensus import agree, gating
+from miner_guard.rank import agree, environment, questions
 from miner_guard.rank.environment import find
 from miner_guard.rank.guard import Guard
 from miner_guard.state_dir import StateDir
@@ -235,7 +234,7 @@ def test_a_decision_travels_whatever_its_words_are() -> None:
     decision = GateDecision(
         False, words, 1, 2, words, (Verdict("loss", "block", None, None, words),)
     )
-    assert len(gating.pack(decision)) <= agree.PAYLOAD_BYTES
+    assert len(questions.pack(decision)) <= agree.PAYLOAD_BYTES
 
 
 def test_an_error_in_rank_0s_reading_does_not_keep_it_from_the_others(

@@ -13,14 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.flight_recorder import layout
-from miner_guard.flight_recorder.memory import Copier
-from miner_guard.flight_recorder.reader import FlightReader
-from miner_guard.flight_recorder.writer import FlightWriter
 from miner_guard.monitors.evidence import _ask
+from miner_guard.rank import dumps, layout
+from miner_guard.rank.flight import Copier, FlightReader, FlightWriter
 from miner_guard.rank.guard import Guard
-from miner_guard.rank.introspection import collectives
-from miner_guard.rank.notify import Notifier
+from miner_guard.rank.recorder import Notifier
 from miner_guard.state_dir import StateDir
 from miner_guard.system.sockets import address
 from tests.support.waiting import until
@@ -103,7 +100,7 @@ def test_a_copy_that_others_changed_is_rewritten_completely(tmp_path: Path, dama
 CONSOLE = """
 import os, sys
 from miner_guard.eventlog.catalog import make_finding
-from miner_guard.rank.standalone_log import StandaloneLog
+from miner_guard.rank.standalone import StandaloneLog
 log = StandaloneLog(0, "r1", None)
 if sys.argv[1:]:
     os.dup2(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), 1)
@@ -139,7 +136,7 @@ def test_a_rank_reports_its_collectives_through_its_existing_socket(
         before = held()
         dump = state.collectives_of(0)
         assert not _ask(dump), "no process listens yet"
-        collectives.serve(notifier, dump)
+        dumps.serve(notifier, dump)
         assert notifier.notify(0)
         assert json.loads(supervisor.recv(100)) == {"bell": 0}
         assert _ask(dump)

@@ -11,9 +11,9 @@ import pytest
 from miner_guard.costs import global_tracker
 from miner_guard.costs.global_tracker import get_global_tracker
 from miner_guard.costs.tracker import MonitoringCostTracker
-from miner_guard.flight_recorder.layout import FLAG_EVAL, FLAG_FIRST, FLAG_SYNC
 from miner_guard.rank import guard as hook
 from miner_guard.rank.guard import Guard
+from miner_guard.rank.layout import FLAG_EVAL, FLAG_FIRST, FLAG_SYNC
 from miner_guard.state_dir import StateDir
 from tests.unit.rank.helpers import Clock, messages, reader_of
 

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
+from miner_guard.rank import dumps
 from miner_guard.rank import guard as hook
-from miner_guard.rank.introspection import stacks
-from miner_guard.rank.introspection.stacks import STACKS_SIGNAL, SignalTaken
+from miner_guard.rank.dumps import STACKS_SIGNAL, SignalTaken
 from miner_guard.state_dir import StateDir
 from tests.unit.rank.helpers import messages
 
@@ -51,7 +51,7 @@ def test_a_signal_that_the_program_uses_itself_is_left_alone(
     before = signal.signal(STACKS_SIGNAL, lambda *_: None)
     try:
         with pytest.raises(SignalTaken):
-            stacks.register(state.root / "stacks")
+            dumps.register(state.root / "stacks")
     finally:
         signal.signal(STACKS_SIGNAL, before)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from miner_guard.flight_recorder.layout import FLAG_LOSS_ON_CPU, JOURNAL_SLOTS
 from miner_guard.rank.guard import Guard
+from miner_guard.rank.layout import FLAG_LOSS_ON_CPU, JOURNAL_SLOTS
 from miner_guard.state_dir import StateDir
 from tests.unit.rank.helpers import Clock, entries, messages, place, reader_of, state_of
 

@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.flight_recorder import memory
+from miner_guard.rank import flight, standalone
 from miner_guard.rank import guard as hook
-from miner_guard.rank import standalone_log
 from miner_guard.rank.environment import RankSettings, find
 from miner_guard.rank.guard import Guard
 from miner_guard.state_dir import StateDir
@@ -48,18 +47,18 @@ def test_a_disk_that_has_room_later_shows_the_record_from_its_first_step_on(
 ) -> None:
     """A disk that was full at launch once cost the whole launch its record: there were no step
     lines, and a finished miner was restarted forever."""
-    published = memory.publish
+    published = flight.publish
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(memory, "COPY_EVERY_S", 0.01)
-    monkeypatch.setattr(memory, "publish", full)
+    monkeypatch.setattr(flight, "COPY_EVERY_S", 0.01)
+    monkeypatch.setattr(flight, "publish", full)
     guard = Guard(place(state))
     for _ in range(3):
         guard.step(loss=1.0)
     guard.close(finished=True)
-    monkeypatch.setattr(memory, "publish", published)
+    monkeypatch.setattr(flight, "publish", published)
     until(lambda: (state.flight / "rank-0000.live").exists(), 10, "the record")
     assert len(list(reader_of(state).steps())) == 3
     assert state_of(state) == "finished"
@@ -333,7 +332,7 @@ def test_a_finding_that_cannot_be_shown_does_not_silence_a_rank_that_logs_for_it
         def __str__(self) -> str:
             raise ValueError("no text")
 
-    log = standalone_log.StandaloneLog(0, "r1", state)
+    log = standalone.StandaloneLog(0, "r1", state)
     log.say(Finding("no_such_event", "info", "x", {"odd": Odd()}))
     log.say(make_finding("rank_message", text="still here"))
     log.flush()
@@ -347,8 +346,8 @@ def test_a_finding_that_cannot_be_shown_does_not_silence_a_rank_that_logs_for_it
 
 def test_a_console_that_is_full_for_a_while_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     read, write = os.pipe2(os.O_NONBLOCK)
-    monkeypatch.setattr(standalone_log, "_own_descriptor", lambda _fd: write)
-    log = standalone_log.StandaloneLog(0, "r1", None)
+    monkeypatch.setattr(standalone, "_own_descriptor", lambda _fd: write)
+    log = standalone.StandaloneLog(0, "r1", None)
     with contextlib.suppress(BlockingIOError):
         while True:
             os.write(write, b"x" * 4096)
@@ -383,9 +382,9 @@ def test_without_a_standard_output_nothing_is_written_into_the_file_that_has_its
 def test_the_log_of_a_rank_without_a_supervisor_does_not_fill_the_disk(
     state: StateDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standalone_log, "_MAX_LOG", 2000)
-    monkeypatch.setattr(standalone_log, "_KEPT_LOGS", 2)
-    log = standalone_log.StandaloneLog(0, "r1", state)
+    monkeypatch.setattr(standalone, "_MAX_LOG", 2000)
+    monkeypatch.setattr(standalone, "_KEPT_LOGS", 2)
+    log = standalone.StandaloneLog(0, "r1", state)
     for number in range(100):
         log.say(make_finding("rank_message", text=f"line {number}"))
     log.flush(30.0)

@@ -11,8 +11,8 @@ import pytest
 
 from miner_guard.attach.adapter import Adapter
 from miner_guard.attach.auto import Auto
-from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.rank.guard import Guard
+from miner_guard.rank.layout import StepRecord
 from miner_guard.state_dir import StateDir
 from tests.support import requires
 from tests.unit.rank.helpers import messages, place, reader_of

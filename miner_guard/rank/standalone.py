@@ -22,8 +22,8 @@ from miner_guard.config import LogSettings, StepSettings
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.rendering import console_line, json_line, rotate
-from miner_guard.flight_recorder.layout import FLAG_FIRST, SPECIAL_PHASES
-from miner_guard.flight_recorder.records import StepRecord
+from miner_guard.rank.layout import FLAG_FIRST, StepRecord
+from miner_guard.record.phases import SPECIAL_PHASES
 from miner_guard.record.redaction import Redactor
 from miner_guard.record.words import counted, gb
 from miner_guard.state_dir import StateDir, json_number, make_folder, open_private

@@ -1,17 +1,25 @@
-"""Dumps the stacks of all threads on a signal, even while a rank hangs inside C code."""
+"""Dumps what a rank is doing at the supervisor's request: the stacks of all threads, even while the
+rank hangs inside C code, and the last collectives, which identify the late rank.
+"""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
+import importlib
+import json
 import os
 import signal
 from _signal import getsignal as _getsignal  # type: ignore[import-not-found]
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
-from miner_guard.state_dir import StateDir, make_folder, open_private
+from miner_guard.state_dir import StateDir, make_folder, open_private, write_atomic
+
+if TYPE_CHECKING:
+    from miner_guard.rank.recorder import Notifier
 
 STACKS_SIGNAL = signal.SIGUSR2
 """A rank that receives this signal appends the stacks of all its threads to
@@ -125,3 +133,43 @@ def _caught() -> bool:
     with open("/proc/self/status", "rb") as status:
         mask = next((int(line.split()[1], 16) for line in status if line.startswith(b"SigCgt:")), 0)
     return bool(mask >> (STACKS_SIGNAL - 1) & 1)
+
+
+_LAST = 64
+"""How many of the latest collectives to keep from each dump."""
+
+_RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+"""The first dumps NCCL's collectives and exists only in torch's CUDA builds; the second dumps
+gloo's."""
+
+
+def serve(notifier: Notifier, path: Path) -> None:
+    """On each datagram to `PATH.ask`, replace `path`. Raises OSError."""
+    notifier.answer(asking(path), lambda: _answer(path))
+
+
+def asking(path: Path) -> Path:
+    """Return the path of the socket that takes requests for a dump to `path`."""
+    return path.with_name(path.name + ".ask")
+
+
+def _answer(path: Path) -> None:
+    try:
+        document = _last_collectives()
+    except Exception as error:  # noqa: BLE001 - a torch build without the recorder must not end this thread; the file gives the reason
+        document = {"error": f"{type(error).__name__}: {error}"}
+    with contextlib.suppress(OSError):
+        write_atomic(path, json.dumps(document, default=str))
+
+
+def _last_collectives() -> dict[str, object]:
+    recorders = importlib.import_module("torch._C._distributed_c10d")
+    keys = ("collective_seq_id", "process_group", "profiling_name", "state", "is_p2p")
+    entries: list[dict[str, object]] = []
+    dumps = [dump for name in _RECORDERS if (dump := getattr(recorders, name, None)) is not None]
+    if not dumps:
+        raise LookupError(f"this torch has none of {', '.join(_RECORDERS)}")
+    for dump in dumps:
+        kept = json.loads(dump()).get("entries", [])[-_LAST:]
+        entries += [{key: entry.get(key) for key in keys} for entry in kept]
+    return {"entries": entries}

@@ -1,38 +1,181 @@
-"""The contents of a flight record as its writer and readers see them, and the conversion to and
-from the file.
+"""The flight record's contents and their binary layout: one file per rank, written by the rank,
+readable by any process.
 
-An unknown value is None here, and NaN, -1 or a missing flag in the file. Only this module converts
-between the two.
+    header    1 page: what the rank is doing now, guarded by a sequence lock
+    ring      4096 step records
+    journal   64 slots of JSON: decisions, uploads, diagnosis, messages; kept until acknowledged
+
+All numbers are little endian. Times are CLOCK_MONOTONIC in seconds, which all processes on a host
+share; `wall` is seconds since 1970. An unknown value is None to readers and writers; in the file an
+unknown number is NaN, an unknown count -1.
 """
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
-from miner_guard.flight_recorder import layout
-from miner_guard.flight_recorder.layout import (
-    FLAG_EVAL_LOSS_GIVEN,
-    FLAG_GRAD_NORM_GIVEN,
-    FLAG_LOSS_GIVEN,
-    NAN,
-    PHASES,
-    STEP,
-    STEPPED,
-    STEPPED_OFFSET,
-    check_of,
-    step_offset,
-)
-
 if TYPE_CHECKING:
     from mmap import mmap
+
+from miner_guard.record.phases import PHASES
+
+NAN = math.nan
+
+MAGIC = b"MGFLIGHT"
+VERSION = 2
+"""Version 2 added the evaluation loss to the step record."""
+
+HEADER_SIZE = 4096
+RING_SLOTS = 4096
+STEP_SIZE = 256
+JOURNAL_SLOTS = 64
+SLOT_SIZE = 4096
+
+RING_OFFSET = HEADER_SIZE
+JOURNAL_OFFSET = RING_OFFSET + RING_SLOTS * STEP_SIZE
+FILE_SIZE = JOURNAL_OFFSET + JOURNAL_SLOTS * SLOT_SIZE
+
+IDENTITY = struct.Struct("<8sIIiiiq16sdi")
+"""magic, version, pid, rank, local_rank, world_size, process start (clock ticks since boot), run
+id, opened (wall), local world size (0: unknown)."""
+IDENTITY_OFFSET = 0
+
+ACK = struct.Struct("<Q")
+"""Number of journal entries that the supervisor has stored. The supervisor writes it."""
+ACK_OFFSET = 128
+
+REQUESTS = struct.Struct("<Q")
+"""Number of checkpoints that the supervisor has asked for. The supervisor writes it."""
+REQUESTS_OFFSET = 136
+
+ATTACHED = struct.Struct("<Q")
+"""The supervisor's pid, written when the supervisor opens the record; zero until then."""
+ATTACHED_OFFSET = 144
+
+NOW = struct.Struct("<QB7x24sddqqqddddQQQQ48sd")
+"""sequence lock (odd: being written), state, phase, phase since, heartbeat, outer step, inner step,
+total steps, loss, lr, allocated bytes, the phase's allowance (s; NaN: the default), steps written,
+journal entries written, datagrams dropped, journal entries lost, open monitoring operation, its
+start."""
+NOW_OFFSET = 192
+
+PHASE = struct.Struct("<24sdd")
+"""The fields of NOW that change with the phase: name, start, heartbeat."""
+PHASE_OFFSET = NOW_OFFSET + 16
+
+COUNTS = struct.Struct("<QQQQ")
+"""The counters in NOW: steps written, journal entries written, datagrams dropped, journal entries
+lost."""
+COUNTS_OFFSET = NOW_OFFSET + 112
+
+OPERATION = struct.Struct("<48sd")
+"""The fields of NOW for the outermost open monitoring operation: name (empty: none), start."""
+OPERATION_OFFSET = NOW_OFFSET + 144
+
+LOCK, STATE, SINCE, ALLOWANCE, STEPS, ENTRIES, DROPPED, LOST = 0, 1, 5, 13, 14, 15, 16, 17
+"""Offsets into NOW, in 8-byte words, of the fields that the writer updates individually, without
+packing the rest."""
+
+STEPPED = struct.Struct("<dqqqddd")
+"""The fields of NOW that change with each step: heartbeat, outer step, inner step, total steps,
+loss, lr, allocated."""
+STEPPED_OFFSET = NOW_OFFSET + 48
+
+STEP = struct.Struct("<QqqqdddddddddqII" + f"{len(PHASES)}f" + "f")
+"""sequence number + 1, outer step, inner step, total steps, start (monotonic), end (monotonic), end
+(wall), loss, lr, grad norm, evaluation loss, allocated bytes, reserved bytes, tokens, flags, check,
+seconds per phase (including the phases nested in it), seconds of the phases nested in `monitor`."""
+
+FLAG_EVAL = 1
+"""Part of the step was spent in inference, val_loss, example_loss or monitor."""
+FLAG_FIRST = 2
+"""The first step of this process: it includes compilation and cold caches."""
+FLAG_LOSS_ON_CPU = 4
+"""The loss was a tensor on the CPU although CUDA was expected."""
+FLAG_SYNC = 8
+"""Part of the step was spent in upload, allreduce, load_state or pause."""
+FLAG_LOSS_GIVEN = 1 << 16
+"""The training loop reported a loss, so NaN means that the loss is NaN. Without the flag, NaN means
+unknown."""
+FLAG_GRAD_NORM_GIVEN = 1 << 17
+"""The training loop reported a gradient norm; NaN means the same as for FLAG_LOSS_GIVEN."""
+FLAG_EVAL_LOSS_GIVEN = 1 << 18
+"""The training loop reported an evaluation loss; NaN means the same as for FLAG_LOSS_GIVEN."""
+FLAG_LOSS_SUMMED = 1 << 19
+"""The loss is the sum of all losses passed to `backward` during the step; the miner may display a
+different number."""
+LOSS_LAG_SHIFT, MAX_LOSS_LAG = 20, 15
+"""Position and maximum of a four-bit field: how many steps ago the loss was computed."""
+
+SLOT = struct.Struct("<QII")
+"""sequence number + 1, length of the JSON that follows, its crc32."""
+SLOT_PAYLOAD = SLOT_SIZE - SLOT.size
+
+STATES = ("starting", "running", "closed", "finished", "ended", "failed")
+"""`closed`: the miner closed the hook without reporting that it finished; `finished`: it called
+`close(finished=True)`; `ended`: the process exited normally without closing the hook; `failed`: it
+exited with an uncaught exception."""
+
+ENDED_STATES = frozenset(STATES[2:])
+"""States in which the rank has stopped training."""
+
+
+def known(number: float) -> float | None:
+    """Convert a number from the file: None if it is unknown (NaN)."""
+    return None if number != number else number
+
+
+def known_count(count: int) -> int | None:
+    """Convert a count from the file: None if it is unknown (negative)."""
+    return None if count < 0 else count
+
+
+_MAX_TIME_S = 1e12
+"""Sanity bound: about 30,000 years of uptime."""
+
+
+def is_time(value: float) -> bool:
+    """Return whether the value can be a monotonic time; False for NaN and infinities."""
+    return 0.0 <= value < _MAX_TIME_S
+
+
+def step_offset(number: int) -> int:
+    """Offset of step record `number` (counting from 0)."""
+    return RING_OFFSET + (number % RING_SLOTS) * STEP_SIZE
+
+
+def slot_offset(number: int) -> int:
+    """Offset of journal entry `number` (counting from 0)."""
+    return JOURNAL_OFFSET + (number % JOURNAL_SLOTS) * SLOT_SIZE
+
+
+def check_of(number: int, inner_step: int, end: float) -> int:
+    """Compute the check word at the end of a step record; a reader uses it to detect a torn
+    write."""
+    return (number * 2654435761 ^ (inner_step & 0xFFFFFFFF) ^ int(end * 1000)) & 0xFFFFFFFF
+
+
+assert STEP.size <= STEP_SIZE
+assert IDENTITY.size <= ACK_OFFSET
+assert NOW_OFFSET + 8 * SINCE == PHASE_OFFSET + 24
+assert STEPPED_OFFSET + STEPPED.size == NOW_OFFSET + 8 * ALLOWANCE
+assert NOW_OFFSET + 8 * STEPS == COUNTS_OFFSET
+assert ACK_OFFSET + ACK.size <= REQUESTS_OFFSET
+assert REQUESTS_OFFSET + REQUESTS.size <= ATTACHED_OFFSET
+assert ATTACHED_OFFSET + ATTACHED.size <= NOW_OFFSET
+assert COUNTS_OFFSET + COUNTS.size == OPERATION_OFFSET
+assert OPERATION_OFFSET + OPERATION.size == NOW_OFFSET + NOW.size <= HEADER_SIZE
+
 
 _GIVEN = FLAG_LOSS_GIVEN | FLAG_GRAD_NORM_GIVEN | FLAG_EVAL_LOSS_GIVEN
 _ZEROS = (0.0,) * len(PHASES)
 _FIRST_PHASE = 16
-"""Index of the first phase's column among the values of `layout.STEP`."""
+"""Index of the first phase's column among the values of `STEP`."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +199,11 @@ class Identity:
 
     def pack_into(self, buffer: mmap) -> None:
         """Write the identity to its place in the file."""
-        layout.IDENTITY.pack_into(
+        IDENTITY.pack_into(
             buffer,
-            layout.IDENTITY_OFFSET,
-            layout.MAGIC,
-            layout.VERSION,
+            IDENTITY_OFFSET,
+            MAGIC,
+            VERSION,
             self.pid,
             self.rank,
             self.local_rank,
@@ -74,8 +217,8 @@ class Identity:
     @classmethod
     def unpack_from(cls, buffer: mmap | bytearray) -> Identity | None:
         """The record's identity, or None if the file is not a flight record of this version."""
-        magic, version, *values = layout.IDENTITY.unpack_from(buffer, layout.IDENTITY_OFFSET)
-        if magic != layout.MAGIC or version != layout.VERSION:
+        magic, version, *values = IDENTITY.unpack_from(buffer, IDENTITY_OFFSET)
+        if magic != MAGIC or version != VERSION:
             return None
         pid, rank, local_rank, world_size, start, run_id, opened, local_world_size = values
         run = run_id.rstrip(b"\0").decode(errors="replace")
@@ -94,7 +237,7 @@ class Now:
     """The rank's current activity, from the header of its flight record."""
 
     state: str
-    """One of `layout.STATES`."""
+    """One of `STATES`."""
 
     phase: str
     """Name of the innermost phase, empty between phases."""
@@ -131,8 +274,8 @@ class Now:
     def unpack_from(cls, buffer: mmap | bytearray) -> Now | None:
         """The header; None if the rank has not written one yet, or is in the middle of writing it
         (in that case, try again)."""
-        values = layout.NOW.unpack_from(buffer, layout.NOW_OFFSET)
-        after = layout.ACK.unpack_from(buffer, layout.NOW_OFFSET)[0]
+        values = NOW.unpack_from(buffer, NOW_OFFSET)
+        after = ACK.unpack_from(buffer, NOW_OFFSET)[0]
         (
             lock,
             state,
@@ -156,17 +299,17 @@ class Now:
         if lock != after or lock % 2 or not lock:
             return None
         return cls(
-            layout.STATES[state] if state < len(layout.STATES) else "unknown",
+            STATES[state] if state < len(STATES) else "unknown",
             phase.rstrip(b"\0").decode(errors="replace"),
             since,
             heartbeat,
-            layout.known_count(outer),
-            layout.known_count(inner),
+            known_count(outer),
+            known_count(inner),
             max(total, 0),
-            layout.known(loss),
-            layout.known(lr),
-            layout.known(allocated),
-            layout.known(allowance),
+            known(loss),
+            known(lr),
+            known(allocated),
+            known(allowance),
             steps,
             entries,
             dropped,
@@ -217,11 +360,11 @@ class StepRecord:
     reserved_bytes: float | None = None
     tokens: int | None = None
     flags: int = 0
-    """`layout.FLAG_EVAL`, `FLAG_FIRST`, `FLAG_LOSS_ON_CPU`, `FLAG_SYNC`, `FLAG_LOSS_SUMMED` and the
+    """`FLAG_EVAL`, `FLAG_FIRST`, `FLAG_LOSS_ON_CPU`, `FLAG_SYNC`, `FLAG_LOSS_SUMMED` and the
     loss lag. `pack_into` adds the flags for the values that were reported."""
 
     phases: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by phase (`layout.PHASES`), for the phases that occurred; each includes the phases
+    """Seconds by phase (`PHASES`), for the phases that occurred; each includes the phases
     nested in it."""
 
     nested_in_monitor_s: float = 0.0
@@ -235,13 +378,13 @@ class StepRecord:
     @property
     def loss_lag(self) -> int:
         """How many steps ago the loss was computed; 0 means in this step."""
-        return self.flags >> layout.LOSS_LAG_SHIFT & layout.MAX_LOSS_LAG
+        return self.flags >> LOSS_LAG_SHIFT & MAX_LOSS_LAG
 
     @property
     def loss_summed(self) -> bool:
         """Whether the loss is the sum of all losses passed to `backward`; the miner may display a
         different number."""
-        return bool(self.flags & layout.FLAG_LOSS_SUMMED)
+        return bool(self.flags & FLAG_LOSS_SUMMED)
 
     def pack_into(self, buffer: mmap) -> None:
         """Write the record to its place in the ring."""
@@ -310,27 +453,27 @@ class StepRecord:
             values[:12]
         )
         reserved, tokens, flags, check = values[12:_FIRST_PHASE]
-        if sequence != number + 1 or not (layout.is_time(start) and layout.is_time(end)):
+        if sequence != number + 1 or not (is_time(start) and is_time(end)):
             return None
         if check != check_of(number, inner, end):
             return None
         *columns, nested = values[_FIRST_PHASE:]
         return cls(
             number=number,
-            outer_step=layout.known_count(outer),
-            inner_step=layout.known_count(inner),
+            outer_step=known_count(outer),
+            inner_step=known_count(inner),
             total_steps=total,
             start=start,
             end=end,
             wall=wall,
             loss=loss if flags & FLAG_LOSS_GIVEN else None,
-            lr=layout.known(lr),
+            lr=known(lr),
             # Older hooks wrote no such flag, and NaN for an unknown norm.
-            grad_norm=norm if flags & FLAG_GRAD_NORM_GIVEN else layout.known(norm),
+            grad_norm=norm if flags & FLAG_GRAD_NORM_GIVEN else known(norm),
             eval_loss=evaluated if flags & FLAG_EVAL_LOSS_GIVEN else None,
-            allocated_bytes=layout.known(allocated),
-            reserved_bytes=layout.known(reserved),
-            tokens=layout.known_count(tokens),
+            allocated_bytes=known(allocated),
+            reserved_bytes=known(reserved),
+            tokens=known_count(tokens),
             flags=flags & ~_GIVEN,
             phases={
                 name: seconds for name, seconds in zip(PHASES, columns, strict=True) if seconds > 0

@@ -1,1 +1,0 @@
-"""Gives all ranks the same answer to a question."""

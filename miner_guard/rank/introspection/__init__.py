@@ -1,1 +1,0 @@
-"""Lets a rank report about itself: stacks, collectives, model placement, diagnosis."""
