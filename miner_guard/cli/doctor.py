@@ -19,7 +19,7 @@ from miner_guard.exits import OK, UNAVAILABLE
 from miner_guard.record.words import counted
 
 if TYPE_CHECKING:
-    from miner_guard.diagnosis.check import Check, Snapshot
+    from miner_guard.checks.check import Check, Snapshot
 
 CONTEXT = {"allow_interspersed_args": False}
 
@@ -56,8 +56,7 @@ def command(
     if miner:
         options.check_command(miner[0])
     # Imported late: neither `--help` nor a bad configuration needs it.
-    from miner_guard.diagnosis.judge import judge
-    from miner_guard.diagnosis.request import PreflightRequest
+    from miner_guard.checks.preflight import PreflightRequest, judge
     from miner_guard.guard.collect import collect_snapshot
 
     start = time.monotonic()
@@ -88,7 +87,7 @@ def _pause(seconds: float) -> bool:
 def document(snapshot: Snapshot, checks: Sequence[Check], seconds: float) -> dict[str, Any]:
     """Return the snapshot and all results as a JSON document. Leaves out the environment and the
     command, which may contain secrets."""
-    from miner_guard.diagnosis.check import counts
+    from miner_guard.checks.check import counts
     from miner_guard.record.redaction import Redactor
     from miner_guard.state_dir import finite
 
@@ -132,7 +131,7 @@ def _table(checks: Sequence[Check], seconds: float) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from miner_guard.diagnosis.check import counts
+    from miner_guard.checks.check import counts
     from miner_guard.record.redaction import Redactor
 
     secrets = Redactor.from_environment(os.environ)

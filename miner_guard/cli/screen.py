@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from miner_guard.checks.snapshot import number
 from miner_guard.cli.screen_text import cut, duration, progress_bar, sparkline, wrapped
 from miner_guard.detectors.verdict_conditions import (
     DEGRADED,
@@ -28,7 +29,6 @@ from miner_guard.detectors.verdict_wording import (
     week_of,
 )
 from miner_guard.eventlog.status_document import HealthStatus, StatusDocument, StepsStatus
-from miner_guard.health.snapshot import number
 from miner_guard.record.words import percentages
 from miner_guard.system.clock import parse_iso_utc
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from miner_guard import __version__, state_dir
+from miner_guard.checks.preflight import PreflightRequest
 from miner_guard.config import Config
-from miner_guard.diagnosis.request import PreflightRequest
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.emitter import ConsoleSink, Emitter, StoreSink
 from miner_guard.exits import CRASH_LOOP, UNAVAILABLE

@@ -9,20 +9,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from miner_guard.config import optional_deps
-from miner_guard.diagnosis.check import Snapshot
-from miner_guard.diagnosis.gpu_count import visible
-from miner_guard.diagnosis.held_memory import HELD_BYTES
-from miner_guard.diagnosis.inside import miner_side
-from miner_guard.diagnosis.interpreter import of_command
-from miner_guard.diagnosis.request import (
+from miner_guard.checks import miner_side
+from miner_guard.checks.check import Snapshot
+from miner_guard.checks.environment import interpreter_of
+from miner_guard.checks.gpu import HELD_BYTES, visible
+from miner_guard.checks.nvml import NvmlSampler
+from miner_guard.checks.preflight import (
     PreflightRequest,
     expectation_of,
     folders_of,
     ports_of,
     profile_of,
 )
-from miner_guard.health.nvml import NvmlSampler
+from miner_guard.config import optional_deps
 from miner_guard.system import probe
 from miner_guard.uploads.repos import credentials
 
@@ -59,7 +58,7 @@ class SnapshotCollector:
     ) -> None:
         self._q, self._pool, self._sampler, self._wait = question, pool, sampler, wait
         self._deadline = question.config.gpu.probe_timeout_s
-        self._python = of_command(question.command, question.env)
+        self._python = interpreter_of(question.command, question.env)
         self._unread: dict[str, str] = {}
         self._unanswered: set[str] = set()
 
@@ -102,16 +101,22 @@ class SnapshotCollector:
         host = {"paths": folders_of(q), "ports": ports_of(q)}
         questions: dict[str, Callable[[], probe.Answer]] = {
             "packages": lambda: self._inside("packages", {}),
-            "host": lambda: probe.ask("miner_guard.diagnosis.host_probe", host, self._deadline),
+            "host": lambda: probe.ask("miner_guard.checks.host_probe", host, self._deadline),
         }
-        document = {"repo": dataclasses.asdict(repo)}
+        settings = dataclasses.asdict(repo)
         if repo.kind != "none":
             questions["repo"] = lambda: probe.ask(
-                "miner_guard.diagnosis.repo_probe", document, repo.timeout_s, env=dict(q.env)
+                "miner_guard.checks.storage",
+                {"what": "repo", "repo": settings},
+                repo.timeout_s,
+                env=dict(q.env),
             )
         if repo.kind in ("s3", "hf"):
             questions["clock"] = lambda: probe.ask(
-                "miner_guard.diagnosis.clock_probe", document, repo.timeout_s, env=dict(q.env)
+                "miner_guard.checks.storage",
+                {"what": "clock", "repo": settings},
+                repo.timeout_s,
+                env=dict(q.env),
             )
         return questions
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 
 from miner_guard import attach
+from miner_guard.checks.environment import interpreter_of
 from miner_guard.config import Config
 from miner_guard.config.loading import PREFIX, SECRET
-from miner_guard.diagnosis.interpreter import of_command
 from miner_guard.rank.environment import RANK_ABOVE
 from miner_guard.state_dir import MARKER, RANK_SETTINGS, STATE_DIR, StateDir, finite
 from miner_guard.system.processes import HELPER
@@ -84,7 +84,7 @@ def of_miner(
     own.setdefault("PYTHONUNBUFFERED", "1")
     # After a hang, torch's Flight Recorder shows which rank was late for a collective, with gloo
     # too.
-    beside = os.path.dirname(of_command(command, own)) == os.path.dirname(sys.executable)
+    beside = os.path.dirname(interpreter_of(command, own)) == os.path.dirname(sys.executable)
     for name in _flight_recorder_sizes(ours=beside):
         own.setdefault(name, "2000")
     return {

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from miner_guard.diagnosis.check import Check, Snapshot, counts
-from miner_guard.diagnosis.gpu_count import usable
-from miner_guard.diagnosis.judge import judge
-from miner_guard.diagnosis.request import PreflightRequest
+from miner_guard.checks.check import Check, Snapshot, counts
+from miner_guard.checks.gpu import usable
+from miner_guard.checks.preflight import PreflightRequest, judge
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.write_errors import not_stored
 from miner_guard.guard.collect import collect_snapshot

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from miner_guard.diagnosis.request import PreflightRequest
+from miner_guard.checks.preflight import PreflightRequest
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.exits import UNAVAILABLE
 from miner_guard.system import probe

@@ -377,8 +377,10 @@ def load() -> Knowledge:
 
 
 def shipped() -> dict[str, str]:
-    """The TOML documents in the package, keyed by file name."""
-    return {name: _file(name) for name in sorted(os.listdir(_HERE)) if name.endswith(".toml")}
+    """The TOML documents in the package, keyed by file name; `xids.toml` is NVIDIA's catalogue, not
+    patterns (`miner_guard.incidents.xids`)."""
+    names = (name for name in sorted(os.listdir(_HERE)) if name.endswith(".toml"))
+    return {name: _file(name) for name in names if name != "xids.toml"}
 
 
 def _file(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Patterns for lines with an Xid number, built from the rows of `miner_guard/health/xids.toml`.
+"""Patterns for lines with an Xid number, built from the rows of `miner_guard/incidents/xids.toml`.
 
 An entry in a knowledge file names tiers instead of numbers: `{ has = ["xid "], xids = ["reset"] }`.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from miner_guard.health import xids
+from miner_guard.incidents import xids
 
 _CATALOGUE = "https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html"
 

@@ -8,10 +8,10 @@ from dataclasses import asdict
 from typing import Any
 
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.health import chain
-from miner_guard.health.chain import ChainReading
 from miner_guard.monitors.base import Context, Monitor
 from miner_guard.system.once import OncePer
+from miner_guard.uploads import chain
+from miner_guard.uploads.chain import ChainReading
 from miner_guard.uploads.network import NetworkProgress, network_of, progress
 from miner_guard.validators.facts import Network
 from miner_guard.validators.limits import Limits

@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from miner_guard.diagnosis import across_ranks
-from miner_guard.diagnosis.request import PreflightRequest, expectation_of
+from miner_guard.checks import ranks
+from miner_guard.checks.preflight import PreflightRequest, expectation_of
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
 from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, unpack
@@ -53,7 +53,7 @@ class DiagnosisMonitor(Monitor):
         question = PreflightRequest(self.context.config, self.context.state, self._command, {})
         self._expected = expectation_of(question, None).count
         low = self.context.config.gpu.low_memory_gb * 1024**3
-        found = list(across_ranks.findings(self._reports, self._expected, low))
+        found = list(ranks.findings(self._reports, self._expected, low))
         return [*found, *_resources(self._reports)]
 
     def snapshot(self) -> Mapping[str, Any]:

@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from miner_guard.checks.faults import Faults
 from miner_guard.detectors.batch_argument import BatchChange, BatchPolicy, rewritten, value_of
 from miner_guard.detectors.gpu_use import GpuUse, MemoryReading, Printed, parse
 from miner_guard.detectors.model_sizes import size_of
-from miner_guard.diagnosis.faults import Faults
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.line_templates import template
 from miner_guard.eventlog.section import LastRead

@@ -7,14 +7,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from miner_guard.diagnosis import faults
+from miner_guard.checks import faults
+from miner_guard.checks.limits import HostLimits
+from miner_guard.checks.nvml import NvmlSampler
+from miner_guard.checks.samplers import HostSampler, OwnSampler, Samplers, Unreadable, host_figures
+from miner_guard.checks.snapshot import assemble, summary
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.health.host import HostSampler, figures
-from miner_guard.health.limits import HostLimits
-from miner_guard.health.nvml import NvmlSampler
-from miner_guard.health.own import OwnSampler
-from miner_guard.health.samplers import Samplers, Unreadable
-from miner_guard.health.snapshot import assemble, summary
 from miner_guard.monitors.base import Context, Monitor
 from miner_guard.rank.layout import Now
 
@@ -79,7 +77,7 @@ class HealthMonitor(Monitor):
                 self.context.emit(finding)
 
     def _host_figures(self) -> Mapping[str, Any] | None:
-        return figures(self.samplers.reading(name).value for name in self._host.reads)
+        return host_figures(self.samplers.reading(name).value for name in self._host.reads)
 
     def _log_snapshot(self) -> None:
         self.context.emit(self._finding())

@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from miner_guard import state_dir
+from miner_guard.checks.samplers import oom_kills
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.write_errors import not_stored
-from miner_guard.health.host import oom_kills
 from miner_guard.incidents import knowledge, log_text, report
 from miner_guard.incidents.oom import Training
 from miner_guard.incidents.report import Explained

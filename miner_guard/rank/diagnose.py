@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from miner_guard.diagnosis import across_ranks
+from miner_guard.checks import ranks
 from miner_guard.eventlog import catalog
 from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, Report, TrainingEntry, pack
 from miner_guard.system.boot import boot_id
@@ -264,7 +264,7 @@ def _hand_over(
     for part in pack(reports):
         stored = guard.journal(DiagnosisEntry(t=now, report=part)) and stored
     if not guard.supervised or not stored:
-        for finding in across_ranks.findings(reports, expect):
+        for finding in ranks.findings(reports, expect):
             guard.emit(finding)
 
 

@@ -16,10 +16,9 @@ from typing import Any
 
 from miner_guard.config import ChainSettings, RepoSettings
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.health import chain
 from miner_guard.record.redaction import without_secrets
 from miner_guard.system import probe
-from miner_guard.uploads import axon_probe
+from miner_guard.uploads import axon_probe, chain
 from miner_guard.uploads.audit_memory import AuditMemory
 from miner_guard.uploads.commitments import commitment_of, configured, keys_of, placeholder
 from miner_guard.uploads.network import network_of, progress

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from miner_guard.config import RepoSettings
-from miner_guard.health.chain import ChainReading
 from miner_guard.record.redaction import without_secrets
 from miner_guard.system import probe
+from miner_guard.uploads.chain import ChainReading
 from miner_guard.uploads.commitments import keys_of, placeholder
 from miner_guard.validators.commitment import fingerprint
 from miner_guard.validators.facts import Network

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from miner_guard.health.nvml import NvmlSampler
+from miner_guard.checks.nvml import NvmlSampler
 from tests.benchmarks.frame import Row
 from tests.support.fake_nvml import FakeNvml, build
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from miner_guard.config import HangSettings
 from miner_guard.detectors.hang import HangDetector
-from miner_guard.diagnosis import across_ranks
 from miner_guard.eventlog.catalog import make_finding, message
 from miner_guard.rank import layout
 from miner_guard.rank.journal import DiagnosisEntry, pack
@@ -72,7 +71,7 @@ def _late_line(ranks: int) -> float:
 
 def _block(ranks: int) -> float:
     reports = [report(r, allocated_bytes=(18 + r % 3) * GIB) for r in range(ranks)]
-    found = across_ranks.findings(reports, ranks)
+    found = ranks.findings(reports, ranks)
     return sum(len(message(f).encode()) for f in found if f.event == "gpu_diagnostics")
 
 

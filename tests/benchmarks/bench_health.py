@@ -11,16 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from miner_guard.checks.samplers import HostSampler, OwnSampler, Samplers, host_figures
+from miner_guard.checks.snapshot import assemble, summary
 from miner_guard.config import LogSettings
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.emitter import Emitter
 from miner_guard.eventlog.jsonl import JsonlSink
 from miner_guard.eventlog.rendering import json_line
 from miner_guard.eventlog.status_document import StatusDocument
-from miner_guard.health.host import HostSampler, figures
-from miner_guard.health.own import OwnSampler
-from miner_guard.health.samplers import Samplers
-from miner_guard.health.snapshot import assemble, summary
 from miner_guard.record.redaction import Redactor
 from miner_guard.reporting import metrics
 from miner_guard.reporting.report import render
@@ -101,7 +99,7 @@ def run() -> list[Row]:
     )
     rows = _both("sampling the host and the guard", samplers.sample, 50)
     own_sample = own.sample()
-    host_sample = figures(
+    host_sample = host_figures(
         reading.value for name, reading in samplers.readings().items() if name != "guard"
     )
 

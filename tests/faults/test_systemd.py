@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.diagnosis.host import NOFILE
+from miner_guard.checks.host import NOFILE
 from tests.faults.guarded import MARK, REPO, Guarded, living, until
 
 UNIT = REPO / "ops" / "miner-guard.service"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from miner_guard.diagnosis.deep import DATASHEET_SHARE, datasheet_of
+from miner_guard.checks.cuda import DATASHEET_SHARE, datasheet_of
 from tests.gpu.conftest import Table
 from tests.gpu.machine import FAKE_GPU, Machine, child_environment
 

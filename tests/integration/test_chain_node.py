@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from miner_guard.config import ChainSettings
-from miner_guard.health import chain
+from miner_guard.uploads import chain
 
 pytest.importorskip("websockets", reason="the stub node speaks websocket: pip install websockets")
 pytest.importorskip("xxhash", reason="the stub node hashes storage keys: pip install xxhash")

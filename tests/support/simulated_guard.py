@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from miner_guard.checks.snapshot import assemble, summary
 from miner_guard.config import Config, GpuSettings, MinerSettings, RepoSettings
 from miner_guard.detectors.verdict_memory import Memory
 from miner_guard.eventlog.catalog import make_finding
@@ -22,7 +23,6 @@ from miner_guard.eventlog.run_status import LastExit, RankProcess, RunStatus
 from miner_guard.guard.attribution import Attribution, how_it_ended
 from miner_guard.guard.predecessor import killed_guard
 from miner_guard.guard.restart import Again, Failure, RestartPolicy
-from miner_guard.health.snapshot import assemble, summary
 from miner_guard.monitors import uploads as uploads_module
 from miner_guard.monitors.base import Exit, Launch, Monitor
 from miner_guard.monitors.curves import CurvesMonitor

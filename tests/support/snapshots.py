@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from miner_guard.checks.check import Check, Expectation, Snapshot
 from miner_guard.config import Config
-from miner_guard.diagnosis.check import Check, Snapshot
-from miner_guard.diagnosis.expectation import Expectation
 
 GIB = 1024**3
 FOUR = Expectation(4, "[gpu] expect")

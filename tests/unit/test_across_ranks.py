@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from miner_guard.checks import check, ranks
 from miner_guard.config import Config, GpuSettings
-from miner_guard.diagnosis import across_ranks, expectation
 from miner_guard.eventlog import catalog
 from miner_guard.monitors.diagnosis import DiagnosisMonitor
 from miner_guard.rank import layout
@@ -19,17 +19,17 @@ from tests.support.contexts import context
 from tests.support.rank_reports import GIB, report
 
 
-def ranks(change: dict[str, Any] | None = None, of: int = 2) -> list[dict[str, Any]]:
+def reports_of_four(change: dict[str, Any] | None = None, of: int = 2) -> list[dict[str, Any]]:
     return [report(r, **(change or {} if r == of else {})) for r in range(4)]
 
 
 def messages(reports: list[dict[str, Any]], expect: int | None = None) -> list[str]:
-    found = across_ranks.findings(reports, expect)
+    found = ranks.findings(reports, expect)
     return [str(f.fields["check"]) if f.event == "rank_finding" else f.event for f in found]
 
 
 def test_four_healthy_ranks_give_the_block_and_nothing_else() -> None:
-    assert messages(ranks(), 4) == ["gpu_diagnostics"]
+    assert messages(reports_of_four(), 4) == ["gpu_diagnostics"]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_four_healthy_ranks_give_the_block_and_nothing_else() -> None:
     ],
 )
 def test_each_oddity_is_named(change: dict[str, Any], finding: str) -> None:
-    assert finding in messages(ranks(change), 4)
+    assert finding in messages(reports_of_four(change), 4)
 
 
 def test_legitimate_differences_between_ranks_are_not_reported() -> None:
@@ -76,15 +76,15 @@ def test_legitimate_differences_between_ranks_are_not_reported() -> None:
 def test_parameters_kept_on_the_cpu_of_a_model_without_a_mesh_are_a_remark() -> None:
     kept = {"shards": {"cpu": [10, 40], "cuda:2": [10**9, 2 * GIB]}}
     for mesh, level in (("cuda", "critical"), (None, "warning")):
-        found = across_ranks.findings(ranks({**kept, "mesh_device": mesh}), 4)
+        found = ranks.findings(reports_of_four({**kept, "mesh_device": mesh}), 4)
         assert [f.severity for f in found if f.fields.get("check") == "shard_on_cpu"] == [level]
 
 
 def test_a_rank_with_hardly_any_memory_on_no_gpu_is_named() -> None:
     nothing = {"allocated_bytes": GIB // 2, "model_device": None}
-    low = [f for f in across_ranks.findings(ranks(nothing), 4) if f.event == "low_gpu_memory"]
+    low = [f for f in ranks.findings(reports_of_four(nothing), 4) if f.event == "low_gpu_memory"]
     assert [(f.rank, f.fields["gpu_mem_gb"]) for f in low] == [(2, 0.5)]
-    assert "low_gpu_memory" not in messages(ranks({"allocated_bytes": GIB // 2}), 4), (
+    assert "low_gpu_memory" not in messages(reports_of_four({"allocated_bytes": GIB // 2}), 4), (
         "a small model on its GPU is well"
     )
 
@@ -143,7 +143,7 @@ def test_a_driver_that_torch_cannot_use_is_an_accident_without_any_setting() -> 
 def test_the_expected_number_of_gpus_names_its_origin(
     known: tuple[int | None, ...], count: int | None, origin: str
 ) -> None:
-    assert expectation.expected(*known) == expectation.Expectation(count, origin)
+    assert check.expected(*known) == check.Expectation(count, origin)
 
 
 def test_a_thousand_ranks_fit_into_the_journal_and_come_back_whole() -> None:
@@ -203,7 +203,7 @@ def test_the_block_does_not_grow_with_ranks_that_are_alike(count: int) -> None:
     row."""
     reports = [report(r, allocated_bytes=(18 + r % 3) * GIB) for r in range(count)]
     reports[5] = {"rank": 5, "error": "no answer within 30 s"}
-    (block,) = (f for f in across_ranks.findings(reports, count) if f.event == "gpu_diagnostics")
+    (block,) = (f for f in ranks.findings(reports, count) if f.event == "gpu_diagnostics")
     words = catalog.message(block)
     assert "rank 5: unknown: no answer within 30 s" in words
     if count > 16:

@@ -12,10 +12,9 @@ import pytest
 
 from miner_guard.config import ChainSettings, Config, optional_deps
 from miner_guard.eventlog.catalog import Finding, message
-from miner_guard.health import chain
-from miner_guard.health.chain import ChainReading
-from miner_guard.health.chain_probe import committed_text
 from miner_guard.monitors.chain import ChainMonitor
+from miner_guard.uploads import chain
+from miner_guard.uploads.chain import ChainReading, committed_text
 from miner_guard.uploads.network import NetworkProgress, master_bucket
 from miner_guard.validators.block_list import current_block
 from miner_guard.validators.facts import Network

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from miner_guard.diagnosis.expectation import Expectation
-from miner_guard.diagnosis.gpu_count import container_gpus, sliced
-from miner_guard.diagnosis.judge import judge
+from miner_guard.checks.check import Expectation
+from miner_guard.checks.gpu import container_gpus, sliced
+from miner_guard.checks.preflight import judge
 from tests.support.snapshots import healthy
 
 

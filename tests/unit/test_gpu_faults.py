@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from miner_guard.diagnosis.faults import Faults, of_events
-from miner_guard.diagnosis.gpu_rows import of_row
+from miner_guard.checks.faults import Faults, of_events
+from miner_guard.checks.gpu import of_row
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import Finding
 

@@ -10,15 +10,21 @@ from typing import Any
 
 import pytest
 
+from miner_guard.checks import samplers
+from miner_guard.checks.limits import HostLimits
+from miner_guard.checks.samplers import (
+    HOST_FIGURES,
+    HostSampler,
+    OwnSampler,
+    Samplers,
+    Unreadable,
+    host_figures,
+    read_cgroup_memory,
+)
+from miner_guard.checks.snapshot import assemble, summary
 from miner_guard.config import HealthSettings
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.health import host
-from miner_guard.health.host import NAMES, HostSampler, figures, read_cgroup_memory
-from miner_guard.health.limits import HostLimits
-from miner_guard.health.own import OwnSampler
-from miner_guard.health.samplers import Samplers, Unreadable
-from miner_guard.health.snapshot import assemble, summary
 from miner_guard.system.clock import SystemClock
 from tests.support.contexts import JobsAtOnce, context
 
@@ -96,14 +102,14 @@ def _sampled(sampler: HostSampler) -> tuple[dict[str, Any] | None, dict[str, str
     reasons = {
         name: reading.reason for name, reading in samplers.readings().items() if reading.reason
     }
-    return figures(reading.value for reading in samplers.readings().values()), reasons
+    return host_figures(reading.value for reading in samplers.readings().values()), reasons
 
 
 def test_the_host_is_read_here_and_now() -> None:
     host, reasons = _sampled(HostSampler({"state": Path("/nonexistent/state/folder")}))
     assert host is not None
     assert reasons == {}
-    assert set(host) == set(NAMES)
+    assert set(host) == set(HOST_FIGURES)
     assert host["memory_limit_bytes"] > host["memory_used_bytes"] > 0
     assert host["disk_free_bytes"] > 0
 
@@ -120,7 +126,7 @@ def test_one_figure_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch
     assert host is not None
     assert host["network_sent_bytes"] is None
     assert host["memory_used_bytes"] is not None
-    assert figures([None, None]) is None
+    assert host_figures([None, None]) is None
 
 
 def _tree(root: Path, files: Mapping[str, str]) -> None:
@@ -172,7 +178,7 @@ def test_what_a_container_uses_is_unknown_where_its_cache_cannot_be_distinguishe
     )
     memory = read_cgroup_memory(tmp_path / "proc", tmp_path / "cg")
     assert memory == (GIB, None, None)
-    monkeypatch.setattr(host, "read_cgroup_memory", lambda: memory)
+    monkeypatch.setattr(samplers, "read_cgroup_memory", lambda: memory)
     figures = HostSampler({}).reads["memory"]()
     assert (figures["memory_limit_bytes"], figures["memory_used_bytes"]) == (GIB, None)
 
@@ -200,7 +206,7 @@ def _host(**figures: Any) -> dict[str, Any]:
         "memory_limit_by": "cgroup",
         "oom_kills": 0,
     }
-    return {**dict.fromkeys(NAMES), **healthy, **figures}
+    return {**dict.fromkeys(HOST_FIGURES), **healthy, **figures}
 
 
 @pytest.mark.parametrize(
@@ -230,7 +236,7 @@ def test_a_shortage_is_reported_once_until_it_clears(figures: dict[str, Any], wo
 
 
 def test_unknown_figures_raise_no_warning() -> None:
-    assert list(HostLimits(HealthSettings()).observe(dict.fromkeys(NAMES))) == []
+    assert list(HostLimits(HealthSettings()).observe(dict.fromkeys(HOST_FIGURES))) == []
 
 
 def _status() -> dict[str, Any]:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from miner_guard.checks import environment, host_probe
+from miner_guard.checks.check import Expectation
+from miner_guard.checks.gpu import ranks_of, visible
+from miner_guard.checks.preflight import PreflightRequest, expectation_of, ports_of
 from miner_guard.config import Config, MinerSettings
-from miner_guard.diagnosis import host_probe, interpreter
-from miner_guard.diagnosis.expectation import Expectation
-from miner_guard.diagnosis.gpu_count import ranks_of, visible
-from miner_guard.diagnosis.request import PreflightRequest, expectation_of, ports_of
 from miner_guard.state_dir import StateDir
 from miner_guard.system.launcher_args import value_of
 
@@ -42,9 +42,9 @@ def test_the_miners_interpreter_is_found_from_its_command(tmp_path: Path) -> Non
         [script],
         ["env", "A=1", "python3.11", "m.py"],
     ):
-        assert interpreter.of_command(command, env) == str(python), command
+        assert environment.interpreter_of(command, env) == str(python), command
     for command in ([], [shell], ["nothing-of-that-name"]):
-        assert interpreter.of_command(command, env) == sys.executable
+        assert environment.interpreter_of(command, env) == sys.executable
 
 
 @pytest.mark.parametrize(

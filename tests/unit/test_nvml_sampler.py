@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from miner_guard.health.nvml import NvmlSampler
+from miner_guard.checks.nvml import NvmlSampler
 from tests.support.fake_nvml import FakeNvml, fake_nvml, nvml_library
 
 __all__ = ["fake_nvml", "nvml_library"]

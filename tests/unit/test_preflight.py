@@ -6,10 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from miner_guard.checks.check import Expectation, Snapshot
+from miner_guard.checks.preflight import PreflightRequest
 from miner_guard.config import Config, GpuSettings
-from miner_guard.diagnosis.check import Snapshot
-from miner_guard.diagnosis.expectation import Expectation
-from miner_guard.diagnosis.request import PreflightRequest
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.guard.preflight import preflight
 from miner_guard.state_dir import StateDir

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from miner_guard.checks import cuda, environment, host, miner_side
+from miner_guard.checks.check import Expectation, Snapshot
+from miner_guard.checks.preflight import judge
 from miner_guard.config import (
     AlertSettings,
     ChainSettings,
@@ -19,11 +22,6 @@ from miner_guard.config import (
     optional_deps,
 )
 from miner_guard.config.loading import read_toml
-from miner_guard.diagnosis import deep, environment, host, minimum
-from miner_guard.diagnosis.check import Snapshot
-from miner_guard.diagnosis.expectation import Expectation
-from miner_guard.diagnosis.inside import miner_side
-from miner_guard.diagnosis.judge import judge
 from miner_guard.eventlog import line_templates
 from miner_guard.system import probe
 from tests.support.snapshots import FOUR, GIB, HEALTHY_HOST, PACKAGES, by_name, healthy, snapshot
@@ -57,10 +55,10 @@ from tests.support.snapshots import FOUR, GIB, HEALTHY_HOST, PACKAGES, by_name, 
     ],
 )
 def test_each_shortage_of_the_host_is_found(change: dict[str, Any], check: str, level: str) -> None:
-    found = by_name(host.checks(snapshot(host={**HEALTHY_HOST, **change})))[check]
+    found = by_name(host.host_checks(snapshot(host={**HEALTHY_HOST, **change})))[check]
     assert found.level == level
     assert found.next_step
-    assert {c.level for c in host.checks(snapshot())} == {"ok"}
+    assert {c.level for c in host.host_checks(snapshot())} == {"ok"}
 
 
 @pytest.mark.parametrize(("reason", "words"), [(None, "dedicated cgroup"), ("Read-only", "Read-")])
@@ -68,13 +66,13 @@ def test_the_doctor_reports_how_the_miners_processes_are_found(
     reason: str | None, words: str
 ) -> None:
     seen = {"pidfd": True, "no_cgroup": reason}
-    found = by_name(host.checks(snapshot(host={**HEALTHY_HOST, "containment": seen})))
+    found = by_name(host.host_checks(snapshot(host={**HEALTHY_HOST, "containment": seen})))
     assert found["host.containment"].level == found["host.pidfd"].level == "ok"
     assert words in found["host.containment"].seen
 
 
 def test_a_host_that_could_not_be_read_is_unknown_and_not_healthy() -> None:
-    (check,) = host.checks(snapshot(host=None, unread={"host": "no answer within 20 s"}))
+    (check,) = host.host_checks(snapshot(host=None, unread={"host": "no answer within 20 s"}))
     assert check.level == "unknown"
     assert "no answer" in check.seen
 
@@ -86,7 +84,11 @@ def test_leftovers_of_debugging_are_named() -> None:
         "TORCH_DISTRIBUTED_DEBUG": "OFF",
         "NCCL_P2P_DISABLE": "0",
     }
-    seen = [c.seen for c in environment.checks(snapshot(env=env)) if c.check == "env.leftover"]
+    seen = [
+        c.seen
+        for c in environment.environment_checks(snapshot(env=env))
+        if c.check == "env.leftover"
+    ]
     assert [s.partition("=")[0] for s in seen] == ["CUDA_LAUNCH_BLOCKING", "NCCL_DEBUG"]
 
 
@@ -102,7 +104,7 @@ def test_leftovers_of_debugging_are_named() -> None:
 def test_a_secret_on_the_command_line_is_named_and_not_shown(
     command: list[str], exposed: bool
 ) -> None:
-    checks = by_name(environment.checks(snapshot(command=tuple(command))))
+    checks = by_name(environment.environment_checks(snapshot(command=tuple(command))))
     assert ("env.secret_on_command_line" in checks) == exposed
     if exposed:
         value_shown = checks["env.secret_on_command_line"].seen
@@ -119,9 +121,12 @@ def test_a_secret_on_the_command_line_is_named_and_not_shown(
 )
 def test_packages_that_get_in_the_way(change: dict[str, Any], check: str, level: str) -> None:
     assert (
-        by_name(environment.checks(snapshot(packages={**PACKAGES, **change})))[check].level == level
+        by_name(environment.environment_checks(snapshot(packages={**PACKAGES, **change})))[
+            check
+        ].level
+        == level
     )
-    assert {c.level for c in environment.checks(snapshot(packages=PACKAGES))} == {"ok"}
+    assert {c.level for c in environment.environment_checks(snapshot(packages=PACKAGES))} == {"ok"}
 
 
 @pytest.mark.parametrize(
@@ -131,7 +136,7 @@ def test_doctor_names_the_build_that_reads_the_output(
     compiled: bool, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(line_templates, "COMPILED", compiled)
-    check = by_name(environment.checks(snapshot(packages=PACKAGES)))["env.output"]
+    check = by_name(environment.environment_checks(snapshot(packages=PACKAGES)))["env.output"]
     assert check.level == "ok"
     assert words in check.seen
 
@@ -156,7 +161,9 @@ def test_an_extra_that_the_settings_need_is_named_with_its_command(
     ]
     assert not list(optional_deps.missing_extras(Config()))
     missing_extras = {extra.name: names for extra, names in optional_deps.missing_extras(asks)}
-    found = by_name(environment.checks(snapshot(config=asks, missing_extras=missing_extras)))
+    found = by_name(
+        environment.environment_checks(snapshot(config=asks, missing_extras=missing_extras))
+    )
     assert {name for name in found if name.startswith("env.extra")} == {
         f"env.extra.{name}" for name in missing_extras
     }
@@ -184,15 +191,15 @@ def test_the_subnets_minimum_compute() -> None:
     }
     rows = [{"memory_total_bytes": 79.6 * GIB}] * 4
     good = snapshot(compute=compute, nvml={"state": "ok", "gpus": rows})
-    assert {c.level for c in minimum.checks(good)} == {"ok"}
+    assert {c.level for c in host.minimum_checks(good)} == {"ok"}
     small = snapshot(
         compute=compute, nvml={"state": "ok", "gpus": rows[:2]}, host={**HEALTHY_HOST, "cpus": 8}
     )
-    assert {n for n, c in by_name(minimum.checks(small)).items() if c.level == "warn"} == {
+    assert {n for n, c in by_name(host.minimum_checks(small)).items() if c.level == "warn"} == {
         "minimum.gpus",
         "minimum.vcpus",
     }
-    unread = by_name(minimum.checks(snapshot(compute=compute, nvml=None, host=None)))
+    unread = by_name(host.minimum_checks(snapshot(compute=compute, nvml=None, host=None)))
     assert {c.level for c in unread.values()} == {"unknown"}
 
 
@@ -202,7 +209,7 @@ def test_deep_names_the_gpu_under_its_siblings() -> None:
         for i, t in enumerate((271.0, 270.0, 240.0, 272.0))
     }
     checks = list(
-        deep.checks(snapshot(deep={"matmul": rates, "all_reduce": {"error": "NCCL WARN"}}))
+        cuda.speed_checks(snapshot(deep={"matmul": rates, "all_reduce": {"error": "NCCL WARN"}}))
     )
     assert [c.level for c in checks] == ["ok", "ok", "warn", "ok", "critical"]
     assert "87% of the data sheet's 312" in checks[0].seen
@@ -226,7 +233,7 @@ def test_deep_names_the_gpu_under_its_siblings() -> None:
     ],
 )
 def test_a_gpu_is_measured_against_its_own_data_sheet(name: str, tflops: int | None) -> None:
-    assert deep.datasheet_of(name).get("bf16_tflops") == tflops
+    assert cuda.datasheet_of(name).get("bf16_tflops") == tflops
 
 
 def test_deep_all_reduce_really_runs_on_the_cpu() -> None:

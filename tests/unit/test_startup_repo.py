@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from miner_guard.checks import storage
 from miner_guard.config import Config, RepoSettings
-from miner_guard.diagnosis import clock_probe, repo_probe, storage
 from miner_guard.system import probe
 from miner_guard.uploads.repos import credentials
 from tests.support.snapshots import by_name, snapshot
@@ -25,7 +25,8 @@ def test_clock_skew_against_the_storage(skew: float, level: str) -> None:
     config = Config(repo=RepoSettings(kind="s3"))
     clock = {"skew_s": skew, "server": "s3.example"}
     assert (
-        by_name(storage.checks(snapshot(config=config, clock=clock)))["host.clock"].level == level
+        by_name(storage.storage_checks(snapshot(config=config, clock=clock)))["host.clock"].level
+        == level
     )
 
 
@@ -40,19 +41,21 @@ def test_the_storages_date_header_is_read_from_a_refusal_too() -> None:
 
     with http.server.HTTPServer(("127.0.0.1", 0), Refusing) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
-        skew = clock_probe.skew_s(f"http://127.0.0.1:{server.server_port}", 20)
+        skew = storage.skew_s(f"http://127.0.0.1:{server.server_port}", 20)
     assert skew > 1e9
 
 
 def test_a_local_repo_is_read_and_written_and_left_as_it_was(tmp_path: Path) -> None:
-    document = {"repo": {"kind": "local", "path": str(tmp_path / "repo")}}
+    document = {"what": "repo", "repo": {"kind": "local", "path": str(tmp_path / "repo")}}
     (tmp_path / "repo").mkdir()
-    answer = probe.ask("miner_guard.diagnosis.repo_probe", document, 30)
+    answer = probe.ask("miner_guard.checks.storage", document, 30)
     assert answer.value["read"]
     assert answer.value["write"]
     assert not [p for p in (tmp_path / "repo").rglob("*") if "probe" in p.name]
     config = Config(repo=RepoSettings(kind="local", path=str(tmp_path / "repo")))
-    assert {c.level for c in storage.checks(snapshot(config=config, repo=answer.value))} == {"ok"}
+    assert {
+        c.level for c in storage.storage_checks(snapshot(config=config, repo=answer.value))
+    } == {"ok"}
 
 
 @pytest.mark.parametrize("kind", ["none", "local"])
@@ -67,9 +70,9 @@ def test_a_keys_file_that_no_repo_needs_is_missed_too(tmp_path: Path, kind: Any)
     assert credentials.problem(asks.repo) is None
     file.chmod(0o666)
     problem = credentials.problem(asks.repo)
-    check = by_name(storage.checks(snapshot(config=asks, repo={"label": "x"}, keys_file=problem)))[
-        "repo.keys_file"
-    ]
+    check = by_name(
+        storage.storage_checks(snapshot(config=asks, repo={"label": "x"}, keys_file=problem))
+    )["repo.keys_file"]
     assert (check.level, "chmod 600" in check.seen) == ("warn", True)
     assert "alerts" in str(check.next_step)
 
@@ -85,16 +88,16 @@ def test_a_keys_file_that_no_repo_needs_is_missed_too(tmp_path: Path, kind: Any)
 )
 def test_credentials_are_named_and_never_shown(env: dict[str, str], missing: Any) -> None:
     settings = RepoSettings(kind="s3", bucket="b")
-    answer = repo_probe.missing_credentials(settings, env)
+    answer = storage.missing_credentials(settings, env)
     assert answer is not None
     assert len(answer) == (missing or 0)
     checks = by_name(
-        storage.checks(
+        storage.storage_checks(
             snapshot(config=Config(repo=settings), repo={"label": "b", "credentials": answer})
         )
     )
     assert checks["repo.credentials"].level == ("critical" if missing else "ok")
-    assert repo_probe.missing_credentials(RepoSettings(kind="local", path="x"), {}) is None
+    assert storage.missing_credentials(RepoSettings(kind="local", path="x"), {}) is None
 
 
 def test_a_repo_that_cannot_be_written_is_critical() -> None:
@@ -104,11 +107,11 @@ def test_a_repo_that_cannot_be_written_is_critical() -> None:
         def state(self) -> None: ...
 
         def put(self, key: str, data: bytes) -> None:
-            raise repo_probe.RepoError("AccessDenied")
+            raise storage.RepoError("AccessDenied")
 
-    answer = repo_probe.examine(ReadOnly())  # type: ignore[arg-type]
+    answer = storage.examine(ReadOnly())  # type: ignore[arg-type]
     config = Config(repo=RepoSettings(kind="s3"))
-    checks = by_name(storage.checks(snapshot(config=config, repo=answer)))
+    checks = by_name(storage.storage_checks(snapshot(config=config, repo=answer)))
     assert checks["repo.read"].level == "ok"
     assert checks["repo.write"].level == "critical"
     assert "AccessDenied" in checks["repo.write"].seen

@@ -18,11 +18,11 @@ from miner_guard.eventlog.status_document import (
     StatusDocument,
     read_status,
 )
-from miner_guard.health.chain import ChainReading
-from miner_guard.health.chain import as_fields as chain_fields
 from miner_guard.monitors.chain import ChainMonitor
 from miner_guard.monitors.health import HealthMonitor
 from miner_guard.state_dir import StateDir, write_json
+from miner_guard.uploads.chain import ChainReading
+from miner_guard.uploads.chain import as_fields as chain_fields
 from tests.support.contexts import JobsNever, context
 
 JSON = st.recursive(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from miner_guard.checks.snapshot import assemble, summary
 from miner_guard.cli.screen import CurveHistory, overview
 from miner_guard.config import Config, GateSettings, LogSettings, MinerSettings, StepSettings
 from miner_guard.detectors.step_time import StepTimes, grade
@@ -20,7 +21,6 @@ from miner_guard.eventlog.catalog import make_finding
 from miner_guard.eventlog.rendering import json_line
 from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.guard.engines import monitor_values
-from miner_guard.health.snapshot import assemble, summary
 from miner_guard.monitors.base import Exit, Launch
 from miner_guard.monitors.steps import StepsMonitor
 from miner_guard.rank import layout

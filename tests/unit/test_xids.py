@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from miner_guard.diagnosis.faults import of_events
-from miner_guard.health import xids
-from miner_guard.incidents import knowledge
+from miner_guard.checks.faults import of_events
+from miner_guard.incidents import knowledge, xids
 from miner_guard.incidents.patterns import RESTARTS
 from miner_guard.incidents.root_cause import RootCauseAnalyzer
 from miner_guard.incidents.scanner import Scanner

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from miner_guard.diagnosis.expectation import Expectation, expected
+from miner_guard.checks.check import Expectation, expected
 from miner_guard.eventlog.catalog import Finding, make_finding
 
 Report = Mapping[str, Any]

@@ -1,7 +1,7 @@
 """Reads the node's facts in a child process, so that a dead network file system cannot hang the
 guard.
 
-Run as `python -m miner_guard.diagnosis.host_probe`.
+Run as `python -m miner_guard.checks.host_probe`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from miner_guard.health.host import existing, read_cgroup_memory
+from miner_guard.checks.samplers import existing, read_cgroup_memory
 from miner_guard.system import probe, processes
 from miner_guard.system.cgroup import Cgroup
 

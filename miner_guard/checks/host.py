@@ -1,11 +1,12 @@
-"""Checks the node's shared memory, limits, disks and ports."""
+"""Checks the node's shared memory, limits, disks and ports, and the subnet's minimum compute."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from miner_guard.diagnosis.check import Check, Snapshot, gib
-from miner_guard.health import xids
+from miner_guard.checks.check import Check, Snapshot, gib
+from miner_guard.incidents import xids
+from miner_guard.record.words import gb
 
 NOFILE = 4096
 """Below this, dataloaders and NCCL run out of file descriptors; distributions default to 1024 per
@@ -15,8 +16,8 @@ MEMLOCK_BYTES = 64 * 1024**2
 """RDMA and pinned memory need more than the old default of 64 KiB; systemd's is 64 MiB."""
 
 
-def checks(s: Snapshot) -> Iterator[Check]:
-    """Yield all host checks in the startup table."""
+def host_checks(s: Snapshot) -> Iterator[Check]:
+    """Yield all host host_checks in the startup table."""
     if s.host is None:
         step = "run miner-guard doctor again"
         yield Check("host", "unknown", s.unread.get("host", "not read"), None, step)
@@ -128,3 +129,33 @@ def _xids(s: Snapshot) -> Iterator[Check]:
             continue
         step = "see NVIDIA's Xid catalogue" if known is None else known.action
         yield Check("gpu.kernel_log", "warn", f"the kernel log contains: {line}", "no Xid", step)
+
+
+def minimum_checks(s: Snapshot) -> Iterator[Check]:
+    """Compare this host with the minimum; empty without a profile. A shortfall is a warning: the
+    subnet accepts every miner, but one below the minimum earns nothing."""
+    host = s.host or {}
+    memories = [row["memory_total_bytes"] for row in s.gpu_rows if row.get("memory_total_bytes")]
+    gpus: float | None = (
+        len(s.gpu_rows) if s.nvml is not None and s.nvml["state"] in ("ok", "absent") else None
+    )
+    for key, what, seen, unit in (
+        ("min_gpus", "GPUs", gpus, ""),
+        ("min_gpu_memory_gb", "memory of the smallest GPU", gb(min(memories, default=None)), " GB"),
+        ("min_vcpus", "CPUs", host.get("cpus"), ""),
+        ("min_memory_gb", "memory", gb(host.get("memory_bytes")), " GB"),
+        ("min_disk_gb", "disk", gb(host.get("disk_bytes")), " GB"),
+    ):
+        minimum = s.compute.get(key)
+        if minimum is None or (key == "min_gpu_memory_gb" and not s.expectation.expects_gpus):
+            continue
+        name = f"minimum.{key.removeprefix('min_').removesuffix('_gb')}"
+        limit = f"{minimum:g}{unit}"
+        if seen is None:
+            by_hand = f"compare by hand: the subnet requires {limit}"
+            yield Check(name, "unknown", f"{what} could not be read", limit, by_hand)
+            continue
+        # Vendors count in 10^9: an "80 GB" GPU has 79.6 GiB or less.
+        short = seen < minimum * (0.93 if unit else 1)
+        step = f"below the subnet's minimum of {limit}: expect to score last" if short else None
+        yield Check(name, "warn" if short else "ok", f"{what}: {seen:.0f}{unit}", limit, step)

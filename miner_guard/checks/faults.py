@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from miner_guard.diagnosis.check import Check
-from miner_guard.diagnosis.gpu_rows import BAD_THROTTLE, links_down, of_row
+from miner_guard.checks.check import Check
+from miner_guard.checks.gpu import BAD_THROTTLE, links_down, of_row
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.system.once import Once
 

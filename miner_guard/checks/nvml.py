@@ -217,7 +217,7 @@ class NvmlSampler:
                 raise OSError(f"it keeps exiting; restarting it in {left_s:.0f} s")
             self._started = time.monotonic()
             self._child = subprocess.Popen(
-                own_module("miner_guard.health.nvml_probe"),
+                own_module("miner_guard.checks.nvml_probe"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""The result of one startup check, and its input. Plain data."""
+"""A check's result, the snapshot of facts that checks judge, and the expected number of GPUs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,43 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from miner_guard.config import Config
-from miner_guard.diagnosis.expectation import Expectation
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """The number of GPUs that must be present."""
+
+    count: int | None
+    """None if no source gives a count and no GPU is known to be present; a CPU run is then not an
+    error."""
+
+    origin: str
+    """The source of the number, as shown in messages."""
+
+    @property
+    def expects_gpus(self) -> bool:
+        """True if GPUs are expected, so that a CPU run would be an accident."""
+        return bool(self.count)
+
+
+def expected(
+    setting: int | None, last_run: int | None, profile: int | None, present: int | None
+) -> Expectation:
+    """Return the first of these that is known: the setting, this host's count from the last run,
+    the profile's minimum, the GPUs present.
+
+    A count of 0 from the last run is ignored, so adding a GPU raises no finding.
+    """
+    if setting is not None:
+        return Expectation(setting, "[gpu] expect")
+    if last_run:
+        return Expectation(last_run, "this host's last run")
+    if profile is not None:
+        return Expectation(profile, "the profile")
+    if present:
+        return Expectation(present, "the GPUs present")
+    return Expectation(None, "no source")
+
 
 LEVELS = ("ok", "unknown", "warn", "critical")
 """From harmless to severe."""
@@ -52,7 +88,7 @@ class Snapshot:
     `min_disk_gb`."""
 
     nvml: Mapping[str, Any] | None = None
-    """A sample, in the format described in `miner_guard.health.nvml`."""
+    """A sample, in the format described in `miner_guard.checks.nvml`."""
 
     held: tuple[Mapping[str, int], ...] = ()
     """Bytes in use by UUID before the launch, from readings a few seconds apart."""

@@ -1,8 +1,9 @@
-"""Reads the chain through bittensor 9.10 to 11. Run as `python -m miner_guard.health.chain_probe`.
+"""Reads the chain through bittensor 9.10 to 11, in a child process with a deadline:
+`python -m miner_guard.uploads.chain`.
 
-It runs in a child process, because bittensor parses the command line, prints, takes over its
-process's logging, uses up to 160 MB, and may hang for minutes if a node does not respond. It reads
-only public data and opens no wallet.
+bittensor parses the command line, prints, takes over its process's logging, uses up to 160 MB, and
+may hang for minutes if a node does not respond. The child reads only public data and opens no
+wallet.
 """
 
 from __future__ import annotations
@@ -10,10 +11,108 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from miner_guard.config import optional_deps
+from miner_guard.config import ChainSettings, optional_deps
+from miner_guard.record.redaction import without_secrets
 from miner_guard.system import probe
+
+
+@dataclass(frozen=True)
+class ChainReading:
+    """The result of one query. If it failed, `reason` says why and all other fields are None."""
+
+    reason: str | None = None
+    block: int | None = None
+    registered: bool | None = None
+    """Whether the hotkey is registered; None if no hotkey is configured or the query failed."""
+
+    uid: int | None = None
+    incentive: float | None = None
+    trust: float | None = None
+    rank: float | None = None
+    emission: float | None = None
+    stake: float | None = None
+    last_update: int | None = None
+    """Block number of the neuron's last update."""
+
+    axon: str | None = None
+    """`ip:port` where validators reach the miner; empty if it announces none, None if unknown."""
+
+    commitment: str | None = None
+    """The committed text. It is public, but it contains the read keys: never log or store it."""
+
+    master_commitment: str | None = None
+    neurons: int | None = None
+    bittensor: str | None = None
+    errors: Mapping[str, str] | None = None
+    """Fields that could not be read, each with its reason."""
+
+
+_FIELDS = ChainReading.__dataclass_fields__
+
+
+def query(settings: ChainSettings, *, python: str = sys.executable) -> ChainReading:
+    """Query the chain, for at most `settings.timeout_s`. Never raises."""
+    if settings.network is None or settings.netuid is None:
+        missing = " and ".join(
+            key for key in ("network", "netuid") if getattr(settings, key) is None
+        )
+        return ChainReading(reason=f"no [chain] {missing} configured")
+    request = {
+        "network": settings.network,
+        "netuid": settings.netuid,
+        "hotkey": settings.hotkey,
+        "master_uid": settings.master_uid,
+    }
+    # Public data only: secrets do not belong in a process that runs third-party code.
+    env = without_secrets(os.environ)
+    answer = probe.ask(
+        "miner_guard.uploads.chain", request, settings.timeout_s, python=python, env=env
+    )
+    if answer.reason is not None or not isinstance(answer.value, dict):
+        return ChainReading(reason=answer.reason or "the query returned no answer")
+    return ChainReading(**{name: value for name, value in answer.value.items() if name in _FIELDS})
+
+
+def summary(reading: ChainReading, outer_step: int | None = None) -> str:
+    """The text after `CHAIN `."""
+    if reading.reason is not None:
+        return f"unknown: {reading.reason}"
+    words = [f"block {reading.block}"]
+    if reading.registered is not None:
+        words.append(f"registered as uid {reading.uid}" if reading.registered else "NOT registered")
+    for name, value in (
+        ("incentive", reading.incentive),
+        ("trust", reading.trust),
+        ("rank", reading.rank),
+    ):
+        if value is not None:
+            words.append(f"{name} {value:.4f}")
+    if reading.emission is not None:
+        words.append(f"emission {reading.emission:.4g}")
+    if reading.last_update is not None and reading.block is not None:
+        words.append(f"updated {reading.block - reading.last_update} blocks ago")
+    if reading.registered:
+        words.append(
+            "nothing committed"
+            if reading.commitment is None
+            else f"commitment {len(reading.commitment)} characters"
+        )
+    if outer_step is not None:
+        words.append(f"network outer step {outer_step}")
+    words += [f"{what} unknown ({why})" for what, why in (reading.errors or {}).items()]
+    return ", ".join(words)
+
+
+def as_fields(reading: ChainReading) -> dict[str, Any]:
+    """The result for an event: everything but the commitments."""
+    left_out = {"commitment", "master_commitment", "reason", "rank"}
+    # An event's `rank` is reserved for the process that it concerns.
+    return {name: getattr(reading, name) for name in _FIELDS if name not in left_out} | {
+        "chain_rank": reading.rank
+    }
 
 
 class ChainClient(Protocol):
@@ -47,7 +146,7 @@ class BeforeEleven:
     def neurons(self, netuid: int) -> list[dict[str, Any]]:
         # Not metagraph: it makes three more runtime calls, one of which was renamed between
         # versions.
-        return [_row(n, _number) for n in self._subtensor.neurons_lite(netuid=netuid)]
+        return [_row(n, _float) for n in self._subtensor.neurons_lite(netuid=netuid)]
 
 
 class Ten(BeforeEleven):
@@ -103,7 +202,7 @@ def connect(network: str) -> tuple[ChainClient, str]:
     ), version
 
 
-def query(
+def answer_of(
     chain: ChainClient, netuid: int, hotkey: str | None, master_uid: int | None
 ) -> dict[str, Any]:
     """The chain's data; an unreadable field is null, with its reason under `errors`."""
@@ -186,9 +285,9 @@ def _row(neuron: Any, amount: Callable[[Any], float | None]) -> dict[str, Any]:
     return {
         "uid": int(neuron.uid),
         "hotkey": str(neuron.hotkey),
-        "incentive": _number(neuron.incentive),
-        "trust": _number(getattr(neuron, "trust", None)),
-        "rank": _number(getattr(neuron, "rank", None)),
+        "incentive": _float(neuron.incentive),
+        "trust": _float(getattr(neuron, "trust", None)),
+        "rank": _float(getattr(neuron, "rank", None)),
         "emission": amount(neuron.emission),
         "stake": amount(neuron.total_stake),
         "last_update": None if neuron.last_update is None else int(neuron.last_update),
@@ -209,7 +308,7 @@ def _axon(neuron: Any) -> str | None:
     return f"{f'[{ip}]' if ':' in str(ip) else ip}:{int(port)}" if served else ""
 
 
-def _number(value: Any) -> float | None:
+def _float(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
@@ -223,7 +322,7 @@ def _amount(balance: Any) -> float | None:
 
 
 def main() -> None:
-    """Answer the request on stdin with the result of `query`, or with the reason for a failure."""
+    """Answer the request on stdin with `answer_of`, or with the reason for a failure."""
     request = probe.request()
     # Without this, bittensor 9 creates ~/.bittensor.
     os.environ["READ_ONLY"] = "1"
@@ -239,7 +338,7 @@ def main() -> None:
             error=f"can't connect to {request['network']}: {type(error).__name__}: {error}"[:400]
         )
         return
-    answer = query(chain, request["netuid"], request["hotkey"], request["master_uid"])
+    answer = answer_of(chain, request["netuid"], request["hotkey"], request["master_uid"])
     if answer["block"] is None:
         probe.reply(
             error=f"{request['network']} did not return the current block: "

@@ -1,18 +1,125 @@
-"""Samples the host resources that this process may use: a container's limits override the
-machine's."""
+"""Samplers of the host and of the guard itself. Each reads in its own thread with a deadline."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from miner_guard.health.samplers import Read
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.system.clock import Clock
+from miner_guard.system.helpers import HelperCpu
+
+Read = Callable[[], Mapping[str, Any]]
+
+
+class Unreadable(Exception):
+    """Raised by a sampler that can say why it has no value."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A sampler's last answer. If the last attempt failed, `value` is None and `reason` says
+    why."""
+
+    value: Mapping[str, Any] | None
+    reason: str | None
+    at: float
+    """Monotonic time of the answer, or of the timeout."""
+
+    seconds: float
+
+
+NEVER = Reading(None, "not read yet", float("-inf"), 0.0)
+
+
+@dataclass
+class _Attempt:
+    started: float
+    done: threading.Event = field(default_factory=threading.Event)
+    value: Mapping[str, Any] | None = None
+    reason: str | None = None
+    ended: float = 0.0
+
+
+class Samplers:
+    """A set of named samplers. One thread at a time may call `sample`; any may call `reading`."""
+
+    def __init__(self, clock: Clock, timeout_s: float, reads: Mapping[str, Read]) -> None:
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._reads = dict(reads)
+        self._running: dict[str, _Attempt] = {}
+        self._readings: dict[str, Reading] = dict.fromkeys(self._reads, NEVER)
+        self._bad: set[str] = set()
+
+    def reading(self, name: str) -> Reading:
+        """One sampler's last answer."""
+        return self._readings[name]
+
+    def readings(self) -> dict[str, Reading]:
+        """Each sampler's last answer."""
+        return dict(self._readings)
+
+    def sample(self) -> list[Finding]:
+        """Start all samplers and wait for their answers or the deadline; returns new failures and
+        recoveries.
+
+        Skips a sampler that has not returned from an earlier call, so at most one thread per
+        sampler hangs.
+        """
+        for name in self._reads:
+            if name not in self._running:
+                self._start(name)
+        deadline = self._clock.monotonic() + self._timeout_s
+        for attempt in list(self._running.values()):
+            attempt.done.wait(max(0.0, deadline - self._clock.monotonic()))
+        findings: list[Finding] = []
+        for name in self._reads:
+            findings += self._collect(name)
+        return findings
+
+    def _start(self, name: str) -> None:
+        attempt = self._running[name] = _Attempt(self._clock.monotonic())
+
+        def work() -> None:
+            try:
+                attempt.value = self._reads[name]()
+            except Unreadable as error:
+                attempt.reason = str(error)
+            except Exception as error:  # noqa: BLE001 - whatever a sampler raises is reported as its reason
+                attempt.reason = f"{type(error).__name__}: {error}"
+            attempt.ended = self._clock.monotonic()
+            attempt.done.set()
+
+        threading.Thread(target=work, name=f"sampler-{name}", daemon=True).start()
+
+    def _collect(self, name: str) -> list[Finding]:
+        attempt, now = self._running[name], self._clock.monotonic()
+        if attempt.done.is_set():
+            del self._running[name]
+            reading = Reading(
+                attempt.value, attempt.reason, attempt.ended, attempt.ended - attempt.started
+            )
+        else:
+            waited = now - attempt.started
+            reading = Reading(None, f"no answer within {self._timeout_s:g} s", now, waited)
+        self._readings[name] = reading
+        if reading.reason is not None and name not in self._bad:
+            self._bad.add(name)
+            return [make_finding("sampler_failed", sampler=name, reason=reading.reason)]
+        if reading.reason is None and name in self._bad:
+            self._bad.discard(name)
+            return [make_finding("sampler_recovered", sampler=name)]
+        return []
+
 
 CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60
@@ -95,7 +202,7 @@ class HostSampler:
         }
 
 
-NAMES = (
+HOST_FIGURES = (
     "cpu_pct",
     "load1",
     "cpus",
@@ -116,12 +223,12 @@ NAMES = (
 """The names of all the host's figures."""
 
 
-def figures(readings: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+def host_figures(readings: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
     """Combine the samplers' answers into the host's figures. A figure without an answer is None;
     the result is None if no sampler answered."""
     known = [reading for reading in readings if reading is not None]
     return (
-        {**dict.fromkeys(NAMES), **{k: v for reading in known for k, v in reading.items()}}
+        {**dict.fromkeys(HOST_FIGURES), **{k: v for reading in known for k, v in reading.items()}}
         if known
         else None
     )
@@ -209,3 +316,34 @@ def _entry(path: Path, key: str) -> int | None:
     except OSError:
         return None
     return int(rows[key]) if key in rows and rows[key].strip().isdigit() else None
+
+
+class OwnSampler:
+    """Samples the guard; CPU covers the time since the last sample, as a percentage of one core."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._helpers = HelperCpu()
+        self._before: tuple[float, float] | None = None
+
+    def sample(self) -> dict[str, Any]:
+        """`cpu_pct` and `cpu_s` of the supervisor and its helpers (the HTTP port, the GPU sampler,
+        senders, probes, including those that have exited); `helpers_cpu_s`: CPU seconds of
+        the helpers only; `helpers`: CPU seconds of each running helper by its name; `memory_bytes`,
+        `threads` and `open_files` of the supervisor. Raises OSError."""
+        helpers_s, helpers = self._helpers.read()
+        now, used = time.monotonic(), time.process_time() + helpers_s
+        before, self._before = self._before, (now, used)
+        share = None
+        if before is not None and now > before[0]:
+            share = 100 * (used - before[1]) / (now - before[0])
+        with self._process.oneshot():
+            return {
+                "cpu_pct": share,
+                "cpu_s": used,
+                "helpers_cpu_s": helpers_s,
+                "helpers": helpers,
+                "memory_bytes": self._process.memory_info().rss,
+                "threads": self._process.num_threads(),
+                "open_files": self._process.num_fds(),
+            }

@@ -1,4 +1,5 @@
-"""The scope of a preflight, and the facts that follow from the miner's command and profile."""
+"""The scope of a preflight, the facts that follow from the miner's command and profile, and the
+checks in table order."""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from miner_guard.checks import cuda, environment, gpu, host, storage
+from miner_guard.checks.check import Check, Expectation, Snapshot, expected
+from miner_guard.checks.gpu import ranks_of
 from miner_guard.config import Config
-from miner_guard.diagnosis.expectation import Expectation, expected
-from miner_guard.diagnosis.gpu_count import ranks_of
 from miner_guard.state_dir import StateDir, read_json
 from miner_guard.system.launcher_args import number_of, value_of
 from miner_guard.validators.profiles import chosen, load_profile
@@ -86,3 +88,22 @@ def folders_of(request: PreflightRequest) -> list[str]:
     checkpoints, a local repo."""
     more = [request.config.health.checkpoint_dir, request.config.repo.path]
     return list(dict.fromkeys([str(request.state.root), str(Path.cwd()), *(p for p in more if p)]))
+
+
+_SUBJECTS = (
+    gpu.driver_checks,
+    gpu.count_checks,
+    cuda.cuda_checks,
+    gpu.gpu_checks,
+    gpu.held_memory_checks,
+    host.host_checks,
+    environment.environment_checks,
+    storage.storage_checks,
+    host.minimum_checks,
+    cuda.speed_checks,
+)
+
+
+def judge(snapshot: Snapshot) -> list[Check]:
+    """Run all checks on `snapshot`. Pure: the same snapshot gives the same checks."""
+    return [check for checks in _SUBJECTS for check in checks(snapshot)]

@@ -1,0 +1,1 @@
+"""Checks before a launch and across ranks, and the samplers of GPUs and host."""

@@ -1,1 +1,0 @@
-"""Startup diagnosis: of one GPU, of the node, and across ranks."""

@@ -1,1 +1,0 @@
-"""Samples taken alongside the miner (NVML, host, chain), and the snapshot built from them."""
