@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-_PLACE = re.compile(r"\{(\w+)\|([^{}]*)\}")
+_PLACE = re.compile(r"\{(\w+)(?:\|([^{}]*))?\}")
+_OPTIONAL = re.compile(r"\[\[(.*?)\]\]")
 _MAX_LENGTH = 4096
 """Maximum number of characters of a line to search."""
+
+_FOLDERS = "validators|uploads|neurons|miner|template|utils|src|scripts|config|models?|data|tools"
+"""Modules that are folders of a miner's own repository. Some name unrelated packages on PyPI."""
 
 _QUOTED_PATH = r"['\"](/?[\w.@+~-]+(?:/[\w.@+~ -]+)*)['\"]"
 _PATTERNS: Mapping[str, tuple[str, ...]] = {
@@ -22,6 +26,7 @@ _PATTERNS: Mapping[str, tuple[str, ...]] = {
         r"module '([\w-]+)[\w.]*' has no attribute",
         r"/([\w-]+?)\.cpython-[\w.-]+\.so",
     ),
+    "folder": (rf"No module named '?({_FOLDERS})\b",),
     "requirement": (r"^\w*Error: ([\w-]+[<>=!~]=?[\w.,<>=!~]+) is required",),
     "path": (
         r"(?:No space left on device|Disk quota exceeded|Read-only file system|Permission denied): "
@@ -110,6 +115,7 @@ def named(detail: str, texts: Iterable[str]) -> str:
             found = match[1].rstrip(".")
             if detail == "package":
                 found = _DISTRIBUTIONS.get(found, found)
+                found = "" if re.fullmatch(_FOLDERS, found) else found
             if found and found not in _NOT_A_REPO:
                 return found
     return ""
@@ -117,11 +123,20 @@ def named(detail: str, texts: Iterable[str]) -> str:
 
 def filled(text: str, lines: Iterable[str]) -> str:
     """Replace each `{detail|default}` in `text` with the detail from the lines, or else with the
-    default."""
+    default. `[[…]]` stands only if the lines name every `{detail}` in it."""
     lines = tuple(lines)
-    return _PLACE.sub(lambda place: named(place[1], lines) or place[2], text)
+
+    def part(optional: re.Match[str]) -> str:
+        named_all = all(named(place[1], lines) for place in _PLACE.finditer(optional[1]))
+        return optional[1] if named_all else ""
+
+    whole = _OPTIONAL.sub(part, text)
+    return _PLACE.sub(lambda place: named(place[1], lines) or place[2] or "", whole).strip()
 
 
 def unknown(text: str) -> list[str]:
-    """Details that `text` uses but that no pattern finds."""
-    return [place[1] for place in _PLACE.finditer(text) if place[1] not in _PATTERNS]
+    """Details that `text` uses but that no pattern finds, or that have neither a default nor an
+    optional part around them."""
+    bare = _PLACE.findall(_OPTIONAL.sub("", text))
+    names = [place[1] for place in _PLACE.finditer(text) if place[1] not in _PATTERNS]
+    return names + [name for name, default in bare if not default]

@@ -105,6 +105,8 @@ def in_words(
     if incident.label == "cuda_oom":
         cause, fixes = _out_of_memory(incident, cause, fixes, training)
     texts = [redact(s.text) for s in seen]
+    filled = [(details.filled(fix.do, texts), fix.source) for fix in fixes]
+    filled = [(do, source) for do, source in filled if do]
     return Explained(
         incident.label,
         "info" if notice else label.severity,
@@ -113,8 +115,8 @@ def in_words(
         sighting.line,
         log_text.excerpt(redact(sighting.text)),
         f"{redact(details.filled(cause, texts))}{_where(incident)}",
-        tuple(details.filled(fix.do, texts) for fix in fixes),
-        tuple(fix.source for fix in fixes),
+        tuple(do for do, _ in filled),
+        tuple(source for _, source in filled),
         incident.count,
         tuple(incident.ranks),
         incident.root,
@@ -132,7 +134,8 @@ def _out_of_memory(
 
 
 def _where(incident: Incident) -> str:
-    ranks = ", ".join(map(str, incident.ranks[:8])) + ("…" if len(incident.ranks) > 8 else "")
+    more = len(incident.ranks) - 8
+    ranks = ", ".join(map(str, incident.ranks[:8])) + (f" and {more} more" if more > 0 else "")
     seen = f"seen {incident.count} times" if incident.count > 1 else ""
     on = f"on rank {ranks}" if len(incident.ranks) == 1 else f"on ranks {ranks}" if ranks else ""
     words = " ".join(part for part in (seen, on) if part)

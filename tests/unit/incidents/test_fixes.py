@@ -181,7 +181,7 @@ def found(log: str) -> Explained:
                 "requested files in the local cache."
             ),
             "hub_or_storage_unavailable",
-            "--local-dir DIR",
+            "--local-dir",
         ),
         (
             (
@@ -208,7 +208,7 @@ def found(log: str) -> Explained:
                 "name='train/00000022.tar'>\","
             ),
             "dataset_fetch_failed",
-            "tar tf FILE",
+            "tar tf",
         ),
         (
             (
@@ -227,7 +227,7 @@ def found(log: str) -> Explained:
             "dht_unreachable",
             "a bootstrap peer responds",
         ),
-        ("RuntimeError: Address already in use", "port_in_use", "--master-port N"),
+        ("RuntimeError: Address already in use", "port_in_use", "torchrun's --master-port"),
         (
             (
                 "slurmstepd: error: *** JOB 4191701 ON c5-1 CANCELLED AT "
