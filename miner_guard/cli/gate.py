@@ -39,7 +39,10 @@ def command(
         Optional[int], typer.Option(min=0, help="Inner step of the upload.")
     ] = None,
     kind: Annotated[
-        str, typer.Option(help="gradient, or archive (after an AllReduce; always allowed).")
+        str,
+        typer.Option(
+            help="gradient, or archive (after an AllReduce; exempt from the minimum inner step)."
+        ),
     ] = "gradient",
     loss: Annotated[Optional[float], typer.Option(help="The latest loss.")] = None,
     base_outer_step: Annotated[

@@ -157,8 +157,9 @@ class Guard:
         """Decide whether this upload may go out. Collective; every rank gets the same decision,
         which is truthy if the upload is allowed.
 
-        `kind="archive"`: the upload after an AllReduce, which is always allowed. If a rank does not
-        ask within `[gate] broadcast_timeout_s`, each rank blocks the upload independently.
+        `kind="archive"`: the upload after an AllReduce, exempt from the minimum inner step. If a
+        rank does not ask within `[gate] broadcast_timeout_s`, each rank blocks the upload
+        independently.
         `question`: identifies the call; it must be the same on every rank. Default: kind and steps.
         """
         given = Candidate(

@@ -36,13 +36,12 @@ def decide(
         record = recorded(candidate, inputs, settings, now)
         facts, limits = _facts(candidate, inputs, settings, now)
         verdicts = tuple(
-            _worded(v, candidate.kind)
-            for v in rules.evaluate_all(rules.gate_rules(facts, limits), facts, limits)
+            _worded(v) for v in rules.evaluate_all(rules.gate_rules(facts, limits), facts, limits)
         )
     except Exception as error:  # noqa: BLE001 -- an error in the gate must block every rank, not raise in rank 0
         facts = Facts(candidate, now=now)
         limits = Limits()
-        verdicts = (_worded(rules.rule_error("gate", error), candidate.kind),)
+        verdicts = (_worded(rules.rule_error("gate", error)),)
     return _concluded(facts, limits, verdicts, settings=settings, record=record, wall=wall)
 
 
@@ -84,15 +83,11 @@ def _facts(
     return facts, in_force(Limits.of(settings, known.limits), known.network)
 
 
-def _worded(verdict: Verdict, kind: str) -> Verdict:
-    """The verdict as stored in the decision: truncated, and never a block for an archive.
-
-    The upload after an AllReduce starts at inner step 0, and the miner's own reload needs it.
-    """
-    outcome = "warn" if kind == "archive" and verdict.outcome == "block" else verdict.outcome
-    if outcome == verdict.outcome and len(verdict.sentence) <= _MAX_LENGTH:
+def _worded(verdict: Verdict) -> Verdict:
+    """The verdict as stored in the decision: its sentence fits in a journal entry."""
+    if len(verdict.sentence) <= _MAX_LENGTH:
         return verdict
-    return replace(verdict, outcome=outcome, sentence=verdict.sentence[:_MAX_LENGTH])
+    return replace(verdict, sentence=verdict.sentence[:_MAX_LENGTH])
 
 
 def _concluded(

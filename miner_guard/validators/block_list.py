@@ -68,7 +68,7 @@ def _newest(blocks: Sequence[Any], uid: int | None) -> int | None:
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
     """Block an empty or missing list, and one whose newest block is older than `block_list_max_age`
-    blocks."""
+    blocks. An archive's list may be empty."""
     limit = age_limit(limits)
     if facts.candidate.config is None:
         return Verdict(RULE, "unknown", None, limit, "the caller did not pass config.json")
@@ -79,6 +79,10 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
             "config.json has no block_list of integers, from which validators draw a block; add one"
         )
         return Verdict(RULE, "block", None, limit, words)
+    if not blocks and facts.candidate.kind == "archive":
+        # The miner clears its list at an AllReduce, and reloads from this upload.
+        words = "block_list is empty, as in every archive after an AllReduce"
+        return Verdict(RULE, "pass", 0, limit, words)
     if not blocks:
         words = (
             "block_list is empty, so validators raise an error and reset scores; wait "

@@ -187,11 +187,12 @@ def test_names_of_torch_compile_and_a_lack_of_metadata_are_reported(tmp_path: Pa
     assert "validators know _orig_mod.w as w" in reason
 
 
-def test_the_archive_after_an_allreduce_goes_out_whatever_is_in_it(tmp_path: Path) -> None:
+def test_the_archive_after_an_allreduce_goes_out_only_if_it_is_sound(tmp_path: Path) -> None:
     miner = Miner()
     miner.model.config.block_list = []
     attached = Attached(tmp_path, miner)
-    assert attached.upload(gradient(wvals=torch.ones(2, 64, 32).half()), archive=True) is True
+    assert attached.upload(gradient(), archive=True) is True
+    assert attached.upload(gradient(wvals=torch.ones(2, 64, 32).half()), archive=True) is False
 
 
 def test_each_upload_keeps_its_own_decision_however_many_are_asked_before_its_thread_starts(
@@ -202,11 +203,12 @@ def test_each_upload_keeps_its_own_decision_however_many_are_asked_before_its_th
     miner = Miner()
     attached = Attached(tmp_path, miner)
     half = gradient(wvals=torch.ones(2, 64, 32).half())
+    whole = gradient()
     attached.start(half)
-    attached.start(half, archive=True)
+    attached.start(whole, archive=True)
     attached.start(gradient())
     assert attached.queued() == [False, True, True]
-    assert [given is half for given in miner.uploaded] == [True, False]
+    assert [uploaded is whole for uploaded in miner.uploaded] == [True, False]
     decided = attached.decisions()
     kinds = [(d["upload_kind"], d["allowed"]) for d in decided]
     assert kinds == [("gradient", True), ("archive", True), ("gradient", True), ("gradient", False)]

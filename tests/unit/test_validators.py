@@ -367,7 +367,7 @@ def test_every_rule_passes_blocks_is_unknown_and_warns_if_it_can_in_some_test() 
         assert not missing, f"CASES has no row in which {name} answers {', '.join(sorted(missing))}"
 
 
-def test_after_an_allreduce_every_block_is_only_a_warning() -> None:
+def test_only_the_minimum_inner_step_does_not_apply_to_an_archive() -> None:
     known = GateInputs(
         network=chain(uid=8, commitment=OURS),
         bucket="x-007",
@@ -376,7 +376,9 @@ def test_after_an_allreduce_every_block_is_only_a_warning() -> None:
     )
     archive = decide(Candidate("archive", 56, 0), known, GateSettings(), now=NOW, wall=0.0)
     outcomes = {verdict.rule: verdict.outcome for verdict in archive.verdicts}
-    assert {outcomes["bucket"], outcomes["commitment"]} == {"warn"}
+    assert outcomes["bucket"] == "block"
+    assert outcomes["min_inner_step"] == "pass"
+    assert not archive.allowed
 
 
 def test_every_rule_is_in_force_somewhere() -> None:
