@@ -14,7 +14,7 @@ from miner_guard import __version__
 from tests.support import distribution, requires
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
-PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 
 
 @pytest.fixture(scope="module")

@@ -31,14 +31,17 @@ def build(tree: Path, out: Path) -> tuple[Path, Path]:
         ["git", "ls-files", "-z"], cwd=tree, capture_output=True, text=True, check=True
     )
     for name in filter(None, listed.stdout.split("\0")):
+        # The repository shows two folders of the package at its top as links; setuptools follows
+        # no link, and the package has the files already.
+        if (tree / name).is_symlink():
+            continue
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(tree / name, source / name)
     sdist = _run("build_sdist", source, out)
     _normalise(sdist, int(os.environ["SOURCE_DATE_EPOCH"]))
     shutil.rmtree(source)
     unpacked = out / "unpacked"
-    with tarfile.open(sdist) as archive:
-        archive.extractall(unpacked, filter="data")
+    shutil.unpack_archive(sdist, unpacked)
     (root,) = unpacked.iterdir()
     wheel = _run("build_wheel", root, out)
     shutil.rmtree(unpacked)
