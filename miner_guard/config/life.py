@@ -40,6 +40,9 @@ class HangSettings:
     evaluation_s: Positive = 1800.0
     """Time allowed for the `inference`, `val_loss`, `example_loss` and `monitor` phases."""
 
+    monitoring_s: Positive = 1800.0
+    """Time allowed for an operation inside `tracker.track()` or `guard.track()`."""
+
     checkpoint_s: Positive = 1800.0
     """Time allowed for the `checkpoint` phase."""
 

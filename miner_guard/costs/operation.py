@@ -49,12 +49,13 @@ class Operation:
         else:
             self.background_s += seconds
 
-    def as_dict(self, training_s: float) -> dict[str, Any]:
-        """The operation's ledger row. `total_time` is blocking time only; background time is
-        separate."""
-        share = percent(self.blocking_s, training_s)
+    def as_dict(self, training_s: float, running_s: float = 0.0) -> dict[str, Any]:
+        """The operation's ledger row. `total_time` is blocking time only, `running_s` of an
+        unfinished call included; background time is separate."""
+        blocking_s = self.blocking_s + running_s
+        share = percent(blocking_s, training_s)
         return {
-            "total_time": round(self.blocking_s, 6),
+            "total_time": round(blocking_s, 6),
             "background_time": round(self.background_s, 6),
             "calls": self.calls,
             "average_time": round((self.blocking_s + self.background_s) / self.calls, 6)
@@ -63,7 +64,7 @@ class Operation:
             "max_time": round(self.longest_s, 6),
             "last_time": round(self.last_s, 6),
             "percentage": round(share, 4),
-            "blocking": self.blocking_s > 0 or self.background_s == 0,
+            "blocking": blocking_s > 0 or self.background_s == 0,
             "impact": impact(share),
             "status": "throttled" if self.throttled else "active",
             "asked_interval_s": self.asked_s,

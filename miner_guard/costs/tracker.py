@@ -17,9 +17,9 @@ from miner_guard import state_dir
 from miner_guard.costs import table
 from miner_guard.costs.operation import Operation, fair_cap, percent
 from miner_guard.costs.presets import Budget
-from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.write_errors import WriteOutage
+from miner_guard.record.events import event
 from miner_guard.system.clock import Clock, SystemClock, iso_utc
 
 FILE = "monitoring_costs.json"
@@ -28,6 +28,9 @@ _WRITE_EVERY_S = 5.0
 _EVIDENCE_S = 3.0
 """Monitoring does not count as over budget until it has blocked training for this long (5 % of a
 minute): a percentage of such a short time is meaningless."""
+
+_ELSEWHERE = -1
+"""The place of another process's call among this process's threads."""
 
 _RELAX_RATIO = 0.8
 """Throttling ends when the requested intervals would take less than this share of the budget."""
@@ -39,7 +42,7 @@ T = TypeVar("T")
 
 def say_on_stderr(finding: Finding) -> None:
     """Print a warning on stderr: the default `report` of a tracker outside a guard."""
-    sys.stderr.write(f"{finding.severity.upper()} | {catalog.message(finding)}\n")
+    sys.stderr.write(f"{finding.level.upper()} | {finding.text}\n")
 
 
 class MonitoringCostTracker:
@@ -77,6 +80,11 @@ class MonitoringCostTracker:
         self._step_time_s: float | None = None
         self._steps: tuple[int, float] | None = None
         self._level = "ok"
+        self._running: dict[int, tuple[str, float]] = {}
+        """The outermost blocking call that each thread is in: operation, and when it began; under
+        `_ELSEWHERE`, the call that another process is in."""
+
+        self._warned_open = False
         self._written = float("-inf")
         self._outage = WriteOutage(FILE)
         if self._file is not None:
@@ -89,12 +97,34 @@ class MonitoringCostTracker:
     def track(self, operation: str, *, blocking: bool = True) -> Iterator[None]:
         """Time one call: wall time if blocking, this thread's CPU time with `blocking=False`."""
         clock = self._clock.monotonic if blocking else time.thread_time
-        start = clock()
+        start, thread = clock(), threading.get_ident()
+        outermost = blocking and self._running.setdefault(thread, (operation, start))[1] == start
         try:
             with _shown_to_guard(operation) if blocking else contextlib.nullcontext():
                 yield
         finally:
+            if outermost:
+                self._running.pop(thread, None)
             self.record(operation, clock() - start, blocking=blocking)
+
+    def running(self, operation: str, since: float | None) -> None:
+        """Count a call that another process is in, from monotonic time `since`; None: in none."""
+        with self._mutex:
+            if since is None:
+                self._running.pop(_ELSEWHERE, None)
+                return
+            changed = self._running.get(_ELSEWHERE) != (operation, since)
+            self._running[_ELSEWHERE] = (operation, since)
+            if changed:
+                self._warned_open = False
+            seconds, limit = self._clock.monotonic() - since, self.budget.operation_warn_s
+            findings = self._judged()
+            if seconds > limit and not self._warned_open:
+                self._warned_open = True
+                words = f"MONITORING SLOW: in {operation} for {seconds:.0f}s (limit {limit:.0f}s)"
+                findings.append(_slow(words, operation, seconds, limit))
+        for finding in findings:
+            self._report(finding)
 
     def record(
         self, operation: str, seconds: float, *, blocking: bool = True, calls: int = 1
@@ -105,15 +135,12 @@ class MonitoringCostTracker:
             account = self._account(operation)
             account.add(max(0.0, seconds), blocking=blocking, calls=max(1, calls))
             account.last_done = self._clock.monotonic()
-            if blocking and account.last_s > self.budget.operation_warn_s:
-                findings.append(
-                    make_finding(
-                        "monitoring_operation_slow",
-                        operation=operation,
-                        seconds=account.last_s,
-                        limit_s=self.budget.operation_warn_s,
-                    )
+            limit = self.budget.operation_warn_s
+            if blocking and account.last_s > limit:
+                words = (
+                    f"MONITORING SLOW: {operation} took {account.last_s:.1f}s (limit {limit:.0f}s)"
                 )
+                findings.append(_slow(words, operation, account.last_s, limit))
             findings += self._judged()
         for finding in findings:
             self._report(finding)
@@ -129,22 +156,35 @@ class MonitoringCostTracker:
     def _judged(self) -> list[Finding]:
         """Update the budget's status; return a finding if it has become worse."""
         share = self.share_pct()
-        level = self.budget.status(share) if self.blocking_s() >= _EVIDENCE_S else "ok"
+        level = self._status(share)
         worse = _LEVELS[level] > _LEVELS[self._level]
         self._level = level
         if not worse:
             return []
         limit = self.budget.critical_pct if level == "critical" else self.budget.budget_pct
-        most_expensive = max(self._operations, key=lambda name: self._operations[name].blocking_s)
+        spent = self._blocking_by_operation()
+        words = f"MONITORING OVER BUDGET: {share:.1f}% (limit {limit:.0f}%)"
         return [
-            make_finding(
+            event(
                 "monitoring_over_budget",
-                level=level,
+                level,
+                words,
                 share_pct=share,
                 limit_pct=limit,
-                dearest=most_expensive,
+                most_expensive=max(spent, key=spent.__getitem__),
             )
         ]
+
+    def _status(self, share_pct: float) -> str:
+        return self.budget.status(share_pct) if self.blocking_s() >= _EVIDENCE_S else "ok"
+
+    def _blocking_by_operation(self) -> dict[str, float]:
+        """Seconds that each operation has blocked training, unfinished calls included."""
+        now = self._clock.monotonic()
+        spent = {name: account.blocking_s for name, account in self._operations.items()}
+        for operation, since in list(self._running.values()):
+            spent[operation] = spent.get(operation, 0.0) + max(0.0, now - since)
+        return spent
 
     # budget
 
@@ -156,7 +196,12 @@ class MonitoringCostTracker:
         self._training_s, self._measured_step_s = source, step_time
 
     def blocking_s(self) -> float:
-        """Seconds that monitoring has blocked training."""
+        """Seconds that monitoring has blocked training, unfinished calls included."""
+        with self._mutex:
+            return sum(self._blocking_by_operation().values())
+
+    def finished_s(self) -> float:
+        """Seconds that finished calls have blocked training."""
         with self._mutex:
             return sum(account.blocking_s for account in self._operations.values())
 
@@ -179,8 +224,9 @@ class MonitoringCostTracker:
             return percent(self.blocking_s(), self.training_s())
 
     def is_over_budget(self) -> bool:
-        """Return True if monitoring takes more training time than the budget allows."""
-        return self.budget.status(self.share_pct()) != "ok"
+        """Return True if monitoring takes more training time than the budget allows, and at least
+        3 s: a share of less says nothing."""
+        return self._status(self.share_pct()) != "ok"
 
     # throttling
 
@@ -300,11 +346,13 @@ class MonitoringCostTracker:
                 stored = state_dir.read_json(self._ledger)
                 if isinstance(stored, dict) and isinstance(stored.get("operations"), dict):
                     return stored
-            known = bool(self._operations) or self._ledger is None
+            known = bool(self._operations or self._running) or self._ledger is None
+            spent = self._blocking_by_operation()
+            accounts = {name: self._operations.get(name) or Operation() for name in spent}
             training = self.training_s()
             share = percent(self.blocking_s(), training)
             return {
-                "budget_status": self.budget.status(share) if known else "unknown",
+                "budget_status": self._status(share) if known else "unknown",
                 "total_percentage": round(share, 4),
                 "budget_percentage": self.budget.budget_pct,
                 "critical_percentage": self.budget.critical_pct,
@@ -315,8 +363,8 @@ class MonitoringCostTracker:
                 "step_time": self._step_time_s or self._measured_step_s(),
                 "updated": iso_utc(self._clock.wall()),
                 "operations": {
-                    name: account.as_dict(training)
-                    for name, account in sorted(self._operations.items())
+                    name: account.as_dict(training, running_s=spent[name] - account.blocking_s)
+                    for name, account in sorted(accounts.items())
                 },
             }
 
@@ -350,6 +398,17 @@ class MonitoringCostTracker:
         if self._file is not None and now - self._written >= _WRITE_EVERY_S:
             self._written = now
             self.write()
+
+
+def _slow(words: str, operation: str, seconds: float, limit_s: float) -> Finding:
+    return event(
+        "monitoring_operation_slow",
+        "warning",
+        words,
+        operation=operation,
+        seconds=seconds,
+        limit_s=limit_s,
+    )
 
 
 def _shown_to_guard(operation: str) -> contextlib.AbstractContextManager[Any]:

@@ -3,13 +3,14 @@ the caller passes times in monotonic seconds.
 
 Only a finished step counts as progress; re-entering a data phase does not. The limit is
 max(`min_s`, `factor` x the longest recent step), as NVRx calculates its timeouts. Phases with a
-longer allowance (AllReduce, upload, load, evaluation, checkpoint) use that instead, and while one
-rank is within its allowance the others may wait for it. Before any rank has reported, output and
-CPU time count as progress.
+longer allowance (AllReduce, upload, load, evaluation, checkpoint) and monitoring operations
+(`tracker.track`) use that instead, and while one rank is within its allowance the others may wait
+for it. Before any rank has reported, output and CPU time count as progress.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -104,6 +105,9 @@ class HangDetector:
         self._cpu: tuple[float, float] | None = None
         self._stepped = False
         self._busy_until_now: set[int] = set()
+        self._operating: set[int] = set()
+        """Of those, the ranks in a monitoring operation."""
+
         self._granted: dict[int, float] = {}
         self._reported = False
 
@@ -171,6 +175,7 @@ class HangDetector:
         }
         if busy:
             self._busy_until_now = busy
+            self._operating = {n for n in busy if ranks[n].operation_since is not None}
             return None
         if self._busy_until_now:
             self._end_of_long_phase(now, ranks)
@@ -248,7 +253,15 @@ class HangDetector:
         allowance = self._allowance_s(rank)
         if allowance is not None and allowance > self.limit_s:
             self._granted[number] = rank.phase_since + allowance
-        return self._in_granted_phase(number, rank) and now <= self._granted[number]
+        if self._in_granted_phase(number, rank) and now <= self._granted[number]:
+            return True
+        return self._operation_until(rank) >= now
+
+    def _operation_until(self, rank: Now) -> float:
+        """When the allowance of the rank's open monitoring operation ends; -inf if none is open."""
+        if rank.operation_since is None:
+            return -math.inf
+        return rank.operation_since + self._settings.monitoring_s
 
     def _in_granted_phase(self, number: int, rank: Now) -> bool:
         """Return whether the rank is still in its last long phase or in a phase nested in it. A
@@ -267,16 +280,22 @@ class HangDetector:
         ended = [
             n
             for n in self._busy_until_now
-            if n not in ranks or not self._in_granted_phase(n, ranks[n])
+            if n not in ranks
+            or not (self._in_granted_phase(n, ranks[n]) or ranks[n].operation_since is not None)
         ]
         if ended:
             self._progress = max(
                 [self._progress, *(ranks[n].heartbeat for n in ended if n in ranks)]
             )
+        if self._operating.intersection(ended):
+            # The end of an operation leaves no heartbeat.
+            self._progress = max(self._progress, now)
         self._busy_until_now = set()
 
     def _limit_in_force(self, ranks: Mapping[int, Now]) -> float:
         declared = [a for rank in ranks.values() if (a := self._allowance_s(rank)) is not None]
+        if any(rank.operation_since is not None for rank in ranks.values()):
+            declared.append(self._settings.monitoring_s)
         return max([self.limit_s, *declared])
 
 
@@ -312,7 +331,14 @@ def _may_wait(rank: Now) -> bool:
 
 def _place(rank: Now) -> int:
     # A rank that has ended its training no longer waits for the others; they wait for it.
-    return -1 if rank.state in ENDED_STATES else _ORDER.get(rank.phase, _OTHER_PHASE)
+    if rank.state in ENDED_STATES:
+        return -1
+    return _OTHER_PHASE if _operating(rank) else _ORDER.get(rank.phase, _OTHER_PHASE)
+
+
+def _operating(rank: Now) -> bool:
+    """Return whether the rank is in a monitoring operation, and not in a collective inside it."""
+    return rank.operation_since is not None and rank.phase not in _COLLECTIVE
 
 
 def describe(
@@ -345,7 +371,7 @@ def _culprits(
         alike.setdefault(_place_of(number, ranks.get(number), processes), []).append(number)
     words = []
     for (place, state), numbers in alike.items():
-        since = min((ranks[n].phase_since for n in numbers if n in ranks), default=now)
+        since = min((_since(ranks[n]) for n in numbers if n in ranks), default=now)
         lasting = f" for {now - since:.0f}s" if place not in _UNTIMED else ""
         words.append(f"{rank_list(numbers)} {place}{lasting}{state}")
     return words
@@ -354,7 +380,7 @@ def _culprits(
 def _culprit(now: float, number: int, rank: Now | None, processes: Processes) -> str:
     place, state = _place_of(number, rank, processes)
     timed = rank is not None and place not in _UNTIMED
-    lasting = f" for {now - rank.phase_since:.0f}s" if rank is not None and timed else ""
+    lasting = f" for {now - _since(rank):.0f}s" if rank is not None and timed else ""
     return f"rank {number} {place}{lasting}{state}"
 
 
@@ -368,9 +394,16 @@ def _place_of(number: int, rank: Now | None, processes: Processes) -> tuple[str,
     return _where(rank), stopped
 
 
+def _since(rank: Now) -> float:
+    began = rank.operation_since
+    return began if _operating(rank) and began is not None else rank.phase_since
+
+
 def _where(rank: Now) -> str:
     if rank.state in ENDED_STATES:
         return "in shutdown"
+    if _operating(rank):
+        return f"in {rank.operation}"
     if rank.phase:
         return f"in {rank.phase}"
     return "before its first step" if rank.total_steps == 0 else "between phases"

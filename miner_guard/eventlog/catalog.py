@@ -184,7 +184,7 @@ _SPECS = (
     Spec("job_recovered", "info", _OK, "JOB RECOVERED: {job}", ("job",)),
     Spec("job_late", "warning", _WARN, "JOB LATE: {job} by {late_s:.1f}s", ("job", "late_s")),
     Spec("monitoring_operation_slow", "warning", _WARN, "MONITORING SLOW: {operation} took {seconds:.1f}s (limit {limit_s:.0f}s)", ("operation", "seconds", "limit_s")),
-    Spec("monitoring_over_budget", "warning", _WARN, "MONITORING OVER BUDGET: {share_pct:.1f}% (limit {limit_pct:.0f}%)", ("share_pct", "limit_pct", "dearest")),
+    Spec("monitoring_over_budget", "warning", _WARN, "MONITORING OVER BUDGET: {share_pct:.1f}% (limit {limit_pct:.0f}%)", ("share_pct", "limit_pct", "most_expensive")),
     Spec("monitoring_throttled", "warning", _WARN, ("MONITORING THROTTLED: {operation} every {interval_s:.0f}s instead of " "{asked_s:.0f}s"), ("operation", "interval_s", "asked_s")),
     Spec("monitoring_relaxed", "info", _OK, "MONITORING RELAXED: {operation} every {interval_s:.0f}s again", ("operation", "interval_s")),
     Spec("chain_status", "info", "", "CHAIN {summary}", ("summary",)),

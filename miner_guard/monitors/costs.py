@@ -50,6 +50,7 @@ class CostsMonitor(Monitor):
         return ()
 
     def on_exit(self, end: Exit) -> Iterable[Finding]:
+        self.tracker.running("", None)
         self._ran_s += end.runtime_s
         self._launched = None
         return ()
@@ -58,7 +59,7 @@ class CostsMonitor(Monitor):
         """Return the total step time (the miner's run time if there are no steps), excluding the
         time it was blocked by monitoring."""
         running = 0.0 if self._launched is None else self.context.clock.monotonic() - self._launched
-        return (self._step_s or self._ran_s + running) - self.tracker.blocking_s()
+        return (self._step_s or self._ran_s + running) - self.tracker.finished_s()
 
     def _training_step_s(self) -> float | None:
         """Training seconds per step on the lead rank; None before its first step."""
@@ -94,6 +95,11 @@ class CostsMonitor(Monitor):
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
         if ranks and self._lead not in ranks:
             self._lead = None
+        header = ranks.get(min(ranks) if self._lead is None else self._lead) if ranks else None
+        if header is None:
+            self.tracker.running("", None)
+        else:
+            self.tracker.running(header.operation, header.operation_since)
         if now - self._loop_at >= _LOOP_EVERY_S:
             self._loop_at = now
             self._enter_own()

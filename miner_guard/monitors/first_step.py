@@ -141,8 +141,9 @@ class FirstStepMonitor(Monitor):
         attach = self.context.config.miner.attach
         if self._nearest is None:
             if ranks and attach != "log":
-                phase = ranks[min(ranks)].phase
-                return f"rank {min(ranks)} is in {phase or 'no named phase'}"
+                header = ranks[min(ranks)]
+                place = header.operation or header.phase or "no named phase"
+                return f"rank {min(ranks)} is in {place}"
             return (
                 "none of the miner's lines looks like a step either; the miner may still be loading"
             )

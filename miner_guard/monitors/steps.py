@@ -37,7 +37,7 @@ class StepsMonitor(Monitor):
         self._goodput = Goodput()
         self._last: dict[int, StepRecord] = {}
         self._steps: dict[int, int] = {}
-        self._phase = ""
+        self._phase = self._operation = ""
         self._loss_first: float | None = None
         self._max: tuple[float, int | None] | None = None
         self._limiter = LineLimiter(context.config.logs.step_lines_per_s)
@@ -281,7 +281,9 @@ class StepsMonitor(Monitor):
         return ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
-        self._phase = ranks[min(ranks)].phase if ranks else ""
+        lead = ranks[min(ranks)] if ranks else None
+        self._phase = lead.phase if lead else ""
+        self._operation = lead.operation if lead else ""
         for rank in self._last.keys() - ranks.keys() if ranks else ():
             # After a new rendezvous this node may have different ranks: a rank that no longer
             # exists must not lead.
@@ -323,7 +325,7 @@ class StepsMonitor(Monitor):
             memory_grade=gpu_use.memory_grade(memory_gb, self.context.config.gpu),
             step_time_s=lead.seconds if lead else None,
             last_step_age_s=since if lead else None,
-            phase=self._phase,
+            phase=self._operation or self._phase,
             p50_s=median,
             p95_s=window.quantile(0.95) if window is not None else None,
             max_s=self._max[0] if self._max else None,

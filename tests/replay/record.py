@@ -195,15 +195,7 @@ def install(recorder: Recorder) -> None:
             return
         if source is None and _own(sys._getframe(2)):
             return
-        recorder.put(
-            "finding",
-            {
-                "event": found.event,
-                "level": found.level,
-                "rank": found.rank,
-                "fields": dict(found.fields),
-            },
-        )
+        recorder.put("finding", found.to_json())
 
     def text(chunk: bytes) -> str:
         return bytes(chunk).decode("utf-8", "surrogateescape")

@@ -85,7 +85,21 @@ def test_the_first_second_of_a_run_raises_no_alarm() -> None:
     account = Account()
     account.call("status", 0.5)
     assert account.events() == []
-    assert account.tracker.is_over_budget()
+    assert not account.tracker.is_over_budget()
+    assert account.tracker.get_report()["budget_status"] == "ok"
+
+
+def test_an_unfinished_call_counts() -> None:
+    account = Account()
+    account.clock.advance(100)
+    with account.tracker.track("evolution_snapshot"):
+        account.clock.advance(50)
+        with account.tracker.track("inner"):
+            account.clock.advance(10)
+            report = account.tracker.get_report()
+            assert report["total_time"] == 60
+            assert account.tracker.is_over_budget()
+    assert account.tracker.get_report()["operations"]["evolution_snapshot"]["total_time"] == 60
 
 
 def test_more_monitoring_than_training_is_all_of_it() -> None:

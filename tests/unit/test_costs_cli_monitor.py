@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -276,3 +277,24 @@ def test_time_in_which_the_miner_does_not_run_is_not_training_time(monitor: Cost
     monitor.on_exit(Exit(1, None, False, False, 50.0))
     clock.advance(1000)
     assert monitor.tracker.training_s() == 50
+
+
+def test_an_open_operation_is_warned_about_while_it_runs(
+    monitor: CostsMonitor, emitted: list[Finding]
+) -> None:
+    clock = monitor.context.clock
+    assert isinstance(clock, FakeClock)
+    since = clock.monotonic()
+    monitor.on_steps(0, [_step(number, 3.5) for number in range(100)])
+    open_call = replace(headers(0)[0], operation="evolution_snapshot", operation_since=since)
+    for _ in range(60):
+        clock.advance(1.0)
+        monitor.on_tick(clock.monotonic(), {0: open_call})
+    assert [finding.text for finding in emitted] == [
+        "MONITORING OVER BUDGET: 5.1% (limit 5%)",
+        "MONITORING SLOW: in evolution_snapshot for 31s (limit 30s)",
+        "MONITORING OVER BUDGET: 10.3% (limit 10%)",
+    ]
+    assert monitor.snapshot()["operations"]["evolution_snapshot"]["total_time"] == 60
+    monitor.on_tick(clock.monotonic(), headers(0))
+    assert "evolution_snapshot" not in monitor.snapshot()["operations"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -391,3 +392,26 @@ def test_where_no_rank_here_stands_out_the_other_nodes_are_pointed_to(
     words = _elsewhere(unattributed, who)
     assert words.startswith(f"; {expected}") if expected else not words
     assert not _elsewhere(Hang((0,), "rank 0 in data", 400.0, 300.0), who)
+
+
+def operating(since: float, phase: str = "") -> Now:
+    header = rank(phase, since=since, heartbeat=100.0)
+    return replace(header, operation="evolution_snapshot", operation_since=since)
+
+
+def test_a_monitoring_operation_ends_only_after_its_own_allowance(detector: HangDetector) -> None:
+    """Source 000's incident: an evaluation of minutes inside `track()` was killed as a hang."""
+    ranks = {0: operating(110.0), 1: rank("allreduce", since=111.0)}
+    assert watch(detector, 110.0, 110.0 + 1799.0, ranks) is None
+    late = watch(detector, 1910.0, 1920.0, ranks)
+    assert late is not None
+    at, hang = late
+    assert (at, hang.culprits, hang.limit_s) == (1911.0, (0,), 1800.0)
+    assert hang.detail == "rank 0 in evolution_snapshot for 1801s, rank 1 waiting in allreduce"
+
+
+def test_after_a_monitoring_operation_the_usual_limit_starts_anew(detector: HangDetector) -> None:
+    assert watch(detector, 110.0, 1000.0, {0: operating(110.0)}) is None
+    hang = watch(detector, 1001.0, 2000.0, {0: rank(since=100.0)})
+    assert hang is not None
+    assert hang[0] == 1302.0
