@@ -4,7 +4,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := constraints.txt
-HOT := setup.py $(wildcard miner_guard/*/_*.[ch])
 DEMO_STATE := $(CURDIR)/.demo/state
 # Most tests wait for processes that they watch: with four workers, two cores would be idle a third of the time. Files run in
 # the order of SUITE. By default, xdist would start the files with the fewest tests last; these have the longest tests, so
@@ -56,8 +55,7 @@ GPU_PYTHON ?= python3
 GPU := .gpu
 gpu:
 	@if [ -d $(GPU)/wheels ]; then \
-	  $(GPU_PYTHON) -m pip install -q --no-index --no-deps --no-compile --upgrade --target $(GPU)/site $(GPU)/wheels/*.whl \
-	  && $(GPU_PYTHON) setup.py -q build_ext --inplace || echo "no compiler: the hook runs in Python"; \
+	  $(GPU_PYTHON) -m pip install -q --no-index --no-deps --no-compile --upgrade --target $(GPU)/site $(GPU)/wheels/*.whl; \
 	  PATH="$(CURDIR)/$(GPU)/site/bin:$$PATH" PYTHONPATH=$(CURDIR)/$(GPU)/site:$(CURDIR) $(GPU_PYTHON) -m pytest -q -s -p no:cacheprovider tests/gpu $(PYTEST_ARGS); \
 	else $(MAKE) $(VENV)/.dev && $(BIN)/python -m pytest -q -s tests/gpu $(PYTEST_ARGS); fi
 
@@ -95,11 +93,11 @@ clean:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.demo: pyproject.toml $(CONSTRAINTS) $(HOT) | $(VENV)/bin/python
+$(VENV)/.demo: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	@echo "Installing the demo's packages; torch alone is 200 MB, or 3 GB with CUDA: one to five minutes, once."
 	$(BIN)/python -m pip install --constraint $(CONSTRAINTS) --editable '.[demo]'
 	touch $@
 
-$(VENV)/.dev: pyproject.toml $(CONSTRAINTS) $(HOT) | $(VENV)/bin/python
+$(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $@ $(VENV)/.demo

@@ -14,7 +14,6 @@ from typing import Any
 from miner_guard.checks.check import Check, Snapshot
 from miner_guard.config.loading import read_toml
 from miner_guard.config.optional_deps import EXTRAS, install, not_installed
-from miner_guard.eventlog import line_templates
 from miner_guard.record.redaction import Redactor
 
 
@@ -47,17 +46,6 @@ def _leftovers(env: Mapping[str, str]) -> Iterator[Check]:
             )
 
 
-def _output() -> Check:
-    """Report which build reads the miner's output. Both find the same lines."""
-    seen = (
-        "compiled code reads the miner's output"
-        if line_templates.COMPILED
-        else "Python reads the miner's output, at half the speed of compiled code: reinstall "
-        "miner-guard with a C compiler present"
-    )
-    return Check("env.output", "ok", seen)
-
-
 def _packages(s: Snapshot) -> Iterator[Check]:
     if s.packages is None:
         why = f"the miner's interpreter: {s.unread.get('packages', 'not queried')}"
@@ -67,7 +55,6 @@ def _packages(s: Snapshot) -> Iterator[Check]:
         return
     p = s.packages
     yield Check("env.python", "ok", f"the miner runs Python {p['python']} ({p['executable']})")
-    yield _output()
     if p["pynvml_shim"]:
         seen = (
             f"the deprecated package pynvml {p['pynvml_shim']} is installed: it prints "

@@ -14,12 +14,6 @@ from itertools import islice
 
 from miner_guard.eventlog.literal_search import literal_search, parts_with
 
-try:
-    from miner_guard.eventlog import _templates
-except ImportError:
-    # Built without a compiler.
-    _templates = None  # type: ignore[assignment]
-
 _LOWER = bytes(range(256)).lower()
 _NUMBERS = b"0123456789+-."
 _MAX_TEMPLATES = 4096
@@ -50,16 +44,10 @@ def template(text: bytes) -> bytes:
     return text.translate(_LOWER, _NUMBERS)
 
 
-def templates_in_python(text: bytes) -> tuple[list[bytes], frozenset[bytes]]:
+def templates(text: bytes) -> tuple[list[bytes], frozenset[bytes]]:
     """Return the template of each line of `text`, and the set of distinct templates."""
-    templates = template(text).split(b"\n")
-    return templates, frozenset(templates)
-
-
-COMPILED = _templates is not None
-templates = _templates.templates if COMPILED else templates_in_python
-"""The compiled path shares one object between equal templates, and skips converting a line that
-differs from an earlier one of the same length only in its numbers."""
+    each = template(text).split(b"\n")
+    return each, frozenset(each)
 
 
 class LineChunk(bytes):

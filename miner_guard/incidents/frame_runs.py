@@ -6,12 +6,6 @@ import re
 from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
-try:
-    from miner_guard.incidents import _frames
-except ImportError:
-    # Built without a compiler.
-    _frames = None  # type: ignore[assignment]
-
 _PREFIX = rb"(?:\[rank\d{1,5}\]: |\[default\d{1,5}\]:)?"
 """The prefixes that torch and torchrun --tee add."""
 
@@ -81,8 +75,7 @@ def frame_runs_in_python(block: bytes) -> list[tuple[int, int, bytes, bool, byte
     return found
 
 
-COMPILED = _frames is not None
-_runs: FindRuns = _frames.frame_runs if COMPILED else frame_runs_in_python
+_runs: FindRuns = frame_runs_in_python
 
 
 def frame_runs(block: bytes) -> list[FrameRun]:

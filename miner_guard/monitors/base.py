@@ -126,9 +126,8 @@ class Monitor:
     name = "part"
 
     words: frozenset[bytes] | None = None
-    """A filter: the monitor receives every line that contains one of these words, plus a few
-    others. Each word has the form that `line_templates.template` returns. None: all output;
-    empty: none."""
+    """A filter, in lower case: the monitor receives the lines, or the blocks of lines, that contain
+    one of these words in any case. None: all output; empty: none."""
 
     def __init__(self, context: Context) -> None:
         self.context = context

@@ -12,7 +12,6 @@ from miner_guard.detectors.batch_argument import BatchChange, BatchPolicy, rewri
 from miner_guard.detectors.gpu_use import GpuUse, MemoryReading, Printed, parse
 from miner_guard.detectors.model_sizes import size_of
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.eventlog.line_templates import template
 from miner_guard.eventlog.section import LastRead
 from miner_guard.eventlog.status_document import GpusStatus, HealthStatus
 from miner_guard.monitors.base import Context, Launch, Monitor
@@ -37,7 +36,7 @@ class GpuMonitor(Monitor):
     device."""
 
     name = "gpu"
-    words = frozenset(map(template, _PRINTED))
+    words = frozenset(map(bytes.lower, _PRINTED))
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.eventlog.line_templates import template
 from miner_guard.monitors.base import Context, Launch, Monitor
 from miner_guard.record.redaction import SECRET_NAME
 from miner_guard.system.once import Once
@@ -17,8 +16,6 @@ from miner_guard.uploads.repos.credentials import beside
 _COMMITMENT = b"Commitment - ["
 _MIN_LENGTH = 12
 """Shorter values of secret variables would match ordinary words."""
-
-_MIN_SHAPE_LENGTH = 4
 
 _NEXT_STEP = (
     "turn off the miner's debug logging, delete the log files that contain them, and replace the "
@@ -40,12 +37,9 @@ class SecretLeaksMonitor(Monitor):
             if SECRET_NAME.search(name) and len(value) >= _MIN_LENGTH and not value.startswith("/")
         }
         self._max_length = max([len(_COMMITMENT), *map(len, self._values.values())])
-        words = frozenset(map(template, [_COMMITMENT, *self._values.values()]))
-        # Read all output if a word cannot select lines: a value that is almost all digits has no
-        # usable template, and a multi-line value never occurs within one line.
-        self.words = (
-            None if any(len(word) < _MIN_SHAPE_LENGTH or b"\n" in word for word in words) else words
-        )
+        words = frozenset(map(bytes.lower, [_COMMITMENT, *self._values.values()]))
+        # A value of several lines may be split between two blocks.
+        self.words = None if any(b"\n" in word for word in words) else words
         self._tail = b""
         self._kinds = Once()
 

@@ -12,13 +12,13 @@ from typing import Any
 from miner_guard.config import GateSettings
 from miner_guard.detectors.verdict_conditions import DEGRADED, NOT_EARNING, STOPPED
 from miner_guard.detectors.verdict_wording import shown
-from miner_guard.eventlog.line_templates import template
 from miner_guard.eventlog.status_document import RankSteps, StatusDocument
 from miner_guard.reporting.report_data import Data, Mark
 from miner_guard.reporting.report_milestones import milestones
 from miner_guard.reporting.runbook import rows as runbook_rows
 
 _WORST = ("critical", "error")
+_NUMBER = re.compile(r"[-+.\d]+")
 _FIRST_ROWS = 8
 """A table shows this many rows and collapses the rest."""
 
@@ -100,10 +100,10 @@ def is_early(mark: Mark, gate: GateSettings) -> bool:
 def _grouped(marks: Sequence[Mark]) -> list[_Row]:
     """Group `marks`, which are in chronological order, into rows, newest first. Marks that differ
     only in their numbers share a row if each is within `_REPEATED_WITHIN_S` of the next."""
-    latest: dict[tuple[str, bytes], int] = {}
+    latest: dict[tuple[str, str], int] = {}
     rows: list[_Row] = []
     for mark in marks:
-        key = (mark.event, template(_first_line(mark).encode()))
+        key = (mark.event, _NUMBER.sub("", _first_line(mark).lower()))
         place = latest.get(key)
         if place is not None and mark.time - rows[place].newest.time <= _REPEATED_WITHIN_S:
             rows[place] = _Row(mark, rows[place].count + 1, rows[place].since)

@@ -4,16 +4,13 @@ concern it."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miner_guard.eventlog import line_templates
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.eventlog.line_templates import template
 from miner_guard.monitors.base import Context, Exit, Monitor
 from miner_guard.monitors.line_router import MAX_LINE_BYTES
 from miner_guard.monitors.runner import MonitorRunner
@@ -47,18 +44,6 @@ class LineSeeker(LineReader):
     words = frozenset({b"val_loss"})
 
 
-@pytest.fixture(autouse=True, scope="module", params=["compiled", "in Python"])
-def _templates(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test runs with both ways to compute templates."""
-    compiled = request.param == "compiled"
-    if compiled and not line_templates.COMPILED:
-        pytest.skip("built without a compiler")
-    with pytest.MonkeyPatch.context() as patch:
-        if not compiled:
-            patch.setattr(line_templates, "templates", line_templates.templates_in_python)
-        yield
-
-
 def _host() -> tuple[MonitorRunner, Everything, Seeker]:
     host = MonitorRunner(lambda _finding: None)
     everything, seeker = Everything(cast(Context, None)), Seeker(cast(Context, None))
@@ -86,14 +71,14 @@ def test_every_byte_arrives_once_and_in_order_however_the_output_is_cut(
     assert b"".join(seeker.shown).count(b"VAL_LOSS") == stream.count(b"VAL_LOSS")
 
 
-def test_a_monitor_with_words_gets_no_line_without_them() -> None:
+def test_a_monitor_with_words_gets_no_block_without_them() -> None:
     host, _, seeker = _host()
     ordinary = b"".join(b"Inner Step: %d | Loss: 3.%d\n" % (n, n) for n in range(2000))
     for _ in range(3):
         host.output(ordinary)
     assert seeker.shown == []
     host.output(ordinary + b"Epoch 2 | Val_Loss: 3.25\n" + ordinary)
-    assert seeker.shown == [b"Epoch 2 | Val_Loss: 3.25\n"]
+    assert seeker.shown == [ordinary + b"Epoch 2 | Val_Loss: 3.25\n" + ordinary]
 
 
 def test_a_progress_bar_without_newlines_is_shown_at_once() -> None:
@@ -177,7 +162,7 @@ class Broken(Uploads):
 
 
 WORDED = st.sampled_from(
-    [b"step 1 | loss 3.4\n", b"VAL_LOSS: 3.1\n", b"P-u3sh done\n", b"upload 7", b"\n", b"\r 5%"]
+    [b"step 1 | loss 3.4\n", b"VAL_LOSS: 3.1\n", b"Push done\n", b"upload 7", b"\n", b"\r 5%"]
 )
 
 
@@ -204,7 +189,7 @@ def test_each_monitor_gets_the_lines_of_its_own_words_however_the_output_is_cut(
 
 
 def _has_word(monitor: Monitor, line: bytes) -> bool:
-    return any(word in template(line) for word in monitor.words or ())
+    return any(word in line.lower() for word in monitor.words or ())
 
 
 def test_a_template_without_a_monitors_own_words_is_not_delivered_to_it() -> None:

@@ -22,7 +22,6 @@ from miner_guard.config import (
     optional_deps,
 )
 from miner_guard.config.loading import read_toml
-from miner_guard.eventlog import line_templates
 from miner_guard.system import probe
 from tests.support.snapshots import FOUR, GIB, HEALTHY_HOST, PACKAGES, by_name, healthy, snapshot
 
@@ -127,18 +126,6 @@ def test_packages_that_get_in_the_way(change: dict[str, Any], check: str, level:
         == level
     )
     assert {c.level for c in environment.environment_checks(snapshot(packages=PACKAGES))} == {"ok"}
-
-
-@pytest.mark.parametrize(
-    ("compiled", "words"), [(True, "compiled code reads"), (False, "Python reads")]
-)
-def test_doctor_names_the_build_that_reads_the_output(
-    compiled: bool, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(line_templates, "COMPILED", compiled)
-    check = by_name(environment.environment_checks(snapshot(packages=PACKAGES)))["env.output"]
-    assert check.level == "ok"
-    assert words in check.seen
 
 
 def test_an_extra_that_the_settings_need_is_named_with_its_command(

@@ -1,3 +1,0 @@
-"""Line templates in C (_templates.c). line_templates.py has the Python version."""
-
-def templates(text: bytes, /) -> tuple[list[bytes], frozenset[bytes]]: ...

@@ -1,3 +1,0 @@
-"""Compiled: the runs of stack frames, _frames.c; frame_runs.py holds the Python path."""
-
-def frame_runs(block: bytes, /) -> list[tuple[int, int, bytes, bool, bytes, bytes, bytes]]: ...
