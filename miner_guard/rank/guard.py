@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.rank import dumps, environment, questions
+from miner_guard.rank import dumps, environment
 from miner_guard.rank.costs import OpenOperations, RankCosts
 from miner_guard.rank.harmless import compiling, harmless_or
 from miner_guard.rank.journal import CheckpointEntry, TrainingEntry
-from miner_guard.rank.questions import CollectiveQueries, UploadQuestions, UploadRecorder
+from miner_guard.rank.questions import Questions, UploadRecorder
 from miner_guard.rank.recorder import CLOSED, ENDED, FAILED, FINISHED, Recorder, describe
 from miner_guard.rank.steps import Stepper
 from miner_guard.uploads.decision import GateDecision
@@ -49,17 +49,11 @@ class Guard:
         self.place = place
         self._monotonic = monotonic
         self._recorder = Recorder(place, monotonic)
-        self._gate = questions.Gate(place, monotonic)
         self._stepper = Stepper(place, self._recorder, self._degraded)
         self._operations = OpenOperations(self._recorder, self._stepper.phases, monotonic)
         self._costs = RankCosts(self._recorder, self._operations, monotonic)
         self._names = self._stepper.names
-        self._questions = CollectiveQueries(
-            place, self._gate, self._recorder, self._stepper, report=self._degraded
-        )
-        self._uploads = UploadQuestions(
-            self._gate, self._questions, self._stepper, self._recorder, report=self._degraded
-        )
+        self._questions = Questions(self._recorder, self._stepper, self._degraded)
         self._closed = False
         self._stacks = dumps.StackDumps(self._recorder.report_error)
         for remark in place.remarks:
@@ -173,7 +167,7 @@ class Guard:
             metadata=metadata,
             revision=revision,
         )
-        return self._uploads.may_upload(given, question)
+        return self._questions.may_upload(given, question)
 
     def may_publish(self, decision: GateDecision, gradient: Any) -> GateDecision:
         """Decide whether this compressed gradient may be written and sent, after `may_upload` has
@@ -184,7 +178,7 @@ class Guard:
         training thread, because reading 100 MB takes about a second. Returns `decision` itself if
         the gradient is allowed.
         """
-        return self._uploads.may_publish(decision, gradient)
+        return self._questions.may_publish(decision, gradient)
 
     def upload(self, decision: GateDecision, *, tag: str | None = None) -> UploadRecorder:
         """A context manager around the upload. It records and times the upload; the supervisor
@@ -193,7 +187,7 @@ class Guard:
         Set `size_bytes`, and `tag` if not passed here, on the object it yields. It records an
         exception from the body and lets it propagate.
         """
-        return self._uploads.recorder(decision, self._names.named("upload"), tag)
+        return self._questions.upload(decision, self._names.named("upload"), tag)
 
     @harmless_or(lambda: False)
     def upload_due(self) -> bool:

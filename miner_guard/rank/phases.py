@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from threading import get_ident
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 from miner_guard.rank.layout import NAN
 from miner_guard.record.phases import PHASES
@@ -61,11 +61,6 @@ class Phases:
         """The hook's first error while entering or leaving a phase since the last step. Phases keep
         working."""
 
-    @property
-    def open(self) -> int:
-        """The number of open phases."""
-        return len(self.stack)
-
     def adopt_thread(self) -> None:
         """Make the calling thread the training thread, even if another thread created the guard."""
         if not self.stack:
@@ -103,35 +98,18 @@ class Phases:
                 return
 
 
-class AnyPhase(Protocol):
-    """A phase of the Python or the compiled hot path. Entering and leaving it never raises."""
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        /,
-    ) -> None: ...
-
-
 class PhaseNames:
     """Phases by name, each created once."""
 
-    def __init__(
-        self, make: Callable[[str, float, float], AnyPhase], allowances: Mapping[str, float]
-    ) -> None:
-        """`make(name, allowance_s, longest_s)` creates a phase. `allowances`: how long a phase may
-        last according to the settings, in seconds by name."""
-        self.known: dict[tuple[str, float | None], AnyPhase] = {}
+    def __init__(self, phases: Phases, allowances: Mapping[str, float]) -> None:
+        """`allowances`: how long a phase may last according to the settings, in seconds by name."""
+        self.known: dict[tuple[str, float | None], Phase] = {}
         """The cached phases by name and declared allowance."""
 
-        self._make = make
+        self._phases = phases
         self._allowances = allowances
 
-    def named(self, name: str, allowance_s: float | None = None) -> AnyPhase:
+    def named(self, name: str, allowance_s: float | None = None) -> Phase:
         """The context manager for a phase. Reusable; each call returns the same object."""
         key = (name, allowance_s)
         phase = self.known.get(key)
@@ -140,7 +118,7 @@ class PhaseNames:
             longest = (
                 self._allowances.get(str(name), -math.inf) if allowance_s is None else declared
             )
-            phase = self._make(str(name), declared, longest)
+            phase = Phase(self._phases, str(name), declared, longest)
             if len(self.known) < _MAX_NAMES:
                 self.known[key] = phase
         return phase

@@ -10,11 +10,12 @@ import json
 import math
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.rank import layout
@@ -22,9 +23,11 @@ from miner_guard.rank.environment import RankContext
 from miner_guard.rank.flight import FlightWriter
 from miner_guard.rank.journal import FindingEntry, JournalEntry
 from miner_guard.rank.layout import StepRecord, json_default
-from miner_guard.rank.standalone import StandaloneLog
 from miner_guard.system.once import Once
 from miner_guard.system.sockets import address
+
+if TYPE_CHECKING:
+    from miner_guard.rank.standalone import StandaloneLog
 
 _NOBODY = frozenset({errno.ENOENT, errno.ECONNREFUSED, errno.ENOTDIR})
 
@@ -121,7 +124,11 @@ class Recorder:
         self.place = place
         self.monotonic = monotonic
         self.notifier = Notifier(place.state.socket if place.state is not None else None)
-        self.own_log = StandaloneLog(place.rank, place.run_id, place.state)
+        self._own_log: StandaloneLog | None = None
+        self._mutex = threading.Lock()
+        # If the process has no standard output, descriptor 1 may be any file that the program has
+        # opened.
+        self._stdout = None if sys.__stdout__ is None else _target(1)
         self.error_count = 0
         """Number of failures inside the hook, including those not reported."""
 
@@ -130,7 +137,7 @@ class Recorder:
         self.flight: FlightWriter | None = None
         self._open()
         if self.notifier.alone:
-            self.own_log.keep_console()
+            self._log()
 
     def _open(self) -> None:
         place = self.place
@@ -206,7 +213,27 @@ class Recorder:
         if not self.journal(entry) and not self.notifier.alone:
             self.notifier.event({k: v for k, v in entry.to_json().items() if k != "kind"})
         if self.notifier.alone:
-            self.own_log.say(finding)
+            self.say(finding)
+
+    def say(self, finding: Finding) -> None:
+        """Log a finding from this process, because no supervisor does."""
+        self._log().say(finding)
+
+    def _log(self) -> StandaloneLog:
+        """The log of this process. A supervised rank neither imports it nor opens the console until
+        it loses its supervisor."""
+        from miner_guard.rank.standalone import StandaloneLog
+
+        with self._mutex:
+            if self._own_log is None:
+                place, console = self.place, None
+                if self._stdout is not None and _target(1) == self._stdout:
+                    # Write to a duplicate of descriptor 1, because bittensor and others strip
+                    # handlers from loggers and replace sys.stdout.
+                    with contextlib.suppress(OSError):
+                        console = os.dup(1)
+                self._own_log = StandaloneLog(place.rank, place.run_id, place.state, console)
+            return self._own_log
 
     def report_error(self, where: str, what: str) -> None:
         """Report a failure inside the hook, once per `where`. The number of different reports is
@@ -221,13 +248,24 @@ class Recorder:
         self.show(state)
         self.notifier.notify(self.place.rank)
         if self.notifier.alone:
-            self.own_log.flush()
+            self._log().flush()
 
     def detach_after_fork(self) -> None:
         """Stop recording in a forked child, because the record belongs to the parent."""
         self.flight = None
         self.notifier.close()
-        self.own_log.detach_after_fork()
+        if self._own_log is not None:
+            self._own_log.detach_after_fork()
+            self._own_log = None
+
+
+def _target(fd: int) -> tuple[int, int] | None:
+    """The file, pipe or terminal that a descriptor refers to."""
+    try:
+        stat = os.fstat(fd)
+    except OSError:
+        return None
+    return stat.st_dev, stat.st_ino
 
 
 def describe(error: BaseException) -> str:

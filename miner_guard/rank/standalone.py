@@ -11,7 +11,6 @@ import atexit
 import math
 import os
 import socket
-import sys
 import threading
 import time
 from collections import deque
@@ -42,7 +41,8 @@ _LAST_WORDS_S = 1.0
 class StandaloneLog:
     """Logs a rank's findings while no supervisor is listening."""
 
-    def __init__(self, rank: int, run_id: str, state: StateDir | None) -> None:
+    def __init__(self, rank: int, run_id: str, state: StateDir | None, console: int | None) -> None:
+        """`console`: the descriptor to print on, or None."""
         self._rank = rank
         self._run_id = run_id
         self._state = state
@@ -59,21 +59,7 @@ class StandaloneLog:
         self._left_out_reported = 0
         self._report_again = -math.inf
 
-        self._console: int | None = None
-        # If the process has no standard output, descriptor 1 may be any file that the program has
-        # opened.
-        self._stdout = None if sys.__stdout__ is None else _target(1)
-        """The target of descriptor 1 at startup; None without a console, or once `keep_console`
-        has run."""
-
-    def keep_console(self) -> None:
-        """Keep the console open for later lines. A supervised rank prints nothing unless it loses
-        its supervisor, and needs no descriptor until then."""
-        # Write to a duplicate of descriptor 1, because bittensor and others strip handlers from
-        # loggers and replace sys.stdout.
-        stdout, self._stdout = self._stdout, None
-        if stdout is not None and _target(1) == stdout:
-            self._console = _own_descriptor(1)
+        self._console = console
 
     def say(self, finding: Finding) -> None:
         """Queue one finding. Never waits, never raises."""
@@ -87,7 +73,6 @@ class StandaloneLog:
         self._wake.set()
 
     def _begin(self) -> None:
-        self.keep_console()
         thread = threading.Thread(target=self._write_on, name="miner-guard-log", daemon=True)
         try:
             thread.start()
@@ -106,7 +91,7 @@ class StandaloneLog:
     def detach_after_fork(self) -> None:
         """Call this in a forked child, which lacks the writer thread: from now on, findings are
         discarded, and `flush` does not wait."""
-        self._console = self._stdout = self._state = self._thread = None
+        self._console = self._state = self._thread = None
         self._queue.clear()
         atexit.unregister(self.flush)
 
@@ -239,19 +224,3 @@ def _training_seconds(step: StepRecord) -> float:
     if step.flags & FLAG_FIRST:
         return 0.0
     return step.seconds - sum(step.phases.get(name, 0.0) for name in SPECIAL_PHASES)
-
-
-def _target(fd: int) -> tuple[int, int] | None:
-    """The file, pipe or terminal that a descriptor refers to."""
-    try:
-        seen = os.fstat(fd)
-    except OSError:
-        return None
-    return seen.st_dev, seen.st_ino
-
-
-def _own_descriptor(fd: int) -> int | None:
-    try:
-        return os.dup(fd)
-    except OSError:
-        return None

@@ -9,16 +9,18 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from miner_guard.eventlog.catalog import make_finding
-from miner_guard.rank import layout, standalone
+from miner_guard.rank import layout
 from miner_guard.rank.environment import RankContext
 from miner_guard.rank.layout import NAN, StepRecord
-from miner_guard.rank.phases import Phase, PhaseNames, Phases
+from miner_guard.rank.phases import PhaseNames, Phases
 from miner_guard.rank.recorder import Recorder
 from miner_guard.record.words import gb
+
+if TYPE_CHECKING:
+    from miner_guard.rank.standalone import StepLines
 
 MAX_INT = 1 << 63
 """Step numbers in a record satisfy -MAX_INT <= n < MAX_INT."""
@@ -186,7 +188,8 @@ class Stepper:
         self.losses: deque[float] = deque(maxlen=_RECENT_LOSSES)
         self._recorder = recorder
         self._report = report
-        self._lines = standalone.StepLines(place.settings.steps) if place.rank == 0 else None
+        self._lines: StepLines | None = None
+        self._step_settings = place.settings.steps
         self._memory = CudaMemory()
         self._rank = place.rank
         self._peak_at = 0.0
@@ -195,7 +198,7 @@ class Stepper:
         expect = place.settings.gpu.expect
         self._cuda_expected = isinstance(expect, int) and expect > 0
         self.phases = Phases(recorder.flight, recorder.monotonic)
-        self.names = PhaseNames(partial(Phase, self.phases), place.settings.hang.allowances)
+        self.names = PhaseNames(self.phases, place.settings.hang.allowances)
 
     @property
     def count(self) -> int:
@@ -249,9 +252,14 @@ class Stepper:
         )
 
     def _log_if_alone(self, record: StepRecord) -> None:
-        if self._lines is not None and self._recorder.notifier.alone:
-            for finding in self._lines.of(record):
-                self._recorder.own_log.say(finding)
+        if self._rank != 0 or not self._recorder.notifier.alone:
+            return
+        if self._lines is None:
+            from miner_guard.rank.standalone import StepLines
+
+            self._lines = StepLines(self._step_settings)
+        for finding in self._lines.of(record):
+            self._recorder.say(finding)
 
     def _read(self, record: StepRecord) -> None:
         """Convert the reported values to numbers. A plain number, the usual case, costs no function

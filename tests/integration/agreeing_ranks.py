@@ -44,8 +44,8 @@ def main(folder: Path) -> None:
             miner_guard.get_global_tracker().record("snapshot", 0.001)
 
     # The same without the exchange: each rank checks for itself.
-    agreement, gate_place = guard._questions._agreement, guard._gate._place
-    guard._questions._agreement, guard._gate._place = (
+    agreement, gate_place = guard._questions._agreement, guard._questions._place
+    guard._questions._agreement, guard._questions._place = (
         agree.SingleRank(),
         replace(gate_place, rank=0),
     )
@@ -54,7 +54,7 @@ def main(folder: Path) -> None:
         # The ranks drift apart as real ones do, so they see the repo at different times.
         time.sleep(0.0007 * rank)
         answers["each by itself"].append(ask(guard, 50 + number)["allowed"])
-    guard._questions._agreement, guard._gate._place = agreement, gate_place
+    guard._questions._agreement, guard._questions._place = agreement, gate_place
 
     dist.barrier()
     answers["different questions"] = ask(guard, 50 + (rank == size - 1))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
@@ -14,7 +13,7 @@ from miner_guard.detectors.hang import Hang, HangDetector, Processes, describe, 
 from miner_guard.monitors.evidence import Subject
 from miner_guard.monitors.hang import _elsewhere
 from miner_guard.rank.layout import Identity, Now
-from miner_guard.rank.phases import Phase, PhaseNames, Phases
+from miner_guard.rank.phases import PhaseNames, Phases
 from miner_guard.record.words import rank_list
 
 SETTINGS = HangSettings(
@@ -114,7 +113,7 @@ def test_what_is_nested_in_a_long_phase_has_its_time_and_no_more(
     """Validation fetches data and runs forward passes, over and over."""
     now, shown = 101.0, Shown()
     open_phases = Phases(shown, lambda: now)
-    phases = PhaseNames(partial(Phase, open_phases), SETTINGS.allowances)
+    phases = PhaseNames(open_phases, SETTINGS.allowances)
     with phases.named(outer, allowance):
         while now < 3000.0:
             with phases.named("data"):
@@ -133,7 +132,7 @@ def test_short_phases_that_declare_an_allowance_again_and_again_are_not_progress
 ) -> None:
     now, shown = 101.0, Shown()
     open_phases = Phases(shown, lambda: now)
-    phases = PhaseNames(partial(Phase, open_phases), SETTINGS.allowances)
+    phases = PhaseNames(open_phases, SETTINGS.allowances)
     while now < 3000.0:
         with phases.named("data", 10.0):
             now += 5.0

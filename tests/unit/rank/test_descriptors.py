@@ -98,14 +98,21 @@ def test_a_copy_that_others_changed_is_rewritten_completely(tmp_path: Path, dama
 
 
 CONSOLE = """
-import os, sys
+import os, socket, sys
 from miner_guard.eventlog.catalog import make_finding
-from miner_guard.rank.standalone import StandaloneLog
-log = StandaloneLog(0, "r1", None)
-if sys.argv[1:]:
-    os.dup2(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), 1)
-log.say(make_finding("rank_message", text="the supervisor is gone"))
-log.flush(30.0)
+from miner_guard.rank.environment import find
+from miner_guard.rank.recorder import Recorder
+place = find({}, sys.argv[1])
+supervisor = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+place.state.socket.unlink(missing_ok=True)
+supervisor.bind(str(place.state.socket))
+recorder = Recorder(place)
+assert not recorder.notifier.alone
+supervisor.close()
+if sys.argv[2:]:
+    os.dup2(os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT), 1)
+recorder.emit(make_finding("rank_message", text="the supervisor is gone"))
+recorder.close("closed")
 """
 
 
@@ -115,7 +122,7 @@ def test_a_rank_prints_on_the_console_that_it_started_with_and_into_no_other_fil
     """A supervised rank opens the console when it loses the supervisor: by then the program may
     have reused descriptor 1 for one of its files."""
     weights = tmp_path / "weights"
-    command = [sys.executable, "-c", CONSOLE]
+    command = [sys.executable, "-c", CONSOLE, str(tmp_path)]
     same = subprocess.run(command, check=True, timeout=60, stdout=subprocess.PIPE)
     assert b"the supervisor is gone" in same.stdout
     other = subprocess.run([*command, str(weights)], check=True, timeout=60, stdout=subprocess.PIPE)

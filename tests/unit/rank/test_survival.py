@@ -319,7 +319,7 @@ def test_a_value_passed_by_mistake_is_reported_and_raises_nothing(
     ):
         assert part in words
     assert "64 phases are open" in words
-    assert guard._stepper.phases.open == 64
+    assert len(guard._stepper.phases.stack) == 64
 
 
 def test_a_finding_that_cannot_be_shown_does_not_silence_a_rank_that_logs_for_itself(
@@ -332,7 +332,7 @@ def test_a_finding_that_cannot_be_shown_does_not_silence_a_rank_that_logs_for_it
         def __str__(self) -> str:
             raise ValueError("no text")
 
-    log = standalone.StandaloneLog(0, "r1", state)
+    log = standalone.StandaloneLog(0, "r1", state, None)
     log.say(Finding("no_such_event", "info", "x", {"odd": Odd()}))
     log.say(make_finding("rank_message", text="still here"))
     log.flush()
@@ -344,10 +344,9 @@ def test_a_finding_that_cannot_be_shown_does_not_silence_a_rank_that_logs_for_it
     )
 
 
-def test_a_console_that_is_full_for_a_while_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_console_that_is_full_for_a_while_is_used_again() -> None:
     read, write = os.pipe2(os.O_NONBLOCK)
-    monkeypatch.setattr(standalone, "_own_descriptor", lambda _fd: write)
-    log = standalone.StandaloneLog(0, "r1", None)
+    log = standalone.StandaloneLog(0, "r1", None, write)
     with contextlib.suppress(BlockingIOError):
         while True:
             os.write(write, b"x" * 4096)
@@ -384,7 +383,7 @@ def test_the_log_of_a_rank_without_a_supervisor_does_not_fill_the_disk(
 ) -> None:
     monkeypatch.setattr(standalone, "_MAX_LOG", 2000)
     monkeypatch.setattr(standalone, "_KEPT_LOGS", 2)
-    log = standalone.StandaloneLog(0, "r1", state)
+    log = standalone.StandaloneLog(0, "r1", state, None)
     for number in range(100):
         log.say(make_finding("rank_message", text=f"line {number}"))
     log.flush(30.0)

@@ -72,7 +72,7 @@ class Loop:
         assert [r.inner_step for r in records] == list(range(1, len(losses) + 1))
         assert [r.loss for r in records] == pytest.approx(losses, rel=1e-6)
         assert {"backward", "optimizer"} <= set(records[-1].phases)
-        assert self.guard._stepper.phases.open == 0
+        assert self.guard._stepper.phases.stack == []
         assert messages(self.state) == []
 
 
@@ -157,7 +157,7 @@ def test_an_error_in_backward_reaches_the_program(loop: Loop) -> None:
     loss = loop.torch.tensor(1.0)
     with pytest.raises(RuntimeError, match="does not require grad"):
         loss.backward()
-    assert loop.guard._stepper.phases.open == 0
+    assert loop.guard._stepper.phases.stack == []
 
 
 def test_the_loss_of_a_closure_is_recorded_at_every_step(loop: Loop) -> None:
