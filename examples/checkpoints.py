@@ -26,7 +26,7 @@ guard = miner_guard.init()
 model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))).to(device)
 fully_shard(model, mesh=init_device_mesh(device, (dist.get_world_size(),)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-checkpoints = Checkpointer(OUT, every=50, memory_every=1, optimizers=[optimizer])
+checkpoints = Checkpointer(OUT, every=50, memory_every=1)
 done = 0
 
 
@@ -45,12 +45,12 @@ while done < STEPS:
     x = torch.randn(8, 64, device=device)
     loss = (model(x) - x).square().mean()
     loss.backward()
-    optimizer.step()  # waits for the snapshot's copy, if it is not complete yet
+    optimizer.step()
     optimizer.zero_grad()
     done += 1
-    checkpoints.snapshot(done, state)
+    checkpoints.snapshot(done, state, loss=float(loss))
     if checkpoints.due(done, asked=guard.checkpoint_requested()):
-        checkpoints.save(done, state())
+        checkpoints.save(done, state(), loss=float(loss))
     guard.step(outer_step=1, inner_step=done, loss=loss, lr=1e-3)
 checkpoints.close()
 guard.close(finished=True)

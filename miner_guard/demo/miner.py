@@ -3,7 +3,6 @@ uploads."""
 
 from __future__ import annotations
 
-import math
 import signal
 import time
 from collections import deque
@@ -87,7 +86,6 @@ class Miner:
             every=self.options.checkpoint_every,
             on_saved=self._saved.append,
             memory_every=1,
-            optimizers=(self.optimizer, self.outer),
             on_memory_off=lambda reason: self.lines.info(f"No snapshots in memory: {reason}"),
         )
         self._resume()
@@ -146,7 +144,7 @@ class Miner:
         )
         while self.total_steps < self.options.steps:
             stop, checkpoint = self._step()
-            self.checkpoints.snapshot(self.total_steps, self._state)
+            self.checkpoints.snapshot(self.total_steps, self._state, loss=self.loss)
             if checkpoint or stop or self.checkpoints.due(self.total_steps):
                 self._checkpoint()
             if stop:
@@ -266,14 +264,11 @@ class Miner:
         return loss, stop > 0, checkpoint > 0
 
     def _checkpoint(self) -> None:
-        # The loss is from before the optimizer step: only the gradient tells whether the weights
-        # are still finite after it.
-        if not (math.isfinite(self.loss) and math.isfinite(self.grad_norm)):
-            self.lines.info("Loss or gradient is not finite: not saving a checkpoint of this state")
-            return
         # Copying the state blocks every rank: exclude checkpoint steps from step-time statistics.
         with self.guard.phase("pause"):
-            self.checkpoints.save(self.total_steps, self._state())
+            reason = self.checkpoints.save(self.total_steps, self._state(), loss=self.loss)
+        if reason is not None:
+            self.lines.info(f"No checkpoint of step {self.total_steps}: {reason}")
 
     def _report_checkpoints(self) -> None:
         # Report here instead of in the writer thread: the hook belongs to the training thread.

@@ -16,7 +16,7 @@ _MOMENTUM = 0.9
 
 class OuterOptimizer(torch.optim.Optimizer):
     """SGD with Nesterov momentum on pseudo-gradients. Works on the local shards, so a step needs no
-    collective. It subclasses torch's optimizer, so that its step waits for a snapshot's copy."""
+    collective."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), {"lr": _LR, "momentum": _MOMENTUM})

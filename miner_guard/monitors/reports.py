@@ -96,7 +96,14 @@ class ReportsMonitor(Monitor):
         return (make_finding("checkpoint_stale", detail=detail),)
 
     def on_exit(self, end: Exit) -> Iterable[Finding]:
-        if self._newest is None or end.finished:
+        if end.finished:
+            return ()
+        snapshot = self._newest_snapshot()
+        saved_step = -1 if self._newest is None else self._newest.step or 0
+        if snapshot is not None and snapshot[0] > saved_step:
+            step, path, age_s = snapshot
+            return (make_finding("last_checkpoint", path=path, step=step, age_s=age_s),)
+        if self._newest is None:
             return ()
         return (
             make_finding(
@@ -106,6 +113,15 @@ class ReportsMonitor(Monitor):
                 age_s=self.context.clock.monotonic() - self._saved_at,
             ),
         )
+
+    def _newest_snapshot(self) -> tuple[int, str, float] | None:
+        """Step, path and age of the newest complete snapshot in memory, which the next launch
+        resumes (`miner_guard.checkpoints` names only complete ones `step-…`)."""
+        newest = max(self.context.state.memory.glob("step-*"), default=None)
+        if newest is None or not newest.name[5:].isdigit():
+            return None
+        age_s = max(self.context.clock.wall() - newest.stat().st_mtime, 0.0)
+        return int(newest.name[5:]), str(newest), age_s
 
     def on_stop(self) -> Iterable[Finding]:
         # In-memory checkpoints allow a quick resume between launches. Free them here: nothing else

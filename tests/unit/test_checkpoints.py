@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from miner_guard.state_dir import STATE_DIR, StateDir
 from tests.support import requires
 from tests.support.forks import forks
 
@@ -18,18 +21,16 @@ requires.module("torch")
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from miner_guard.checkpoints import (  # noqa: E402
-    MANIFEST,
-    Checkpointer,
-    CheckpointError,
-    Saved,
-    Skipped,
-    checkpointer,
-    damage,
-)
+from miner_guard import checkpoints as module  # noqa: E402
+from miner_guard.checkpoints import MANIFEST, Checkpointer, CheckpointError, Saved, Skipped, damage  # noqa: E402
 
 
-def state(value: float) -> dict[str, object]:
+@pytest.fixture(autouse=True)
+def without_a_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(STATE_DIR, raising=False)
+
+
+def state(value: float) -> dict[str, Any]:
     return {"model": {"weight": torch.full((64, 64), value)}, "counters": {"total": int(value)}}
 
 
@@ -138,7 +139,7 @@ def test_where_torch_refuses_to_write_asynchronously_training_waits_and_continue
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("A CPU backend must be enabled for async save")
 
-    monkeypatch.setattr(checkpointer, "async_save", refuse)
+    monkeypatch.setattr(module, "async_save", refuse)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert [s.step for s in saved(tmp_path, 10)] == [10]
@@ -150,8 +151,7 @@ def test_where_torch_refuses_to_write_asynchronously_training_waits_and_continue
 def test_due_every_n_steps_and_on_request(tmp_path: Path) -> None:
     checkpoints = Checkpointer(tmp_path, every=10)
     assert [s for s in range(1, 31) if checkpoints.due(s)] == [10, 20, 30]
-    checkpoints.request()
-    assert checkpoints.due(33)
+    assert checkpoints.due(33, asked=True)
     checkpoints.save(33, state(33))
     checkpoints.close()
     assert not checkpoints.due(34)
@@ -167,7 +167,7 @@ def test_a_full_disk_is_reported_and_leaves_the_old_one(
         raise OSError(28, "No space left on device")
 
     checkpoints = Checkpointer(tmp_path, every=10)
-    monkeypatch.setattr("miner_guard.checkpoints.checkpointer.os.replace", full)
+    monkeypatch.setattr("miner_guard.checkpoints.os.replace", full)
     checkpoints.save(20, state(20))
     with pytest.raises(CheckpointError, match="No space left on device"):
         checkpoints.wait()
@@ -189,13 +189,82 @@ def test_a_death_during_a_removal_leaves_no_partial_checkpoint_with_a_valid_name
             next(p for p in path.rglob("*") if p.is_file()).unlink()
             raise OSError("the process is killed here")
 
-    monkeypatch.setattr("miner_guard.checkpoints.checkpointer.shutil.rmtree", dies)
+    monkeypatch.setattr("miner_guard.checkpoints.shutil.rmtree", dies)
     checkpoints.save(last, state(last))
     with pytest.raises(CheckpointError, match="killed here"):
         checkpoints.wait()
     named = sorted(tmp_path.glob("step-*"))
     assert [int(path.name.removeprefix("step-")) for path in named] == sorted({20, last})
     assert [damage(path) for path in named] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("loss", "poison", "words"),
+    [
+        (float("nan"), 0.0, "the loss is nan on rank 0"),
+        (float("inf"), 0.0, "the loss is inf on rank 0"),
+        (3.0, float("nan"), "model.weight is not finite on rank 0"),
+        (None, float("inf"), "model.weight is not finite on rank 0"),
+    ],
+)
+def test_a_state_that_is_not_finite_is_never_resumed(
+    tmp_path: Path, loss: float | None, poison: float, words: str
+) -> None:
+    """After a NaN, the next launch resumed the NaN from memory and finished with it."""
+    saved(tmp_path, 10)
+    checkpoints = Checkpointer(tmp_path, every=10, memory_every=1)
+    bad = state(20.0)
+    bad["model"]["weight"][3, 5] += poison
+    assert checkpoints.save(20, bad, loss=loss) == words
+    checkpoints.snapshot(20, lambda: bad, loss=loss)
+    checkpoints.close()
+    assert resumed(tmp_path)[:2] == (tmp_path / "step-00000010", 10.0)
+    shutil.rmtree(StateDir(tmp_path).memory)
+
+
+def test_an_attention_mask_is_no_reason_to_save_nothing(tmp_path: Path) -> None:
+    mask = torch.triu(torch.full((4, 4), float("-inf")), 1)
+    checkpoints = Checkpointer(tmp_path, every=10)
+    assert checkpoints.save(10, {"mask": mask}, loss=3.0) is None
+    checkpoints.close()
+    assert damage(tmp_path / "step-00000010") is None
+
+
+def test_the_newer_of_memory_and_disk_is_resumed(tmp_path: Path) -> None:
+    memory = StateDir(tmp_path).memory
+    saved(tmp_path, 10)
+    checkpoints = Checkpointer(tmp_path, every=10, memory_every=1)
+    for step in (11, 12, 13):
+        checkpoints.snapshot(step, lambda step=step: state(step), loss=3.0)  # type: ignore[misc]
+    checkpoints.close()
+    assert sorted(p.name for p in memory.iterdir()) == ["step-00000012", "step-00000013"]
+    target = state(-1)
+    again = Checkpointer(tmp_path, every=10, memory_every=1)
+    assert again.resume(target) == memory / "step-00000013"
+    assert target["counters"] == {"total": 13}
+    again.save(20, state(20))
+    again.close()
+    assert Checkpointer(tmp_path, every=10, memory_every=1).resume(target) == (
+        tmp_path / "step-00000020"
+    )
+    shutil.rmtree(memory)
+
+
+def test_training_continues_without_snapshots_when_the_memory_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons: list[str] = []
+    checkpoints = Checkpointer(tmp_path, every=10, memory_every=1, on_memory_off=reasons.append)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "save", full)
+    checkpoints.snapshot(1, lambda: state(1))
+    checkpoints.snapshot(2, lambda: state(2))
+    assert len(reasons) == 1
+    assert "No space left" in reasons[0]
+    shutil.rmtree(StateDir(tmp_path).memory)
 
 
 _WRITES_FOREVER = """

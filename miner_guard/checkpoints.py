@@ -1,0 +1,380 @@
+"""Checkpoints that a restart can trust: complete or absent, and finite or not written.
+
+`torch.distributed.checkpoint` writes them; this adds what it leaves to its caller. A checkpoint is
+written into a draft, sealed with a manifest (sizes and crc32 of its files) and then renamed to
+`step-00000060`: a folder of that name is complete, and what a crash leaves has another name. A
+state with a NaN or an infinity, in its loss or in any tensor, is not written, so no launch resumes
+one. The last `keep` are kept. Snapshots are the same in a folder in /dev/shm, which outlives the
+ranks and the guard but not the machine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.tensor import DTensor
+
+from miner_guard.state_dir import STATE_DIR, StateDir
+
+T = TypeVar("T")
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d{8,})")
+_DRAFT = ".draft-"
+_SNAPSHOTS_KEPT = 2
+"""The newest may be incomplete on a rank that dies: the one before it is whole."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A complete checkpoint."""
+
+    path: Path
+    step: int
+    size_bytes: int
+    seconds: float
+    """Time from the request to the rename. Training continues during nearly all of it."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """An unusable checkpoint, and the reason why `resume` skipped it."""
+
+    path: Path
+    reason: str
+
+
+class CheckpointError(Exception):
+    """A named checkpoint is unusable, or writing one failed."""
+
+
+class Checkpointer:
+    """Saves a checkpoint every `every` steps and on request, and resumes from the newest.
+
+    Every method is collective: each rank calls it at the same point. All ranks share `folder`. The
+    constructor creates gloo groups for the writer threads. If the default group has only the NCCL
+    backend, some versions of torch write while training waits; `cpu:gloo,cuda:nccl` avoids that.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        every: int,
+        keep: int = 3,
+        on_saved: Callable[[Saved], None] = lambda _saved: None,
+        memory_every: int | None = None,
+        on_memory_off: Callable[[str], None] = lambda _reason: None,
+    ) -> None:
+        """`on_saved`: called on rank 0, in the writer thread. `memory_every`: steps between
+        snapshots in /dev/shm; None for none. `on_memory_off`: called with the reason when the rank
+        stops taking them: the memory is full, or the ranks are on several machines."""
+        if every < 1 or keep < 1:
+            raise ValueError(f"every = {every} and keep = {keep} must be at least 1")
+        self._every, self._memory_every = every, memory_every
+        self._on_memory_off = on_memory_off
+        self._disk = _Folder(folder, keep, on_saved)
+        self._memory: _Folder | None = None
+        if memory_every is not None:
+            state_dir = os.environ.get(STATE_DIR)
+            home = StateDir(Path(state_dir) if state_dir else folder.absolute()).memory
+            self._memory = _Folder(home, _SNAPSHOTS_KEPT, lambda _saved: None)
+            if not self._memory.shared():
+                self._turn_memory_off("the ranks are on several machines")
+
+    def due(self, step: int, *, asked: bool = False) -> bool:
+        """Whether a checkpoint is due after `step`; all ranks must pass the same `asked`."""
+        return step % self._every == 0 or asked
+
+    def save(self, step: int, state: dict[str, Any], *, loss: float | None = None) -> str | None:
+        """Start writing `state` (tensors, DTensors, numbers). Waits for the previous checkpoint to
+        be written, but not for this one.
+
+        Returns None, or why the state is not worth keeping: what is not finite on which rank.
+        Raises CheckpointError if the previous checkpoint could not be written.
+        """
+        return self._disk.save(step, state, loss)
+
+    def snapshot(
+        self, step: int, state: Callable[[], dict[str, Any]], *, loss: float | None = None
+    ) -> None:
+        """Write `state()` to memory, every `memory_every` steps. Never raises."""
+        if self._memory is None or self._memory_every is None or step % self._memory_every:
+            return
+        try:
+            self._memory.save(step, state(), loss)
+        except (CheckpointError, OSError, RuntimeError) as error:
+            self._turn_memory_off(str(error))
+
+    def wait(self) -> None:
+        """Wait until the pending checkpoint is complete. Raises CheckpointError if writing
+        failed."""
+        self._disk.wait()
+
+    def close(self) -> None:
+        """Wait for what is being written, and end the writer threads. The guard removes the
+        snapshots at the end of the run."""
+        self._disk.close()
+        if self._memory is not None:
+            self._memory.close()
+
+    def resume(
+        self,
+        state: dict[str, Any],
+        which: str = "latest",
+        on_skipped: Callable[[Skipped], None] = lambda _s: None,
+    ) -> Path | None:
+        """Load a checkpoint into `state`, in place: the newest, from memory or disk, or the one on
+        disk that `which` names (`step-…`).
+
+        Returns its path, or None if there is none. Skips damaged checkpoints and reports each
+        through `on_skipped` on rank 0. Raises CheckpointError if the named one is damaged or
+        missing.
+        """
+        if which != "latest":
+            if reason := self._disk.load(self._disk.path / which, state):
+                raise CheckpointError(f"{self._disk.path / which}: {reason}")
+            return self._disk.path / which
+        folders = [self._disk] if self._memory is None else [self._memory, self._disk]
+        candidates = [(step, folder) for folder in folders for step in folder.steps()]
+        for step, folder in sorted(candidates, key=lambda each: each[0], reverse=True):
+            path = folder.named(step)
+            reason = folder.load(path, state)
+            if reason is None:
+                return path
+            if folder.rank == 0:
+                on_skipped(Skipped(path, reason))
+        return None
+
+    def _turn_memory_off(self, reason: str) -> None:
+        """Training continues, and a restart resumes from disk."""
+        self._memory = None
+        self._on_memory_off(reason)
+
+
+class _Folder:
+    """A folder of checkpoints, with its own group and writer thread: what is written to disk does
+    not delay a snapshot."""
+
+    def __init__(self, path: Path, keep: int, on_saved: Callable[[Saved], None]) -> None:
+        self.path = path
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self._keep, self._on_saved = keep, on_saved
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+        if self.rank == 0:
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for draft in path.glob(f"{_DRAFT}*"):
+                shutil.rmtree(draft, ignore_errors=True)
+        self._gather(None)
+
+    def named(self, step: int) -> Path:
+        return self.path / f"step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Rank 0's list on every rank: nodes may briefly see a network disk differently."""
+        return self._gather([int(p.name[5:]) for p in complete_ones(self.path)])[0]
+
+    def shared(self) -> bool:
+        """Whether every rank sees the folder that rank 0 sees."""
+        status = self.path.stat() if self.path.exists() else None
+        identity = (_boot_id(), status and (status.st_dev, status.st_ino))
+        return len(set(self._gather(identity))) == 1
+
+    def save(self, step: int, state: dict[str, Any], loss: float | None) -> str | None:
+        self.wait()
+        if reason := next(filter(None, self._gather(self._flaw(state, loss))), None):
+            return reason
+        draft, start = self.path / f"{_DRAFT}{step:08d}", time.monotonic()
+        written: Future[Any] = Future()
+        if self._group is None:
+            save(state, checkpoint_id=draft, no_dist=True)
+            written.set_result(None)
+        else:
+            try:
+                written = async_save(state, checkpoint_id=draft, process_group=self._group)  # type: ignore[assignment]
+            except AssertionError:
+                # Some versions of torch require a CPU backend in the default group even when they
+                # are given a gloo group. Let training wait for the write instead of failing.
+                save(state, checkpoint_id=draft, process_group=self._group)
+                written.set_result(None)
+        self._pending = self._writer.submit(self._seal, written, draft, step, start)
+        return None
+
+    def wait(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            pending.result()
+        except (Exception, CheckpointException) as error:
+            raise CheckpointError(
+                f"no checkpoint was written: {error}; check the space in {self.path}"
+            ) from error
+
+    def close(self) -> None:
+        self.wait()
+        self._writer.shutdown()
+
+    def load(self, path: Path, state: dict[str, Any]) -> str | None:
+        """Load `path` on all ranks; returns why that failed, the same on every rank."""
+        reason = damage(path) if self.rank == 0 else None
+        if reason := self._gather(reason)[0]:
+            return reason
+        try:
+            load(state, checkpoint_id=path, process_group=self._group, no_dist=self._group is None)
+        except (Exception, CheckpointException) as error:  # noqa: BLE001 - after any failure, try another checkpoint; it is reported
+            first = (str(error).splitlines() or [""])[0]
+            reason = f"cannot be loaded: {type(error).__name__}: {first}"
+        return next(filter(None, self._gather(reason)), None)
+
+    def _flaw(self, state: dict[str, Any], loss: float | None) -> str | None:
+        if loss is not None and not math.isfinite(loss):
+            return f"the loss is {loss} on rank {self.rank}"
+        # One verdict a tensor, and one transfer a device: a transfer waits for the GPU.
+        verdicts: dict[torch.device, list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
+        for name, tensor in _tensors(state):
+            if tensor.is_floating_point() and tensor.numel():
+                entry = (name, tensor, torch.isfinite(tensor).all())
+                verdicts.setdefault(tensor.device, []).append(entry)
+        for entries in verdicts.values():
+            finite = torch.stack([verdict for _, _, verdict in entries]).tolist()
+            for (name, tensor, _), good in zip(entries, finite, strict=True):
+                if not good and not _is_mask(tensor):
+                    return f"{name} is not finite on rank {self.rank}"
+        return None
+
+    def _seal(self, written: Future[Any], draft: Path, step: int, start: float) -> None:
+        # A rank's future completes when every rank's share and the common index are written,
+        # because torch gathers the results first.
+        written.result()
+        if self.rank != 0:
+            return
+        size = _write_manifest(draft, step)
+        path = self.named(step)
+        # A requested checkpoint may repeat a step that is saved already; the rename needs a free
+        # name.
+        outdated = [path] if path.exists() else []
+        outdated = [_renamed(old) for old in outdated]
+        os.replace(draft, path)
+        _fsync(self.path)
+        outdated += [_renamed(old) for old in sorted(complete_ones(self.path))[: -self._keep]]
+        for old in outdated:
+            shutil.rmtree(old, ignore_errors=True)
+        self._on_saved(Saved(path, step, size, time.monotonic() - start))
+
+    def _gather(self, own: T) -> list[T]:
+        """Every rank's value, in rank order. Collective."""
+        if self._group is None:
+            return [own]
+        values: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(values, own, group=self._group)
+        return values
+
+
+def complete_ones(folder: Path) -> Iterator[Path]:
+    """The complete checkpoints in a folder; none if it does not exist."""
+    if folder.is_dir():
+        yield from (p for p in folder.iterdir() if _NAME.fullmatch(p.name) and p.is_dir())
+
+
+def damage(path: Path) -> str | None:
+    """The first mismatch between a checkpoint's files and its manifest; None if all are intact."""
+    try:
+        files = dict(json.loads((path / MANIFEST).read_text())["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return (
+            f"its manifest cannot be read ({error}); either the checkpoint is unfinished, or "
+            "miner-guard did not write it"
+        )
+    for name, facts in files.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != facts["size_bytes"]:
+            return f"{name} has {file.stat().st_size} bytes, but {facts['size_bytes']} were written"
+        if _crc32(file) != facts["crc32"]:
+            return f"{name} does not match its checksum"
+    return None
+
+
+def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """This rank's part of every tensor in a state, with its path."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _tensors(each, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, (list, tuple)):
+        for index, each in enumerate(value):
+            yield from _tensors(each, f"{path}.{index}")
+    elif isinstance(value, torch.Tensor):
+        yield path, (value.to_local() if isinstance(value, DTensor) else value).detach()
+
+
+def _is_mask(tensor: torch.Tensor) -> bool:
+    """Whether the infinities are meant: an attention mask holds zeros and infinities only."""
+    return bool(((tensor == 0) | torch.isinf(tensor)).all())
+
+
+def _write_manifest(draft: Path, step: int) -> int:
+    """Flush a draft's files to disk and list them in its manifest. Returns their size in bytes."""
+    files = {}
+    for file in sorted(p for p in draft.rglob("*") if p.is_file()):
+        _fsync(file)
+        files[str(file.relative_to(draft))] = {
+            "size_bytes": file.stat().st_size,
+            "crc32": _crc32(file),
+        }
+    document = {"step": step, "written": time.time(), "files": files}
+    (draft / MANIFEST).write_text(json.dumps(document))
+    _fsync(draft / MANIFEST)
+    _fsync(draft)
+    return sum(f["size_bytes"] for f in files.values())
+
+
+def _renamed(checkpoint: Path) -> Path:
+    """Rename a checkpoint before it is removed, so that a crash midway leaves no partial folder
+    with a valid name."""
+    draft = checkpoint.with_name(f"{_DRAFT}old-{checkpoint.name}")
+    shutil.rmtree(draft, ignore_errors=True)
+    os.replace(checkpoint, draft)
+    return draft
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return os.uname().nodename
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _crc32(file: Path) -> int:
+    value = 0
+    with open(file, "rb") as stream:
+        while chunk := stream.read(1024 * 1024):
+            value = zlib.crc32(chunk, value)
+    return value
