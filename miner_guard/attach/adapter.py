@@ -10,7 +10,7 @@ import inspect
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import miner_guard
 from miner_guard.attach import ATTACHED
@@ -19,39 +19,6 @@ from miner_guard.rank.guard import Guard
 from miner_guard.rank.recorder import describe
 
 NO_PHASE: AbstractContextManager[Any] = contextlib.nullcontext()
-
-
-class StepListener(Protocol):
-    """Receives what a framework's callbacks report. `auto.Auto` implements it."""
-
-    def trains(self, framework: str) -> None:
-        """The framework is starting training."""
-        ...
-
-    def accumulates(self, micro_batches: int) -> None:
-        """Each step consists of this many micro-batches."""
-        ...
-
-    def share(self, loss: Any) -> None:
-        """One micro-batch adds `loss`, a 0-dimensional tensor, to the loss that the framework
-        logs."""
-        ...
-
-    def step(self, number: int, optimizer: Any) -> None:
-        """Optimizer step `number` has ended."""
-        ...
-
-    def evaluated(self, loss: float | None) -> None:
-        """An evaluation has ended."""
-        ...
-
-    def saved(self, path: str, number: int) -> None:
-        """A checkpoint of step `number` was saved at `path`."""
-        ...
-
-    def finished(self) -> None:
-        """Training has reached its configured end."""
-        ...
 
 
 class Adapter:
@@ -94,7 +61,6 @@ class Adapter:
         self.emit(make_finding("guard_degraded", what=f"attach {self.way}: {what}"))
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
-        """The guard's phase; a null context while there is no guard."""
         return NO_PHASE if self.guard is None else self.guard.phase(name)
 
     def quiet(self, work: Callable[..., Any], *arguments: Any) -> Any:

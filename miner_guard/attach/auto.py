@@ -221,7 +221,7 @@ class Auto:
                 model_name=os.path.basename(sys.argv[0]),
             )
 
-    # What a framework reports (adapter.StepListener).
+    # What a framework reports.
 
     def trains(self, framework: str) -> None:
         """Take steps from this framework's callbacks from now on, because it is starting to
@@ -230,11 +230,9 @@ class Auto:
         self.adapter.quiet(self.begin)
 
     def share(self, loss: Any) -> None:
-        """Add a micro-batch's share of the loss that the framework logs."""
         self.adapter.quiet(functools.partial(self.losses.note, whole=True), loss)
 
     def accumulates(self, micro_batches: int) -> None:
-        """Record the number of micro-batches per step, as reported by a framework."""
         self.losses.micro_batches = micro_batches
 
     def evaluated(self, loss: float | None) -> None:
@@ -242,7 +240,6 @@ class Auto:
         self._evaluated = loss
 
     def saved(self, path: str, number: int) -> None:
-        """Report a checkpoint that a framework has saved."""
         guard = self.adapter.guard
         if guard is not None and guard.rank == 0:
             guard.checkpoint_saved(path, step=number)

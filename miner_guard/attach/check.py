@@ -37,8 +37,6 @@ class StepSeen:
 
 @dataclass
 class LogCheck:
-    """The result for one log."""
-
     lines: int = 0
     steps: list[StepSeen] = field(default_factory=list)
     pushes: int = 0
@@ -50,14 +48,12 @@ class LogCheck:
     """Near misses, closest first: the line number, what the line lacks, and the line."""
 
     def counted(self) -> Mapping[str, int]:
-        """Count the steps that have each field."""
         return {
             name: sum(getattr(seen.step, name) is not None for seen in self.steps)
             for name in FIELDS
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """The result as printed by `--json`."""
         return {
             "lines": self.lines,
             "steps": [

@@ -7,9 +7,12 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from miner_guard.attach.adapter import Adapter, StepListener, in_phase
+from miner_guard.attach.adapter import Adapter, in_phase
+
+if TYPE_CHECKING:
+    from miner_guard.attach.auto import Auto
 
 
 def _after_init(cls: type, after: Callable[[Any], None]) -> None:
@@ -30,7 +33,23 @@ def _follow(adapter: Adapter, cls: type, method: str, phase: str) -> None:
         setattr(cls, method, in_phase(adapter, original, phase))
 
 
-def follow_transformers(adapter: Adapter, listener: StepListener, module: Any) -> None:
+def _after(cls: type, method: str, then: Callable[..., None]) -> None:
+    """Call `then(result, self, *args)` after the method, if this version of the framework has
+    it."""
+    original = vars(cls).get(method)
+    if not inspect.isfunction(original):
+        return
+
+    @functools.wraps(original)
+    def followed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        then(result, self, *args, **kwargs)
+        return result
+
+    setattr(cls, method, followed)
+
+
+def follow_transformers(adapter: Adapter, listener: Auto, module: Any) -> None:
     """Add the guard's callback to every Hugging Face Trainer."""
     base = importlib.import_module("transformers.trainer_callback").TrainerCallback
 
@@ -61,29 +80,14 @@ def follow_transformers(adapter: Adapter, listener: StepListener, module: Any) -
                 listener.finished()
 
     _after_init(module.Trainer, lambda trainer: trainer.add_callback(TransformersCallback))
-    _share_losses(listener, module.Trainer)
+    # The Trainer sums and logs exactly what `training_step` returns, after any normalisation.
+    _after(module.Trainer, "training_step", lambda loss, *_, **__: listener.share(loss))
     # No callback marks the start of these two methods, and they can take longer than any step.
     _follow(adapter, module.Trainer, "evaluate", "val_loss")
     _follow(adapter, module.Trainer, "_save_checkpoint", "checkpoint")
 
 
-def _share_losses(listener: StepListener, trainer: Any) -> None:
-    """Report what `training_step` returns, because the Trainer sums and logs exactly that, after
-    any normalisation."""
-    original = vars(trainer).get("training_step")
-    if not inspect.isfunction(original):
-        return
-
-    @functools.wraps(original)
-    def followed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        loss = original(self, *args, **kwargs)
-        listener.share(loss)
-        return loss
-
-    trainer.training_step = followed
-
-
-def follow_lightning(adapter: Adapter, listener: StepListener, module: Any) -> None:
+def follow_lightning(adapter: Adapter, listener: Auto, module: Any) -> None:
     """Add the guard's callback to every Lightning Trainer."""
     package = module.__name__.split(".trainer.")[0]
     base = importlib.import_module(f"{package}.callbacks").Callback
@@ -116,20 +120,9 @@ def follow_lightning(adapter: Adapter, listener: StepListener, module: Any) -> N
 
     _after_init(module.Trainer, lambda trainer: trainer.callbacks.insert(0, LightningCallback()))
     _follow(adapter, module.Trainer, "save_checkpoint", "checkpoint")
-    _report_checkpoints(adapter, listener, module.Trainer)
 
+    def saved(_: Any, trainer: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        adapter.quiet(lambda: listener.saved(os.path.abspath(filepath), trainer.global_step))
 
-def _report_checkpoints(adapter: Adapter, listener: StepListener, trainer: Any) -> None:
-    """Report what Lightning's `save_checkpoint` has written. Lightning's own callbacks run before
-    the write."""
-    original = vars(trainer).get("save_checkpoint")
-    if not inspect.isfunction(original):
-        return
-
-    @functools.wraps(original)
-    def followed(self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, filepath, *args, **kwargs)
-        adapter.quiet(lambda: listener.saved(os.path.abspath(filepath), self.global_step))
-        return result
-
-    trainer.save_checkpoint = followed
+    # Lightning's own callbacks run before the checkpoint is written.
+    _after(module.Trainer, "save_checkpoint", saved)

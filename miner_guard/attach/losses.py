@@ -13,7 +13,7 @@ import math
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from miner_guard.rank.steps import Loss
 
@@ -30,43 +30,12 @@ _SLOTS = 512
 """Number of floats in pinned memory, for the micro-batches of all steps in flight."""
 
 
-class Slot(Protocol):
-    """One float of pinned host memory."""
-
-    def copy_(self, source: Any, non_blocking: bool) -> Any: ...
-
-    def item(self) -> float: ...
-
-
-class CudaEvent(Protocol):
-    """Marks a point in a stream's work."""
-
-    def record(self, stream: Any) -> None: ...
-
-    def query(self) -> bool: ...
-
-
-class Device(Protocol):
+class Cuda:
     """The parts of torch that `Losses` needs to read from a GPU. Tests pass a fake."""
 
     def capturing(self) -> bool:
         """Return whether a CUDA graph is being captured. A copy would become part of the graph, and
         a query would break the capture."""
-        ...
-
-    def stream(self, device: Any) -> Any:
-        """The program's current stream."""
-        ...
-
-    def slots(self, count: int) -> list[Slot]: ...
-
-    def event(self) -> CudaEvent: ...
-
-
-class Cuda:
-    """`Device` on top of torch.cuda."""
-
-    def capturing(self) -> bool:
         import torch
 
         return torch.cuda.is_current_stream_capturing()
@@ -76,16 +45,15 @@ class Cuda:
 
         return torch.cuda.current_stream(device)
 
-    def slots(self, count: int) -> list[Slot]:
+    def slots(self, count: int) -> list[Any]:
         import torch
 
         return list(torch.empty(count, dtype=torch.float32, pin_memory=True).unbind())
 
-    def event(self) -> CudaEvent:
+    def event(self) -> Any:
         import torch
 
-        event: CudaEvent = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        return event
+        return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 @dataclass
@@ -108,7 +76,7 @@ class _InFlight:
     step: int
     total: float
     slots: list[int]
-    event: CudaEvent
+    event: Any
     summed: bool
 
 
@@ -116,10 +84,10 @@ class Losses:
     """Tracks the losses of successive steps. Uses 512 pinned floats, for at most 12 steps in
     flight."""
 
-    def __init__(self, device: Device | None = None) -> None:
+    def __init__(self, device: Any = None) -> None:
         self._device = Cuda() if device is None else device
         self._gathered = _Gathered()
-        self._slots: list[Slot] = []
+        self._slots: list[Any] = []
         self._free: deque[int] = deque()
         self._in_flight: deque[_InFlight] = deque()
         self._scaled: tuple[weakref.ref[Any], Any, Any] | None = None

@@ -36,8 +36,6 @@ _UPLOADS = ("start_background_upload", "upload_state_in_background")
 
 
 class Subnet38:
-    """Hooks one miner process."""
-
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
         self.uploads = Sn38Uploads(adapter)

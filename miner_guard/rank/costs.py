@@ -91,7 +91,6 @@ class RankCosts:
         self._perhaps_flush()
 
     def own(self, seconds: float) -> None:
-        """Add the time that the hook itself took during one step."""
         self._own_seconds += seconds
         self._own_count += 1
         if not self._own_count & 63:

@@ -33,8 +33,6 @@ _FIRST_POLL_S, _MAX_POLL_S = 0.002, 0.05
 
 
 class DiagnosisGuard(Protocol):
-    """The parts of the hook that `diagnose` needs."""
-
     @property
     def rank(self) -> int: ...
     @property
@@ -42,18 +40,11 @@ class DiagnosisGuard(Protocol):
     @property
     def world_size(self) -> int: ...
     @property
-    def supervised(self) -> bool:
-        """Whether a supervisor reads the journal."""
-        ...
+    def supervised(self) -> bool: ...
 
-    def journal(self, entry: JournalEntry | Mapping[str, Any], /) -> bool:
-        """Append an entry that must not be lost. Returns False if the journal has no room or this
-        rank has no flight record."""
-        ...
+    def journal(self, entry: JournalEntry | Mapping[str, Any], /) -> bool: ...
 
-    def emit(self, finding: catalog.Finding, /) -> None:
-        """Log a finding: through the supervisor if there is one, else from this process."""
-        ...
+    def emit(self, finding: catalog.Finding, /) -> None: ...
 
 
 class Store(Protocol):

@@ -232,7 +232,6 @@ class CopyThread:
             self._thread.start()
 
     def close(self, within_s: float) -> None:
-        """Stop, after a last copy if the disk completes it in time."""
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join(within_s)
@@ -407,21 +406,17 @@ class FlightWriter:
 
     @property
     def entries_written(self) -> int:
-        """Number of journal entries written so far."""
         return self._words[layout.ENTRIES]
 
     @property
     def lost(self) -> int:
-        """Number of journal entries that were dropped for lack of room."""
         return self._words[layout.LOST]
 
     def acknowledged(self) -> int:
-        """Number of journal entries that the supervisor has stored."""
         count: int = layout.ACK.unpack_from(self.map, layout.ACK_OFFSET)[0]
         return count
 
     def room(self) -> int:
-        """Return how many more journal entries fit before the supervisor has to store some."""
         return layout.JOURNAL_SLOTS - (self.entries_written - self.acknowledged())
 
     def checkpoint_requests(self) -> int:
@@ -430,7 +425,6 @@ class FlightWriter:
         return count
 
     def close(self) -> None:
-        """Unmap the memory, which closes its descriptor; the copy on disk stays."""
         if not self.attached():
             copy_now(self.path, self._fd)
         with contextlib.suppress(OSError):
@@ -535,7 +529,6 @@ class FlightReader:
                     os.close(fd)
 
     def acknowledged(self) -> int:
-        """Number of journal entries that this or an earlier supervisor has acknowledged."""
         count: int = layout.ACK.unpack_from(self._map, layout.ACK_OFFSET)[0]
         return count
 
@@ -545,7 +538,6 @@ class FlightReader:
         layout.REQUESTS.pack_into(self._map, layout.REQUESTS_OFFSET, asked + 1)
 
     def close(self) -> None:
-        """Unmap the record and close its descriptor."""
         if isinstance(self._map, mmap.mmap):
             self._map.close()
         if self._fd is not None:

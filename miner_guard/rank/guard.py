@@ -61,17 +61,14 @@ class Guard:
 
     @property
     def rank(self) -> int:
-        """The global rank."""
         return self.place.rank
 
     @property
     def local_rank(self) -> int:
-        """The rank within its node."""
         return self.place.local_rank
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
         return self.place.world_size
 
     @property
@@ -81,7 +78,6 @@ class Guard:
 
     @property
     def error_count(self) -> int:
-        """Number of failures inside the hook so far, including those not reported."""
         return self._recorder.error_count
 
     def phase(self, name: str, *, allowance_s: float | None = None) -> AbstractContextManager[Any]:

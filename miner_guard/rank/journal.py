@@ -25,7 +25,6 @@ class JournalEntry:
     t: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """The entry as stored in the file."""
         document: dict[str, Any] = {"kind": self.KIND, **({"t": self.t} if self.t else {})}
         for each in fields(self):
             if each.name != "t":
@@ -45,8 +44,6 @@ class JournalEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class FindingEntry(JournalEntry):
-    """A finding that the rank reports."""
-
     KIND = "finding"
 
     event: str
@@ -139,8 +136,6 @@ class TrainingEntry(JournalEntry):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointEntry(JournalEntry):
-    """A saved checkpoint."""
-
     KIND = "checkpoint"
 
     path: str

@@ -145,12 +145,10 @@ def is_time(value: float) -> bool:
 
 
 def step_offset(number: int) -> int:
-    """Offset of step record `number` (counting from 0)."""
     return RING_OFFSET + (number % RING_SLOTS) * STEP_SIZE
 
 
 def slot_offset(number: int) -> int:
-    """Offset of journal entry `number` (counting from 0)."""
     return JOURNAL_OFFSET + (number % JOURNAL_SLOTS) * SLOT_SIZE
 
 
@@ -180,8 +178,6 @@ _FIRST_PHASE = 16
 
 @dataclass(frozen=True)
 class Identity:
-    """Identifies the process that a flight record belongs to."""
-
     pid: int
     rank: int
     local_rank: int
@@ -198,7 +194,6 @@ class Identity:
     """Number of ranks on this host; 0 if unknown."""
 
     def pack_into(self, buffer: mmap) -> None:
-        """Write the identity to its place in the file."""
         IDENTITY.pack_into(
             buffer,
             IDENTITY_OFFSET,
@@ -372,7 +367,6 @@ class StepRecord:
 
     @property
     def seconds(self) -> float:
-        """Duration of the inner step."""
         return self.end - self.start
 
     @property
@@ -387,7 +381,6 @@ class StepRecord:
         return bool(self.flags & FLAG_LOSS_SUMMED)
 
     def pack_into(self, buffer: mmap) -> None:
-        """Write the record to its place in the ring."""
         number, end, phases = self.number, self.end, self.phases
         loss, norm, evaluated = self.loss, self.grad_norm, self.eval_loss
         lr, allocated, reserved = self.lr, self.allocated_bytes, self.reserved_bytes
@@ -429,7 +422,6 @@ class StepRecord:
         )
 
     def show_in(self, buffer: mmap) -> None:
-        """Write this step into the header's last-step fields."""
         outer, inner = self.outer_step, self.inner_step
         loss, lr, allocated = self.loss, self.lr, self.allocated_bytes
         STEPPED.pack_into(

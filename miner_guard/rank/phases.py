@@ -25,8 +25,6 @@ them; without the limit, each step would then take longer than the last."""
 
 
 class Header(Protocol):
-    """The place where the current phase is published."""
-
     def show_phase(
         self, name: bytes, since: float, heartbeat: float, allowance_s: float
     ) -> None: ...
@@ -99,8 +97,6 @@ class Phases:
 
 
 class PhaseNames:
-    """Phases by name, each created once."""
-
     def __init__(self, phases: Phases, allowances: Mapping[str, float]) -> None:
         """`allowances`: how long a phase may last according to the settings, in seconds by name."""
         self.known: dict[tuple[str, float | None], Phase] = {}

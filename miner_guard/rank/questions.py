@@ -109,7 +109,6 @@ class Gate:
         return gate.due(inputs, self._settings, now)
 
     def uploaded(self) -> None:
-        """Record that an upload from this rank has just succeeded."""
         self._uploaded_at = self._monotonic()
 
     def _inputs(self) -> GateInputs:
@@ -290,8 +289,6 @@ class Questions:
         return judged
 
     def _record(self, decision: GateDecision, wrong: str | None) -> None:
-        """Journal a decision on rank 0. `wrong`: why the decision applies only to this rank; None
-        if all ranks share it."""
         if wrong is not None:
             self._recorder.report_error(
                 f"agreement {decision.outer_step}",

@@ -61,7 +61,6 @@ class Notifier:
         return self.send(notification(rank))
 
     def event(self, document: Mapping[str, Any]) -> bool:
-        """Send a finding that may be lost."""
         return self.send(json.dumps(document, default=json_default).encode())
 
     def send(self, payload: bytes) -> bool:
@@ -100,7 +99,6 @@ class Notifier:
         threading.Thread(target=receive, name="miner-guard-requests", daemon=True).start()
 
     def close(self) -> None:
-        """Close the socket; later datagrams are dropped."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -169,7 +167,6 @@ class Recorder:
 
     @property
     def supervised(self) -> bool:
-        """Whether a supervisor reads the journal."""
         return self.flight is not None and not self.notifier.alone
 
     def show(self, state: str) -> None:
@@ -179,7 +176,6 @@ class Recorder:
             self.flight.show_state(state, self.monotonic())
 
     def step(self, record: StepRecord) -> None:
-        """Append a step record, and notify the supervisor at most every 50 ms."""
         if self.flight is not None:
             self.flight.append(record)
         if record.end - self._rung >= NOTIFY_EVERY_S:
@@ -198,7 +194,6 @@ class Recorder:
         return stored
 
     def room(self) -> int:
-        """Return how many more journal entries fit; 0 without a flight record."""
         return 0 if self.flight is None else self.flight.room()
 
     def emit(self, finding: Finding, /) -> None:
@@ -216,7 +211,6 @@ class Recorder:
             self.say(finding)
 
     def say(self, finding: Finding) -> None:
-        """Log a finding from this process, because no supervisor does."""
         self._log().say(finding)
 
     def _log(self) -> StandaloneLog:
@@ -243,8 +237,6 @@ class Recorder:
             self.emit(make_finding("guard_degraded", rank=self.place.rank, what=what, where=where))
 
     def close(self, state: str) -> None:
-        """Write the final state to the header. The file and the socket stay open until the process
-        exits."""
         self.show(state)
         self.notifier.notify(self.place.rank)
         if self.notifier.alone:

@@ -39,8 +39,6 @@ _LAST_WORDS_S = 1.0
 
 
 class StandaloneLog:
-    """Logs a rank's findings while no supervisor is listening."""
-
     def __init__(self, rank: int, run_id: str, state: StateDir | None, console: int | None) -> None:
         """`console`: the descriptor to print on, or None."""
         self._rank = rank

@@ -154,7 +154,6 @@ def _memory_of(cuda: Any, device: int | None) -> GpuMemory | None:
 
 
 def cuda_in_use() -> bool:
-    """Return whether this process has a CUDA context."""
     cuda = sys.modules.get("torch.cuda")
     return cuda is not None and bool(cuda.is_initialized())
 
@@ -202,7 +201,6 @@ class Stepper:
 
     @property
     def count(self) -> int:
-        """Number of steps this process has taken."""
         return self.phases.count
 
     def end(self) -> None:
