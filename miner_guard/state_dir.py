@@ -32,9 +32,6 @@ RANK_SETTINGS = "_MINER_GUARD_RANK_SETTINGS"
 """Environment variable that passes the ranks the settings they need, as JSON."""
 
 
-STATUS = "status.json"
-
-
 @dataclass(frozen=True)
 class StateDir:
     """Paths under one state directory. Creating an instance does not touch the disk."""
@@ -101,10 +98,6 @@ class StateDir:
         return self.root / "watched.json"
 
     @property
-    def status(self) -> Path:
-        return self.root / STATUS
-
-    @property
     def costs(self) -> Path:
         return self.root / "status" / "monitoring_costs.json"
 
@@ -112,11 +105,6 @@ class StateDir:
     def db(self) -> Path:
         """The record of the run (`record.store`)."""
         return self.root / "run.db"
-
-    @property
-    def otlp_position(self) -> Path:
-        """Records how far guard.jsonl has been exported over OTLP (`reporting.otlp_sender`)."""
-        return self.root / "otlp-position.json"
 
     @property
     def incidents(self) -> Path:

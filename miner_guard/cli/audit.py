@@ -14,6 +14,7 @@ from miner_guard.cli.working import Working
 from miner_guard.eventlog import catalog
 from miner_guard.exits import FAILED, OK, UNAVAILABLE
 from miner_guard.monitors.audit import allreduce_of
+from miner_guard.record.store import RunReader
 from miner_guard.uploads import audit, remembered_settings
 from miner_guard.uploads.remembered_settings import Watched
 from miner_guard.validators import shapes
@@ -58,8 +59,7 @@ def _speaks_for(read_from: str | None) -> str:
 def _last_allreduce(state: statedir.StateDir) -> AllReduce | None:
     """Return the last AllReduce that this state directory's guard read from the miner's log; None
     if it saw none."""
-    status = statedir.read_json(state.status)
-    swarm = status.get("swarm") if isinstance(status, Mapping) else None
+    swarm = RunReader(state.db).now().get("swarm")
     last = swarm.get("last") if isinstance(swarm, Mapping) else None
     return allreduce_of(last) if isinstance(last, Mapping) else None
 

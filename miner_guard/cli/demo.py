@@ -148,7 +148,6 @@ def start_fresh(state: StateDir) -> None:
         state.gate_inputs,
         state.watched,
         state.shapes,
-        state.status,
         state.costs.parent,
         state.incidents,
     ]
@@ -167,13 +166,14 @@ def start_fresh(state: StateDir) -> None:
 
 def _summary(state: StateDir, wall_s: float, helpers_s: float) -> None:
     from miner_guard.demo import summary
+    from miner_guard.record.store import RunReader
 
     own = resource.getrusage(resource.RUSAGE_SELF)
     # ru_maxrss is in KiB on Linux.
     usage = summary.Usage(own.ru_utime + own.ru_stime + helpers_s, wall_s, own.ru_maxrss / 1024)
     costs = read_json(state.costs)
     found = summary.summarise(
-        summary.read_log(state.log),
+        [event.record() for event in RunReader(state.db).events()],
         costs if isinstance(costs, dict) else None,
         usage,
         _blocked(state),

@@ -14,9 +14,8 @@ import typer
 from miner_guard.cli import options
 from miner_guard.cli.echo import echo
 from miner_guard.cli.working import Working
-from miner_guard.eventlog.rendering import visible
 from miner_guard.exits import OK, UNAVAILABLE
-from miner_guard.record.words import counted
+from miner_guard.record.words import counted, visible
 
 if TYPE_CHECKING:
     from miner_guard.checks.check import Check, Snapshot

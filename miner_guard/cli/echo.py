@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import typer
 
-from miner_guard.eventlog.rendering import visible
+from miner_guard.record.words import visible
 
 
 def echo(text: str, *, err: bool = False) -> None:

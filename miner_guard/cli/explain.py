@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import io
 import json
 import os
 import stat
 import sys
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, BinaryIO, Optional, cast
@@ -27,12 +27,13 @@ from miner_guard.cli.options import (
     open_context,
 )
 from miner_guard.cli.working import Working
-from miner_guard.eventlog import query
+from miner_guard.eventlog.rendering import json_line
 from miner_guard.exits import FAILED, USAGE, Refused
 from miner_guard.incidents import knowledge, notes
 from miner_guard.incidents.oom import Training
 from miner_guard.incidents.report import LogExplanation, explain
 from miner_guard.record.redaction import Redactor
+from miner_guard.record.store import RunReader
 from miner_guard.record.words import counted
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import SystemClock
@@ -117,7 +118,7 @@ def _read(file: str | None, place: CommandContext) -> LogExplanation:
     except (OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or error
         raise Refused(
-            f"{file or place.state.log} can't be read: {reason}; pass a log file, or - for stdin",
+            f"{file or place.state.db} can't be read: {reason}; pass a log file, or - for stdin",
             USAGE,
         ) from error
 
@@ -158,15 +159,15 @@ def _piped() -> bool:
 @contextlib.contextmanager
 def _opened(file: str | None, state: StateDir) -> Iterator[BinaryIO]:
     if file is None:
-        parts = query.files_of(state.log)
-        if not parts:
+        events = RunReader(state.db).events()
+        if not events:
             raise Refused(
                 f"there is no guard log in {state.root}; pass a log file, or pipe one in: "
                 "miner-guard explain - < miner.log",
                 USAGE,
             )
-        with contextlib.ExitStack() as opened:
-            yield cast(BinaryIO, _Joined([opened.enter_context(p.open("rb")) for p in parts]))
+        lines = "".join(f"{json_line(event.record())}\n" for event in events)
+        yield io.BytesIO(lines.encode("utf-8", "replace"))
         return
     if file == "-":
         if sys.stdin.isatty():
@@ -179,20 +180,6 @@ def _opened(file: str | None, state: StateDir) -> Iterator[BinaryIO]:
                 yield cast(BinaryIO, _BoundedReader(unpacked, log, file))
         else:
             yield log
-
-
-class _Joined:
-    """Files read as one, in order: the guard's log and its rotated files."""
-
-    def __init__(self, parts: Sequence[BinaryIO]) -> None:
-        self._parts = deque(parts)
-
-    def read(self, size: int) -> bytes:
-        while self._parts:
-            if data := self._parts[0].read(size):
-                return data
-            self._parts.popleft()
-        return b""
 
 
 class _BoundedReader:
@@ -239,13 +226,13 @@ def text(
     if the log is the guard's."""
     root = report.root
     if root is None:
-        read = "" if of is None else f" of {of.log}"
+        read = "" if of is None else f" of {of.db}"
         return f"Nothing wrong found in {counted(report.lines, 'line')}{read}."
     where = f"line {root.line}" + (f", rank {root.ranks[0]}" if len(root.ranks) == 1 else "")
     rows = [
         f"ROOT CAUSE {root.label} ({where})",
         *(["  Severity    info: it did not stop the run"] if root.severity == "info" else []),
-        *([] if of is None else [f"  Log         {of.log}"]),
+        *([] if of is None else [f"  Log         {of.db}"]),
         f"  Observed    {root.excerpt}",
         f"  Hypothesis  {root.cause}",
         f"  Change      {root.fixes[0]}",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -14,9 +13,8 @@ from miner_guard.cli.find import find_guard
 from miner_guard.cli.options import AnyName, Config, State, check_there
 from miner_guard.cli.working import Working
 from miner_guard.config import optional_deps
-from miner_guard.eventlog import query
-from miner_guard.eventlog.follow import Follower
 from miner_guard.exits import FAILED, UNAVAILABLE, USAGE, Refused
+from miner_guard.record.store import RunReader
 
 _KINDS = ("tensorboard", "wandb")
 
@@ -46,8 +44,6 @@ def command(
         raise Refused(f"export takes {' or '.join(_KINDS)}, not {kind!r}", USAGE)
     state = find_guard(name, state_dir)
     check_there(state)
-    log = state.log
-    follower = Follower(log, export.QUERY)
     try:
         if kind == "tensorboard":
             write, close = export.tensorboard_writer(output)
@@ -60,10 +56,10 @@ def command(
     except OSError as error:
         raise Refused(f"{output} cannot be written: {error.strerror or error}", FAILED) from error
     count = 0
-    hits = chain(query.search(log, export.QUERY), follower.hits() if follow else ())
+    events = RunReader(state.db).each(export.EVENTS, follow=follow)
     try:
         with contextlib.suppress(KeyboardInterrupt), Working(f"exporting to {output}"):
-            for point in export.points(hits):
+            for point in export.points(events):
                 write(point)
                 count += 1
     finally:

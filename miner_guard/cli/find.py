@@ -43,7 +43,7 @@ def find_guard(name: str | None, state_dir: str | None) -> StateDir:
     if running:
         echo(f"using the running guard: {flag(running[0])}", err=True)
         return running[0]
-    if usual.status.is_file() or (last := _last_ended(usual)) is None:
+    if usual.db.is_file() or (last := _last_ended(usual)) is None:
         return usual
     echo(f"no guard is running; using the last one: {flag(last)}", err=True)
     return last
@@ -130,7 +130,7 @@ def listens(state: StateDir) -> bool:
 
 
 def _last_ended(usual: StateDir) -> StateDir | None:
-    """Return the state directory with the newest status.json, among the demo's and those next to
+    """Return the state directory whose guard wrote last, among the demo's and those next to
     the default one; None if there is none."""
     try:
         roots = [*usual.root.parent.iterdir(), _DEMO.absolute()]
@@ -141,7 +141,7 @@ def _last_ended(usual: StateDir) -> StateDir | None:
         if distrust(root) is not None:
             continue
         try:
-            ages[root] = StateDir(root).status.stat().st_mtime
+            ages[root] = StateDir(root).db.stat().st_mtime
         except OSError:
             continue
     return StateDir(max(ages, key=ages.__getitem__)) if ages else None

@@ -1,4 +1,4 @@
-"""`miner-guard logs`: query guard.jsonl and its rotated files."""
+"""`miner-guard logs`: query the events and decisions in run.db."""
 
 from __future__ import annotations
 
@@ -7,21 +7,18 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
-from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 
 from miner_guard.cli import options
-from miner_guard.cli.echo import echo
 from miner_guard.cli.find import find_guard
-from miner_guard.eventlog import query as logquery
-from miner_guard.eventlog.catalog import CATALOGUE, LEVELS
-from miner_guard.eventlog.follow import Follower
-from miner_guard.eventlog.query import Hit, Query, Seen
-from miner_guard.eventlog.rendering import visible
+from miner_guard.eventlog.catalog import CATALOGUE
+from miner_guard.eventlog.rendering import console_line, json_line
 from miner_guard.exits import FAILED, USAGE, Refused
-from miner_guard.record.words import counted
+from miner_guard.record.events import LEVELS
+from miner_guard.record.store import RunReader, StoredEvent
+from miner_guard.record.words import visible
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import iso_utc, parse_iso_utc
 
@@ -71,9 +68,13 @@ def command(
     name: options.AnyName = None,
     state_dir: options.State = None,
 ) -> None:
-    """Query guard.jsonl and its rotated files. Exit 1: nothing matched."""
+    """Query the run's events. Exit 1: nothing matched."""
     state = find_guard(name, state_dir)
-    query, seen = _query(event or [], level, since, rank or []), Seen()
+    if unknown := [each for each in event or () if each not in CATALOGUE]:
+        raise Refused(options.unknown_event(unknown[0]), USAGE)
+    if level not in LEVELS:
+        raise Refused(f"unknown level {level!r}; allowed: {', '.join(LEVELS)}", USAGE)
+    earliest = options.earliest(since)
     options.check_there(state)
     if ledger is not None:
         if event or rank or follow or level != "debug":
@@ -84,25 +85,32 @@ def command(
                 ),
                 USAGE,
             )
-        _write(_ledger(state, ledger, query.since, lines, as_json=as_json))
+        _write(_ledger(state, ledger, earliest, lines, as_json=as_json))
         return
-    log = state.log
-    if follow:
-        _follow(log, query, lines, as_json=as_json, emoji=emoji)
-        return
-    hits = (
-        logquery.search(log, query, seen)
-        if lines is None
-        else iter(logquery.last(log, query, lines, seen))
+    if follow and lines is None and not earliest:
+        lines = _TAIL_OF_FOLLOW
+    reader = RunReader(state.db)
+    restrictions: dict[str, Any] = {"min_level": level, "ranks": rank or ()}
+    events = reader.events(
+        event or (), since=earliest, limit=lines, newest=lines is not None, **restrictions
     )
-    if as_json:
-        _write(_array(hits))
-    else:
-        _write(f"{hit.console(emoji=emoji)}\n".encode("utf-8", "replace") for hit in hits)
-    if seen.unreadable:
-        echo(f"miner-guard: skipped {counted(seen.unreadable, 'unreadable line')}", err=True)
-    if seen.hits == 0:
+    if follow:
+        after = events[-1].id if events else reader.last_id()
+        _follow(
+            chain(events, reader.each(event or (), follow=True, after=after, **restrictions)),
+            as_json=as_json,
+            emoji=emoji,
+        )
+        return
+    if reader.unread is not None:
+        raise Refused(f"{state.db} cannot be read: {reader.unread}", FAILED)
+    _write(_array(events) if as_json else (_line(each, emoji=emoji) for each in events))
+    if not events:
         raise typer.Exit(FAILED)
+
+
+def _line(event: StoredEvent, *, emoji: bool) -> bytes:
+    return f"{console_line(event.record(), emoji=emoji)}\n".encode("utf-8", "replace")
 
 
 def _ledger(
@@ -110,8 +118,6 @@ def _ledger(
 ) -> Iterator[bytes]:
     """The ledger's rows, oldest first. Raises Refused: 64 for an unknown table, 1 if the table is
     empty."""
-    from miner_guard.record.store import RunReader
-
     ledger, from_s = RunReader(state.db), parse_iso_utc(since) if since else 0.0
     try:
         rows = ledger.rows(
@@ -135,19 +141,11 @@ def _ledger(
         yield f"{iso_utc(row['wall'])} {visible(fields)}\n".encode("utf-8", "replace")
 
 
-def _query(events: list[str], level: str, since: str, ranks: list[int]) -> Query:
-    if unknown := [name for name in events if name not in CATALOGUE]:
-        raise Refused(options.unknown_event(unknown[0]), USAGE)
-    if level not in LEVELS:
-        raise Refused(f"unknown level {level!r}; allowed: {', '.join(LEVELS)}", USAGE)
-    return Query(frozenset(events), level, options.earliest(since), frozenset(ranks))
-
-
-def _array(hits: Iterable[Hit]) -> Iterator[bytes]:
+def _array(events: Iterable[StoredEvent]) -> Iterator[bytes]:
     """One JSON document with one event per line, readable by `jq '.[]'` and by people."""
     before = b"[\n"
-    for hit in hits:
-        yield before + hit.raw
+    for each in events:
+        yield before + json_line(each.record()).encode("utf-8", "replace")
         before = b",\n"
     yield b"[]\n" if before == b"[\n" else b"\n]\n"
 
@@ -159,19 +157,8 @@ def _write(pieces: Iterable[bytes]) -> None:
     out.flush()
 
 
-def _follow(log: Path, query: Query, lines: int | None, *, as_json: bool, emoji: bool) -> None:
-    # Open the follower first: a line written in between may then appear twice, but none is lost.
-    follower = Follower(log, query)
-    count = _TAIL_OF_FOLLOW if lines is None and not query.since else lines
-    earlier = (
-        logquery.search(log, query) if count is None else iter(logquery.last(log, query, count))
-    )
+def _follow(events: Iterable[StoredEvent], *, as_json: bool, emoji: bool) -> None:
     with contextlib.suppress(KeyboardInterrupt):
-        for hit in chain(earlier, follower.hits()):
-            _write(
-                [
-                    hit.raw + b"\n"
-                    if as_json
-                    else f"{hit.console(emoji=emoji)}\n".encode("utf-8", "replace")
-                ]
-            )
+        for each in events:
+            line = f"{json_line(each.record())}\n".encode("utf-8", "replace")
+            _write([line if as_json else _line(each, emoji=emoji)])

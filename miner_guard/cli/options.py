@@ -6,7 +6,9 @@ None` and calls `open_context(config, name, state_dir)`.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ import typer
 
 from miner_guard import state_dir as statedir
 from miner_guard.exits import CONFIG, FAILED, USAGE, Refused
+from miner_guard.system.clock import iso_utc, parse_iso_utc
 
 if TYPE_CHECKING:
     from miner_guard.config import RepoSettings
@@ -160,7 +163,7 @@ def start_or_name(state: statedir.StateDir) -> str:
         others = sorted(
             p.name
             for p in folder.iterdir()
-            if p != state.root and statedir.StateDir(p).status.is_file()
+            if p != state.root and statedir.StateDir(p).db.is_file()
         )
     except OSError:
         return start
@@ -185,10 +188,8 @@ def check_there(state: statedir.StateDir) -> None:
 
 def earliest(since: str) -> str:
     """Return the ISO time for `--since`; empty if it sets no limit. Raises Refused (64)."""
-    from miner_guard.eventlog import query
-
     try:
-        return query.since_text(since, time.time()) if since else ""
+        return _since_text(since, time.time()) if since else ""
     except ValueError as error:
         raise Refused(f"--since: {error}", USAGE) from error
 
@@ -220,3 +221,24 @@ def unknown_event(name: str) -> str:
     sure = difflib.get_close_matches(name, CATALOGUE, n=2)
     meant = f"did you mean {' or '.join(sure)}?" if sure else f"nearest: {', '.join(near)};"
     return f"unknown event {name!r}; {meant} miner-guard runbook lists all {len(CATALOGUE)} events"
+
+
+_MIDNIGHT = "0000-00-00T00:00:00.000000"
+"""Supplies the hour, minute or second that a shortened time leaves out."""
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+
+
+def _since_text(text: str, now: float) -> str:
+    """Convert `90s`, `15m`, `1h`, `2d` or an ISO time to the ISO time of the earliest line. Raises
+    ValueError."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhdw])", text.strip())
+    if match:
+        return iso_utc(max(0.0, now - float(match[1]) * _UNITS[match[2]]))
+    if re.fullmatch(r"\d{4}-\d\d-\d\d(T\d\d(:\d\d(:\d\d(\.\d{1,6})?)?)?)?Z?", text.strip()):
+        given = text.strip().rstrip("Z")
+        whole = f"{given}{_MIDNIGHT[len(given) :]}Z"
+        with contextlib.suppress(ValueError):
+            parse_iso_utc(whole)
+            return whole
+    raise ValueError(f"{text!r} is not a time; use 90s, 15m, 1h, 2d, or 2026-01-02T03:04 (UTC)")

@@ -24,7 +24,6 @@ def command(
     """Write one self-contained HTML page about the run: curves, uploads, costs, incidents,
     milestones."""
     from miner_guard.cli.working import Working
-    from miner_guard.eventlog import query
     from miner_guard.record.store import RunReader
     from miner_guard.reporting.report import render
     from miner_guard.system.clock import parse_iso_utc
@@ -35,8 +34,7 @@ def command(
     pushes = RunReader(place.state.db).rows(
         "upload", since=parse_iso_utc(earliest) if earliest else 0.0
     )
-    size = sum(file.stat().st_size for file in query.files_of(place.state.log))
-    with Working(f"reading {size / 1e6:,.0f} MB of log"):
+    with Working(f"reading {place.state.db}"):
         text = render(place.state, gate=place.settings.config.gate, since=earliest, pushes=pushes)
     with writing(output):
         statedir.write_atomic(output, text, 0o666)

@@ -18,10 +18,9 @@ from miner_guard.cli.screen_text import cut
 from miner_guard.cli.terminal import has_unicode
 from miner_guard.cli.top import curves_of
 from miner_guard.config import HangSettings
-from miner_guard.eventlog import query
-from miner_guard.eventlog.query import Query
 from miner_guard.eventlog.status_document import StatusDocument, UploadsStatus
 from miner_guard.exits import FAILED, NOT_RUNNING, Refused
+from miner_guard.record.store import RunReader
 from miner_guard.system.clock import iso_utc
 
 _WIDTH = 120
@@ -52,7 +51,7 @@ def command(
         document: Mapping[str, Any] = answer["status"]
     except NotRunning as problem:
         advice = options.start_or_name(place.state)
-        raise Refused(f"{problem}; {_last_end(place.state.log)}{advice}", NOT_RUNNING) from problem
+        raise Refused(f"{problem}; {_last_end(place.state.db)}{advice}", NOT_RUNNING) from problem
     except (OSError, KeyError, ValueError) as error:
         raise Refused(
             f"the guard in {place.state.root} is not responding: {error!r}", FAILED
@@ -65,7 +64,7 @@ def command(
     if as_json:
         echo(json.dumps(document, ensure_ascii=False, indent=1))
         return
-    hits = query.last(place.state.log, Query(min_level="warning"), _EVENTS)
+    hits = RunReader(place.state.db).events(min_level="warning", limit=_EVENTS, newest=True)
     events = [cut(f"{hit.ts[:19]}Z {hit.level:<8} {hit.headline}", _WIDTH) for hit in hits]
     echo(
         "\n".join(
@@ -86,11 +85,11 @@ def _check(status: StatusDocument, hang: HangSettings) -> None:
     echo("progressing")
 
 
-def _last_end(log: Path) -> str:
+def _last_end(db: Path) -> str:
     """Describe how the last guard ended, such as `the last one: 2026-01-02T03:04:05Z GUARD STOPPED:
     exit code 75, …; `. Empty if no guard has run."""
-    for hit in query.last(log, Query(events=frozenset({"guard_started", "guard_stopped"})), 1):
-        if hit.event == "guard_stopped":
+    for hit in RunReader(db).events(["guard_started", "guard_stopped"], limit=1, newest=True):
+        if hit.name == "guard_stopped":
             return f"the last one: {hit.ts[:19]}Z {hit.headline}; "
         return f"the last one started {hit.ts[:19]}Z and was killed before it could log why; "
     return ""

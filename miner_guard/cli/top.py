@@ -15,10 +15,6 @@ from miner_guard.cli.find import open_guard
 from miner_guard.cli.options import AnyName, Config, State, a_number, start_or_name
 from miner_guard.cli.screen import Canvas, ShownPart
 from miner_guard.cli.terminal import Terminal, has_colour, has_unicode, is_dumb, size
-from miner_guard.eventlog import query
-from miner_guard.eventlog.catalog import CATALOGUE
-from miner_guard.eventlog.follow import Follower
-from miner_guard.eventlog.query import Hit, Query
 from miner_guard.eventlog.status_document import (
     StatusDocument,
     StepsStatus,
@@ -26,10 +22,11 @@ from miner_guard.eventlog.status_document import (
     status_age_s,
 )
 from miner_guard.exits import NOT_RUNNING, Refused
+from miner_guard.record.store import RunReader, StoredEvent
 
 _LAST_EVENTS = 500
-_SHOWN = frozenset(CATALOGUE) - {"inner_step", "health_snapshot"}
-"""Events to list at the bottom; the rest of the screen already shows the others."""
+_NOT_LISTED = frozenset({"inner_step", "health_snapshot"})
+"""Events that are not listed at the bottom, because the rest of the screen shows them."""
 
 _LAST_READ = 4000
 _STEPS_READ = 200
@@ -86,26 +83,27 @@ def _live(view: View, terminal: Terminal, every: float) -> None:
 
 
 class View:
-    """Reads status.json and follows guard.jsonl; sends no request to the running guard."""
+    """Reads run.db; sends no request to the running guard."""
 
     def __init__(self, state: statedir.StateDir, min_inner_step: int, *, ascii_only: bool) -> None:
         self._state, self._min_inner_step, self._ascii = state, min_inner_step, ascii_only
         self._curves = curves_of(state)
-        self._follower = Follower(state.log, Query(min_level="info"))
+        self._record, self._last_id = RunReader(state.db), 0
         self._events: list[str] = []
         self._document: StatusDocument | None = None
         self._age_s = float("inf")
-        self._take(query.last(state.log, Query(min_level="info"), _LAST_READ))
+        self._take(self._record.events(min_level="info", limit=_LAST_READ, newest=True))
 
     def _refresh(self) -> None:
-        self._take(self._follower.poll())
+        self._take(self._record.events(min_level="info", after=self._last_id))
         self._document = read_status(self._state)
         self._age_s = status_age_s(self._state)
         if self._document is not None:
             self._curves.take(self._document.steps)
 
-    def _take(self, hits: list[Hit]) -> None:
-        shown_hits = [hit for hit in hits if hit.event in _SHOWN]
+    def _take(self, hits: list[StoredEvent]) -> None:
+        self._last_id = hits[-1].id if hits else self._last_id
+        shown_hits = [hit for hit in hits if hit.name not in _NOT_LISTED]
         rows = [f"{hit.ts[11:19]} {hit.level:<8} {hit.headline}" for hit in shown_hits]
         self._events = [*self._events, *rows][-_LAST_EVENTS:]
 
@@ -128,6 +126,6 @@ class View:
 def curves_of(state: statedir.StateDir) -> screen.CurveHistory:
     """Loss and step time from the latest logged steps."""
     curves = screen.CurveHistory()
-    for hit in query.last(state.log, Query(events=frozenset({"inner_step"})), _STEPS_READ):
-        curves.take(StepsStatus.from_json(hit.record()))
+    for hit in RunReader(state.db).events(["inner_step"], limit=_STEPS_READ, newest=True):
+        curves.take(StepsStatus.from_json(hit.fields))
     return curves

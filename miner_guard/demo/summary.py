@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from miner_guard.record.words import known
@@ -62,14 +60,6 @@ class Summary:
     before: str | None = None
     """The next-to-last verdict without its cause. The last one of a finished demo is always
     STOPPED."""
-
-
-def read_log(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the records of guard.jsonl; none if the file is missing."""
-    if path.is_file():
-        with open(path, encoding="utf-8") as file:
-            for line in file:
-                yield json.loads(line)
 
 
 def summarise(

@@ -1,4 +1,4 @@
-"""The model of status.json. The guard writes the file, and every reader parses it with this model.
+"""The model of the guard's present state in run.db, with which every reader parses it.
 
 A missing or unusable value becomes None or an empty section (`eventlog/section.py`). Fields have
 the same names as in JSON; units are in the names.
@@ -6,15 +6,14 @@ the same names as in JSON; units are in the names.
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from miner_guard.eventlog.run_status import RunStatus
 from miner_guard.eventlog.section import Section
-from miner_guard.state_dir import StateDir, read_json
+from miner_guard.record.store import RunReader
+from miner_guard.state_dir import StateDir
 
 
 @dataclass(frozen=True)
@@ -350,7 +349,7 @@ class MetricsStatus(Section):
 
 @dataclass(frozen=True)
 class StatusDocument(RunStatus):
-    """status.json: the supervisor's fields, then one section per monitor.
+    """The present state: the supervisor's fields, then one section per monitor.
 
     The model leaves out sections that no code in this package reads (alerts, curves, gpu,
     incidents, nodes, …); the `snapshot` methods of their monitors define them.
@@ -373,18 +372,11 @@ class StatusDocument(RunStatus):
 
 
 def status_age_s(state: StateDir) -> float:
-    """Return the seconds since the guard wrote status.json; infinity if the file is missing."""
-    try:
-        return max(0.0, time.time() - state.status.stat().st_mtime)
-    except OSError:
-        return math.inf
+    """Return the seconds since the guard wrote its state; infinity if it has written none."""
+    return RunReader(state.db).age_s()
 
 
 def read_status(state: StateDir) -> StatusDocument | None:
-    """Read a state directory's document; None if no guard has written one, or if it is
-    unreadable."""
-    document = read_json(state.status)
-    if document is None:
-        # On a full disk the guard overwrites the file in place, and this may have read half of it.
-        document = read_json(state.status)
-    return StatusDocument.from_json(document) if isinstance(document, dict) else None
+    """Read a state directory's present state; None if no guard has written one."""
+    document = RunReader(state.db).now()
+    return StatusDocument.from_json(document) if document else None

@@ -132,7 +132,7 @@ class GuardApp:
             self.loop, request.config.miner.stop_timeout_s, Hands(self.log, self._own_teardown)
         )
         self.jobs = Scheduler(self.clock, self.report)
-        self.status = Status(request.state, self.clock, self.log, self.disk.row)
+        self.status = Status(self.clock, self.disk.row)
         self.managers: list[ServiceManager] = []
         self._start_command = own_start_command(self.env)
         self._closers: list[Callable[[], None]] = []

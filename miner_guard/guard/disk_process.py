@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import errno
 import json
 import mmap
 import os
@@ -29,7 +28,7 @@ from miner_guard.guard.disk_messages import FILES, LOG, RECORDS, ROWS, line_of
 from miner_guard.rank import layout
 from miner_guard.rank.flight import Copier
 from miner_guard.record.store import RunStore
-from miner_guard.state_dir import STATUS, StateDir, is_full, replace_file
+from miner_guard.state_dir import StateDir, replace_file
 from miner_guard.system import inherited
 
 _RETRY_S = 1.0
@@ -108,28 +107,16 @@ class Files:
 def _do(path: Path, message: Message) -> None:
     data = None if message["data"] is None else base64.b64decode(message["data"])
     if data is None or message["mode"] is not None:
-        try:
-            replace_file(path, data, message["mode"])
-        except OSError as error:
-            if data is None or path.name != STATUS or not is_full(error):
-                raise
-            _overwrite(path, data, within_blocks=True)
+        replace_file(path, data, message["mode"])
         return
     _overwrite(path, data)
 
 
-def _overwrite(path: Path, data: bytes, *, within_blocks: bool = False) -> None:
-    """Overwrite a file in place. Raises OSError.
+def _overwrite(path: Path, data: bytes) -> None:
+    """Overwrite a file in place. Raises OSError."""
 
-    `within_blocks`: fail with ENOSPC unless the file system has already allocated enough space. A
-    full disk has no room for a second copy of status.json, but every reader must learn that the
-    disk is full rather than conclude that the guard is gone. A reader may catch the
-    file half written: see `read_status`.
-    """
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
-        if within_blocks and len(data) > 512 * os.fstat(fd).st_blocks:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.pwrite(fd, data, 0)
         os.ftruncate(fd, len(data))
     finally:

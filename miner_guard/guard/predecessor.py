@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.guard.states import State
+from miner_guard.record.store import RunReader
 from miner_guard.state_dir import StateDir, read_json
 from miner_guard.system.boot import boot_id
 
@@ -15,8 +16,8 @@ def killed_guard(state: StateDir) -> Iterator[Finding]:
 
     Call this while holding the lock: by then the last guard is gone, so its status is `done` unless
     something killed that guard or its last write failed."""
-    status = read_json(state.status)
-    if not isinstance(status, dict) or status.get("state") in (None, State.DONE.value):
+    status = RunReader(state.db).now()
+    if status.get("state") in (None, State.DONE.value):
         return
     run = read_json(state.pid_registry)
     boot = run.get("boot") if isinstance(run, dict) else None

@@ -156,12 +156,10 @@ def _within(state: StateDir) -> Iterator[tuple[Path, int]]:
     for path in (
         state.log,
         state.gate_inputs,
-        state.status,
         state.costs,
         state.db,
         state.host_facts,
         state.pid_registry,
-        state.otlp_position,
     ):
         yield path, stat.S_IFREG
     for path in (state.socket, state.control):

@@ -1,4 +1,4 @@
-"""Writes status.json, the running guard's state, atomically and at most about once per second."""
+"""Writes the running guard's state to run.db, at most about once per second."""
 
 from __future__ import annotations
 
@@ -7,24 +7,22 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.run_status import LastExit, RankProcess, RunStatus
-from miner_guard.eventlog.write_errors import WriteOutage
 from miner_guard.guard.states import State
 from miner_guard.guard.supervisor import Supervisor
 from miner_guard.record.store import CLEAR_NOW, RUN_SECTION, now_row
-from miner_guard.state_dir import StateDir, finite, json_text, write_atomic
+from miner_guard.state_dir import finite
 from miner_guard.system.clock import Clock, iso_utc
 
 _QUIET_S = 5.0
-"""Maximum age of status.json while the monitors receive nothing new. The ages and samples in it
+"""Maximum age of the state while the monitors receive nothing new. The ages and samples in it
 change all the time, but composing it costs more than everything else an idle guard does."""
 
 _LIVE = (State.RUNNING, State.STOPPING, State.ENDING)
 
 
 def run_status(run: Supervisor, start_command: str | None) -> RunStatus:
-    """The supervisor's fields in status.json."""
+    """The supervisor's fields of the state."""
     launch, last = run.launch, run.last_exit
     age = (
         run.clock.monotonic() - launch.started
@@ -60,20 +58,11 @@ def run_status(run: Supervisor, start_command: str | None) -> RunStatus:
 class Status:
     """Keeps the latest document and writes it. `latest` may be read from any thread."""
 
-    def __init__(
-        self,
-        state: StateDir,
-        clock: Clock,
-        report: Callable[[Finding], None],
-        write_row: Callable[[str, Sequence[Any]], None] = lambda *_row: None,
-    ) -> None:
-        self._state = state
+    def __init__(self, clock: Clock, write_row: Callable[[str, Sequence[Any]], None]) -> None:
         self._clock = clock
-        self._report = report
-        self._written: Any = None
         self._write_row = write_row
+        self._written: Any = None
         self._sections: dict[str, Any] | None = None
-        self._outage = WriteOutage("status.json")
         self._heard: object = None
         self._due_at = float("-inf")
         self.latest: Mapping[str, Any] = {}
@@ -88,24 +77,12 @@ class Status:
         return True
 
     def update(self, document: Mapping[str, Any]) -> None:
-        """Store a new document; write it if it changed."""
+        """Store a new document; write its changed sections if it differs from the last one."""
         plain = finite(document)
         self.latest = {**plain, "updated": iso_utc(self._clock.wall())}
         if plain == self._written:
             return
-        self._write_sections()
-        try:
-            write_atomic(self._state.status, json_text(self.latest))
-        except OSError as error:
-            finding = self._outage.failed(error)
-        else:
-            self._written = plain
-            finding = self._outage.succeeded()
-        if finding is not None:
-            self._report(finding)
-
-    def _write_sections(self) -> None:
-        """Write the sections that have changed to run.db."""
+        self._written = plain
         if self._sections is None:
             self._sections = {}
             self._write_row(*CLEAR_NOW)
@@ -116,7 +93,7 @@ class Status:
                 sections[name] = value
             else:
                 sections[RUN_SECTION][name] = value
-        for name, document in sections.items():
-            if name not in self._sections or self._sections[name] != document:
-                self._sections[name] = document
-                self._write_row(*now_row(name, document))
+        for name, section in sections.items():
+            if name not in self._sections or self._sections[name] != section:
+                self._sections[name] = section
+                self._write_row(*now_row(name, section))

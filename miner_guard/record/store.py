@@ -11,19 +11,20 @@ import contextlib
 import errno
 import functools
 import json
+import math
 import os
 import sqlite3
 import threading
 import time
 import urllib.parse
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from miner_guard.record.events import LEVELS, Event, event
-from miner_guard.record.words import counted
+from miner_guard.record.words import counted, visible
 from miner_guard.state_dir import finite, has_room, make_folder, open_private, set_aside
 
 SCHEMA = """
@@ -32,7 +33,8 @@ CREATE TABLE IF NOT EXISTS event (
   rank INTEGER, run TEXT, host TEXT, text TEXT NOT NULL, fields TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS event_name ON event (name);
 CREATE INDEX IF NOT EXISTS event_ts ON event (ts);
-CREATE TABLE IF NOT EXISTS now (section TEXT PRIMARY KEY, document TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS now (
+  section TEXT PRIMARY KEY, document TEXT NOT NULL, written REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS reserve (id INTEGER PRIMARY KEY, room BLOB);
 CREATE TABLE IF NOT EXISTS decision (
   id TEXT PRIMARY KEY, wall REAL NOT NULL, outer_step INTEGER, inner_step INTEGER, kind TEXT,
@@ -80,6 +82,7 @@ _HOLD_S = 2.0
 _PATIENCE_S = 5.0
 """How long a reader waits for a writer. A commit takes milliseconds."""
 
+_POLL_EVERY_S = 0.2
 _RETRY_S = 5.0
 
 _RESERVE = 128 * 1024
@@ -130,8 +133,9 @@ def event_row(record: Mapping[str, Any]) -> Row:
 def now_row(section: str, document: Any) -> Row:
     """The row that replaces one section of the present state."""
     return (
-        "INSERT INTO now (section, document) VALUES (?,?) "
-        "ON CONFLICT (section) DO UPDATE SET document = excluded.document",
+        f"INSERT INTO now (section, document, written) VALUES (?,?,{_CLOCK}) "
+        "ON CONFLICT (section) DO UPDATE SET document = excluded.document, "
+        "written = excluded.written",
         (section, _json(finite(document))),
     )
 
@@ -142,6 +146,9 @@ def now_rows(document: Mapping[str, Any]) -> list[Row]:
     run = {name: value for name, value in document.items() if name not in sections}
     return [now_row(name, value) for name, value in {RUN_SECTION: run, **sections}.items()]
 
+
+_CLOCK = "(julianday('now') - 2440587.5) * 86400.0"
+"""SQLite's expression for the seconds since 1970."""
 
 CLEAR_NOW: Row = ("DELETE FROM now", ())
 """Removes what the previous guard wrote about itself."""
@@ -496,7 +503,7 @@ class StoredEvent:
     def headline(self) -> str:
         """The first line of the text that contains a letter or digit, because a block starts with a
         horizontal line."""
-        rows = self.text.splitlines()
+        rows = visible(self.text).splitlines()
         return next((row for row in rows if any(map(str.isalnum, row))), rows[0] if rows else "")
 
     def record(self) -> dict[str, Any]:
@@ -560,6 +567,24 @@ class RunReader:
             for i, ts, level, name, rank, run, host, text, fields in rows
         ]
 
+    def each(
+        self,
+        names: Iterable[str] = (),
+        *,
+        follow: bool = False,
+        after: int = 0,
+        **restrictions: Any,
+    ) -> Iterator[StoredEvent]:
+        """Yield the events as `events` does; with `follow`, wait for new ones until the process is
+        interrupted."""
+        while True:
+            for stored in self.events(names, after=after, **restrictions):
+                after = stored.id
+                yield stored
+            if not follow:
+                return
+            time.sleep(_POLL_EVERY_S)
+
     def _paged(
         self, condition: str, values: list[Any], limit: int | None, *, newest: bool
     ) -> list[Sequence[Any]]:
@@ -579,6 +604,16 @@ class RunReader:
             at = rows[-1][0]
         return rows[::-1] if newest else rows
 
+    def before_run(self, run_id: str) -> int:
+        """The id before the first event of a run; that of the newest event if there is none."""
+        query = "SELECT MIN(id) AS id FROM event WHERE run = ?"
+        first = next((row["id"] for row in self._ask(query, (run_id,))), None)
+        return self.last_id() if first is None else first - 1
+
+    def last_id(self) -> int:
+        """The id of the newest event; 0 if there is none."""
+        return next((row["id"] for row in self._ask("SELECT MAX(id) AS id FROM event", ())), 0) or 0
+
     def names(self) -> dict[str, int]:
         """How many events of each name the record holds."""
         return {
@@ -595,6 +630,12 @@ class RunReader:
         }
         run = sections.pop(RUN_SECTION, None)
         return {**run, **sections} if isinstance(run, dict) else sections
+
+    def age_s(self) -> float:
+        """Seconds since the guard last wrote its present state; infinity if it has not."""
+        rows = self._ask(f"SELECT {_CLOCK} - MAX(written) AS age FROM now", ())
+        age = next((row["age"] for row in rows), None)
+        return math.inf if age is None else max(0.0, age)
 
     def rows(self, table: str, *, since: float = 0.0, limit: int = 1000) -> list[dict[str, Any]]:
         """The newest `limit` rows of one of the ledger's tables since wall time `since`, oldest

@@ -4,6 +4,7 @@ only."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -54,3 +55,26 @@ def rank_list(ranks: Iterable[int]) -> str:
         row, numbers = numbers[:count], numbers[count:]
         parts += [f"{row[0]}-{row[-1]}"] if count > 2 else [str(number) for number in row]
     return f"rank{'' if len(parts) == 1 and '-' not in parts[0] else 's'} {','.join(parts)}"
+
+
+_CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f"
+    r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # reorder the characters around them
+    r"\u2028\u2029"  # break lines
+    r"\ud800-\udfff]"  # stand for bytes that are not UTF-8, and can't be written as UTF-8
+)
+
+
+def visible(text: str) -> str:
+    """Replace control characters except tab and newline with escapes such as `\\x1b` or `\\u202e`.
+    JSON stays valid JSON.
+
+    A log may contain sequences that control a terminal or reorder the text on it. A command or a
+    path may contain bytes that are not UTF-8, which would make a line invalid JSON.
+    """
+    return _CONTROL.sub(_escaped, text)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return f"\\x{code:02x}" if code < 0x20 else f"\\u{code:04x}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from miner_guard.config import AlertSettings
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import LEVELS, Finding
-from miner_guard.eventlog.rendering import visible
+from miner_guard.record.words import visible
 from miner_guard.system.clock import Clock
 
 OVERNIGHT = frozenset(

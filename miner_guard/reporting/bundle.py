@@ -23,10 +23,11 @@ from typing import Any
 
 from miner_guard import __version__, state_dir
 from miner_guard.config.loading import SECRET, Settings
-from miner_guard.eventlog import query
-from miner_guard.eventlog.query import Hit, Query
+from miner_guard.eventlog.rendering import console_line, json_line
 from miner_guard.record.public import GONE
 from miner_guard.record.redaction import MASK, Redactor
+from miner_guard.record.store import RunReader, StoredEvent
+from miner_guard.state_dir import json_text
 from miner_guard.system.clock import iso_utc
 
 _COMMAND_S = 20.0
@@ -68,31 +69,32 @@ class Item:
 def collect(state: state_dir.StateDir, since: str, settings: Settings) -> Iterator[Item]:
     """All items. An item whose data is unavailable contains the reason instead."""
     for name, what, events, level, count in _QUESTIONS:
-        hits = query.last(state.log, Query(frozenset(events), level), count)
+        hits = RunReader(state.db).events(events, min_level=level, limit=count, newest=True)
         yield Item(name, what, _lines(hits) or "none in the log\n")
     yield Item("5-cuda.txt", "torch's CUDA report", run([sys.executable, "-c", _CUDA]))
     yield Item("6-nvidia-smi.txt", "nvidia-smi", run(["nvidia-smi"]))
     yield Item("events.jsonl", f"events since {since}", _events(state, since))
     files = {
-        state.status: "status.json",
         state.costs: "the cost ledger",
         state.gate_inputs: "the gate's inputs",
         state.host_facts: "facts about this host from the last run",
     }
     for path, what in files.items():
         yield Item(path.name, what, _file(path))
+    now = json_text(RunReader(state.db).now())
+    yield Item("status.json", "the guard's last state", now)
     yield Item("settings.json", "effective settings and where each came from", _settings(settings))
     yield Item("system.json", "system, versions, limits", json.dumps(_system(), indent=1))
     yield from _incidents(state)
 
 
-def _lines(hits: Iterable[Hit]) -> str:
-    return "".join(hit.console(emoji=True) + "\n" for hit in hits)
+def _lines(hits: Iterable[StoredEvent]) -> str:
+    return "".join(console_line(hit.record(), emoji=True) + "\n" for hit in hits)
 
 
 def _events(state: state_dir.StateDir, since: str) -> str:
-    hits = query.last(state.log, Query(since=since), _MAX_EVENTS)
-    return "".join(hit.raw.decode("utf-8", "replace") + "\n" for hit in hits)
+    hits = RunReader(state.db).events(since=since, limit=_MAX_EVENTS, newest=True)
+    return "".join(json_line(hit.record()) + "\n" for hit in hits)
 
 
 def _file(path: Path) -> str:

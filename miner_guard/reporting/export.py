@@ -1,5 +1,5 @@
 """Exports a run's numbers to TensorBoard or Weights & Biases. A separate process reads them from
-guard.jsonl."""
+run.db."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miner_guard.eventlog.query import Hit, Query
+from miner_guard.record.store import StoredEvent
 from miner_guard.system.clock import parse_iso_utc
 
-QUERY = Query(events=frozenset({"inner_step", "health_snapshot"}))
+EVENTS = ("inner_step", "health_snapshot")
 """The exported events."""
 
 _STEP = {
@@ -35,16 +35,13 @@ class Point:
     values: Mapping[str, float]
 
 
-def points(hits: Iterable[Hit]) -> Iterator[Point]:
+def points(events: Iterable[StoredEvent]) -> Iterator[Point]:
     """Yield one point per event that has numbers. Step numbers keep increasing across restarts of
     the miner."""
     step = 0
-    for hit in hits:
-        try:
-            record, time = hit.record(), parse_iso_utc(hit.ts)
-        except ValueError:
-            continue
-        if hit.event == "inner_step":
+    for event in events:
+        record, time = event.fields, parse_iso_utc(event.ts)
+        if event.name == "inner_step":
             total = record.get("total_steps")
             step = max(step + 1, total) if isinstance(total, int) else step + 1
             values = _numbers((name, record.get(key)) for key, name in _STEP.items())

@@ -1,7 +1,7 @@
 """The HTTP port: `python -m miner_guard.reporting.http_server`, a separate process alongside the
 supervisor.
 
-It reads status.json and guard.jsonl like any other reader, so abuse of the port never reaches the
+It reads run.db like any other reader, so abuse of the port never reaches the
 miner or the guard. It receives its settings as one line of JSON on stdin (never on the command
 line, since they include the token), replies with one line that contains the port, and exits at EOF
 on stdin.
@@ -177,10 +177,10 @@ class Site:
         return PlainTextResponse(f"{first}\n{problem or 'progressing'}\n", code)
 
     async def status(self, request: Request) -> Response:
-        """Return status.json, with the verdict that every view shows: unknown if the guard is
+        """Return the present state, with the verdict that every view shows: unknown if the guard is
         silent."""
-        document = state_dir.read_json(self._state.status)
-        if not isinstance(document, dict):
+        document = RunReader(self._state.db).now()
+        if not document:
             return JSONResponse({"error": "no status yet"}, 503)
         verdict = shown(StatusDocument.from_json(document), status_age_s(self._state))
         return JSONResponse({**document, "verdict": verdict.to_json()})

@@ -1,10 +1,9 @@
 """Exports events and metrics over OTLP/HTTP: `python -m miner_guard.reporting.otlp_sender`, a
 separate process alongside the supervisor.
 
-It reads guard.jsonl and status.json like any other reader, so a receiver that is slow, down or
-hostile does not affect the guard, and events wait on disk, not in memory. The sender stores the
-position up to which the receiver has accepted events, and a later guard's sender continues from
-there (at-least-once delivery, not exactly-once).
+It reads run.db like any other reader, so a receiver that is slow, down or hostile does not affect
+the guard, and events wait on disk, not in memory. It exports its own run's events; those that an
+earlier guard could not export are not sent again.
 
 It receives its settings as one line of JSON on stdin. On stdout it writes one line of JSON per
 change: `{"sent": N, "metrics": N}`, `{"failing": SIGNAL, "reason": …}`, `{"recovered": SIGNAL,
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import json
 import logging
-import mmap
 import os
 import sys
 import threading
@@ -38,9 +36,8 @@ from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from miner_guard import __version__, state_dir
-from miner_guard.eventlog.follow import Follower, Position
-from miner_guard.eventlog.query import Hit, Query
 from miner_guard.eventlog.status_document import StatusDocument, read_status, status_age_s
+from miner_guard.record.store import RunReader, StoredEvent
 from miner_guard.reporting import otlp_names
 from miner_guard.reporting.otlp_answers import WRONG_REQUEST, Channel, LastWords, LatestAnswer
 from miner_guard.reporting.otlp_names import MetricPoint
@@ -53,14 +50,13 @@ _LOGS_OK = LogRecordExportResult.SUCCESS
 _LOOK_EVERY_S = 1.0
 """Maximum time that an event waits for its batch (the SDK's default)."""
 
-_BATCH_BYTES = 256 * 1024
-"""Bytes of guard.jsonl per request: about 500 events."""
+_BATCH = 512
+"""Events per request."""
 
 _TIMEOUT_S = 10.0
 """Limit for one request including its retries, the SDK's default; `OTEL_EXPORTER_OTLP_TIMEOUT`
 overrides it."""
 
-_STORE_EVERY_S = 5.0
 _LAST_WORDS_S = 5.0
 """Time allowed for exporting the last lines and metrics after the guard's process has exited."""
 
@@ -78,7 +74,7 @@ class SenderSettings:
 
 
 class EventExporter:
-    """Exports guard.jsonl, starting at the stored position."""
+    """Exports the run's events, from its first one."""
 
     def __init__(
         self, order: SenderSettings, resource: Resource, report: Callable[[Mapping[str, Any]], None]
@@ -94,30 +90,22 @@ class EventExporter:
             session=self._answer.session,
         )
         self.channel = Channel(LOGS, report)
-        query = Query(min_level=order.min_level)
-        self._follower = Follower(self._state.log, query, self._start())
-        self._waiting: list[Hit] = []
-        self._stored = self._accepted = self._follower.position
-        self._stored_at = 0.0
+        self._record_of_run = RunReader(self._state.db)
+        self._after = self._record_of_run.before_run(order.run_id)
+        self._waiting: list[StoredEvent] = []
         self.sent = 0
         self.saw_the_end = False
         """True if the receiver has accepted the guard's last event."""
-
-    def _start(self) -> Position | None:
-        stored: Any = state_dir.read_json(self._state.otlp_position)
-        try:
-            return Position(int(stored["inode"]), int(stored["offset"]))
-        except (TypeError, KeyError, ValueError):
-            return _first_line_of(self._state.log, self._order.run_id)
 
     def pump(self, words: LastWords, now: float) -> bool:
         """Export up to one batch. Return True if there may be more."""
         if not self.channel.ready(now):
             return False
         if not self._waiting:
-            self._waiting = self._follower.poll(_BATCH_BYTES)
+            self._waiting = self._record_of_run.events(
+                min_level=self._order.min_level, after=self._after, limit=_BATCH
+            )
             if not self._waiting:
-                self._accepted = self._follower.position
                 return False
         count = len(self._waiting)
         self._answer.forget()
@@ -131,27 +119,13 @@ class EventExporter:
             self.channel.failed(time.monotonic(), words.text)
             return False
         self.saw_the_end = any(
-            hit.event == "guard_stopped" and self._order.run_id.encode() in hit.raw
+            hit.name == "guard_stopped" and hit.run_id == self._order.run_id
             for hit in self._waiting
         )
-        self._waiting = []
-        self._accepted = self._follower.position
+        self._after, self._waiting = self._waiting[-1].id, []
         return True
 
-    def store(self, now: float, *, last: bool = False) -> None:
-        """Store the accepted position, at most once every few seconds. With `last`, store it
-        immediately."""
-        if self._accepted == self._stored or not (last or now - self._stored_at >= _STORE_EVERY_S):
-            return
-        self._stored, self._stored_at = self._accepted, now
-        if self._accepted is not None:
-            try:
-                state_dir.write_json(self._state.otlp_position, self._accepted._asdict())
-            except OSError as error:
-                # The next guard's sender may send these events again, which is allowed.
-                logging.getLogger(__name__).warning("%s", error)
-
-    def _record(self, hit: Hit) -> ReadableLogRecord:
+    def _record(self, hit: StoredEvent) -> ReadableLogRecord:
         record = hit.record()
         return ReadableLogRecord(
             LogRecord(
@@ -159,9 +133,9 @@ class EventExporter:
                 observed_timestamp=time.time_ns(),
                 severity_text=hit.level.upper(),
                 severity_number=SeverityNumber(otlp_names.SEVERITIES.get(hit.level, 0)),
-                body=hit.msg,
+                body=hit.text,
                 attributes=otlp_names.attributes(record),
-                event_name=otlp_names.NAMESPACE + hit.event,
+                event_name=otlp_names.NAMESPACE + hit.name,
             ),
             self._resource_of(str(record.get("run_id"))),
             self._scope,
@@ -176,7 +150,7 @@ class EventExporter:
 
 
 class MetricExporter:
-    """Exports status.json as metrics."""
+    """Exports the present state as metrics."""
 
     def __init__(
         self, order: SenderSettings, resource: Resource, report: Callable[[Mapping[str, Any]], None]
@@ -263,19 +237,6 @@ def _resource(state: state_dir.StateDir) -> Resource:
     return Resource.create(own).merge(OTELResourceDetector().detect())
 
 
-def _first_line_of(log: Path, run_id: str) -> Position | None:
-    """Return the position at which a run begins in the current log file; None if the file has no
-    line of that run yet."""
-    try:
-        with open(log, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            place = data.find(run_id.encode())
-            inode = os.fstat(file.fileno()).st_ino
-            return None if place < 0 else Position(inode, data.rfind(b"\n", 0, place) + 1)
-    except (OSError, ValueError):
-        # ValueError: the file is empty.
-        return None
-
-
 class Sender:
     """The sender process's main loop."""
 
@@ -294,7 +255,6 @@ class Sender:
         """Export what is due. Return True if more events are waiting."""
         now = time.monotonic()
         more = self.events.pump(self._words, now)
-        self.events.store(now)
         self.metrics.pump(self._words, now)
         counts = (self.events.sent, self.metrics.sent)
         if counts != self._reported:
@@ -309,7 +269,6 @@ class Sender:
         while not self.events.saw_the_end:
             if not self.turn():
                 time.sleep(0.05)
-            self.events.store(time.monotonic(), last=True)
         self.metrics.pump(self._words, time.monotonic(), last=True)
 
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from miner_guard import state_dir
 from miner_guard.config import GateSettings
-from miner_guard.eventlog.rendering import visible
-from miner_guard.record.words import counted, percentages
+from miner_guard.record.words import counted, percentages, visible
 from miner_guard.reporting import report_tables as tables
 from miner_guard.reporting.report_curves import curves
 from miner_guard.reporting.report_data import Data, gather
@@ -125,9 +124,8 @@ def _goodput(data: Data) -> str:
 
 def _foot(data: Data) -> str:
     total = sum(data.counts.values())
-    torn = f", {counted(data.unreadable, 'unreadable line')} skipped" if data.unreadable else ""
     words = (
-        f"{counted(total, 'event')} read{torn}. Scores come from validators; "
+        f"{counted(total, 'event')} read. Scores come from validators; "
         "miner-guard does not estimate them."
     )
     return f"<p><small>{escape(words)}</small></p>"

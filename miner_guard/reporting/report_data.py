@@ -1,21 +1,18 @@
-"""Reads the report's data from guard.jsonl and status.json: a week of logs takes seconds; after
-that, only new lines are read."""
+"""Reads the report's data from run.db; after the first time, only new events."""
 
 from __future__ import annotations
 
 import heapq
-import json
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from miner_guard import state_dir
-from miner_guard.eventlog.follow import Follower
-from miner_guard.eventlog.query import Hit, Query, Seen
 from miner_guard.eventlog.status_document import StatusDocument, read_status, status_age_s
+from miner_guard.record.store import RunReader, StoredEvent
 from miner_guard.reporting.time_series import TimeSeries
 from miner_guard.system.clock import parse_iso_utc
 
@@ -97,7 +94,7 @@ class Data:
 
     status: StatusDocument = field(default_factory=StatusDocument)
     status_age_s: float = math.inf
-    """Age of status.json; infinite if there is none."""
+    """Age of the status; infinite if there is none."""
 
     loss: TimeSeries = field(default_factory=TimeSeries)
     loss_smooth: TimeSeries = field(default_factory=TimeSeries)
@@ -116,7 +113,6 @@ class Data:
     counts: Counter[str] = field(default_factory=Counter)
     first: float | None = None
     last: float | None = None
-    unreadable: int = 0
     host: str = ""
     costs: Mapping[str, Any] | None = None
 
@@ -159,60 +155,44 @@ class LogReader:
 
     def __init__(self, state: state_dir.StateDir, since: str = "") -> None:
         self._state = state
-        self._follower = Follower(state.log, Query(since=since))
+        self._events = RunReader(state.db)
+        self._since, self._last_id = since, 0
         self._data: Data | None = None
 
     def refresh(self) -> Data:
-        """Read new input and return the current data, skipping missing or torn input. Call it from
-        one thread at a time."""
-        seen = Seen()
+        """Read new events and return the current data. Call it from one thread at a time."""
         if self._data is None:
             self._data = Data()
-            hits: Iterable[Hit] = self._follower.past(seen)
-        else:
-            hits = self._follower.poll()
-        for hit in hits:
-            _take(self._data, hit)
-        self._data.unreadable += seen.unreadable
+        for event in self._events.events(since=self._since, after=self._last_id):
+            _take(self._data, event)
+            self._last_id = event.id
         costs = state_dir.read_json(self._state.costs)
         self._data.status = read_status(self._state) or StatusDocument()
         self._data.status_age_s = status_age_s(self._state)
         self._data.costs = costs if isinstance(costs, dict) and "operations" in costs else None
         return self._data
 
-    def close(self) -> None:
-        """Close the log."""
-        self._follower.close()
-
 
 def gather(state: state_dir.StateDir, since: str = "") -> Data:
-    """Read the state directory once, skipping missing or torn input."""
-    reader = LogReader(state, since)
-    try:
-        return reader.refresh()
-    finally:
-        reader.close()
+    """Read the state directory once."""
+    return LogReader(state, since).refresh()
 
 
-def _take(data: Data, hit: Hit) -> None:
-    data.counts[hit.event] += 1
-    try:
-        when = parse_iso_utc(hit.ts)
-    except ValueError:
-        data.unreadable += 1
-        return
+def _take(data: Data, event: StoredEvent) -> None:
+    data.counts[event.name] += 1
+    when = parse_iso_utc(event.ts)
+    data.host = event.host or data.host
     data.first = when if data.first is None else min(data.first, when)
     data.last = when if data.last is None else max(data.last, when)
-    if hit.event == _STEP:
-        _take_step(data, when, json.loads(hit.raw))
-    elif hit.event == _SNAPSHOT:
-        _take_snapshot(data, when, json.loads(hit.raw))
-    elif hit.event in _MARKS:
-        data.add_mark(Mark(when, hit.event, hit.level, hit.msg, json.loads(hit.raw)))
+    if event.name == _STEP:
+        _take_step(data, when, event.fields)
+    elif event.name == _SNAPSHOT:
+        _take_snapshot(data, when, event.fields)
+    elif event.name in _MARKS:
+        data.add_mark(Mark(when, event.name, event.level, event.text, event.record()))
 
 
 def _take_step(data: Data, when: float, record: Mapping[str, Any]) -> None:
-    data.host = str(record.get("host") or data.host)
     loss = record.get("loss")
     data.loss.add(when, loss)
     if isinstance(loss, (int, float)) and math.isfinite(loss):
@@ -223,7 +203,6 @@ def _take_step(data: Data, when: float, record: Mapping[str, Any]) -> None:
 
 
 def _take_snapshot(data: Data, when: float, record: Mapping[str, Any]) -> None:
-    data.host = str(record.get("host") or data.host)
     snapshot = record.get("snapshot") or {}
     data.repo_age.add(when, ((snapshot.get("uploads") or {}).get("repo") or {}).get("age_s"))
     data.goodput.add(when, (snapshot.get("miner") or {}).get("goodput"))

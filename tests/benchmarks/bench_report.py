@@ -13,10 +13,11 @@ from miner_guard.config import GateSettings
 from miner_guard.reporting import metrics
 from miner_guard.reporting.http_server import LiveReport, TimeRange
 from miner_guard.reporting.report import render
-from miner_guard.state_dir import StateDir, write_json
+from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import iso_utc
 from tests.benchmarks.frame import Row, per_call
 from tests.support.metric_sample import full_status
+from tests.support.present_state import write_status
 
 TITLE = "The page over a week, a month and a year (a step every 15 s, a snapshot a minute)"
 _DAY_S = 86400
@@ -78,7 +79,7 @@ def run() -> list[Row]:
 
 
 def _top_s(state: StateDir) -> float:
-    write_json(state.status, full_status().to_json())
+    write_status(state.root, full_status().to_json())
     view = View(state, 50, ascii_only=False)
     return per_call(lambda: view.lines(120, 40), 20, clock=time.process_time)
 

@@ -136,7 +136,6 @@ FILES = (
     "run.db-journal",
     "lock",
     "run.json",
-    "status.json",
     "status/monitoring_costs.json",
     "watched.json",
 )

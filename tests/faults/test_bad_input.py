@@ -15,6 +15,7 @@ import pytest
 from miner_guard.rank.flight import FlightReader
 from miner_guard.state_dir import StateDir
 from tests.faults.guarded import REPO, Guarded, until
+from tests.support.present_state import status_of
 
 
 def run(*words: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> tuple[int, str]:
@@ -119,7 +120,7 @@ def test_foreign_files_with_our_names_are_set_aside_and_others_left_alone(guarde
     state: StateDir = guarded.state
     state.flight.mkdir(parents=True)
     state.flight_of(0).write_bytes(b"not a flight record")
-    state.status.write_text("{ torn")
+    state.db.write_text("{ torn")
     state.lock.write_text("nonsense")
     state.socket.write_text("not a socket")
     (state.root / "my-notes.txt").write_text("mine")
@@ -128,7 +129,7 @@ def test_foreign_files_with_our_names_are_set_aside_and_others_left_alone(guarde
     assert (state.root / "my-notes.txt").read_text() == "mine"
     assert guarded.named("file_set_aside")
     assert [p.name.startswith("rank-0000.bin.damaged-") for p in state.flight.iterdir()] == [True]
-    assert '"state": "done"' in state.status.read_text()
+    assert status_of(state.root)["state"] == "done"
 
 
 def test_status_and_ctl_without_a_guard_exit_with_3(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ there is room."""
 from __future__ import annotations
 
 import contextlib
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.record.store import RunReader
 from miner_guard.state_dir import StateDir
 from tests.faults.guarded import Guarded, until
+from tests.support.present_state import status_of
 
 
 @pytest.fixture
@@ -88,11 +88,7 @@ def test_a_full_disk_is_reported_once_and_writing_resumes(
     assert b"No space left" not in printed.partition(b"DISK FULL: ")[2].partition(b"\n")[2]
     ballast.unlink()
     until(lambda: any(event["lost"] for event in guarded.named("disk_recovered")), 60, guarded.tail)
-    until(
-        lambda: json.loads(guarded.state.status.read_text())["state"] == "running",
-        60,
-        "status.json",
-    )
+    until(lambda: status_of(guarded.state.root)["state"] == "running", 60, "run.db")
     until(lambda: counted("disk_recovered") > 0, 30, "the verdict hears of the recovery too")
     assert not guarded.named("miner_exited")
     assert guarded.stop() == 0

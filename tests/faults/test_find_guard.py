@@ -12,8 +12,9 @@ import pytest
 from miner_guard import __version__
 from miner_guard.cli import find
 from miner_guard.cli.main import run
-from miner_guard.state_dir import StateDir, write_json
+from miner_guard.state_dir import StateDir
 from tests.faults.guarded import Guarded, until
+from tests.support.present_state import write_status
 
 FAST = {"miner.stop_timeout_s": 3, "health.sample_every_s": 600, "gpu.preflight": "false"}
 
@@ -34,9 +35,9 @@ def ended(root: Path, age_s: float) -> StateDir:
     """The state that a guard leaves behind."""
     state = StateDir(root)
     root.mkdir(parents=True)
-    write_json(state.status, {"state": "ended"})
+    write_status(state.root, {"state": "ended"})
     then = time.time() - age_s
-    os.utime(state.status, (then, then))
+    os.utime(state.db, (then, then))
     return state
 
 
@@ -48,7 +49,7 @@ def test_the_running_guard_is_found_anywhere(
 ) -> None:
     guarded.start(["sleep", "600"], settings=FAST)
     guarded.wait_for("miner_started")
-    until(guarded.state.status.exists, 60, "status.json")
+    until(guarded.state.db.exists, 60, "run.db")
     guard = guarded.processes[0].pid
     monkeypatch.setattr(find, "_guard_pids", lambda: iter([guard]))
     for words in (["status"], ["logs", "--event", "miner_started"], ["top", "--once"]):

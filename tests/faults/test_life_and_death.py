@@ -38,7 +38,7 @@ def test_the_next_guard_reports_one_that_was_killed_and_left_nothing(guarded: Gu
     last resort ends its miner, so nothing is left to report."""
     guarded.start(guarded.miner("process_tree", "stay"), settings=FAST)
     guarded.wait_for("miner_started")
-    until(lambda: guarded.state.status.exists(), 30, "the status")
+    until(lambda: guarded.state.db.exists(), 30, "the status")
     killed = guarded.processes[0].pid
     guarded.stop(signal.SIGKILL)
     guarded.assert_nothing_left(15)
@@ -204,7 +204,7 @@ def test_descriptors_do_not_leak_and_stdin_umask_and_folder_are_correct(
 def test_no_other_user_can_read_what_a_run_leaves_in_a_directory_that_was_open_to_all(
     guarded: Guarded,
 ) -> None:
-    """Incident logs, flight records, status.json and run.json stayed readable in a directory made
+    """Incident logs, flight records, run.db and run.json stayed readable in a directory made
     by `mkdir`."""
     guarded.state.flight.mkdir(parents=True)
     guarded.state.root.chmod(0o755)

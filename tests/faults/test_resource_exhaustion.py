@@ -16,6 +16,7 @@ import pytest
 from miner_guard.state_dir import StateDir
 from tests.faults.guarded import Guarded, until
 from tests.support import requires
+from tests.support.present_state import status_of
 
 FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1}
 
@@ -83,7 +84,7 @@ def test_damaged_files_of_the_last_run_delay_nothing(guarded: Guarded) -> None:
     state.flight.mkdir(parents=True)
     state.db.write_bytes(b"SQLite format 3\0" + b"\xff" * 5000)
     state.flight_of(0).write_bytes(b"\0" * 4096)
-    for path in (state.status, state.root / "run.json", state.host_facts, state.gate_inputs):
+    for path in (state.root / "run.json", state.host_facts, state.gate_inputs):
         path.write_bytes(b'{"processes": [\xff')
     for path in (state.socket, state.control):
         path.write_text("not a socket")
@@ -100,7 +101,7 @@ def test_damaged_files_of_the_last_run_delay_nothing(guarded: Guarded) -> None:
     events = [json.loads(line) for line in text.splitlines()[1:]]
     assert len([e for e in events if e["event"] == "inner_step"]) == 20, guarded.tail()
     assert len([e for e in events if e["event"] == "file_set_aside"]) >= 1
-    assert json.loads(state.status.read_text())["state"] == "done"
+    assert status_of(state.root)["state"] == "done"
     assert "internal error" not in text
     assert "failed with" not in text, [line for line in text.splitlines() if "failed with" in line]
     guarded.assert_nothing_left()
@@ -121,7 +122,6 @@ def test_what_is_not_a_file_is_set_aside_with_one_line(guarded: Guarded, kind: s
     own = [
         state.socket,
         state.control,
-        state.status,
         state.db,
         state.flight_of(0),
         state.stacks_of(0),
@@ -147,6 +147,6 @@ def test_what_is_not_a_file_is_set_aside_with_one_line(guarded: Guarded, kind: s
     assert {e["reason"].partition(" where ")[0] for e in aside} == {"a file", kind}
     assert not guarded.named("guard_degraded"), guarded.tail()
     assert guarded.output.read_bytes().count(b"| Step Time: ") == 20
-    assert json.loads(state.status.read_text())["state"] == "done"
+    assert status_of(state.root)["state"] == "done"
     assert (state.root / "my-notes").is_dir()
     guarded.assert_nothing_left()

@@ -35,7 +35,7 @@ INTRUDER = """
 import os, socket, sys
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 root = sys.argv[1]
-for name in ("guard.jsonl", "status.json", "run.db", "lock", "."):
+for name in ("guard.jsonl", "run.db", "lock", "."):
     try:
         open(os.path.join(root, name)) if name != "." else os.listdir(root)
     except PermissionError:
@@ -65,7 +65,7 @@ def test_another_user_can_neither_read_nor_send_commands(guarded: Guarded) -> No
         pytest.skip("only root can become another user")
     guarded.start(["sleep", "600"], settings=FAST)
     guarded.wait_for("miner_started")
-    until(guarded.state.status.exists, 60, "status.json")
+    until(guarded.state.db.exists, 60, "run.db")
     # The folders above it may be as private: the state directory must do without them.
     for folder in guarded.state.root.parents:
         if folder.owner() == "root" and str(folder).startswith("/tmp/"):

@@ -3,7 +3,6 @@ matters."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -14,6 +13,7 @@ import pytest
 from tests.faults.guarded import Guarded, living, until
 from tests.support import requires
 from tests.support.launcher import TRAINING, launch
+from tests.support.present_state import status_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -59,7 +59,7 @@ def ranks(guarded: Guarded) -> dict[int, int]:
     """Pid by rank, as reported by the running guard."""
 
     def ask() -> dict[int, int]:
-        document = json.loads(guarded.state.status.read_text())
+        document = status_of(guarded.state.root)
         found = {int(rank): known["pid"] for rank, known in document["rank_processes"].items()}
         return found if len(found) == 2 else {}
 

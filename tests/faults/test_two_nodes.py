@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from tests.faults.guarded import MARK, REPO, Guarded, until
 from tests.support import requires
+from tests.support.present_state import status_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -174,14 +176,16 @@ def test_both_nodes_report_a_cut_link_and_its_return(link: Link, pair: list[Guar
 
 def _cut_and_mend(link: Link, pair: list[Guarded]) -> None:
     for guard, other in zip(pair, reversed(link.addresses), strict=True):
-        until(guard.state.status.exists, 60, "status.json")
+        until(guard.state.db.exists, 60, "run.db")
         until(
-            lambda guard=guard, other=other: f'"{other}"' in guard.state.status.read_text(),
+            lambda guard=guard, other=other: (
+                f'"{other}"' in json.dumps(status_of(guard.state.root))
+            ),
             60,
             "the node is known",
         )
         until(
-            lambda guard=guard: '"reachable": true' in guard.state.status.read_text(),
+            lambda guard=guard: '"reachable": true' in json.dumps(status_of(guard.state.root)),
             60,
             "the node answers",
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from tests.faults.guarded import Guarded
 from tests.gpu.conftest import Table
 from tests.gpu.machine import FAKE_GPU, Machine
 from tests.gpu.test_faults import start
+from tests.support.present_state import status_of
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
@@ -24,7 +24,7 @@ ASKED = "uuid,name,memory.total,memory.used,temperature.gpu,power.draw,clocks.sm
 def row(guarded: Guarded) -> dict[str, Any] | None:
     """The first GPU's row in status.json; None before the first sample."""
     try:
-        status = json.loads(guarded.state.status.read_text())
+        status = status_of(guarded.state.root)
     except (OSError, ValueError):
         return None
     gpus = ((status.get("health") or {}).get("gpus") or {}).get("gpus") or []

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from miner_guard.reporting.report import render
 from tests.support import requires
 from tests.support.http_port import Port
 from tests.support.page_states import hang, no_gpu, sixteen_ranks
+from tests.support.present_state import status_of, write_status
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -58,8 +58,7 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (folder / name).mkdir()
         state = write_state(folder / name).write()
         if name == "gone":
-            old = time.time() - _GONE_S
-            os.utime(state.status, (old, old))
+            write_status(state.root, status_of(state.root), age_s=_GONE_S)
         pushes = RunReader(state.db).rows("upload")
         (folder / f"{name}.html").write_text(render(state, pushes=pushes), encoding="utf-8")
     yield folder

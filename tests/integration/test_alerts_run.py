@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.eventlog.query import Query, search
-from miner_guard.state_dir import read_json
+from miner_guard.record.store import RunReader
 from tests.servers.webhook import Webhook
+from tests.support.present_state import status_of
 from tests.support.waiting import until
 
 MINER = """
@@ -71,7 +71,7 @@ def test_alerts_arrive_overnight_although_one_webhook_never_answers(
             assert webhook.count("loss_nan") == 1, "nine steps without a loss are one message"
 
             until(lambda: len(webhook.beats) >= 2, what="heartbeats while it progresses")
-            steps = (read_json(state / "status.json") or {})["steps"]
+            steps = status_of(state)["steps"]
             assert steps["p50_s"] < 0.4, "training waits for no webhook"
             (tmp_path / "stand-still").touch()
             until(lambda: webhook.count("CRITICAL: hang_detected"), what="the stall")
@@ -82,5 +82,5 @@ def test_alerts_arrive_overnight_although_one_webhook_never_answers(
         finally:
             guard.terminate()
             assert guard.wait(timeout=60) == 0
-    events = [hit.event for hit in search(state / "guard.jsonl", Query())]
+    events = [hit.name for hit in RunReader(state / "run.db").events()]
     assert events.count("loss_nan") >= 3

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from miner_guard.eventlog.query import Query, search
+from miner_guard.record.store import RunReader
 
 MINER = """
 import time
@@ -57,7 +57,7 @@ def _run(folder: Path, **settings: str) -> tuple[dict[str, Any], list[str]]:
     )
     assert answer.returncode == 0, answer.stdout + answer.stderr
     ledger = json.loads((state / "status" / "monitoring_costs.json").read_text())
-    return ledger, [hit.event for hit in search(state / "guard.jsonl", Query())]
+    return ledger, [hit.name for hit in RunReader(state / "run.db").events()]
 
 
 @pytest.fixture(scope="module")

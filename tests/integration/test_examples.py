@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.eventlog.query import Query, search
-from miner_guard.state_dir import read_json
+from miner_guard.record.store import RunReader
 from tests.support import requires
+from tests.support.present_state import status_of
 
 EXAMPLES = sorted((requires.REPO / "examples").glob("*.py"))
 NEEDS = {
@@ -55,10 +55,10 @@ def test_it_runs_as_its_first_lines_say(example: Path, tmp_path: Path) -> None:
         timeout=170,
     )
     assert done.returncode == 0, done.stdout[-3000:]
-    events = [hit.event for hit in search(tmp_path / "state" / "guard.jsonl", Query())]
+    events = [hit.name for hit in RunReader(tmp_path / "state" / "run.db").events()]
     assert "inner_step" in events
     assert "incident" not in events
-    status = read_json(tmp_path / "state" / "status.json")
+    status = status_of(tmp_path / "state")
     assert status["steps"]["inner_step"] == (60 if example.stem == "diloco" else 20)
     if example.stem == "diloco":
         assert {"upload_blocked", "upload_allowed"} <= set(events)

@@ -12,9 +12,9 @@ from miner_guard.config import LogSettings
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.emitter import Emitter
 from miner_guard.eventlog.jsonl import JsonlSink
-from miner_guard.eventlog.query import search
 from miner_guard.record.redaction import Redactor
-from miner_guard.reporting.export import QUERY, points
+from miner_guard.record.store import RunReader
+from miner_guard.reporting.export import EVENTS, points
 from miner_guard.system.clock import FakeClock
 from tests.support import requires
 
@@ -46,7 +46,7 @@ def state(tmp_path: Path) -> Path:
 
 
 def test_steps_never_go_back_and_non_finite_values_are_left_out(state: Path) -> None:
-    got = list(points(search(state / "guard.jsonl", QUERY)))
+    got = list(points(RunReader(state / "run.db").events(EVENTS)))
     assert [point.step for point in got] == [1, 2, 3, 4, 5, 5]
     assert "train/loss" not in got[4].values
     assert got[5].values == {"guard/repo_age_s": 612.0, "gpu0/power_w": 300.0}

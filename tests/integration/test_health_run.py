@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from miner_guard.eventlog.query import Query, search
+from miner_guard.record.store import RunReader
 from miner_guard.system.clock import parse_iso_utc
 from miner_guard.uploads.repos.base import METADATA, epoch_key
 from tests.support.fake_nvml import FakeNvml, fake_nvml, nvml_library
@@ -44,10 +44,7 @@ class Run:
         )
 
     def events(self, *names: str) -> list[dict[str, Any]]:
-        return [
-            hit.record()
-            for hit in search(self.state / "guard.jsonl", Query(events=frozenset(names)))
-        ]
+        return [hit.record() for hit in RunReader(self.state / "run.db").events(names)]
 
     def until(
         self, what: str, seconds: float, event: str, since: str = "", **fields: Any
@@ -297,10 +294,7 @@ def test_twenty_minutes_of_steps_leave_memory_flat_and_cost_next_to_nothing(tmp_
         env={**os.environ, **SETTINGS, "MINER_GUARD_HEALTH__SNAPSHOT_EVERY_S": "10"},
     )
     assert done.returncode == 0
-    records = [
-        hit.record()
-        for hit in search(state / "guard.jsonl", Query(events=frozenset({"health_snapshot"})))
-    ]
+    records = [hit.record() for hit in RunReader(state / "run.db").events({"health_snapshot"})]
     snapshots = [record["snapshot"] for record in records]
     assert len(snapshots) == pytest.approx(120, rel=0.1)
     memory = [snapshot["guard"]["memory_bytes"] for snapshot in snapshots]

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from miner_guard.state_dir import read_json
 from miner_guard.system.clock import iso_utc
 from tests.support import requires
 from tests.support.http_port import Port, ask
+from tests.support.present_state import status_of
 from tests.support.waiting import until
 
 TOKEN = "token-of-the-test"
@@ -110,9 +110,7 @@ def test_healthz_fails_when_the_miner_does_not_progress(
 
 def test_healthz_fails_when_the_guard_itself_is_silent(port: Port) -> None:
     assert ask(f"{port.url}/healthz")[0] == 503
-    port.status()
-    old = time.time() - 120
-    os.utime(port.state / "status.json", (old, old))
+    port.status(age_s=120)
     code, words = ask(f"{port.url}/healthz")
     assert code == 503
     assert "written nothing for 120 s" in words
@@ -262,15 +260,11 @@ def test_training_continues_while_the_port_is_attacked(tmp_path: Path) -> None:
             one.close()
     finally:
         guard.kill()
-    steps = (read_json(state / "status.json") or {})["steps"]
+    steps = status_of(state)["steps"]
     assert steps["steps"] == 120
     assert steps["p50_s"] < 0.3
 
 
 def _port_of(state: Path) -> int:
-    url = until(
-        lambda: ((read_json(state / "status.json") or {}).get("metrics") or {}).get("url"),
-        40,
-        "the port",
-    )
+    url = until(lambda: (status_of(state).get("metrics") or {}).get("url"), 40, "the port")
     return int(str(url).rstrip("/").rsplit(":", 1)[1])

@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from miner_guard.state_dir import read_json
 from tests.servers.webhook import Webhook
 from tests.support import requires
 from tests.support.fake_nvml import FakeNvml, fake_nvml, nvml_library
+from tests.support.present_state import status_of
 from tests.support.waiting import until
 
 __all__ = ["fake_nvml", "nvml_library"]
@@ -75,10 +75,7 @@ def miner(tmp_path: Path, fake_nvml: FakeNvml) -> Iterator[str]:
     command = [program, "run", "--no-preflight", "--state-dir", state, "--", sys.executable, script]
     guard = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL)
     try:
-        url = until(
-            lambda: ((read_json(state / "status.json") or {}).get("metrics") or {}).get("url"),
-            what="a port",
-        )
+        url = until(lambda: (status_of(state).get("metrics") or {}).get("url"), what="a port")
         yield urllib.parse.urlsplit(url).netloc
     finally:
         guard.terminate()

@@ -17,11 +17,12 @@ from typing import Any
 
 import pytest
 
-from miner_guard.eventlog.query import Query, search
-from miner_guard.state_dir import StateDir, read_json
+from miner_guard.record.store import RunReader
+from miner_guard.state_dir import StateDir
 from tests.faults.guarded import living
 from tests.servers.otlp import Receiver, attributes
 from tests.support import requires
+from tests.support.present_state import status_of
 from tests.support.waiting import until
 
 MINER = """
@@ -60,7 +61,7 @@ def guard(folder: Path, endpoint: str, *command: str, **env: str) -> subprocess.
 
 def logged(state: Path) -> list[str]:
     """The events at level info or above, which are the ones that the sender exports."""
-    return [hit.event for hit in search(state / "guard.jsonl", Query(min_level="info"))]
+    return [hit.name for hit in RunReader(state / "run.db").events(min_level="info")]
 
 
 @pytest.mark.slow
@@ -84,12 +85,12 @@ def test_a_receiver_gets_every_event_once_and_the_metrics_of_a_run(
     by_name = {record.event_name: (resource, record) for resource, record in receiver.records()}
     resource, nan = by_name["miner_guard.loss_nan"]
     assert (resource["service.name"], resource["miner_guard.name"]) == ("miner-guard", "state")
-    (started,) = search(state / "guard.jsonl", Query(events=frozenset({"guard_started"})))
+    (started,) = RunReader(state / "run.db").events({"guard_started"})
     assert resource["service.instance.id"] == started.record()["run_id"]
     assert (nan.severity_text, nan.severity_number) == ("CRITICAL", 21)
     assert plain_body(nan) == "Loss is NaN or Inf at step 20"
     assert attributes(nan.attributes)["miner_guard.rank"] == 0
-    (hit,) = search(state / "guard.jsonl", Query(events=frozenset({"loss_nan"})))
+    (hit,) = RunReader(state / "run.db").events({"loss_nan"})
     assert time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(nan.time_unix_nano / 1e9)) == hit.ts[:19]
     incident = attributes(by_name["miner_guard.incident"][1].attributes)
     assert incident["error.type"] == incident["miner_guard.label"] != ""
@@ -97,7 +98,7 @@ def test_a_receiver_gets_every_event_once_and_the_metrics_of_a_run(
     until(lambda: not living(mark), 20, "the sender's end, after the last metrics")
     metrics = receiver.latest_metrics()
     (point,) = metrics["miner_guard.inner_step"].gauge.data_points
-    assert point.as_double == read_json(state / "status.json")["steps"]["inner_step"] > 30
+    assert point.as_double == status_of(state)["steps"]["inner_step"] > 30
     (cpu,) = metrics["process.cpu.time"].sum.data_points
     assert metrics["process.cpu.time"].sum.is_monotonic
     assert cpu.as_double > 0
@@ -160,11 +161,7 @@ def test_rejected_events_are_skipped_and_events_it_cannot_take_now_wait(
     receiver.answer = 200
     until(lambda: "otlp_recovered" in receiver.events(), 60, "later events")
     assert "otlp_refused" in receiver.events()
-    until(
-        lambda: (read_json(state / "status.json") or {})["otel"]["events_refused"] >= 2,
-        20,
-        "the count in status.json",
-    )
+    until(lambda: status_of(state)["otel"]["events_refused"] >= 2, 20, "the count in the status")
     run.terminate()
     assert run.wait(30) == 0
 
@@ -196,7 +193,7 @@ def test_a_collector_accepts_and_forwards_every_event_and_metric(
         resource, nan = by_name["miner_guard.loss_nan"]
         assert resource["service.name"] == "miner-guard"
         assert (nan.severity_number, plain_body(nan)) == (21, "Loss is NaN or Inf at step 20")
-        last = read_json(state / "status.json")["steps"]["inner_step"]
+        last = status_of(state)["steps"]["inner_step"]
         until(lambda: inner_step(receiver) == last, 20, lambda: str(inner_step(receiver)))
         failing = {"otlp_failing", "otlp_refused"}
         assert not failing & set(logged(state))

@@ -111,4 +111,3 @@ def test_redacted_files_still_say_what_happened(written: dict[str, bytes]) -> No
         "health_snapshot",
         "guard_stopped",
     } <= {event["event"] for event in events}
-    assert json.loads(written["status.json"])

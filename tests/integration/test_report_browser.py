@@ -15,8 +15,9 @@ from miner_guard.eventlog.emitter import Emitter
 from miner_guard.eventlog.jsonl import JsonlSink
 from miner_guard.record.redaction import Redactor
 from miner_guard.reporting.report import render
-from miner_guard.state_dir import StateDir, write_json
+from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
+from tests.support.present_state import write_status
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
             )
     say("miner_restarting", wait_s=2, attempt=1, max_restarts=5, cause="crash")
     steps = {"total_steps": 300, "goodput": {"training": 0.9, "upload": 0.1}}
-    write_json(state.status, {"state": "running", "steps": steps})
+    write_status(state.root, {"state": "running", "steps": steps})
     file = root / "report.html"
     file.write_text(render(state))
     return file

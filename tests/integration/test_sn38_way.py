@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from miner_guard.state_dir import read_json
 from tests.integration.test_pm2 import Pm2, pm2
 from tests.support import requires
+from tests.support.present_state import status_of
 from tests.support.waiting import until
 
 __all__ = ["pm2"]
@@ -136,11 +136,7 @@ def test_from_run_miner_to_the_guard_and_back(pm2: Pm2, tmp_path: Path) -> None:
     clone.sh(_commands("miner-guard init"))
     assert clone.apps() == ["sn38"]
     until(lambda: "UPLOAD BLOCKED" in clone.printed("sn38"), 90, "the gate's word")
-    until(
-        lambda: (read_json(clone.state / "status.json") or {}).get("steps", {}).get("inner_step"),
-        90,
-        "guarded steps",
-    )
+    until(lambda: status_of(clone.state).get("steps", {}).get("inner_step"), 90, "guarded steps")
     pm2(
         "start",
         str(requires.REPO / "ops" / "sn38" / "auto_update.sh"),

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.state_dir import read_json
 from tests.support import requires
+from tests.support.present_state import status_of
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -79,7 +79,7 @@ def steps(account: Account) -> Callable[[], int]:
 
     def count() -> int:
         status = account.root / "home" / ".local" / "state" / "miner-guard" / "miner"
-        document = read_json(status / "status.json") or {}
+        document = status_of(status)
         return int((document.get("steps") or {}).get("inner_step") or 0)
 
     return count

@@ -3,7 +3,6 @@ replay."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from miner_guard.uploads.journal import Journal, journal_path
 from miner_guard.uploads.publisher import Publisher
 from miner_guard.uploads.repos.local import LocalRepo
 from tests.servers.revisions import revision
+from tests.support.present_state import status_of
 
 GUARD = "from miner_guard.cli.main import main; main()"
 SCRIPT = Path(__file__).parent / "scripts" / "uploading_miner.py"
@@ -61,7 +61,7 @@ def test_every_upload_is_decided_reported_stored_and_checked(
     assert uploads["5.3.6"]["attempts"] == 2
     decisions = RunReader(state / "run.db").rows("decision")
     assert [row["allowed"] for row in decisions] == [1, 0, 0, 0, 0, 1, 1, 1, 1]
-    status = json.loads((state / "status.json").read_text())["uploads"]
+    status = status_of(state)["uploads"]
     assert status["upload"]["outcome"] == "refuted"
     assert status["repo"]["inner_step"] == 6
     for row in decisions:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from miner_guard.config import LogSettings
 from miner_guard.eventlog import catalog
-from miner_guard.eventlog.emitter import Emitter
-from miner_guard.eventlog.jsonl import JsonlSink
+from miner_guard.eventlog.emitter import Emitter, StoreSink
 from miner_guard.record.redaction import Redactor
+from miner_guard.record.store import RunStore
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
 
@@ -19,9 +18,9 @@ class Log:
 
     def __init__(self, root: Path) -> None:
         self.state, self.clock = StateDir(root), FakeClock()
-        self._emitter = Emitter(
-            self.clock, "r1", Redactor(), [JsonlSink(self.state.log, LogSettings())]
-        )
+        store = RunStore(self.state.db)
+        sink = StoreSink(lambda *row: store.write(row))
+        self._emitter = Emitter(self.clock, "r1", Redactor(), [sink])
 
     def say(self, event: str, **fields: Any) -> None:
         self._emitter.emit(catalog.make_finding(event, **fields))

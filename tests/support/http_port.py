@@ -11,8 +11,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from miner_guard.state_dir import write_json
 from miner_guard.system.clock import iso_utc
+from tests.support.present_state import write_status
 
 
 def ask(url: str, token: str | None = None, host: str | None = None) -> tuple[int, str]:
@@ -53,12 +53,10 @@ class Port:
         self.number = int(self.child.stdout.readline())
         self.url = f"http://127.0.0.1:{self.number}"
 
-    def status(self, **fields: Any) -> None:
+    def status(self, age_s: float = 0.0, **fields: Any) -> None:
         started = iso_utc(time.time() - 60)
-        write_json(
-            self.state / "status.json",
-            {"state": "running", "started": started, "run_id": "r1", **fields},
-        )
+        document = {"state": "running", "started": started, "run_id": "r1", **fields}
+        write_status(self.state, document, age_s=age_s)
 
     def close(self) -> int:
         assert self.child.stdin is not None

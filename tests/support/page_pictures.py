@@ -3,8 +3,6 @@ paper."""
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 from miner_guard.record.store import RunReader
 from miner_guard.reporting.report import render
 from tests.support.page_states import STATES
+from tests.support.present_state import status_of, write_status
 
 _GONE_S = 900.0
 TITLES = {
@@ -35,8 +34,7 @@ def page_of(name: str, folder: Path) -> Path:
     root.mkdir()
     state = STATES[name](root).write()
     if name == "guard-gone":
-        old = time.time() - _GONE_S
-        os.utime(state.status, (old, old))
+        write_status(state.root, status_of(state.root), age_s=_GONE_S)
     page = folder / f"{name}.html"
     pushes = RunReader(state.db).rows("upload")
     page.write_text(render(state, pushes=pushes), encoding="utf-8")

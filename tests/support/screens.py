@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from miner_guard.eventlog.query import Query, last
+from miner_guard.record.store import RunReader
 from miner_guard.state_dir import StateDir
 from tests.support import page_pictures, requires
 from tests.support.http_port import Port
@@ -98,7 +98,7 @@ def _until_recovered(state: StateDir) -> None:
     deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         events = frozenset({"miner_restarting", "verdict_changed"})
-        found = last(state.log, Query(events=events), 50) if state.log.exists() else []
+        found = RunReader(state.db).events(events, limit=50, newest=True)
         crashed = any(hit.event == "miner_restarting" for hit in found)
         if crashed and found[-1].record().get("state") == "earning":
             return
@@ -155,7 +155,7 @@ def main() -> None:
                 raise SystemExit(f"the demo ended with {demo.returncode}")
         finally:
             demo.terminate()
-        health = last(state.log, Query(events=frozenset({"health_snapshot"})), HEALTH_LINES)
+        health = RunReader(state.db).events(["health_snapshot"], limit=HEALTH_LINES, newest=True)
         shown["health"] = "\n".join(hit.console(emoji=True) for hit in health)
         shown["costs"] = _ask(state, "costs")
         shown["estimate"] = _ask(state, "costs", "estimate", *ESTIMATE.split())

@@ -392,7 +392,6 @@ class SimulatedGuard:
         self._document()
         self.state.costs.parent.mkdir(exist_ok=True)
         write_json(self.state.costs, cost_ledger(self.training.total))
-        write_json(self.state.status, self.documents)
         self._store.write(*now_rows(self.documents))
         return self.state
 

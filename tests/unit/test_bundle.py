@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from miner_guard.cli.main import run
-from miner_guard.config import LogSettings
 from miner_guard.eventlog import catalog
-from miner_guard.eventlog.emitter import Emitter
-from miner_guard.eventlog.jsonl import JsonlSink
+from miner_guard.eventlog.emitter import Emitter, StoreSink
 from miner_guard.record.redaction import Redactor
+from miner_guard.record.store import RunStore
 from miner_guard.reporting import bundle
-from miner_guard.state_dir import StateDir, write_json
+from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import SystemClock
+from tests.support.present_state import write_status
 from tests.unit.test_public_lines import FORMS, pieces_of_secrets
 from tests.unit.test_redact import LEAKS
 
@@ -35,7 +35,8 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateDir:
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     state = StateDir(tmp_path / "state")
-    emitter = Emitter(SystemClock(), "r1", Redactor(), [JsonlSink(state.log, LogSettings())])
+    store = RunStore(state.db)
+    emitter = Emitter(SystemClock(), "r1", Redactor(), [StoreSink(lambda *row: store.write(row))])
     for step in range(100):
         figures = {"lr": 1e-4, "loss": 3.0, "step_time_s": 15.0, "gpu_mem_gb": None}
         emitter.emit(catalog.make_finding("inner_step", outer_step=1, inner_step=step, **figures))
@@ -43,7 +44,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateDir:
         catalog.make_finding("upload_failed", reason="key planted-environment-secret refused")
     )
     emitter.emit(catalog.make_finding("rank_message", text="hf_" + "a" * 34))
-    write_json(state.status, {"command": ["train", "--wallet.password=planted-argument"]})
+    write_status(state.root, {"command": ["train", "--wallet.password=planted-argument"]})
     evidence = state.incidents / "2026-hang" / "log.txt"
     evidence.parent.mkdir(parents=True)
     leaks = "\n".join(leaking for leaking, _ in LEAKS.values())

@@ -17,8 +17,8 @@ from miner_guard.cli import find
 from miner_guard.cli.init import guard_toml
 from miner_guard.cli.main import run
 from miner_guard.config import loading
-from miner_guard.state_dir import write_json
 from tests.support import requires
+from tests.support.present_state import write_status
 
 SN38 = [
     "torchrun",
@@ -216,7 +216,7 @@ def test_init_says_how_the_other_commands_find_a_guard_of_another_name(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert run(["init", "--name", "s9", "--", "python", "train.py"]) == 0
     assert "`miner-guard status --name s9`" in capsys.readouterr().out
-    write_json(state_dir.choose("s9", None, {"XDG_STATE_HOME": str(tmp_path)}).status, {})
+    write_status(state_dir.choose("s9", None, {"XDG_STATE_HOME": str(tmp_path)}).root, {})
     monkeypatch.setattr(find, "running_guards", list)
     for command in (["status"], ["ctl", "pause"]):
         assert run(command) == 3
@@ -234,7 +234,7 @@ def test_what_init_wrote_and_the_guard_kept_is_removed_and_nothing_else(
     (tmp_path / "train.py").write_text("")
     assert run(["init", "--", "python", "train.py"]) == 0
     state = state_dir.choose("miner", None, {"XDG_STATE_HOME": str(tmp_path / "home")})
-    write_json(state.status, {})
+    write_status(state.root, {})
     assert run(["init", "--remove"]) == 1
     assert "is not a guard's state directory; nothing was deleted" in capsys.readouterr().err
     assert (tmp_path / "guard.toml").exists()

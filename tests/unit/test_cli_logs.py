@@ -6,25 +6,25 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from miner_guard.cli import options
 from miner_guard.cli.main import run
-from miner_guard.config import LogSettings
 from miner_guard.eventlog import catalog
-from miner_guard.eventlog.emitter import Emitter
-from miner_guard.eventlog.jsonl import JsonlSink
-from miner_guard.eventlog.query import Hit
+from miner_guard.eventlog.emitter import Emitter, StoreSink
 from miner_guard.record.redaction import Redactor
+from miner_guard.record.store import RunStore, StoredEvent
 from miner_guard.system.clock import FakeClock
 
 
 @pytest.fixture
 def state(tmp_path: Path) -> Path:
     """A state directory whose log holds 30 messages and one failed upload."""
-    sink = JsonlSink(tmp_path / "guard.jsonl", LogSettings(max_bytes=1000))
-    emitter = Emitter(FakeClock(), "r1", Redactor(), [sink])
+    store = RunStore(tmp_path / "run.db")
+    emitter = Emitter(FakeClock(), "r1", Redactor(), [StoreSink(lambda *row: store.write(row))])
     for number in range(30):
         emitter.emit(
             catalog.make_finding("rank_message", rank=number % 2, text=f"message {number}")
@@ -43,16 +43,10 @@ def test_one_event_is_found_and_printed_as_on_the_console(
 
 
 def test_a_blocks_headline_is_its_first_line_with_words() -> None:
-    hit = Hit(
-        b"",
-        "2026-01-02T03:04:05Z",
-        "info",
-        "gpu_diagnostics",
-        "=====\n🔍 GPU DIAGNOSTICS\n=====",
-        0,
-    )
+    text = "=====\n🔍 GPU DIAGNOSTICS\n====="
+    hit = StoredEvent(1, "", "info", "gpu_diagnostics", 0, "r1", "h", text, "{}")
     assert hit.headline == "🔍 GPU DIAGNOSTICS"
-    assert hit._replace(msg="").headline == ""
+    assert replace(hit, text="").headline == ""
 
 
 def test_json_is_one_document(state: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
@@ -99,8 +93,8 @@ def test_a_state_directory_that_is_not_there_is_reported(
 
 
 def test_following_shows_the_last_ten_lines_and_then_new_ones(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path / "guard.jsonl", LogSettings(max_bytes=1000))
-    emitter = Emitter(FakeClock(), "r1", Redactor(), [sink])
+    store = RunStore(tmp_path / "run.db")
+    emitter = Emitter(FakeClock(), "r1", Redactor(), [StoreSink(lambda *row: store.write(row))])
     for number in range(30):
         emitter.emit(catalog.make_finding("rank_message", text=str(number)))
     program = str(Path(sys.executable).with_name("miner-guard"))
@@ -131,9 +125,8 @@ def test_where_no_guard_runs_status_says_how_the_last_one_ended(
 ) -> None:
     """`logs` must not advise starting a guard that has just given up without saying why it gave
     up."""
-    emitter = Emitter(
-        FakeClock(), "r1", Redactor(), [JsonlSink(tmp_path / "guard.jsonl", LogSettings())]
-    )
+    store = RunStore(tmp_path / "run.db")
+    emitter = Emitter(FakeClock(), "r1", Redactor(), [StoreSink(lambda *row: store.write(row))])
     emitter.emit(catalog.make_finding("guard_started", version="1", pid=1, state_dir=str(tmp_path)))
     if ended:
         emitter.emit(
@@ -141,3 +134,25 @@ def test_where_no_guard_runs_status_says_how_the_last_one_ended(
         )
     assert run(["status", "--state-dir", str(tmp_path)]) == 3
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("90s", "2026-01-02T03:02:35.000000Z"),
+        ("1h", "2026-01-02T02:04:05.000000Z"),
+        ("1.5d", "2025-12-31T15:04:05.000000Z"),
+        ("99999999999d", "1970-01-01T00:00:00.000000Z"),
+        ("2026-01-02", "2026-01-02T00:00:00.000000Z"),
+        ("2026-01-02T03:04Z", "2026-01-02T03:04:00.000000Z"),
+        ("2026-01-02T03:04:05.5", "2026-01-02T03:04:05.500000Z"),
+    ],
+)
+def test_since_takes_durations_and_times(text: str, expected: str) -> None:
+    assert options._since_text(text, FakeClock().wall()) == expected
+
+
+@pytest.mark.parametrize("text", ["", "yesterday", "1y", "-1h", "2026-1-2", "2026-02-30"])
+def test_since_refuses_what_it_does_not_know(text: str) -> None:
+    with pytest.raises(ValueError, match="use 90s"):
+        options._since_text(text, 0.0)

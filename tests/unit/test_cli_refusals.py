@@ -101,7 +101,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (
             "logs --state-dir folder --ledger nosuch",
             64,
-            "the ledger has no table 'nosuch'; the tables are decisions",
+            "there is no table 'nosuch'; the tables are decision",
         ),
         (
             "logs --state-dir folder --ledger uploads --rank 0",

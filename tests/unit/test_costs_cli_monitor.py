@@ -20,6 +20,7 @@ from miner_guard.rank.journal import CostEntry
 from miner_guard.rank.layout import StepRecord
 from miner_guard.system.clock import FakeClock
 from tests.support.contexts import context
+from tests.support.present_state import write_status
 from tests.support.simulated_ranks import headers
 
 EXAMPLE = ["--steps", "2487", "--every", "500", "--seconds", "180", "--step-time", "3.5"]
@@ -130,7 +131,7 @@ def test_a_file_that_is_not_a_ledger_is_reported_without_a_traceback(
 ) -> None:
     (tmp_path / "status").mkdir()
     (tmp_path / "status" / "monitoring_costs.json").write_text(content)
-    (tmp_path / "status.json").write_text('{"steps": {"p50_s": NaN}}')
+    write_status(tmp_path, {"steps": {"p50_s": None}})
     assert run(["costs", *flags, "--state-dir", str(tmp_path)]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""

@@ -59,12 +59,12 @@ def test_everything_is_written_in_order_before_the_end(writer: DiskWriter, tmp_p
     writer.start()
     for n in range(300, 600):
         writer.write({"n": n})
-        writer.replace(state.status, f'{{"n": {n}}}'.encode(), 0o600)
+        writer.replace(tmp_path / "some.json", f'{{"n": {n}}}'.encode(), 0o600)
     writer.row(*repo_age_row(1e9, 12.0))
     assert writer.close(30.0) == []
     assert lines(tmp_path) == list(range(600))
-    assert json.loads(state.status.read_text()) == {"n": 599}
-    assert state.status.stat().st_mode & 0o777 == 0o600
+    assert json.loads((tmp_path / "some.json").read_text()) == {"n": 599}
+    assert (tmp_path / "some.json").stat().st_mode & 0o777 == 0o600
     assert RunReader(state.db).rows("repo_age")[0]["age_s"] == 12.0
 
 
@@ -193,22 +193,22 @@ def test_the_thread_of_a_job_learns_that_its_file_was_not_written(
     thread.start()
     thread.join(30)
     assert isinstance(errors[0], TimeoutError)
-    writer.replace(tmp_path / "status.json", b"{}", 0o600)
+    writer.replace(tmp_path / "some.json", b"{}", 0o600)
 
 
 def test_a_file_that_could_not_be_written_is_there_once_it_can(
     writer: DiskWriter, tmp_path: Path, findings: list[Finding]
 ) -> None:
-    """Otherwise status.json would stay as it was before the disk was full."""
+    """Otherwise gate-inputs.json would stay as it was before the disk was full."""
     folder = tmp_path / "folder"
     folder.write_text("in the way")
     writer.start()
     for n in range(3):
-        writer.replace(folder / "status.json", b"%d" % n, 0o600)
+        writer.replace(folder / "some.json", b"%d" % n, 0o600)
     until(lambda: findings, 30, "the report")
     folder.unlink()
-    until(lambda: (folder / "status.json").exists(), 30, "the file")
-    assert (folder / "status.json").read_bytes() == b"2"
+    until(lambda: (folder / "some.json").exists(), 30, "the file")
+    assert (folder / "some.json").read_bytes() == b"2"
     until(lambda: len(findings) == 2, 30, "the recovery")
     assert [finding.event for finding in findings] == ["guard_degraded", "disk_recovered"]
 

@@ -13,8 +13,8 @@ import structlog
 
 from miner_guard.eventlog.catalog import make_finding
 from miner_guard.eventlog.emitter import Emitter, Record, bound_contextvars, render_json
-from miner_guard.eventlog.rendering import visible
 from miner_guard.record.redaction import MASK, Redactor
+from miner_guard.record.words import visible
 from miner_guard.system.clock import FakeClock
 
 

@@ -188,17 +188,17 @@ def test_a_full_disk_is_reported_by_the_first_writer_alone_and_again_the_next_ti
     lines: list[str] = []
     emitter = Emitter(FakeClock(), "r1", Redactor(), [ConsoleSink(lines.append, LogSettings())])
     for _ in range(2):
-        for what in ("guard.jsonl", "status.json", "gate-inputs.json"):
+        for what in ("guard.jsonl", "host.json", "gate-inputs.json"):
             emitter.emit(
                 catalog.make_finding("disk_full", what=what, reason="No space left on device")
             )
-        for what, lost in (("guard.jsonl", 3), ("gate-inputs.json", 0), ("status.json", 2)):
+        for what, lost in (("guard.jsonl", 3), ("gate-inputs.json", 0), ("host.json", 2)):
             emitter.emit(catalog.make_finding("disk_recovered", what=what, lost=lost))
     shown = [line.partition("DISK ")[2] for line in lines]
     starts = [
         "FULL: cannot write guard.jsonl (",
         "RECOVERED: writing guard.jsonl again, 3 lines lost",
-        "RECOVERED: writing status.json again, 2 lines lost",
+        "RECOVERED: writing host.json again, 2 lines lost",
     ] * 2
     assert [line[: len(start)] for line, start in zip(shown, starts, strict=True)] == starts
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import sys
 import threading
 import time
@@ -23,8 +22,10 @@ from miner_guard.eventlog.catalog import Finding
 from miner_guard.guard.scheduler import Scheduler
 from miner_guard.guard.status import Status
 from miner_guard.monitors.base import Launch
+from miner_guard.record.store import RunStore
 from miner_guard.state_dir import read_json
 from miner_guard.system.clock import FakeClock
+from tests.support.present_state import status_of
 from tests.support.run_harness import WholeRun
 
 STEP_S = 15
@@ -51,7 +52,8 @@ class Hour(WholeRun):
 
         self.jobs = Scheduler(clock, self._reported.append)
         super().__init__(folder, clock, self.jobs, self._reported.append)
-        self.status = Status(self.state, clock, self.host.finding)
+        store = RunStore(self.state.db)
+        self.status = Status(clock, lambda *row: store.write(row))
         self.started = clock.monotonic()
         self.jobs.start()
         self.host.launch(Launch(("train",), 1, 0, self.started))
@@ -167,7 +169,7 @@ def test_snapshots_are_on_time_memory_is_flat_and_the_cost_is_small_and_stated(h
     assert ledger["operations"]["job.samplers"]["calls"] == pytest.approx(180, rel=0.1)
     assert ledger["operations"]["job.health"]["calls"] == pytest.approx(30, rel=0.1)
     assert ledger["total_percentage"] == pytest.approx(100 * HOOK_S / STEP_S, rel=0.1)
-    assert json.loads(hour.state.status.read_text())["costs"]["budget_status"] == "ok"
+    assert status_of(hour.state.root)["costs"]["budget_status"] == "ok"
 
 
 def test_a_delayed_job_neither_piles_up_nor_delays_others_and_is_reported(hour: Hour) -> None:

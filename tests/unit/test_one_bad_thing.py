@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import threading
@@ -12,19 +11,17 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from miner_guard.flight_recorder.writer import FlightWriter
 
 from miner_guard.cli import screen_text
 from miner_guard.cli.options import choose_state
 from miner_guard.config import LogSettings
 from miner_guard.costs import get_global_tracker, set_global_tracker
-from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.emitter import Emitter
 from miner_guard.eventlog.jsonl import JsonlSink
-from miner_guard.eventlog.query import Hit
 from miner_guard.eventlog.rendering import console_line
 from miner_guard.exits import Refused
-from miner_guard.guard import status as module
 from miner_guard.guard.app import GuardApp
 from miner_guard.guard.control_socket import ControlSocket, ask
 from miner_guard.guard.flights import Flights
@@ -37,9 +34,11 @@ from miner_guard.monitors.reports import ReportsMonitor
 from miner_guard.monitors.runner import MonitorRunner
 from miner_guard.rank.flight import FlightWriter
 from miner_guard.record.redaction import Redactor
-from miner_guard.state_dir import StateDir, read_json
+from miner_guard.record.store import RunStore, StoredEvent
+from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock, SystemClock
 from miner_guard.system.once import Once
+from tests.support.present_state import status_of
 
 RUN = "r" * 12
 
@@ -137,37 +136,18 @@ def test_a_datagram_with_unknown_content_is_not_a_finding(document: dict[str, An
 
 
 def test_bytes_that_are_not_text_in_a_command_do_not_stop_the_status(state: StateDir) -> None:
-    """Otherwise status.json would never be written again, and nothing would feed systemd's
+    """Otherwise the state would never be written again, and nothing would feed systemd's
     watchdog."""
-    state.root.mkdir()
-    argument = os.fsdecode(b"name-\xff")
-    Status(state, FakeClock(), pytest.fail).update({"command": ["train.py", argument]})
-    assert read_json(state.status)["command"] == ["train.py", "name-?"]
-    assert [path.name for path in state.root.iterdir()] == ["status.json"]
+    argument, store = os.fsdecode(b"name-\xff"), RunStore(state.db)
+    status = Status(FakeClock(), lambda *row: store.write(row))
+    status.update({"command": ["train.py", argument]})
+    assert status_of(state.root)["command"] == ["train.py", "name-?"]
 
 
-def test_an_unwritable_status_is_called_a_full_disk_only_if_it_is_one(
-    state: StateDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    findings: list[Finding] = []
-    state.status.mkdir(parents=True)
-    Status(state, FakeClock(), findings.append).update({})
-    assert [catalog.message(finding) for finding in findings] == [
-        "GUARD DEGRADED: status.json cannot be written: Is a directory"
-    ]
-
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(module, "write_atomic", refuse)
-    Status(state, FakeClock(), findings.append).update({})
-    assert findings[-1].event == "disk_full"
-
-
-def test_a_quiet_guard_composes_its_status_seldom_and_a_change_at_once(state: StateDir) -> None:
+def test_a_quiet_guard_composes_its_status_seldom_and_a_change_at_once() -> None:
     """An idle guard must not spend half its time on a document that stays the same."""
     clock = FakeClock()
-    status = Status(state, clock, pytest.fail)
+    status = Status(clock, pytest.fail)
     assert status.due(("running", 1))
     composed = []
     for _ in range(20):
@@ -217,7 +197,7 @@ def test_a_defect_is_reported_once_although_its_words_change() -> None:
 
 
 def test_the_word_after_a_secret_flag_is_masked_in_a_command_that_is_a_list() -> None:
-    """status.json holds the command word by word, and the bundle is built from it."""
+    """run.db holds the command word by word, and the bundle is built from it."""
     command = [
         "train.py",
         "--hf-token",
@@ -323,7 +303,7 @@ def test_terminal_control_sequences_are_shown_and_not_executed() -> None:
     }
     harmless = r"evil \x1b]0;title\x07 \x1b[2J \u009b31m\x0dfine"
     assert console_line(record, emoji=False).endswith(harmless)
-    hit = Hit(b"", record["ts"], "warning", "rank_message", evil, 0)
+    hit = StoredEvent(1, record["ts"], "warning", "rank_message", 0, "r", "h", evil, "{}")
     assert hit.headline == harmless
     assert screen_text.cut(f"gate {evil}\nnext", 200) == f"gate {harmless} next"
     block = {**record, "msg": "head\n\tbody"}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
-import time
 from collections.abc import Mapping
 from html import unescape
 from pathlib import Path
@@ -21,17 +19,23 @@ from miner_guard.cli.screen import Canvas, CurveHistory
 from miner_guard.config import GateSettings
 from miner_guard.demo import summary
 from miner_guard.detectors.verdict_wording import advice, headline, shown, state_since
-from miner_guard.eventlog.status_document import StatusDocument, VerdictStatus, read_status
+from miner_guard.eventlog.status_document import (
+    StatusDocument,
+    VerdictStatus,
+    read_status,
+    status_age_s,
+)
 from miner_guard.monitors.alerts import AlertsMonitor
 from miner_guard.record.store import RunReader
 from miner_guard.reporting import progress
 from miner_guard.reporting.http_server import LiveReport, ServerSettings, Site, TimeRange
 from miner_guard.reporting.report import render
-from miner_guard.state_dir import StateDir, read_json
+from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import parse_iso_utc
 from tests.support import simulated_guard
 from tests.support.contexts import context
 from tests.support.page_states import STATES
+from tests.support.present_state import status_of, write_status
 from tests.support.simulated_guard import SimulatedGuard
 
 _GONE_S = 900.0
@@ -47,8 +51,7 @@ def stories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SimulatedGuar
     for name, story in states.items():
         state = story.write()
         if name == "guard-gone":
-            old = time.time() - _GONE_S
-            os.utime(state.status, (old, old))
+            write_status(state.root, status_of(state.root), age_s=_GONE_S)
     return states
 
 
@@ -73,7 +76,7 @@ def test_all_surfaces_agree_word_for_word(stories: dict[str, SimulatedGuard], na
     state = story.state
     status = read_status(state)
     assert status is not None
-    age_s = time.time() - state.status.stat().st_mtime
+    age_s = status_age_s(state)
     verdict = shown(status, age_s)
     line, step = headline(verdict), advice(verdict)
 
@@ -99,11 +102,11 @@ def test_all_surfaces_agree_word_for_word(stories: dict[str, SimulatedGuard], na
     if name in ("guard-gone", "disk-full"):
         # The last verdict of the log is not the one shown: the guard is gone, or its disk is full.
         return
-    alerts = AlertsMonitor(context(state.root, status=lambda: read_json(state.status)))
+    alerts = AlertsMonitor(context(state.root, status=lambda: status_of(state.root)))
     alerts._memory = story.memory
     assert alerts._verdict() == line + (f"\nNext: {step}" if step else "")
     usage = summary.Usage(0.0, 1.0, 1.0)
-    states = summary.summarise(summary.read_log(state.log), None, usage)
+    states = summary.summarise([e.record() for e in RunReader(state.db).events()], None, usage)
     assert str(states.verdict).partition(": ")[0] == state_since(verdict)
 
 
@@ -111,7 +114,7 @@ def test_all_surfaces_agree_word_for_word(stories: dict[str, SimulatedGuard], na
 def test_log_ledger_status_and_verdict_agree(stories: dict[str, SimulatedGuard], name: str) -> None:
     """A contradiction in the pictures would be a contradiction in the guard."""
     state = stories[name].state
-    status, records = read_status(state), list(summary.read_log(state.log))
+    status, records = read_status(state), [e.record() for e in RunReader(state.db).events()]
     assert status is not None
     assert status.verdict is not None
 

@@ -17,9 +17,9 @@ from miner_guard.state_dir import StateDir, read_json, read_regular
 from miner_guard.uploads import inputs
 
 READS: dict[str, Callable[[StateDir], object]] = {
-    "any file": lambda state: _refused(lambda: read_regular(state.status)),
+    "any file": lambda state: _refused(lambda: read_regular(state.host_facts)),
     "a flight record": lambda state: _refused(lambda: FlightReader(state.flight_of(0))),
-    "status.json": lambda state: read_json(state.status),
+    "host.json": lambda state: read_json(state.host_facts),
     "the last guard": lambda state: list(killed_guard(state)),
     "run.json": left_behind,
     "a rank's gate-inputs.json": lambda state: inputs.read(state.gate_inputs),
@@ -40,7 +40,7 @@ def test_a_pipe_in_place_of_a_file_holds_up_no_reader(name: str, tmp_path: Path)
     sequence found this."""
     state = StateDir(tmp_path / "state")
     state.flight.mkdir(parents=True)
-    for path in (state.status, state.pid_registry, state.gate_inputs, state.flight_of(0)):
+    for path in (state.host_facts, state.pid_registry, state.gate_inputs, state.flight_of(0)):
         os.mkfifo(path)
     answers: list[object] = []
     thread = threading.Thread(target=lambda: answers.append(READS[name](state)), daemon=True)

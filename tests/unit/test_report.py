@@ -4,8 +4,8 @@ megabytes."""
 from __future__ import annotations
 
 import json
-import os
 import re
+import sqlite3
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 
 from miner_guard.detectors.verdict_history import VerdictWeek
+from miner_guard.record.store import RunReader, event_row
 from miner_guard.reporting.report import render
 from miner_guard.reporting.report_data import LogReader, gather
-from miner_guard.state_dir import StateDir, write_json
+from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import iso_utc
 from tests.support.guard_log import Log
+from tests.support.present_state import write_status
 
 
 class _Tags(HTMLParser):
@@ -124,23 +126,19 @@ def test_the_incentive_is_unknown_unless_the_chain_reports_it(tmp_path: Path) ->
     log.step(1)
     score = '<b class="">{}</b><span>incentive</span>'
     assert score.format("unknown") in render(log.state)
-    write_json(log.state.status, {"chain": {"block": 7, "incentive": 0.0123}})
+    write_status(log.state.root, {"chain": {"block": 7, "incentive": 0.0123}})
     assert score.format("0.0123") in render(log.state)
 
 
-def test_unreadable_lines_and_strange_values_break_nothing(tmp_path: Path) -> None:
+def test_strange_values_break_nothing(tmp_path: Path) -> None:
     log = Log(tmp_path)
     log.step(1, loss=float("nan"))
     log.say("loss_nan", step=1, loss=None)
     log.say(
         "slow_step", step_time_s=1e300, expected="1s", inner_step=1, limit_s=60, rule="absolute"
     )
-    with open(log.state.log, "ab") as file:
-        file.write(
-            b'\xff torn {"\n{"ts": "when", "level": "info", "event": "inner_step", "msg": ""}\n'
-        )
-    write_json(log.state.status, {"steps": "not a table", "uploads": None})
-    assert "2 unreadable lines" in _checked(render(log.state))
+    write_status(log.state.root, {"steps": "not a table", "uploads": None})
+    _checked(render(log.state))
 
 
 def test_among_very_many_events_the_newest_and_the_first_are_shown(
@@ -173,14 +171,13 @@ def test_a_week_of_data_takes_seconds_and_stays_small(tmp_path: Path) -> None:
     log = Log(tmp_path)
     log.step(1)
     log.snapshot(100.0)
-    step, snapshot = log.state.log.read_bytes().splitlines(keepends=True)
-    week = 7 * 86400
-    with open(log.state.log, "wb") as file:
-        for second in range(0, week, 15):
-            stamp = time.strftime("2026-01-%dT%H:%M:%S", time.gmtime(86400 + second)).encode()
-            file.write(step.replace(step[8:27], stamp, 1))
+    step, snapshot = (event.record() for event in RunReader(log.state.db).events())
+    with sqlite3.connect(log.state.db) as db:
+        for second in range(0, 7 * 86400, 15):
+            stamp = time.strftime("2026-01-%dT%H:%M:%S.000000Z", time.gmtime(86400 + second))
+            db.execute(*event_row({**step, "ts": stamp}))
             if second % 60 == 0:
-                file.write(snapshot.replace(snapshot[8:27], stamp, 1))
+                db.execute(*event_row({**snapshot, "ts": stamp}))
     start = time.process_time()
     page = _checked(render(log.state))
     assert time.process_time() - start < 10, "the target is 5 s on a quiet machine"
@@ -201,15 +198,13 @@ def test_the_command_writes_the_file(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_live_report_reads_only_what_was_written_since(tmp_path: Path) -> None:
-    """The page must not parse a week of log at every refresh, nor lose lines or count them twice
-    across a rotation."""
+    """The page must not parse a week of events at every refresh, nor lose or count one twice."""
     log = Log(tmp_path)
     for number in range(50):
         log.step(number)
     reader = LogReader(log.state)
     assert reader.refresh().counts["inner_step"] == 50
     log.step(50, loss=2.5)
-    log.state.log.rename(log.state.log.with_name("guard.jsonl.1"))
     later = Log(tmp_path)
     later.clock = log.clock
     later.step(51, loss=2.25)
@@ -217,7 +212,6 @@ def test_a_live_report_reads_only_what_was_written_since(tmp_path: Path) -> None
     assert data.counts["inner_step"] == 52
     assert list(data.loss.values[-2:]) == [2.5, 2.25]
     assert reader.refresh().counts["inner_step"] == 52
-    reader.close()
 
 
 def test_a_window_holds_its_own_marks_and_counts(tmp_path: Path) -> None:
@@ -266,7 +260,7 @@ def test_of_sixteen_ranks_the_slow_one_is_the_first_row(tmp_path: Path) -> None:
         str(rank): {"step_time_s": 15.0, "work_s": 14.5 if rank == 12 else 6.0}
         for rank in range(16)
     }
-    write_json(log.state.status, {"steps": {"per_rank": ranks}})
+    write_status(log.state.root, {"steps": {"per_rank": ranks}})
     rows = re.findall(r"<tr><td>(\d+)</td>", _checked(render(log.state)))
     assert rows[0] == "12"
 
@@ -279,7 +273,7 @@ def test_a_week_of_verdicts_is_a_strip_and_its_shares_are_reported(tmp_path: Pat
     week.add("earning", now - 7200, now - 1800)
     week.add("not earning", now - 1800, now)
     verdict = {"state": "not earning", "cause": "x", "week": week.to_json()}
-    write_json(log.state.status, {"verdict": verdict, "updated": iso_utc(now)})
+    write_status(log.state.root, {"verdict": verdict, "updated": iso_utc(now)})
     page = _checked(render(log.state))
     assert "last 2 h: earning 75%, not earning 25%" in page
     assert page.count(' UTC: not earning"></i>') == 1
@@ -304,7 +298,7 @@ def test_a_link_of_the_verdict_leads_to_its_runbook_row_on_the_same_page(tmp_pat
     log = Log(tmp_path)
     log.step(1)
     verdict = {"state": "not earning", "cause": "loss is NaN", "event": "loss_nan"}
-    write_json(log.state.status, {"verdict": verdict})
+    write_status(log.state.root, {"verdict": verdict})
     page = _checked(render(log.state))
     assert '<a href="#runbook-loss_nan">loss_nan</a>' in page
     targets = re.findall(r'href="#([^"]+)"', page)
@@ -315,7 +309,7 @@ def test_a_machine_without_a_gpu_is_named_so(tmp_path: Path) -> None:
     log = Log(tmp_path)
     log.step(1)
     absent = {"gpus": [], "state": "absent", "reason": "NVML Shared Library Not Found"}
-    write_json(log.state.status, {"health": {"gpus": absent}})
+    write_status(log.state.root, {"health": {"gpus": absent}})
     assert "no GPU: this machine has no NVIDIA driver (NVML Shared" in render(log.state)
 
 
@@ -323,7 +317,7 @@ def test_shares_of_a_breakdown_sum_to_100_and_no_trace_reads_0(tmp_path: Path) -
     log = Log(tmp_path)
     log.step(1)
     shares = {"training": 0.6649, "upload": 0.3326, "hang": 0.0025}
-    write_json(log.state.status, {"steps": {"goodput": shares}})
+    write_status(log.state.root, {"steps": {"goodput": shares}})
     page = render(log.state)
     assert ["training 66%" in page, "upload 33%" in page, "hang &lt;1%" in page] == [True] * 3
 
@@ -331,7 +325,7 @@ def test_shares_of_a_breakdown_sum_to_100_and_no_trace_reads_0(tmp_path: Path) -
 def test_a_ranks_unknown_work_is_unknown_and_not_zero(tmp_path: Path) -> None:
     log = Log(tmp_path)
     log.step(1)
-    write_json(log.state.status, {"steps": {"per_rank": {"0": {"step_time_s": 15.0}}}})
+    write_status(log.state.root, {"steps": {"per_rank": {"0": {"step_time_s": 15.0}}}})
     page = render(log.state)
     assert re.search(r"<td>0</td><td class=\"n \">unknown</td>", page)
 
@@ -340,7 +334,7 @@ def test_a_run_that_ended_on_request_has_no_problem(tmp_path: Path) -> None:
     log = Log(tmp_path)
     log.step(1)
     verdict = {"state": "stopped", "cause": "the miner finished its work", "key": "finished"}
-    write_json(log.state.status, {"state": "done", "verdict": verdict})
+    write_status(log.state.root, {"state": "done", "verdict": verdict})
     page = render(log.state)
     assert "<dt>What happened</dt><dd>the miner finished its work" in page
     assert 'class="verdict "' in page
@@ -352,9 +346,7 @@ def test_a_silent_guard_is_unknown_on_the_page_and_its_last_verdict_is_named(
     log = Log(tmp_path)
     log.step(1)
     verdict = {"state": "earning", "cause": "training"}
-    write_json(log.state.status, {"state": "running", "verdict": verdict})
-    old = time.time() - 600
-    os.utime(log.state.status, (old, old))
+    write_status(log.state.root, {"state": "running", "verdict": verdict}, age_s=600)
     page = _checked(render(log.state))
     assert "the guard has written nothing for 10 min; its last verdict was earning" in page
     assert "<h1>UNKNOWN" in page

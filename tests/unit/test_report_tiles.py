@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +10,9 @@ import pytest
 
 from miner_guard.detectors.verdict_history import VerdictWeek
 from miner_guard.reporting.report import render
-from miner_guard.state_dir import write_json
 from miner_guard.system.clock import iso_utc
 from tests.support.guard_log import Log
+from tests.support.present_state import write_status
 
 _STEPS = {
     "steps": 900,
@@ -32,9 +30,7 @@ def _tiles(tmp_path: Path, *, age_s: float = 0.0, **status: Any) -> dict[str, tu
     log = Log(tmp_path)
     log.step(1)
     document = {"state": "running", "steps": _STEPS, "updated": iso_utc(log.clock.wall())}
-    write_json(log.state.status, {**document, **status})
-    old = time.time() - age_s
-    os.utime(log.state.status, (old, old))
+    write_status(log.state.root, {**document, **status}, age_s=age_s)
     tile = re.compile(
         r'<div class="(tile[^"]*)"><b class="([^"]*)">([^<]*)</b><span>([^<]*)</span>'
         r"(?:<small>([^<]*)</small>)?"
@@ -117,7 +113,7 @@ def test_the_strip_has_dates_a_legend_and_its_rule(
     week = VerdictWeek({})
     week.add("earning", log.clock.wall(), now)
     verdict = {"state": "earning", "week": week.to_json(), "week_start": week.start}
-    write_json(log.state.status, {"verdict": verdict, "updated": iso_utc(now)})
+    write_status(log.state.root, {"verdict": verdict, "updated": iso_utc(now)})
     page = render(log.state)
     axis = page.partition('<div class="axis"')[2].partition("</div>")[0]
     assert re.findall(r">([A-Z][a-z]{2} \d+)<", axis) == labels

@@ -75,7 +75,7 @@ def earlier_guard(state: StateDir) -> None:
     state.flight.mkdir()
     state.flight_of(0).write_bytes(b"")
     for path in (
-        state.status,
+        state.db,
         state.pid_registry,
         state.log,
         state.root / "guard.jsonl.1.gz",

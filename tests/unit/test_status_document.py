@@ -1,4 +1,4 @@
-"""status.json's model: readers survive any file, and writers use the model's names."""
+"""The present state's model: readers survive any file, and writers use the model's names."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from miner_guard.eventlog.status_document import (
 )
 from miner_guard.monitors.chain import ChainMonitor
 from miner_guard.monitors.health import HealthMonitor
-from miner_guard.state_dir import StateDir, write_json
+from miner_guard.state_dir import StateDir
 from miner_guard.uploads.chain import ChainReading
 from miner_guard.uploads.chain import as_fields as chain_fields
 from tests.support.contexts import JobsNever, context
+from tests.support.present_state import write_status
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -53,9 +54,10 @@ def test_a_value_of_another_type_and_a_failed_section_are_unknown() -> None:
 def test_a_missing_or_torn_file_is_not_a_document(tmp_path: Path) -> None:
     state = StateDir(tmp_path)
     assert read_status(state) is None
-    state.status.write_text('{"state": "run', encoding="utf-8")
+    state.db.write_text("no database")
     assert read_status(state) is None
-    write_json(state.status, {"state": "running"})
+    state.db.unlink()
+    write_status(state.root, {"state": "running"})
     assert read_status(state) == StatusDocument(state="running")
 
 

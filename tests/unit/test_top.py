@@ -31,8 +31,8 @@ from miner_guard.cli.screen import (
 from miner_guard.cli.terminal import coloured
 from miner_guard.detectors.verdict_conditions import STATES
 from miner_guard.eventlog.status_document import StatusDocument, StepsStatus
-from miner_guard.state_dir import write_json
 from tests.support import requires
+from tests.support.present_state import write_status
 
 STATUS: dict[str, Any] = {
     "state": "running",
@@ -277,7 +277,7 @@ def test_one_screen_into_a_pipe_and_nothing_to_show(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["top", "--state-dir", str(tmp_path)]) == 3
-    write_json(tmp_path / "status.json", STATUS)
+    write_status(tmp_path, STATUS)
     assert run(["top", "--state-dir", str(tmp_path), "--once"]) == 0
     out = capsys.readouterr().out
     assert "miner running" in out
@@ -288,7 +288,7 @@ def test_one_screen_into_a_pipe_and_nothing_to_show(
 def test_in_a_terminal_it_sends_only_what_changed_and_gives_the_screen_back(
     tmp_path: Path, end: bytes
 ) -> None:
-    write_json(tmp_path / "status.json", STATUS)
+    write_status(tmp_path, STATUS)
     ours, theirs = pty.openpty()
     before = termios.tcgetattr(theirs)
     program = str(Path(sys.executable).with_name("miner-guard"))
@@ -311,7 +311,7 @@ def test_in_a_terminal_it_sends_only_what_changed_and_gives_the_screen_back(
     first = _read(ours, b"last events")
     assert b"\x1b[?1049h" in first
     os.write(ours, b"x")
-    write_json(tmp_path / "status.json", {**STATUS, "restarts": 7})
+    write_status(tmp_path, {**STATUS, "restarts": 7})
     update = _read(ours, b"restarts 7")
     assert len(update) < 400, "a change of one line is not a whole screen"
     assert b"x" not in update.replace(b"\x1b", b""), "keys are not echoed into the screen"
@@ -324,7 +324,7 @@ def test_in_a_terminal_it_sends_only_what_changed_and_gives_the_screen_back(
 
 
 def _open_top(folder: Path, **env: str) -> tuple[int, subprocess.Popen[bytes]]:
-    write_json(folder / "status.json", {**STATUS, "verdict": {"state": "earning", "cause": "x"}})
+    write_status(folder, {**STATUS, "verdict": {"state": "earning", "cause": "x"}})
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 80))
     program = str(Path(sys.executable).with_name("miner-guard"))

@@ -14,9 +14,9 @@ from miner_guard.detectors.verdict_history import CELL_S, CELLS, UNWATCHED, Stri
 from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.monitors.verdict import VerdictMonitor
 from miner_guard.record.words import percentages
-from miner_guard.state_dir import write_json
 from miner_guard.system.clock import FakeClock
 from tests.support.contexts import context
+from tests.support.present_state import write_status
 
 START = 245_000 * CELL_S
 
@@ -127,7 +127,7 @@ def test_the_next_guard_continues_the_week(tmp_path: Path) -> None:
     for _ in range(100):
         clock.advance(60.0)
         list(guard.on_tick(clock.monotonic(), {}))
-    write_json(tmp_path / "status.json", {"verdict": guard.snapshot()})
+    write_status(tmp_path, {"verdict": guard.snapshot()})
     clock.advance(86_400)
     following = VerdictMonitor(context(tmp_path, clock=clock, status=lambda: status))
     week = StatusDocument.from_json({"verdict": following.snapshot()}).verdict

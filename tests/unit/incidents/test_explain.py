@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from miner_guard.cli import main
+from miner_guard.record.store import RunStore, event_row
 from tests.unit.incidents.helpers import incidents, root
 from tests.unit.incidents.test_scanner import CASCADE
 
@@ -183,17 +184,18 @@ def test_stdin_is_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 
 
 def guards_log(folder: Path) -> None:
-    """A guard's log, the first part of which is in a rotated file."""
-    folder.mkdir(parents=True)
-    seen = {
-        "event": "hang_detected",
-        "level": "critical",
-        "run_id": "r",
-        "msg": "HANG DETECTED: rank 1 in data for 912s, ranks 0,2,3 waiting in allreduce",
-    }
-    (folder / "guard.jsonl.1").write_text(json.dumps(seen) + "\n")
-    ended = {"event": "miner_exited", "run_id": "r", "msg": "MINER EXITED: signal SIGTERM"}
-    (folder / "guard.jsonl").write_text(json.dumps(ended) + "\n")
+    """The events of a guard."""
+    seen = "HANG DETECTED: rank 1 in data for 912s, ranks 0,2,3 waiting in allreduce"
+    ended = "MINER EXITED: signal SIGTERM"
+    store, ts = RunStore(folder / "run.db"), "2026-01-02T03:04:05.000000Z"
+    for name, level, text in (
+        ("hang_detected", "critical", seen),
+        ("miner_exited", "error", ended),
+    ):
+        store.write(
+            event_row({"ts": ts, "level": level, "event": name, "run_id": "r", "msg": text})
+        )
+    store.close()
 
 
 @pytest.mark.parametrize("piped", [CASCADE, None])
@@ -212,7 +214,7 @@ def test_with_a_state_directory_the_guards_own_log_is_read(
     )
     assert main.run(["explain", "--state-dir", str(tmp_path / "at" / "other")]) == 0
     printed = capsys.readouterr().out
-    assert f"Log         {tmp_path / 'at' / 'other' / 'guard.jsonl'}\n" in printed
+    assert f"Log         {tmp_path / 'at' / 'other' / 'run.db'}\n" in printed
     assert f"explain --state-dir {tmp_path / 'at' / 'other'} --note" in printed
 
 

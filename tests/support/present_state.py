@@ -1,0 +1,24 @@
+"""The guard's present state in run.db, as tests read and write it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from miner_guard.record.store import CLEAR_NOW, Row, RunReader, RunStore, now_rows
+from miner_guard.state_dir import StateDir
+
+
+def status_of(root: Path) -> dict[str, Any]:
+    """The state in a state directory; empty if no guard has written one."""
+    return RunReader(StateDir(Path(root)).db).now()
+
+
+def write_status(root: Path, document: Mapping[str, Any], *, age_s: float = 0.0) -> None:
+    """Write a state as if the guard had written it `age_s` ago."""
+    store = RunStore(StateDir(Path(root)).db)
+    written: Row = ("UPDATE now SET written = ?", (time.time() - age_s,))
+    store.write(CLEAR_NOW, *now_rows(document), written)
+    store.close()
