@@ -22,7 +22,7 @@ _CODES = {
 }
 _FILES = {
     "./guard.toml": "The settings, unless --config names another file; see miner-guard config.",
-    "$XDG_STATE_HOME/miner-guard/NAME/": "The state directory: guard.jsonl, status.json.",
+    "$XDG_STATE_HOME/miner-guard/NAME/": "The state directory: run.db, guard.jsonl.",
 }
 
 

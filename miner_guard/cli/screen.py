@@ -1,4 +1,4 @@
-"""The screen of `miner-guard top`: plain lines from status.json and the latest events. Pure;
+"""The screen of `miner-guard top`: plain lines from the present state and the latest events. Pure;
 readable without colour."""
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class RunVerdict:
     """Whether the miner is earning: `yes`, `probably`, `no` or `unknown`."""
 
     def status(self, since: str | None = None) -> VerdictStatus:
-        """The verdict as status.json stores it; `since` is UTC, ISO 8601."""
+        """The verdict as run.db stores it; `since` is UTC, ISO 8601."""
         return VerdictStatus(**asdict(self), since=since)
 
 

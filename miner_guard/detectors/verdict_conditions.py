@@ -1,6 +1,6 @@
 """The conditions that decide the verdict, worst first, each with its next step. Pure.
 
-A condition reads the status document (the content of status.json) and `Memory`, the few findings
+A condition reads the status document (the present state) and `Memory`, the few findings
 with a lasting effect. Its next step is in `verdict_actions`.
 """
 

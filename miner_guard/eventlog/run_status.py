@@ -1,4 +1,4 @@
-"""The supervisor's fields in status.json."""
+"""The supervisor's fields of the present state."""
 
 from __future__ import annotations
 

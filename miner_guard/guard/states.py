@@ -12,7 +12,7 @@ from enum import Enum
 
 
 class State(Enum):
-    """States of a run; the values appear in status.json."""
+    """States of a run; the values appear in the present state."""
 
     STARTING = "starting"
     """Before the first launch, while the preflight is running."""

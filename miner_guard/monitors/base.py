@@ -188,5 +188,5 @@ class Monitor:
         return False
 
     def snapshot(self) -> Mapping[str, Any]:
-        """This monitor's section in status.json. Unknown values are null."""
+        """This monitor's section of the present state. Unknown values are null."""
         return {}

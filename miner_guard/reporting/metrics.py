@@ -1,4 +1,4 @@
-"""Renders status.json as Prometheus metrics: base units, ratios 0-1, `_total` on counters only.
+"""Renders the present state as Prometheus metrics: base units, ratios 0-1, `_total` on counters.
 Unknown values are absent."""
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _STEPS = {
 
 
 def text(status: StatusDocument, *, version: str, age_s: float) -> bytes:
-    """The metrics in the Prometheus text format. `age_s`: the age of status.json, exported so that
+    """The metrics in the Prometheus text format. `age_s`: the age of the state, exported so that
     a scrape shows when the guard has stopped writing."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(status, version, age_s))

@@ -1,5 +1,5 @@
-"""Decides whether the miner is making progress, for `/healthz`, from status.json and the settings
-of hang detection."""
+"""Decides whether the miner is making progress, for `/healthz`, from its state and the
+settings of hang detection."""
 
 from __future__ import annotations
 

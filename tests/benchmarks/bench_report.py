@@ -74,7 +74,7 @@ def run() -> list[Row]:
     scrape = per_call(
         lambda: metrics.text(status, version="1", age_s=1.0), 20, clock=time.process_time
     )
-    note = "reads status.json, whatever the history"
+    note = "reads the state, whatever the history"
     return [*rows, Row("a scrape of /metrics", 1000 * scrape, "ms CPU", note=note)]
 
 

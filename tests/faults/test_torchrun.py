@@ -63,7 +63,7 @@ def ranks(guarded: Guarded) -> dict[int, int]:
         found = {int(rank): known["pid"] for rank, known in document["rank_processes"].items()}
         return found if len(found) == 2 else {}
 
-    result: dict[int, int] = until(ask, 60, "both ranks in status.json")
+    result: dict[int, int] = until(ask, 60, "both ranks in the status")
     return result
 
 

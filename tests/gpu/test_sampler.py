@@ -22,7 +22,7 @@ ASKED = "uuid,name,memory.total,memory.used,temperature.gpu,power.draw,clocks.sm
 
 
 def row(guarded: Guarded) -> dict[str, Any] | None:
-    """The first GPU's row in status.json; None before the first sample."""
+    """The first GPU's row of the status; None before the first sample."""
     try:
         status = status_of(guarded.state.root)
     except (OSError, ValueError):

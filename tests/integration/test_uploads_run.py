@@ -1,4 +1,4 @@
-"""The gate in a real miner: from the hook's question to the line, the ledger, status.json and the
+"""The gate in a real miner: from the hook's question to the line, the ledger, the status and the
 replay."""
 
 from __future__ import annotations

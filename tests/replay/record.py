@@ -10,7 +10,7 @@ further line is [monotonic time, kind, values…]:
     out TEXT               output of the miner
     tick {RANK: {…}, …}    header values that changed since the last tick; a rank not listed is gone
     processes {gone, stopped, absent, elsewhere}    the ranks' processes, when they change
-    status {SECTION: …}    sections of status.json that no replayed watcher writes
+    status {SECTION: …}    sections of the state that no replayed watcher writes
     finding {…}            an event that no replayed watcher raised
 """
 

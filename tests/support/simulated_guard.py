@@ -1,7 +1,7 @@
 """A guard over a simulated miner: the guard's own monitors, gate and restart policy, on a clock
 that moves only as the miner works.
 
-A scenario describes only what happens to the miner. The log, status.json, the ledger and the
+A scenario describes only what happens to the miner. The log, run.db and the
 verdict are the guard's own responses, so they cannot contradict each other.
 """
 
@@ -388,7 +388,7 @@ class SimulatedGuard:
         self.documents = {**first, **parts, "updated": iso_utc(self.clock.wall())}
 
     def write(self) -> StateDir:
-        """Write status.json and the cost ledger, as they are now."""
+        """Write the state and the cost ledger, as they are now."""
         self._document()
         self.state.costs.parent.mkdir(exist_ok=True)
         write_json(self.state.costs, cost_ledger(self.training.total))

@@ -155,7 +155,7 @@ def test_a_healthy_large_gpu_gets_no_advice_to_double_its_batch() -> None:
     reading = MemoryReading("rank 0", 28123 / 1024, 81920 / 1024, "nvml", busy_pct=95.0)
     given: dict[str, Any] = {"size": "large", "name": None, "step": 1}
     (finding,) = GpuUse(SETTINGS).check([reading], **given, seconds=60.0)
-    assert (finding.level, finding.fields["factor"]) == (None, 1.0)
+    assert (finding.level, finding.fields["factor"]) == ("info", 1.0)
     assert "27 GB at full utilization is good" in catalog.message(finding)
     idle = replace(reading, busy_pct=20.0)
     assert next(GpuUse(SETTINGS).check([idle], **given, seconds=60.0)).level == "warning"
@@ -178,7 +178,7 @@ def test_a_utilization_below_70_per_cent_points_at_monitoring(
     advice = catalog.message(finding).partition("Proceeding.")[2]
     assert advice.startswith(words)
     assert bool(advice) == bool(words)
-    assert finding.level is None
+    assert finding.level == "info"
 
 
 def test_the_same_advice_is_a_warning_once() -> None:
@@ -187,7 +187,7 @@ def test_the_same_advice_is_a_warning_once() -> None:
         readings = [MemoryReading("rank 0", 8.0, 24.0, "hook")]
         found = use.check(readings, size="large", name=None, step=check, seconds=60.0 + 150 * check)
         levels += [finding.level for finding in found]
-    assert levels == ["warning"] + [None] * 9
+    assert levels == ["warning"] + ["info"] * 9
 
 
 def test_a_stable_history_is_called_stable() -> None:

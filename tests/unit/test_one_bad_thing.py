@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from miner_guard.flight_recorder.writer import FlightWriter
 
 from miner_guard.cli import screen_text
 from miner_guard.cli.options import choose_state

@@ -27,10 +27,11 @@ from miner_guard.rank import layout
 from miner_guard.rank.journal import TrainingEntry
 from miner_guard.rank.layout import Now
 from miner_guard.reporting import metrics, report
-from miner_guard.state_dir import StateDir, finite, write_json
+from miner_guard.state_dir import StateDir, finite
 from miner_guard.system.clock import FakeClock
 from tests.support.contexts import context
 from tests.support.driven_steps import drive, lines, make_step
+from tests.support.present_state import write_status
 from tests.support.simulated_ranks import headers
 
 
@@ -320,7 +321,7 @@ def test_a_loss_that_is_not_a_number_is_reported_everywhere_in_the_same_word(
     exposition = metrics.text(document, version="1", age_s=0.0)
     assert b"minerguard_loss NaN" in exposition
     assert b"minerguard_gradient_norm +Inf" in exposition
-    write_json(StateDir(tmp_path).status, status)
+    write_status(tmp_path, status)
     assert re.search("NaN.{0,40}loss|loss.{0,40}NaN", report.render(StateDir(tmp_path)))
 
 

@@ -372,7 +372,7 @@ def test_a_date_is_named_where_since_is_of_another_day() -> None:
 
 
 def test_a_guard_that_stops_does_not_stay_earning(tmp_path: Path) -> None:
-    """status.json must not say EARNING while no miner is running."""
+    """The status must not say EARNING while no miner is running."""
     bench = Bench(tmp_path)
     bench.run(60)
     (finding,) = bench.monitor.on_stop()

@@ -60,7 +60,7 @@ def test_time_without_a_guard_is_unwatched_and_counts_as_nothing_else() -> None:
 
 
 def test_a_record_of_an_older_guard_has_a_start_too() -> None:
-    """A status.json that names no start must not make the first cell unwatched."""
+    """A status that names no start must not make the first cell unwatched."""
     week = VerdictWeek({"245000": {"earning": 600.0}, "245001": {"earning": 7200.0}})
     strip = strip_of(week, START + 2 * CELL_S - 1)
     assert (strip.since, strip.shares) == (START + CELL_S - 600, {"earning": 1.0})
