@@ -29,7 +29,6 @@ class OtelMonitor(Monitor):
         self._endpoint = context.config.otel.endpoint
         self._problem: str | None = None
         self._sender: HelperProcess | None = None
-        self._sent = self._metrics = self._refused = 0
         self._failing: dict[str, str] = {}
         if self._endpoint is None:
             return
@@ -63,37 +62,21 @@ class OtelMonitor(Monitor):
             **without_secrets(os.environ),
             **{name: value for name, value in os.environ.items() if name.startswith(_SDKS_OWN)},
         }
-        return HelperSpec(
-            "OTLP sender", "miner_guard.reporting.otlp_sender", order, env, "no OTLP export"
-        )
+        return HelperSpec("OTLP export", "miner_guard.reporting.otel", order, env, "no OTLP export")
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
         if self._sender is None:
             return
         for line in self._sender.tick(now):
-            finding = self._understand(json.loads(line))
-            if finding is not None:
-                yield finding
+            yield self._understood(json.loads(line))
 
-    def _understand(self, document: Mapping[str, Any]) -> Finding | None:
-        endpoint = self._endpoint
-        reason = self.context.redactor.text(str(document.get("reason") or "reason unknown"))
-        if "failing" in document:
-            signal = str(document["failing"])
-            self._failing[signal] = reason
-            return make_finding("otlp_failing", signal=signal, endpoint=endpoint, reason=reason)
-        if "recovered" in document:
-            signal = str(document["recovered"])
-            self._failing.pop(signal, None)
-            return make_finding(
-                "otlp_recovered", signal=signal, endpoint=endpoint, seconds=document["seconds"]
-            )
-        if "refused" in document:
-            count = int(document["refused"])
-            self._refused += count
-            return make_finding("otlp_refused", endpoint=endpoint, count=count, reason=reason)
-        self._sent, self._metrics = int(document["sent"]), int(document["metrics"])
-        return None
+    def _understood(self, document: Mapping[str, Any]) -> Finding:
+        if (signal := document.get("recovered")) is not None:
+            self._failing.pop(str(signal), None)
+            return make_finding("otlp_recovered", signal=signal, endpoint=self._endpoint)
+        signal, reason = str(document["failing"]), self.context.redactor.text(document["reason"])
+        self._failing[signal] = reason
+        return make_finding("otlp_failing", signal=signal, endpoint=self._endpoint, reason=reason)
 
     def on_stop(self) -> Iterable[Finding]:
         if self._sender is not None:
@@ -106,7 +89,4 @@ class OtelMonitor(Monitor):
             "endpoint": self._endpoint,
             "reason": self._problem if sender is None else sender.reason,
             "failing": dict(self._failing),
-            "events_sent": self._sent,
-            "events_refused": self._refused,
-            "metric_exports": self._metrics,
         }

@@ -18,7 +18,7 @@ TITLE = "Installation: disk, memory and start, with each extra"
 _PROCESSES = {
     "guard, without its schedule": "miner_guard.guard.app",
     "http: the port's process": "miner_guard.reporting.http_server",
-    "otel: the OTLP sender": "miner_guard.reporting.otlp_sender",
+    "otel: the OTLP exporter": "miner_guard.reporting.otel",
     "alerts: apprise": "apprise",
     "s3: boto3": "boto3",
     "hf: huggingface_hub": "huggingface_hub",

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from miner_guard.record.store import RunReader
-from miner_guard.state_dir import StateDir
 from tests.faults.guarded import living
 from tests.servers.otlp import Receiver, attributes
 from tests.support import requires
@@ -99,8 +98,8 @@ def test_a_receiver_gets_every_event_once_and_the_metrics_of_a_run(
     metrics = receiver.latest_metrics()
     (point,) = metrics["miner_guard.inner_step"].gauge.data_points
     assert point.as_double == status_of(state)["steps"]["inner_step"] > 30
-    (cpu,) = metrics["process.cpu.time"].sum.data_points
-    assert metrics["process.cpu.time"].sum.is_monotonic
+    (cpu,) = metrics["miner_guard.guard_cpu"].sum.data_points
+    assert metrics["miner_guard.guard_cpu"].sum.is_monotonic
     assert cpu.as_double > 0
     counts = {
         attributes(point.attributes)["miner_guard.event"]: point.as_double
@@ -114,56 +113,23 @@ def plain_body(record: Any) -> str:
 
 
 @pytest.mark.slow
-def test_events_wait_on_the_disk_for_a_receiver_that_is_gone_and_the_next_guard_sends_them(
-    tmp_path: Path,
+def test_a_receiver_that_is_gone_is_reported_and_neither_stops_nor_delays_the_guard(
+    tmp_path: Path, receiver: Receiver
 ) -> None:
-    """Events that occur while the collector is down must not be lost."""
-    first = Receiver()
     mark = uuid.uuid4().hex
-    run = guard(tmp_path, first.endpoint, "sleep", "600", _MARK=mark)
-    state = StateDir(tmp_path / "state")
-    until(lambda: "miner_started" in first.events(), 40, "the first events")
-    first.close()
-    until(lambda: "otlp_failing" in logged(state.root), 60, "the failure")
+    run = guard(tmp_path, receiver.endpoint, "sleep", "600", _MARK=mark)
+    state = tmp_path / "state"
+    until(lambda: "miner_started" in receiver.events(), 40, "the first events")
+    receiver.answer = 400
+    until(lambda: "otlp_failing" in logged(state), 60, "the failure")
+    receiver.answer = 200
+    until(lambda: "otlp_recovered" in logged(state), 60, "the recovery")
+    receiver.close()
     run.terminate()
     begun = time.monotonic()
     assert run.wait(30) == 0
-    assert time.monotonic() - begun < 20, "a receiver that is gone must not delay the guard's end"
-    until(lambda: not living(mark), 20, "the end of the sender")
-
-    second = Receiver(first.port)
-    run = guard(tmp_path, second.endpoint, "sleep", "600")
-    try:
-        # On a busy machine the sender may begin later than a miner of a second ends.
-        until(lambda: second.events().count("miner_started") == 1, 60, "the second run's events")
-        run.terminate()
-        assert run.wait(30) == 0
-        until(lambda: second.events().count("guard_stopped") == 2, 20, lambda: str(second.events()))
-        seen, all_of_them = [*first.events(), *second.events()], logged(state.root)
-        assert [name for name in all_of_them if name not in seen] == []
-        assert sorted(seen) == sorted(all_of_them)
-        runs = {resource["service.instance.id"] for resource, _ in second.records()}
-        assert len(runs) == 2
-    finally:
-        second.close()
-
-
-@pytest.mark.slow
-def test_rejected_events_are_skipped_and_events_it_cannot_take_now_wait(
-    tmp_path: Path, receiver: Receiver
-) -> None:
-    receiver.answer = 400
-    run = guard(tmp_path, receiver.endpoint, "sleep", "600")
-    state = tmp_path / "state"
-    until(lambda: "otlp_refused" in logged(state), 40, "the refusal")
-    receiver.answer = 503
-    until(lambda: "otlp_failing" in logged(state), 40, "the failure")
-    receiver.answer = 200
-    until(lambda: "otlp_recovered" in receiver.events(), 60, "later events")
-    assert "otlp_refused" in receiver.events()
-    until(lambda: status_of(state)["otel"]["events_refused"] >= 2, 20, "the count in the status")
-    run.terminate()
-    assert run.wait(30) == 0
+    assert time.monotonic() - begun < 20
+    until(lambda: not living(mark), 30, "the end of the exporter")
 
 
 @pytest.mark.long
@@ -195,8 +161,7 @@ def test_a_collector_accepts_and_forwards_every_event_and_metric(
         assert (nan.severity_number, plain_body(nan)) == (21, "Loss is NaN or Inf at step 20")
         last = status_of(state)["steps"]["inner_step"]
         until(lambda: inner_step(receiver) == last, 20, lambda: str(inner_step(receiver)))
-        failing = {"otlp_failing", "otlp_refused"}
-        assert not failing & set(logged(state))
+        assert "otlp_failing" not in logged(state)
     finally:
         collector.terminate()
         collector.wait(20)

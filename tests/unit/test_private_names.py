@@ -26,8 +26,8 @@ USED = {
     "opentelemetry._logs.LogRecord",
     "opentelemetry._logs.SeverityNumber",
     "opentelemetry.exporter.otlp.proto.http._log_exporter.OTLPLogExporter",
-    "opentelemetry.sdk._logs.ReadableLogRecord",
-    "opentelemetry.sdk._logs.export.LogRecordExportResult",
+    "opentelemetry.sdk._logs.LoggerProvider",
+    "opentelemetry.sdk._logs.export.BatchLogRecordProcessor",
     # A hook that torch must not compile, and NCCL's own records. Without them the guard degrades.
     "torch._dynamo",
     "torch._C._dynamo.eval_frame",
