@@ -26,7 +26,7 @@ from miner_guard.eventlog.jsonl import JsonlSink, Rotation
 from miner_guard.eventlog.write_errors import write_failed
 from miner_guard.guard.disk_messages import FILES, LOG, RECORDS, ROWS, line_of
 from miner_guard.rank import layout
-from miner_guard.rank.flight import Copier
+from miner_guard.rank.flight import copy
 from miner_guard.record.store import RunStore
 from miner_guard.state_dir import StateDir, replace_file
 from miner_guard.system import inherited
@@ -127,7 +127,7 @@ class Records:
     """Writes the copies of the ranks' flight records."""
 
     def __init__(self) -> None:
-        self._copiers: dict[Path, tuple[int, Copier]] = {}
+        self._records: dict[Path, tuple[int, mmap.mmap]] = {}
 
     def write(self, message: Message) -> None:
         """Copy new data. Errors are not reported: the next message retries the copy, and a full
@@ -136,19 +136,18 @@ class Records:
         with contextlib.suppress(OSError):
             fd = os.open(message["memory"], os.O_RDONLY | os.O_CLOEXEC)
             try:
-                self._copier(path, fd).copy()
+                copy(path, self._record(path, fd))
             finally:
                 os.close(fd)
 
-    def _copier(self, path: Path, fd: int) -> Copier:
+    def _record(self, path: Path, fd: int) -> mmap.mmap:
         inode = os.fstat(fd).st_ino
-        known = self._copiers.get(path)
-        if known is not None and known[0] == inode:
-            return known[1]
+        mapped = self._records.get(path)
+        if mapped is not None and mapped[0] == inode:
+            return mapped[1]
         record = mmap.mmap(fd, layout.FILE_SIZE, access=mmap.ACCESS_READ)
-        copier = Copier(path, record)
-        self._copiers[path] = (inode, copier)
-        return copier
+        self._records[path] = (inode, record)
+        return record
 
     def unfinished(self) -> bool:
         """Always False: if a copy fails, the next message retries it."""
@@ -159,9 +158,9 @@ class Records:
 
     def close(self) -> None:
         """Copy the final state, because the guard may have died before requesting it."""
-        for _, copier in self._copiers.values():
+        for path, (_, record) in self._records.items():
             with contextlib.suppress(OSError):
-                copier.copy()
+                copy(path, record)
 
 
 class Rows:

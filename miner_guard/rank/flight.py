@@ -136,77 +136,63 @@ def _live(path: Path) -> Path:
     return path.with_suffix(".live")
 
 
-class Copier:
-    """Keeps the copy of one record up to date, and holds no descriptor between copies. Use it from
-    one thread only; that thread may hang if the disk does."""
+def copy(path: Path, record: mmap.mmap) -> None:
+    """Bring the copy of `record` at `path` up to date, and hold no descriptor afterwards. May hang
+    if the disk does. Raises OSError; ValueError if the record is unmapped."""
+    file = _open_copy(path, record)
+    if file is None:
+        _write_whole(path, record)
+        return
+    try:
+        in_copy = os.pread(file, layout.COUNTS.size, layout.COUNTS_OFFSET)
+        old_steps, old_entries, *_ = layout.COUNTS.unpack(in_copy)
+        steps, entries, *_ = layout.COUNTS.unpack_from(record, layout.COUNTS_OFFSET)
+        for number in range(max(old_steps, steps - layout.RING_SLOTS), steps):
+            _write(file, record, layout.step_offset(number), layout.STEP_SIZE)
+        for number in range(max(old_entries, entries - layout.JOURNAL_SLOTS), entries):
+            _write(file, record, layout.slot_offset(number), layout.SLOT_SIZE)
+        # Write the header last, so that it never counts a step that the copy lacks.
+        _write(file, record, 0, layout.HEADER_SIZE)
+    finally:
+        os.close(file)
 
-    def __init__(self, path: Path, record: mmap.mmap) -> None:
-        self.path = path
-        self._record = record
-        self._file: tuple[int, int] | None = None
-        """Identifies the file that the last `copy` wrote; None if it must be written whole."""
 
-        self._steps = self._entries = 0
-
-    def copy(self) -> None:
-        """Write everything that is new since the last copy. Raises OSError; ValueError if the
-        record is unmapped."""
-        steps, entries, *_ = layout.COUNTS.unpack_from(self._record, layout.COUNTS_OFFSET)
-        before, self._file = self._file, None
-        file = None if before is None else self._open(before)
-        try:
-            if file is None:
-                file = self._write_whole()
-            else:
-                for number in range(max(self._steps, steps - layout.RING_SLOTS), steps):
-                    self._write(file, layout.step_offset(number), layout.STEP_SIZE)
-                for number in range(max(self._entries, entries - layout.JOURNAL_SLOTS), entries):
-                    self._write(file, layout.slot_offset(number), layout.SLOT_SIZE)
-                # Write the header last, so that it never counts a step that the copy lacks.
-                self._write(file, 0, layout.HEADER_SIZE)
-            self._file = _file_of(os.fstat(file))
-        finally:
-            if file is not None:
-                os.close(file)
-        self._steps, self._entries = steps, entries
-
-    def _open(self, before: tuple[int, int]) -> int | None:
-        """Open the copy; None unless it is complete and still the same file as `before`. Compare
-        the record's identity too, because the file system may reuse the inode for another file."""
-        try:
-            file = open_private(self.path, os.O_RDWR)
-        except OSError:
-            return None
-        same = False
-        try:
-            seen = os.fstat(file)
-            same = (
-                _file_of(seen) == before
-                and seen.st_size == layout.FILE_SIZE
-                and os.pread(file, layout.IDENTITY.size, layout.IDENTITY_OFFSET)
-                == self._record[: layout.IDENTITY.size]
-            )
-            return file if same else None
-        finally:
-            if not same:
-                os.close(file)
-
-    def _write_whole(self) -> int:
-        make_folder(self.path.parent)
-        draft = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-        file = open_private(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        try:
-            self._write(file, 0, layout.FILE_SIZE)
-            os.replace(draft, self.path)
-        except BaseException:
+def _open_copy(path: Path, record: mmap.mmap) -> int | None:
+    """Open the copy; None unless it is complete and of the same record."""
+    try:
+        file = open_private(path, os.O_RDWR)
+    except OSError:
+        return None
+    same = False
+    try:
+        identity = os.pread(file, layout.IDENTITY.size, layout.IDENTITY_OFFSET)
+        same = (
+            os.fstat(file).st_size == layout.FILE_SIZE
+            and identity == record[: layout.IDENTITY.size]
+        )
+        return file if same else None
+    finally:
+        if not same:
             os.close(file)
-            draft.unlink(missing_ok=True)
-            raise
-        return file
 
-    def _write(self, file: int, offset: int, size: int) -> None:
-        if os.pwrite(file, self._record[offset : offset + size], offset) != size:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+def _write_whole(path: Path, record: mmap.mmap) -> None:
+    make_folder(path.parent)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    file = open_private(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    try:
+        _write(file, record, 0, layout.FILE_SIZE)
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(file)
+
+
+def _write(file: int, record: mmap.mmap, offset: int, size: int) -> None:
+    if os.pwrite(file, record[offset : offset + size], offset) != size:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def copy_now(path: Path, fd: int) -> None:
@@ -215,15 +201,16 @@ def copy_now(path: Path, fd: int) -> None:
         contextlib.suppress(OSError),
         mmap.mmap(fd, layout.FILE_SIZE, access=mmap.ACCESS_READ) as record,
     ):
-        Copier(path, record).copy()
+        copy(path, record)
 
 
 class CopyThread:
     """Copies one record once per second in its own thread. Only `close` waits for the disk."""
 
-    def __init__(self, copier: Copier, is_due: Callable[[], bool]) -> None:
+    def __init__(self, path: Path, record: mmap.mmap, is_due: Callable[[], bool]) -> None:
         """`is_due` is called before each copy; if it returns False, that copy is skipped."""
-        self._copier = copier
+        self._path = path
+        self._record = record
         self._is_due = is_due
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="flight-copy", daemon=True)
@@ -245,7 +232,7 @@ class CopyThread:
                 if self._is_due():
                     # If the disk is full, the next copy tries again.
                     with contextlib.suppress(OSError):
-                        self._copier.copy()
+                        copy(self._path, self._record)
 
 
 _LAST_COPY_S = 2.0
@@ -333,7 +320,7 @@ class FlightWriter:
                 self._publish()
             return alone() or not self.attached()
 
-        thread = CopyThread(Copier(self.path, self.map), unkept)
+        thread = CopyThread(self.path, self.map, unkept)
         atexit.register(thread.close, _LAST_COPY_S)
 
     def show_state(self, state: str, now: float) -> None:

@@ -60,9 +60,6 @@ class Notifier:
         """Tell the supervisor to read the rank's flight record."""
         return self.send(notification(rank))
 
-    def event(self, document: Mapping[str, Any]) -> bool:
-        return self.send(json.dumps(document, default=json_default).encode())
-
     def send(self, payload: bytes) -> bool:
         """Send one datagram. False if it was dropped."""
         if self._socket is None or self._path is None:
@@ -206,7 +203,9 @@ class Recorder:
             fields=dict(finding.fields),
         )
         if not self.journal(entry) and not self.notifier.alone:
-            self.notifier.event({k: v for k, v in entry.to_json().items() if k != "kind"})
+            # Without room or without a record, send it as a datagram, which may be lost.
+            document = {k: v for k, v in entry.to_json().items() if k != "kind"}
+            self.notifier.send(json.dumps(document, default=json_default).encode())
         if self.notifier.alone:
             self.say(finding)
 

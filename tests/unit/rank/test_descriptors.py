@@ -15,7 +15,7 @@ import pytest
 
 from miner_guard.monitors.evidence import _ask
 from miner_guard.rank import dumps, layout
-from miner_guard.rank.flight import Copier, FlightReader, FlightWriter
+from miner_guard.rank.flight import FlightReader, FlightWriter, copy
 from miner_guard.rank.guard import Guard
 from miner_guard.rank.recorder import Notifier
 from miner_guard.state_dir import StateDir
@@ -69,7 +69,7 @@ def record(tmp_path: Path) -> FlightWriter:
 def test_a_closed_record_leaves_no_descriptor(tmp_path: Path) -> None:
     before = held()
     writer = record(tmp_path)
-    Copier(writer.path, writer.map).copy()
+    copy(writer.path, writer.map)
     writer.close()
     assert held() == before
 
@@ -77,8 +77,8 @@ def test_a_closed_record_leaves_no_descriptor(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["truncated", "replaced", "written", "removed"])
 def test_a_copy_that_others_changed_is_rewritten_completely(tmp_path: Path, damage: str) -> None:
     writer = record(tmp_path)
-    copier, path = Copier(writer.path, writer.map), writer.path
-    copier.copy()
+    path = writer.path
+    copy(path, writer.map)
     before = held()
     if damage == "truncated":
         os.truncate(path, 100)
@@ -90,7 +90,7 @@ def test_a_copy_that_others_changed_is_rewritten_completely(tmp_path: Path, dama
     else:
         path.unlink()
     writer.journal({"kind": "finding", "n": damage})
-    copier.copy()
+    copy(path, writer.map)
     writer.close()
     assert path.read_bytes()[: layout.HEADER_SIZE].startswith(layout.MAGIC)
     assert [entry["n"] for _, entry in FlightReader(path).entries()] == [damage]
