@@ -11,25 +11,14 @@ import socket
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
+import structlog
+
 from miner_guard.config import LogSettings
 from miner_guard.eventlog.catalog import LEVELS, Finding
 from miner_guard.eventlog.rendering import console_line, json_line
 from miner_guard.record.redaction import Redactor
 from miner_guard.record.store import event_row
 from miner_guard.system.clock import Clock, iso_utc
-from miner_guard.system.lazy_import import block_import, defer_import
-
-with (
-    block_import("rich"),
-    block_import("colorama"),
-    block_import("better_exceptions"),
-    block_import("greenlet"),
-    defer_import("asyncio", current_task=lambda: None),
-):
-    # They take most of structlog's import time, for a console renderer, green threads and async
-    # methods that the guard does not use. `current_task` is needed: from Python 3.12 on, `logging`
-    # calls it for each record.
-    import structlog
 
 Record = MutableMapping[str, Any]
 """A finished event: ts, level, event, msg, run_id, host, rank and its fields."""

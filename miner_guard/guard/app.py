@@ -31,6 +31,7 @@ from miner_guard.guard.endpoints import Endpoints
 from miner_guard.guard.engines import ServiceManager, own_start_command, service_managers
 from miner_guard.guard.flights import Flights
 from miner_guard.guard.gpu_memory_wait import GpuMemoryWait
+from miner_guard.guard.jobs import JobSchedule
 from miner_guard.guard.last_resort import RunToEnd
 from miner_guard.guard.launch_spec import LaunchSpec, StopRequest, Then
 from miner_guard.guard.lock import Lock
@@ -39,7 +40,6 @@ from miner_guard.guard.notify import NotifySocket
 from miner_guard.guard.predecessor import killed_guard
 from miner_guard.guard.preflight_runner import PreflightRunner
 from miner_guard.guard.relay import Relay
-from miner_guard.guard.scheduler import Scheduler
 from miner_guard.guard.state_dir_check import check_state_dir
 from miner_guard.guard.status import Status, run_status
 from miner_guard.guard.supervisor import Supervisor
@@ -131,7 +131,7 @@ class GuardApp:
         self.watchdog = Watchdog(
             self.loop, request.config.miner.stop_timeout_s, Hands(self.log, self._own_teardown)
         )
-        self.jobs = Scheduler(self.clock, self.report)
+        self.jobs = JobSchedule(self.clock, self.report)
         self.status = Status(self.clock, self.disk.row)
         self.managers: list[ServiceManager] = []
         self._start_command = own_start_command(self.env)
@@ -255,7 +255,7 @@ class GuardApp:
         self.flights.leftovers(self.runner)
         self.endpoints.open(self.request.state.socket, self._open_notify_socket)
         self.endpoints.open(self.request.state.control, self._open_control)
-        self.loop.after(0.0, self._start_jobs)
+        self.jobs.start()
         self.loop.after(0.0, self._pulse)
         self.loop.every(1.0, self._pulse)
 
@@ -335,16 +335,11 @@ class GuardApp:
         if self.supervisor.child is not None:
             self.supervisor.child.send(number)
 
-    def _start_jobs(self) -> None:
-        try:
-            self.jobs.start()
-        except Exception as error:  # noqa: BLE001 - the miner runs even without a schedule; the error is reported
-            self._degraded(f"the scheduler cannot start: {type(error).__name__}: {error}")
-
     def _pulse(self) -> None:
         if not self._ended:
             self.endpoints.check()
             self.deathwatch.tick()
+            self.jobs.watch_clock()
         now = self.clock.monotonic()
         if self.status.due((self.runner.deliveries, self.supervisor.state)):
             self.status.update(self._document())

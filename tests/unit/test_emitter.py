@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,41 +60,6 @@ def test_the_json_line_begins_with_the_keys_that_readers_search_for() -> None:
     document = json.loads(line)
     assert list(document)[:7] == head
     assert (document["level"], document["rank"], document["loss"]) == ("critical", 2, None)
-
-
-def in_a_process(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def test_the_supervisor_with_its_schedule_runs_without_asyncio() -> None:
-    """A new version of structlog or APScheduler could start to use asyncio, and modules that the
-    supervisor never uses cost memory."""
-    code = """
-import sys, threading
-import miner_guard.guard.app
-from miner_guard.guard.scheduler import Scheduler
-from miner_guard.system.clock import SystemClock
-ran = threading.Event()
-schedule = Scheduler(SystemClock(), print)
-schedule.every("x", 1000, ran.set, first_after_s=0)
-schedule.start()
-assert ran.wait(30)
-schedule.close()
-unused = {"asyncio", "multiprocessing", "ssl"}
-print(sorted(name for name in sys.modules if name.partition(".")[0] in unused))
-"""
-    assert in_a_process(code) == "[]"
-
-
-def test_structlogs_async_methods_still_find_asyncio() -> None:
-    code = """
-import miner_guard.eventlog.emitter
-import asyncio, structlog
-asyncio.run(structlog.get_logger(wrapper_class=structlog.make_filtering_bound_logger(10)).ainfo("said"))
-"""
-    assert "said" in in_a_process(code)
 
 
 def test_bytes_that_are_not_utf8_leave_a_document_readable() -> None:

@@ -19,7 +19,7 @@ import pytest
 from miner_guard.costs import set_global_tracker
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.guard.scheduler import Scheduler
+from miner_guard.guard.jobs import JobSchedule
 from miner_guard.guard.status import Status
 from miner_guard.monitors.base import Launch
 from miner_guard.record.store import RunStore
@@ -50,7 +50,7 @@ class Hour(WholeRun):
         self.findings: list[tuple[float, Finding]] = []
         """The findings, each with its monotonic time."""
 
-        self.jobs = Scheduler(clock, self._reported.append)
+        self.jobs = JobSchedule(clock, self._reported.append)
         super().__init__(folder, clock, self.jobs, self._reported.append)
         store = RunStore(self.state.db)
         self.status = Status(clock, lambda *row: store.write(row))
@@ -90,12 +90,9 @@ class Hour(WholeRun):
         schedule = self.jobs._scheduler
         running = schedule._executors["default"]._instances
         deadline = time.monotonic() + 30
-        while (
-            self.jobs._inbox
-            or self._plan_is_old()
-            or any(
-                job.next_run_time.timestamp() <= self.clock.wall() for job in schedule.get_jobs()
-            )
+        self.jobs.watch_clock()
+        while any(
+            job.next_run_time.timestamp() <= self.clock.wall() for job in schedule.get_jobs()
         ):
             schedule.wakeup()
             time.sleep(0.0002)
@@ -103,11 +100,6 @@ class Hour(WholeRun):
         while any(count and job != "held" for job, count in list(running.items())):
             time.sleep(0.0002)
             assert time.monotonic() < deadline
-
-    def _plan_is_old(self) -> bool:
-        """Whether the wall clock was stepped and the schedule's thread, which sleeps in real time,
-        has not shifted its plan yet."""
-        return abs(self.clock.wall() - self.clock.monotonic() - self.jobs._offset) >= 1.0
 
     def at(self, event: str) -> list[float]:
         """Seconds from the start at which an event was found."""

@@ -1,0 +1,167 @@
+"""Runs the monitors' jobs in threads: APScheduler plans them, and no job ever runs twice at once.
+
+Each run plans its successor with a `DateTrigger`. An `IntervalTrigger` would enumerate every run
+that a jump of the wall clock skipped: from the year 2000 to today, a billion for a job of 0.5 s.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+
+from apscheduler.executors.pool import ThreadPoolExecutor
+from apscheduler.schedulers.background import BackgroundScheduler
+from apscheduler.triggers.date import DateTrigger
+
+from miner_guard.costs import get_global_tracker
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.emitter import bound_contextvars
+from miner_guard.system.clock import Clock
+
+_STEP_S = 2.0
+"""If the wall clock and the monotonic clock drift apart by this much between two checks, the wall
+clock was stepped."""
+
+_LATE_S = 5.0
+"""Report a job that starts more than this late (or late by more than half its interval, if that is
+longer)."""
+
+_THREADS = 8
+
+
+@dataclass
+class _Repeated:
+    """A repeated job; all times are monotonic."""
+
+    name: str
+    interval_s: float
+    work: Callable[[], None]
+    due: float
+    running: bool = False
+    failing: bool = False
+    runs: int = 0
+    missed: int = 0
+    last_s: float | None = None
+    max_s: float | None = None
+
+
+class JobSchedule:
+    """The monitors' `Jobs`, in up to 8 threads. All methods may be called from any thread."""
+
+    def __init__(self, clock: Clock, report: Callable[[Finding], None]) -> None:
+        self._clock, self._report = clock, report
+        self._offset = clock.wall() - clock.monotonic()
+        self._repeated: dict[str, _Repeated] = {}
+        self._mutex = threading.Lock()
+        self._closed = False
+        # APScheduler logs each run that it starts late; the guard reports lateness as a finding.
+        logging.getLogger("apscheduler").setLevel(logging.CRITICAL)
+        self._scheduler = BackgroundScheduler(
+            timezone=timezone.utc,
+            executors={"default": ThreadPoolExecutor(_THREADS)},
+            job_defaults={"max_instances": 1, "coalesce": True, "misfire_grace_time": None},
+        )
+
+    def start(self) -> None:
+        """Start the schedule. Until then, APScheduler only queues the jobs."""
+        self._scheduler.start()
+
+    def every(
+        self,
+        name: str,
+        seconds: float,
+        work: Callable[[], None],
+        *,
+        first_after_s: float | None = None,
+    ) -> None:
+        """Run `work` every `seconds`, first after `first_after_s` (default: one interval)."""
+        first_s = seconds if first_after_s is None else first_after_s
+        job = _Repeated(name, seconds, work, self._clock.monotonic() + first_s)
+        self._repeated[name] = job
+        self._plan(job)
+
+    def once(self, name: str, work: Callable[[], None]) -> None:
+        """Run `work` as soon as a thread is free."""
+        job = _Repeated(name, 0.0, work, self._clock.monotonic())
+        self._scheduler.add_job(functools.partial(self._measured, job), DateTrigger())
+
+    def watch_clock(self) -> None:
+        """After a step of the wall clock, plan all jobs anew. Call this about once a second."""
+        offset = self._clock.wall() - self._clock.monotonic()
+        step, self._offset = offset - self._offset, offset
+        if abs(step) >= _STEP_S:
+            for job in list(self._repeated.values()):
+                with self._mutex:
+                    if not job.running:
+                        self._plan(job)
+
+    def _plan(self, job: _Repeated) -> None:
+        wait = timedelta(seconds=max(0.0, job.due - self._clock.monotonic()))
+        when = datetime.fromtimestamp(self._clock.wall(), timezone.utc) + wait
+        run = functools.partial(self._run, job)
+        self._scheduler.add_job(run, DateTrigger(when), id=job.name, replace_existing=True)
+
+    def _run(self, job: _Repeated) -> None:
+        start = self._clock.monotonic()
+        with self._mutex:
+            # A step of the clock may have planned a run that had just started.
+            if self._closed or job.running:
+                return
+            job.running = True
+        late = start - job.due
+        # Round to whole intervals: a run that is half an interval late or more implies a missed
+        # run.
+        job.missed += max(0, round(late / job.interval_s))
+        if late > max(_LATE_S, job.interval_s / 2):
+            self._report(make_finding("job_late", job=job.name, late_s=round(late, 1)))
+        self._measured(job)
+        with self._mutex:
+            job.running = False
+            # Keep the rhythm, but do not make up for missed runs.
+            job.due = (start if late >= job.interval_s else job.due) + job.interval_s
+            if not self._closed:
+                self._plan(job)
+
+    def _measured(self, job: _Repeated) -> None:
+        """Run a job's work. Neither a failure nor its report ends the schedule."""
+        start = self._clock.monotonic()
+        failure = None
+        try:
+            with (
+                bound_contextvars(job=job.name),
+                get_global_tracker().track(f"job.{job.name}", blocking=False),
+            ):
+                job.work()
+        except Exception as error:  # noqa: BLE001 - a bug in a job must not end the schedule; the error is reported
+            failure = f"{type(error).__name__}: {error}"
+        job.runs += 1
+        job.last_s = round(self._clock.monotonic() - start, 4)
+        job.max_s = max(job.max_s or 0.0, job.last_s)
+        failing, job.failing = job.failing, failure is not None
+        if failure is not None and not failing:
+            self._report(make_finding("job_failed", job=job.name, reason=failure))
+        elif failure is None and failing:
+            self._report(make_finding("job_recovered", job=job.name))
+
+    def figures(self) -> dict[str, dict[str, float | int | None]]:
+        """Return, for each repeated job, the number of runs, the duration of the last and of the
+        longest run in seconds, and the number of missed runs."""
+        return {
+            job.name: {
+                "runs": job.runs,
+                "last_s": job.last_s,
+                "max_s": job.max_s,
+                "missed": job.missed,
+            }
+            for job in list(self._repeated.values())
+        }
+
+    def close(self) -> None:
+        """Start no further runs. Does not wait for running jobs."""
+        self._closed = True
+        if self._scheduler.running:
+            self._scheduler.shutdown(wait=False)
