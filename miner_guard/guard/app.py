@@ -51,7 +51,7 @@ from miner_guard.monitors.health import HealthMonitor
 from miner_guard.monitors.runner import MonitorRunner
 from miner_guard.record.redaction import Redactor
 from miner_guard.state_dir import StateDir
-from miner_guard.system import free_memory, inherited
+from miner_guard.system import inherited
 from miner_guard.system.cgroup import Cgroup
 from miner_guard.system.clock import SystemClock
 from miner_guard.system.helpers import end_helpers
@@ -60,7 +60,7 @@ from miner_guard.system.processes import HELPER
 from miner_guard.uploads.repos.credentials import beside
 
 _LAST_WORDS_S = 2.0
-_SWITCH_S = 0.001
+_SWITCH_S = 0.0002
 """Thread switch interval. The default of 5 ms would delay the output writer during a flood."""
 
 _SWEEP_GRACE_S = 5.0
@@ -201,7 +201,6 @@ class GuardApp:
         """Supervise until the run ends; returns the exit code."""
         inherited.settle_signals()
         sys.setswitchinterval(_SWITCH_S)
-        free_memory.retain()
         state = self.request.state
         found = [*self.lock.findings, *check_state_dir(state), *killed_guard(state)]
         self.log(

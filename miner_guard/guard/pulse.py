@@ -69,7 +69,6 @@ class Pulse:
     def tick(self) -> None:
         """Run all steps in one tick."""
         run, attempt = self._run, self._run.loop.attempt
-        attempt(run.relay.tick)
         if run.exit_code is not None:
             # The monitors have stopped; only their last messages still have to be sent.
             return

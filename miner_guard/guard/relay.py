@@ -1,57 +1,188 @@
-"""Reads the miner's output from its pipes, passes it on unchanged, and feeds it to the monitors."""
+"""Passes the miner's output on unchanged, and gives the monitors a copy.
+
+One thread per output stream reads a pipe, writes what it read, and queues the copy. A slow reader
+slows the miner down, as a plain pipe would. A reader that consumes nothing must not stop the miner:
+after `STUCK_S` the relay drops and counts what the reader does not take.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import socket
+import stat
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from miner_guard.guard.backlog import PLAIN, Backlog
 from miner_guard.guard.loop import Loop
-from miner_guard.guard.output_writer import OutputWriter, same_target
-from miner_guard.system import free_memory
+from miner_guard.system.readiness import ready
 
 CHUNK = 65536
+"""Bytes per call of the monitors, except for shorter pieces."""
+
+MAX_UNSEEN = 8 * 1024 * 1024
+"""Bytes that wait for the monitors. Beyond that they miss the oldest."""
+
+STUCK_S = 5.0
+UNFINISHED_LINE_S = 1.0
+"""How long a line from the guard waits for the miner to end its line."""
+
 _PIPE_SIZE = 1024 * 1024
-F_SETPIPE_SZ = 1031
-
+_F_SETPIPE_SZ = 1031
+_MAX_OWN_BYTES = 1024 * 1024
 _NAP_S = 0.002
-"""Pause before the next read of a pipe whose writer prints many small pieces: waking up for each
-piece would cost both sides more than reading it. During the pause the pipe absorbs up to 500
-MB/s."""
+"""Pause after a read of less than `CHUNK`: waking up for each small piece would cost both sides
+more than reading it. During the pause the pipe absorbs up to 500 MB/s."""
 
-_SMALL = CHUNK // 4
-
-_UNSEEN = 64 * 1024 * 1024
-_UNSEEN_HELD = 6 * 1024 * 1024
-"""Limits for output that the monitors have not seen yet, and for the memory that it occupies. The
-guard relays a burst up to this size as fast as it can copy. For a larger one, it slows the miner
-down to the monitors' speed."""
-
-_BURST = 8 * 1024 * 1024
-"""After a backlog of more than this, the guard returns free memory to the system."""
-
-_SLICE = 128 * 1024
+_SLICE = 2 * CHUNK
 _SLICE_S = 0.05
-"""Bytes and time per delivery to the monitors. A delivery takes less time than a pipe takes to
-fill, so the miner does not wait for it."""
+"""Bytes and time per delivery to the monitors, so that the supervisor's loop stays responsive."""
 
-_BLOCK = 4 * CHUNK
-"""How many bytes of a burst to read at once, and to pass to the monitors per call while they keep
-up. With smaller blocks, the reading and writing threads wait for each other more often, and the
-overhead of calling the monitors equals the time that they spend searching."""
+_LAST_WORDS_S = 2.0
+_MAY_PASS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM})
+"""Errors that may clear by themselves, as on a full disk. After any other, the reader is gone."""
 
-_COMPRESSION_S = 3e-9
-"""Approximate seconds per byte to compress and expand a burst. The monitors get that much time
-while a burst is arriving. They read ordinary lines faster, so a burst of those is not buffered."""
 
-LAST_WORDS = 256 * 1024
-LAST_WORDS_S = 2.0
-"""Bytes at the end of a launch's output that the monitors read even if they have fallen behind (the
-traceback is there), and how many seconds they have to do so."""
+@dataclass
+class _Source:
+    """The read end of a launch's pipe."""
+
+    fd: int
+    ended: bool = False
+    """Only what the pipe holds now still counts: a surviving process could print forever."""
+
+
+class _Stream:
+    """One output stream of the guard. Its thread owns the sources; other threads only queue."""
+
+    def __init__(self, fd: int, copy: Callable[[bytes], None], on_end: Callable[[], None]) -> None:
+        self._send, self._poll_fd = _sender(fd)
+        self._copy, self._on_end = copy, on_end
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.sources: deque[_Source] = deque()
+        self._own: deque[bytes] = deque()
+        self._own_bytes = 0
+        self._own_since = 0.0
+        self._mutex = threading.Lock()
+        self._at_line_start = True
+        self._reader_gone = self._closing = False
+        self.stuck = False
+        """The reader has consumed nothing for `STUCK_S`."""
+
+        self.dropped = 0
+        self._buffer = bytearray(_PIPE_SIZE)
+        self._thread = threading.Thread(target=self._run, name=f"relay-{fd}", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._wake_write, b"\0")
+
+    def print_line(self, line: str) -> None:
+        data = line.encode("utf-8", "replace")
+        with self._mutex:
+            if not self._own:
+                self._own_since = time.monotonic()
+            self._own.append(data)
+            self._own_bytes += len(data)
+            while self._own_bytes > _MAX_OWN_BYTES and len(self._own) > 1:
+                lost = len(self._own.popleft())
+                self._own_bytes -= lost
+                self.dropped += lost
+        self.wake()
+
+    def finish(self, seconds: float) -> None:
+        self._closing = True
+        self.wake()
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        while True:
+            source = self.sources[0] if self.sources else None
+            wait_s = UNFINISHED_LINE_S / 4 if self._own else None
+            if self._closing or (source is not None and source.ended):
+                wait_s = 0.0
+            fds = [self._wake_read] if source is None else [self._wake_read, source.fd]
+            readable, _ = ready(fds, wait_s)
+            if self._wake_read in readable:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 4096)
+            if source is not None:
+                self._relay(source, readable=source.fd in readable)
+            self._print_own()
+            if self._closing and not self.sources:
+                return
+
+    def _relay(self, source: _Source, *, readable: bool) -> None:
+        # Read `ended` first: what the pipe held when it was set is then still relayed.
+        left = _PIPE_SIZE if source.ended else 0
+        size = self._read(source) if readable else -1
+        while 0 < size < left:
+            left -= size
+            size = self._read(source)
+        if size == 0 or source.ended:
+            os.close(source.fd)
+            self.sources.popleft()
+            self._on_end()
+        elif 0 < size < CHUNK:
+            time.sleep(_NAP_S)
+
+    def _read(self, source: _Source) -> int:
+        """Relay one piece; returns its size, 0 at the end of the pipe, -1 if the pipe is empty."""
+        try:
+            size = os.readv(source.fd, [self._buffer])
+        except BlockingIOError:
+            return -1
+        view = memoryview(self._buffer)[:size]
+        self._pass_on(view)
+        for start in range(0, size, CHUNK):
+            self._copy(bytes(view[start : start + CHUNK]))
+        return size
+
+    def _pass_on(self, view: memoryview) -> None:
+        if self._own and (end := self._buffer.find(b"\n", 0, len(view)) + 1):
+            self._write(view[:end])
+            self._at_line_start = True
+            self._print_own()
+            view = view[end:]
+        if view:
+            self._write(view)
+            self._at_line_start = view[-1] == ord("\n")
+
+    def _print_own(self) -> None:
+        """Write the guard's lines, once the miner's line has ended or after a short wait."""
+        while self._own:
+            if not self._at_line_start:
+                waited_s = time.monotonic() - self._own_since
+                if waited_s < UNFINISHED_LINE_S and not (self._closing and not self.sources):
+                    return
+                self._write(memoryview(b"\n"))
+                self._at_line_start = True
+            with self._mutex:
+                data = self._own.popleft()
+                self._own_bytes -= len(data)
+            self._write(memoryview(data))
+
+    def _write(self, view: memoryview) -> None:
+        while view and not self._reader_gone:
+            try:
+                view = view[self._send(view) :]
+                self.stuck = False
+            except BlockingIOError:
+                wait_s = 0.0 if self.stuck else STUCK_S
+                if not ready([], wait_s, [self._poll_fd])[1]:
+                    self.stuck = True
+                    break
+            except OSError as error:
+                self._reader_gone = error.errno not in _MAY_PASS
+                break
+        self.dropped += len(view)
 
 
 class Relay:
@@ -59,240 +190,129 @@ class Relay:
     thread."""
 
     def __init__(self, loop: Loop, on_chunk: Callable[[bytes], None]) -> None:
-        self._loop = loop
-        self._on_chunk = on_chunk
-        self._out = OutputWriter(sys.stdout.fileno(), self._room)
-        shared = same_target(sys.stdout.fileno(), sys.stderr.fileno())
-        self._err = self._out if shared else OutputWriter(sys.stderr.fileno(), self._room)
-        self._sources: dict[int, OutputWriter] = {}
-        self._paused: set[int] = set()
-        self._napping: set[int] = set()
-        self._read_at: dict[int, float] = {}
-        self._unseen = Backlog()
-        self._burst = False
-        """Whether the backlog exceeded `_BURST` and its memory has not been returned yet."""
+        self._loop, self._on_chunk = loop, on_chunk
+        self._mutex = threading.Lock()
+        self._unseen: deque[bytes] = deque()
+        self._unseen_bytes = 0
+        self._gap = False
+        self.unchecked = 0
+        """Bytes that the monitors never saw, because they had fallen behind."""
 
-        self._fresh = 0
-        """Bytes that have arrived since the last delivery to the monitors."""
-
-        self._fast = False
-        """Whether the monitors read the latest burst faster than the backlog could have compressed
-        it."""
-
-        self.relayed_bytes = 0
-
-    @property
-    def writers(self) -> list[OutputWriter]:
-        return [self._out] if self._out is self._err else [self._out, self._err]
+        out, err = sys.stdout.fileno(), sys.stderr.fileno()
+        # Two streams to one target share a pipe, which keeps their lines in order.
+        shared = os.path.sameopenfile(out, err)
+        self._streams = [
+            _Stream(fd, self._copy, loop.wake) for fd in ([out] if shared else [out, err])
+        ]
 
     @property
     def dropped_bytes(self) -> int:
-        """Bytes dropped on all streams."""
-        return sum(sink.dropped for sink in self.writers)
-
-    @property
-    def unseen(self) -> int:
-        """Bytes relayed but not yet passed to the monitors."""
-        return self._unseen.size
+        """Bytes that no reader took, on all streams."""
+        return sum(stream.dropped for stream in self._streams)
 
     @property
     def stuck(self) -> bool:
-        return any(sink.stuck for sink in self.writers)
+        return any(stream.stuck for stream in self._streams)
+
+    @property
+    def pending(self) -> bool:
+        """Whether an ended source is still being relayed, or output waits for the monitors."""
+        return bool(self._unseen) or any(
+            source.ended for stream in self._streams for source in list(stream.sources)
+        )
 
     def open(self) -> tuple[int, int]:
         """Create pipes for a new launch; returns the ends for its stdout and stderr, which the
-        caller closes after the fork.
-
-        Raises OSError if no descriptor is free.
-        """
-        ends: list[int] = []
-        for sink in self.writers:
-            try:
-                read_end, write_end = os.pipe2(os.O_CLOEXEC)
-            except OSError:
-                for end in ends:
-                    os.close(end)
-                raise
+        caller closes after the fork. Raises OSError if no descriptor is free."""
+        pipes: list[tuple[int, int]] = []
+        try:
+            for _ in self._streams:
+                pipes.append(os.pipe2(os.O_CLOEXEC))
+        except OSError:
+            for end in (end for pipe in pipes for end in pipe):
+                os.close(end)
+            raise
+        for stream, (reading, _) in zip(self._streams, pipes, strict=True):
             with contextlib.suppress(OSError):
-                fcntl.fcntl(read_end, F_SETPIPE_SZ, _PIPE_SIZE)
-            os.set_blocking(read_end, False)
-            self._sources[read_end] = sink
-            self._watch(read_end)
-            ends.append(write_end)
-        return ends[0], ends[-1]
+                fcntl.fcntl(reading, _F_SETPIPE_SZ, _PIPE_SIZE)
+            os.set_blocking(reading, False)
+            stream.sources.append(_Source(reading))
+            stream.wake()
+        return pipes[0][1], pipes[-1][1]
 
     def print_line(self, line: str) -> None:
         """Print whole lines from the guard. May be called from any thread."""
-        self._out.print_line(line)
-
-    def tick(self) -> None:
-        """Periodic work: flush pending lines, detect stuck readers, return memory."""
-        for sink in self.writers:
-            sink.tick()
-        if self._burst and not self.unseen and all(sink.idle for sink in self.writers):
-            # Wait until the writers are idle: memory that they still hold would not be returned,
-            # and nothing would try again.
-            self._burst = False
-            free_memory.give_back()
-        self._resume()
-
-    def _readable(self, fd: int) -> None:
-        taken = self._take(fd)
-        if fd not in self._sources:
-            return
-        if self._must_wait(fd):
-            self._paused.add(fd)
-            self._loop.unwatch(fd)
-        elif taken < _SMALL:
-            self._rest_from(fd)
-
-    def _must_wait(self, fd: int) -> bool:
-        """Return True if the miner prints faster than the guard's reader or the monitors consume
-        the output."""
-        return self._behind or self._sources[fd].congested
-
-    @property
-    def _behind(self) -> bool:
-        return self._unseen.size > _UNSEEN or self._unseen.held > _UNSEEN_HELD
-
-    def _rest_from(self, fd: int) -> None:
-        """Pause reading from a pipe if small pieces arrive in quick succession."""
-        now = time.monotonic()
-        follows = now - self._read_at.get(fd, 0.0) < 2 * _NAP_S
-        self._read_at[fd] = now
-        if follows:
-            self._loop.unwatch(fd)
-            self._napping.add(fd)
-            self._loop.after(_NAP_S, lambda: self._wake(fd))
-
-    def _wake(self, fd: int) -> None:
-        if fd in self._napping:
-            self._napping.discard(fd)
-            self._watch(fd)
-
-    def _watch(self, fd: int) -> None:
-        self._loop.watch(fd, lambda: self._readable(fd))
-
-    def _take(self, fd: int) -> int:
-        """Read up to one pipe's capacity; returns the number of bytes."""
-        chunks: list[bytes] = []
-        ended = False
-        try:
-            ended = self._read(fd, chunks)
-        finally:
-            taken = sum(map(len, chunks))
-            self.relayed_bytes += taken
-            if chunks:
-                self._sources[fd].put(chunks)
-                self._queue(chunks, taken)
-        if ended:
-            self._close(fd)
-        return taken
-
-    def _read(self, fd: int, chunks: list[bytes]) -> bool:
-        """Add what the pipe holds to `chunks`; returns whether its last writer has closed it."""
-        taken = 0
-        while taken < _PIPE_SIZE:
-            try:
-                data = os.read(fd, _BLOCK)
-            except BlockingIOError:
-                break
-            if not data:
-                return True
-            chunks.append(data)
-            taken += len(data)
-            if len(data) < CHUNK:
-                # The pipe is empty. After a pause, one read collects the small pieces that arrive
-                # next.
-                break
-        return False
-
-    def _queue(self, chunks: list[bytes], size: int) -> None:
-        if not self.unseen:
-            self._loop.after(0.0, self._show)
-        for data in chunks:
-            self._unseen.put(data)
-        self._fresh += size
-
-    def _show(self) -> None:
-        """Pass some of the relayed output to the monitors. Reading takes priority, unless the
-        monitors are too far behind."""
-        try:
-            if not self._fresh or self._behind:
-                self._show_up_to(_SLICE)
-            else:
-                self._keep_up()
-        finally:
-            # Schedule the next delivery even after a failure, or the miner would block forever.
-            self._fresh = 0
-            self._burst = self._burst or self.unseen > _BURST
-            if self.unseen:
-                self._loop.after(0.0, self._show)
-            self._resume()
-
-    def _keep_up(self) -> None:
-        """Pass the monitors enough of a burst that the backlog does not have to compress what
-        follows."""
-        begun, shown, spent = time.thread_time(), 0, 0.0
-        while self.unseen > PLAIN // 2 and spent < self._fresh * _COMPRESSION_S:
-            data = self._next()
-            self._on_chunk(data)
-            shown, spent = shown + len(data), time.thread_time() - begun
-            self._fast = spent < shown * _COMPRESSION_S
-
-    def _show_up_to(self, size: int, seconds: float = _SLICE_S) -> None:
-        over = time.monotonic() + seconds
-        while self.unseen and size > 0 and time.monotonic() < over:
-            data = self._next()
-            size -= len(data)
-            self._on_chunk(data)
-
-    def _next(self) -> bytes:
-        return self._unseen.take(_BLOCK) if self._fast else self._unseen.part(CHUNK)
+        self._streams[0].print_line(line)
 
     def end_sources(self) -> None:
-        """Read what the pipes hold now, then close them, because a surviving process could print
-        forever.
-
-        The monitors still receive that output in slices; `unseen` is 0 when they have seen all of
-        it.
-        """
-        for fd in list(self._sources):
-            self._take(fd)
-        self.close_sources()
+        """Relay what the pipes hold now, then close them. Does not wait."""
+        for stream in self._streams:
+            for source in list(stream.sources):
+                source.ended = True
+            stream.wake()
 
     def show_rest(self) -> int:
-        """Pass the monitors the last `LAST_WORDS` bytes that they have not seen yet. Returns the
-        number of bytes skipped, which they never see."""
-        left_out = max(self.unseen - LAST_WORDS, 0)
-        self._unseen.skip(left_out)
-        self._show_up_to(self.unseen, LAST_WORDS_S)
-        return left_out
-
-    def close_sources(self) -> None:
-        """Close the pipes of a launch that has ended."""
-        for fd in list(self._sources):
-            self._close(fd)
-
-    def _close(self, fd: int) -> None:
-        self._loop.unwatch(fd)
-        self._paused.discard(fd)
-        self._napping.discard(fd)
-        self._read_at.pop(fd, None)
-        del self._sources[fd]
-        os.close(fd)
-
-    def _room(self) -> None:
-        self._loop.soon(self._resume)
-
-    def _resume(self) -> None:
-        for fd in list(self._paused):
-            if not self._must_wait(fd):
-                self._paused.discard(fd)
-                self._watch(fd)
+        """Give the monitors the last output for at most 2 s. Returns how many bytes they have
+        missed since the last call."""
+        self._deliver(MAX_UNSEEN, _LAST_WORDS_S)
+        with self._mutex:
+            missed = self.unchecked + self._unseen_bytes
+            self._unseen.clear()
+            self._unseen_bytes = self.unchecked = 0
+        return missed
 
     def finish(self, seconds: float) -> None:
         """Flush the remaining output, for at most `seconds`."""
-        self.close_sources()
-        for sink in self.writers:
-            sink.finish(seconds)
+        self.end_sources()
+        deadline = time.monotonic() + seconds
+        for stream in self._streams:
+            stream.finish(max(0.0, deadline - time.monotonic()))
+
+    def _copy(self, data: bytes) -> None:
+        with self._mutex:
+            begin = not self._unseen
+            self._unseen.append(data)
+            self._unseen_bytes += len(data)
+            while self._unseen_bytes > MAX_UNSEEN:
+                missed = len(self._unseen.popleft())
+                self._unseen_bytes -= missed
+                self.unchecked += missed
+                self._gap = True
+        if begin:
+            self._loop.soon(self._show)
+
+    def _show(self) -> None:
+        try:
+            self._deliver(_SLICE, _SLICE_S)
+        finally:
+            # Schedule the next delivery even after a failure.
+            if self._unseen:
+                self._loop.after(0.0, self._show)
+
+    def _deliver(self, size: int, seconds: float) -> None:
+        over = time.monotonic() + seconds
+        while size > 0 and time.monotonic() < over:
+            with self._mutex:
+                if not self._unseen:
+                    return
+                data = self._unseen.popleft()
+                self._unseen_bytes -= len(data)
+                gap, self._gap = self._gap, False
+            size -= len(data)
+            # The monitors must not take the two sides of a gap for one line.
+            self._on_chunk(b"\n" + data if gap else data)
+
+
+def _sender(fd: int) -> tuple[Callable[[memoryview], int], int]:
+    """Return the function that writes to `fd`, and the descriptor to poll. The flags of `fd` stay
+    unchanged, because other processes share them."""
+    kind = os.fstat(fd).st_mode
+    if stat.S_ISSOCK(kind):
+        # pm2 passes sockets, which can't be reopened through /proc/self/fd.
+        peer = socket.socket(fileno=os.dup(fd))
+        return lambda view: peer.send(view, socket.MSG_DONTWAIT), peer.fileno()
+    if stat.S_ISFIFO(kind):
+        with contextlib.suppress(OSError):
+            again = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            return lambda view: os.write(again, view), again
+    return lambda view: os.write(fd, view), fd

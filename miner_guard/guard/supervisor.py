@@ -226,7 +226,6 @@ class Supervisor:
         try:
             child = self._start_child(attempt)
         except OSError as error:
-            self.relay.close_sources()
             self._launch_failed(error)
             return
         self.launches += 1
@@ -317,7 +316,7 @@ class Supervisor:
                 launch.drain_until = self.clock.monotonic() + seconds
                 self.loop.attempt(self.relay.end_sources)
                 self._step_ending()
-        elif not self.relay.unseen or self.clock.monotonic() >= launch.drain_until:
+        elif not self.relay.pending or self.clock.monotonic() >= launch.drain_until:
             self._conclude(launch)
 
     def _conclude(self, launch: ActiveLaunch) -> None:

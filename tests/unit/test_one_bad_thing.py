@@ -25,8 +25,7 @@ from miner_guard.guard.app import GuardApp
 from miner_guard.guard.control_socket import ControlSocket, ask
 from miner_guard.guard.flights import Flights
 from miner_guard.guard.loop import Loop
-from miner_guard.guard.output_writer import OutputWriter
-from miner_guard.guard.relay import Relay
+from miner_guard.guard.relay import Relay, _Stream
 from miner_guard.guard.status import Status
 from miner_guard.monitors.base import Context
 from miner_guard.monitors.reports import ReportsMonitor
@@ -38,6 +37,7 @@ from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock, SystemClock
 from miner_guard.system.once import Once
 from tests.support.present_state import status_of
+from tests.support.waiting import until
 
 RUN = "r" * 12
 
@@ -171,9 +171,7 @@ def test_a_reader_that_fails_once_does_not_leave_the_miners_pipe_unread() -> Non
     end, other = relay.open()
     for text in (b"one\n", b"two\n"):
         os.write(end, text)
-        loop.turn()
-        relay.tick()
-        loop.after(0.01, lambda: None)
+        until(lambda: relay.pending)
         loop.turn()
     assert len(errors) == 1
     assert seen == [b"one\n", b"two\n"]
@@ -254,13 +252,13 @@ def test_a_full_disk_below_the_console_costs_lines_and_not_the_console(
     """A log file must not stay silent for the rest of the month because the disk was full for a
     minute."""
     full, there = os.open("/dev/full", os.O_WRONLY), os.pipe2(os.O_NONBLOCK)
-    full_pipe = OutputWriter(full, lambda: None)
+    full_pipe = _Stream(full, lambda _data: None, lambda: None)
     full_pipe.print_line("lost\n")
     deadline = time.monotonic() + 20
     while not full_pipe.dropped:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    monkeypatch.setattr(full_pipe, "_write", lambda batch: os.writev(there[1], batch))
+    monkeypatch.setattr(full_pipe, "_send", lambda view: os.write(there[1], view))
     full_pipe.print_line("there again\n")
     full_pipe.finish(20.0)
     assert (full_pipe.dropped, os.read(there[0], 100)) == (5, b"there again\n")

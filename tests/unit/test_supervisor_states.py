@@ -51,7 +51,7 @@ class Launcher:
 class Pipes:
     """A relay without pipes."""
 
-    unseen = 0
+    pending = False
     dropped_bytes = 0
     stuck = False
 
@@ -60,10 +60,6 @@ class Pipes:
 
     def open(self) -> tuple[int, int]:
         raise OSError(24, "Too many open files")
-
-    def close_sources(self) -> None: ...
-
-    def tick(self) -> None: ...
 
     def end_sources(self) -> None:
         if self.failing:
