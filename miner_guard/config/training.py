@@ -21,7 +21,7 @@ class MinerSettings:
     """The miner, and the training settings that the guard needs to know."""
 
     profile: str | None = None
-    """Name of a profile under `validators/profiles/` (`sn38`, `sn3`, `iota`, `diloco`), or a path
+    """Name of a profile under `validators/profiles/` (`sn38`, `iota`, `diloco`), or a path
     to one. None: no profile."""
 
     attach: Literal["sn38", "auto", "log"] | None = None

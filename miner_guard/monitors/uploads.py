@@ -50,8 +50,7 @@ from miner_guard.uploads.inputs import GateInputs
 from miner_guard.uploads.repos import look_at
 from miner_guard.uploads.verify import Reported, verify
 from miner_guard.uploads.watch import DecisionNotifier, ForecastWatch, RepoWatch, note_of
-from miner_guard.validators.commitment import fingerprint
-from miner_guard.validators.facts import Network, Published
+from miner_guard.validators.facts import Network, Published, fingerprint
 from miner_guard.validators.layout import Layout
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.profiles import limits_of

@@ -33,8 +33,7 @@ from miner_guard.rank.phases import Phase
 from miner_guard.rank.recorder import Recorder, describe
 from miner_guard.rank.steps import Report, Stepper
 from miner_guard.uploads.decision import GateDecision
-from miner_guard.validators.facts import Candidate
-from miner_guard.validators.verdict import Verdict
+from miner_guard.validators.facts import Candidate, Verdict
 
 if TYPE_CHECKING:
     from miner_guard.uploads.inputs import GateInputs
@@ -73,7 +72,7 @@ class Gate:
         Returns `decision` itself if the gradient passes, or if the profile does not define what
         validators accept. Never raises.
         """
-        from miner_guard.validators import gradients, shapes
+        from miner_guard.validators import shapes
         from miner_guard.validators.limits import Limits
         from miner_guard.validators.outline import outline
 
@@ -87,13 +86,13 @@ class Gate:
             if not report["problems"]:
                 import torch
 
-                from miner_guard.validators.in_memory import contents
+                from miner_guard.validators.decoding import contents
 
                 report = contents(torch, gradient, limits, known)
         except Exception as error:  # noqa: BLE001 - the audit judges what cannot be judged here
             report = {"reason": f"the gradient could not be inspected: {describe(error)}"}
         judged = self.decide(replace(candidate, files=report))
-        refused = any(v.rule == gradients.RULE and v.outcome == "block" for v in judged.verdicts)
+        refused = any(v.rule == "gradients" and v.outcome == "block" for v in judged.verdicts)
         return judged if refused else decision
 
     def due(self) -> bool:

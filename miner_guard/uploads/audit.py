@@ -22,15 +22,22 @@ from miner_guard.uploads import axon_probe, chain
 from miner_guard.uploads.audit_memory import AuditMemory
 from miner_guard.uploads.commitments import commitment_of, configured, keys_of, placeholder
 from miner_guard.uploads.network import network_of, progress
-from miner_guard.validators import audit
-from miner_guard.validators.commitment import fingerprint
-from miner_guard.validators.facts import AllReduce, Axon, Candidate, Facts, Network, Published
+from miner_guard.validators import rules
+from miner_guard.validators.facts import (
+    AllReduce,
+    Axon,
+    Candidate,
+    Facts,
+    Network,
+    Published,
+    Verdict,
+    fingerprint,
+)
 from miner_guard.validators.inspection import inspect_file
 from miner_guard.validators.layout import Layout
 from miner_guard.validators.limits import Limits, in_force
 from miner_guard.validators.metadata import RootMetadata, read_inner_step
 from miner_guard.validators.shapes import Shapes
-from miner_guard.validators.verdict import Verdict
 
 FETCH_S = 600.0
 """Deadline for fetching everything; gradients.pt may be large."""
@@ -217,9 +224,7 @@ class _Audit:
     def _report(self, folder: str) -> AuditReport:
         network, limits = self.network, self.limits
         since = network.blocks_since_allreduce
-        if (unknown := self._unknown_window()) is not None:
-            return self._ended("unknown", "window", unknown)
-        epoch = audit.epoch_scored(None, network.outer_step, since, limits)
+        epoch = rules.epoch_scored(None, network.outer_step, since, limits)
         answer = self._fetch(folder, None if epoch is None else epoch.outer_step)
         fetched = answer.value if isinstance(answer.value, Mapping) else {}
         self.known.memory.spent(time.monotonic(), int(fetched.get("fetched_bytes") or 0))
@@ -231,7 +236,7 @@ class _Audit:
             return self._ended("unknown", "", f"could not check: {reason}")
         if (damage := fetched.get("damaged")) is not None:
             return self._ended("rejected", "metadata", damage)
-        epoch = epoch or audit.epoch_scored(fetched.get("outer_step"), None, None, limits)
+        epoch = epoch or rules.epoch_scored(fetched.get("outer_step"), None, None, limits)
         if epoch is None:
             words = (
                 "nothing is published: metadata.json is missing or contains no outer step; "
@@ -240,27 +245,13 @@ class _Audit:
             return self._ended("rejected", "repo_age", words)
         return self._judged(fetched, epoch)
 
-    def _unknown_window(self) -> str | None:
-        """On a network that divides time into windows, return why the key that validators
-        read is unknown; None if it is known."""
-        if self.limits.window_blocks is None:
-            return None
-        unread = [n for n in ("block", "uid") if getattr(self.network, n) is None]
-        if not unread:
-            return None
-        why = self.network.reason or "the chain's reply did not include them"
-        return (
-            "could not check: the key that validators read contains the last window and the uid, "
-            f"but the {' and the '.join(unread)} could not be read ({why}); set [chain]"
-        )
-
     def _ended(self, outcome: str, rule: str, words: str) -> AuditReport:
         verdicts = () if outcome == "unknown" else (Verdict(rule, "block", None, None, words),)
         seconds = round(time.monotonic() - self.start, 2)
         whose = self.access.whose
         return AuditReport(outcome, words, verdicts, seconds=seconds, credentials=whose)
 
-    def _judged(self, fetched: Mapping[str, Any], epoch: audit.Epoch) -> AuditReport:
+    def _judged(self, fetched: Mapping[str, Any], epoch: rules.Epoch) -> AuditReport:
         files = self._inspected(fetched)
         facts = _facts(fetched, epoch.outer_step, self.network, repo=self.repo, files=files)
         facts = dataclasses.replace(
@@ -269,11 +260,13 @@ class _Audit:
             axon=self.known.axon,
             allreduce=self.known.allreduce,
         )
-        verdicts = audit.judge(facts, self.limits)
-        outcome = audit.outcome_of(verdicts)
+        verdicts = rules.audit_verdicts(facts, self.limits)
+        outcome = rules.audit_outcome(verdicts)
         seconds = time.monotonic() - self.start
         size = int(fetched.get("fetched_bytes") or 0)
-        words = audit.detail(outcome, verdicts, epoch=epoch, seconds=seconds, fetched_bytes=size)
+        words = rules.audit_detail(
+            outcome, verdicts, epoch=epoch, seconds=seconds, fetched_bytes=size
+        )
         if self.limits.read_from is not None:
             words += f"; rules of {self.limits.read_from}"
         return AuditReport(
@@ -286,19 +279,14 @@ class _Audit:
         if keys is not None and limits.endpoint is not None:
             endpoint = limits.endpoint.format(account=keys["R2_ACCOUNT_ID"])
             repo = dataclasses.replace(repo, endpoint=endpoint)
-            if limits.bucket_is_account:
-                repo = dataclasses.replace(repo, bucket=keys["R2_ACCOUNT_ID"])
         # Use the committed keys alone, as a validator does; without them, use our read-only keys.
         if (readers := keys or configured(repo)) is not None:
             env = {**without_secrets(env), **readers}
             repo = dataclasses.replace(repo, credentials="env", credentials_file=None)
-        window = None
-        if limits.window_blocks is not None and self.network.block is not None:
-            window = self.network.block // limits.window_blocks - 1
         request = {
             "repo": dataclasses.asdict(repo),
-            "outer_step": window if window is not None else outer_step,
-            "names": {"window": window, "uid": self.network.uid, "version": limits.version},
+            "outer_step": outer_step,
+            "names": {"uid": self.network.uid},
             "folder": folder,
             "max_bytes": self._max_bytes(),
             "known": self.known.memory.known(self.known.model),

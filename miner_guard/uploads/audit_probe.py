@@ -23,11 +23,9 @@ from miner_guard.uploads.repos.base import (
     RepoUnreadable,
     parsed,
 )
-from miner_guard.validators import block_list
 from miner_guard.validators.layout import Layout, filled
 from miner_guard.validators.metadata import mixed
-
-_WILDCARD = "*"
+from miner_guard.validators.rules import reduced_config
 
 
 def fetch(repo: Repo, request: dict[str, Any]) -> dict[str, Any]:
@@ -113,21 +111,17 @@ def _document(repo: Repo, key: str | None) -> tuple[dict[str, Any] | None, int]:
 
 def _read_of(config: dict[str, Any] | None, uid: int | None) -> dict[str, Any] | None:
     """Keep only the fields of config.json that the audit reads: a block list may be long."""
-    reduced = block_list.reduced(config, uid)
-    if config is None or reduced is None:
+    brief = reduced_config(config, uid)
+    if config is None or brief is None:
         return None
-    return {**reduced, "last_allreduce_block": config.get("last_allreduce_block")}
+    return {**brief, "last_allreduce_block": config.get("last_allreduce_block")}
 
 
 def _newest(repo: Repo, key: str) -> ObjectInfo | None:
-    if _WILDCARD not in key:
-        try:
-            return repo.head(key)
-        except Missing:
-            return None
-    before, _, after = key.partition(_WILDCARD)
-    found = [entry for entry in repo.list(before) if entry.key.endswith(after)]
-    return min(found, key=lambda entry: entry.age_s, default=None)
+    try:
+        return repo.head(key)
+    except Missing:
+        return None
 
 
 def answer(request: dict[str, Any], env: Mapping[str, str] | None = None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from miner_guard.validators.verdict import Verdict
+from miner_guard.validators.facts import Verdict
 
 
 @dataclass(frozen=True)

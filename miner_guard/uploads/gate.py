@@ -15,10 +15,9 @@ from typing import Any
 from miner_guard.config import GateSettings
 from miner_guard.uploads.decision import GateDecision
 from miner_guard.uploads.inputs import GateInputs, canonical
-from miner_guard.validators import repo_age, rules
-from miner_guard.validators.facts import Candidate, Facts
+from miner_guard.validators import rules
+from miner_guard.validators.facts import Candidate, Facts, Verdict, worst
 from miner_guard.validators.limits import Limits, in_force
-from miner_guard.validators.verdict import Verdict, worst
 
 _MAX_LENGTH = 240
 """Maximum length of a sentence in characters: a decision with all its verdicts must fit in one
@@ -103,7 +102,7 @@ def _concluded(
     blocked = worst(verdicts) == "block"
     shadow = blocked and settings.mode == "shadow"
     blocks = [v for v in verdicts if v.outcome == "block"]
-    age = repo_age.age_now(published, facts.now)
+    age = rules.age_now(published, facts.now)
     return GateDecision(
         allowed=not blocked or shadow,
         kind=candidate.kind,
@@ -141,7 +140,7 @@ def due(inputs: GateInputs, settings: GateSettings, now: float) -> bool:
     """Return whether the published files are known to be past their target age at `now`
     (monotonic)."""
     published = inputs.aged(now, settings.inputs_max_age_s).published
-    age = repo_age.age_now(published, now)
+    age = rules.age_now(published, now)
     return published.empty or (age is not None and age > settings.repo_age_target_s)
 
 

@@ -18,8 +18,7 @@ from miner_guard.record.redaction import without_secrets
 from miner_guard.system import probe
 from miner_guard.uploads.chain import ChainReading
 from miner_guard.uploads.commitments import keys_of, placeholder
-from miner_guard.validators.commitment import fingerprint
-from miner_guard.validators.facts import Network
+from miner_guard.validators.facts import Network, fingerprint
 from miner_guard.validators.layout import Layout
 from miner_guard.validators.limits import Limits
 

@@ -14,8 +14,7 @@ from miner_guard.system.once import OncePer
 from miner_guard.uploads.forecast import Forecast, forecast
 from miner_guard.validators.facts import Published
 from miner_guard.validators.limits import Limits
-from miner_guard.validators.min_inner_step import minimum
-from miner_guard.validators.repo_age import age_now
+from miner_guard.validators.rules import age_now, minimum_inner_step
 
 AGE_EVERY_S = 300.0
 STALE_EVERY_S = 600.0
@@ -131,7 +130,7 @@ class ForecastWatch:
         self.latest = ahead = forecast(
             inner_step=inner_step,
             step_s=step_s,
-            min_inner_step=minimum(self._limits, published_inner_step),
+            min_inner_step=minimum_inner_step(self._limits, published_inner_step),
             age_s=age_s,
             limit_s=self._gate.repo_age_limit_s,
             accepted_from=self._limits.validator_min_inner_step,

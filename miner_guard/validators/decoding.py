@@ -1,5 +1,10 @@
-"""Decodes one parameter's values the way a validator does. Only for the inspecting child: needs
-torch.
+"""Applies a gradients document as subnet 38's validators do, to report what would make a validator
+raise, skip values or score zero.
+
+Needs torch; opens no file. The inspecting child calls `applied` for a file that it has loaded
+(`miner_guard.validators.inspection`), rank 0 calls `contents` for the document that it is about to
+write: both report the same problems in the same words. It works in blocks: it uses about 30 MB
+whatever the size, copies no whole tensor, and never touches a GPU.
 
 `Unusable` marks anything that would make a validator raise, which resets the scores of the whole
 file. Anything that a validator silently skips becomes a warning here.
@@ -7,13 +12,18 @@ file. Anything that a validator silently skips becomes a warning here.
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from miner_guard.validators.chunks import scattered_into
+from miner_guard.validators.limits import Limits
+from miner_guard.validators.outline import scattered_into
+from miner_guard.validators.rules import ALL_ZERO
+from miner_guard.validators.shapes import Shapes, plain_name
 
 ENORMOUS = 5e18
 """Magnitude at which values, once multiplied by an evaluation's learning rates (0.7 · 0.5), have
@@ -21,11 +31,14 @@ squares and products that overflow float32. Measured with the validators' own co
 if half of all values are 1e19, but not if they are 1e18; a single such value or parameter leaves it
 finite."""
 
+
 _BLOCK_ELEMENTS = 1 << 19
 """How many values to check at a time (4 MiB of indices)."""
 
+
 _INTEGERS = {f"torch.{name}" for name in ("int8", "uint8", "int16", "int32", "int64")}
 """Index dtypes whose minimum and maximum torch finds without a conversion."""
+
 
 _DENSE_ELEMENTS = 1 << 22
 """How many elements of a decoded gradient to hold in memory at a time (16 MiB of float32)."""
@@ -44,19 +57,13 @@ class Format:
     value_suffix: str = "vals"
     quant_suffix: str = "quant_params"
     chunk: int | None = None
-    layout: str = "rows"
     value_dtype: str | None = None
-    inside: str | None = None
-    packed_bits: int | None = None
-    topk: int | None = None
-    complete: bool = False
-    quant_scale: tuple[float, float] | None = None
 
     @classmethod
     def of(cls, limits: Mapping[str, Any]) -> Format:
         """Select this class's fields from the limits."""
-        known = {name: limits.get(f"gradients_{name}") for name in cls.__dataclass_fields__}
-        return cls(**{name: value for name, value in known.items() if value is not None})
+        values = {name: limits.get(f"gradients_{name}") for name in cls.__dataclass_fields__}
+        return cls(**{name: value for name, value in values.items() if value is not None})
 
 
 @dataclass(frozen=True)
@@ -97,18 +104,12 @@ def decode(
     Unusable."""
     indices = _plain(torch, entry.indices, "indices", size)
     values = _plain(torch, entry.values, "values", size)
-    if form.packed_bits is not None:
-        indices = _unpacked(torch, indices, values, form.packed_bits)
-    if form.quant_scale is not None:
-        _check_quantisation(torch, entry, form.quant_scale)
-    values, convert = _conversion(torch, entry, values, form=form, size=size)
+    values, convert = _conversion(torch, entry, values, size)
     dtype = _checked_dtype(torch, convert(values[:0] if values.dim() else values), form)
     if form.chunk is None and indices.shape == values.shape:
         indices, values = indices.flatten(), values.flatten()
-    target = None if shape is None else scattered_into(shape, form.chunk, form.layout)
+    target = None if shape is None else scattered_into(shape, form.chunk)
     _check_shapes(torch, indices.shape, values.shape, target, dtype=dtype)
-    if form.topk is not None and target is not None:
-        _check_topk(indices.shape, target, form.topk)
     values = values[tuple(slice(length) for length in indices.shape)]
     something, enormous = False, 0
     for index, value in _blocks(indices, values):
@@ -126,12 +127,12 @@ def decode(
 
 
 def _conversion(
-    torch: Any, entry: Stored, values: Any, *, form: Format, size: int
+    torch: Any, entry: Stored, values: Any, size: int
 ) -> tuple[Any, Callable[[Any], Any]]:
     """Return the values, and a function that turns a slice of them into numbers: it dequantises, or
     returns the slice unchanged."""
     parameters = entry.quantisation
-    if parameters is None or not (form.quant_scale is None or values.dtype == torch.uint8):
+    if parameters is None:
         return values, lambda part: part
     shift = parameters[0] if isinstance(parameters, (list, tuple)) and parameters else None
     if isinstance(shift, torch.Tensor) and shift.numel() != 1:
@@ -168,56 +169,6 @@ def _plain(torch: Any, value: Any, what: str, size: int) -> Any:
     if value.numel() * value.element_size() > size:
         raise Unusable(f"claims {value.numel()} {what} in a file of {size} bytes")
     return value.detach()
-
-
-def _unpacked(torch: Any, packed: Any, values: Any, bits: int) -> Any:
-    """Unpack 12-bit indices, two to every three bytes. Byte 0 holds the low eight bits of the first
-    index; byte 1 its high four bits, below the low four of the second; byte 2 the high eight bits
-    of the second."""
-    if bits != 12:
-        raise Unusable(f"this version cannot read {bits}-bit indices")
-    if packed.dtype != torch.uint8:
-        kind = _short(packed.dtype)
-        raise Unusable(f"indices are {kind}; validators accept only 12 bits packed in uint8")
-    count = values.numel()
-    if count == 0 or count % 2 or packed.numel() != count * 3 // 2:
-        raise Unusable(
-            f"{packed.numel()} bytes of packed indices for {count} values; validators expect an "
-            "even number of values and three bytes for every two indices"
-        )
-    low, middle, high = packed.flatten().to(torch.int64).reshape(-1, 3).unbind(-1)
-    first, second = low | ((middle & 0x0F) << 8), (middle >> 4) | (high << 4)
-    return torch.stack((first, second), -1).reshape(values.shape)
-
-
-def _check_quantisation(torch: Any, entry: Stored, scale_range: tuple[float, float]) -> None:
-    """Templar's validators check these quantisation parameters before they use them."""
-    if entry.quantisation is None:
-        raise Unusable("quantisation parameters are missing")
-    parameters = entry.quantisation
-    if not isinstance(parameters, (list, tuple)) or len(parameters) != 5:
-        raise Unusable("quantisation parameters are not shift, scale, offset, table and dtype")
-    shift, scale, _, table, _ = parameters
-    if not isinstance(shift, torch.Tensor) or not bool(torch.isfinite(shift).all()):
-        raise Unusable("the quantisation shift is not a finite tensor")
-    minimum, maximum = scale_range
-    if isinstance(scale, float) and not minimum <= abs(scale) <= maximum:
-        raise Unusable(f"the quantisation scale {scale} is not between {minimum} and {maximum}")
-    if isinstance(table, torch.Tensor) and not bool(torch.isfinite(table).all()):
-        raise Unusable("the quantisation table contains NaN or Inf")
-
-
-def _check_topk(index: Sequence[int], target: tuple[int, ...], topk: int) -> None:
-    """Require every chunk to hold exactly as many values as the network's top-k, and the chunks to
-    cover the whole parameter."""
-    expected = min(topk, target[-1])
-    if not index or index[-1] != expected:
-        given = index[-1] if index else 1
-        raise Unusable(f"{given} values per chunk; validators accept exactly {expected}")
-    if tuple(index[:-1]) != target[:-1]:
-        raise Unusable(
-            f"the file has {list(index[:-1])} chunks, but the parameter has {list(target[:-1])}"
-        )
 
 
 def _dequantised(torch: Any, values: Any, parameters: Any, size: int) -> Any:
@@ -360,3 +311,238 @@ def _partial(index: Sequence[int], target: tuple[int, ...] | None) -> str | None
 
 def _short(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+# the whole document
+
+_MAX_PROBLEMS = 8
+
+
+_MAX_LENGTH = 200
+"""Maximum length of a problem's text."""
+
+
+class RejectedFile(Exception):
+    """Validators do not accept the file; the message says why."""
+
+
+def gist(text: str) -> str:
+    """Extract the phrase that names the cause from torch's long explanation."""
+    words = " ".join(text.split()).partition(" Check the documentation")[0]
+    for mark in (
+        "Unsupported global:",
+        "Unsupported operand",
+        "WeightsUnpickler error:",
+        "PytorchStreamReader",
+    ):
+        if mark in words:
+            return words[words.index(mark) :][:120]
+    return words[:120]
+
+
+def applied(
+    torch: Any,
+    document: Mapping[str, Any],
+    *,
+    limits: Mapping[str, Any],
+    shapes: Shapes | None,
+    size: int,
+    each: Callable[[Iterable[str]], Iterable[str]] = iter,
+) -> dict[str, Any]:
+    """Report on a document of `size` bytes. Checks the model's parameters if their names are known,
+    otherwise the document's.
+
+    `each` wraps the iteration over the names, so that it can release the pages read for one
+    parameter before the next. Raises RejectedFile.
+    """
+    form = Format.of(limits)
+    key = limits.get("gradients_metadata_key")
+    problems: list[str] = []
+    if key is not None and key not in document:
+        problems.append(f"lacks the key {key!r}, which validators require")
+    named = _named(document, form)
+    if not named:
+        problems.append(f"has no `<param>{form.index_suffix}` and `<param>{form.value_suffix}`")
+    # Validators unwrap the model before they read its state, so they know no wrapper's name.
+    names = [name for name in named if plain_name(name) == name] if shapes is None else shapes.of
+    decoded, wrong, warned = _decoded(
+        torch, document, each(names), shapes=shapes, form=form, size=size
+    )
+    problems += wrong
+    if named and not problems:
+        problems += _worthless(decoded, named, shapes)
+    unnamed, missing = _compared(named, decoded, shapes)
+    return {
+        "params": len(decoded) or (len(named) if wrong else 0),
+        "problems": [*map(_shown, problems[:_MAX_PROBLEMS]), *_further(problems)],
+        "warnings": [*map(_shown, [*_summed(unnamed), *missing, *warned[:_MAX_PROBLEMS]])],
+        "shapes_known": shapes is not None,
+    }
+
+
+def _named(document: Mapping[str, Any], form: Format) -> list[str]:
+    """Names of the parameters that have an entry in the file."""
+    ends = (form.index_suffix, form.value_suffix)
+    return sorted(
+        {k[: -len(s)] for k in document for s in ends if isinstance(k, str) and k.endswith(s)}
+    )
+
+
+def _decoded(
+    torch: Any,
+    document: Mapping[str, Any],
+    names: Iterable[str],
+    *,
+    shapes: Shapes | None,
+    form: Format,
+    size: int,
+) -> tuple[dict[str, Decoded], list[str], list[str]]:
+    """Decoded parameters by name, problems that would make a validator raise, and warnings."""
+    applied: dict[str, Decoded] = {}
+    problems, warned = [], []
+    for name in names:
+        entry = stored(document, name, form)
+        if entry.indices is None or entry.values is None:
+            if entry.indices is not None or entry.values is not None:
+                absent = "indices" if entry.indices is None else "values"
+                warned.append(f"{name}: {absent} are missing; validators skip the parameter")
+            continue
+        try:
+            applied[name] = decode(
+                torch, entry, None if shapes is None else shapes.of.get(name), form=form, size=size
+            )
+        except Unusable as why:
+            problems.append(f"{name}: {why}")
+            continue
+        if (words := applied[name].warning) is not None:
+            warned.append(f"{name}: {words}")
+    return applied, problems, warned
+
+
+def _worthless(
+    applied: Mapping[str, Decoded], named: Sequence[str], shapes: Shapes | None
+) -> Iterator[str]:
+    """Yield the reasons why a file that every validator decodes without error still scores zero."""
+    wrapped = [name for name in named if plain_name(name) != name]
+    if not applied and wrapped:
+        yield (
+            f"validators skip {wrapped[0]}, which they know as {plain_name(wrapped[0])}, and all "
+            "other parameters"
+        )
+    elif not applied and shapes is not None:
+        yield (
+            f"none of its {len(named)} parameters belongs to the model being trained; "
+            "validators skip them all"
+        )
+    elif not any(decoded.something for decoded in applied.values()):
+        yield ALL_ZERO
+    elif 2 * sum(d.enormous for d in applied.values()) >= sum(d.values for d in applied.values()):
+        yield (
+            f"values beyond {ENORMOUS:.0e}: the loss after applying them is NaN, which scores zero"
+        )
+
+
+def _compared(
+    named: Sequence[str], applied: Mapping[str, Decoded], shapes: Shapes | None
+) -> tuple[list[str], list[str]]:
+    """Names in the file that are not in the model, and a warning if the file lacks some of the
+    model's parameters."""
+    if shapes is None:
+        return [name for name in named if plain_name(name) != name], []
+    missing = sorted(set(shapes.of) - shapes.optional - set(named))
+    words = [f"model parameters are missing: {_first_of(missing)}"] if missing else []
+    return [name for name in named if name not in shapes.of], words if applied else []
+
+
+def _summed(unnamed: Sequence[str]) -> Iterator[str]:
+    if unnamed:
+        yield (f"validators skip parameters whose names they do not know: {_first_of(unnamed)}")
+
+
+def _first_of(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _shown(words: str) -> str:
+    """Truncate and escape: a file's names may be of any length and contain any characters."""
+    return words[:_MAX_LENGTH].encode("utf-8", "backslashreplace").decode()
+
+
+def _further(problems: Sequence[str]) -> Iterator[str]:
+    if len(problems) > _MAX_PROBLEMS:
+        yield f"and {len(problems) - _MAX_PROBLEMS} more"
+
+
+# a document in memory
+
+MAX_BYTES = 4 * 1024**3
+"""Only the audit checks larger gradients, because reading them takes longer than 20 s. Subnet 38's
+compressor keeps 32 of every 4,096 values: 0.2 GB for a model with 4 billion parameters."""
+
+
+_READABLE = {"cpu", "meta"}
+
+
+def contents(
+    torch: Any, document: Mapping[str, Any], limits: Limits, shapes: Shapes | None
+) -> dict[str, Any]:
+    """The report of `inspection.inspect_file`, without `size_bytes`, for a dictionary in
+    memory.
+
+    `reason` says why nothing was read: values on a GPU, or too many bytes.
+    """
+    tensors = list(_tensors(torch, document.values()))
+    elsewhere = {tensor.device.type for tensor in tensors} - _READABLE
+    if elsewhere:
+        return _unread(f"the values are on {', '.join(sorted(elsewhere))}")
+    claimed = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    if claimed > MAX_BYTES:
+        return _unread(f"{claimed} bytes is over the limit for pre-upload checks ({MAX_BYTES})")
+    numbers = {
+        name: value
+        for name, value in dataclasses.asdict(limits).items()
+        if name.startswith("gradients_")
+    }
+    try:
+        _check_loads(torch, document)
+        return applied(torch, document, limits=numbers, shapes=shapes, size=MAX_BYTES)
+    except RejectedFile as refusal:
+        return {"problems": [str(refusal)], "params": 0, "shapes_known": shapes is not None}
+
+
+def _tensors(torch: Any, values: Iterable[Any], depth: int = 3) -> Iterator[Any]:
+    """Yield the tensors among the values, including those in nested containers: a quantisation
+    table may be the only tensor on the GPU."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif depth and isinstance(value, (list, tuple)):
+            yield from _tensors(torch, value, depth - 1)
+        elif depth and isinstance(value, Mapping):
+            yield from _tensors(torch, value.values(), depth - 1)
+
+
+def _unread(reason: str) -> dict[str, Any]:
+    return {"problems": [], "params": None, "reason": reason}
+
+
+def _check_loads(torch: Any, document: Mapping[str, Any]) -> None:
+    """Check that `torch.load(weights_only=True)` accepts everything except the plain tensors: save
+    it, then load it as validators do. Raises RejectedFile."""
+    rest = dict(_no_plain_tensors(torch, document))
+    buffer = io.BytesIO()
+    torch.save(rest, buffer)
+    buffer.seek(0)
+    try:
+        torch.load(buffer, map_location="cpu", weights_only=True)
+    except Exception as error:
+        # Any exception here means that validators cannot load the file either.
+        raise RejectedFile(
+            f"does not load with weights_only=True: {type(error).__name__}: {gist(str(error))}"
+        ) from error
+
+
+def _no_plain_tensors(torch: Any, document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in document.items():
+        if type(value) is not torch.Tensor:
+            yield key, value

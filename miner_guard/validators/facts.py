@@ -1,12 +1,14 @@
-"""Inputs to the rules: the candidate, the published state, the network. Plain data, no I/O.
+"""Inputs and output of the rules: the candidate, the published state, the network, and a rule's
+verdict. Plain data, no I/O; standard library only, because rules also run inside rank 0.
 
 None means unknown; a `reason` field says why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -69,7 +71,7 @@ class Network:
     outer_step: int | None = None
     blocks_since_allreduce: int | None = None
     commitment: str | None = None
-    """`validators.commitment.fingerprint` of the hotkey's on-chain commitment; the fingerprint of
+    """`fingerprint` of the hotkey's on-chain commitment; the fingerprint of
     `""` if it has committed nothing."""
 
     registered: bool | None = None
@@ -117,7 +119,7 @@ class Facts:
     """Monotonic seconds, on the same clock as `seen_at`."""
 
     credentials: str | None = None
-    """`validators.commitment.fingerprint` of the commitment that the credentials in use would
+    """`fingerprint` of the commitment that the credentials in use would
     produce."""
 
     bucket: str | None = None
@@ -128,3 +130,53 @@ class Facts:
 
     axon: Axon | None = None
     allreduce: AllReduce | None = None
+
+
+def fingerprint(commitment: str | None) -> str | None:
+    """`128:0f3a…`: length and digest, to compare commitments without storing them."""
+    if commitment is None:
+        return None
+    return f"{len(commitment)}:{hashlib.sha256(commitment.encode()).hexdigest()[:16]}"
+
+
+OUTCOMES = ("pass", "unknown", "warn", "block")
+"""In order of increasing severity; a decision is the worst of its verdicts."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One rule's verdict on one candidate."""
+
+    rule: str
+    outcome: str
+    """One of OUTCOMES."""
+
+    seen: Any
+    """The number or text that the rule judged; None if unreadable."""
+
+    limit: Any
+    """The limit that `seen` was compared with."""
+
+    sentence: str
+    """Human-readable: the observed value, the limit, and what to do."""
+
+    retry_after_steps: int | None = None
+    """Inner steps until a retry can help."""
+
+    retry_after_s: float | None = None
+    """Seconds until a retry can help."""
+
+    note: str | None = None
+    """Additional information, for a sentence with fixed wording."""
+
+    def as_dict(self) -> dict[str, Any]:
+        document = asdict(self)
+        if self.note is None:
+            # A decision with all its verdicts must fit in one journal entry.
+            del document["note"]
+        return document
+
+
+def worst(verdicts: Iterable[Verdict]) -> str:
+    """The most severe outcome; `pass` for no verdicts."""
+    return max((v.outcome for v in verdicts), key=OUTCOMES.index, default="pass")

@@ -11,9 +11,6 @@ from typing import Any
 
 from miner_guard.validators.limits import Limits
 
-_STEPS = ("outer_step", "window")
-"""Fields in a key that hold the outer step."""
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -48,9 +45,8 @@ class Layout:
         """The outer step in a gradients file's key; None for another file's key, or one without a
         step."""
         match = re.fullmatch(_expression(self.gradients), key)
-        steps = {} if match is None else match.groupdict()
-        found = next((steps[name] for name in _STEPS if name in steps), None)
-        return int(found) if found is not None and found.isdecimal() else None
+        step = None if match is None else match.groupdict().get("outer_step")
+        return int(step) if step is not None and step.isdecimal() else None
 
     def gradients_of(self, outer_step: int) -> str | None:
         """Key of `outer_step`'s gradients; None if the key has fields besides the step."""
@@ -74,7 +70,7 @@ def filled(key: str | None, names: Mapping[str, Any]) -> str | None:
 
 def _of_step(key: str, outer_step: int) -> str | None:
     try:
-        return key.format(**dict.fromkeys(_STEPS, outer_step))
+        return key.format(outer_step=outer_step)
     except KeyError:
         return None
 
@@ -82,6 +78,6 @@ def _of_step(key: str, outer_step: int) -> str | None:
 def _expression(key: str) -> str:
     parts = string.Formatter().parse(key)
     return "".join(
-        re.escape(text).replace(r"\*", ".*") + ("" if name is None else f"(?P<{name}>[^/]+?)")
+        re.escape(text) + ("" if name is None else f"(?P<{name}>[^/]+?)")
         for text, name, _, _ in parts
     )

@@ -51,15 +51,6 @@ class Limits:
     block_s: float = 12.0
     """Seconds per block."""
 
-    window_blocks: int | None = None
-    """Blocks per window, on a subnet that divides time into windows."""
-
-    window_put_s: tuple[float, float] | None = None
-    """When an upload must appear: earliest and latest time in seconds after a window's start."""
-
-    window_inner_steps: int | None = None
-    """Inner steps per window."""
-
     revision_pattern: str | None = None
     """Regular expression for a revision, with the optional groups `outer` and `inner`."""
 
@@ -103,42 +94,16 @@ class Limits:
     """Edge length of the (DCT) chunks that indices are relative to; None if they address the whole
     tensor."""
 
-    gradients_layout: str = "rows"
-    """Layout of a matrix's chunks: `rows` that span its full width, or square `blocks`."""
-
-    gradients_inside: str | None = None
-    """The key under which the file stores the gradients; None if they are at its top level."""
-
-    gradients_packed_bits: int | None = None
-    """12 if the indices are packed, two to every three uint8 bytes; None if each is a separate
-    number."""
-
-    gradients_topk: int | None = None
-    """Values per chunk, capped at the chunk's length; None: any number."""
-
-    gradients_complete: bool = False
-    """Reject the whole file if it lacks a parameter or has one that the model lacks."""
-
-    gradients_quant_scale: tuple[float, float] | None = None
-    """Smallest and largest accepted scale of quantised values."""
-
     gradients_value_dtype: str | None = None
     """torch's name for the dtype that values must have: validators scatter them into a tensor of
     that dtype."""
 
-    gradients_min_bytes: int | None = None
     gradients_max_bytes: int | None = None
     """Sizes outside this range are implausible."""
 
     min_inner_step_after_allreduce: int | None = None
     """The operator's minimum while the published upload is an AllReduce's archive; None: the usual
     minimum."""
-
-    version: str | None = None
-    """The validators' version, for keys that contain `{version}`."""
-
-    bucket_is_account: bool = False
-    """The bucket's name is the committed account id."""
 
     read_from: str | None = None
     """The validator version that these numbers come from."""

@@ -6,11 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from miner_guard.validators.facts import Facts
-from miner_guard.validators.limits import Limits
-from miner_guard.validators.verdict import Verdict
-
-RULE = "metadata"
 FILES = "files"
 """The key in metadata.json that maps each file's name to its `FileRecord`. Only our publisher
 writes it (`miner_guard.uploads.publisher`); validators ignore it."""
@@ -58,16 +53,6 @@ def _whole(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def reduced(metadata: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The scalar fields of metadata.json, small enough to fit in a decision."""
-    if metadata is None:
-        return None
-    scalars = {
-        str(k)[:40]: v for k, v in metadata.items() if isinstance(v, (str, int, float)) or v is None
-    }
-    return {k: v[:80] if isinstance(v, str) else v for k, v in list(scalars.items())[:12]}
-
-
 def read_inner_step(metadata: Mapping[str, Any] | None) -> int | None:
     """The inner step as validators parse it: `int()` of the text after its last dot. None if that
     raises.
@@ -81,61 +66,6 @@ def read_inner_step(metadata: Mapping[str, Any] | None) -> int | None:
         return int(f"{metadata['inner_step']}".split(".")[-1])
     except ValueError:
         return None
-
-
-def judge(facts: Facts, limits: Limits) -> Verdict:
-    """Block if a field that validators read is missing, or the inner step is unreadable.
-
-    Warn if the steps differ from the candidate's: validators take the outer step from the network,
-    and upstream writes the inner step at which the upload ended.
-    """
-    seen, needed = facts.candidate.metadata, list(limits.metadata_fields)
-    if seen is None:
-        return Verdict(RULE, "unknown", None, needed, "the caller did not pass metadata.json")
-    if missing := [name for name in needed if name not in seen]:
-        words = (
-            f"metadata.json lacks {', '.join(missing)}, so validators read inner step 0 "
-            "and reset scores"
-        )
-        return Verdict(
-            RULE, "block", sorted(map(str, seen)), needed, f"{words}; add the missing fields"
-        )
-    inner = read_inner_step(seen)
-    if inner is None and "inner_step" in needed:
-        value = _short(seen["inner_step"])
-        words = f"metadata.json: inner_step is {value}, not a step number; write an integer"
-        return Verdict(RULE, "block", value, "a step", words)
-    for name, ours in (
-        ("outer_step", facts.candidate.outer_step),
-        ("inner_step", facts.candidate.inner_step),
-    ):
-        theirs: Any = inner if name == "inner_step" else seen.get(name)
-        if name in seen and theirs != ours:
-            named = _short(theirs)
-            what = name.replace("_", " ")
-            words = f"metadata.json names {what} {named}, but the gradient is from {ours}"
-            return Verdict(RULE, "warn", named, ours, words)
-    words = f"metadata.json has {', '.join(needed) or 'none of the required fields'}"
-    return Verdict(RULE, "pass", sorted(seen), needed, words)
-
-
-def judge_published(facts: Facts, limits: Limits) -> Verdict:
-    """`judge`, plus a warning if the published gradients are not the ones that the
-    metadata describes."""
-    verdict, published, metadata = judge(facts, limits), facts.published, facts.candidate.metadata
-    # In the first half after an AllReduce, validators score the previous epoch, which the root
-    # metadata does not describe.
-    if (
-        verdict.outcome != "pass"
-        or metadata is None
-        or RootMetadata.of(metadata).outer_step != published.outer_step
-    ):
-        return verdict
-    why = mixed(metadata, published.size_bytes, published.checksum)
-    if why is None:
-        return verdict
-    words = f"{why}: an upload is in progress or was interrupted. If this persists, publish again"
-    return Verdict(RULE, "warn", published.checksum, None, words)
 
 
 def mixed(
@@ -157,10 +87,6 @@ def mixed(
     if checksum is None or other is None or _form(checksum) != _form(other) or checksum == other:
         return None
     return f"gradients.pt has checksum {checksum[:12]}, but metadata.json describes {other[:12]}"
-
-
-def _short(value: Any) -> str:
-    return repr(value)[:40]
 
 
 def _form(checksum: str) -> tuple[int, bool]:

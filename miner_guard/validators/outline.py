@@ -6,15 +6,39 @@ uploaded. This module and `miner_guard.validators.decoding` describe wrong shape
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from miner_guard.validators.chunks import scattered_into
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.shapes import Shapes, plain_name
 
 _MAX_PROBLEMS = 8
+
+
+@functools.cache
+def chunk_edge(length: int, target: int) -> int:
+    """The largest divisor of `length` up to `target`."""
+    return next(edge for edge in range(min(target, length), 0, -1) if length % edge == 0)
+
+
+def scattered_into(shape: Sequence[int], target: int | None) -> tuple[int, ...] | None:
+    """The shape that validators scatter a parameter's values into, along its last dimension.
+
+    For a matrix of `y·h` rows and `x·w` columns: `(y, h, x·w)`; for a vector: `(x, w)`. Without a
+    `target`, indices address the whole tensor. None for a parameter of zero or more than two
+    dimensions, which subnet 38's model does not have.
+    """
+    if target is None:
+        return (math.prod(shape),)
+    if len(shape) not in (1, 2):
+        return None
+    edge = chunk_edge(shape[0], target)
+    if len(shape) == 1:
+        return (shape[0] // edge, edge)
+    return (shape[0] // edge, edge, shape[1])
 
 
 @dataclass(frozen=True)
@@ -135,7 +159,7 @@ def misfit(tensors: Tensors, shape: Sequence[int] | None, limits: Limits) -> str
         )
     target = None
     if shape is not None:
-        target = scattered_into(shape, limits.gradients_chunk, limits.gradients_layout)
+        target = scattered_into(shape, limits.gradients_chunk)
     if limits.gradients_chunk is None and tensors.index_shape == tensors.value_shape:
         return None
     if fits(tensors.index_shape, tensors.value_shape, target):

@@ -1,33 +1,727 @@
-"""Selects the rules that apply: the gate's before an upload, the audit's on the published files.
+"""The rules: what validators and the operator demand of an upload, and of what is published.
 
+Pure functions `(facts, limits) -> Verdict`, standard library only: they also run inside rank 0. The
+gate asks them before an upload (`gate_rules`), the audit about the published files (`audit_rules`).
 A rule applies if the caller supplied its subject or the profile has its limit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+import math
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from miner_guard.validators import (
-    base_age,
-    block_list,
-    bucket,
-    commitment,
-    gradients,
-    loss,
-    metadata,
-    min_inner_step,
-    repo_age,
-    revision,
-    swarm,
-    window,
-)
-from miner_guard.validators.facts import Candidate, Facts
+from miner_guard.validators.facts import Candidate, Facts, Network, Published, Verdict
 from miner_guard.validators.limits import Limits
-from miner_guard.validators.verdict import Verdict
+from miner_guard.validators.metadata import RootMetadata, mixed, read_inner_step
 
 Judge = Callable[[Facts, Limits], Verdict]
 Rule = tuple[str, Judge]
+
+# min inner step
+
+
+def min_inner_step(facts: Facts, limits: Limits) -> Verdict:
+    """Block below `min_inner_step` (source 004: 50). The sentence is a contract.
+
+    Archives are exempt: the upload after an AllReduce starts at inner step 0, and the miner's own
+    reload needs it.
+    """
+    value, required = (
+        facts.candidate.inner_step,
+        minimum_inner_step(limits, facts.published.inner_step),
+    )
+    if value < required and facts.candidate.kind == "archive":
+        sentence = f"archive at inner_step {value}: exempt from the minimum of {required}"
+        return Verdict("min_inner_step", "pass", value, required, sentence)
+    if value < required:
+        return Verdict(
+            "min_inner_step",
+            "block",
+            value,
+            required,
+            (
+                f"inner_step ({value}) < minimum ({required}). Validators will reject this! "
+                "Waiting for more training steps..."
+            ),
+            retry_after_steps=required - value,
+            note=_both_minima(required, facts.published.inner_step, limits),
+        )
+    return Verdict(
+        "min_inner_step", "pass", value, required, f"inner_step {value} >= minimum {required}"
+    )
+
+
+def minimum_inner_step(limits: Limits, published_inner_step: int | None) -> int:
+    """The operator's minimum, which may differ while the published upload is an AllReduce's
+    archive."""
+    if published_inner_step == 0 and limits.min_inner_step_after_allreduce is not None:
+        return limits.min_inner_step_after_allreduce
+    return limits.min_inner_step
+
+
+def _both_minima(required: int, published_inner_step: int | None, limits: Limits) -> str | None:
+    """Details brief out of the sentence, whose wording is a contract; None if there are no
+    details."""
+    accepted = limits.validator_min_inner_step
+    if accepted is None or accepted >= required:
+        return None
+    words = f"validators accept from inner step {accepted}; your minimum is {required}"
+    if published_inner_step == 0:
+        words += (
+            "; the published archive scores nothing in the meantime "
+            "([gate] min_inner_step_after_allreduce)"
+        )
+    return words
+
+
+def published_inner_step(facts: Facts, limits: Limits) -> Verdict:
+    """The validators' verdict on the published inner step (subnet 38 rejects 0)."""
+    value, required = facts.published.inner_step, limits.validator_min_inner_step
+    if value is None:
+        words = "the published inner step is unknown: metadata.json does not contain one"
+        return Verdict("min_inner_step", "unknown", None, required, words)
+    if required is not None and 0 <= value < required:
+        words = (
+            f"published inner_step {value} < {required}: validators reject it; publish "
+            "again after more inner steps"
+        )
+        return Verdict("min_inner_step", "block", value, required, words)
+    if facts.candidate.kind == "archive":
+        words = (
+            f"this is the archive after an outer step (inner_step {value}), not yet a gradient; "
+            "the next upload will be one"
+        )
+        return Verdict("min_inner_step", "warn", value, limits.min_inner_step, words)
+    if value < limits.min_inner_step:
+        words = f"published inner_step {value} < minimum {limits.min_inner_step}"
+        return Verdict("min_inner_step", "warn", value, limits.min_inner_step, words)
+    return Verdict("min_inner_step", "pass", value, required, f"published inner_step {value}")
+
+
+# repo age
+
+
+def age_now(published: Published, now: float) -> float | None:
+    """Age in seconds at `now` (monotonic): the age when read, plus the time since then; 0 if the
+    storage's clock is ahead. None if unknown."""
+    if published.age_s is None:
+        return None
+    since = 0.0 if published.seen_at is None else max(now - published.seen_at, 0.0)
+    return max(published.age_s + since, 0.0)
+
+
+def repo_age(facts: Facts, limits: Limits) -> Verdict:
+    """Block within `min_upload_interval_s` of the last upload; never block because of age, since an
+    upload fixes that."""
+    published, minimum = facts.published, limits.min_upload_interval_s
+    age = age_now(published, facts.now)
+    if published.empty:
+        words = "the repo is empty: the first upload is due"
+        return Verdict("repo_age", "pass", None, limits.repo_age_limit_s, words)
+    if age is None:
+        return Verdict(
+            "repo_age",
+            "unknown",
+            None,
+            limits.repo_age_limit_s,
+            f"repo age unknown: {published.reason}",
+        )
+    value = round(age, 1)
+    if age < minimum:
+        words = (
+            f"repo age {age:.0f}s < minimum interval {minimum:.0f}s: too soon. Wait "
+            f"{minimum - age:.0f}s"
+        )
+        return Verdict(
+            "repo_age", "block", value, minimum, words, retry_after_s=round(minimum - age, 1)
+        )
+    if age > limits.repo_age_limit_s:
+        words = f"repo age {age:.0f}s > limit {limits.repo_age_limit_s:.0f}s: stale, upload now"
+        return Verdict("repo_age", "warn", value, limits.repo_age_limit_s, words)
+    if age > limits.repo_age_target_s:
+        words = f"repo age {age:.0f}s > target {limits.repo_age_target_s:.0f}s: an upload is due"
+        return Verdict("repo_age", "pass", value, limits.repo_age_target_s, words)
+    words = f"repo age {age:.0f}s (keep < {limits.repo_age_target_s:.0f}s)"
+    return Verdict("repo_age", "pass", value, limits.repo_age_target_s, words)
+
+
+def failed_allreduces(network: Network, limits: Limits) -> int:
+    """The largest number of AllReduces that could have failed since the last success.
+
+    Subnet 38 (F:87, F:424): the master starts an AllReduce once `blocks_per_allreduce` blocks have
+    passed, and retries a failed one after a tenth of that number. 0 before that, or if the number
+    of blocks is unknown.
+    """
+    since, between = network.blocks_since_allreduce, limits.blocks_per_allreduce
+    if since is None or between is None or since < between:
+        return 0
+    return 1 + (since - between) * 10 // between
+
+
+def published_age(facts: Facts, limits: Limits) -> Verdict:
+    """The validators' verdict on the age of the published gradients (subnet 38: zero score from
+    4800 s)."""
+    published = facts.published
+    age = age_now(published, facts.now)
+    limit = limits.validator_repo_age_s or limits.repo_age_limit_s
+    if published.empty:
+        words = "nothing is published: there is no gradients file; upload one"
+        return Verdict("repo_age", "block", None, limit, words)
+    if age is None:
+        return Verdict("repo_age", "unknown", None, limit, f"repo age unknown: {published.reason}")
+    value = round(age, 1)
+    raised = limit + failed_allreduces(facts.network, limits) * (
+        limits.validator_repo_age_raise_s or 0.0
+    )
+    if limit <= age < raised:
+        words = (
+            f"gradients are {age:.0f}s old >= {limit:.0f}s, but the AllReduce is overdue: each "
+            f"failed AllReduce raises the limit by {limits.validator_repo_age_raise_s:.0f}s (at "
+            f"most {raised:.0f}s by now), and no public data shows how many failed; upload now"
+        )
+        return Verdict("repo_age", "unknown", value, raised, words)
+    if age >= limit:
+        enforced = limits.validator_repo_age_s is not None
+        why = (
+            "they score zero"
+            if enforced
+            else "over the guard's limit (no profile says at what age validators score zero)"
+        )
+        words = f"gradients are {age:.0f}s old >= {limit:.0f}s: {why}; upload now"
+        return Verdict("repo_age", "block", value, limit, words)
+    if age > limits.repo_age_limit_s:
+        margin = limits.repo_age_limit_s
+        return Verdict(
+            "repo_age",
+            "warn",
+            value,
+            margin,
+            f"gradients are {age:.0f}s old (keep < {margin:.0f}s)",
+        )
+    return Verdict("repo_age", "pass", value, limit, f"gradients are {age:.0f}s old")
+
+
+# base age
+
+
+def base_age(facts: Facts, limits: Limits) -> Verdict:
+    """Block if the network is past the outer step that the miner loaded; warn if the miner is
+    ahead.
+
+    One step ahead is normal after an AllReduce, until the master publishes the new state and the
+    guard probes again.
+    """
+    ours, network = facts.candidate.base_outer_step, facts.network.outer_step
+    if network is None:
+        why = facts.network.reason or "the master's repo was not read"
+        return Verdict(
+            "base_age", "unknown", ours, None, f"the network's outer step is unknown: {why}"
+        )
+    if ours is None:
+        words = "the caller did not pass the outer step of the loaded state"
+        return Verdict("base_age", "unknown", None, network, words)
+    if ours < network:
+        words = (
+            f"base outer_step ({ours}) < network ({network}): the gradient was computed "
+            "against an old base. Reload the global state"
+        )
+        return Verdict("base_age", "block", ours, network, words)
+    if ours > network + 1:
+        words = f"base outer_step ({ours}) > network ({network}): is the right network configured?"
+        return Verdict("base_age", "warn", ours, network, words)
+    return Verdict("base_age", "pass", ours, network, f"base outer_step {ours}, network {network}")
+
+
+# loss
+
+LOSS_POINTS = 10
+"""Inner steps in the trend (source 004: check the last 10 steps)."""
+
+
+RISING_P = 0.99
+
+
+def loss(facts: Facts, limits: Limits) -> Verdict:
+    """Block a non-finite loss; warn if it rises over the last 10 inner steps with P > 0.99."""
+    latest, recent = facts.candidate.loss, facts.candidate.recent_losses
+    if latest is None and not recent:
+        return Verdict("loss", "unknown", None, None, "the caller did not pass the loss")
+    value = recent[-1] if latest is None else latest
+    if not math.isfinite(value):
+        words = f"loss is {value}: gradient invalid. Restore the last good checkpoint"
+        return Verdict("loss", "block", str(value), "finite", words)
+    if len(recent) >= LOSS_POINTS and all(math.isfinite(v) for v in recent[-LOSS_POINTS:]):
+        p = rising_probability(recent[-LOSS_POINTS:])
+        if p > RISING_P:
+            first = recent[-LOSS_POINTS]
+            words = (
+                f"loss rose over the last {LOSS_POINTS} inner steps ({first:.3g} to "
+                f"{value:.3g}, P = {p:.3f})"
+            )
+            return Verdict("loss", "warn", round(p, 4), RISING_P, words)
+    return Verdict("loss", "pass", round(value, 4), "finite", f"loss {value:.4g} is finite")
+
+
+def rising_probability(values: Sequence[float]) -> float:
+    """P(slope > 0) of a least-squares line through `values` (an even count of at least 4).
+
+    Student's t with n - 2 degrees of freedom; the closed form for even degrees is Abramowitz &
+    Stegun 26.7.4.
+    """
+    n = len(values)
+    mean_x, mean_y = (n - 1) / 2, math.fsum(values) / n
+    spread = math.fsum((x - mean_x) ** 2 for x in range(n))
+    slope = math.fsum((x - mean_x) * (y - mean_y) for x, y in enumerate(values)) / spread
+    left_over = math.fsum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in enumerate(values))
+    freedom = n - 2
+    if left_over <= 1e-18 * max(mean_y * mean_y, 1e-300):
+        return 0.5 if slope == 0 else float(slope > 0)
+    t = slope / math.sqrt(left_over / freedom / spread)
+    angle = math.atan(t / math.sqrt(freedom))
+    term = total = 1.0
+    for k in range(1, freedom // 2):
+        term *= (2 * k - 1) / (2 * k) * math.cos(angle) ** 2
+        total += term
+    return 0.5 + math.sin(angle) * total / 2
+
+
+# gradients
+
+ALL_ZERO = "all values are zero"
+"""An error for a gradient, normal for an archive: after an outer step the local weights equal the
+global ones."""
+
+
+_MAX_PROBLEMS = 3
+
+
+_SHAPES: Mapping[Any, str] = {
+    True: ", with the model's shapes",
+    False: "; shapes not checked: `guard.diagnose` has not recorded the model's",
+}
+
+
+def reduced_report(report: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Keep only the parts of an inspection's report that this rule reads, small enough to fit in a
+    decision."""
+    if report is None:
+        return None
+    problems = [str(p)[:160] for p in report.get("problems") or ()]
+    brief = {
+        "size_bytes": report.get("size_bytes"),
+        "params": report.get("params"),
+        "problems": problems[:_MAX_PROBLEMS],
+    }
+    if report.get("warnings"):
+        brief["warnings"] = [str(report["warnings"][0])[:160]]
+    for name in ("shapes_known", "values_read"):
+        if report.get(name) is not None:
+            brief[name] = bool(report[name])
+    if report.get("reason") is not None:
+        brief["reason"] = str(report["reason"])[:160]
+    return brief
+
+
+def gradients(facts: Facts, limits: Limits) -> Verdict:
+    """Block a file with problems or of an implausible size; unknown without an inspection.
+
+    An archive's values may all be zero.
+    """
+    report = facts.candidate.files
+    if report is None:
+        return Verdict("gradients", "unknown", None, None, "gradients.pt was not inspected")
+    size = report.get("size_bytes")
+    if report.get("reason") is not None:
+        return Verdict(
+            "gradients",
+            "unknown",
+            size,
+            None,
+            f"gradients.pt could not be inspected: {report['reason']}",
+        )
+    maximum = limits.gradients_max_bytes
+    problems = list(report.get("problems") or ())
+    if problems == [ALL_ZERO] and facts.candidate.kind == "archive":
+        words = f"gradients.pt: {ALL_ZERO}, as in every archive after an outer step"
+        return Verdict("gradients", "pass", size, maximum, words)
+    if problems:
+        words = f"gradients.pt: {'; '.join(map(str, problems[:_MAX_PROBLEMS]))}"
+        return Verdict("gradients", "block", size, None, words)
+    if maximum is not None and size is not None and size > maximum:
+        words = f"gradients.pt is {size} bytes, above the plausible maximum of {maximum}"
+        return Verdict("gradients", "block", size, maximum, words)
+    if not report.get("params"):
+        return Verdict("gradients", "block", 0, 1, "gradients.pt contains no gradients")
+    if warnings := list(report.get("warnings") or ()):
+        words = f"gradients.pt: {'; '.join(map(str, warnings[:_MAX_PROBLEMS]))}"
+        return Verdict("gradients", "warn", size, maximum, words)
+    read = "all finite" if report.get("values_read", True) else "values not read"
+    words = f"gradients.pt: {report['params']} parameters, {read}"
+    return Verdict(
+        "gradients", "pass", size, maximum, words + _SHAPES.get(report.get("shapes_known"), "")
+    )
+
+
+# block list
+
+_NEVER_OLD = 10**15
+
+
+def block_list_age_limit(limits: Limits) -> float | None:
+    """Maximum age of the newest block, in blocks: half the number between AllReduces (R:320)."""
+    if limits.blocks_per_allreduce is not None and limits.block_list_max_age is not None:
+        return limits.blocks_per_allreduce / 2
+    return limits.block_list_max_age
+
+
+def current_block(network: Network, now: float, block_s: float) -> int | None:
+    """The block at `now` (monotonic): the last one read plus those due since. None if unknown."""
+    if network.block is None:
+        return None
+    since = 0.0 if network.seen_at is None else max(now - network.seen_at, 0.0)
+    return network.block + int(since / block_s)
+
+
+def reduced_config(
+    config: Mapping[str, Any] | None, uid: int | None = None
+) -> Mapping[str, Any] | None:
+    """Keep only what this rule reads from config.json: a one-element list with the newest block;
+    empty if the list is empty, None if validators cannot use it."""
+    if config is None:
+        return None
+    blocks = config.get("block_list")
+    if not isinstance(blocks, (list, tuple)):
+        return {"block_list": None}
+    if not blocks:
+        return {"block_list": []}
+    return {"block_list": None if (newest := _newest_block(blocks, uid)) is None else [newest]}
+
+
+def _newest_block(blocks: Sequence[Any], uid: int | None) -> int | None:
+    """The newest block; None if validators cannot compare the blocks, or cannot use the one they
+    draw."""
+    if not set(map(type, blocks)) <= {int, float, bool}:
+        return None
+    drawn = blocks if uid is None else random.Random(uid).sample(list(blocks), 1)
+    if not all(isinstance(block, int) for block in drawn):
+        return None
+    newest = max(blocks)
+    if isinstance(newest, int):
+        return int(newest)
+    # A NaN or infinite block never counts as too old in a validator.
+    return math.floor(newest) if math.isfinite(newest) else _NEVER_OLD
+
+
+def block_list(facts: Facts, limits: Limits) -> Verdict:
+    """Block an empty or missing list, and one whose newest block is older than `block_list_max_age`
+    blocks. An archive's list may be empty."""
+    limit = block_list_age_limit(limits)
+    if facts.candidate.config is None:
+        return Verdict("block_list", "unknown", None, limit, "the caller did not pass config.json")
+    brief = reduced_config(facts.candidate.config, facts.network.uid)
+    blocks = None if brief is None else brief["block_list"]
+    if blocks is None:
+        words = (
+            "config.json has no block_list of integers, from which validators draw a block; add one"
+        )
+        return Verdict("block_list", "block", None, limit, words)
+    if not blocks and facts.candidate.kind == "archive":
+        # The miner clears its list at an AllReduce, and reloads from this upload.
+        words = "block_list is empty, as in every archive after an AllReduce"
+        return Verdict("block_list", "pass", 0, limit, words)
+    if not blocks:
+        words = (
+            "block_list is empty, so validators raise an error and reset scores; wait "
+            "until the miner has read the chain"
+        )
+        return Verdict("block_list", "block", 0, limit, words)
+    block = current_block(facts.network, facts.now, limits.block_s)
+    if block is None:
+        why = facts.network.reason or "the block was not read"
+        return Verdict(
+            "block_list", "unknown", max(blocks), limit, f"the current block is unknown: {why}"
+        )
+    age = block - max(blocks)
+    old = f"newest block in block_list is {age} blocks old"
+    if limit is not None and age > limit:
+        words = f"{old} (limit {limit:.0f}); validators reject it. Has this node stalled?"
+        return Verdict("block_list", "block", age, limit, words)
+    if limit is not None and age > 0.75 * limit:
+        return Verdict("block_list", "warn", age, limit, f"{old} (limit {limit:.0f})")
+    return Verdict("block_list", "pass", age, limit, old)
+
+
+# metadata
+
+
+def reduced_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The scalar fields of metadata.json, small enough to fit in a decision."""
+    if metadata is None:
+        return None
+    scalars = {
+        str(k)[:40]: v for k, v in metadata.items() if isinstance(v, (str, int, float)) or v is None
+    }
+    return {k: v[:80] if isinstance(v, str) else v for k, v in list(scalars.items())[:12]}
+
+
+def metadata(facts: Facts, limits: Limits) -> Verdict:
+    """Block if a field that validators read is missing, or the inner step is unreadable.
+
+    Warn if the steps differ from the candidate's: validators take the outer step from the network,
+    and upstream writes the inner step at which the upload ended.
+    """
+    value, needed = facts.candidate.metadata, list(limits.metadata_fields)
+    if value is None:
+        return Verdict("metadata", "unknown", None, needed, "the caller did not pass metadata.json")
+    if missing := [name for name in needed if name not in value]:
+        words = (
+            f"metadata.json lacks {', '.join(missing)}, so validators read inner step 0 "
+            "and reset scores"
+        )
+        return Verdict(
+            "metadata", "block", sorted(map(str, value)), needed, f"{words}; add the missing fields"
+        )
+    inner = read_inner_step(value)
+    if inner is None and "inner_step" in needed:
+        shown = _short(value["inner_step"])
+        words = f"metadata.json: inner_step is {shown}, not a step number; write an integer"
+        return Verdict("metadata", "block", shown, "a step", words)
+    for name, ours in (
+        ("outer_step", facts.candidate.outer_step),
+        ("inner_step", facts.candidate.inner_step),
+    ):
+        theirs: Any = inner if name == "inner_step" else value.get(name)
+        if name in value and theirs != ours:
+            named = _short(theirs)
+            what = name.replace("_", " ")
+            words = f"metadata.json names {what} {named}, but the gradient is from {ours}"
+            return Verdict("metadata", "warn", named, ours, words)
+    words = f"metadata.json has {', '.join(needed) or 'none of the required fields'}"
+    return Verdict("metadata", "pass", sorted(value), needed, words)
+
+
+def published_metadata(facts: Facts, limits: Limits) -> Verdict:
+    """`metadata`, plus a warning if the published gradients are not the ones that the
+    metadata describes."""
+    verdict, published = metadata(facts, limits), facts.published
+    document = facts.candidate.metadata
+    # In the first half after an AllReduce, validators score the previous epoch, which the root
+    # metadata does not describe.
+    if (
+        verdict.outcome != "pass"
+        or document is None
+        or RootMetadata.of(document).outer_step != published.outer_step
+    ):
+        return verdict
+    why = mixed(document, published.size_bytes, published.checksum)
+    if why is None:
+        return verdict
+    words = f"{why}: an upload is in progress or was interrupted. If this persists, publish again"
+    return Verdict("metadata", "warn", published.checksum, None, words)
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:40]
+
+
+# revision
+
+
+def revision(facts: Facts, limits: Limits) -> Verdict:
+    """Block a malformed revision, or one whose outer step differs from the candidate's; warn if
+    only the inner step differs.
+
+    Upstream writes the root metadata at the end of an upload, with the inner step at that moment,
+    so validators accept a revision whose inner steps differ.
+    """
+    value, pattern = facts.candidate.revision, limits.revision_pattern
+    if value is None:
+        return Verdict("revision", "unknown", None, pattern, "the caller did not pass a revision")
+    if pattern is None:
+        return Verdict("revision", "unknown", value, None, "the profile defines no revision format")
+    match = re.fullmatch(pattern, value)
+    if match is None:
+        return Verdict(
+            "revision",
+            "block",
+            value,
+            pattern,
+            f"revision {value!r} does not match {pattern}; rename it",
+        )
+    named, candidate = match.groupdict(), facts.candidate
+    if "outer" in named and int(named["outer"]) != candidate.outer_step:
+        words = (
+            f"revision {value!r} is for outer step {named['outer']}, but the gradient is from "
+            f"{candidate.outer_step}"
+        )
+        return Verdict("revision", "block", value, candidate.outer_step, words)
+    if "inner" in named and int(named["inner"]) != candidate.inner_step:
+        words = (
+            f"revision {value!r} is for inner step {named['inner']}, but the gradient is from "
+            f"{candidate.inner_step}"
+        )
+        return Verdict("revision", "warn", value, candidate.inner_step, words)
+    return Verdict("revision", "pass", value, pattern, f"revision {value}")
+
+
+# bucket
+
+
+def bucket(facts: Facts, limits: Limits) -> Verdict:
+    """Block a name that does not match `bucket_pattern`, names a model other than `global_model`,
+    or does not contain the chain's uid, zero-padded to three digits.
+
+    Subnet 38: `{global_model_name}-{uid:03d}`.
+    """
+    value, pattern, uid = facts.bucket, limits.bucket_pattern, facts.network.uid
+    if value is None:
+        return Verdict(
+            "bucket", "unknown", None, pattern, "the bucket name is unknown; set [repo] bucket"
+        )
+    if pattern is None:
+        return Verdict(
+            "bucket", "unknown", value, None, "the profile defines no format for the bucket name"
+        )
+    match = re.fullmatch(pattern, value)
+    if match is None:
+        words = f"bucket {value!r} does not match {pattern}; no validator reads it"
+        return Verdict("bucket", "block", value, pattern, words)
+    named, model = match.groupdict().get("uid"), match.groupdict().get("model")
+    if model is not None and limits.global_model is not None and model != limits.global_model:
+        words = (
+            f"bucket {value!r} belongs to model {model}, but validators score "
+            f"{limits.global_model} and look for its buckets"
+        )
+        return Verdict("bucket", "block", model, limits.global_model, f"{words}; rename the bucket")
+    if named is None:
+        return Verdict("bucket", "pass", value, pattern, f"bucket {value}")
+    if uid is None:
+        why = facts.network.reason or "the chain was not read"
+        words = f"bucket {value} belongs to uid {int(named)}; ours is unknown: {why}"
+        return Verdict("bucket", "unknown", value, pattern, words)
+    if int(named) == uid and named != f"{uid:03d}":
+        words = (
+            f"bucket {value!r} writes uid {uid} as {named}, but validators look for {uid:03d}; "
+            "rename the bucket"
+        )
+        return Verdict("bucket", "block", named, f"{uid:03d}", words)
+    if int(named) != uid:
+        words = (
+            f"bucket {value!r} belongs to uid {int(named)}, but the hotkey's uid is {uid}; "
+            "rename the bucket"
+        )
+        return Verdict("bucket", "block", int(named), uid, words)
+    return Verdict("bucket", "pass", value, pattern, f"bucket {value} belongs to uid {uid}")
+
+
+# commitment
+
+
+def tried_commitment(facts: Facts, limits: Limits) -> Verdict:
+    """Like `commitment`, for an audit that has opened the bucket with the committed keys."""
+    verdict = commitment(facts, limits)
+    if verdict.outcome != "warn":
+        return verdict
+    words = "the read keys committed on chain are not the ones in use, but they do open the bucket"
+    return Verdict("commitment", "warn", verdict.seen, verdict.limit, words)
+
+
+def commitment(facts: Facts, limits: Limits) -> Verdict:
+    """Block if the hotkey has committed nothing or the wrong length (subnet 38: exactly 128
+    characters).
+
+    Warn if the committed keys differ from those in use: only the audit can try them.
+    """
+    value, chars = facts.network.commitment, limits.commitment_chars
+    if value is None:
+        why = facts.network.reason or "the chain's reply did not include it"
+        return Verdict("commitment", "unknown", None, chars, f"the commitment is unknown: {why}")
+    length = int(value.partition(":")[0])
+    if length == 0:
+        words = (
+            "nothing is committed for this hotkey, so no validator can read the bucket; the "
+            "miner commits when it starts"
+        )
+        return Verdict("commitment", "block", 0, chars, words)
+    if chars is not None and length != chars:
+        words = (
+            f"the commitment has {length} characters, but validators expect exactly {chars}; "
+            "commit again"
+        )
+        return Verdict("commitment", "block", length, chars, words)
+    if facts.credentials is None:
+        words = f"the commitment has {length} characters; the read keys in use are unknown"
+        return Verdict("commitment", "unknown", length, chars, words)
+    if facts.credentials != value:
+        words = (
+            "the read keys committed on chain are not the ones in use; "
+            "`miner-guard audit` tests them"
+        )
+        return Verdict("commitment", "warn", "other keys", "the keys in use", words)
+    return Verdict(
+        "commitment",
+        "pass",
+        length,
+        chars,
+        f"the commitment ({length} characters) contains the keys in use",
+    )
+
+
+# swarm
+
+
+def is_alive(facts: Facts, limits: Limits) -> Verdict:
+    """Judge whether the axon that the chain names responds to this host within the validators'
+    timeout. The epoch in its response stays unknown: the axon returns it only to validators' signed
+    requests.
+    """
+    value, limit = facts.axon, limits.alive_timeout_s
+    if value is None or value.address is None:
+        why = "the chain was not read" if value is None else value.reason
+        return Verdict("is_alive", "unknown", None, limit, f"the miner's axon is unknown: {why}")
+    if value.address == "":
+        words = (
+            "the chain lists no axon for this uid, so validators can't invite the miner; start the "
+            "axon"
+        )
+        return Verdict("is_alive", "warn", "", limit, words)
+    if value.seconds is None:
+        words = (
+            f"the axon {value.address} does not respond to this host ({value.reason}). If "
+            "validators get no response, they leave the miner out of AllReduces. Open the port; "
+            "behind NAT, test from another host"
+        )
+        return Verdict("is_alive", "warn", None, limit, words)
+    words = f"the axon {value.address} responds in {value.seconds:.2f}s"
+    if limit is not None and value.seconds > limit:
+        return Verdict(
+            "is_alive",
+            "warn",
+            value.seconds,
+            limit,
+            f"{words}, but validators wait only {limit:.1f}s. Is the host overloaded?",
+        )
+    return Verdict("is_alive", "pass", value.seconds, limit, words)
+
+
+def allreduce(facts: Facts, limits: Limits) -> Verdict:
+    """Judge how the miner's last AllReduce ended, according to its own log."""
+    share, value = limits.allreduce_share, facts.allreduce
+    worth = "" if share is None else f" (AllReduces make up {share:.0%} of the score)"
+    if value is None:
+        words = f"no AllReduce in the miner's log since the guard started{worth}"
+        return Verdict("allreduce", "unknown", None, None, words)
+    if value.error is not None:
+        words = f"the last AllReduce failed here: {value.error}{worth}; see the preceding log lines"
+        return Verdict("allreduce", "warn", value.error, None, words)
+    return Verdict("allreduce", "pass", "finished", None, "the last AllReduce finished here")
+
+
+# which rules apply
 
 _MAX_REVISION = 80
 """How many characters of a revision a decision keeps."""
@@ -38,10 +732,10 @@ def reduced(candidate: Candidate) -> Candidate:
     identically."""
     return replace(
         candidate,
-        recent_losses=tuple(candidate.recent_losses[-loss.POINTS :]),
-        files=gradients.reduced(candidate.files),
-        config=block_list.reduced(candidate.config),
-        metadata=metadata.reduced(candidate.metadata),
+        recent_losses=tuple(candidate.recent_losses[-LOSS_POINTS:]),
+        files=reduced_report(candidate.files),
+        config=reduced_config(candidate.config),
+        metadata=reduced_metadata(candidate.metadata),
         revision=None if candidate.revision is None else candidate.revision[:_MAX_REVISION],
     )
 
@@ -49,50 +743,42 @@ def reduced(candidate: Candidate) -> Candidate:
 def gate_rules(facts: Facts, limits: Limits) -> Iterator[Rule]:
     """Rules for a candidate, in reporting order."""
     candidate = facts.candidate
-    yield min_inner_step.RULE, min_inner_step.judge
-    yield repo_age.RULE, repo_age.judge
-    yield base_age.RULE, base_age.judge
+    yield "min_inner_step", min_inner_step
+    yield "repo_age", repo_age
+    yield "base_age", base_age
     if candidate.loss is not None or candidate.recent_losses:
-        yield loss.RULE, loss.judge
+        yield "loss", loss
     if candidate.files is not None:
-        yield gradients.RULE, gradients.judge
+        yield "gradients", gradients
     if candidate.config is not None and limits.block_list_max_age is not None:
-        yield block_list.RULE, block_list.judge
+        yield "block_list", block_list
     if candidate.metadata is not None and limits.metadata_fields:
-        yield metadata.RULE, metadata.judge
+        yield "metadata", metadata
     if candidate.revision is not None and limits.revision_pattern is not None:
-        yield revision.RULE, revision.judge
-    yield from _of_the_bucket(facts, limits)
+        yield "revision", revision
+    if limits.bucket_pattern is not None and facts.bucket is not None:
+        yield "bucket", bucket
     if limits.commitment_chars is not None and facts.network.reason is None:
-        yield commitment.RULE, commitment.judge
-    if limits.window_blocks is not None:
-        yield window.RULE, window.judge
+        yield "commitment", commitment
 
 
 def audit_rules(facts: Facts, limits: Limits) -> Iterator[Rule]:
     """Rules for the published files; `facts.candidate` holds what the audit fetched."""
-    if limits.window_blocks is not None:
-        yield window.RULE, window.judge_published
-    else:
-        yield min_inner_step.RULE, min_inner_step.judge_published
-        yield repo_age.RULE, repo_age.judge_published
-    yield gradients.RULE, gradients.judge
+    yield "min_inner_step", published_inner_step
+    yield "repo_age", published_age
+    yield "gradients", gradients
     if limits.block_list_max_age is not None:
-        yield block_list.RULE, block_list.judge
+        yield "block_list", block_list
     if limits.metadata_fields:
-        yield metadata.RULE, metadata.judge_published
-    yield from _of_the_bucket(facts, limits)
-    if limits.commitment_chars is not None and facts.network.reason is None:
-        yield commitment.RULE, commitment.judge_tried if facts.tried else commitment.judge
-    if limits.alive_timeout_s is not None:
-        yield swarm.ALIVE, swarm.judge_alive
-    if limits.allreduce_share is not None:
-        yield swarm.ALLREDUCE, swarm.judge_allreduce
-
-
-def _of_the_bucket(facts: Facts, limits: Limits) -> Iterator[Rule]:
+        yield "metadata", published_metadata
     if limits.bucket_pattern is not None and facts.bucket is not None:
-        yield bucket.RULE, bucket.judge
+        yield "bucket", bucket
+    if limits.commitment_chars is not None and facts.network.reason is None:
+        yield "commitment", tried_commitment if facts.tried else commitment
+    if limits.alive_timeout_s is not None:
+        yield "is_alive", is_alive
+    if limits.allreduce_share is not None:
+        yield "allreduce", allreduce
 
 
 def evaluate_all(rules: Iterator[Rule], facts: Facts, limits: Limits) -> list[Verdict]:
@@ -112,3 +798,81 @@ def rule_error(name: str, error: Exception) -> Verdict:
     """The verdict for a rule that raised: a block."""
     words = f"the rule {name} failed: {type(error).__name__}: {error}"
     return Verdict(name, "block", None, None, f"{words[:180]}; the upload is blocked")
+
+
+# the audit
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The epoch that validators score, and the evidence for it."""
+
+    outer_step: int
+    why: str
+
+
+def epoch_scored(
+    published: int | None, network: int | None, blocks_since_allreduce: int | None, limits: Limits
+) -> Epoch | None:
+    """The epoch that validators score: the one before the network's during the first half of the
+    blocks after an AllReduce (subnet 38, F:91), otherwise the network's. If the network's is
+    unknown, the published one.
+
+    None if both the network's and the published outer step are unknown.
+    """
+    if network is None:
+        why = "as published; the network's outer step is unknown"
+        return None if published is None else Epoch(published, why)
+    per_allreduce = limits.blocks_per_allreduce
+    if per_allreduce is None or blocks_since_allreduce is None:
+        return Epoch(
+            network, "the network's epoch; the number of blocks since the AllReduce is unknown"
+        )
+    if blocks_since_allreduce < per_allreduce / 2 and network != 0:
+        return Epoch(
+            network - 1, f"the previous one: {blocks_since_allreduce} blocks since the AllReduce"
+        )
+    return Epoch(network, f"the network's: {blocks_since_allreduce} blocks since the AllReduce")
+
+
+def audit_verdicts(facts: Facts, limits: Limits) -> tuple[Verdict, ...]:
+    """Every rule's verdict on the fetched files."""
+    return tuple(evaluate_all(audit_rules(facts, limits), facts, limits))
+
+
+def audit_detail(
+    outcome: str, verdicts: Sequence[Verdict], *, epoch: Epoch, seconds: float, fetched_bytes: int
+) -> str:
+    """The text after `AUDIT PASSED: `, `AUDIT FAILED: ` or `AUDIT UNKNOWN: `."""
+    blocks = [f"{v.rule}: {v.sentence}" for v in verdicts if v.outcome == "block"]
+    unknown = [f"{v.rule} unknown ({v.sentence})" for v in verdicts if v.outcome == "unknown"]
+    warned = [f"warning: {v.sentence}" for v in verdicts if v.outcome == "warn"]
+    cost = f"{fetched_bytes} bytes in {seconds:.1f}s"
+    if outcome == "rejected":
+        # This state is normal between an AllReduce and the next gradient upload.
+        if any(
+            v.rule == "min_inner_step" and v.outcome == "block" and v.seen == 0 for v in verdicts
+        ):
+            blocks.append(
+                "this is the upload after an AllReduce; the next gradient upload fixes it"
+            )
+        return f"epoch {epoch.outer_step} ({epoch.why}): {'; '.join(blocks)}"
+    passed = sum(v.outcome == "pass" for v in verdicts)
+    return "; ".join(
+        [
+            f"epoch {epoch.outer_step} ({epoch.why}), {passed} rules passed, {cost}",
+            *warned,
+            *unknown,
+        ]
+    )
+
+
+def audit_outcome(verdicts: Sequence[Verdict]) -> str:
+    """`rejected` if any rule blocks, `unknown` if the files themselves could not be judged, else
+    `accepted`."""
+    outcomes = {v.rule: v.outcome for v in verdicts}
+    if "block" in outcomes.values():
+        return "rejected"
+    # Without these verdicts the audit cannot conclude that a validator would accept the files.
+    needed = ("gradients", "repo_age", "min_inner_step")
+    return "unknown" if any(outcomes.get(rule) == "unknown" for rule in needed) else "accepted"

@@ -12,8 +12,8 @@ from miner_guard.config import GateSettings
 from miner_guard.uploads import gate
 from miner_guard.uploads import inputs as gate_inputs
 from miner_guard.uploads.inputs import GateInputs
+from miner_guard.validators.decoding import contents
 from miner_guard.validators.facts import Candidate, Network, Published
-from miner_guard.validators.in_memory import contents
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.outline import outline
 from miner_guard.validators.profiles import load_profile

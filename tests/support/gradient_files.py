@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from miner_guard.validators.inspect_gradients import examine
+from miner_guard.validators.inspection import examine
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.shapes import Shapes
 

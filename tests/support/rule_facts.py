@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from miner_guard.config import GateSettings
-from miner_guard.validators import commitment
-from miner_guard.validators.facts import Candidate, Facts, Network, Published
+from miner_guard.validators.facts import Candidate, Facts, Network, Published, fingerprint
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.profiles import load_profile
 
@@ -14,8 +13,7 @@ NOW = 10_000.0
 SN38_NUMBERS = load_profile("sn38").limits
 SN38 = Limits.of(GateSettings(), SN38_NUMBERS)
 SPACED = replace(SN38, min_upload_interval_s=300.0)
-SN3 = Limits.of(GateSettings(), load_profile("sn3").limits)
-OURS = commitment.fingerprint("a" * 128)
+OURS = fingerprint("a" * 128)
 META = {"run": "5", "outer_step": 56, "inner_step": 84, "peer_id": "12D3"}
 RISING = tuple(2.0 + 0.1 * n for n in range(10))
 

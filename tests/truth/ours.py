@@ -18,9 +18,8 @@ from miner_guard.config import GateSettings, RepoSettings
 from miner_guard.system import probe
 from miner_guard.uploads import audit, audit_probe
 from miner_guard.uploads.repos.base import RepoError
-from miner_guard.validators.commitment import fingerprint
-from miner_guard.validators.facts import Network
-from miner_guard.validators.inspect_gradients import examine
+from miner_guard.validators.facts import Network, fingerprint
+from miner_guard.validators.inspection import examine
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.profiles import load_profile
 from miner_guard.validators.shapes import Shapes

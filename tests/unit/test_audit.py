@@ -3,7 +3,6 @@ answers `accepted` without reading them."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import tempfile
@@ -20,11 +19,10 @@ from miner_guard.state_dir import StateDir
 from miner_guard.uploads import audit, remembered_settings
 from miner_guard.uploads.audit_memory import AuditMemory
 from miner_guard.uploads.commitments import NAMES
-from miner_guard.validators.audit import epoch_scored
-from miner_guard.validators.commitment import fingerprint
-from miner_guard.validators.facts import Network
+from miner_guard.validators.facts import Network, fingerprint
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.profiles import load_profile
+from miner_guard.validators.rules import epoch_scored
 from miner_guard.validators.shapes import Shapes
 from tests.support.published import FLAT, ages_to_the_hundred, chain, inspected_here, look, publish
 
@@ -278,31 +276,6 @@ def test_an_account_on_chain_that_does_not_respond_is_rejected_with_the_reason(
     report = audit.run(repo, FLAT, chain(), "a" * 32 + "b" * 32 + "c" * 64, child=child)
     assert report.outcome == "rejected"
     assert "does not respond (no answer within 0.01 s); commit again" in report.detail
-
-
-@pytest.mark.usefixtures("inspected_here")
-def test_a_second_subnets_gradient_is_found_by_window_and_version_and_has_no_metadata(
-    tmp_path: Path,
-) -> None:
-    limits = Limits.of(GateSettings(min_inner_step=0), load_profile("sn3").limits)
-    limits = dataclasses.replace(limits, gradients_packed_bits=None, gradients_chunk=None)
-    limits = dataclasses.replace(limits, gradients_quant_scale=None, gradients_complete=False)
-    values = {"widxs": torch.tensor([1, 2]), "wvals": torch.tensor([0.5, -0.5])}
-    path = tmp_path / f"gradient-8-7-v{limits.version}.pt"
-    torch.save({"state_dict": values, "global_step": 1}, path)
-    network = Network(115 * 9 + 3, None, None, None, True, 7, None, time.monotonic())
-    report = look(tmp_path, network, limits)
-    assert report.outcome == "accepted", report.detail
-    assert {v.rule for v in report.verdicts} == {"window", "gradients", "commitment"}
-    late = dataclasses.replace(network, block=115 * 9 + 20)
-    assert "TOO_LATE" in look(tmp_path, late, limits).detail
-    then = time.time() - 300.0
-    os.utime(path, (then, then))
-    assert "TOO_EARLY" in look(tmp_path, network, limits).detail
-    os.replace(path, tmp_path / "gradient-8-7-v2.1.18.pt")
-    gone = look(tmp_path, network, limits)
-    assert gone.outcome == "rejected"
-    assert f"gradient-8-7-v{limits.version}.pt does not exist" in gone.detail
 
 
 @pytest.mark.usefixtures("inspected_here")

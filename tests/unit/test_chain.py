@@ -16,8 +16,8 @@ from miner_guard.monitors.chain import ChainMonitor
 from miner_guard.uploads import chain
 from miner_guard.uploads.chain import ChainReading, committed_text
 from miner_guard.uploads.network import NetworkProgress, master_bucket
-from miner_guard.validators.block_list import current_block
 from miner_guard.validators.facts import Network
+from miner_guard.validators.rules import current_block
 from tests.support.contexts import JobsNever, context
 
 SETTINGS = ChainSettings(

@@ -20,7 +20,7 @@ from miner_guard.uploads import inputs as gate_inputs
 from miner_guard.uploads.decision import GateDecision
 from miner_guard.uploads.gate import decide, replay
 from miner_guard.uploads.inputs import GateInputs
-from miner_guard.validators import min_inner_step, rules
+from miner_guard.validators import rules
 from miner_guard.validators.facts import Candidate, Facts, Network, Published
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.profiles import load_profile
@@ -156,7 +156,7 @@ def test_an_error_inside_a_rule_blocks_with_its_reason(monkeypatch: pytest.Monke
     def broken(*_: object) -> None:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(min_inner_step, "judge", broken)
+    monkeypatch.setattr(rules, "min_inner_step", broken)
     decision = ask()
     assert not decision
     assert "the rule min_inner_step failed: ZeroDivisionError: planted" in decision.reason
@@ -170,7 +170,7 @@ def test_foreign_limits_block_rather_than_pass_unjudged() -> None:
 
 def test_gate_inputs_survive_a_round_trip_with_the_same_digest(tmp_path: Path) -> None:
     path = tmp_path / "gate-inputs.json"
-    written = replace(inputs(), limits={"block_list_max_age": 200, "window_put_s": [0, 70]})
+    written = replace(inputs(), limits={"block_list_max_age": 200, "commitment_form": [32, 64]})
     gate_inputs.write(path, written)
     assert gate_inputs.read(path) == written
     assert gate_inputs.read(path).digest == written.digest

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from miner_guard.config import GateSettings
-from miner_guard.validators import inspect_gradients
-from miner_guard.validators.inspect_gradients import examine
-from miner_guard.validators.inspection import inspect_file
+from miner_guard.validators import inspection
+from miner_guard.validators.inspection import examine, inspect_file
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.profiles import load_profile
 from miner_guard.validators.shapes import Shapes
@@ -144,8 +143,8 @@ def test_the_limits_hold_before_any_of_the_file_is_read(
     def limited(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(inspect_gradients, "_restrict", limited)
-    monkeypatch.delattr(inspect_gradients.zipfile, "ZipFile")
+    monkeypatch.setattr(inspection, "_restrict", limited)
+    monkeypatch.delattr(inspection.zipfile, "ZipFile")
     path = saved(tmp_path, good())
     report = examine(
         torch,
@@ -265,24 +264,6 @@ def test_subnet_38_counts_indices_within_rows(tmp_path: Path) -> None:
     document["widxs"][0, 0, 0] = 192
     report = looked_at(saved(tmp_path, document), Shapes({"w": (128, 192)}), SN38)
     assert "w: index 192 is out of bounds (0 to 191)" in report["problems"][0]
-
-
-def test_a_dct_layout_is_refused_where_validators_run_without_the_dct(tmp_path: Path) -> None:
-    document = {
-        "widxs": torch.full((2, 3, 32), 4000, dtype=torch.int16),
-        "wvals": torch.randn(2, 3, 32),
-        "metadata": {},
-    }
-    path, shapes = saved(tmp_path, document), Shapes({"w": (128, 192)})
-    assert "index 4000 is out of bounds (0 to 191)" in looked_at(path, shapes, SN38)["problems"][0]
-    assert (
-        looked_at(path, shapes, dataclasses.replace(SN38, gradients_layout="blocks"))["problems"]
-        == []
-    )
-    document["widxs"] %= 192
-    report = looked_at(saved(tmp_path, document), shapes, SN38)
-    assert report["problems"] == []
-    assert "covers 6 of 128 rows" in report["warnings"][0]
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.config import GateSettings, RepoSettings
-from miner_guard.uploads import audit
+from miner_guard.config import RepoSettings
 from miner_guard.uploads.repos import look_at
 from miner_guard.uploads.repos.local import LocalRepo
-from miner_guard.validators.facts import Network
 from miner_guard.validators.layout import USUAL, Layout
 from miner_guard.validators.limits import Limits
-from miner_guard.validators.profiles import load_profile
 
-TEMPLAR = Layout.of(Limits.of(GateSettings(), load_profile("sn3").limits))
+VERSIONED = Layout.of(Limits(gradients_key="gradient-{outer_step}-{uid}-v2.1.28.pt"))
 
 
 def put(root: Path, key: str, text: str = "gradients", *, at: float = 1_000.0) -> None:
@@ -48,14 +45,14 @@ def test_the_outer_step_is_read_from_a_key(key: str, step: int | None) -> None:
 
 
 def test_a_profiles_keys_replace_all_of_the_usual_ones(tmp_path: Path) -> None:
-    # Without the profile's layout, a Templar bucket looked empty: no metadata.json, no epoch
+    # Without the profile's layout, such a bucket looked empty: no metadata.json, no epoch
     # folder.
     put(tmp_path, "gradient-8-7-v2.1.28.pt", at=1_000.0)
     put(tmp_path, "gradient-9-7-v2.1.28.pt", "newer", at=1_600.0)
     put(tmp_path, "checkpoint-9.pt", at=1_900.0)
-    assert TEMPLAR.metadata is None
+    assert VERSIONED.metadata is None
     repo = LocalRepo(tmp_path, wall=lambda: 2_000.0)
-    seen = repo.state(TEMPLAR)
+    seen = repo.state(VERSIONED)
     assert (seen.age_s, seen.outer_step, seen.size_bytes) == (400.0, 9, 5)
     assert (seen.inner_step, seen.revision, seen.reason) == (None, None, None)
     assert repo.state().empty
@@ -64,7 +61,7 @@ def test_a_profiles_keys_replace_all_of_the_usual_ones(tmp_path: Path) -> None:
 def test_a_probe_in_its_child_uses_the_layout(tmp_path: Path) -> None:
     put(tmp_path, "gradient-8-7-v2.1.28.pt")
     settings = RepoSettings(kind="local", path=str(tmp_path))
-    assert look_at(settings, TEMPLAR).outer_step == 8
+    assert look_at(settings, VERSIONED).outer_step == 8
     assert look_at(settings).empty
 
 
@@ -78,12 +75,3 @@ def test_another_layout_with_documents_is_followed(tmp_path: Path) -> None:
     (tmp_path / "runs/3/delta.bin").unlink()
     reason = LocalRepo(tmp_path).state(layout).reason
     assert reason == "head.json points to outer step 3, which has no delta.bin"
-
-
-def test_an_audit_of_windows_without_the_chain_is_unknown(tmp_path: Path) -> None:
-    # The key names the window and the uid; without them the audit reported a missing file.
-    limits = Limits.of(GateSettings(), load_profile("sn3").limits)
-    repo = RepoSettings(kind="local", path=str(tmp_path))
-    report = audit.run(repo, limits, Network(reason="no [chain] configured"))
-    assert report.outcome == "unknown"
-    assert "the block and the uid could not be read (no [chain] configured)" in report.detail

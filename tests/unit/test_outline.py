@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miner_guard.config import GateSettings
-from miner_guard.validators.in_memory import contents
+from miner_guard.validators.decoding import contents
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.outline import fits, outline
 from miner_guard.validators.profiles import load_profile

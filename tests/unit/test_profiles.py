@@ -65,7 +65,6 @@ def test_the_readers_know_every_list_that_a_profile_may_have() -> None:
             "[limits] validator_min_inner_step is '1'; the rules require int",
         ),
         ("[limits]\nblock_list_max_age = true\n", "is True; the rules require int"),
-        ("[limits]\nwindow_put_s = [1.0]\n", "is [1.0]; the rules require [float, float]"),
         ("[limits]\nmetadata_fields = [1]\n", "is [1]; the rules require [str, …]"),
         ("[patterns]\nallreduce = ['x']\n", "[patterns] allreduce: unknown; allowed: step, push"),
         ("[patterns]\nstep = 'x'\n", "[patterns] step is 'x'; write a list"),
@@ -90,9 +89,9 @@ def test_the_readers_know_every_list_that_a_profile_may_have() -> None:
         (
             '[limits]\ngradients_key = "epoch-{outer_stp}/g.pt"\n',
             "[limits] gradients_key: 'epoch-{outer_stp}/g.pt' has the field 'outer_stp'; did you "
-            "mean outer_step? allowed: outer_step, window, uid, version",
+            "mean outer_step? allowed: outer_step, uid",
         ),
-        ('[limits]\nconfig_key = "{}/c"\n', "has the field ''; allowed: outer_step, window"),
+        ('[limits]\nconfig_key = "{}/c"\n', "has the field ''; allowed: outer_step, uid"),
         ('[limits]\nconfig_key = "{outer_step/c"\n', "is not a valid key: "),
         ('[limits]\nmetadata_key = "{uid}.json"\n', "has the field 'uid'; allowed: none"),
         (
@@ -158,7 +157,7 @@ def test_one_key_of_a_layout_may_differ_from_subnet_38s() -> None:
 
 
 def test_an_unknown_profile_lists_the_known_ones() -> None:
-    with pytest.raises(FileNotFoundError, match="sn3, sn38"):
+    with pytest.raises(FileNotFoundError, match="iota, sn38"):
         load_profile("no-such-subnet")
 
 

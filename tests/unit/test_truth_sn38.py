@@ -18,7 +18,7 @@ requires.module("boto3")
 torch = pytest.importorskip("torch", reason="gradients.pt is torch's format")
 
 from miner_guard.config import GateSettings  # noqa: E402
-from miner_guard.validators.in_memory import contents  # noqa: E402
+from miner_guard.validators.decoding import contents  # noqa: E402
 from miner_guard.validators.limits import Limits  # noqa: E402
 from miner_guard.validators.outline import outline  # noqa: E402
 from miner_guard.validators.profiles import load_profile  # noqa: E402

@@ -13,7 +13,7 @@ import pytest
 
 from miner_guard.config import GateSettings
 from miner_guard.uploads import axon_probe
-from miner_guard.validators import audit, repo_age, swarm
+from miner_guard.validators import rules
 from miner_guard.validators.facts import AllReduce, Axon, Candidate, Facts, Network, Published
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.profiles import load_profile
@@ -38,7 +38,7 @@ def facts(**known: object) -> Facts:
     ],
 )
 def test_whether_the_axon_answers(axon: Axon | None, outcome: str, words: str) -> None:
-    verdict = swarm.judge_alive(facts(axon=axon), SN38)
+    verdict = rules.is_alive(facts(axon=axon), SN38)
     assert (verdict.outcome, words in verdict.sentence) == (outcome, True), verdict.sentence
 
 
@@ -55,15 +55,15 @@ def test_whether_the_axon_answers(axon: Axon | None, outcome: str, words: str) -
     ],
 )
 def test_how_the_last_allreduce_ended(end: AllReduce | None, outcome: str, words: str) -> None:
-    verdict = swarm.judge_allreduce(facts(allreduce=end), SN38)
+    verdict = rules.allreduce(facts(allreduce=end), SN38)
     assert (verdict.outcome, words in verdict.sentence) == (outcome, True), verdict.sentence
 
 
 def test_neither_decides_whether_validators_accept_the_files() -> None:
     judged = facts(axon=Axon(""), allreduce=AllReduce("x"))
-    rules = {verdict.rule: verdict.outcome for verdict in audit.judge(judged, SN38)}
-    assert (rules["is_alive"], rules["allreduce"]) == ("warn", "warn")
-    assert "is_alive" not in {v.rule for v in audit.judge(judged, Limits())}
+    outcomes = {verdict.rule: verdict.outcome for verdict in rules.audit_verdicts(judged, SN38)}
+    assert (outcomes["is_alive"], outcomes["allreduce"]) == ("warn", "warn")
+    assert "is_alive" not in {v.rule for v in rules.audit_verdicts(judged, Limits())}
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_an_overdue_allreduce_may_have_raised_the_age_limit(
     # Before, the audit reported a zero score that the master may not give.
     published = Published(age_s=age_s, reason=None, outer_step=56)
     network = Network(block=1, blocks_since_allreduce=blocks, reason=None)
-    verdict = repo_age.judge_published(facts(published=published, network=network), SN38)
+    verdict = rules.published_age(facts(published=published, network=network), SN38)
     assert (verdict.outcome, verdict.limit) == (outcome, limit), verdict.sentence
 
 

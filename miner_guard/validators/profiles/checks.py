@@ -32,7 +32,7 @@ these is one of the miner's own phases."""
 PATTERNS = tuple(_GROUPS)
 """Lists of regular expressions under `[patterns]`."""
 
-_KEY_FIELDS = ("outer_step", "window", "uid", "version")
+_KEY_FIELDS = ("outer_step", "uid")
 _FIELDS: Mapping[str, Sequence[str]] = {
     "gradients_key": _KEY_FIELDS,
     "config_key": _KEY_FIELDS,

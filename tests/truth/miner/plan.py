@@ -162,8 +162,7 @@ def _inputs(now: Round) -> None:
     if path is None:
         return
     from miner_guard.uploads import inputs
-    from miner_guard.validators.commitment import fingerprint
-    from miner_guard.validators.facts import Network, Published
+    from miner_guard.validators.facts import Network, Published, fingerprint
     from miner_guard.validators.profiles import load_profile
 
     seen = time.monotonic()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.uploads.commitments import placeholder
-from miner_guard.validators.commitment import fingerprint
+from miner_guard.validators.facts import fingerprint
 from miner_guard.validators.profiles import load_profile
 from tests.truth import states
 from tests.truth.miner.plan import Round

@@ -19,7 +19,7 @@ from miner_guard.rank.guard import Guard
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
 from miner_guard.uploads.decision import GateDecision
-from miner_guard.validators.verdict import Verdict
+from miner_guard.validators.facts import Verdict
 from tests.unit.rank.helpers import Clock, entries, messages, place, reader_of
 
 
