@@ -13,12 +13,12 @@ import typer
 
 from miner_guard.cli import options
 from miner_guard.cli.find import find_guard
-from miner_guard.eventlog.catalog import CATALOGUE
 from miner_guard.eventlog.rendering import console_line, json_line
 from miner_guard.exits import FAILED, USAGE, Refused
 from miner_guard.record.events import LEVELS
 from miner_guard.record.store import RunReader, StoredEvent
 from miner_guard.record.words import visible
+from miner_guard.reporting.runbook import rows
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import iso_utc, parse_iso_utc
 
@@ -70,7 +70,8 @@ def command(
 ) -> None:
     """Query the run's events. Exit 1: nothing matched."""
     state = find_guard(name, state_dir)
-    if unknown := [each for each in event or () if each not in CATALOGUE]:
+    known = rows()
+    if known and (unknown := [each for each in event or () if each not in known]):
         raise Refused(options.unknown_event(unknown[0]), USAGE)
     if level not in LEVELS:
         raise Refused(f"unknown level {level!r}; allowed: {', '.join(LEVELS)}", USAGE)

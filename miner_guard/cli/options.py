@@ -212,15 +212,15 @@ def check_command(program: str) -> None:
 
 
 def unknown_event(name: str) -> str:
-    """The message for an event name that is not in the catalogue, with the closest names."""
+    """The message for an event name that the runbook lacks, with the closest names."""
     import difflib
 
-    from miner_guard.eventlog.catalog import CATALOGUE
+    from miner_guard.reporting.runbook import rows
 
-    near = difflib.get_close_matches(name, CATALOGUE, n=3, cutoff=0.0)
-    sure = difflib.get_close_matches(name, CATALOGUE, n=2)
+    near = difflib.get_close_matches(name, rows(), n=3, cutoff=0.0)
+    sure = difflib.get_close_matches(name, rows(), n=2)
     meant = f"did you mean {' or '.join(sure)}?" if sure else f"nearest: {', '.join(near)};"
-    return f"unknown event {name!r}; {meant} miner-guard runbook lists all {len(CATALOGUE)} events"
+    return f"unknown event {name!r}; {meant} miner-guard runbook lists all {len(rows())} events"
 
 
 _MIDNIGHT = "0000-00-00T00:00:00.000000"

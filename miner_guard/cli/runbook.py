@@ -8,7 +8,6 @@ import typer
 
 from miner_guard.cli.echo import echo
 from miner_guard.cli.options import unknown_event
-from miner_guard.eventlog.catalog import CATALOGUE
 from miner_guard.exits import UNAVAILABLE, USAGE, Refused
 from miner_guard.reporting.runbook import RunbookRow, rows
 
@@ -37,7 +36,7 @@ def command(
 
 def _described(row: RunbookRow) -> list[str]:
     return [
-        f"event    {row.event} ({CATALOGUE[row.event].level})",
+        f"event    {row.event}",
         f"means    {row.meaning}",
         f"do       {row.action}",
         f"grep for {row.grep}",

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from miner_guard.eventlog.catalog import CATALOGUE, LEVELS, Spec
 from miner_guard.record.words import visible
 from miner_guard.state_dir import finite
 
@@ -17,13 +16,8 @@ from miner_guard.state_dir import finite
 def console_line(record: Mapping[str, Any], *, emoji: bool) -> str:
     """Format a record as `2026-01-02T03:04:05.678Z | WARNING | Rank 2 | ⚠️  SLOW STEP: …`. If the
     message is a block, its other lines follow unchanged."""
-    spec = CATALOGUE.get(str(record["event"]))
     who = "guard" if record.get("rank") is None else f"Rank {record['rank']}"
-    mark = (
-        f"{spec.emoji} "
-        if emoji and spec is not None and spec.emoji and not _milder(spec, record)
-        else ""
-    )
+    mark = f"{_mark(record)} ".lstrip() if emoji else ""
     # Write "CRITICAL ERROR", so that `grep -i "error"` finds critical lines too.
     level = "CRITICAL ERROR" if record["level"] == "critical" else str(record["level"]).upper()
     stamp = str(record["ts"])
@@ -36,10 +30,27 @@ def console_line(record: Mapping[str, Any], *, emoji: bool) -> str:
     return f"{text}\n{rest}" if rest else text
 
 
-def _milder(spec: Spec, record: Mapping[str, Any]) -> bool:
-    """Return True if the record's level is info although the event's usual level is higher. A
-    requested exit, for example, gets no ❌."""
-    return str(record["level"]) == "info" and LEVELS[spec.level] > LEVELS["info"]
+_MARKS = {
+    **dict.fromkeys(("guard_started", "guard_stopped"), "🛡️ "),
+    **dict.fromkeys(("gpu_diagnostics", "preflight", "no_step_yet"), "🔍"),
+    **dict.fromkeys(("fast_log", "timing_breakdown", "timing_remark", "step_summary"), "⏱️ "),
+    **dict.fromkeys(("upload_started", "upload_reported", "checkpoint_saved"), "💾"),
+    **dict.fromkeys(("upload_allowed", "upload_succeeded", "audit_passed"), "✅"),
+    **dict.fromkeys(("miner_finished", "checkpoint_resumed"), "✅"),
+    "last_checkpoint": "💾",
+    "miner_started": "🚀",
+    "state_dir_tightened": "🔒",
+}
+"""The emoji of events at level info; those of the other levels depend on the level alone."""
+
+
+def _mark(record: Mapping[str, Any]) -> str:
+    name, level = str(record["event"]), str(record["level"])
+    if level in ("error", "critical"):
+        return "❌"
+    if level == "warning":
+        return "⚠️ "
+    return "✅" if name.endswith(("_recovered", "_cleared", "_relaxed")) else _MARKS.get(name, "")
 
 
 def json_line(record: Mapping[str, Any], default: Callable[[Any], Any] = str) -> str:

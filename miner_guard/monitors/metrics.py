@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from miner_guard.config import optional_deps
-from miner_guard.eventlog.catalog import CATALOGUE, Finding, make_finding
+from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.status_document import MetricsStatus
 from miner_guard.monitors.base import Context, Monitor
 from miner_guard.monitors.helper_process import HelperProcess, HelperSpec
@@ -90,8 +90,7 @@ class MetricsMonitor(Monitor):
         self.context.emit(make_finding("http_listening", url=self._url))
 
     def on_finding(self, finding: Finding) -> Iterable[Finding]:
-        if finding.event in CATALOGUE:
-            self._events[finding.event] = self._events.get(finding.event, 0) + 1
+        self._events[finding.name] = self._events.get(finding.name, 0) + 1
         return ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:

@@ -12,7 +12,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.exposition import generate_latest
 
 from miner_guard.detectors.verdict_conditions import STATES
-from miner_guard.eventlog.catalog import CATALOGUE
 from miner_guard.eventlog.status_document import (
     ChainStatus,
     CostsStatus,
@@ -23,6 +22,7 @@ from miner_guard.eventlog.status_document import (
     UploadsStatus,
     VerdictStatus,
 )
+from miner_guard.reporting.runbook import rows
 from miner_guard.system.clock import parse_iso_utc
 
 PREFIX = "minerguard_"
@@ -288,7 +288,7 @@ def _costs(costs: CostsStatus) -> Iterator[Metric]:
 
 def _events(events: Mapping[str, Any]) -> Iterator[Metric]:
     # Export zeros too: a counter that first appears at 1 hides that event from `increase()`.
-    counts = {name: events.get(name, 0) for name in sorted(CATALOGUE)}
+    counts = {name: events.get(name, 0) for name in sorted({*rows(), *events})}
     return _by("event", "events", "Events logged in this run.", counts, family=CounterMetricFamily)
 
 

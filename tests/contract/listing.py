@@ -18,10 +18,11 @@ import typer.main
 from miner_guard import exits
 from miner_guard.cli.main import COMMANDS, build
 from miner_guard.config.loading import describe, sections
-from miner_guard.eventlog.catalog import CATALOGUE, RESERVED, Spec
 from miner_guard.eventlog.section import Section
 from miner_guard.eventlog.status_document import StatusDocument
+from miner_guard.record.events import RESERVED
 from miner_guard.state_dir import StateDir
+from tests.support.event_names import events
 
 PUBLIC = Path(__file__).with_name("public.json")
 
@@ -29,7 +30,10 @@ PUBLIC = Path(__file__).with_name("public.json")
 def listing() -> dict[str, Any]:
     """Every public name with the properties that users rely on, as JSON."""
     return {
-        "events": {name: _event(spec) for name, spec in sorted(CATALOGUE.items())},
+        "events": {
+            name: sorted({place.level or "any" for place in places})
+            for name, places in events().items()
+        },
         "json_line": sorted(RESERVED),
         "settings": dict(sorted(_settings())),
         "commands": {name: _command(name) for name in sorted(COMMANDS)},
@@ -49,11 +53,6 @@ def _fields(section: type[Section], above: str = "") -> Iterator[str]:
             if isinstance(part, type) and issubclass(part, Section):
                 between = ".*." if get_origin(hint) is Mapping else "."
                 yield from _fields(part, f"{above}{name}{between}")
-
-
-def _event(spec: Spec) -> dict[str, Any]:
-    line = spec.line if isinstance(spec.line, str) else "(a block)"
-    return {"level": spec.level, "line": line, "fields": sorted(spec.fields)}
 
 
 def _settings() -> list[tuple[str, dict[str, str]]]:

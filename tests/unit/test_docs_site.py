@@ -11,8 +11,8 @@ import pytest
 
 from miner_guard.cli.main import COMMANDS
 from miner_guard.config import Config
-from miner_guard.eventlog.catalog import CATALOGUE
 from tests.support import requires
+from tests.support.event_names import events as logged_events
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -44,7 +44,7 @@ def test_the_reference_names_every_setting_event_and_command(site: Path) -> None
     )
     sections = list(Config.__dataclass_fields__)
     assert [name for name in sections if f"[{name}]" not in settings] == []
-    assert [name for name in CATALOGUE if f"<code>{name}</code>" not in events] == []
+    assert [name for name in logged_events() if f"<code>{name}</code>" not in events] == []
     assert [name for name in COMMANDS if f'id="{name}"' not in commands] == []
     assert "minerguard_verdict_level" in _text(site, "reference/metrics")
     assert "guard.jsonl" in _text(site, "reference/state-files")
@@ -54,7 +54,7 @@ def test_the_reference_names_every_setting_event_and_command(site: Path) -> None
 
 def test_an_alerts_link_leads_to_the_events_row(site: Path) -> None:
     runbook = _text(site, "runbook")
-    assert [name for name in CATALOGUE if f'id="{name}"' not in runbook] == []
+    assert [name for name in logged_events() if f'id="{name}"' not in runbook] == []
 
 
 def test_the_site_asks_no_other_host(site: Path) -> None:

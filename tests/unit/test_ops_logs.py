@@ -11,12 +11,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.support.event_names import events as logged_events
+
 if sys.version_info >= (3, 11):
     pass
 else:
     pass
 from miner_guard.config import MinerSettings
-from miner_guard.eventlog.catalog import CATALOGUE, RESERVED
+from miner_guard.record.events import RESERVED
 from miner_guard.state_dir import choose
 from tests.support import requires
 from tests.support.ops_files import OPS, yaml_of
@@ -147,6 +149,6 @@ def test_queries_of_logs_name_only_events_and_labels_that_exist() -> None:
     text += (OPS / "grafana" / "miner-guard.json").read_text(encoding="utf-8").replace('\\"', '"')
     asked = re.findall(r'event(?:=|!=|=~|!~)"([^"]+)"', text)
     assert len(asked) > 3
-    assert {name for names in asked for name in names.split("|")} <= CATALOGUE.keys()
+    assert {name for names in asked for name in names.split("|")} <= logged_events().keys()
     labels = set(_alloy()["loki.process.guard"]["stage__labels"][0]["values"])
     assert {label for label, _ in re.findall(r'`\{(\w+)="(\w+)"\}`', text)} <= labels

@@ -22,11 +22,12 @@ from miner_guard.detectors.verdict_conditions import (
 )
 from miner_guard.detectors.verdict_memory import Memory
 from miner_guard.detectors.verdict_wording import headline, state_words
-from miner_guard.eventlog.catalog import CATALOGUE, Finding, make_finding, message
+from miner_guard.eventlog.catalog import Finding, make_finding, message
 from miner_guard.eventlog.status_document import StatusDocument, VerdictStatus
 from miner_guard.monitors.verdict import VerdictMonitor
 from miner_guard.system.clock import FakeClock, parse_iso_utc
 from tests.support.contexts import context
+from tests.support.event_names import events as logged_events
 
 RESTARTING = make_finding(
     "miner_restarting", wait_s=4.0, attempt=2, max_restarts=5, cause="it ended with code 1"
@@ -216,7 +217,7 @@ def test_an_empty_status_is_unknown_and_never_healthy() -> None:
 
 def test_every_condition_names_an_event_of_the_catalogue() -> None:
     events = [condition.event for condition in CONDITIONS if condition.event]
-    assert set(events) <= set(CATALOGUE)
+    assert set(events) <= set(logged_events())
 
 
 def test_every_next_step_names_an_existing_command() -> None:
@@ -234,7 +235,7 @@ def test_every_next_step_names_an_existing_command() -> None:
             assert program in {"miner-guard", "df", "pm2", "nvidia-smi", "btcli"}, command
             if program == "miner-guard":
                 assert words[0] in COMMANDS, command
-                assert set(re.findall(r"--event (\w+)", command)) <= set(CATALOGUE), command
+                assert set(re.findall(r"--event (\w+)", command)) <= set(logged_events()), command
 
 
 @pytest.mark.parametrize(

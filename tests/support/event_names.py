@@ -1,0 +1,63 @@
+"""The events that the package can log, read from its source: every call of `event(…)`."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from miner_guard.eventlog.catalog import CATALOGUE
+from tests.support import requires
+
+
+@dataclass(frozen=True)
+class Logged:
+    """One place in the source that logs an event."""
+
+    name: str
+    level: str | None
+    """None if a variable holds it."""
+
+    line: str | None
+    """The sentence, with `{}` where it has values; None if a function or a variable holds it."""
+
+    where: str
+
+
+@functools.cache
+def events() -> Mapping[str, tuple[Logged, ...]]:
+    """The places by event name."""
+    places: dict[str, list[Logged]] = {
+        spec.name: [Logged(spec.name, spec.level, str(spec.line), "catalog")]
+        for spec in CATALOGUE.values()
+    }
+    for path in sorted((requires.REPO / "miner_guard").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for each in _of(tree, str(path.relative_to(requires.REPO))):
+            places.setdefault(each.name, []).append(each)
+    return {name: tuple(each) for name, each in sorted(places.items())}
+
+
+def _of(tree: ast.AST, where: str) -> Iterator[Logged]:
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            continue
+        if node.func.id == "degraded":
+            yield Logged("guard_degraded", "warning", "GUARD DEGRADED: {}", where)
+        elif node.func.id == "event" and len(node.args) == 3:
+            name, level, text = node.args
+            assert isinstance(name, ast.Constant), f"{where}:{node.lineno}: a literal name"
+            known = level.value if isinstance(level, ast.Constant) else None
+            yield Logged(str(name.value), known, _text(text), where)
+
+
+def _text(node: ast.expr) -> str | None:
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(p.value) if isinstance(p, ast.Constant) else "{}" for p in node.values)
+    if isinstance(node, ast.BinOp):
+        left, right = _text(node.left), _text(node.right)
+        return f"{left or '{}'}{right or '{}'}"
+    return None
