@@ -14,9 +14,10 @@ from typing import Any
 
 import miner_guard
 from miner_guard.attach import ATTACHED
-from miner_guard.eventlog.catalog import Finding, make_finding, message
+from miner_guard.eventlog.catalog import Finding, message
 from miner_guard.rank.guard import Guard
 from miner_guard.rank.recorder import describe
+from miner_guard.record.events import degraded
 
 NO_PHASE: AbstractContextManager[Any] = contextlib.nullcontext()
 
@@ -58,7 +59,7 @@ class Adapter:
 
     def degraded(self, what: str) -> None:
         """Report that a part of the program can't be hooked and so runs unchanged."""
-        self.emit(make_finding("guard_degraded", what=f"attach {self.way}: {what}"))
+        self.emit(degraded(f"attach {self.way}: {what}"))
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
         return NO_PHASE if self.guard is None else self.guard.phase(name)

@@ -10,6 +10,7 @@ from typing import Any
 from miner_guard.checks.check import Check
 from miner_guard.checks.gpu import BAD_THROTTLE, links_down, of_row
 from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.record.events import event
 from miner_guard.system.once import Once
 
 Row = Mapping[str, Any]
@@ -69,7 +70,13 @@ class Faults:
         may be fine."""
         if reason is None:
             if self._silence.clear():
-                yield make_finding("gpu_recovered", gpu="all", what="NVML responds again")
+                yield event(
+                    "gpu_recovered",
+                    "info",
+                    "GPU RECOVERED: GPU all NVML responds again",
+                    gpu="all",
+                    what="NVML responds again",
+                )
             self._silent_since = None
             return
         if not had_gpus:

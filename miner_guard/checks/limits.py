@@ -8,6 +8,7 @@ from typing import Any
 
 from miner_guard.config import HealthSettings
 from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.record.events import event
 from miner_guard.system.once import Once
 
 _GIB = 1024**3
@@ -36,8 +37,11 @@ class HostLimits:
         for name, free in (host["disk_free_by_folder_bytes"] or {}).items():
             seen = free / _GIB
             if self._begins(f"disk {name}", seen < minimum, seen > minimum * _DISK_CLEAR_FACTOR):
-                yield make_finding(
+                yield event(
                     "host_warning",
+                    "warning",
+                    f"HOST WARNING: disk of {name}: {seen:.1f} GB free (limit {minimum:g} "
+                    "GB); free up disk space: checkpoints and logs stop when the disk is full",
                     what=f"disk of {name}",
                     seen=f"{seen:.1f} GB free",
                     limit=f"{minimum:g} GB",
@@ -49,8 +53,11 @@ class HostLimits:
         if total is not None and self._begins(
             "shm", total < minimum * _GIB, total >= minimum * _GIB
         ):
-            yield make_finding(
+            yield event(
                 "host_warning",
+                "warning",
+                f"HOST WARNING: /dev/shm: {total / 1024**2:.0f} MB (limit {minimum:g} GB); "
+                "start the container with --shm-size=16g: NCCL and dataloaders need it",
                 what="/dev/shm",
                 seen=f"{total / 1024**2:.0f} MB",
                 limit=f"{minimum:g} GB",

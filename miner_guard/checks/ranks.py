@@ -15,6 +15,7 @@ from typing import Any
 
 from miner_guard.checks.check import Expectation, expected
 from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.record.events import event
 
 Report = Mapping[str, Any]
 
@@ -65,9 +66,19 @@ def expectation_of(answered: Sequence[Report], expect: int | None) -> Expectatio
 
 def _red_flags(answered: Sequence[Report], low_memory_bytes: float) -> Iterator[Finding]:
     if blind := [r for r in answered if r.get("cuda_available") is False]:
-        yield make_finding("cuda_unavailable", ranks=_ranks(blind))
+        yield event(
+            "cuda_unavailable",
+            "critical",
+            "CUDA NOT AVAILABLE - Model will run on CPU (VERY SLOW!)",
+            ranks=_ranks(blind),
+        )
     if astray := [r for r in answered if _on_cpu(r)]:
-        yield make_finding("model_on_cpu", ranks=_ranks(astray))
+        yield event(
+            "model_on_cpu",
+            "critical",
+            "Model is on CPU! This will be EXTREMELY SLOW!",
+            ranks=_ranks(astray),
+        )
     for r in answered:
         allocated = r.get("allocated_bytes")
         # A small model known to be on its GPU is not a red flag, however little it allocates.
@@ -78,7 +89,13 @@ def _red_flags(answered: Sequence[Report], low_memory_bytes: float) -> Iterator[
             and not on_gpu
             and not r.get("offload")
         ):
-            yield make_finding("low_gpu_memory", rank=r["rank"], gpu_mem_gb=allocated / 1024**3)
+            yield event(
+                "low_gpu_memory",
+                "warning",
+                "LOW GPU MEMORY: Model may be on CPU!",
+                rank=r["rank"],
+                gpu_mem_gb=allocated / 1024**3,
+            )
 
 
 def _on_cpu(r: Report) -> bool:
@@ -361,10 +378,11 @@ _CHECKS: tuple[Callable[[Sequence[Report]], Iterator[Finding]], ...] = (
 def _rank_finding(
     check: str, level: str, *, seen: str, limit: Any, next_step: str, rank: int | None = None
 ) -> Finding:
-    return make_finding(
+    return event(
         "rank_finding",
+        level or "warning",
+        f"DIAGNOSIS {check}: {seen}; {next_step}",
         rank=rank,
-        level=level,
         check=check,
         seen=seen,
         limit=limit,

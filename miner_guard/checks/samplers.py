@@ -13,7 +13,8 @@ from typing import Any
 
 import psutil
 
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import Finding
+from miner_guard.record.events import event
 from miner_guard.system.clock import Clock
 from miner_guard.system.helpers import HelperCpu
 
@@ -114,10 +115,18 @@ class Samplers:
         self._readings[name] = reading
         if reading.reason is not None and name not in self._bad:
             self._bad.add(name)
-            return [make_finding("sampler_failed", sampler=name, reason=reading.reason)]
+            return [
+                event(
+                    "sampler_failed",
+                    "warning",
+                    f"SAMPLER FAILED: {name}: {reading.reason}",
+                    sampler=name,
+                    reason=reading.reason,
+                )
+            ]
         if reading.reason is None and name in self._bad:
             self._bad.discard(name)
-            return [make_finding("sampler_recovered", sampler=name)]
+            return [event("sampler_recovered", "info", f"SAMPLER RECOVERED: {name}", sampler=name)]
         return []
 
 

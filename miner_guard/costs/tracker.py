@@ -17,7 +17,7 @@ from miner_guard import state_dir
 from miner_guard.costs import table
 from miner_guard.costs.operation import Operation, fair_cap, percent
 from miner_guard.costs.presets import Budget
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.write_errors import WriteOutage
 from miner_guard.record.events import event
 from miner_guard.system.clock import Clock, SystemClock, iso_utc
@@ -291,7 +291,13 @@ class MonitoringCostTracker:
         asked = account.asked_s
         if account.throttled and sum(planned.values()) <= _RELAX_RATIO * self.budget.budget_pct:
             account.throttled = False
-            return True, make_finding("monitoring_relaxed", operation=operation, interval_s=asked)
+            return True, event(
+                "monitoring_relaxed",
+                "info",
+                f"MONITORING RELAXED: {operation} every {asked:.0f}s again",
+                operation=operation,
+                interval_s=asked,
+            )
         if not account.recent_s or planned[operation] <= cap:
             return True, None
         after = percent(self.blocking_s() + account.recent_s, self.training_s())
@@ -301,8 +307,13 @@ class MonitoringCostTracker:
             return False, None
         account.throttled = True
         stretched = 100 * account.recent_s / cap
-        return False, make_finding(
-            "monitoring_throttled", operation=operation, interval_s=stretched, asked_s=asked
+        return False, event(
+            "monitoring_throttled",
+            "warning",
+            f"MONITORING THROTTLED: {operation} every {stretched:.0f}s instead of {asked:.0f}s",
+            operation=operation,
+            interval_s=stretched,
+            asked_s=asked,
         )
 
     def _planned_pct(self) -> dict[str, float]:

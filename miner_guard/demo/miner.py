@@ -30,7 +30,7 @@ from miner_guard.demo.model import ByteGPT, Shape
 from miner_guard.demo.options import Options
 from miner_guard.demo.outer import OuterOptimizer
 from miner_guard.demo.upload import TrainingProgress, Uploader
-from miner_guard.eventlog.catalog import make_finding
+from miner_guard.record.events import event
 
 _SEED = 38
 _LR = 2e-3
@@ -109,7 +109,14 @@ class Miner:
         self.first_loss = float(counters["first_loss"])
         if self.rank == 0:
             self.guard.emit(
-                make_finding("checkpoint_resumed", rank=0, path=str(path), step=self.total_steps)
+                event(
+                    "checkpoint_resumed",
+                    "info",
+                    f"CHECKPOINT RESUMED: {path!s} at step {self.total_steps}",
+                    rank=0,
+                    path=str(path),
+                    step=self.total_steps,
+                )
             )
 
     def _state(self) -> dict[str, Any]:
@@ -281,8 +288,13 @@ class Miner:
 
     def _checkpoint_skipped(self, skipped: Skipped) -> None:
         self.guard.emit(
-            make_finding(
-                "checkpoint_skipped", rank=0, path=str(skipped.path), reason=skipped.reason
+            event(
+                "checkpoint_skipped",
+                "warning",
+                f"CHECKPOINT SKIPPED: {skipped.path!s}: {skipped.reason}",
+                rank=0,
+                path=str(skipped.path),
+                reason=skipped.reason,
             )
         )
 

@@ -3,7 +3,9 @@ ends."""
 
 from __future__ import annotations
 
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import Finding
+from miner_guard.record.events import degraded, event
+from miner_guard.record.words import counted
 from miner_guard.state_dir import is_full
 
 
@@ -12,15 +14,21 @@ def write_failed(what: str, error: OSError, then: str = "") -> Finding:
     otherwise `guard_degraded`, followed by the consequence `then`."""
     reason = error.strerror or str(error)
     if is_full(error):
-        return make_finding("disk_full", what=what, reason=reason)
-    return make_finding("guard_degraded", what=f"{what} cannot be written: {reason}{then}")
+        return event(
+            "disk_full",
+            "critical",
+            f"DISK FULL: cannot write {what} ({reason}); the miner keeps running",
+            what=what,
+            reason=reason,
+        )
+    return degraded(f"{what} cannot be written: {reason}{then}")
 
 
 def not_stored(what: str, error: OSError) -> Finding:
     """Return the finding for a failed one-off write of `what`. The guard does not retry that write,
     so it cannot report a recovery either."""
     text = f"{what} could not be stored: {error.strerror or error}"
-    return make_finding("guard_degraded", what=text, disk_full=is_full(error))
+    return degraded(text, disk_full=is_full(error))
 
 
 class WriteOutage:
@@ -46,4 +54,10 @@ class WriteOutage:
         if not self.ongoing:
             return None
         lost, self.lost, self.ongoing = self.lost, 0, False
-        return make_finding("disk_recovered", what=self._what, lost=lost)
+        return event(
+            "disk_recovered",
+            "info",
+            f"DISK RECOVERED: writing {self._what} again, {counted(lost, 'line')} lost",
+            what=self._what,
+            lost=lost,
+        )

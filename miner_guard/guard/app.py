@@ -18,7 +18,7 @@ from typing import Any
 from miner_guard import __version__, state_dir
 from miner_guard.checks.preflight import PreflightRequest
 from miner_guard.config import Config
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.emitter import ConsoleSink, Emitter, StoreSink
 from miner_guard.exits import CRASH_LOOP, UNAVAILABLE
 from miner_guard.guard import environment, orphan_cleanup
@@ -49,6 +49,7 @@ from miner_guard.monitors import registry
 from miner_guard.monitors.base import Context
 from miner_guard.monitors.health import HealthMonitor
 from miner_guard.monitors.runner import MonitorRunner
+from miner_guard.record.events import degraded, event
 from miner_guard.record.redaction import Redactor
 from miner_guard.state_dir import StateDir
 from miner_guard.system import inherited
@@ -182,7 +183,7 @@ class GuardApp:
             self._degraded(f"internal error: {what}; further occurrences are suppressed")
 
     def _degraded(self, what: str) -> None:
-        self.log(make_finding("guard_degraded", what=what))
+        self.log(degraded(what))
 
     def log(self, finding: Finding) -> None:
         """Log one finding. May be called from any thread."""
@@ -204,8 +205,13 @@ class GuardApp:
         state = self.request.state
         found = [*self.lock.findings, *check_state_dir(state), *killed_guard(state)]
         self.log(
-            make_finding(
-                "guard_started", version=__version__, pid=os.getpid(), state_dir=str(state.root)
+            event(
+                "guard_started",
+                "info",
+                f"GUARD STARTED: version {__version__}, pid {os.getpid()}, state {state.root!s}",
+                version=__version__,
+                pid=os.getpid(),
+                state_dir=str(state.root),
             )
         )
         for finding in found:
@@ -218,7 +224,15 @@ class GuardApp:
         finally:
             self._shutdown()
         self.watchdog.leaving(code, _LEAVE_S)
-        self.log(make_finding("guard_stopped", exit_code=code, reason=self.supervisor.reason))
+        self.log(
+            event(
+                "guard_stopped",
+                "info",
+                f"GUARD STOPPED: exit code {code}, {self.supervisor.reason}",
+                exit_code=code,
+                reason=self.supervisor.reason,
+            )
+        )
         unwritten = self._report_unwritten()
         self.relay.finish(_LAST_WORDS_S)
         # The guard learns only now how much output the reader of its stdout never consumed.

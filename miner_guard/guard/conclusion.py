@@ -3,7 +3,6 @@ whether the miner finished, and reports how it ended."""
 
 from __future__ import annotations
 
-from miner_guard.eventlog.catalog import make_finding
 from miner_guard.guard.attribution import how_it_ended, ran_to_its_end
 from miner_guard.guard.flights import Flights
 from miner_guard.guard.launch import ActiveLaunch
@@ -13,6 +12,7 @@ from miner_guard.guard.relay import Relay
 from miner_guard.guard.teardown import Teardown
 from miner_guard.monitors.base import Exit
 from miner_guard.monitors.runner import MonitorRunner
+from miner_guard.record.events import degraded, event
 
 
 class Conclusion:
@@ -44,7 +44,7 @@ class Conclusion:
                 f"{left_out} bytes of the miner's last output were passed on unchecked: "
                 "the monitors had fallen behind"
             )
-            self._runner.finding(make_finding("guard_degraded", what=what))
+            self._runner.finding(degraded(what))
 
     def _has_finished(self, launch: ActiveLaunch) -> bool:
         """Return True if the miner finished its work; False if that check fails."""
@@ -70,8 +70,13 @@ class Conclusion:
         runtime = round(end.runtime_s, 3)
         if end.finished:
             self._runner.finding(
-                make_finding(
-                    "miner_finished", how=how_it_ended(end), code=end.code, runtime_s=runtime
+                event(
+                    "miner_finished",
+                    "info",
+                    f"MINER FINISHED: {how_it_ended(end)} after {runtime:.0f}s",
+                    how=how_it_ended(end),
+                    code=end.code,
+                    runtime_s=runtime,
                 )
             )
             return
@@ -84,5 +89,12 @@ class Conclusion:
                 "; if the miner has finished its work, report that with "
                 "guard.close(finished=True) or --finite ([miner] finite = true)"
             )
-        finding = make_finding("miner_exited", how=how, code=end.code, runtime_s=runtime)
+        finding = event(
+            "miner_exited",
+            "error",
+            f"MINER EXITED: {how}",
+            how=how,
+            code=end.code,
+            runtime_s=runtime,
+        )
         self._runner.finding(finding.at("info") if end.asked else finding)

@@ -18,9 +18,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import miner_guard
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import Finding
 from miner_guard.guard.last_resort import RunToEnd
 from miner_guard.guard.loop import Loop
+from miner_guard.record.events import degraded
 from miner_guard.system.backoff import Backoff
 from miner_guard.system.parent_death import signal_at_parents_death
 from miner_guard.system.processes import HELPER, Process
@@ -132,7 +133,7 @@ class Deathwatch:
                 f"the process that stops the miner if the guard is killed {how}; restarting "
                 "it with backoff"
             )
-            self._report(make_finding("guard_degraded", what=what))
+            self._report(degraded(what))
 
     def dismiss(self) -> None:
         """Stop the process without letting it stop the miner, because the guard is exiting

@@ -23,10 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.config import LogSettings
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.emitter import render_json
 from miner_guard.guard import disk_messages as messages
 from miner_guard.guard.disk_messages import FILES, LANES, LOG, RECORDS, ROWS
+from miner_guard.record.events import degraded, event
+from miner_guard.record.words import counted
 from miner_guard.state_dir import PRIVATE_FILE, StateDir
 from miner_guard.system.backoff import Backoff
 from miner_guard.system.own_module import own_module
@@ -314,7 +316,7 @@ class DiskWriter:
         self._start_at = self._monotonic() + wait_s
         if self._backoff.first:
             what = f"the process that writes the guard's files {how}; restarting it in {wait_s:g} s"
-            self._report(make_finding("guard_degraded", what=what))
+            self._report(degraded(what))
 
     def _understand(self, document: Mapping[str, Any]) -> None:
         if "done" in document:
@@ -335,7 +337,15 @@ class DiskWriter:
         if message.then is not None:
             message.then()
         if recovered:
-            self._report(make_finding("disk_recovered", what=message.file, lost=lost))
+            self._report(
+                event(
+                    "disk_recovered",
+                    "info",
+                    f"DISK RECOVERED: writing {message.file} again, {counted(lost, 'line')} lost",
+                    what=message.file,
+                    lost=lost,
+                )
+            )
 
     def _look_for_stuck(self) -> None:
         now = self._monotonic()
@@ -345,7 +355,16 @@ class DiskWriter:
                     continue
                 lane.stuck = True
                 file, seconds = lane.sent[0].file, now - lane.since
-            self._report(make_finding("disk_stuck", what=file, seconds=round(seconds, 1)))
+            self._report(
+                event(
+                    "disk_stuck",
+                    "critical",
+                    f"DISK STUCK: writes to {file} have been stuck for "
+                    f"{round(seconds, 1):.0f}s; the miner keeps running",
+                    what=file,
+                    seconds=round(seconds, 1),
+                )
+            )
 
 
 def _end(child: subprocess.Popen[bytes], *, wait: bool) -> None:

@@ -21,13 +21,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.jsonl import JsonlSink, Rotation
 from miner_guard.eventlog.write_errors import write_failed
 from miner_guard.guard.disk_messages import FILES, LOG, RECORDS, ROWS, line_of
 from miner_guard.rank import layout
 from miner_guard.rank.flight import copy
+from miner_guard.rank.flight import Copier
+from miner_guard.record.events import degraded, event
 from miner_guard.record.store import RunStore
+from miner_guard.record.words import counted
 from miner_guard.state_dir import StateDir, replace_file
 from miner_guard.system import inherited
 
@@ -97,7 +100,16 @@ class Files:
                 del self._waiting[path]
                 if not self._waiting:
                     lost, self._outdated = self._outdated, 0
-                    self._report(make_finding("disk_recovered", what=self._named, lost=lost))
+                    self._report(
+                        event(
+                            "disk_recovered",
+                            "info",
+                            f"DISK RECOVERED: writing {self._named} again, "
+                            f"{counted(lost, 'line')} lost",
+                            what=self._named,
+                            lost=lost,
+                        )
+                    )
 
     def close(self) -> None:
         """Retry failed writes one last time."""
@@ -228,9 +240,7 @@ class Lane(threading.Thread):
                     # Readers need a pause between transactions, and further rows share the next.
                     time.sleep(_COMMIT_EVERY_S)
             except Exception as error:  # noqa: BLE001 - later messages must still be written; the error is reported
-                self._report(
-                    make_finding("guard_degraded", what=f"cannot write {self.name}: {error!r}")
-                )
+                self._report(degraded(f"cannot write {self.name}: {error!r}"))
             for _ in batch:
                 self._answer({"done": self.name})
             if message is None:

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from miner_guard import state_dir
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import Finding
 from miner_guard.guard.disk import DiskWriter
 from miner_guard.guard.lock import Lock
 from miner_guard.guard.loop import Loop
+from miner_guard.record.events import degraded
 
 Close = Callable[[], None]
 
@@ -46,7 +47,7 @@ class Endpoints:
                 self._refused.add(path)
                 why = error.strerror or error
                 what = f"cannot create {path.name}: {why}; the miner runs without it"
-                self._report(make_finding("guard_degraded", what=what))
+                self._report(degraded(what))
             return
         self._refused.discard(path)
 

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import Finding
 from miner_guard.rank import flight as flight_record
 from miner_guard.rank.flight import BadFlight, FlightReader, Version, process_start
 from miner_guard.rank.layout import Identity, Now, StepRecord
+from miner_guard.record.events import event
 from miner_guard.state_dir import StateDir, set_aside
 from miner_guard.system.processes import Process, alive
 
@@ -283,7 +284,14 @@ class Flights:
         except OSError:
             return
         self._report(
-            make_finding("file_set_aside", path=str(path), reason=reason, aside=str(aside))
+            event(
+                "file_set_aside",
+                "warning",
+                f"FILE SET ASIDE: {path!s} was {reason}, now {aside!s}",
+                path=str(path),
+                reason=reason,
+                aside=str(aside),
+            )
         )
 
     def close(self) -> None:

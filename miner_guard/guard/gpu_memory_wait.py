@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import Finding
+from miner_guard.record.events import degraded
 from miner_guard.system.clock import Clock
 
 _SLACK_BYTES = 512 * 1024**2
@@ -83,7 +84,7 @@ class GpuMemoryWait:
                 f"GPU memory can't be read: {type(error).__name__}: {error}; starting the miner "
                 "without waiting for it"
             )
-            self._report(make_finding("guard_degraded", what=what))
+            self._report(degraded(what))
             free = True
         if free:
             self._soon(proceed)
@@ -104,9 +105,7 @@ class GpuMemoryWait:
                     f"{self._settle_s:.0f}s after the stop, GPU memory is still above its level "
                     f"before the first launch: {listed}"
                 )
-                self._report(
-                    make_finding("guard_degraded", what=f"{what}; starting the miner anyway")
-                )
+                self._report(degraded(f"{what}; starting the miner anyway"))
                 return True
             if self._closed.wait(_LOOK_EVERY_S):
                 return False

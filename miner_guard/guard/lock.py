@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import Finding
 from miner_guard.guard.state_dir_check import set_aside_foreign, wrong_kind
+from miner_guard.record.events import degraded
 from miner_guard.state_dir import StateDir, is_at, make_folder, open_private
 
 _JUST_ASKED_S = 1.0
@@ -118,7 +119,7 @@ class Lock:
         if self._lost:
             return None
         self._lost = True
-        return make_finding("guard_degraded", what=f"{self._state.lock} was removed; {what}")
+        return degraded(f"{self._state.lock} was removed; {what}")
 
     def _open(self) -> int:
         make_folder(self._state.root)

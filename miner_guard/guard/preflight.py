@@ -15,6 +15,7 @@ from miner_guard.checks.preflight import PreflightRequest, judge
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.write_errors import not_stored
 from miner_guard.guard.collect import collect_snapshot
+from miner_guard.record.events import event
 from miner_guard.state_dir import StateDir, read_json, write_json
 from miner_guard.system.clock import Clock, SystemClock
 
@@ -82,7 +83,13 @@ def preflight(
     go = not critical or settings.on_critical == "warn"
     if not go and any(c.check == "cuda.available" for c in critical):
         # Report it here because the miner does not start; otherwise its ranks would report it.
-        emit(make_finding("cuda_unavailable"))
+        emit(
+            event(
+                "cuda_unavailable",
+                "critical",
+                "CUDA NOT AVAILABLE - Model will run on CPU (VERY SLOW!)",
+            )
+        )
     n = counts(checks)
     emit(make_finding("preflight", level="critical" if critical else None, **n))
     if not critical:

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from miner_guard.checks.preflight import PreflightRequest
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import Finding
 from miner_guard.exits import UNAVAILABLE
+from miner_guard.record.events import degraded
 from miner_guard.system import probe
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class PreflightRunner:
                 f"the preflight failed: {type(error).__name__}: {error}; starting the miner "
                 "without it"
             )
-            self._emit(make_finding("guard_degraded", what=what))
+            self._emit(degraded(what))
             outcome = None
         self._soon(lambda: self._decide(outcome))
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from miner_guard.eventlog.catalog import make_finding
 from miner_guard.guard.child import Child
 from miner_guard.guard.flights import Flights
 from miner_guard.guard.launch import ActiveLaunch
@@ -18,6 +17,7 @@ from miner_guard.guard.restart import RestartPolicy
 from miner_guard.guard.states import State
 from miner_guard.monitors.runner import MonitorRunner
 from miner_guard.rank.layout import Now
+from miner_guard.record.events import degraded, event
 from miner_guard.system.clock import Clock
 from miner_guard.system.once import Once
 
@@ -94,7 +94,7 @@ class Pulse:
         """Report, once per run, that the miner's processes can't be inspected."""
         if self._blind.first():
             what = f"cannot inspect the miner's processes ({error.strerror}); retrying"
-            self._run.runner.finding(make_finding("guard_degraded", what=what))
+            self._run.runner.finding(degraded(what))
 
     def _watch_health(self, ranks: Mapping[int, Now]) -> None:
         run, launch = self._run, self._run.launch
@@ -116,4 +116,12 @@ class Pulse:
         if dropped > 0:
             self._reported_bytes += dropped
             self._reported_at = self._run.clock.monotonic()
-            self._run.runner.finding(make_finding("output_dropped", dropped_bytes=dropped))
+            self._run.runner.finding(
+                event(
+                    "output_dropped",
+                    "warning",
+                    f"OUTPUT DROPPED: {dropped} bytes of the miner's output; nothing reads "
+                    "the guard's stdout",
+                    dropped_bytes=dropped,
+                )
+            )

@@ -14,7 +14,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import Finding
+from miner_guard.record.events import degraded, event
 from miner_guard.state_dir import (
     PRIVATE_FILE,
     PRIVATE_FOLDER,
@@ -56,17 +57,21 @@ def make_private(state: StateDir) -> Iterator[Finding]:
     try:
         before = _tighten(state.root)
         if before is not None:
-            yield make_finding("state_dir_tightened", path=str(state.root), mode=f"{before:04o}")
+            yield event(
+                "state_dir_tightened",
+                "info",
+                f"STATE DIRECTORY TIGHTENED: {state.root!s} was open to other users (mode "
+                f"{before:04o}), now 0700",
+                path=str(state.root),
+                mode=f"{before:04o}",
+            )
         # The directory's mode alone would suffice, but a later chmod of the directory or a copy of
         # it must not expose the files.
         for path in _own(state):
             _tighten(path)
     except OSError as error:
         what = f"other users can read {error.filename or state.root}: {error.strerror}"
-        yield make_finding(
-            "guard_degraded",
-            what=f"{what}; use --state-dir to choose a directory that this user owns",
-        )
+        yield degraded(f"{what}; use --state-dir to choose a directory that this user owns")
 
 
 def _tighten(path: Path) -> int | None:
@@ -127,14 +132,19 @@ def wrong_kind(path: Path, kind: int) -> str | None:
 def set_aside_foreign(path: Path, reason: str) -> Finding:
     """Rename `path` out of the way; returns the finding to report."""
     try:
-        return make_finding(
-            "file_set_aside", path=str(path), reason=reason, aside=str(set_aside(path))
+        return event(
+            "file_set_aside",
+            "warning",
+            f"FILE SET ASIDE: {path!s} was {reason}, now {set_aside(path)!s}",
+            path=str(path),
+            reason=reason,
+            aside=str(set_aside(path)),
         )
     except OSError as error:
         what = (
             f"{path} is {reason} and renaming it failed ({error.strerror}); move it out of the way"
         )
-        return make_finding("guard_degraded", what=what)
+        return degraded(what)
 
 
 def _not_ours(path: Path) -> str | None:

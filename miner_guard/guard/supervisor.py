@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from miner_guard.eventlog.catalog import make_finding
 from miner_guard.exits import CRASH_LOOP, FAILED
 from miner_guard.guard.attribution import Attribution
 from miner_guard.guard.child import Child
@@ -30,6 +29,7 @@ from miner_guard.guard.restart import Again, Failure, GiveUp, RestartPolicy
 from miner_guard.guard.states import RunEvent, State, after
 from miner_guard.monitors.base import Exit, Launch
 from miner_guard.monitors.runner import MonitorRunner
+from miner_guard.record.events import event
 from miner_guard.system.clock import Clock
 
 DRAIN_S = 5.0
@@ -112,7 +112,13 @@ class Supervisor:
     def pause(self) -> None:
         """Once the miner exits, do not restart it until `resume` is called."""
         self.paused = True
-        self.runner.finding(make_finding("miner_paused"))
+        self.runner.finding(
+            event(
+                "miner_paused",
+                "info",
+                "MINER PAUSED: restarts are off until `miner-guard ctl resume`",
+            )
+        )
         if self.state is State.WAITING:
             self._cancel_retry()
             self._enter(RunEvent.HELD)
@@ -183,7 +189,13 @@ class Supervisor:
         if stop_request.then is Then.STOP and teardown is not None and teardown.may_report():
             reason = f"{stop_request.cause}, and it is already stopping: {teardown.waits_for()}"
             self.runner.finding(
-                make_finding("miner_stopping", reason=reason, grace_s=teardown.left_s())
+                event(
+                    "miner_stopping",
+                    "info",
+                    f"MINER STOPPING: {reason}, {teardown.left_s():.0f}s to stop",
+                    reason=reason,
+                    grace_s=teardown.left_s(),
+                )
             )
 
     # --- between launches ---
@@ -236,7 +248,14 @@ class Supervisor:
         for work in (
             lambda: self.flights.launched(child.pid),
             lambda: self.runner.finding(
-                make_finding("miner_started", pid=child.pid, command=words, attempt=attempt)
+                event(
+                    "miner_started",
+                    "info",
+                    f"MINER STARTED: pid {child.pid}: {words}",
+                    pid=child.pid,
+                    command=words,
+                    attempt=attempt,
+                )
             ),
             lambda: self.runner.launch(Launch(tuple(self.spec.command), child.pid, attempt, now)),
         ):
@@ -261,7 +280,16 @@ class Supervisor:
     def _launch_failed(self, error: OSError) -> None:
         self._enter(RunEvent.LAUNCH_FAILED)
         cause = f"the command could not be started: {error.strerror or error}"
-        self.runner.finding(make_finding("miner_exited", how=cause, code=None, runtime_s=0.0))
+        self.runner.finding(
+            event(
+                "miner_exited",
+                "error",
+                f"MINER EXITED: {cause}",
+                how=cause,
+                code=None,
+                runtime_s=0.0,
+            )
+        )
         self._after_failure(Failure(cause, 0.0), FAILED)
 
     # --- a launch ---
@@ -276,7 +304,13 @@ class Supervisor:
             self.launch.ask_to_end(grace)
             self._enter(RunEvent.STOP_BEGUN)
             self.runner.finding(
-                make_finding("miner_stopping", reason=self._stop_request.cause, grace_s=grace)
+                event(
+                    "miner_stopping",
+                    "info",
+                    f"MINER STOPPING: {self._stop_request.cause}, {grace:.0f}s to stop",
+                    reason=self._stop_request.cause,
+                    grace_s=grace,
+                )
             )
             self._step_stopping()
 
@@ -362,7 +396,13 @@ class Supervisor:
         decision = self.policy.failed(failure)
         if isinstance(decision, GiveUp):
             self.runner.finding(
-                make_finding("crash_loop", detail=decision.why, restarts=self.policy.failures)
+                event(
+                    "crash_loop",
+                    "critical",
+                    f"CRASH LOOP: {decision.why}",
+                    detail=decision.why,
+                    restarts=self.policy.failures,
+                )
             )
             self._finish(CRASH_LOOP, f"crash loop: {decision.why}")
             return
@@ -374,8 +414,11 @@ class Supervisor:
         self._step_again_in(again.wait_s)
         limit = self.spec.config.restart.max_restarts
         self.runner.finding(
-            make_finding(
+            event(
                 "miner_restarting",
+                "warning",
+                f"MINER RESTARTING in {again.wait_s:.0f}s (attempt {again.attempt} of "
+                f"{limit}): {cause}",
                 wait_s=again.wait_s,
                 attempt=again.attempt,
                 max_restarts=limit,

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import Finding
+from miner_guard.record.events import degraded, event
 from miner_guard.system import processes
 from miner_guard.system.clock import Clock
 from miner_guard.system.once import OncePer
@@ -130,7 +131,7 @@ class Teardown:
         yield from orphans_killed((process, command, run_id) for process, command in self.killed)
         for process in self.stuck:
             what = f"pid {process.pid} did not exit in time after SIGKILL: {why_stuck(process)}"
-            yield make_finding("guard_degraded", what=what)
+            yield degraded(what)
 
     def _enter(self, stage: str, number: int, targets: set[Process]) -> None:
         self._stage, self._since, self._signalled = stage, self.clock.monotonic(), set()
@@ -157,11 +158,23 @@ def orphans_killed(killed: Iterable[tuple[Process, str, str]]) -> Iterator[Findi
     rest."""
     each = list(killed)
     for process, command, run_id in each[:_MAX_LINES]:
-        yield make_finding("orphan_killed", pid=process.pid, command=command, of_run=run_id)
+        yield event(
+            "orphan_killed",
+            "warning",
+            f"ORPHAN KILLED: pid {process.pid} ({command}) of run {run_id}",
+            pid=process.pid,
+            command=command,
+            of_run=run_id,
+        )
     if more := each[_MAX_LINES:]:
         process, _, run_id = more[0]
-        yield make_finding(
-            "orphan_killed", pid=process.pid, command=f"and {len(more) - 1} more", of_run=run_id
+        yield event(
+            "orphan_killed",
+            "warning",
+            f"ORPHAN KILLED: pid {process.pid} (and {len(more) - 1} more) of run {run_id}",
+            pid=process.pid,
+            command=f"and {len(more) - 1} more",
+            of_run=run_id,
         )
 
 

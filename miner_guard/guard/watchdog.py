@@ -19,10 +19,11 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import Finding
 from miner_guard.exits import FAILED
 from miner_guard.guard.loop import Loop
 from miner_guard.guard.teardown import TERM_TO_KILL_S, UNKILLABLE_S, Teardown
+from miner_guard.record.events import event
 from miner_guard.system import processes
 from miner_guard.system.readiness import ready
 
@@ -154,8 +155,11 @@ class Watchdog:
         frame = sys._current_frames().get(self._main or 0)
         stack = traceback.extract_stack(frame) if frame is not None else []
         where = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "unknown"
-        finding = make_finding(
+        finding = event(
             "guard_wedged",
+            "critical",
+            f"GUARD WEDGED: its main loop has been stuck for {round(silent, 1):.0f}s in "
+            f"{where}; the miner keeps running",
             seconds=round(silent, 1),
             where=where,
             stack=traceback.format_list(stack),

@@ -25,6 +25,7 @@ import torch
 from miner_guard.checks import ranks
 from miner_guard.eventlog import catalog
 from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, Report, TrainingEntry, pack
+from miner_guard.record.events import degraded
 from miner_guard.system.boot import boot_id
 from miner_guard.validators import shapes
 from miner_guard.validators.shapes import Shapes, plain_name
@@ -218,11 +219,7 @@ def diagnose(
             if model is not None and shapes_file is not None:
                 _write_shapes(shapes_file, model, reports)
     except Exception as error:  # noqa: BLE001  the hook never raises into training; the finding says what broke
-        guard.emit(
-            catalog.make_finding(
-                "guard_degraded", what=f"diagnose failed: {type(error).__name__}: {error}"
-            )
-        )
+        guard.emit(degraded(f"diagnose failed: {type(error).__name__}: {error}"))
         return []
     return reports
 

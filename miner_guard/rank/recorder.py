@@ -17,12 +17,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import Finding
 from miner_guard.rank import layout
 from miner_guard.rank.environment import RankContext
 from miner_guard.rank.flight import FlightWriter
 from miner_guard.rank.journal import FindingEntry, JournalEntry
 from miner_guard.rank.layout import StepRecord, json_default
+from miner_guard.record.events import event
 from miner_guard.system.once import Once
 from miner_guard.system.sockets import address
 
@@ -233,7 +234,16 @@ class Recorder:
         bounded."""
         self.error_count += 1
         if self._reported.first(where):
-            self.emit(make_finding("guard_degraded", rank=self.place.rank, what=what, where=where))
+            self.emit(
+                event(
+                    "guard_degraded",
+                    "warning",
+                    f"GUARD DEGRADED: {what}",
+                    rank=self.place.rank,
+                    what=what,
+                    where=where,
+                )
+            )
 
     def close(self, state: str) -> None:
         self.show(state)

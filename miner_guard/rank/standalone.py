@@ -22,6 +22,7 @@ from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.rendering import console_line, json_line, rotate
 from miner_guard.rank.layout import FLAG_FIRST, StepRecord
+from miner_guard.record.events import degraded, event
 from miner_guard.record.phases import SPECIAL_PHASES
 from miner_guard.record.redaction import Redactor
 from miner_guard.record.words import counted, gb
@@ -118,7 +119,7 @@ class StandaloneLog:
         self._left_out_reported, self._report_again = self.left_out, now + _LEFT_OUT_EVERY_S
         lines = counted(count, "line")
         what = f"{lines} from this rank could not be logged; last error: {self._why}"
-        self._try(catalog.make_finding("guard_degraded", what=what))
+        self._try(degraded(what))
 
     def _write(self, finding: Finding) -> None:
         record = self._redactor.value(self._record(finding))
@@ -210,8 +211,13 @@ class StepLines:
                 "loss_nan", rank=0, step=step.inner_step, loss=str(step.loss)
             )
         elif step.eval_loss is not None and not math.isfinite(step.eval_loss):
-            yield catalog.make_finding(
-                "eval_loss_nan", rank=0, step=step.inner_step, eval_loss=str(step.eval_loss)
+            yield event(
+                "eval_loss_nan",
+                "warning",
+                f"EVALUATION LOSS is {step.eval_loss!s} at step {step.inner_step}",
+                rank=0,
+                step=step.inner_step,
+                eval_loss=str(step.eval_loss),
             )
 
 

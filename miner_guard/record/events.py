@@ -87,3 +87,8 @@ def event(name: str, level: str, text: str, /, *, rank: int | None = None, **fie
     if taken := RESERVED & fields.keys():
         raise ValueError(f"event {name} uses reserved fields: {', '.join(sorted(taken))}")
     return Event(name, level, text, fields, rank)
+
+
+def degraded(what: str, **fields: Any) -> Event:
+    """The event for something of the guard's own that does not work as it should."""
+    return event("guard_degraded", "warning", f"GUARD DEGRADED: {what}", what=what, **fields)

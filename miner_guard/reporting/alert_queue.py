@@ -15,7 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import Finding
+from miner_guard.record.events import event
+from miner_guard.record.words import counted
 from miner_guard.reporting.alert_policy import Alert
 from miner_guard.system import probe
 
@@ -154,9 +156,25 @@ class AlertQueue:
             self.sent += not parcel.left
         title = parcel.alert.title
         if parcel.left:
-            self._report(make_finding("alert_failed", alert=title, reason=parcel.reason))
+            self._report(
+                event(
+                    "alert_failed",
+                    "warning",
+                    f"ALERT FAILED: {title}: {parcel.reason}",
+                    alert=title,
+                    reason=parcel.reason,
+                )
+            )
         else:
-            self._report(make_finding("alert_sent", alert=title, targets=len(self._targets)))
+            self._report(
+                event(
+                    "alert_sent",
+                    "info",
+                    f"ALERT SENT: {title} to {counted(len(self._targets), 'target')}",
+                    alert=title,
+                    targets=len(self._targets),
+                )
+            )
         with self._changed:
             # Count it as done only after the report: the guard's exit waits for that line too.
             self._waiting -= 1

@@ -10,6 +10,7 @@ from typing import Any
 
 from miner_guard.config import GateSettings
 from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.record.events import event
 from miner_guard.system.once import OncePer
 from miner_guard.uploads.forecast import Forecast, forecast
 from miner_guard.validators.facts import Published
@@ -57,7 +58,7 @@ class RepoWatch:
                 self._emptied() if published.empty else published.reason or "no reason was given"
             )
             if reason is not None and self._unknown.ask(now, reason):
-                yield make_finding("repo_unknown", reason=reason)
+                yield event("repo_unknown", "warning", f"REPO UNKNOWN: {reason}", reason=reason)
             # Report the age immediately once the repo is readable again: until then, the last line
             # about the repo says "unknown".
             self._age.clear()
@@ -67,8 +68,10 @@ class RepoWatch:
         age = age_now(published, now)
         due = age is not None and age > self._gate.repo_age_target_s
         if self._age.ask(now, (published.revision, due)):
-            yield make_finding(
+            yield event(
                 "repo_age",
+                "info",
+                f"Repo Age: {age:.0f}s (keep < {self._gate.repo_age_target_s:.0f}s)",
                 age_s=age,
                 target_s=self._gate.repo_age_target_s,
                 revision=published.revision,
@@ -90,8 +93,11 @@ class RepoWatch:
         if age is None or not self.is_stale(now):
             self._stale.clear()
         elif self._stale.ask(now):
-            yield make_finding(
+            yield event(
                 "repo_stale",
+                "critical",
+                f"REPO STALE: {age:.0f}s since the last verified upload (limit "
+                f"{self._gate.repo_age_limit_s:.0f}s); upload now",
                 age_s=age,
                 limit_s=self._gate.repo_age_limit_s,
                 reason=self.latest.reason,
@@ -140,8 +146,11 @@ class ForecastWatch:
             # A repo that is already stale has its own report and needs no forecast.
             return
         if self._announced.ask(now, outer_step):
-            yield make_finding(
+            yield event(
                 "upload_forecast",
+                "warning",
+                f"UPLOAD FORECAST: inner_step {ahead.min_inner_step} in "
+                f"{ahead.eta_s / 60:.0f} min, repo stale in {ahead.stale_s / 60:.0f} min",
                 min_inner_step=ahead.min_inner_step,
                 eta_min=ahead.eta_s / 60,
                 stale_min=ahead.stale_s / 60,

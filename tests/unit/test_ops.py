@@ -118,7 +118,9 @@ def test_the_runbooks_grep_finds_the_real_line(name: str) -> None:
     elif lines:
         # `HTTP http` and `PREFLIGHT x` contain an example of a value.
         fixed = [re.split(r"\{.*?\}", line)[0] for line in lines]
-        assert any(grep in line or grep.startswith(start) for line, start in zip(lines, fixed))
+        assert any(
+            grep in line or grep.startswith(start) for line, start in zip(lines, fixed, strict=True)
+        )
     assert len(meaning) > 10
     assert action
 
