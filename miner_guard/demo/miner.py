@@ -112,7 +112,7 @@ class Miner:
                 event(
                     "checkpoint_resumed",
                     "info",
-                    f"CHECKPOINT RESUMED: {path!s} at step {self.total_steps}",
+                    f"CHECKPOINT RESUMED: {path} at step {self.total_steps}",
                     rank=0,
                     path=str(path),
                     step=self.total_steps,
@@ -291,7 +291,7 @@ class Miner:
             event(
                 "checkpoint_skipped",
                 "warning",
-                f"CHECKPOINT SKIPPED: {skipped.path!s}: {skipped.reason}",
+                f"CHECKPOINT SKIPPED: {skipped.path}: {skipped.reason}",
                 rank=0,
                 path=str(skipped.path),
                 reason=skipped.reason,

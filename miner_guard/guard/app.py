@@ -208,7 +208,7 @@ class GuardApp:
             event(
                 "guard_started",
                 "info",
-                f"GUARD STARTED: version {__version__}, pid {os.getpid()}, state {state.root!s}",
+                f"GUARD STARTED: version {__version__}, pid {os.getpid()}, state {state.root}",
                 version=__version__,
                 pid=os.getpid(),
                 state_dir=str(state.root),

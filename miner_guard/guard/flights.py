@@ -287,7 +287,7 @@ class Flights:
             event(
                 "file_set_aside",
                 "warning",
-                f"FILE SET ASIDE: {path!s} was {reason}, now {aside!s}",
+                f"FILE SET ASIDE: {path} was {reason}, now {aside}",
                 path=str(path),
                 reason=reason,
                 aside=str(aside),

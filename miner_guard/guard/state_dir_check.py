@@ -60,7 +60,7 @@ def make_private(state: StateDir) -> Iterator[Finding]:
             yield event(
                 "state_dir_tightened",
                 "info",
-                f"STATE DIRECTORY TIGHTENED: {state.root!s} was open to other users (mode "
+                f"STATE DIRECTORY TIGHTENED: {state.root} was open to other users (mode "
                 f"{before:04o}), now 0700",
                 path=str(state.root),
                 mode=f"{before:04o}",
@@ -132,13 +132,14 @@ def wrong_kind(path: Path, kind: int) -> str | None:
 def set_aside_foreign(path: Path, reason: str) -> Finding:
     """Rename `path` out of the way; returns the finding to report."""
     try:
+        aside = set_aside(path)
         return event(
             "file_set_aside",
             "warning",
-            f"FILE SET ASIDE: {path!s} was {reason}, now {set_aside(path)!s}",
+            f"FILE SET ASIDE: {path} was {reason}, now {aside}",
             path=str(path),
             reason=reason,
-            aside=str(set_aside(path)),
+            aside=str(aside),
         )
     except OSError as error:
         what = (
