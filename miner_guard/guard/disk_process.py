@@ -27,7 +27,6 @@ from miner_guard.eventlog.write_errors import write_failed
 from miner_guard.guard.disk_messages import FILES, LOG, RECORDS, ROWS, line_of
 from miner_guard.rank import layout
 from miner_guard.rank.flight import copy
-from miner_guard.rank.flight import Copier
 from miner_guard.record.events import degraded, event
 from miner_guard.record.store import RunStore
 from miner_guard.record.words import counted
