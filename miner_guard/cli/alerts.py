@@ -23,7 +23,7 @@ def command(
     state_dir: State = None,
 ) -> None:
     """Send a test message. Exit 1: a target did not accept it."""
-    from miner_guard.monitors.alerts import send_test
+    from miner_guard.reporting.alert_monitor import send_test
     from miner_guard.uploads.repos import credentials
 
     if what != "test":

@@ -9,14 +9,13 @@ from typing import Annotated, Optional
 
 import typer
 
-from miner_guard.attach.check import LogCheck, StepSeen, check
-from miner_guard.attach.patterns import patterns
 from miner_guard.cli.echo import echo
 from miner_guard.cli.files import open_text
 from miner_guard.cli.options import DEFAULT_NAME, Config, Json, open_context
 from miner_guard.cli.working import Working
 from miner_guard.exits import CONFIG, FAILED, USAGE, Refused
 from miner_guard.record.words import counted
+from miner_guard.watch.lines import LogCheck, StepSeen, check, patterns
 
 _FIRST, _LAST = 8, 3
 """How many steps to print in full from the beginning and from the end of a log."""

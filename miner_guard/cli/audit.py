@@ -13,7 +13,6 @@ from miner_guard.cli.echo import echo
 from miner_guard.cli.working import Working
 from miner_guard.eventlog import catalog
 from miner_guard.exits import FAILED, OK, UNAVAILABLE
-from miner_guard.monitors.audit import allreduce_of
 from miner_guard.record.store import RunReader
 from miner_guard.uploads import audit, remembered_settings
 from miner_guard.uploads.remembered_settings import Watched
@@ -21,6 +20,7 @@ from miner_guard.validators import shapes
 from miner_guard.validators.facts import AllReduce
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.profiles import limits_of
+from miner_guard.watch.uploads import allreduce_of
 
 _EXITS = {"accepted": OK, "rejected": FAILED, "unknown": UNAVAILABLE}
 

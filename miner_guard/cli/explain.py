@@ -86,7 +86,7 @@ def command(
     if trace:
         # Imported late: explaining a log does not need it.
         from miner_guard.cli.explain_trace import explain_trace
-        from miner_guard.detectors.eta import TrainingFacts
+        from miner_guard.watch.progress import TrainingFacts
 
         known = place.settings.config
         explain_trace(

@@ -11,11 +11,12 @@ import typer
 from miner_guard import exits
 from miner_guard.cli.echo import echo
 from miner_guard.cli.files import open_text
-from miner_guard.detectors.advice import Anomaly
-from miner_guard.detectors.eta import TrainingFacts
-from miner_guard.detectors.trace import judge, reading
-from miner_guard.detectors.trace.series import Trace
 from miner_guard.record.words import counted
+from miner_guard.watch import trace as judge
+from miner_guard.watch import trace_reading as reading
+from miner_guard.watch.curves import Anomaly
+from miner_guard.watch.progress import TrainingFacts
+from miner_guard.watch.trace_reading import Trace
 
 _ALIKE = 3
 """How many findings of each type to print in full. For the rest, only the steps are listed."""

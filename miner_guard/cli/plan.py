@@ -23,8 +23,8 @@ from miner_guard.cli.options import (
     a_number,
     open_context,
 )
-from miner_guard.detectors.step_time import grade
 from miner_guard.exits import USAGE, Refused
+from miner_guard.watch.steps import grade
 
 _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 

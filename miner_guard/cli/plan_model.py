@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
-from miner_guard.detectors.eta import next_multiple
+from miner_guard.watch.progress import next_multiple
 
 GB = 1e9
 

@@ -10,15 +10,16 @@ from typing import Any
 
 from miner_guard.checks.snapshot import number
 from miner_guard.cli.screen_text import cut, duration, progress_bar, sparkline, wrapped
-from miner_guard.detectors.verdict_conditions import (
+from miner_guard.eventlog.status_document import HealthStatus, StatusDocument, StepsStatus
+from miner_guard.record.words import percentages
+from miner_guard.system.clock import parse_iso_utc
+from miner_guard.watch.state import (
     DEGRADED,
     EARNING,
     NOT_EARNING,
     STOPPED,
     UNKNOWN,
-)
-from miner_guard.detectors.verdict_history import UNWATCHED
-from miner_guard.detectors.verdict_wording import (
+    UNWATCHED,
     advice,
     headline,
     is_silent,
@@ -28,9 +29,6 @@ from miner_guard.detectors.verdict_wording import (
     time_of_reading,
     week_of,
 )
-from miner_guard.eventlog.status_document import HealthStatus, StatusDocument, StepsStatus
-from miner_guard.record.words import percentages
-from miner_guard.system.clock import parse_iso_utc
 
 _CELLS_OF_A_WEEK = 28
 """Each cell covers six hours, or less if the record is shorter."""

@@ -30,7 +30,7 @@ class MinerSettings:
 
     log_patterns: tuple[str, ...] = ()
     """`attach = "log"`: regular expressions for your own step lines, with the groups from
-    attach/patterns.toml."""
+    watch/patterns.toml."""
 
     finite: bool | None = None
     """True: exit code 0 means that the miner has finished its work, even without

@@ -21,7 +21,7 @@ from miner_guard.config import Config
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.emitter import ConsoleSink, Emitter, StoreSink
 from miner_guard.exits import CRASH_LOOP, UNAVAILABLE
-from miner_guard.guard import environment, orphan_cleanup
+from miner_guard.guard import environment, orphan_cleanup, watchers
 from miner_guard.guard.child import become_subreaper
 from miner_guard.guard.commands import CommandHandler
 from miner_guard.guard.control_socket import ControlSocket
@@ -45,10 +45,6 @@ from miner_guard.guard.status import Status, run_status
 from miner_guard.guard.supervisor import Supervisor
 from miner_guard.guard.teardown import Teardown
 from miner_guard.guard.watchdog import STOP_SIGNALS, Hands, Watchdog
-from miner_guard.monitors import registry
-from miner_guard.monitors.base import Context
-from miner_guard.monitors.health import HealthMonitor
-from miner_guard.monitors.runner import MonitorRunner
 from miner_guard.record.events import degraded, event
 from miner_guard.record.redaction import Redactor
 from miner_guard.state_dir import StateDir
@@ -59,6 +55,9 @@ from miner_guard.system.helpers import end_helpers
 from miner_guard.system.once import Once
 from miner_guard.system.processes import HELPER
 from miner_guard.uploads.repos.credentials import beside
+from miner_guard.watch.base import Context
+from miner_guard.watch.host import HealthMonitor
+from miner_guard.watch.runner import MonitorRunner
 
 _LAST_WORDS_S = 2.0
 _SWITCH_S = 0.0002
@@ -263,7 +262,7 @@ class GuardApp:
         # Start the preflight after the orphan cleanup: otherwise it would see an earlier run's
         # processes. Its probes run while the guard creates the monitors.
         self.startup.start()
-        self.runner.monitors = registry.load_monitors(self._context(), self.log)
+        self.runner.monitors = watchers.load_monitors(self._context(), self.log)
         self._watch_gpu_memory()
         self.flights.leftovers(self.runner)
         self.endpoints.open(self.request.state.socket, self._open_notify_socket)

@@ -9,9 +9,9 @@ from typing import Protocol
 
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.guard.restart import Failure
-from miner_guard.monitors.base import Exit
 from miner_guard.system import processes
 from miner_guard.system.clock import Clock
+from miner_guard.watch.base import Exit
 
 _BLAME_S = 300.0
 """Ignore incidents older than this; they did not cause the exit."""

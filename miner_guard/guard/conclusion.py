@@ -10,9 +10,9 @@ from miner_guard.guard.launch_spec import LaunchSpec, StopRequest
 from miner_guard.guard.loop import Loop
 from miner_guard.guard.relay import Relay
 from miner_guard.guard.teardown import Teardown
-from miner_guard.monitors.base import Exit
-from miner_guard.monitors.runner import MonitorRunner
 from miner_guard.record.events import degraded, event
+from miner_guard.watch.base import Exit
+from miner_guard.watch.runner import MonitorRunner
 
 
 class Conclusion:

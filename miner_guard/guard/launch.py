@@ -9,8 +9,8 @@ from miner_guard.guard.child import Child
 from miner_guard.guard.launch_spec import StopRequest, Then
 from miner_guard.guard.process_tree import ProcessTree
 from miner_guard.guard.teardown import Teardown
-from miner_guard.monitors.base import Exit
 from miner_guard.system.clock import Clock
+from miner_guard.watch.base import Exit
 
 RETRY_INSPECT_S = 1.0
 """Seconds before retrying a failed process inspection."""

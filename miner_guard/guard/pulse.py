@@ -15,11 +15,11 @@ from miner_guard.guard.process_tree import ProcessTree
 from miner_guard.guard.relay import Relay
 from miner_guard.guard.restart import RestartPolicy
 from miner_guard.guard.states import State
-from miner_guard.monitors.runner import MonitorRunner
 from miner_guard.rank.layout import Now
 from miner_guard.record.events import degraded, event
 from miner_guard.system.clock import Clock
 from miner_guard.system.once import Once
+from miner_guard.watch.runner import MonitorRunner
 
 DROPS_EVERY_S = 60.0
 TICK_S = 0.5

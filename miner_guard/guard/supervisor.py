@@ -27,10 +27,10 @@ from miner_guard.guard.pulse import Pulse
 from miner_guard.guard.relay import Relay
 from miner_guard.guard.restart import Again, Failure, GiveUp, RestartPolicy
 from miner_guard.guard.states import RunEvent, State, after
-from miner_guard.monitors.base import Exit, Launch
-from miner_guard.monitors.runner import MonitorRunner
 from miner_guard.record.events import event
 from miner_guard.system.clock import Clock
+from miner_guard.watch.base import Exit, Launch
+from miner_guard.watch.runner import MonitorRunner
 
 DRAIN_S = 5.0
 DRAIN_ASKED_S = 1.0

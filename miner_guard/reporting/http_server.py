@@ -37,7 +37,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from miner_guard import __version__, state_dir
 from miner_guard.config import GateSettings, HangSettings
-from miner_guard.detectors.verdict_wording import FIND_THE_GUARD, shown
 from miner_guard.eventlog.status_document import StatusDocument, read_status, status_age_s
 from miner_guard.record.store import RunReader
 from miner_guard.reporting import metrics, progress
@@ -46,6 +45,7 @@ from miner_guard.reporting.report_curves import curves
 from miner_guard.reporting.report_data import Data, LogReader
 from miner_guard.reporting.report_tables import inline
 from miner_guard.system import inherited
+from miner_guard.watch.state import FIND_THE_GUARD, shown
 
 PATIENCE_S = 10.0
 """Connections without a complete request after this many seconds are closed."""

@@ -11,7 +11,6 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 
-from miner_guard.detectors.verdict_conditions import STATES
 from miner_guard.eventlog.status_document import (
     ChainStatus,
     CostsStatus,
@@ -24,6 +23,7 @@ from miner_guard.eventlog.status_document import (
 )
 from miner_guard.reporting.runbook import rows
 from miner_guard.system.clock import parse_iso_utc
+from miner_guard.watch.state import STATES
 
 PREFIX = "minerguard_"
 VERDICT_LEVELS = {state: level for level, state in enumerate(reversed(STATES))}

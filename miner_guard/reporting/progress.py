@@ -4,15 +4,9 @@ settings of hang detection."""
 from __future__ import annotations
 
 from miner_guard.config import HangSettings
-from miner_guard.detectors.verdict_wording import (
-    SILENT_S,
-    headline,
-    shown,
-    state_since,
-    time_of_reading,
-)
 from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.system.clock import parse_iso_utc
+from miner_guard.watch.state import SILENT_S, headline, shown, state_since, time_of_reading
 
 
 def verdict_line(status: StatusDocument | None, age_s: float, *, in_full: bool) -> str:

@@ -10,12 +10,11 @@ from html import escape
 from typing import Any
 
 from miner_guard.config import GateSettings
-from miner_guard.detectors.verdict_conditions import DEGRADED, NOT_EARNING, STOPPED
-from miner_guard.detectors.verdict_wording import shown
 from miner_guard.eventlog.status_document import RankSteps, StatusDocument
 from miner_guard.reporting.report_data import Data, Mark
 from miner_guard.reporting.report_milestones import milestones
 from miner_guard.reporting.runbook import rows as runbook_rows
+from miner_guard.watch.state import DEGRADED, NOT_EARNING, STOPPED, shown
 
 _WORST = ("critical", "error")
 _NUMBER = re.compile(r"[-+.\d]+")

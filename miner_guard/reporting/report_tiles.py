@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from html import escape
 
 from miner_guard.config import GateSettings
-from miner_guard.detectors.verdict_wording import is_silent, now_of, span
 from miner_guard.record.words import percentages
 from miner_guard.reporting.report_data import Data
 from miner_guard.reporting.report_tables import is_early, number, when
+from miner_guard.watch.state import is_silent, now_of, span
 
 _OVERDUE_S = 60.0
 _OVERDUE_FACTOR = 4.0

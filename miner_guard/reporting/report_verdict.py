@@ -6,15 +6,19 @@ from collections.abc import Iterator
 from datetime import datetime, timezone
 from html import escape
 
-from miner_guard.detectors.verdict_conditions import (
+from miner_guard.reporting import report_tables as tables
+from miner_guard.reporting.report_data import Data
+from miner_guard.reporting.report_tables import when
+from miner_guard.watch.state import (
+    BRIEF_SHARE,
+    CELLS,
     DEGRADED,
     EARNING,
     NOT_EARNING,
     STOPPED,
     UNKNOWN,
-)
-from miner_guard.detectors.verdict_history import BRIEF_SHARE, CELLS, UNWATCHED, Strip
-from miner_guard.detectors.verdict_wording import (
+    UNWATCHED,
+    Strip,
     miner_state,
     now_of,
     share_words,
@@ -24,9 +28,6 @@ from miner_guard.detectors.verdict_wording import (
     time_of_reading,
     week_of,
 )
-from miner_guard.reporting import report_tables as tables
-from miner_guard.reporting.report_data import Data
-from miner_guard.reporting.report_tables import when
 
 _KINDS = {
     EARNING: "good",

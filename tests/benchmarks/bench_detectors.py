@@ -12,20 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.config import GpuSettings, LossSettings, StepSettings
-from miner_guard.detectors.cpu_fallback import Observation, RankWatch
-from miner_guard.detectors.eta import TrainingFacts
-from miner_guard.detectors.loss import LossWatch
-from miner_guard.detectors.memory import MemoryWatch
-from miner_guard.detectors.step_time import RegressionWatch, StepTimes
-from miner_guard.detectors.straggler import StragglerWatch
-from miner_guard.detectors.trace import reading
-from miner_guard.detectors.trace.judge import judge
-from miner_guard.monitors.base import Monitor
-from miner_guard.monitors.curves import CurvesMonitor
-from miner_guard.monitors.ranks import RanksMonitor
-from miner_guard.monitors.steps import StepsMonitor
 from miner_guard.rank.layout import StepRecord
 from miner_guard.system.clock import FakeClock
+from miner_guard.watch import trace_reading as reading
+from miner_guard.watch.base import Monitor
+from miner_guard.watch.curves import CurvesMonitor, LossWatch, MemoryWatch
+from miner_guard.watch.progress import TrainingFacts
+from miner_guard.watch.ranks import Observation, RanksMonitor, RankWatch, StragglerWatch
+from miner_guard.watch.steps import RegressionWatch, StepsMonitor, StepTimes
+from miner_guard.watch.trace import judge
 from tests.benchmarks.frame import Row
 from tests.support.contexts import context
 

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 
 from miner_guard.config import HangSettings
-from miner_guard.detectors.hang import HangDetector
 from miner_guard.eventlog.catalog import make_finding, message
 from miner_guard.rank import layout
 from miner_guard.rank.journal import DiagnosisEntry, pack
 from miner_guard.rank.layout import Now
+from miner_guard.watch.hang import HangDetector
 from tests.benchmarks.frame import Row
 from tests.support.rank_reports import GIB, report
 

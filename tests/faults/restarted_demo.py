@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from miner_guard.monitors.evidence import identity_of
+from miner_guard.watch.evidence import identity_of
 from tests.faults.guarded import Guarded
 from tests.support import requires
 from tests.support.waiting import until

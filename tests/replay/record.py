@@ -29,8 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.config import Config
-from miner_guard.monitors.rank_processes import RankProcesses
-from miner_guard.monitors.runner import MonitorRunner
+from miner_guard.watch.base import Monitor
+from miner_guard.watch.hang import RankProcesses
+from miner_guard.watch.runner import MonitorRunner
 
 RUNS = Path(__file__).with_name("runs")
 OUTSIDE = frozenset(
@@ -158,11 +159,9 @@ def _step(step: Any) -> dict[str, Any]:
 def _own(frame: Any) -> bool:
     """Whether a replayed watcher is on the stack: a replay raises its finding by itself."""
     while frame is not None:
-        name = str(frame.f_globals.get("__name__", ""))
-        if name.startswith("miner_guard.monitors."):
-            part = name.rpartition(".")[2]
-            if part not in OUTSIDE and part not in ("runner", "base", "registry"):
-                return True
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Monitor):
+            return owner.name not in OUTSIDE
         frame = frame.f_back
     return False
 

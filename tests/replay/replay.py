@@ -17,16 +17,15 @@ from typing import Any
 
 from miner_guard.config import Config
 from miner_guard.costs import set_global_tracker
-from miner_guard.detectors.hang import Processes
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.monitors import registry
-from miner_guard.monitors.base import Context, Exit, Launch, Monitor
-from miner_guard.monitors.rank_processes import RankProcesses
-from miner_guard.monitors.runner import MonitorRunner
+from miner_guard.guard import watchers
 from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record.events import Event
 from miner_guard.record.redaction import Redactor
 from miner_guard.state_dir import StateDir
+from miner_guard.watch.base import Context, Exit, Launch, Monitor
+from miner_guard.watch.hang import Processes, RankProcesses
+from miner_guard.watch.runner import MonitorRunner
 from tests.replay.record import OUTSIDE, RUNS
 from tests.support.contexts import JobsNever
 
@@ -179,7 +178,7 @@ def _state(folder: Path) -> StateDir:
 
 
 def _watchers(context: Context, report: Callable[[Finding], None]) -> Iterator[Monitor]:
-    for monitor in registry.load_monitors(context, report):
+    for monitor in watchers.load_monitors(context, report):
         if monitor.name not in OUTSIDE:
             yield monitor
 

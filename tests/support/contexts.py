@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.config import Config
-from miner_guard.monitors.base import Context
 from miner_guard.record.redaction import Redactor
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
 from miner_guard.uploads.repos.credentials import beside
+from miner_guard.watch.base import Context
 
 
 def context(folder: Path, **given: Any) -> Context:

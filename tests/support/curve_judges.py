@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from miner_guard.config import LossSettings, StepSettings
-from miner_guard.detectors.eta import TrainingFacts
-from miner_guard.detectors.loss import LossWatch
-from miner_guard.detectors.step_time import RegressionWatch, SlowWarnings, StepTimes
-from miner_guard.detectors.trace import judge as whole
-from miner_guard.detectors.trace import reading
+from miner_guard.watch import trace as whole
+from miner_guard.watch import trace_reading as reading
+from miner_guard.watch.curves import LossWatch
+from miner_guard.watch.progress import TrainingFacts
+from miner_guard.watch.steps import RegressionWatch, SlowWarnings, StepTimes
 from tests.support import synthetic_curves as curves
 
 _FIRST_STEP = 50_000

@@ -7,9 +7,9 @@ from typing import Any
 
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.monitors.steps import StepsMonitor
 from miner_guard.rank.layout import StepRecord
 from miner_guard.system.clock import FakeClock
+from miner_guard.watch.steps import StepsMonitor
 
 
 def make_step(number: int, start: float, seconds: float, **extra: Any) -> StepRecord:

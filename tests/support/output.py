@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.monitors.base import Monitor
-from miner_guard.monitors.line_router import LineRouter
+from miner_guard.watch.base import Monitor
+from miner_guard.watch.line_router import LineRouter
 
 
 def show(monitor: Monitor, *chunks: bytes) -> list[Finding]:

@@ -11,13 +11,13 @@ from miner_guard.config import Config, LogSettings
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.emitter import ConsoleSink, Emitter
 from miner_guard.eventlog.jsonl import JsonlSink
-from miner_guard.monitors.base import Context, Jobs
-from miner_guard.monitors.registry import load_monitors
-from miner_guard.monitors.runner import MonitorRunner
+from miner_guard.guard.watchers import load_monitors
 from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record.redaction import Redactor
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
+from miner_guard.watch.base import Context, Jobs
+from miner_guard.watch.runner import MonitorRunner
 
 LOGS = LogSettings(max_bytes=200_000, keep=3, step_lines_per_s=1e9)
 RANKS = 2

@@ -16,24 +16,12 @@ from typing import Any
 
 from miner_guard.checks.snapshot import assemble, summary
 from miner_guard.config import Config, GpuSettings, MinerSettings, RepoSettings
-from miner_guard.detectors.verdict_memory import Memory
 from miner_guard.eventlog.catalog import make_finding
 from miner_guard.eventlog.emitter import Emitter, StoreSink
 from miner_guard.eventlog.run_status import LastExit, RankProcess, RunStatus
 from miner_guard.guard.attribution import Attribution, how_it_ended
 from miner_guard.guard.predecessor import killed_guard
 from miner_guard.guard.restart import Again, Failure, RestartPolicy
-from miner_guard.monitors import uploads as uploads_module
-from miner_guard.monitors.base import Exit, Launch, Monitor
-from miner_guard.monitors.curves import CurvesMonitor
-from miner_guard.monitors.diagnosis import DiagnosisMonitor
-from miner_guard.monitors.incidents import IncidentsMonitor
-from miner_guard.monitors.ranks import RanksMonitor
-from miner_guard.monitors.reports import ReportsMonitor
-from miner_guard.monitors.runner import MonitorRunner
-from miner_guard.monitors.steps import StepsMonitor
-from miner_guard.monitors.uploads import UploadsMonitor
-from miner_guard.monitors.verdict import VerdictMonitor
 from miner_guard.rank import journal
 from miner_guard.rank.journal import CheckpointEntry, DecisionEntry
 from miner_guard.rank.layout import Now
@@ -45,6 +33,17 @@ from miner_guard.system.clock import FakeClock, iso_utc
 from miner_guard.uploads import inputs as gate_inputs
 from miner_guard.uploads.gate import decide
 from miner_guard.validators.facts import Candidate, Network, Published
+from miner_guard.watch import uploads as uploads_module
+from miner_guard.watch.base import Exit, Launch, Monitor
+from miner_guard.watch.checkpoints import ReportsMonitor
+from miner_guard.watch.curves import CurvesMonitor
+from miner_guard.watch.gpu import DiagnosisMonitor
+from miner_guard.watch.output import IncidentsMonitor
+from miner_guard.watch.ranks import RanksMonitor
+from miner_guard.watch.runner import MonitorRunner
+from miner_guard.watch.state import Memory, VerdictMonitor
+from miner_guard.watch.steps import StepsMonitor
+from miner_guard.watch.uploads import UploadsMonitor
 from tests.support.contexts import IdleControl, JobsAtOnce, context
 from tests.support.simulated_parts import LogOnDisk, Source
 from tests.support.simulated_training import COSTS, SimulatedTraining, cost_ledger

@@ -8,7 +8,7 @@ from typing import Any
 
 from miner_guard.config import LogSettings
 from miner_guard.eventlog.jsonl import JsonlSink
-from miner_guard.monitors.base import Context, Monitor
+from miner_guard.watch.base import Context, Monitor
 
 
 class Source(Monitor):

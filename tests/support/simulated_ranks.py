@@ -9,14 +9,14 @@ from typing import Any
 
 from miner_guard.config import Config
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.monitors.base import Launch, Monitor
-from miner_guard.monitors.curves import CurvesMonitor
-from miner_guard.monitors.line_router import LineRouter
-from miner_guard.monitors.ranks import RanksMonitor
-from miner_guard.monitors.steps import StepsMonitor
 from miner_guard.rank.journal import parse
 from miner_guard.rank.layout import FLAG_FIRST, Now, StepRecord
 from miner_guard.system.clock import FakeClock
+from miner_guard.watch.base import Launch, Monitor
+from miner_guard.watch.curves import CurvesMonitor
+from miner_guard.watch.line_router import LineRouter
+from miner_guard.watch.ranks import RanksMonitor
+from miner_guard.watch.steps import StepsMonitor
 from tests.support.contexts import context
 
 GIB = 1024**3

@@ -10,7 +10,6 @@ import pytest
 
 from miner_guard.config import Config, GateSettings, MinerSettings, RepoSettings
 from miner_guard.eventlog.catalog import Finding, message
-from miner_guard.monitors import uploads as module
 from miner_guard.rank.journal import DecisionEntry, parse
 from miner_guard.rank.layout import StepRecord
 from miner_guard.state_dir import StateDir
@@ -18,6 +17,7 @@ from miner_guard.system.clock import FakeClock
 from miner_guard.uploads import inputs as gate_inputs
 from miner_guard.uploads.gate import decide
 from miner_guard.validators.facts import Candidate, Published
+from miner_guard.watch import uploads as module
 from tests.support.contexts import JobsLater, context
 
 

@@ -11,10 +11,10 @@ import pytest
 from miner_guard.checks import check, ranks
 from miner_guard.config import Config, GpuSettings
 from miner_guard.eventlog import catalog
-from miner_guard.monitors.diagnosis import DiagnosisMonitor
 from miner_guard.rank import layout
 from miner_guard.rank.journal import DiagnosisEntry, pack, unpack
 from miner_guard.state_dir import StateDir, write_json
+from miner_guard.watch.gpu import DiagnosisMonitor
 from tests.support.contexts import context
 from tests.support.rank_reports import GIB, report
 

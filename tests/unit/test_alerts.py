@@ -16,8 +16,8 @@ import pytest
 from miner_guard.cli.main import run
 from miner_guard.config import AlertSettings, Config
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.monitors.alerts import AlertsMonitor, send_test
 from miner_guard.reporting import alert_queue
+from miner_guard.reporting.alert_monitor import AlertsMonitor, send_test
 from miner_guard.reporting.alert_policy import Alert, AlertPolicy
 from miner_guard.system.clock import FakeClock, SystemClock
 from tests.servers.webhook import Webhook

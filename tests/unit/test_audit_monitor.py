@@ -9,10 +9,10 @@ import pytest
 
 from miner_guard.config import Config, MinerSettings, RepoSettings
 from miner_guard.eventlog.catalog import Finding, make_finding, message
-from miner_guard.monitors.audit import AuditMonitor
 from miner_guard.system.clock import FakeClock
 from miner_guard.uploads import audit
 from miner_guard.validators.facts import AllReduce
+from miner_guard.watch.uploads import AuditMonitor
 from tests.support.contexts import JobsLater, context
 
 PUSHED = make_finding("upload_succeeded", tag="5.56.51", detail="-")

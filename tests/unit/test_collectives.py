@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from miner_guard.detectors.collectives import late
 from miner_guard.rank import dumps
+from miner_guard.watch.evidence import late
 
 
 def trace(

@@ -14,11 +14,11 @@ from miner_guard.cli.main import run
 from miner_guard.costs import set_global_tracker
 from miner_guard.costs.known import known
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.monitors.base import Exit, Launch
-from miner_guard.monitors.costs import CostsMonitor
 from miner_guard.rank.journal import CostEntry
 from miner_guard.rank.layout import StepRecord
 from miner_guard.system.clock import FakeClock
+from miner_guard.watch.base import Exit, Launch
+from miner_guard.watch.costs import CostsMonitor
 from tests.support.contexts import context
 from tests.support.present_state import write_status
 from tests.support.simulated_ranks import headers

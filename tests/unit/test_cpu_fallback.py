@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from miner_guard.config import Config, GpuSettings, StepSettings
-from miner_guard.detectors.eta import TrainingFacts
-from miner_guard.detectors.slow_cause import explain
 from miner_guard.eventlog import catalog
-from miner_guard.monitors.ranks import RanksMonitor
 from miner_guard.rank import journal
 from miner_guard.rank.layout import FLAG_LOSS_ON_CPU, StepRecord
+from miner_guard.watch.progress import TrainingFacts
+from miner_guard.watch.ranks import RanksMonitor, explain
 from tests.support.contexts import context
 from tests.support.simulated_ranks import GIB, Run, healthy
 

@@ -14,16 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miner_guard.config import Config, LossSettings, MinerSettings
-from miner_guard.detectors.eta import TrainingFacts
-from miner_guard.detectors.loss import LossWatch
-from miner_guard.detectors.memory import MemoryWatch
-from miner_guard.detectors.overfit import OverfitWatch
-from miner_guard.detectors.trace import evaluation, reading
-from miner_guard.detectors.trace import judge as whole
-from miner_guard.detectors.trace.restarts import restarts
-from miner_guard.detectors.trace.series import Series
-from miner_guard.detectors.trend import p_rising
 from miner_guard.eventlog import catalog
+from miner_guard.watch import trace as evaluation
+from miner_guard.watch import trace as whole
+from miner_guard.watch import trace_reading as reading
+from miner_guard.watch.curves import LossWatch, MemoryWatch, OverfitWatch
+from miner_guard.watch.progress import TrainingFacts
+from miner_guard.watch.series import p_rising
+from miner_guard.watch.trace import restarts
+from miner_guard.watch.trace_reading import Series
 from tests.support.simulated_ranks import Run, healthy
 
 UNKNOWN = TrainingFacts()

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miner_guard.config import StepSettings
-from miner_guard.detectors.step_time import SlowWarnings, StepTimes
-from miner_guard.detectors.straggler import Straggler, judge
-from miner_guard.detectors.window import SortedWindow
+from miner_guard.watch.ranks import Straggler, judge
+from miner_guard.watch.series import SortedWindow
+from miner_guard.watch.steps import SlowWarnings, StepTimes
 from tests.support.simulated_ranks import Run, healthy
 
 

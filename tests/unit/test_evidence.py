@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 
 from miner_guard.guard.teardown import TERM_TO_KILL_S, UNKILLABLE_S, Teardown
-from miner_guard.monitors import evidence, evidence_folders
-from miner_guard.monitors.evidence import Subject
 from miner_guard.state_dir import StateDir
 from miner_guard.system import processes
 from miner_guard.system.clock import FakeClock
 from miner_guard.system.processes import Process
+from miner_guard.watch import evidence
+from miner_guard.watch import evidence as evidence_folders
+from miner_guard.watch.evidence import Subject
 
 WAITS_IN_THE_KERNEL = """
 import ctypes, os, time
@@ -90,15 +91,15 @@ def test_a_process_that_survives_sigkill_is_named_and_given_up(
 def test_the_newest_folders_are_kept_and_unrelated_ones_left_alone(tmp_path: Path) -> None:
     state = StateDir(tmp_path)
     for second in range(10):
-        own = evidence_folders.folder(
+        own = evidence_folders.incident_folder(
             state, 1_800_000_000.0 + second, "hang" if second % 2 else "cuda_oom"
         )
         own.mkdir(parents=True)
         (own / "flight-rank-0000.jsonl").write_text("{}\n")
     (state.incidents / "my-notes").mkdir()
     newest = sorted(state.incidents.glob("2*"))[-3:]
-    evidence_folders.prune(state, 3)
+    evidence_folders.prune_incidents(state, 3)
     assert sorted(state.incidents.iterdir()) == sorted([*newest, state.incidents / "my-notes"])
-    evidence_folders.prune(state, 3)
-    evidence_folders.prune(StateDir(tmp_path / "none"), 3)
+    evidence_folders.prune_incidents(state, 3)
+    evidence_folders.prune_incidents(StateDir(tmp_path / "none"), 3)
     assert len(list(state.incidents.iterdir())) == 4

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from miner_guard import exits
 from miner_guard.cli import main
 from miner_guard.cli.explain_trace import explain_trace
-from miner_guard.detectors.advice import Anomaly
-from miner_guard.detectors.eta import TrainingFacts
-from miner_guard.detectors.trace import reading
-from miner_guard.detectors.trace.judge import judge
-from miner_guard.detectors.trace.series import Trace
+from miner_guard.watch import trace_reading as reading
+from miner_guard.watch.curves import Anomaly
+from miner_guard.watch.progress import TrainingFacts
+from miner_guard.watch.trace import judge
+from miner_guard.watch.trace_reading import Trace
 
 
 def trace_of(facts: TrainingFacts | None = None, **series: Sequence[float]) -> list[Anomaly]:

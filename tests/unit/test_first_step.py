@@ -12,10 +12,10 @@ import pytest
 
 from miner_guard.config import Config, MinerSettings
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.monitors.base import Launch
-from miner_guard.monitors.first_step import FirstStepMonitor
 from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.system.clock import FakeClock
+from miner_guard.watch.base import Launch
+from miner_guard.watch.output import FirstStepMonitor
 from tests.support.contexts import context
 
 Attach = Literal["sn38", "auto", "log"] | None

@@ -11,9 +11,9 @@ import pytest
 from miner_guard.config import Config, GpuSettings
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.monitors.base import Launch
-from miner_guard.monitors.gpu import GpuMonitor
 from miner_guard.system.clock import FakeClock
+from miner_guard.watch.base import Launch
+from miner_guard.watch.gpu import GpuMonitor
 from tests.support.contexts import context
 from tests.support.output import show
 

@@ -9,11 +9,20 @@ from typing import Any
 import pytest
 
 from miner_guard.config import GpuSettings
-from miner_guard.detectors.batch_argument import BatchPolicy, rewritten, value_of
-from miner_guard.detectors.gpu_use import GpuUse, MemoryReading, Printed, decide, described, parse
-from miner_guard.detectors.model_sizes import size_of
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import Finding
+from miner_guard.watch.gpu import (
+    BatchPolicy,
+    GpuUse,
+    MemoryReading,
+    Printed,
+    decide,
+    described,
+    parse_memory_line,
+    rewritten,
+    size_of,
+    value_of,
+)
 
 SETTINGS = GpuSettings()
 
@@ -106,7 +115,7 @@ def test_small_or_large_by_the_documents_names_first(
     ],
 )
 def test_the_miners_own_lines_are_read(line: str, printed: Any) -> None:
-    assert parse(line) == printed
+    assert parse_memory_line(line) == printed
 
 
 def checked(

@@ -9,12 +9,18 @@ from dataclasses import replace
 import pytest
 
 from miner_guard.config import HangSettings
-from miner_guard.detectors.hang import Hang, HangDetector, Processes, describe, name_culprits
-from miner_guard.monitors.evidence import Subject
-from miner_guard.monitors.hang import _elsewhere
 from miner_guard.rank.layout import Identity, Now
 from miner_guard.rank.phases import PhaseNames, Phases
 from miner_guard.record.words import rank_list
+from miner_guard.watch.evidence import Subject
+from miner_guard.watch.hang import (
+    Hang,
+    HangDetector,
+    Processes,
+    _elsewhere,
+    describe,
+    name_culprits,
+)
 
 SETTINGS = HangSettings(
     min_s=300.0, factor=5.0, first_step_s=1800.0, allreduce_s=840.0, upload_s=1800.0

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from miner_guard.config import Config, HangSettings, MinerSettings
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.monitors.base import Exit, Launch
-from miner_guard.monitors.hang import HangMonitor
 from miner_guard.rank.agree import LATE
 from miner_guard.rank.layout import Now
 from miner_guard.system.clock import FakeClock
+from miner_guard.watch.base import Exit, Launch
+from miner_guard.watch.hang import HangMonitor
 from tests.support.contexts import JobsAtOnce, JobsLater, Steered, context
 
 HANG = HangSettings(min_s=10.0, first_step_s=60.0)

@@ -338,7 +338,7 @@ def test_the_guard_measures_its_own_usage() -> None:
 
 def test_the_part_samples_and_logs_on_schedule_and_once_at_the_end(tmp_path: Path) -> None:
     from miner_guard.config import Config
-    from miner_guard.monitors.health import HealthMonitor
+    from miner_guard.watch.host import HealthMonitor
 
     jobs, emitted = JobsAtOnce(), list[Finding]()
     config = Config(health=HealthSettings(snapshot_every_s=10.0))

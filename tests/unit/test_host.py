@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.monitors.base import Context, Monitor
-from miner_guard.monitors.runner import MonitorRunner
 from miner_guard.rank.layout import Now
+from miner_guard.watch.base import Context, Monitor
+from miner_guard.watch.runner import MonitorRunner
 
 
 class Broken(Monitor):

@@ -21,10 +21,10 @@ from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.guard.jobs import JobSchedule
 from miner_guard.guard.status import Status
-from miner_guard.monitors.base import Launch
 from miner_guard.record.store import RunStore
 from miner_guard.state_dir import read_json
 from miner_guard.system.clock import FakeClock
+from miner_guard.watch.base import Launch
 from tests.support.present_state import status_of
 from tests.support.run_harness import WholeRun
 

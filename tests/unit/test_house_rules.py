@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from miner_guard.monitors.registry import MONITORS
+from miner_guard.guard.watchers import MONITORS
 from tests.support.requires import REPO
 
 if sys.version_info >= (3, 11):
@@ -148,16 +148,11 @@ def test_every_room_has_a_layer() -> None:
 
 def test_every_monitor_is_registered() -> None:
     """A monitor that no run loads passes its own tests and watches nothing."""
-    modules = {
-        path.stem
-        for path, tree in _sources()
-        if path.parent.name == "monitors"
-        and any(
-            isinstance(base, ast.Name) and base.id == "Monitor"
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ClassDef)
-            for base in node.bases
-        )
+    names = {
+        node.name
+        for _, tree in _sources()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        and any(isinstance(base, ast.Name) and base.id == "Monitor" for base in node.bases)
     }
-    lists = "MONITORS of miner_guard/monitors/registry.py"
-    assert modules == set(MONITORS), f"{lists} and its folder: {modules ^ set(MONITORS)}"
+    assert names == {kind.__name__ for kind in MONITORS}

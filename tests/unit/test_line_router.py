@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.monitors.base import Context, Exit, Monitor
-from miner_guard.monitors.line_router import MAX_LINE_BYTES
-from miner_guard.monitors.runner import MonitorRunner
+from miner_guard.watch.base import Context, Exit, Monitor
+from miner_guard.watch.line_router import MAX_LINE_BYTES
+from miner_guard.watch.runner import MonitorRunner
 
 
 class Everything(Monitor):

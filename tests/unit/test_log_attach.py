@@ -10,12 +10,12 @@ import pytest
 
 from miner_guard.config import Config, MinerSettings
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.monitors.base import Exit, Launch
-from miner_guard.monitors.log_attach import LogAttachMonitor
 from miner_guard.rank.flight import FlightReader
 from miner_guard.rank.layout import FLAG_FIRST, Now, StepRecord
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
+from miner_guard.watch.base import Exit, Launch
+from miner_guard.watch.output import LogAttachMonitor
 from tests.support.contexts import context
 from tests.support.output import show
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from miner_guard.eventlog.catalog import make_finding
-from miner_guard.monitors.base import Exit, Launch
 from miner_guard.system.clock import FakeClock
+from miner_guard.watch.base import Exit, Launch
 from tests.support.contexts import JobsNever
 from tests.support.run_harness import LOGS, RANKS, WholeRun
 

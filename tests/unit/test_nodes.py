@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.monitors import reachability
+from miner_guard.watch import ranks as reachability
 
 TABLE = """\
   sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode

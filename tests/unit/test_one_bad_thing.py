@@ -27,15 +27,15 @@ from miner_guard.guard.flights import Flights
 from miner_guard.guard.loop import Loop
 from miner_guard.guard.relay import Relay, _Stream
 from miner_guard.guard.status import Status
-from miner_guard.monitors.base import Context
-from miner_guard.monitors.reports import ReportsMonitor
-from miner_guard.monitors.runner import MonitorRunner
 from miner_guard.rank.flight import FlightWriter
 from miner_guard.record.redaction import Redactor
 from miner_guard.record.store import RunStore, StoredEvent
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock, SystemClock
 from miner_guard.system.once import Once
+from miner_guard.watch.base import Context
+from miner_guard.watch.checkpoints import ReportsMonitor
+from miner_guard.watch.runner import MonitorRunner
 from tests.support.present_state import status_of
 from tests.support.waiting import until
 

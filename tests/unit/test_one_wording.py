@@ -18,20 +18,20 @@ from miner_guard.cli import status as status_command
 from miner_guard.cli.screen import Canvas, CurveHistory
 from miner_guard.config import GateSettings
 from miner_guard.demo import summary
-from miner_guard.detectors.verdict_wording import advice, headline, shown, state_since
 from miner_guard.eventlog.status_document import (
     StatusDocument,
     VerdictStatus,
     read_status,
     status_age_s,
 )
-from miner_guard.monitors.alerts import AlertsMonitor
 from miner_guard.record.store import RunReader
 from miner_guard.reporting import progress
+from miner_guard.reporting.alert_monitor import AlertsMonitor
 from miner_guard.reporting.http_server import LiveReport, ServerSettings, Site, TimeRange
 from miner_guard.reporting.report import render
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import parse_iso_utc
+from miner_guard.watch.state import advice, headline, shown, state_since
 from tests.support import simulated_guard
 from tests.support.contexts import context
 from tests.support.page_states import STATES

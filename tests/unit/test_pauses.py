@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from miner_guard.config import StepSettings
-from miner_guard.detectors.pauses import PauseWatch
-from miner_guard.detectors.step_time import RegressionWatch, StepTimes
-from miner_guard.detectors.straggler import OUTSIDE, Straggler, StragglerWatch, work_seconds
+from miner_guard.watch.ranks import OUTSIDE, Straggler, StragglerWatch
+from miner_guard.watch.steps import PauseWatch, RegressionWatch, StepTimes, work_seconds
 
 HOUR_S = 3600.0
 

@@ -10,8 +10,8 @@ import pytest
 
 from miner_guard.config import Config, MinerSettings, RepoSettings
 from miner_guard.eventlog.catalog import message
-from miner_guard.monitors.printed_uploads import PrintedUploadsMonitor
 from miner_guard.rank.journal import DecisionEntry, UploadEntry
+from miner_guard.watch.uploads import PrintedUploadsMonitor
 from tests.support.contexts import context
 from tests.support.output import show
 

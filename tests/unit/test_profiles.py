@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 
 from miner_guard.config import Config, GateSettings, MinerSettings, loading
-from miner_guard.detectors.log_lines import KINDS
-from miner_guard.monitors.base import Launch
-from miner_guard.monitors.log_attach import LogAttachMonitor
 from miner_guard.rank.flight import FlightReader
 from miner_guard.rank.layout import FLAG_SYNC, StepRecord
 from miner_guard.state_dir import StateDir
@@ -22,6 +19,9 @@ from miner_guard.validators.layout import USUAL, Layout
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.profiles import load_profile, names
 from miner_guard.validators.profiles.checks import PATTERNS
+from miner_guard.watch.base import Launch
+from miner_guard.watch.lines import KINDS
+from miner_guard.watch.output import LogAttachMonitor
 from tests.support.contexts import context
 from tests.support.output import show
 

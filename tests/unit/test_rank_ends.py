@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping
 
 import pytest
 
-from miner_guard.detectors.rank_ends import ended_early, left_behind
 from miner_guard.guard.attribution import ran_to_its_end
 from miner_guard.rank.layout import Now
+from miner_guard.watch.ranks import ended_early, left_behind
 
 
 def rank(state: str, heartbeat: float = 100.0, steps: int = 15) -> Now:

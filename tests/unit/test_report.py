@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.detectors.verdict_history import VerdictWeek
 from miner_guard.record.store import RunReader, event_row
 from miner_guard.reporting.report import render
 from miner_guard.reporting.report_data import LogReader, gather
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import iso_utc
+from miner_guard.watch.state import VerdictWeek
 from tests.support.guard_log import Log
 from tests.support.present_state import write_status
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from miner_guard.eventlog.catalog import message
-from miner_guard.monitors.base import Exit, Launch
-from miner_guard.monitors.reports import ReportsMonitor
 from miner_guard.rank.journal import CheckpointEntry, FindingEntry
 from miner_guard.system.clock import FakeClock
+from miner_guard.watch.base import Exit, Launch
+from miner_guard.watch.checkpoints import ReportsMonitor
 from tests.support.contexts import context
 
 CLOCK_START = 1000.0

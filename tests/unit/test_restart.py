@@ -9,8 +9,8 @@ from miner_guard.config import RestartSettings
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.guard.attribution import Attribution
 from miner_guard.guard.restart import Again, Failure, GiveUp, RestartPolicy
-from miner_guard.monitors.base import Exit
 from miner_guard.system.clock import FakeClock
+from miner_guard.watch.base import Exit
 
 SETTINGS = RestartSettings(max_restarts=4, backoff_s=2.0, backoff_max_s=10.0, jitter_ratio=0.5)
 

@@ -8,7 +8,7 @@ import pytest
 
 from miner_guard.config import Config, RepoSettings
 from miner_guard.eventlog import catalog
-from miner_guard.monitors.secret_leaks import SecretLeaksMonitor
+from miner_guard.watch.output import SecretLeaksMonitor
 from tests.support.contexts import context
 
 SECRET = "s3cr3t-of-the-bucket"

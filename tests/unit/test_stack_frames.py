@@ -5,11 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from miner_guard.detectors.stack_frames import (
-    innermost_user_frame,
-    outside_the_collective,
-    waits_for_ranks,
-)
+from miner_guard.watch.evidence import innermost_user_frame, outside_the_collective, waits_for_ranks
 
 PY_SPY = """Process 4242: python -u loops.py
 Python v3.11.9 (/usr/bin/python3.11)

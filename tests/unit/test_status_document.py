@@ -18,11 +18,11 @@ from miner_guard.eventlog.status_document import (
     StatusDocument,
     read_status,
 )
-from miner_guard.monitors.chain import ChainMonitor
-from miner_guard.monitors.health import HealthMonitor
 from miner_guard.state_dir import StateDir
 from miner_guard.uploads.chain import ChainReading
 from miner_guard.uploads.chain import as_fields as chain_fields
+from miner_guard.watch.chain import ChainMonitor
+from miner_guard.watch.host import HealthMonitor
 from tests.support.contexts import JobsNever, context
 from tests.support.present_state import write_status
 

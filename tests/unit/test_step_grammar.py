@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from miner_guard.attach.patterns import grammar
-from miner_guard.detectors.log_lines import LogSteps
-from miner_guard.detectors.step_grammar import Miss, StepLine
+from miner_guard.watch.lines import LogSteps, Miss, StepLine, grammar
 
 _MEGATRON = (
     " [2024-05-01 12:00:00] iteration      100/  500000 | consumed samples:         1600 | "

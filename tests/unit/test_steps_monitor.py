@@ -15,20 +15,19 @@ import pytest
 from miner_guard.checks.snapshot import assemble, summary
 from miner_guard.cli.screen import CurveHistory, overview
 from miner_guard.config import Config, GateSettings, LogSettings, MinerSettings, StepSettings
-from miner_guard.detectors.step_time import StepTimes, grade
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import make_finding
 from miner_guard.eventlog.rendering import json_line
 from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.guard.engines import monitor_values
-from miner_guard.monitors.base import Exit, Launch
-from miner_guard.monitors.steps import StepsMonitor
 from miner_guard.rank import layout
 from miner_guard.rank.journal import TrainingEntry
 from miner_guard.rank.layout import Now
 from miner_guard.reporting import metrics, report
 from miner_guard.state_dir import StateDir, finite
 from miner_guard.system.clock import FakeClock
+from miner_guard.watch.base import Exit, Launch
+from miner_guard.watch.steps import StepsMonitor, StepTimes, grade
 from tests.support.contexts import context
 from tests.support.driven_steps import drive, lines, make_step
 from tests.support.present_state import write_status

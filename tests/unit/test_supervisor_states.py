@@ -19,14 +19,14 @@ from miner_guard.guard.launch_spec import LaunchSpec, StopRequest, Then
 from miner_guard.guard.loop import Loop
 from miner_guard.guard.states import State
 from miner_guard.guard.supervisor import FAILED, Supervisor
-from miner_guard.monitors.base import Launch
-from miner_guard.monitors.hang import HangMonitor
-from miner_guard.monitors.runner import MonitorRunner
 from miner_guard.rank.layout import Now
 from miner_guard.state_dir import StateDir
 from miner_guard.system import processes
 from miner_guard.system.clock import FakeClock
 from miner_guard.system.processes import Process
+from miner_guard.watch.base import Launch
+from miner_guard.watch.hang import HangMonitor
+from miner_guard.watch.runner import MonitorRunner
 from tests.support.contexts import JobsLater, Steered, context
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from miner_guard.config import Config, MinerSettings
 from miner_guard.eventlog.catalog import Finding, message
-from miner_guard.monitors.base import Launch
-from miner_guard.monitors.swarm import SwarmMonitor
 from miner_guard.system.clock import FakeClock
+from miner_guard.watch.base import Launch
+from miner_guard.watch.chain import SwarmMonitor
 from tests.support.contexts import context
 from tests.support.output import show
 

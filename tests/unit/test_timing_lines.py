@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from miner_guard.config import StepSettings
-from miner_guard.detectors import timing
-from miner_guard.monitors.steps import StepsMonitor
 from miner_guard.rank.environment import find
 from miner_guard.rank.flight import FlightReader
 from miner_guard.rank.guard import Guard
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
+from miner_guard.watch import steps as timing
+from miner_guard.watch.steps import StepsMonitor
 from tests.support.contexts import context
 from tests.support.driven_steps import drive, lines
 

@@ -29,8 +29,8 @@ from miner_guard.cli.screen import (
     sparkline,
 )
 from miner_guard.cli.terminal import coloured
-from miner_guard.detectors.verdict_conditions import STATES
 from miner_guard.eventlog.status_document import StatusDocument, StepsStatus
+from miner_guard.watch.state import STATES
 from tests.support import requires
 from tests.support.present_state import write_status
 

@@ -22,12 +22,11 @@ from typing import Any
 import pytest
 
 from miner_guard.config import LossSettings
-from miner_guard.detectors.advice import Anomaly
-from miner_guard.detectors.eta import TrainingFacts
-from miner_guard.detectors.loss import LossWatch
-from miner_guard.detectors.overfit import OverfitWatch
-from miner_guard.detectors.trace import judge as judging
-from miner_guard.detectors.trace import outliers, reading
+from miner_guard.watch import trace as judging
+from miner_guard.watch import trace as outliers
+from miner_guard.watch import trace_reading as reading
+from miner_guard.watch.curves import Anomaly, LossWatch, OverfitWatch
+from miner_guard.watch.progress import TrainingFacts
 
 CORPUS = Path(__file__).resolve().parents[2].parent / "shared" / "corpus" / "traces.jsonl"
 pytestmark = pytest.mark.skipif(not CORPUS.exists(), reason=f"no corpus of traces at {CORPUS}")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miner_guard.detectors.trace import reading
-from miner_guard.detectors.trace.judge import judge
+from miner_guard.watch import trace_reading as reading
+from miner_guard.watch.trace import judge
 
 LINES = [
     ('{"step": 10, "loss": "NaN", "lr": 6.67e-5}', "loss", 10, math.nan),

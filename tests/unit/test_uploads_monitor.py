@@ -15,8 +15,6 @@ from miner_guard.cli.status import _lines
 from miner_guard.config import GateSettings
 from miner_guard.eventlog.catalog import make_finding, message
 from miner_guard.eventlog.status_document import StatusDocument
-from miner_guard.monitors import uploads as module
-from miner_guard.monitors.base import Exit
 from miner_guard.rank.layout import FLAG_FIRST
 from miner_guard.record.store import RunReader, RunStore, event_row
 from miner_guard.system.clock import iso_utc
@@ -26,6 +24,8 @@ from miner_guard.uploads.forecast import forecast
 from miner_guard.uploads.gate import decide, replay
 from miner_guard.uploads.watch import DecisionNotifier, RepoWatch
 from miner_guard.validators.facts import Candidate, Published
+from miner_guard.watch import uploads as module
+from miner_guard.watch.base import Exit
 from tests.support.uploads_harness import Bench
 
 

@@ -11,21 +11,22 @@ import pytest
 
 from miner_guard.cli import screen
 from miner_guard.cli.main import COMMANDS
-from miner_guard.detectors.verdict import judge
-from miner_guard.detectors.verdict_conditions import (
+from miner_guard.eventlog.catalog import Finding, make_finding, message
+from miner_guard.eventlog.status_document import StatusDocument, VerdictStatus
+from miner_guard.system.clock import FakeClock, parse_iso_utc
+from miner_guard.watch.state import (
     CONDITIONS,
     DEGRADED,
     EARNING,
     NOT_EARNING,
     STOPPED,
     UNKNOWN,
+    Memory,
+    VerdictMonitor,
+    headline,
+    judge,
+    state_words,
 )
-from miner_guard.detectors.verdict_memory import Memory
-from miner_guard.detectors.verdict_wording import headline, state_words
-from miner_guard.eventlog.catalog import Finding, make_finding, message
-from miner_guard.eventlog.status_document import StatusDocument, VerdictStatus
-from miner_guard.monitors.verdict import VerdictMonitor
-from miner_guard.system.clock import FakeClock, parse_iso_utc
 from tests.support.contexts import context
 from tests.support.event_names import events as logged_events
 

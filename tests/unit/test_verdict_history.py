@@ -9,12 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miner_guard.detectors.verdict_conditions import STATES
-from miner_guard.detectors.verdict_history import CELL_S, CELLS, UNWATCHED, Strip, VerdictWeek
 from miner_guard.eventlog.status_document import StatusDocument
-from miner_guard.monitors.verdict import VerdictMonitor
 from miner_guard.record.words import percentages
 from miner_guard.system.clock import FakeClock
+from miner_guard.watch.state import (
+    CELL_S,
+    CELLS,
+    STATES,
+    UNWATCHED,
+    Strip,
+    VerdictMonitor,
+    VerdictWeek,
+)
 from tests.support.contexts import context
 from tests.support.present_state import write_status
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from miner_guard.eventlog.catalog import make_finding, message
-from miner_guard.monitors.base import Exit
 from miner_guard.record.store import RunReader
 from miner_guard.uploads import inputs as gate_inputs
 from miner_guard.validators.facts import Published
+from miner_guard.watch.base import Exit
 from tests.support.uploads_harness import Bench
 
 

@@ -26,7 +26,7 @@ _GROUPS: Mapping[str, Sequence[str]] = {
     "allreduce_failed": ["reason"],
 }
 """The named groups that are read, for each list under `[patterns]`;
-miner_guard/attach/patterns.toml explains them. In `phase`, a name that does not resemble any of
+miner_guard/watch/patterns.toml explains them. In `phase`, a name that does not resemble any of
 these is one of the miner's own phases."""
 
 PATTERNS = tuple(_GROUPS)

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from miner_guard.cli.main import main
-from miner_guard.monitors.runner import MonitorRunner
+from miner_guard.watch.runner import MonitorRunner
 
 _launch = MonitorRunner.launch
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from miner_guard.config import Config
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.monitors.base import Exit, Launch
-from miner_guard.monitors.incidents import IncidentsMonitor
 from miner_guard.rank.layout import StepRecord
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
+from miner_guard.watch.base import Exit, Launch
+from miner_guard.watch.output import IncidentsMonitor
 from tests.support.contexts import JobsAtOnce, context
 
 OOM = (

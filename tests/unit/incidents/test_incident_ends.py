@@ -10,7 +10,7 @@ import pytest
 
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import make_finding
-from miner_guard.monitors.incidents import CAUSELESS_S, SETTLE_S
+from miner_guard.watch.output import CAUSELESS_S, SETTLE_S
 from tests.unit.incidents.helpers import root
 from tests.unit.incidents.live import BUG, KILLED, Live
 

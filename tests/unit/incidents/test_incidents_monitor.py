@@ -13,7 +13,7 @@ import pytest
 from miner_guard.config import Config, LogSettings, MinerSettings
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import make_finding
-from miner_guard.monitors.incidents import CAUSELESS_S, COOLDOWN_S, SETTLE_S
+from miner_guard.watch.output import CAUSELESS_S, COOLDOWN_S, SETTLE_S
 from tests.unit.incidents.helpers import root
 from tests.unit.incidents.live import BUG, KILLED, OOM, WATCHDOG, Live
 from tests.unit.test_public_lines import FORMS, pieces_of_secrets

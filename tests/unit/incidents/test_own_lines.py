@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import json
 
-from miner_guard.detectors.straggler import Straggler
 from miner_guard.eventlog.catalog import make_finding, message
+from miner_guard.watch.ranks import Straggler
 from tests.unit.incidents.helpers import root
 
 HANG = (

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.monitors.evidence import _ask
 from miner_guard.rank import dumps, layout
 from miner_guard.rank.flight import FlightReader, FlightWriter, copy
 from miner_guard.rank.guard import Guard
 from miner_guard.rank.recorder import Notifier
 from miner_guard.state_dir import StateDir
 from miner_guard.system.sockets import address
+from miner_guard.watch.evidence import _ask
 from tests.support.waiting import until
 from tests.unit.rank.helpers import place
 

@@ -14,9 +14,9 @@ import pytest
 
 import miner_guard
 from miner_guard.eventlog.catalog import message
-from miner_guard.monitors.degraded_hooks import DegradedHooksMonitor
 from miner_guard.rank import guard as hook
 from miner_guard.state_dir import StateDir
+from miner_guard.watch.output import DegradedHooksMonitor
 from tests.support.contexts import context
 from tests.support.output import show
 

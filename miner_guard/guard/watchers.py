@@ -1,0 +1,72 @@
+"""A run's watchers, in the order they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.reporting.alert_monitor import AlertsMonitor
+from miner_guard.reporting.metrics_monitor import MetricsMonitor
+from miner_guard.reporting.otel_monitor import OtelMonitor
+from miner_guard.watch.base import Context, Monitor
+from miner_guard.watch.chain import ChainMonitor, SwarmMonitor
+from miner_guard.watch.checkpoints import ReportsMonitor
+from miner_guard.watch.costs import CostsMonitor
+from miner_guard.watch.curves import CurvesMonitor
+from miner_guard.watch.gpu import DiagnosisMonitor, GpuMonitor
+from miner_guard.watch.hang import HangMonitor
+from miner_guard.watch.host import HealthMonitor
+from miner_guard.watch.output import (
+    DegradedHooksMonitor,
+    FirstStepMonitor,
+    IncidentsMonitor,
+    LogAttachMonitor,
+    SecretLeaksMonitor,
+)
+from miner_guard.watch.ranks import NodesMonitor, RankEndsMonitor, RanksMonitor
+from miner_guard.watch.state import VerdictMonitor
+from miner_guard.watch.steps import StepsMonitor
+from miner_guard.watch.uploads import AuditMonitor, PrintedUploadsMonitor, UploadsMonitor
+
+MONITORS: tuple[type[Monitor], ...] = (
+    LogAttachMonitor,
+    FirstStepMonitor,
+    ReportsMonitor,
+    StepsMonitor,
+    CurvesMonitor,
+    RanksMonitor,
+    RankEndsMonitor,
+    IncidentsMonitor,
+    DiagnosisMonitor,
+    ChainMonitor,
+    DegradedHooksMonitor,
+    PrintedUploadsMonitor,
+    SwarmMonitor,
+    UploadsMonitor,
+    AuditMonitor,
+    HealthMonitor,
+    GpuMonitor,
+    HangMonitor,
+    NodesMonitor,
+    CostsMonitor,
+    SecretLeaksMonitor,
+    MetricsMonitor,
+    OtelMonitor,
+    VerdictMonitor,
+    AlertsMonitor,
+)
+
+
+def load_monitors(context: Context, report: Callable[[Finding], None]) -> list[Monitor]:
+    """Create all watchers; one that can't be created is reported and skipped."""
+    monitors: list[Monitor] = []
+    for kind in MONITORS:
+        try:
+            monitors.append(kind(context))
+        except Exception as error:  # noqa: BLE001 - a bug in a watcher must not stop the miner; it is reported
+            what = (
+                f"cannot start monitor {kind.name}: {type(error).__name__}: {error}; "
+                "the others keep running"
+            )
+            report(make_finding("guard_degraded", what=what))
+    return monitors

@@ -1,0 +1,194 @@
+"""Chain: registration and incentive, the network's outer step, and the miner's swarm of peers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.system.once import OncePer
+from miner_guard.uploads import chain
+from miner_guard.uploads.chain import ChainReading
+from miner_guard.uploads.network import NetworkProgress, network_of, progress
+from miner_guard.validators.facts import Network
+from miner_guard.validators.limits import Limits
+from miner_guard.validators.profiles import chosen, limits_of
+from miner_guard.watch.base import Context, Launch, Monitor
+from miner_guard.watch.lines import AllReduceEnd, Patterns, PeersLine, patterns, read_swarm
+
+_STATUS_EVERY_S = 600.0
+_REPEAT_S = 900.0
+
+
+class ChainMonitor(Monitor):
+    """Reports changes; passes every chain state to the monitor that writes gate-inputs.json."""
+
+    name = "chain"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._settings = context.config.chain
+        self._limits = Limits.of(context.config.gate, limits_of(context.config.miner))
+        self._status = OncePer(_STATUS_EVERY_S)
+        self._unknown = OncePer(_REPEAT_S)
+        self._unregistered = OncePer(_REPEAT_S)
+        self._latest: tuple[ChainReading, Network] | None = None
+        self._moved: tuple[int, float] | None = None
+        if self._settings.network is not None:
+            context.jobs.every(
+                "chain", self._settings.refresh_every_s, self._refresh, first_after_s=0.0
+            )
+
+    def _refresh(self) -> None:
+        reading = chain.query(self._settings)
+        # Read the clock first: querying the master's repo can be slow.
+        now = self.context.clock.monotonic()
+        ahead = NetworkProgress(reason="not requested")
+        if reading.reason is None and self._settings.master_uid is not None:
+            ahead = progress(self.context.config.repo, self._limits, reading.master_commitment)
+        for finding in self.observe(reading, ahead, now):
+            self.context.emit(finding)
+
+    def observe(
+        self, reading: ChainReading, ahead: NetworkProgress, now: float
+    ) -> Iterator[Finding]:
+        """The findings for one chain poll at `now` (monotonic). Their `network` field goes to
+        the gate."""
+        frozen = self._frozen_s(reading, now)
+        # Use the time of the poll that first saw this block: the chain keeps advancing even
+        # if this node has stalled.
+        seen_at = now if self._moved is None else self._moved[1]
+        form, per_allreduce = self._limits.commitment_form, self._settings.blocks_per_allreduce
+        network = network_of(reading, ahead, seen_at, form=form, per_allreduce=per_allreduce)
+        self._latest = (reading, network)
+        if reading.reason is not None:
+            level = "warning" if self._unknown.ask(now, reading.reason) else "debug"
+            yield make_finding(
+                "chain_unknown", level=level, reason=reading.reason, network=asdict(network)
+            )
+            self._status.clear()
+            return
+        self._unknown.clear()
+        key = (
+            reading.registered,
+            reading.uid,
+            network.outer_step,
+            bool(reading.errors),
+            frozen is not None,
+        )
+        level = ("info" if frozen is None else "warning") if self._status.ask(now, key) else "debug"
+        words = chain.summary(reading, network.outer_step)
+        if frozen is not None:
+            words += f"; no new block for {frozen:.0f}s: check whether the node has stalled"
+        if self._settings.master_uid is not None and ahead.reason is not None:
+            words += f"; network outer step unknown ({ahead.reason})"
+        yield make_finding(
+            "chain_status",
+            level=level,
+            summary=words,
+            network=asdict(network),
+            **chain.as_fields(reading),
+        )
+        if reading.registered is not False:
+            self._unregistered.clear()
+        elif self._unregistered.ask(now):
+            detail = (
+                f"the hotkey is not registered on subnet {self._settings.netuid} at block "
+                f"{reading.block}"
+            )
+            yield make_finding(
+                "chain_unregistered",
+                detail=f"{detail}: the miner earns nothing until it is registered again",
+            )
+
+    def _frozen_s(self, reading: ChainReading, now: float) -> float | None:
+        """Return the seconds since the last new block, or None if fewer than ten block times have
+        passed. A stalled node gives the miner outdated data."""
+        if reading.block is None:
+            return None
+        if self._moved is None or reading.block != self._moved[0]:
+            self._moved = (reading.block, now)
+        still = now - self._moved[1]
+        return still if still >= 10 * self._limits.block_s else None
+
+    def snapshot(self) -> Mapping[str, Any]:
+        if self._latest is None:
+            return {
+                "block": None,
+                "reason": "no [chain] configured" if self._settings.network is None else "not yet",
+            }
+        reading, network = self._latest
+        return {
+            **chain.as_fields(reading),
+            "reason": reading.reason,
+            "outer_step": network.outer_step,
+        }
+
+
+_SWARM_REPEAT_S = 600.0
+"""Peers may come and go at every outer step: a loss of peers is reported again after this long, or
+when even fewer are left."""
+
+
+class SwarmMonitor(Monitor):
+    """Inactive unless the profile has patterns for peers or AllReduces."""
+
+    name = "swarm"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        profile = chosen(context.config.miner)
+        self._patterns = Patterns(()) if profile is None else patterns(profile)
+        of = self._patterns
+        if not (of.peers or of.allreduce_finished or of.allreduce_failed):
+            self.words = frozenset()
+        self._peers: int | None = None
+        self._reported: dict[str, tuple[int, float]] = {}
+        """The number last reported for each event, and when."""
+
+        self._allreduces = {"finished": 0, "failed": 0}
+        self._last: dict[str, Any] | None = None
+
+    def on_launch(self, launch: Launch) -> Iterator[Finding]:
+        # A new process has not joined its peers yet: do not report them as lost.
+        self._peers = None
+        return iter(())
+
+    def on_lines(self, lines: Sequence[bytes]) -> Iterator[Finding]:
+        for raw in lines:
+            parsed = read_swarm(raw.decode("utf-8", "replace"), self._patterns)
+            if isinstance(parsed, PeersLine):
+                yield from self._counted(parsed.peers)
+            elif isinstance(parsed, AllReduceEnd):
+                yield self._ended(parsed)
+
+    def _counted(self, peers: int) -> Iterator[Finding]:
+        before, self._peers = self._peers, peers
+        if before is None or before == peers:
+            return
+        event = "peers_lost" if peers < before else "peers_joined"
+        finding = make_finding(event, peers=peers, before=before)
+        yield finding if self._is_news(event, peers) else finding.at("debug")
+
+    def _is_news(self, event: str, peers: int) -> bool:
+        now = self.context.clock.monotonic()
+        number, at = self._reported.get(event, (peers, float("-inf")))
+        if now - at < _SWARM_REPEAT_S and not (event == "peers_lost" and peers < number):
+            return False
+        self._reported[event] = (peers, now)
+        return True
+
+    def _ended(self, end: AllReduceEnd) -> Finding:
+        outcome = "finished" if end.error is None else "failed"
+        self._allreduces[outcome] += 1
+        reason = None if end.error is None else end.error[:200]
+        self._last = {"outcome": outcome, "reason": reason, "wall": self.context.clock.wall()}
+        return make_finding(
+            "allreduce_ended",
+            outcome=outcome if reason is None else f"failed: {reason}",
+            reason=reason,
+        )
+
+    def snapshot(self) -> Mapping[str, Any]:
+        return {"peers": self._peers, "allreduces": dict(self._allreduces), "last": self._last}

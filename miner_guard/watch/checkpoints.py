@@ -1,0 +1,138 @@
+"""Checkpoints: what the ranks report, when the newest is too old, and which one to resume from."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.rank.journal import CheckpointEntry, FindingEntry, JournalEntry
+from miner_guard.rank.layout import Now
+from miner_guard.system.once import Once
+from miner_guard.watch.base import Context, Exit, Launch, Monitor
+
+_MISSED = 1.5
+"""A checkpoint is late after this multiple of the time between the last two: a miner that saves
+every two hours is not late after one."""
+
+
+class ReportsMonitor(Monitor):
+    """Logs the findings and checkpoints in the ranks' journals. Reports once when the newest
+    checkpoint is too old and, whenever the miner exits, which checkpoint to resume from."""
+
+    name = "reports"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._newest: CheckpointEntry | None = None
+        self._at: float | None = None
+        self._saved_at = 0.0
+        self._interval_s = 0.0
+        self._stale = Once()
+
+    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+        if self._at is not None:
+            # A launch loads the checkpoint first: count its age from then, or every restart would
+            # raise an alarm.
+            self._at = launch.started
+            self._stale.clear()
+        return ()
+
+    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
+        if isinstance(entry, FindingEntry):
+            finding = Finding.from_json(entry.to_json(), rank)
+            if finding is None:
+                what = (
+                    f"rank {rank} reported {entry.event!r} with a level, text or fields that no "
+                    "event has"
+                )
+                return (make_finding("guard_degraded", what=what),)
+            return (finding,)
+        if isinstance(entry, CheckpointEntry):
+            return self._saved(rank, entry)
+        return ()
+
+    def _saved(self, rank: int, entry: CheckpointEntry) -> Iterable[Finding]:
+        path, size = entry.path, entry.size_bytes
+        if not entry.complete:
+            return (
+                make_finding(
+                    "checkpoint_stale", rank=rank, detail=f"{path} was reported as incomplete"
+                ),
+            )
+        before = self._newest and self._newest.size_bytes
+        now = self.context.clock.monotonic()
+        self._interval_s = 0.0 if self._at is None else now - self._at
+        self._newest, self._at, self._saved_at = entry, now, now
+        self._stale.clear()
+        saved = make_finding(
+            "checkpoint_saved",
+            rank=rank,
+            path=path,
+            step=entry.step,
+            seconds=entry.seconds,
+            size_bytes=size,
+        )
+        if before and size is not None and size < before / 2:
+            shrunk = (
+                f"{path} is only {size} bytes, but the previous checkpoint was {before}; it may "
+                "lack ranks or optimizer state"
+            )
+            return (saved, make_finding("checkpoint_stale", rank=rank, detail=shrunk))
+        return (saved,)
+
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        limit = max(self.context.config.health.checkpoint_max_age_s, _MISSED * self._interval_s)
+        if self._at is None or self._newest is None or now - self._at <= limit:
+            return ()
+        if not self._stale.first():
+            return ()
+        detail = (
+            f"the newest checkpoint ({self._newest.path}, step {self._newest.step}) is "
+            f"{now - self._at:.0f}s old (limit {limit:.0f}s); a restart would lose that much "
+            "training"
+        )
+        return (make_finding("checkpoint_stale", detail=detail),)
+
+    def on_exit(self, end: Exit) -> Iterable[Finding]:
+        if end.finished:
+            return ()
+        snapshot = self._newest_snapshot()
+        saved_step = -1 if self._newest is None else self._newest.step or 0
+        if snapshot is not None and snapshot[0] > saved_step:
+            step, path, age_s = snapshot
+            return (make_finding("last_checkpoint", path=path, step=step, age_s=age_s),)
+        if self._newest is None:
+            return ()
+        return (
+            make_finding(
+                "last_checkpoint",
+                path=self._newest.path,
+                step=self._newest.step,
+                age_s=self.context.clock.monotonic() - self._saved_at,
+            ),
+        )
+
+    def _newest_snapshot(self) -> tuple[int, str, float] | None:
+        """Step, path and age of the newest complete snapshot in memory, which the next launch
+        resumes (`miner_guard.checkpoints` names only complete ones `step-…`)."""
+        newest = max(self.context.state.memory.glob("step-*"), default=None)
+        if newest is None or not newest.name[5:].isdigit():
+            return None
+        age_s = max(self.context.clock.wall() - newest.stat().st_mtime, 0.0)
+        return int(newest.name[5:]), str(newest), age_s
+
+    def on_stop(self) -> Iterable[Finding]:
+        # In-memory checkpoints allow a quick resume between launches. Free them here: nothing else
+        # does after the guard exits.
+        shutil.rmtree(self.context.state.memory, ignore_errors=True)
+        return ()
+
+    def snapshot(self) -> Mapping[str, Any]:
+        if self._newest is None or self._at is None:
+            return {"checkpoint": None, "checkpoint_age_s": None}
+        keys = ("path", "step", "size_bytes", "seconds")
+        age = self.context.clock.monotonic() - self._at
+        newest = {key: getattr(self._newest, key) for key in keys}
+        return {"checkpoint": newest, "checkpoint_age_s": age}

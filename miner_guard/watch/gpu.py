@@ -1,0 +1,779 @@
+"""GPUs: faults while the miner runs, the share of memory in use as source 002 judges it, and the
+`GPU DIAGNOSTICS` block.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from miner_guard.checks import ranks
+from miner_guard.checks.faults import Faults
+from miner_guard.checks.preflight import PreflightRequest, expectation_of
+from miner_guard.config import GpuSettings
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.section import LastRead
+from miner_guard.eventlog.status_document import GpusStatus, HealthStatus
+from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, TrainingEntry, unpack
+from miner_guard.rank.layout import Now
+from miner_guard.record.words import counted
+from miner_guard.system.once import Once, OncePer
+from miner_guard.watch.base import Context, Exit, Launch, Monitor
+
+_ORDINARY = frozenset(
+    {"idle", "applications clocks", "display clocks", "sync boost", "SW power cap"}
+)
+"""Throttle reasons that do not explain a slow step: a fully loaded GPU often sits at its power
+cap."""
+
+_NO_USE = 0.05
+_GIB_BYTES = 1024**3
+
+
+def gpu_rows(sample: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
+    """The GPUs that responded; empty if there is no sample or NVML failed."""
+    gpus = (sample or {}).get("gpus")
+    if not isinstance(gpus, Sequence):
+        return ()
+    return [row for row in gpus if isinstance(row, Mapping) and row.get("state", "ok") == "ok"]
+
+
+def throttling(sample: Mapping[str, Any] | None) -> list[str]:
+    """Throttle reasons, each with the number of GPUs it affects."""
+    counts: dict[str, int] = {}
+    for row in gpu_rows(sample):
+        for reason in row.get("throttle") or ():
+            if reason not in _ORDINARY:
+                counts[reason] = counts.get(reason, 0) + 1
+    return [
+        f"{reason} on {count} GPU{'s' if count > 1 else ''}"
+        for reason, count in sorted(counts.items())
+    ]
+
+
+def power_share(sample: Mapping[str, Any] | None) -> float | None:
+    """Return the mean ratio of power draw to power limit over the GPUs that report both; None if no
+    GPU does."""
+    shares = [
+        row["power_w"] / row["power_limit_w"]
+        for row in gpu_rows(sample)
+        if row.get("power_w") and row.get("power_limit_w")
+    ]
+    return sum(shares) / len(shares) if shares else None
+
+
+def no_use(sample: Mapping[str, Any] | None, low_memory_gb: float) -> str | None:
+    """Describe the GPUs if all of them are idle and hold no model; None if any GPU is busy or holds
+    a model, or if this is unknown."""
+    seen = gpu_rows(sample)
+    busiest, fullest = 0.0, 0.0
+    for row in seen:
+        use, memory = row.get("utilization_ratio"), row.get("memory_used_bytes")
+        if use is None or memory is None:
+            return None
+        busiest, fullest = max(busiest, use), max(fullest, memory / _GIB_BYTES)
+    if not seen or busiest > _NO_USE or fullest >= low_memory_gb:
+        return None
+    gpus = counted(len(seen), "GPU")
+    return (
+        f"NVML shows no GPU in use: {gpus}, at most {busiest:.0%} busy, "
+        f"at most {fullest:.2f} GB in use"
+    )
+
+
+SMALL, LARGE, UNKNOWN = "small", "large", "unknown"
+
+_NAMES: tuple[tuple[str, str], ...] = (
+    (r"resnet(18|34)(?!\d)", SMALL),
+    (r"efficientnetb[012](?!\d)", SMALL),
+    (r"mobilenet", SMALL),
+    (r"tabular|mlp", SMALL),
+    (r"^linear|logistic|svm", SMALL),
+    (r"(small|simple)cnn", SMALL),
+    (r"efficientnetb[4567](?!\d)", LARGE),
+    (r"efficientnetv2l", LARGE),
+    (r"resnet(101|152)(?!\d)", LARGE),
+    (r"^vit|visiontransformer", LARGE),
+    (r"bert|gpt", LARGE),
+    (r"densenet161", LARGE),
+)
+"""Patterns that match a lower-case name without punctuation, from source 002's lists. For names in
+neither list (ResNet-50, EfficientNet-B3, Llama), the parameter count settles it."""
+
+
+def size_of(name: str | None, params: int | None, large_from: int) -> str:
+    """`small`, `large`, or `unknown` if neither the name nor the parameter count settles it."""
+    plain = re.sub(r"[^a-z0-9]", "", (name or "").rpartition("/")[2].lower())
+    for pattern, size in _NAMES:
+        if plain and re.search(pattern, plain):
+            return size
+    if params is None:
+        return UNKNOWN
+    return LARGE if params >= large_from else SMALL
+
+
+def value_of(command: Sequence[str], argument: str) -> int | None:
+    """The argument's integer value; None if it is absent or not an integer. The last occurrence
+    counts, as in argument parsers."""
+    place = _place(command, argument)
+    if place is None:
+        return None
+    text = (
+        command[place].partition("=")[2]
+        if command[place].startswith(argument + "=")
+        else command[place]
+    )
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def rewritten(command: Sequence[str], argument: str, value: int) -> tuple[str, ...]:
+    """The command with the argument's last value replaced. Raises ValueError if the command
+    lacks the argument."""
+    place = _place(command, argument)
+    if place is None:
+        raise ValueError(f"{argument} is not in the command")
+    words = list(command)
+    words[place] = f"{argument}={value}" if words[place].startswith(argument + "=") else str(value)
+    return tuple(words)
+
+
+def _place(command: Sequence[str], argument: str) -> int | None:
+    """Return the index of the command-line word that holds the value; None if the argument is
+    absent."""
+    for index in range(len(command) - 1, -1, -1):
+        if command[index].startswith(argument + "="):
+            return index
+        if command[index] == argument and index + 1 < len(command):
+            return index + 1
+    return None
+
+
+@dataclass(frozen=True)
+class BatchChange:
+    """A change in batch size and the reason for it."""
+
+    old: int
+    new: int
+    why: str
+
+
+class BatchPolicy:
+    """Decides when to raise the batch size, for one run of the guard."""
+
+    def __init__(self, max_relaunches: int) -> None:
+        self._max_relaunches = max_relaunches
+        self._done = 0
+        self._too_large: int | None = None
+        self._last_good: int | None = None
+
+    def larger(self, current: int, factor: float, why: str) -> BatchChange | None:
+        """Return the next change; None if all relaunches are used up or the next size is known not
+        to fit."""
+        new = max(int(current * factor), current + 1)
+        if self._too_large is not None:
+            # After a batch that did not fit, go at most halfway towards its size.
+            new = min(new, (current + self._too_large) // 2)
+        if factor <= 1 or self._done >= self._max_relaunches or new <= current:
+            return None
+        self._done += 1
+        self._last_good = current
+        return BatchChange(current, new, f"{why} (relaunch {self._done} of {self._max_relaunches})")
+
+    def out_of_memory(self, current: int) -> BatchChange | None:
+        """Record that the current batch size does not fit, and never try one that large again. If
+        this guard raised the batch, return to the last one that fit."""
+        self._too_large = current if self._too_large is None else min(self._too_large, current)
+        self._done = self._max_relaunches
+        if self._last_good is None or self._last_good >= current:
+            return None
+        return BatchChange(
+            current,
+            self._last_good,
+            f"batch {current} ran out of memory; the guard will not raise it again in this run",
+        )
+
+
+MIDDLE_PCT = 60.0
+"""Source 002's matrix splits the 50-70 % range here."""
+
+STABLE_POINTS = 2.0
+"""A spread of up to this many percentage points counts as stable ("GPU stable at 75-76%")."""
+
+HISTORY = 256
+"""Number of checks to keep: about ten hours at one check every 150 s."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of source 002's decision matrix."""
+
+    minimum: float
+    below: float
+    sizes: tuple[str, ...]
+    factor: float
+    """Multiplier for the batch: 2 severe, 1.5 optional, 1 unchanged."""
+
+    verdict: str
+    level: str = "info"
+
+
+_ANY = (SMALL, LARGE, UNKNOWN)
+_SET_NAME = "set gpu.model_name"
+
+_WARN_EVERY_S = 6 * 3600.0
+
+_GOOD_AMOUNT = Row(
+    0.0,
+    0.0,
+    _ANY,
+    1.0,
+    "is enough on a large GPU: {good:.0f} GB at full utilization is good. Proceeding",
+)
+"""Not a row of source 002's matrix, which covers GPUs of up to 24 GB."""
+
+
+def matrix(settings: GpuSettings) -> tuple[Row, ...]:
+    """The decision matrix with the settings' limits. The optimal range includes its upper end."""
+    severe, optimal, near = settings.severe_pct, settings.optimal_pct, settings.near_limit_pct
+    past_near = near + 1e-9
+    middle, end = MIDDLE_PCT, float("inf")
+    return (
+        Row(
+            0.0,
+            severe,
+            _ANY,
+            2.0,
+            "is LOW for {model}. Severe underutilization: increase the batch 2x",
+            "warning",
+        ),
+        Row(
+            severe,
+            middle,
+            (SMALL,),
+            1.0,
+            "is acceptable for {model}. Proceeding without adjustment",
+        ),
+        Row(
+            severe,
+            middle,
+            (LARGE,),
+            1.5,
+            "is LOW for {model}. Should be {goal}; increasing the batch 1.5x is optional",
+            "warning",
+        ),
+        Row(
+            severe,
+            middle,
+            (UNKNOWN,),
+            1.0,
+            "is acceptable for a small model, LOW for a large one; "
+            f"the model's size is unknown: {_SET_NAME}",
+        ),
+        Row(middle, optimal, (SMALL,), 1.0, "is good for {model}. Proceeding"),
+        Row(
+            middle,
+            optimal,
+            (LARGE,),
+            1.0,
+            "is suboptimal for {model}, which should be at {goal}. Proceeding",
+        ),
+        Row(
+            middle,
+            optimal,
+            (UNKNOWN,),
+            1.0,
+            "is good for a small model, suboptimal for a large one; "
+            f"the model's size is unknown: {_SET_NAME}",
+        ),
+        Row(optimal, past_near, _ANY, 1.0, "is optimal for {model}. Proceeding"),
+        Row(
+            past_near,
+            end,
+            _ANY,
+            1.0,
+            "is near the limit for {model}. Proceeding, but close to running out of memory",
+        ),
+    )
+
+
+def decide(share_pct: float, size: str, settings: GpuSettings) -> Row:
+    """The matrix row for a memory share and a model size."""
+    share = max(share_pct, 0.0)
+    return next(r for r in matrix(settings) if r.minimum <= share < r.below and size in r.sizes)
+
+
+def memory_grade(allocated_gb: float | None, settings: GpuSettings) -> str | None:
+    """Source 004's table: 15-35 GB good, 10-15 GB acceptable, below 1 GB bad; `poor` between those,
+    `high` above. None if the amount is unknown or no GPU is expected."""
+    if allocated_gb is None or settings.expect == 0:
+        return None
+    if allocated_gb < settings.low_memory_gb:
+        return "bad"
+    if allocated_gb < settings.acceptable_memory_gb:
+        return "poor"
+    if allocated_gb < settings.good_memory_gb:
+        return "acceptable"
+    return "good" if allocated_gb <= settings.high_memory_gb else "high"
+
+
+def described(size: str, name: str | None) -> str:
+    """`large model (EfficientNet-B4)`, in source 002's format."""
+    if size == UNKNOWN:
+        return f"a model of unknown size ({_SET_NAME})"
+    return f"{size} model ({name})" if name else f"{size} model"
+
+
+@dataclass(frozen=True)
+class MemoryReading:
+    """One GPU's memory at one check."""
+
+    gpu: str
+    """Rank or GPU, as shown in messages."""
+
+    used_gb: float
+    total_gb: float
+    source: str
+    """`hook` (torch's allocated bytes), `printed` (a line from the miner), `nvml` (bytes of all
+    processes on that GPU)."""
+
+    busy_pct: float | None = None
+    """The GPU's mean utilization since the last check; None if NVML does not report it."""
+
+    @property
+    def share_pct(self) -> float:
+        return 100 * self.used_gb / self.total_gb
+
+
+class GpuUse:
+    """Judges each check of one launch against its history, and distinguishes a sudden drop from a
+    gradual decline."""
+
+    def __init__(self, settings: GpuSettings) -> None:
+        self._settings = settings
+        self._history: dict[str, deque[float]] = {}
+        self._warned = OncePer(_WARN_EVERY_S)
+
+    def check(
+        self,
+        readings: Sequence[MemoryReading],
+        *,
+        size: str,
+        name: str | None,
+        step: int | None,
+        seconds: float,
+    ) -> Iterator[Finding]:
+        """Judge one check, `seconds` after the launch. A check without any reading is a finding
+        too."""
+        if not readings:
+            yield make_finding(
+                "gpu_usage",
+                level="warning",
+                used_gb=None,
+                total_gb=None,
+                share_pct=None,
+                source=None,
+                factor=None,
+                verdict=f"no GPU memory reading from the hook, the miner's output or NVML within "
+                f"{seconds:.0f} s of the launch: call guard.diagnose or print GPU memory",
+            )
+            return
+        for reading in readings:
+            yield from self._dropped(reading, step)
+        # Judge the least used GPU: under FSDP all GPUs should be alike.
+        lowest = min(readings, key=lambda r: r.share_pct)
+        row = decide(lowest.share_pct, size, self._settings)
+        if row.factor > 1 and self._good_amount(lowest):
+            row = replace(_GOOD_AMOUNT, verdict=_GOOD_AMOUNT.verdict.format(good=lowest.used_gb))
+        words = row.verdict.format(
+            model=described(size, name), goal=f"{self._settings.optimal_pct:.0f}%+"
+        )
+        if row.factor > 1 and size == SMALL:
+            words += " (1.5x-2x; it may not help a small model much)"
+        trend = self.trend(lowest.gpu)
+        verdict = f"GPU at {lowest.share_pct:.0f}% {words}."
+        verdict += f" {trend}." if trend else ""
+        verdict += self._utilization(lowest.busy_pct)
+        # Repeating the advice every 150 s would bury other lines; every line still contains the
+        # share.
+        warns = row.level != "info" and self._warned.ask(seconds, row.verdict)
+        yield make_finding(
+            "gpu_usage",
+            level=row.level if warns else None,
+            used_gb=lowest.used_gb,
+            total_gb=lowest.total_gb,
+            share_pct=lowest.share_pct,
+            verdict=verdict,
+            gpu=lowest.gpu,
+            source=lowest.source,
+            factor=row.factor,
+            model_size=size,
+            step=step,
+        )
+
+    def _utilization(self, busy_pct: float | None) -> str:
+        """Describe the mean utilization; if it is low, add source 000's conclusion that something
+        blocks training."""
+        if busy_pct is None:
+            return ""
+        words = f" Utilization {busy_pct:.0f}%"
+        if busy_pct >= self._settings.idle_pct:
+            return f"{words}."
+        return (
+            f"{words}, below {self._settings.idle_pct:.0f}%: monitoring or data loading may be "
+            "blocking training; see `miner-guard costs` and the phases."
+        )
+
+    def _good_amount(self, reading: MemoryReading) -> bool:
+        """Return whether the amount in use is good even though the share is low: source 004's
+        healthy machine uses 28 of 80 GB at 95 % utilization."""
+        busy = reading.busy_pct is not None and reading.busy_pct >= self._settings.busy_pct
+        return busy and reading.used_gb >= self._settings.good_memory_gb
+
+    def _dropped(self, reading: MemoryReading, step: int | None) -> Iterator[Finding]:
+        history = self._history.setdefault(reading.gpu, deque(maxlen=HISTORY))
+        if history and history[-1] - reading.share_pct >= self._settings.drop_pct:
+            yield make_finding(
+                "gpu_drop",
+                from_pct=history[-1],
+                to_pct=reading.share_pct,
+                step=step,
+                gpu=reading.gpu,
+                detail="a sudden drop: did the code free a model or change the batch size?",
+            )
+            # Start a new history after the drop, so that the drop does not count as a decline too.
+            history.clear()
+        history.append(reading.share_pct)
+
+    def trend(self, gpu: str) -> str:
+        """Describe the history of one GPU; empty while it is too short to judge."""
+        history = self._history.get(gpu, deque())
+        if len(history) < 3:
+            return ""
+        first, last, low, high = history[0], history[-1], min(history), max(history)
+        if high - low <= STABLE_POINTS:
+            return f"Stable at {low:.0f}-{high:.0f}% over {len(history)} checks"
+        if last < first - STABLE_POINTS:
+            # Optimizer states and caches settle: source 002 calls 76 % to 72 % over ten epochs
+            # normal.
+            return (
+                f"Gradual decline from {first:.0f}% to {last:.0f}% over {len(history)} "
+                "checks, not a concern in itself"
+            )
+        if last > first + STABLE_POINTS:
+            return f"Rising from {first:.0f}% to {last:.0f}% over {len(history)} checks"
+        return f"Between {low:.0f}% and {high:.0f}% over {len(history)} checks"
+
+
+_USED = re.compile(r"GPU Memory Used: (\d+(?:\.\d+)?) ?GB / (\d+(?:\.\d+)?) ?GB")
+_EPOCH = re.compile(r"\bGPU=(\d+(?:\.\d+)?) ?GB \((\d+(?:\.\d+)?)%\)")
+_STEP_LINE = re.compile(r"GPU Mem: (\d+(?:\.\d+)?)GB")
+_MODEL = re.compile(r"^Model: (\S[^|]{0,60})$")
+_EPOCH_NUMBER = re.compile(r"\b(?:Epoch|Inner Step:|Step) ?(\d+)")
+
+
+@dataclass(frozen=True)
+class Printed:
+    """GPU memory figures from a line of the miner's output; None for a figure that the line
+    lacks."""
+
+    used_gb: float | None = None
+    total_gb: float | None = None
+    model: str | None = None
+    step: int | None = None
+
+
+def parse_memory_line(line: str) -> Printed | None:
+    """Parse a line in source 002's or 004's format; None for any other line."""
+    number = _EPOCH_NUMBER.search(line)
+    step = int(number.group(1)) if number else None
+    if match := _USED.search(line):
+        return Printed(float(match.group(1)), float(match.group(2)), step=step)
+    if match := _EPOCH.search(line):
+        used, share = float(match.group(1)), float(match.group(2))
+        return Printed(used, 100 * used / share if share else None, step=step)
+    if match := _STEP_LINE.search(line):
+        return Printed(float(match.group(1)), step=step)
+    if match := _MODEL.match(line):
+        return Printed(model=match.group(1).strip())
+    return None
+
+
+_GIB = 1024**3
+
+_MAX_LINE_LENGTH = 4096
+"""Longer lines of the miner's output are not GPU lines."""
+
+_PRINTED = (b"GPU", b"Model: ")
+
+_IDLE_BYTES = 300 * 1024**2
+"""A GPU with less memory than this in use by all processes together is not used for training: even
+a bare CUDA context takes more."""
+
+
+class GpuMonitor(Monitor):
+    """Reads the health monitor's NVML samples, the ranks' headers and the miner's lines; opens no
+    device."""
+
+    name = "gpu"
+    words = frozenset(map(bytes.lower, _PRINTED))
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._settings = context.config.gpu
+        self._policy = BatchPolicy(self._settings.max_relaunches)
+        self._faults = Faults()
+        self._nvml = GpusStatus()
+        self._health = LastRead(HealthStatus)
+        self._params: int | None = None
+        self._model = self._settings.model_name
+        self._last: Finding | None = None
+        self._missing_argument = Once()
+        self._forget_launch()
+
+    def _forget_launch(self) -> None:
+        self._use = GpuUse(self._settings)
+        self._launch: Launch | None = None
+        self._due: float | None = None
+        self._first = True
+        self._printed: Printed | None = None
+        self._totals: dict[int, float] = {}
+        self._busy_pct: list[float] = []
+        """Utilization of the least busy GPU in each sample since the last check."""
+
+    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+        self._forget_launch()
+        self._launch = launch
+        self._due = launch.started + self._settings.first_check_s
+        return ()
+
+    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
+        if isinstance(entry, TrainingEntry):
+            self._params = entry.params or self._params
+            self._model = self._settings.model_name or entry.model_name or self._model
+        elif isinstance(entry, DiagnosisEntry) and entry.report:
+            reports = unpack([entry.report])
+            self._totals |= {
+                int(r["rank"]): float(r["total_bytes"]) for r in reports if r.get("total_bytes")
+            }
+        return ()
+
+    def on_lines(self, lines: Sequence[bytes]) -> Iterable[Finding]:
+        for line in lines:
+            if len(line) <= _MAX_LINE_LENGTH and any(words in line for words in _PRINTED):
+                self._read(parse_memory_line(line.decode("utf-8", "replace")))
+        return ()
+
+    def _read(self, printed: Printed | None) -> None:
+        if printed is None:
+            return
+        if printed.model is not None:
+            self._model = self._settings.model_name or printed.model
+        else:
+            self._printed = printed
+
+    def on_finding(self, finding: Finding) -> Iterable[Finding]:
+        if (
+            finding.event != "incident"
+            or "oom" not in str(finding.fields.get("label"))
+            or self._launch is None
+        ):
+            return ()
+        if "host" in str(finding.fields.get("label")):
+            # The host ran out of memory, not the GPU.
+            return ()
+        batch = self._batch()
+        change = None if batch is None else self._policy.out_of_memory(batch)
+        return () if change is None else self._apply(change)
+
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        yield from self._observe(now)
+        if self._launch is None or self._due is None or now < self._due:
+            return
+        self._due = now + self._settings.check_every_s
+        first, self._first = self._first, False
+        readings = self._readings(ranks)
+        self._busy_pct.clear()
+        if not readings and not (first and self._is_due()):
+            return
+        step = max((r.inner_step for r in ranks.values() if r.inner_step is not None), default=None)
+        if step is None and self._printed is not None:
+            step = self._printed.step
+        size = size_of(self._model, self._params, self._settings.large_model_params)
+        for finding in self._use.check(
+            readings, size=size, name=self._model, step=step, seconds=now - self._launch.started
+        ):
+            yield finding
+            if finding.event == "gpu_usage":
+                self._last = finding
+                if first:
+                    yield from self._relaunch(finding)
+
+    def _observe(self, now: float) -> Iterator[Finding]:
+        if self._settings.expect == 0:
+            # The user chose the CPU: ignore the GPUs.
+            return
+        health = self._health.of(self.context.status().get("health"))
+        if health.gpus.taken not in (None, self._nvml.taken):
+            self._nvml = health.gpus
+            busy = [row.get("utilization_ratio") for row in self._rows()]
+            known = [100 * ratio for ratio in busy if ratio is not None]
+            if known and len(known) == len(busy):
+                self._busy_pct.append(min(known))
+            yield from self._faults.observe([dict(row) for row in health.gpus.gpus], now)
+        yield from self._faults.driver(health.unknown.get("gpus"), bool(self._rows()), now)
+
+    def _is_due(self) -> bool:
+        """Return True if the run should use a GPU: a setting says so, or the host has one."""
+        if self._settings.expect != "auto":
+            return self._settings.expect > 0
+        return bool(self._nvml.gpus)
+
+    def _readings(self, ranks: Mapping[int, Now]) -> list[MemoryReading]:
+        """Readings from the best available source: the hook, the miner's lines, then NVML."""
+        if not self._is_due():
+            return []
+        smallest = min(
+            (r["memory_total_bytes"] for r in self._rows() if r.get("memory_total_bytes")),
+            default=None,
+        )
+        mean_busy = statistics.fmean(self._busy_pct) if self._busy_pct else None
+        hook = [
+            MemoryReading(
+                f"rank {rank}", header.allocated_bytes / _GIB, total / _GIB, "hook", mean_busy
+            )
+            for rank, header in sorted(ranks.items())
+            if header.allocated_bytes and (total := self._totals.get(rank, smallest))
+        ]
+        if hook:
+            return hook
+        printed = self._printed
+        if printed is not None and printed.used_gb is not None:
+            total = printed.total_gb or (smallest / _GIB if smallest else None)
+            if total:
+                return [MemoryReading("miner", printed.used_gb, total, "printed", mean_busy)]
+        return [
+            MemoryReading(
+                f"GPU {r['index']}",
+                r["memory_used_bytes"] / _GIB,
+                r["memory_total_bytes"] / _GIB,
+                "nvml",
+                mean_busy,
+            )
+            for r in self._rows()
+            if r.get("memory_total_bytes") and (r.get("memory_used_bytes") or 0) >= _IDLE_BYTES
+        ]
+
+    def _rows(self) -> Sequence[Mapping[str, Any]]:
+        return self._nvml.gpus
+
+    def _batch(self) -> int | None:
+        argument = self._settings.batch_argument
+        return value_of(self._launch.command, argument) if argument and self._launch else None
+
+    def _relaunch(self, usage: Finding) -> Iterator[Finding]:
+        factor = usage.fields.get("factor") or 1.0
+        if self._settings.on_underuse != "relaunch" or factor <= 1:
+            return
+        batch = self._batch()
+        if batch is None:
+            if self._missing_argument.first():
+                argument = self._settings.batch_argument or "gpu.batch_argument (not set)"
+                what = (
+                    f"no relaunch with a larger batch: the miner's command does not set {argument} "
+                    "to a whole number"
+                )
+                yield make_finding("guard_degraded", what=what)
+            return
+        change = self._policy.larger(
+            batch, factor, f"GPU memory at {usage.fields['share_pct']:.0f}%"
+        )
+        if change is not None:
+            yield from self._apply(change)
+            self.context.control.relaunch(f"a larger batch: {change.old} -> {change.new}")
+
+    def _apply(self, change: BatchChange) -> Iterator[Finding]:
+        assert self._launch is not None
+        argument = str(self._settings.batch_argument)
+        self.context.control.use_command(rewritten(self._launch.command, argument, change.new))
+        yield make_finding(
+            "gpu_relaunch", argument=argument, old=change.old, new=change.new, why=change.why
+        )
+
+    def snapshot(self) -> Mapping[str, Any]:
+        last = self._last.fields if self._last else {}
+        return {
+            "share_pct": last.get("share_pct"),
+            "verdict": last.get("verdict"),
+            "source": last.get("source"),
+            "model_name": self._model,
+            "params": self._params,
+            "batch": self._batch(),
+        }
+
+
+class DiagnosisMonitor(Monitor):
+    """Assembles the parts of a diagnosis and reports what is wrong."""
+
+    name = "diagnosis"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._gathered: list[dict[str, Any]] = []
+        self._reports: list[dict[str, Any]] | None = None
+        self._expected: int | None = None
+        self._command: Sequence[str] = ()
+
+    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+        self._command = launch.command
+        self._gathered = []
+        self._reports = None
+        return ()
+
+    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
+        if not isinstance(entry, DiagnosisEntry):
+            return ()
+        part = entry.report
+        if part.get("part", 0) == 0:
+            self._gathered = []
+        self._gathered.append(dict(part))
+        if len(self._gathered) < int(part.get("parts", 1)):
+            return ()
+        return self._complete()
+
+    def on_exit(self, end: Exit) -> Iterable[Finding]:
+        # If a rank died halfway through its entries, report what arrived.
+        return self._complete() if self._gathered and self._reports is None else ()
+
+    def _complete(self) -> list[Finding]:
+        self._reports = unpack(self._gathered)
+        self._gathered = []
+        question = PreflightRequest(self.context.config, self.context.state, self._command, {})
+        self._expected = expectation_of(question, None).count
+        low = self.context.config.gpu.low_memory_gb * 1024**3
+        found = list(ranks.findings(self._reports, self._expected, low))
+        return [*found, *_resources(self._reports)]
+
+    def snapshot(self) -> Mapping[str, Any]:
+        return {"ranks": self._reports, "expected_gpus": self._expected}
+
+
+def _resources(reports: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Source 002's line: CPU cores, batch size, GPU and dtype of the first rank without an
+    error."""
+    first = next((r for r in reports if not r.get("error")), None)
+    if first is None:
+        return []
+    return [
+        make_finding(
+            "resources",
+            cpu_cores=len(os.sched_getaffinity(0)),
+            batch_size=first.get("batch_size"),
+            gpu=first.get("device_name") if first.get("cuda_available") else "none",
+            dtype=first.get("dtype"),
+        )
+    ]

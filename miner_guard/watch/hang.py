@@ -1,0 +1,740 @@
+"""Hang: no progress for too long. Decides when a lack of progress counts as one and which rank is
+holding up the others, collects evidence, then applies `[hang] action`.
+
+Only a finished step counts as progress; re-entering a data phase does not. The limit is
+max(`min_s`, `factor` x the longest recent step), as NVRx calculates its timeouts. Phases with a
+longer allowance (AllReduce, upload, load, evaluation, checkpoint) and monitoring operations
+(`tracker.track`) use that instead, and while one rank is within its allowance the others may wait
+for it. Before any rank has reported, output and CPU time count as progress.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from miner_guard.config import HangSettings
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.status_document import HangStatus
+from miner_guard.eventlog.write_errors import not_stored
+from miner_guard.exits import CRASH_LOOP
+from miner_guard.rank.agree import LATE
+from miner_guard.rank.layout import ENDED_STATES, Identity, Now, StepRecord, ranks_elsewhere
+from miner_guard.record.words import counted, rank_list
+from miner_guard.state_dir import StateDir
+from miner_guard.system import processes
+from miner_guard.system.processes import cpu_s
+from miner_guard.watch.base import Context, Exit, Launch, Monitor, Tail
+from miner_guard.watch.evidence import (
+    Place,
+    Scene,
+    Subject,
+    described_places,
+    identity_of,
+    incident_folder,
+    places,
+    prune_incidents,
+    subjects,
+)
+
+_RECENT_STEPS = 64
+_UNOBSERVED_S = 15.0
+"""Checks are about a second apart. A gap this long means that this process or the machine was
+suspended."""
+
+_SAME_TIME_S = 0.01
+
+_IDLE_CPU_SHARE = 0.05
+"""Share of one core. A launcher that polls its workers uses about 1 %; a process that loads,
+compiles or tokenizes uses more."""
+
+_COLLECTIVE = ("collective", "allreduce")
+_ORDER = {
+    "data": 0,
+    "": 0,
+    "forward": 1,
+    "backward": 2,
+    "optimizer": 3,
+    **dict.fromkeys(_COLLECTIVE, 9),
+}
+"""Order of the phases within a step; a phase that is not listed (upload, validation) comes before
+the collectives."""
+
+_MAY_WAIT = frozenset({"", "forward", "backward", "optimizer", *_COLLECTIVE})
+
+_UNTIMED = ("has not called init()", "is gone")
+_MAX_NAMED = 4
+"""Up to this many ranks are described one by one; more are grouped by place, with the longest
+wait."""
+
+_OTHER_PHASE = 4
+
+
+@dataclass(frozen=True)
+class Hang:
+    """No progress for longer than allowed."""
+
+    culprits: tuple[int, ...]
+    """Ranks that hold the others up; empty if none stands out."""
+
+    detail: str
+    idle_s: float
+    limit_s: float
+    lasting: bool = False
+    """True if the hang persists even after more steps finish."""
+
+    finished: bool = False
+    """True if every rank had finished training, so only the exit is hanging."""
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The kernel's view of the ranks' processes."""
+
+    gone: Collection[int] = ()
+    """Ranks whose process no longer exists."""
+
+    stopped: Collection[int] = ()
+    """Ranks whose process is in state T, stopped by SIGSTOP or a debugger."""
+
+    absent: Collection[int] = ()
+    """Ranks that have not called `init`."""
+
+    elsewhere: int = 0
+    """Number of ranks on other nodes, if the launcher reported it; the guard cannot see these
+    processes."""
+
+
+NOTHING_KNOWN = Processes()
+
+
+class HangDetector:
+    """Watches all ranks on one host. O(ranks) memory."""
+
+    def __init__(self, settings: HangSettings) -> None:
+        self._settings = settings
+        self._allowances = settings.allowances
+        self._durations: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._reset(0.0)
+
+    def _reset(self, now: float) -> None:
+        self._progress = now
+        self._observed_at: float | None = None
+        self._cpu: tuple[float, float] | None = None
+        self._stepped = False
+        self._busy_until_now: set[int] = set()
+        self._operating: set[int] = set()
+        """Of those, the ranks in a monitoring operation."""
+
+        self._granted: dict[int, float] = {}
+        self._reported = False
+
+    def launched(self, now: float) -> None:
+        """Reset for a new launch, but keep the step times learned so far."""
+        self._reset(now)
+
+    def stepped(
+        self, end: float, seconds: float, phases: Mapping[str, float] | None = None
+    ) -> None:
+        """Record that a rank finished a step that took `seconds`; `phases` gives the seconds spent
+        in each phase.
+
+        A phase with a separate allowance does not count towards the usual step time: with a
+        ten-minute AllReduce in it, a later hang would be noticed only after fifty minutes.
+        """
+        allowed = sum(spent for name, spent in (phases or {}).items() if name in self._allowances)
+        self._durations.append(max(0.0, seconds - allowed))
+        self._progress = max(self._progress, end)
+        self._stepped = True
+        # Report a second stall like the first.
+        self._reported = False
+
+    def printed(self, now: float) -> None:
+        """Record that the miner printed something, which counts as progress only until the first
+        step."""
+        if not self._stepped:
+            self._progress = max(self._progress, now)
+
+    def used_cpu(self, now: float, cpu_s: float) -> None:
+        """Record the CPU seconds that the miner's processes have used in total; a clear increase
+        counts as progress until the first step."""
+        before, self._cpu = self._cpu, (now, cpu_s)
+        if before is not None and cpu_s - before[1] > _IDLE_CPU_SHARE * (now - before[0]):
+            self.printed(now)
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds currently allowed without a step, outside phases that have a separate
+        allowance."""
+        if not self._stepped:
+            return max(self._settings.first_step_s, self._settings.min_s)
+        return max(self._settings.min_s, self._settings.factor * max(self._durations, default=0.0))
+
+    def idle_s(self, now: float) -> float:
+        """Seconds since the last progress."""
+        return now - self._progress
+
+    def check(
+        self, now: float, ranks: Mapping[int, Now], processes: Processes = NOTHING_KNOWN
+    ) -> Hang | None:
+        """Judge the current state of the ranks. Reports a hang once, and again only after new
+        progress."""
+        self._forgive_suspension(now)
+        if self._reported:
+            return None
+        if not ranks:
+            return self._before_init(now)
+        if all(rank.state in ENDED_STATES for rank in ranks.values()):
+            return self._after_the_end(now, ranks)
+        busy = {
+            number
+            for number, rank in ranks.items()
+            if self._within_allowance(now, number, rank) and number not in processes.gone
+        }
+        if busy:
+            self._busy_until_now = busy
+            self._operating = {n for n in busy if ranks[n].operation_since is not None}
+            return None
+        if self._busy_until_now:
+            self._end_of_long_phase(now, ranks)
+        if self.idle_s(now) <= self.limit_s:
+            return None
+        return self._hang(now, ranks, processes, self._limit_in_force(ranks))
+
+    def lost(
+        self, now: float, ranks: Mapping[int, Now], processes: Processes, allowed_s: float
+    ) -> Hang | None:
+        """Return the hang to report if a rank died and its launcher did not stop the others within
+        `allowed_s`, leaving them to wait forever. None if this hang was already reported."""
+        if self._reported:
+            return None
+        return self._hang(now, ranks, processes, allowed_s)
+
+    def _hang(
+        self, now: float, ranks: Mapping[int, Now], processes: Processes, limit_s: float
+    ) -> Hang:
+        self._reported = True
+        culprits = name_culprits(ranks, processes)
+        return Hang(culprits, describe(now, ranks, culprits, processes), self.idle_s(now), limit_s)
+
+    def late(self, now: float, ranks: Mapping[int, Now], allowed_s: float, what: str = "") -> Hang:
+        """The finding for ranks whose wait for a reply from the others timed out; uploads are then
+        blocked. `what` is the waiting rank's report, which names the late node."""
+        waiting = [rank.phase_since for rank in ranks.values() if rank.phase == "collective"]
+        culprits = (
+            tuple(n for n, rank in sorted(ranks.items()) if rank.phase != "collective")
+            if waiting
+            else ()
+        )
+        words = (
+            describe(now, ranks, culprits)
+            if waiting
+            else "a rank did not ask the gate when the others did"
+        )
+        detail = f"{words}; the ranks cannot agree on uploads for the rest of this launch"
+        if what and not culprits:
+            detail += f": {what}"
+        return Hang(
+            culprits, detail, now - min(waiting, default=now - allowed_s), allowed_s, lasting=True
+        )
+
+    def _forgive_suspension(self, now: float) -> None:
+        if self._observed_at is not None and now - self._observed_at > _UNOBSERVED_S:
+            self._progress += now - self._observed_at
+        self._observed_at = now
+
+    def _before_init(self, now: float) -> Hang | None:
+        """Judge a launch in which no rank has reported. Without a CPU reading, reports nothing,
+        because a silent miner may be busy."""
+        if self._cpu is None or self.idle_s(now) <= self.limit_s:
+            return None
+        self._reported = True
+        idle = self.idle_s(now)
+        detail = (
+            "no rank has called init(), and the miner printed nothing and used no CPU for "
+            f"{idle:.0f}s"
+        )
+        return Hang((), detail, idle, self.limit_s)
+
+    def _after_the_end(self, now: float, ranks: Mapping[int, Now]) -> Hang | None:
+        idle = now - max(rank.heartbeat for rank in ranks.values())
+        if idle <= self._settings.exit_s:
+            return None
+        self._reported = True
+        detail = (
+            f"training ended on all ranks {idle:.0f}s ago, but the miner's process is still running"
+        )
+        finished = all(rank.state == "finished" for rank in ranks.values())
+        return Hang((), detail, idle, self._settings.exit_s, finished=finished)
+
+    def _within_allowance(self, now: float, number: int, rank: Now) -> bool:
+        allowance = self._allowance_s(rank)
+        if allowance is not None and allowance > self.limit_s:
+            self._granted[number] = rank.phase_since + allowance
+        if self._in_granted_phase(number, rank) and now <= self._granted[number]:
+            return True
+        return self._operation_until(rank) >= now
+
+    def _operation_until(self, rank: Now) -> float:
+        """When the allowance of the rank's open monitoring operation ends; -inf if none is open."""
+        if rank.operation_since is None:
+            return -math.inf
+        return rank.operation_since + self._settings.monitoring_s
+
+    def _in_granted_phase(self, number: int, rank: Now) -> bool:
+        """Return whether the rank is still in its last long phase or in a phase nested in it. A
+        nested phase reports the remaining time as its allowance, so both end at the same time."""
+        allowance, until = self._allowance_s(rank), self._granted.get(number)
+        if allowance is None or until is None:
+            return False
+        return abs(rank.phase_since + allowance - until) < _SAME_TIME_S
+
+    def _allowance_s(self, rank: Now) -> float | None:
+        return self._allowances.get(rank.phase) if rank.allowance_s is None else rank.allowance_s
+
+    def _end_of_long_phase(self, now: float, ranks: Mapping[int, Now]) -> None:
+        """Once a long phase has ended, count the usual limit from its end; a phase that exceeded
+        its allowance no longer extends the limit."""
+        ended = [
+            n
+            for n in self._busy_until_now
+            if n not in ranks
+            or not (self._in_granted_phase(n, ranks[n]) or ranks[n].operation_since is not None)
+        ]
+        if ended:
+            self._progress = max(
+                [self._progress, *(ranks[n].heartbeat for n in ended if n in ranks)]
+            )
+        if self._operating.intersection(ended):
+            # The end of an operation leaves no heartbeat.
+            self._progress = max(self._progress, now)
+        self._busy_until_now = set()
+
+    def _limit_in_force(self, ranks: Mapping[int, Now]) -> float:
+        declared = [a for rank in ranks.values() if (a := self._allowance_s(rank)) is not None]
+        if any(rank.operation_since is not None for rank in ranks.values()):
+            declared.append(self._settings.monitoring_s)
+        return max([self.limit_s, *declared])
+
+
+def name_culprits(
+    ranks: Mapping[int, Now], processes: Processes = NOTHING_KNOWN
+) -> tuple[int, ...]:
+    """The ranks that hold the others up: missing, stopped or absent ones first, then those behind
+    in steps, then those behind within the step.
+
+    Empty if all ranks are at the same point.
+    """
+    for condition in (processes.gone, processes.stopped, processes.absent):
+        if condition:
+            return tuple(sorted(condition))
+    if len(ranks) < 2:
+        # A rank that is alone on its node may be waiting for a rank on another node.
+        return tuple(
+            number
+            for number, rank in ranks.items()
+            if not (processes.elsewhere and _may_wait(rank))
+        )
+    places = {number: (rank.total_steps, _place(rank)) for number, rank in ranks.items()}
+    first = min(places.values())
+    behind = tuple(sorted(number for number, place in places.items() if place == first))
+    return behind if len(behind) < len(ranks) else ()
+
+
+def _may_wait(rank: Now) -> bool:
+    """Return whether the rank's phase may contain a collective. A rank between phases may be in one
+    too, because many miners name no phases."""
+    return rank.state not in ENDED_STATES and rank.phase in _MAY_WAIT
+
+
+def _place(rank: Now) -> int:
+    # A rank that has ended its training no longer waits for the others; they wait for it.
+    if rank.state in ENDED_STATES:
+        return -1
+    return _OTHER_PHASE if _operating(rank) else _ORDER.get(rank.phase, _OTHER_PHASE)
+
+
+def _operating(rank: Now) -> bool:
+    """Return whether the rank is in a monitoring operation, and not in a collective inside it."""
+    return rank.operation_since is not None and rank.phase not in _COLLECTIVE
+
+
+def describe(
+    now: float,
+    ranks: Mapping[int, Now],
+    culprits: Collection[int],
+    processes: Processes = NOTHING_KNOWN,
+) -> str:
+    """Describe the hang, as in `rank 2 in data for 912s, ranks 0,1,3 waiting in allreduce`."""
+    words = _culprits(now, ranks, culprits, processes)
+    if not culprits:
+        words.append("no rank stands out")
+    waiting: dict[str, list[int]] = {}
+    for number, rank in sorted(ranks.items()):
+        if number not in culprits:
+            waiting.setdefault(_where(rank), []).append(number)
+    for where, numbers in waiting.items():
+        doing = "waiting " if culprits else ""
+        words.append(f"{rank_list(numbers)} {doing}{where}")
+    return ", ".join(words)
+
+
+def _culprits(
+    now: float, ranks: Mapping[int, Now], culprits: Collection[int], processes: Processes
+) -> list[str]:
+    if len(culprits) <= _MAX_NAMED:
+        return [_culprit(now, number, ranks.get(number), processes) for number in sorted(culprits)]
+    alike: dict[tuple[str, str], list[int]] = {}
+    for number in sorted(culprits):
+        alike.setdefault(_place_of(number, ranks.get(number), processes), []).append(number)
+    words = []
+    for (place, state), numbers in alike.items():
+        since = min((_since(ranks[n]) for n in numbers if n in ranks), default=now)
+        lasting = f" for {now - since:.0f}s" if place not in _UNTIMED else ""
+        words.append(f"{rank_list(numbers)} {place}{lasting}{state}")
+    return words
+
+
+def _culprit(now: float, number: int, rank: Now | None, processes: Processes) -> str:
+    place, state = _place_of(number, rank, processes)
+    timed = rank is not None and place not in _UNTIMED
+    lasting = f" for {now - _since(rank):.0f}s" if rank is not None and timed else ""
+    return f"rank {number} {place}{lasting}{state}"
+
+
+def _place_of(number: int, rank: Now | None, processes: Processes) -> tuple[str, str]:
+    """Describe where a rank is, and any problem with its process."""
+    if rank is None:
+        return _UNTIMED[0], ""
+    if number in processes.gone:
+        return _UNTIMED[1], ""
+    stopped = ": its process is stopped (state T)" if number in processes.stopped else ""
+    return _where(rank), stopped
+
+
+def _since(rank: Now) -> float:
+    began = rank.operation_since
+    return began if _operating(rank) and began is not None else rank.phase_since
+
+
+def _where(rank: Now) -> str:
+    if rank.state in ENDED_STATES:
+        return "in shutdown"
+    if _operating(rank):
+        return f"in {rank.operation}"
+    if rank.phase:
+        return f"in {rank.phase}"
+    return "before its first step" if rank.total_steps == 0 else "between phases"
+
+
+_REFRESH_S = 10.0
+"""Refresh interval for rank identities, since a launcher may replace a rank's process; a missing
+process is looked up again immediately."""
+
+
+class RankProcesses:
+    """Tracks the ranks' processes. Each call reads one /proc file per rank."""
+
+    def __init__(self, state: StateDir) -> None:
+        self._state = state
+        self._identities: dict[int, Identity] = {}
+        self._refreshed = float("-inf")
+
+    def observe(self, now: float, ranks: Mapping[int, Now]) -> Processes:
+        """The state of the ranks' processes; one that cannot be inspected counts as alive."""
+        if ranks.keys() != self._identities.keys() or now - self._refreshed >= _REFRESH_S:
+            self._refreshed = now
+            self._identities = {
+                rank: known
+                for rank in ranks
+                if (known := identity_of(self._state, rank)) is not None
+            }
+        states = {
+            rank: self._state_of(rank, identity)
+            for rank, identity in list(self._identities.items())
+        }
+        return Processes(
+            gone={rank for rank, state in states.items() if state == "gone"},
+            stopped={rank for rank, state in states.items() if state in ("T", "t")},
+            absent=self._absent(),
+            elsewhere=ranks_elsewhere(self._identities.values()),
+        )
+
+    def pid(self, rank: int) -> int | None:
+        """The last known pid of the rank's process."""
+        known = self._identities.get(rank)
+        return None if known is None else known.pid
+
+    def _state_of(self, rank: int, identity: Identity) -> str:
+        state = _state(identity)
+        if state != "gone":
+            return state
+        successor = identity_of(self._state, rank)
+        if successor is None or successor == identity:
+            return "gone"
+        self._identities[rank] = successor
+        return _state(successor)
+
+    def _absent(self) -> set[int]:
+        """Ranks on this node that have not reported; known only if the launcher set the world
+        size."""
+        known = list(self._identities.values())
+        if not known or any(one.local_world_size != one.world_size for one in known):
+            return set()
+        return set(range(known[0].world_size)) - self._identities.keys()
+
+
+def _state(identity: Identity) -> str:
+    try:
+        seen = processes.stat(identity.pid)
+    except OSError:
+        return "unknown"
+    if seen is None or seen.process.start != identity.process_start or seen.state in "ZX":
+        return "gone"
+    return seen.state
+
+
+_CPU_EVERY_S = 30.0
+_CPU_LOOKS = 10
+"""While no rank reports, the monitor reads the miner's CPU time every `_CPU_EVERY_S`, or this many
+times per hang limit if that is more often. Each reading scans all of /proc, so keep them rare."""
+
+
+class HangMonitor(Monitor):
+    """Feeds the detector and acts on its results; inactive while the miner is being stopped."""
+
+    name = "hang"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._settings = context.config.hang
+        self._detector = HangDetector(self._settings)
+        self._begin(None)
+
+    def _begin(self, launch: Launch | None) -> None:
+        """Reset the state for a new launch."""
+        self._tail = Tail()
+        self._processes = RankProcesses(self.context.state)
+        self._last_incident: str | None = None
+        self._ranks: Mapping[int, Now] = {}
+        """The ranks' headers at the last tick."""
+
+        self._hang: Hang | None = None
+        self._launch = launch
+        """None if no launch is running or the launch is being stopped."""
+
+        self._died: float | None = None
+        """When a rank's death was first noticed."""
+
+        self._cpu_read = float("-inf")
+
+    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+        self._detector.launched(launch.started)
+        self._begin(launch)
+        return ()
+
+    def on_exit(self, end: Exit) -> Iterable[Finding]:
+        self._launch = self._hang = None
+        return ()
+
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
+        for step in steps:
+            self._detector.stepped(step.end, step.seconds, step.phases)
+        if self._hang is not None and not self._hang.lasting:
+            self._hang = None
+        return ()
+
+    def on_output(self, chunk: bytes) -> Iterable[Finding]:
+        self._tail.add(chunk)
+        if self.context.config.miner.attach == "log" or not self._ranks:
+            self._detector.printed(self.context.clock.monotonic())
+        return ()
+
+    def on_finding(self, finding: Finding) -> Iterable[Finding]:
+        if finding.event == "incident":
+            self._last_incident = str(finding.fields.get("label"))
+        if finding.event == "miner_stopping":
+            # During a stop, a rank that waits for one that has already exited is not hanging.
+            self._launch = self._hang = None
+        lasting = self._hang is not None and self._hang.lasting
+        if finding.fields.get("where") == LATE and not lasting and self._launch is not None:
+            now, allowed_s = (
+                self.context.clock.monotonic(),
+                self.context.config.gate.broadcast_timeout_s,
+            )
+            what = str(finding.fields.get("what"))
+            self._found(self._detector.late(now, self._ranks, allowed_s, what))
+        return ()
+
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        self._ranks = ranks
+        if self._launch is None:
+            return ()
+        processes = self._processes.observe(now, ranks)
+        if not ranks:
+            self._read_cpu(now, self._launch.pid)
+        hang = self._lost(now, ranks, processes) or self._detector.check(now, ranks, processes)
+        if hang is not None:
+            self._found(hang)
+        return ()
+
+    def _read_cpu(self, now: float, pid: int) -> None:
+        if now - self._cpu_read < min(_CPU_EVERY_S, self._detector.limit_s / _CPU_LOOKS):
+            return
+        self._cpu_read = now
+        with contextlib.suppress(OSError):
+            # Without a free descriptor /proc can't be read: the CPU time is then unknown, which is
+            # no reason to report a hang.
+            self._detector.used_cpu(now, cpu_s(pid))
+
+    def _lost(self, now: float, ranks: Mapping[int, Now], processes: Processes) -> Hang | None:
+        """Detect a dead rank whose launcher leaves the others waiting."""
+        died = [
+            rank
+            for rank in processes.gone
+            if rank in ranks and ranks[rank].state not in ENDED_STATES
+        ]
+        if not died:
+            self._died = None
+            return None
+        self._died = now if self._died is None else self._died
+        if now - self._died <= self._settings.gone_s:
+            return None
+        return self._detector.lost(now, ranks, processes, self._settings.gone_s)
+
+    def _found(self, hang: Hang) -> None:
+        """Gather evidence and report in a job: locating the culprit takes a moment."""
+        self._hang = hang
+        who = subjects(self.context.state, self._ranks)
+        output = self._tail.text()
+        self.context.jobs.once("hang evidence", lambda: self._gather_and_act(hang, who, output))
+
+    # in a job thread
+
+    def _gather_and_act(self, hang: Hang, who: list[Subject], output: bytes) -> None:
+        folder = incident_folder(self.context.state, self.context.clock.wall(), "hang")
+        story = self._story(hang, {}, _elsewhere(hang, who))
+        reported = False
+        try:
+            scene = Scene(self.context.state, folder, who, self._settings.stack_timeout_s)
+            early = [] if who else self._before_init(folder)
+            frames = scene.frames()
+            blamed = self._with_culprits(hang, scene.behind())
+            story = self._story(blamed, frames, _elsewhere(blamed, who))
+            if where := described_places(early):
+                story["detail"] += f"; at {where}"
+            reported = self._report(hang, story)
+            had = scene.store(
+                {**story, "status": dict(self.context.status())}, output, self.context.redactor
+            )
+            if had.late is not None:
+                self.context.emit(
+                    make_finding(
+                        "hang_evidence", detail=had.late.detail, ranks=list(had.late.ranks)
+                    )
+                )
+            named = [f"rank {rank}" for rank in had.stacks_of]
+            named += [f"pid {place.pid}" for place in early]
+            ranks = ", ".join(named) or "no stacks, only other evidence"
+            self.context.emit(make_finding("stack_dump", ranks=ranks, path=str(folder)))
+            prune_incidents(self.context.state, self.context.config.logs.keep_incidents)
+        except OSError as error:
+            self.context.emit(not_stored("evidence of the hang", error))
+        finally:
+            if reported or self._report(hang, story):
+                self._act(hang, str(story["detail"]))
+
+    def _with_culprits(self, hang: Hang, behind: tuple[int, ...]) -> Hang:
+        """Name `behind` as the culprits if the headers name none. FSDP's forward pass is not a
+        phase, so all headers look alike, but the stacks show which ranks the others are waiting
+        for."""
+        if hang.culprits or not behind:
+            return hang
+        rest = sorted(self._ranks.keys() - set(behind))
+        where = (
+            f"the collective that {rank_list(rest)} {'is' if len(rest) == 1 else 'are'} waiting in"
+            if rest
+            else "any collective, alone on its node"
+        )
+        detail = f"{rank_list(behind)} outside {where}, for {hang.idle_s:.0f}s"
+        return replace(hang, culprits=behind, detail=detail)
+
+    def _before_init(self, folder: Path) -> list[Place]:
+        """Find the code that the miner's processes are executing while no rank is known; empty if
+        no launch is running."""
+        launch = self._launch
+        if launch is None:
+            return []
+        return places(self.context.state, folder, launch.pid, self._settings.stack_timeout_s)
+
+    def _story(self, hang: Hang, frames: Mapping[int, str], elsewhere: str) -> dict[str, Any]:
+        """The fields of the hang event and of hang.json; `frames` maps each rank to its innermost
+        frame in the miner's code. `elsewhere` points to the other nodes, or is empty."""
+        named = {
+            rank: frames[rank] for rank in hang.culprits or sorted(frames)[:1] if rank in frames
+        }
+        where = ", ".join(
+            frame if len(hang.culprits) == 1 else f"rank {rank}: {frame}"
+            for rank, frame in named.items()
+        )
+        detail = hang.detail + elsewhere + (f"; at {where}" if where else "")
+        if self._last_incident:
+            detail += f"; before it: INCIDENT {self._last_incident}"
+        return {
+            "detail": detail,
+            "culprits": list(hang.culprits),
+            "idle_s": hang.idle_s,
+            "limit_s": hang.limit_s,
+            "frames": {str(rank): frame for rank, frame in frames.items()},
+        }
+
+    def _report(self, hang: Hang, story: Mapping[str, Any]) -> bool:
+        """Report the hang; False if it cleared or the miner is being stopped."""
+        if self._launch is None or self._hang is not hang:
+            return False
+        culprits = story["culprits"]
+        rank = culprits[0] if len(culprits) == 1 else None
+        self.context.emit(make_finding("hang_detected", rank=rank, **story))
+        return True
+
+    def _act(self, hang: Hang, detail: str) -> None:
+        if self._launch is None:
+            return
+        if self._hang is not hang:
+            # Gathering takes seconds. If the ranks are stepping again, or another launch has
+            # replaced this one, leave the miner alone.
+            what = "the hang cleared while the guard collected evidence; the miner keeps running"
+            self.context.emit(make_finding("hang_evidence", level="info", detail=what, ranks=[]))
+        elif hang.finished:
+            self.context.control.finish(f"hang at exit: {detail}")
+        elif self._settings.action == "restart":
+            self.context.control.restart(f"hang: {detail}")
+        elif self._settings.action == "stop":
+            self.context.control.stop(f"hang: {detail}", CRASH_LOOP)
+
+    def snapshot(self) -> Mapping[str, Any]:
+        now = self.context.clock.monotonic()
+        watching = bool(self._ranks)
+        return HangStatus(
+            watching=watching,
+            reason=None
+            if watching
+            else "no rank has reported: the miner does not use the hook or has not called it yet",
+            idle_s=round(self._detector.idle_s(now), 1) if watching else None,
+            limit_s=round(self._detector.limit_s, 1) if watching else None,
+            hang=self._hang.detail if self._hang is not None else None,
+        ).to_json()
+
+
+def _elsewhere(hang: Hang, who: Sequence[Subject]) -> str:
+    """Return a hint to look at the other nodes if they run ranks and no rank on this node stands
+    out; otherwise an empty string."""
+    others = ranks_elsewhere(subject.identity for subject in who)
+    if hang.culprits or hang.finished or others <= 0:
+        return ""
+    return f"; {counted(others, 'rank')} on other nodes: check the guards there for the late rank"

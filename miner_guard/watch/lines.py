@@ -1,0 +1,705 @@
+"""Reads the lines that a miner prints: steps in any known form, phases, pushes, peers."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from miner_guard.validators import profiles
+
+_NUMBER = (
+    r"[-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?"
+    r"|nan|[-+]?inf(?:inity)?"
+)
+_UNIT = r"ms|secs?|seconds?|s|mins?|minutes?|hrs?|hours?|days?|[KMGT]i?B|M|%"
+_SECONDS = {"ms": 1e-3, "s": 1.0, "sec": 1.0, "secs": 1.0, "second": 1.0, "seconds": 1.0, "": 1.0}
+_GIB = {"mb": 2**-10, "mib": 2**-10, "gb": 1.0, "gib": 1.0, "tb": 2**10, "tib": 2**10}
+"""torch counts in powers of two, whatever unit a trainer prints."""
+
+_STEP_UNIT = r"(?:it|iter|iters|iteration|step|steps|batch|batches)"
+_PER_SECOND = re.compile(rf"(?<![\w.])(\d+(?:\.\d+)?)\s?{_STEP_UNIT}/s(?:ec)?\b")
+_SECONDS_PER = re.compile(rf"(?<![\w.])(\d+(?:\.\d+)?)\s?(ms|s)/{_STEP_UNIT}\b")
+_TIME_CELL = re.compile(
+    r"(?:^|\|)\s*(?:(\d+)h\s+)?(?:(\d+)m\s+)?(\d+(?:\.\d+)?)\s?(ms|s)\s*(?=\||$)"
+)
+"""A column that holds only a duration: `| 250.00 ms |`, `| 1m 23s |`."""
+
+_BAR = re.compile(
+    r"(?P<done>\d+)/(?P<total>\d+)(?:\s\[[\d:]+<|\s\[[=>.]{3,}\]|\s[━╸╺]{3,})"
+    r"|[━╸╺]{3,}\s(?P<rich>\d+)/(?P<whole>\d+)\b"
+)
+"""A progress bar from tqdm, Keras or rich; rich prints the count after the bar."""
+
+_COUNTER = re.compile(r"\[\s{0,8}(\d+)/(\d+)(?:\s{0,4}\(\s{0,4}\d+(?:\.\d+)?%\s?\))?\]")
+"""`[ 10/5005]`, `[640/60000 (1%)]`: batches or samples within an epoch."""
+
+_RANK = re.compile(r"\[default(\d+)\]|\brank[ :=]{0,2}(\d+)\b", re.IGNORECASE)
+_EVALUATION = re.compile(
+    r"\b(?:eval\w*|val|valid\w*|test\w*)(?: (?:set|results?))?[\s:|\])-]*$", re.IGNORECASE
+)
+"""Matches the text before a line's first field if the loss is an evaluation loss (torchtitan's
+`validate step: 10 loss: …`)."""
+
+_WHOLE = re.compile(r"\d{1,3}(?:,\d{3})+|\d+")
+_SEPARATORS = re.compile(r"[ _./-]+")
+_LOSS_WORD = re.compile(r"\bloss\b.{0,24}\d", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class StepLine:
+    """The step that one line reports. Fields the line lacks are None."""
+
+    outer: int | None = None
+    epoch: int | None = None
+    inner: int | None = None
+    """The inner step; None if the line has a loss but no step number."""
+
+    loss: float | None = None
+    lr: float | None = None
+    grad_norm: float | None = None
+    seconds: float | None = None
+    gpu_gb: float | None = None
+    partial: bool = False
+    """True for a progress bar or a micro-batch, whose step ends when the next one begins."""
+
+    rank: int | None = None
+    """The rank that the line names."""
+
+    maybe_elapsed: bool = False
+    """True if `seconds` may be the time since the start, because the line calls it just `time`."""
+
+    samples: bool = False
+    """True if the number may count samples, in which case the difference between two lines may not
+    be a number of steps."""
+
+    total: int | None = None
+    """The progress bar's total; None without a progress bar."""
+
+
+@dataclass(frozen=True)
+class Miss:
+    """A line that has only some of the parts of a step line."""
+
+    why: str
+    nearness: int
+    """A higher value means closer to a step line."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The names that trainers use for quantities, from watch/patterns.toml."""
+
+    names: Mapping[str, Sequence[str]]
+    """Names by quantity, the preferred one first. A space matches any of ` _./-`, or nothing."""
+
+    bars: Sequence[str] = ()
+    """Prefixes that describe a training loop's progress bar."""
+
+    not_steps: Sequence[str] = ()
+    """Words that mark a line as reporting something else, unless it has both a step number and a
+    loss."""
+
+
+@dataclass(frozen=True)
+class _Field:
+    place: int
+    start: int
+    value: str
+    unit: str
+
+
+class Grammar:
+    """Parses step lines."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._names = {
+            _plain(name): (quantity, place)
+            for quantity, names in vocabulary.names.items()
+            for place, name in enumerate(names)
+        }
+        by_length = sorted((n for names in vocabulary.names.values() for n in names), key=len)
+        either = "|".join(_spelling(name) for name in reversed(by_length))
+        self._field = re.compile(
+            rf"(?<![\w./-])(?P<name>{either})(?:\s?\((?P<of>{_UNIT})\))?[\s:=#'\"\[(]{{1,24}}"
+            rf"(?P<value>{_NUMBER})(?:\s?(?P<unit>{_UNIT})(?![\w/])|\s?/\s{{0,8}}\d+(?![\d/])"
+            r"|(?![\w/]|[.:-]\d| of\b))",
+            re.IGNORECASE,
+        )
+        bars = "|".join(map(_spelling, vocabulary.bars))
+        self._bar_of_training = re.compile(rf"\s*(?:(?:{bars})\b[^:|]{{0,40}}:?)?", re.IGNORECASE)
+        self._not_steps = re.compile(
+            rf"\b(?:{'|'.join(map(_spelling, vocabulary.not_steps))})", re.IGNORECASE
+        )
+
+    def read(self, text: str) -> StepLine | Miss | None:
+        """Return the step that `text` reports, a `Miss` if it contains only part of one, or None if
+        it is not about a step. `text` is one line without colour codes."""
+        fields = self._fields(text)
+        first = min((field.start for field in fields.values()), default=len(text))
+        if _EVALUATION.search(text, 0, first):
+            return None
+        loss = fields.get("loss")
+        if loss is None and "eval_loss" in fields:
+            # nanoGPT evaluates both: `step 500: train loss 2.1, val loss 3.2`.
+            return None
+        loss = loss or fields.get("train_loss")
+        bar = self._bar(text, loss is not None)
+        step, samples = _step(text, fields, bar)
+        if (step is None or loss is None) and self._not_steps.search(text):
+            return None
+        seconds, maybe_elapsed = _seconds(text, fields)
+        lr = _number(fields.get("lr"))
+        if loss is None and (step is None or (lr is None and seconds is None)):
+            return _miss(text, step)
+        if step is None and "micro" in fields:
+            return None
+        return StepLine(
+            outer=_whole(fields.get("outer")),
+            epoch=_whole(fields.get("epoch")),
+            inner=step,
+            loss=_number(loss),
+            lr=lr,
+            grad_norm=_number(fields.get("grad_norm")),
+            seconds=seconds,
+            gpu_gb=_gib(fields.get("memory")),
+            partial=bar is not None or "micro" in fields,
+            rank=_rank(text, first),
+            maybe_elapsed=maybe_elapsed,
+            samples=samples,
+            total=None if bar is None else bar[1],
+        )
+
+    def _fields(self, text: str) -> dict[str, _Field]:
+        """Return the fields by quantity. If several fields name the same quantity, the preferred
+        name wins, then the first field."""
+        found: dict[str, _Field] = {}
+        for match in self._field.finditer(text):
+            quantity, place = self._names[_plain(match["name"])]
+            unit = (match["of"] or match["unit"] or "").lower()
+            field = _Field(place, match.start(), match["value"], unit)
+            if quantity not in found or place < found[quantity].place:
+                found[quantity] = field
+        return found
+
+    def _bar(self, text: str, has_loss: bool) -> tuple[int, int] | None:
+        """Return the current and final count of a training loop's progress bar. If the line has no
+        loss, the bar's description decides whether it belongs to a training loop."""
+        match = _BAR.search(text)
+        if match is None:
+            return None
+        if not has_loss:
+            described = re.split(r"\d+%\||[━╸╺]{3}", text[: match.start()])[0]
+            if self._bar_of_training.fullmatch(described) is None:
+                return None
+        return int(match["done"] or match["rich"]), int(match["total"] or match["whole"])
+
+
+def _step(
+    text: str, fields: Mapping[str, _Field], bar: tuple[int, int] | None
+) -> tuple[int | None, bool]:
+    """The step's number, and whether that number might count samples instead of steps."""
+    named = _whole(fields.get("step"))
+    if named is not None:
+        return named, False
+    if bar is not None:
+        return bar[0], False
+    counter = _COUNTER.search(text)
+    return (None, False) if counter is None else (int(counter[1]), True)
+
+
+def _seconds(text: str, fields: Mapping[str, _Field]) -> tuple[float | None, bool]:
+    """The step's duration, and whether it might be the time since the run began."""
+    named = fields.get("step_time")
+    if named is not None and named.unit in _SECONDS:
+        return _scaled(named, _SECONDS), False
+    if (per_second := _PER_SECOND.search(text)) is not None and float(per_second[1]) > 0:
+        return 1 / float(per_second[1]), False
+    if (each := _SECONDS_PER.search(text)) is not None:
+        return float(each[1]) * _SECONDS[each[2]], False
+    if (cell := _TIME_CELL.search(text)) is not None:
+        last = float(cell[3]) * _SECONDS[cell[4]]
+        return 3600 * int(cell[1] or 0) + 60 * int(cell[2] or 0) + last, False
+    field = fields.get("time")
+    return (
+        (None, False)
+        if field is None or field.unit not in _SECONDS
+        else (_scaled(field, _SECONDS), True)
+    )
+
+
+def _gib(field: _Field | None) -> float | None:
+    return None if field is None or field.unit not in _GIB else _scaled(field, _GIB)
+
+
+def _scaled(field: _Field | None, units: Mapping[str, float]) -> float | None:
+    value = _number(field)
+    return None if field is None or value is None else value * units.get(field.unit, 1.0)
+
+
+def _rank(text: str, before: int) -> int | None:
+    match = _RANK.search(text, 0, before)
+    return None if match is None else int(match[1] or match[2])
+
+
+def _miss(text: str, step: int | None) -> Miss | None:
+    if _LOSS_WORD.search(text):
+        return Miss("it mentions a loss, but not as a known name with a number", 2)
+    if step is not None:
+        return Miss("it has a step number, but no loss, step time or learning rate", 1)
+    return None
+
+
+def _spelling(name: str) -> str:
+    return r"[ _./-]{0,2}".join(map(re.escape, name.split()))
+
+
+def _plain(name: str) -> str:
+    return _SEPARATORS.sub("", name.lower())
+
+
+def _whole(field: _Field | None) -> int | None:
+    return int(field.value.replace(",", "")) if field and _WHOLE.fullmatch(field.value) else None
+
+
+def _number(field: _Field | None) -> float | None:
+    return None if field is None else float(field.value.replace(",", ""))
+
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_EVAL_LINE = re.compile(r"\b(?:eval\w*|val|valid\w*|test)[\s:|\])-]*$", re.IGNORECASE)
+"""Matches the text before a step's fields if the loss is an evaluation loss."""
+
+_MAX_LINE_LENGTH = 2000
+_REMEMBERED = 16
+"""Steps remembered to recognise a repeated line (another rank, a second handler)."""
+
+_ROUNDED_S = 1.0
+"""How much longer than its process a step may seem to last, because programs round."""
+
+_MAX_LAG = 3
+"""Maximum number of steps by which one rank's output lags behind another's."""
+
+KINDS = ("step", "push", "push_failed", "phase", "peers", "allreduce_finished", "allreduce_failed")
+
+
+@dataclass(frozen=True)
+class Patterns:
+    """Compiled patterns, in the order they are tried, and the grammar for step lines that none
+    of them matches. watch/patterns.toml explains the groups."""
+
+    step: tuple[re.Pattern[str], ...]
+    push: tuple[re.Pattern[str], ...] = ()
+    push_failed: tuple[re.Pattern[str], ...] = ()
+    phase: tuple[re.Pattern[str], ...] = ()
+    peers: tuple[re.Pattern[str], ...] = ()
+    allreduce_finished: tuple[re.Pattern[str], ...] = ()
+    allreduce_failed: tuple[re.Pattern[str], ...] = ()
+    grammar: Grammar | None = None
+
+    @classmethod
+    def of(cls, *tables: Mapping[str, Iterable[str]], grammar: Grammar | None = None) -> Patterns:
+        """Compile tables of expressions; the first table takes precedence. Raises re.error for an
+        invalid pattern."""
+        kinds = {
+            kind: tuple(re.compile(p) for t in tables for p in t.get(kind, ())) for kind in KINDS
+        }
+        return cls(**kinds, grammar=grammar)
+
+
+@dataclass(frozen=True)
+class PushLine:
+    """A line in which the miner reports a push or a failed push."""
+
+    tag: str | None
+    error: str | None
+
+
+@dataclass(frozen=True)
+class PhaseLine:
+    """A line in which the miner enters a phase or reports how long one took."""
+
+    phase: str
+    """The phase, which lasts until the next step or phase line; empty for ordinary training."""
+
+    seconds: float | None = None
+    """How long the phase took; None if it has only begun."""
+
+    outer: int | None = None
+    """The outer step that the following steps belong to."""
+
+
+@dataclass(frozen=True)
+class PeersLine:
+    """A line in which the program reports how many peers are participating, including itself."""
+
+    peers: int
+
+
+@dataclass(frozen=True)
+class AllReduceEnd:
+    """A line in which the program reports how an AllReduce ended."""
+
+    error: str | None
+    """None if it succeeded."""
+
+
+@dataclass(frozen=True)
+class LoggedStep:
+    """A step as reconstructed from the log. Times are monotonic seconds."""
+
+    line: StepLine
+    """`line.seconds` is the duration that the program printed."""
+
+    start: float
+    end: float
+
+
+def read_line(line: str, patterns: Patterns) -> StepLine | PushLine | PhaseLine | Miss | None:
+    """Parse a line; None if it does not report a step, a push or a phase."""
+    text = _bare(line)
+    for pattern in patterns.step:
+        if (match := pattern.search(text)) is not None:
+            return (
+                None if _EVAL_LINE.search(text, 0, match.start()) else _step_of(match.groupdict())
+            )
+    parsed = read_push(text, patterns) or _phase(text, patterns)
+    if parsed is not None or patterns.grammar is None:
+        return parsed
+    return patterns.grammar.read(text)
+
+
+def read_swarm(line: str, patterns: Patterns) -> PeersLine | AllReduceEnd | None:
+    """Parse a line about the swarm: the number of peers, or the end of an AllReduce. None for any
+    other line."""
+    text = _bare(line)
+    for pattern in patterns.peers:
+        if (match := pattern.search(text)) is not None:
+            peers = _int(match.groupdict().get("peers"))
+            return None if peers is None else PeersLine(peers)
+    for pattern in patterns.allreduce_failed:
+        if (match := pattern.search(text)) is not None:
+            return AllReduceEnd(match.groupdict().get("reason") or match.group(0))
+    if any(pattern.search(text) for pattern in patterns.allreduce_finished):
+        return AllReduceEnd(None)
+    return None
+
+
+def _bare(line: str) -> str:
+    return _ANSI.sub("", line[:_MAX_LINE_LENGTH])
+
+
+def _phase(text: str, patterns: Patterns) -> PhaseLine | None:
+    for pattern in patterns.phase:
+        if (match := pattern.search(text)) is not None:
+            groups = match.groupdict()
+            outer, seconds = _int(groups.pop("outer", None)), _float(groups.pop("seconds", None))
+            name = next((name for name, value in groups.items() if value is not None), "")
+            return PhaseLine(name, seconds, outer)
+    return None
+
+
+def read_push(line: str, patterns: Patterns) -> PushLine | None:
+    """The push that a line reports; None for any other line."""
+    text = _bare(line)
+    for pattern in patterns.push:
+        if (match := pattern.search(text)) is not None:
+            return PushLine(match.groupdict().get("tag"), None)
+    for pattern in patterns.push_failed:
+        if (match := pattern.search(text)) is not None:
+            return PushLine(None, match.groupdict().get("reason") or match.group(0))
+    return None
+
+
+def _step_of(groups: Mapping[str, str | None]) -> StepLine | None:
+    inner = _int(groups.get("inner") or groups.get("step"))
+    if inner is None:
+        return None
+    ms = _float(groups.get("ms"))
+    return StepLine(
+        outer=_int(groups.get("outer")),
+        inner=inner,
+        loss=_float(groups.get("loss")),
+        lr=_float(groups.get("lr")),
+        grad_norm=_float(groups.get("grad_norm")),
+        seconds=_float(groups.get("seconds")) if ms is None else ms / 1000,
+        gpu_gb=_float(groups.get("gpu_gb")),
+        partial=groups.get("micro") is not None,
+        rank=_int(groups.get("rank")),
+    )
+
+
+def _int(text: str | None) -> int | None:
+    digits = "" if text is None else text.replace(",", "").replace("_", "")
+    return int(digits) if digits.isdecimal() else None
+
+
+def _float(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        return float(text.rstrip(".,;|"))
+    except ValueError:
+        return None
+
+
+def _key(line: StepLine) -> tuple[int | None, ...]:
+    return (line.outer, line.epoch, line.inner)
+
+
+class LogSteps:
+    """Assembles steps from the lines of one launch. O(1) memory."""
+
+    def __init__(self, started: float) -> None:
+        """`started`: launch time of the miner, monotonic seconds; -inf if unknown."""
+        self._started = self._since = started
+        self._pending: StepLine | None = None
+        """The latest redraw of a progress bar, or the latest micro-batch, of a step that has not
+        ended."""
+
+        self._seen: deque[tuple[int | None, ...]] = deque(maxlen=_REMEMBERED)
+        self._last: StepLine | None = None
+        self._rank: int | None = None
+        """The lowest rank that prints steps; the other ranks print the same steps."""
+
+        self._unnumbered = 0
+        self._numbered = False
+        self._bar_total: int | None = None
+        """The total of the progress bar that counts steps: the one with a loss printed next to
+        it."""
+
+        self._elapsed = _ElapsedWatch()
+
+    def observe(self, line: StepLine, now: float) -> Iterator[LoggedStep]:
+        """Yield the steps that ended with this line, which arrived at `now`."""
+        if self._of_another_rank(line.rank):
+            return
+        if line.inner is None:
+            yield from self._observe_unnumbered(line, now)
+        elif line.partial:
+            yield from self._observe_partial(line, line.inner, now)
+        else:
+            self._numbered = True
+            yield from self._ended(line, line.inner, now)
+
+    def finish(self, now: float) -> Iterator[LoggedStep]:
+        """Yield the last step if no later line has shown its end. Call this once the miner has
+        exited."""
+        pending, self._pending = self._pending, None
+        if pending is not None and pending.inner is not None and self._counts(pending):
+            yield from self._ended(pending, pending.inner, now)
+
+    def _of_another_rank(self, rank: int | None) -> bool:
+        if rank is not None:
+            self._rank = rank if self._rank is None else min(rank, self._rank)
+        return rank is not None and rank != self._rank
+
+    def _observe_unnumbered(self, line: StepLine, now: float) -> Iterator[LoggedStep]:
+        """A loss without a step number belongs to the step that the progress bar next to it shows
+        (HF Trainer), or to the next step if the program prints no numbers."""
+        pending = self._pending
+        if pending is not None and pending.inner is not None and pending.loss is None:
+            self._bar_total, self._pending, self._numbered = pending.total, None, True
+            merged = replace(line, inner=pending.inner)
+            yield from self._ended(merged, pending.inner, now)
+        elif not self._numbered:
+            self._unnumbered += 1
+            yield from self._ended(replace(line, inner=self._unnumbered), self._unnumbered, now)
+
+    def _observe_partial(self, line: StepLine, inner: int, now: float) -> Iterator[LoggedStep]:
+        pending = self._pending
+        if (
+            pending is not None
+            and pending.inner is not None
+            and _key(pending) != _key(line)
+            and self._counts(pending)
+        ):
+            self._numbered = True
+            yield from self._ended(pending, pending.inner, now)
+        # A bar's rate is smoothed; the arrival times of its redraws are not.
+        self._pending = line if line.total is None else replace(line, seconds=None)
+
+    def _counts(self, pending: StepLine) -> bool:
+        """Return whether a bar without a loss is known to count steps: programs show bars for other
+        work too."""
+        return pending.total is None or pending.loss is not None or pending.total == self._bar_total
+
+    def _ended(self, line: StepLine, inner: int, now: float) -> Iterator[LoggedStep]:
+        before = -1 if self._last is None or self._last.inner is None else self._last.inner
+        if inner < before - _MAX_LAG:
+            # A new epoch counts from the start again.
+            self._seen.clear()
+        if _key(line) in self._seen:
+            return
+        self._seen.append(_key(line))
+        last, self._last = self._last, line
+        jump = 1
+        if last is not None and _key(last)[:2] == _key(line)[:2] and not line.samples:
+            jump = max(inner - before, 1)
+        printed = self._elapsed.step_time(line)
+        if printed is not None and printed > now - self._started + _ROUNDED_S:
+            # No step lasts longer than its process: the number is a date, or another quantity.
+            printed = None
+        seconds = (now - self._since) / jump if printed is None else printed
+        self._since = now
+        yield LoggedStep(replace(line, seconds=printed), now - seconds, now)
+
+
+class _ElapsedWatch:
+    """Distinguishes a step's time from the time since the start, in the output of trainers that
+    call both `time`."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+        self._last = 0.0
+        self._growing = 0
+
+    def step_time(self, line: StepLine) -> float | None:
+        """Return the step time in the line, or None if it has none. A `time` that has grown with
+        each of the last `_GROWING` lines, to `_GROWN` times the first, is not a step time."""
+        if line.seconds is None or not line.maybe_elapsed:
+            return line.seconds
+        grows = self._first is not None and line.seconds > self._last
+        self._growing = self._growing + 1 if grows else 0
+        self._first = line.seconds if not grows or self._first is None else self._first
+        self._last = line.seconds
+        grown = self._growing >= _GROWING and line.seconds >= _GROWN * self._first
+        return None if grown else line.seconds
+
+
+_GROWING, _GROWN = 3, 1.5
+"""Four consecutive lines, each with a longer time than the one before: random step times rarely
+rise that many times in a row, let alone by half."""
+
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_COMMON = Path(__file__).with_name("patterns.toml")
+
+
+@functools.lru_cache(maxsize=1)
+def _common() -> Mapping[str, Any]:
+    return tomllib.loads(_COMMON.read_text(encoding="utf-8"))
+
+
+@functools.lru_cache(maxsize=1)
+def grammar() -> Grammar:
+    """The step-line grammar with the common vocabulary."""
+    common = _common()
+    return Grammar(
+        Vocabulary(common["names"], common["lines"]["bars"], common["lines"]["not_steps"])
+    )
+
+
+def patterns(profile: str | None, first: Iterable[str] = ()) -> Patterns:
+    """The step patterns `first`, then those of `profile` (if any), then the common grammar."""
+    tables: list[Mapping[str, Iterable[str]]] = [{"step": tuple(first)}]
+    if profile is not None:
+        tables.append(profiles.load_profile(profile).patterns)
+    tables.append(_common()["patterns"])
+    return Patterns.of(*tables, grammar=grammar())
+
+
+_MISSES_KEPT = 5
+_QUOTED = 160
+
+FIELDS = ("loss", "seconds", "lr", "grad_norm", "gpu_gb")
+"""Values that a step line may contain besides the step number."""
+
+
+def quoted(line: str) -> str:
+    """Shorten `line` for a message: collapse runs of spaces and keep at most 160 characters."""
+    text = " ".join(line.split())
+    return text if len(text) <= _QUOTED else f"{text[: _QUOTED - 1]}…"
+
+
+@dataclass(frozen=True)
+class StepSeen:
+    """A step found in the log, and the line that reports it."""
+
+    place: int
+    """1-based line number."""
+
+    step: StepLine
+    text: str
+
+
+@dataclass
+class LogCheck:
+    lines: int = 0
+    steps: list[StepSeen] = field(default_factory=list)
+    pushes: int = 0
+    failed_pushes: int = 0
+    phases: dict[str, int] = field(default_factory=dict)
+    """Number of lines that report each phase."""
+
+    misses: list[tuple[int, Miss, str]] = field(default_factory=list)
+    """Near misses, closest first: the line number, what the line lacks, and the line."""
+
+    def counted(self) -> Mapping[str, int]:
+        return {
+            name: sum(getattr(seen.step, name) is not None for seen in self.steps)
+            for name in FIELDS
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "lines": self.lines,
+            "steps": [
+                {
+                    "line": seen.place,
+                    "outer_step": seen.step.outer,
+                    "epoch": seen.step.epoch,
+                    "step": seen.step.inner,
+                    **{name: getattr(seen.step, name) for name in FIELDS},
+                }
+                for seen in self.steps
+            ],
+            "pushes": self.pushes,
+            "failed_pushes": self.failed_pushes,
+            "phases": self.phases,
+            "nearest_misses": [
+                {"line": place, "why": miss.why, "text": text} for place, miss, text in self.misses
+            ],
+        }
+
+
+def check(lines: Iterable[str], patterns: Patterns) -> LogCheck:
+    """Read a log as the `log_attach` monitor would. It does not know when lines arrived, so the
+    only duration known for a step is the one printed on its line."""
+    result, steps = LogCheck(), LogSteps(-math.inf)
+    for place, raw in enumerate(lines, 1):
+        result.lines = place
+        for text in filter(None, raw.rstrip("\n").split("\r")):
+            _take(result, steps, (place, text), patterns)
+    for logged in steps.finish(float(result.lines)):
+        result.steps.append(StepSeen(result.lines, logged.line, "(the end of the log)"))
+    return result
+
+
+def _take(result: LogCheck, steps: LogSteps, numbered: tuple[int, str], patterns: Patterns) -> None:
+    place, text = numbered
+    parsed = read_line(text, patterns)
+    if isinstance(parsed, StepLine):
+        for logged in steps.observe(parsed, float(place)):
+            result.steps.append(StepSeen(place, logged.line, quoted(text)))
+    elif isinstance(parsed, PushLine):
+        result.pushes += parsed.error is None
+        result.failed_pushes += parsed.error is not None
+    elif isinstance(parsed, PhaseLine):
+        name = parsed.phase or "training"
+        result.phases[name] = result.phases.get(name, 0) + 1
+    elif isinstance(parsed, Miss):
+        result.misses.append((place, parsed, quoted(text)))
+        # The sort is stable, so the earliest of several equally close lines are kept.
+        result.misses.sort(key=lambda miss: -miss[1].nearness)
+        del result.misses[_MISSES_KEPT:]

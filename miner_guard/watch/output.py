@@ -1,0 +1,817 @@
+"""Output: steps of miners that never call the hook, a first step that does not come, hooks that
+could not begin, secrets in the open, and the failures that the lines report.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from miner_guard import state_dir
+from miner_guard.checks.samplers import oom_kills
+from miner_guard.eventlog import catalog
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.write_errors import not_stored
+from miner_guard.incidents import knowledge, log_text, report
+from miner_guard.incidents.oom import Training
+from miner_guard.incidents.report import Explained
+from miner_guard.incidents.root_cause import Incident, RootCauseAnalyzer
+from miner_guard.incidents.scanner import Scanner
+from miner_guard.incidents.sightings import Retraction, Seen, Sighting
+from miner_guard.rank import journal, layout
+from miner_guard.rank.flight import FlightWriter
+from miner_guard.rank.journal import JournalEntry, UploadEntry
+from miner_guard.rank.layout import NAN, Now, StepRecord
+from miner_guard.record.redaction import SECRET_NAME
+from miner_guard.system import free_memory
+from miner_guard.system.once import Once
+from miner_guard.uploads.repos.credentials import beside
+from miner_guard.watch.base import Context, Exit, Launch, Monitor, Tail
+from miner_guard.watch.evidence import incident_folder, prune_incidents
+from miner_guard.watch.lines import (
+    LoggedStep,
+    LogSteps,
+    Miss,
+    Patterns,
+    PhaseLine,
+    PushLine,
+    StepLine,
+    patterns,
+    quoted,
+    read_line,
+)
+from miner_guard.watch.trace_reading import evaluation_in
+
+_NUMBERED = {"step", "inner"}
+"""A pattern needs one of these groups to produce a step."""
+
+STARTING, RUNNING, CLOSED, *_ = layout.STATES
+
+
+_SN38_WORDS = frozenset({b"inner step", b"index:", b"reduce", b"pausing", b"push", b"upload"})
+
+_UNHOOKED_S = 3.0
+"""How long a miner may print steps without any rank reporting; a hook reports within a second."""
+
+
+class LogAttachMonitor(Monitor):
+    """Reads the miner's lines if `[miner] attach` is `log`. With `sn38`, does so only for a miner
+    that lacks the methods to hook (subnet 38's before 2025-02): it prints steps, but no rank
+    reports."""
+
+    name = "log_only"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        attach = context.config.miner.attach
+        self._active = attach == "log"
+        self._standby = attach == "sn38"
+        """Whether to take over once the miner turns out to have nothing to hook."""
+
+        self.words = None if self._active else _SN38_WORDS if self._standby else frozenset()
+        self._launch: Launch | None = None
+        self._ranks: Mapping[int, Now] = {}
+        self._flight: FlightWriter | None = None
+        self._findings: list[Finding] = []
+        self._blind = ""
+        """Why there is no flight record. Reported once while launches keep failing the same way."""
+        self._patterns = self._load() if self._active or self._standby else Patterns(())
+        self._begin(0.0)
+
+    def _begin(self, started: float) -> None:
+        self._steps = LogSteps(started)
+        self._written = 0
+        self._unhooked_since: float | None = None
+        """When the miner first printed a step that no rank reported."""
+
+        self._line_at: float | None = None
+        self._phase, self._phase_at = "", started
+        """The phase that the last line reported (empty during plain training) and when it began."""
+
+        self._spent: dict[str, float] = {}
+        """Seconds spent in phases that have ended since the last step, by phase."""
+
+        self._outer: int | None = None
+        """The outer step, if the miner reports it on a separate line."""
+
+        self._longest_gap = 0.0
+        self._last: LoggedStep | None = None
+        self._evaluated: float | None = None
+        """Evaluation printed since the last step; goes into the next step's record."""
+
+    def _load(self) -> Patterns:
+        usable: list[str] = []
+        for text in self.context.config.miner.log_patterns:
+            try:
+                groups = re.compile(text).groupindex
+                wrong = None if _NUMBERED & set(groups) else "has no group named `step` or `inner`"
+            except re.error as error:
+                wrong = f"is not a regular expression: {error}"
+            if wrong is None:
+                usable.append(text)
+            else:
+                what = f"[miner] log_patterns: {text!r} {wrong}; ignoring this pattern"
+                self._findings.append(make_finding("guard_degraded", what=what))
+        return patterns(self.context.config.miner.profile, usable)
+
+    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+        self._launch, self._ranks = launch, {}
+        self._begin(launch.started)
+        return self._open(launch) if self._active else ()
+
+    def _open(self, launch: Launch) -> list[Finding]:
+        """Create the flight record for the steps that the lines report."""
+        findings, self._findings = self._findings, []
+        try:
+            self._flight = FlightWriter(
+                self.context.state.flight_of(0),
+                rank=0,
+                local_rank=0,
+                world_size=1,
+                run_id=self.context.run_id,
+                pid=launch.pid,
+            )
+        except OSError as error:
+            self._flight = None
+            what = (
+                f"--attach log: no flight record: {error.strerror or error}; steps are not recorded"
+            )
+            if what != self._blind:
+                findings.append(make_finding("guard_degraded", what=what))
+            self._blind = what
+            return findings
+        self._blind = ""
+        self._show(self._flight, STARTING, launch.started)
+        return findings
+
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        self._ranks = ranks
+        return ()
+
+    def _take_over(self, launch: Launch, lines: Sequence[bytes], now: float) -> list[Finding]:
+        """Start reading the lines if the miner has been printing steps that no rank reports."""
+        prints = any(isinstance(read_line(_text(raw), self._patterns), StepLine) for raw in lines)
+        if not prints or self._ranks:
+            return []
+        if self._unhooked_since is None:
+            self._unhooked_since = now
+        if now - self._unhooked_since < _UNHOOKED_S:
+            return []
+        detail = (
+            "like versions before 2025-02, this miner lacks the methods that --attach sn38 hooks, "
+            "so its steps are read from the log, and its uploads are not gated"
+        )
+        return [make_finding("log_attached", detail=detail), *self._open(launch)]
+
+    def reads_lines(self) -> bool:
+        return self._flight is not None or (self._standby and not self._ranks)
+
+    def on_lines(self, lines: Sequence[bytes]) -> Iterable[Finding]:
+        findings: list[Finding] = []
+        now = self.context.clock.monotonic()
+        if self._standby and self._flight is None and self._launch is not None:
+            findings = self._take_over(self._launch, lines, now)
+        if self._flight is None:
+            return findings
+        for raw in lines:
+            evaluated = evaluation_in(raw)
+            self._evaluated = self._evaluated if evaluated is None else evaluated
+            self._line(self._flight, _text(raw), now)
+        return findings
+
+    def _line(self, flight: FlightWriter, text: str, now: float) -> None:
+        parsed = read_line(text, self._patterns)
+        if isinstance(parsed, PushLine):
+            flight.journal(self._upload(parsed, now).to_json())
+        elif isinstance(parsed, StepLine):
+            in_phase = bool(self._phase)
+            outer = self._outer if parsed.outer is None else parsed.outer
+            for step in self._steps.observe(replace(parsed, outer=outer), now):
+                self._write(flight, step)
+            if self._written:
+                self._progressed(flight, now, in_phase=in_phase)
+        elif isinstance(parsed, PhaseLine):
+            self._outer = self._outer if parsed.outer is None else parsed.outer
+            if parsed.seconds is not None:
+                self._spent[parsed.phase] = self._spent.get(parsed.phase, 0.0) + parsed.seconds
+            self._enter("" if parsed.seconds is not None else parsed.phase, now)
+            self._show(flight, RUNNING, now)
+
+    def _progressed(self, flight: FlightWriter, now: float, *, in_phase: bool) -> None:
+        """Record the arrival of a line about a step. `in_phase`: whether the miner was in a phase
+        until then, rather than just training."""
+        if self._line_at is not None and not in_phase:
+            self._longest_gap = max(self._longest_gap, now - self._line_at)
+        self._line_at = now
+        self._enter("", now)
+        self._show(flight, RUNNING, now)
+
+    def _enter(self, phase: str, now: float) -> None:
+        """End the current phase and begin `phase`; does nothing if `phase` is the current one."""
+        if phase == self._phase:
+            return
+        if self._phase:
+            spent = now - self._phase_at
+            self._spent[self._phase] = self._spent.get(self._phase, 0.0) + spent
+        self._phase, self._phase_at = phase, now
+
+    def _write(self, flight: FlightWriter, step: LoggedStep) -> None:
+        line = step.line
+        self._enter("", step.end)
+        spent, self._spent = self._spent, {}
+        # A line may report a step shorter than the phases since the previous step.
+        phases = {name: min(s, step.end - step.start) for name, s in spent.items()}
+        flags = layout.FLAG_FIRST if self._written == 0 else 0
+        flags |= layout.FLAG_SYNC if phases else 0
+        self._written += 1
+        self._last = step
+        evaluated, self._evaluated = self._evaluated, None
+        flight.append(
+            StepRecord(
+                outer_step=line.outer,
+                inner_step=line.inner,
+                total_steps=self._written,
+                start=step.start,
+                end=step.end,
+                wall=self.context.clock.wall(),
+                loss=line.loss,
+                lr=line.lr,
+                grad_norm=line.grad_norm,
+                eval_loss=evaluated,
+                allocated_bytes=None if line.gpu_gb is None else line.gpu_gb * 1024**3,
+                flags=flags,
+                phases=phases,
+            )
+        )
+
+    def _show(self, flight: FlightWriter, state: str, now: float) -> None:
+        # A program that prints every hundredth step is not hanging in between. In a phase, the hang
+        # limit of that phase applies instead.
+        allowance = 0.0 if self._phase else self._longest_gap * self.context.config.hang.factor
+        flight.show_state(state, now)
+        since = self._phase_at if self._phase else now
+        flight.show_phase(self._phase.encode(), since, now, allowance or NAN)
+
+    def _upload(self, push: PushLine, now: float) -> UploadEntry:
+        line = self._last.line if self._last is not None else None
+        return UploadEntry(
+            t=now,
+            phase="finished" if push.error is None else "failed",
+            outer_step=line.outer if line else self._outer,
+            inner_step=line.inner if line else None,
+            tag=push.tag,
+            error=push.error,
+        )
+
+    def on_exit(self, end: Exit) -> Iterable[Finding]:
+        self._launch = None
+        if self._flight is not None:
+            now = self.context.clock.monotonic()
+            for step in self._steps.finish(now):
+                self._write(self._flight, step)
+            self._show(self._flight, CLOSED, now)
+            self._flight.close()
+            self._flight = None
+        return ()
+
+    def snapshot(self) -> Mapping[str, Any]:
+        if not self._active and self._flight is None:
+            return {"active": False}
+        return {"active": True, "steps": self._written}
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "replace")
+
+
+_WHY_NO_STEP = {
+    None: "no rank has called miner_guard.init(). Either the miner has not got that far, or it "
+    "never calls the hook; in that case, start it with --attach sn38, auto or log",
+    "sn38": "--attach sn38 found nothing to hook in this miner; try --attach auto or log",
+    "auto": (
+        "--attach auto found no torch training loop in this miner; try --attach log, or "
+        "call the hook"
+    ),
+    "log": (
+        "none of the miner's lines was recognized as a step; describe the step lines in [miner] "
+        "log_patterns"
+    ),
+}
+"""Why a live miner shows no steps, and what to do, by attach mode."""
+
+_PERSISTS_S = 60.0
+"""How long the miner may print step-like lines before a rank must report a step. A working hook
+reports within seconds."""
+
+_MAX_LINES = 2_000
+"""Maximum number of lines to parse per launch: parsing one with the grammar takes as long as
+relaying hundreds."""
+
+_IS_A_STEP = 3
+"""Score of a line that the grammar parses as a step; a `Miss` scores lower."""
+
+
+class FirstStepMonitor(Monitor):
+    """Watches each launch until its first step, a hang or a stop."""
+
+    name = "first_step"
+    words = frozenset({b"step", b"iter", b"loss", b"epoch", b"batch", b"it/s", b"s/it"})
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._begin(None)
+
+    def _begin(self, launch: Launch | None) -> None:
+        """Reset the state for a new launch."""
+        self._launch = launch
+        """None if no launch is running, or after a step, a hang or a stop."""
+
+        self._lines = 0
+        self._nearest: tuple[int, str] | None = None
+        """The line that looks most like a step: its score, and the text to quote."""
+
+        self._nearest_at = 0.0
+        """When the first line that resembles a step arrived."""
+
+        self._noticed = self._warned = False
+
+    @cached_property
+    def _patterns(self) -> Patterns:
+        # Compiled only when a line could be a step: most miners report steps through the hook.
+        return patterns(self.context.config.miner.profile)
+
+    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+        self._begin(launch)
+        return ()
+
+    def on_exit(self, end: Exit) -> Iterable[Finding]:
+        self._begin(None)
+        return ()
+
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
+        self._begin(None)
+        return ()
+
+    def on_finding(self, finding: Finding) -> Iterable[Finding]:
+        if finding.event in ("hang_detected", "miner_stopping"):
+            self._begin(None)
+        return ()
+
+    def reads_lines(self) -> bool:
+        found = self._nearest is not None and self._nearest[0] >= _IS_A_STEP
+        return self._launch is not None and not found and self._lines < _MAX_LINES
+
+    def on_lines(self, lines: Sequence[bytes]) -> Iterable[Finding]:
+        for raw in lines:
+            if not self.reads_lines():
+                break
+            self._lines += 1
+            text = raw.decode("utf-8", "replace")
+            parsed = read_line(text, self._patterns)
+            if isinstance(parsed, StepLine) and parsed.loss is not None:
+                self._note(_IS_A_STEP, repr(quoted(text)))
+            elif isinstance(parsed, StepLine):
+                self._note(1, f"{quoted(text)!r}: it has no loss")
+            elif isinstance(parsed, Miss):
+                self._note(parsed.nearness, f"{quoted(text)!r}: {parsed.why}")
+        return ()
+
+    def _note(self, nearness: int, text: str) -> None:
+        if self._nearest is None:
+            self._nearest_at = self.context.clock.monotonic()
+        if self._nearest is None or nearness > self._nearest[0]:
+            self._nearest = (nearness, text)
+
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        if self._launch is None:
+            return ()
+        hang, waited = self.context.config.hang, now - self._launch.started
+        hooked = bool(ranks) and self.context.config.miner.attach != "log"
+        # Before this, leave it to the hang monitor to report a miner that hangs.
+        blind = waited > hang.first_step_s + _PERSISTS_S
+        if blind and not self._warned and not hooked:
+            self._warned = True
+            return [self._degraded(waited)]
+        persists = self._nearest is not None and now - self._nearest_at > _PERSISTS_S
+        if waited <= hang.first_step_notice_s or self._warned or (self._noticed and not persists):
+            return ()
+        self._noticed, self._warned = True, persists
+        return [
+            make_finding(
+                "no_step_yet",
+                level="warning" if persists else "info",
+                waited_s=round(waited, 1),
+                detail=self._detail(ranks),
+                nearest=None if self._nearest is None else self._nearest[1],
+            )
+        ]
+
+    def _detail(self, ranks: Mapping[int, Now]) -> str:
+        attach = self.context.config.miner.attach
+        if self._nearest is None:
+            if ranks and attach != "log":
+                header = ranks[min(ranks)]
+                place = header.operation or header.phase or "no named phase"
+                return f"rank {min(ranks)} is in {place}"
+            return (
+                "none of the miner's lines looks like a step either; the miner may still be loading"
+            )
+        nearness, text = self._nearest
+        if attach == "log":
+            return (
+                f"the nearest line is {text}; describe the step lines in [miner] log_patterns, and "
+                "check with `miner-guard attach-check FILE`"
+            )
+        if nearness < _IS_A_STEP:
+            return f"the line that most resembles a step is {text}"
+        return (
+            f"the miner prints steps, such as {text}, but no rank reports any: "
+            f"{_WHY_NO_STEP[attach]}"
+        )
+
+    def _degraded(self, waited: float) -> Finding:
+        nearest = "" if self._nearest is None else f"; the nearest line is {self._nearest[1]}"
+        return make_finding(
+            "guard_degraded",
+            what=f"no step seen for {waited / 60:.0f} min, so the guard cannot see slow "
+            f"steps or hangs either: {_WHY_NO_STEP[self.context.config.miner.attach]}{nearest}",
+        )
+
+    def snapshot(self) -> Mapping[str, Any]:
+        return {"waiting": self._launch is not None}
+
+
+_DEGRADED_LINE = re.compile(rb"^(?:\[[^\]]*\]:? ?)?GUARD DEGRADED: (.{1,500})")
+"""The line of `miner_guard.InertGuard` and of the sitecustomize, after torchrun's prefix if it has
+one."""
+
+_MAX_DEGRADED = 20
+
+
+class DegradedHooksMonitor(Monitor):
+    """Reports each different line once."""
+
+    name = "degraded_hooks"
+    words = frozenset({b"degraded"})
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._reported = Once(_MAX_DEGRADED)
+
+    def on_lines(self, lines: Sequence[bytes]) -> Iterator[Finding]:
+        for line in lines:
+            match = _DEGRADED_LINE.match(line)
+            if match is None:
+                continue
+            what = match[1].decode("utf-8", "replace").strip()
+            if self._reported.first(what):
+                yield make_finding("guard_degraded", what=what, source="log")
+
+
+_COMMITMENT = b"Commitment - ["
+_MIN_LENGTH = 12
+"""Shorter values of secret variables would match ordinary words."""
+
+_NEXT_STEP = (
+    "turn off the miner's debug logging, delete the log files that contain them, and replace the "
+    "keys"
+)
+
+
+class SecretLeaksMonitor(Monitor):
+    """Searches the miner's output for secrets from the environment and its `.env`, and for subnet
+    38's commitment."""
+
+    name = "exposed"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._values = {
+            name: value.encode()
+            for name, value in beside(os.environ, context.config.repo).items()
+            if SECRET_NAME.search(name) and len(value) >= _MIN_LENGTH and not value.startswith("/")
+        }
+        self._max_length = max([len(_COMMITMENT), *map(len, self._values.values())])
+        words = frozenset(map(bytes.lower, [_COMMITMENT, *self._values.values()]))
+        # A value of several lines may be split between two blocks.
+        self.words = None if any(b"\n" in word for word in words) else words
+        self._tail = b""
+        self._kinds = Once()
+
+    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+        self._tail = b""
+        return ()
+
+    def on_output(self, chunk: bytes) -> Iterable[Finding]:
+        # Also find values that span two chunks.
+        text = self._tail + chunk
+        self._tail = text[-(self._max_length - 1) :]
+        shown = [f"the value of {name}" for name, value in self._values.items() if value in text]
+        if _COMMITMENT in text:
+            shown.append("a commitment that contains read credentials")
+        return [
+            make_finding(
+                "secret_exposed", where="the miner's output", kind=kind, next_step=_NEXT_STEP
+            )
+            for kind in shown
+            if self._kinds.first(kind)
+        ]
+
+    def snapshot(self) -> Mapping[str, Any]:
+        return {"shown": sorted(map(str, self._kinds))}
+
+
+SETTLE_S = 2.0
+"""After this long without new matches the cascade is complete and its root cause can be
+reported."""
+
+MAX_WAIT_S = 10.0
+"""Report the root cause after at most this long, even if lines keep arriving."""
+
+CAUSELESS_S = 30.0
+"""Wait this long while only symptoms, or reports without a reason, have arrived: the launcher
+reports how the lost rank ended only after stopping the others (torchrun gives them 30 s)."""
+
+EPISODE_S = 600.0
+"""A match this long after the previous one starts a new incident, unless it is a symptom."""
+
+SYMPTOMS_S = 3600.0
+"""A symptom within this time of a reported root belongs to it: ranks notice a lost peer only after
+their collective's timeout."""
+
+COOLDOWN_S = 900.0
+"""Minimum time between reports of the same label within one launch."""
+
+REMARKS = 3
+"""A retried failure counts as an incident after this many occurrences, or when the miner exits."""
+
+_CAUSELESS = ("summary", "symptom", "warning")
+_NEVER_OVERCOME = frozenset({"rank_gone"})
+"""Guard events that finite losses do not clear: a lost rank never steps again."""
+
+_SEEN = 120
+"""How many characters of the matched line to include in the incident's line."""
+
+
+class IncidentsMonitor(Monitor):
+    """Feeds the output to a scanner and reports the root causes."""
+
+    name = "incidents"
+
+    def __init__(
+        self, context: Context, count_oom_kills: Callable[[], int | None] = oom_kills
+    ) -> None:
+        super().__init__(context)
+        self._count_oom_kills = count_oom_kills
+        self._knowledge = knowledge.load()
+        miner = context.config.miner
+        self._training = Training(miner.batch_size, miner.effective_batch_size)
+        self._counts: Counter[str] = Counter()
+        self._latest: Explained | None = None
+        self._printed = self._prepared = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._scanner, self._case = Scanner(self._knowledge), RootCauseAnalyzer(self._knowledge)
+        self._tail = Tail()
+        self._first_s: float | None = None
+        self._last_s = self._named_s = float("-inf")
+        self._reported_at: dict[str, float] = {}
+        self._events: set[str] = set()
+        self._shown: dict[str, Sighting] = {}
+        """Sightings by label, for causes that one of the guard's own events has established."""
+
+        self._finite: dict[int, bool] = {}
+        """Whether each rank's last loss was finite."""
+
+        self._root: Explained | None = None
+        self._stopping = False
+        self._oom_kills = self._count_oom_kills()
+
+    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+        self._begin()
+        return ()
+
+    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
+        if isinstance(entry, journal.TrainingEntry):
+            self._training = Training(
+                entry.batch_size, entry.effective_batch_size, entry.world_size
+            )
+        return ()
+
+    def on_output(self, chunk: bytes) -> Iterable[Finding]:
+        if not self.context.config.logs.classify:
+            return ()
+        self._printed = True
+        self._tail.add(chunk)
+        seen = self._scanner.feed(chunk)
+        if seen:
+            now = self.context.clock.monotonic()
+            self._take(seen, now)
+            self._first_s = now if self._first_s is None else self._first_s
+        return self._overcome(seen)
+
+    def _prepare(self) -> None:
+        """Load the error patterns. Runs in a job thread."""
+        self._knowledge.prepare(free_memory.give_back)
+
+    def _overcome(self, seen: Iterable[Seen]) -> list[Finding]:
+        """Findings for reported incidents that training has since recovered from."""
+        past = {
+            label
+            for item in seen
+            if isinstance(item, Retraction) and item.within is None
+            for label in item.labels
+        }
+        passed = sorted(past & self._reported_at.keys())
+        for label in passed:
+            del self._reported_at[label]
+        return [make_finding("incident_overcome", label=label) for label in passed]
+
+    def _take(self, seen: list[Seen], now: float) -> None:
+        """Add the matches to the case; after a long quiet period, start a new case first."""
+        if self._first_s is None and now - self._last_s > EPISODE_S:
+            self._case = RootCauseAnalyzer(self._knowledge)
+        self._last_s = now
+        self._case.add(seen)
+
+    def on_finding(self, finding: Finding) -> Iterable[Finding]:
+        self._events.add(finding.event)
+        if self.context.config.logs.classify:
+            # The guard's line counts as evidence, so that this monitor and a scan of the whole log
+            # name the same root.
+            for label in self._knowledge.shown_by(finding.event):
+                sighting = Sighting(
+                    label, "cause", self._scanner.line, catalog.message(finding), finding.rank
+                )
+                self._take([sighting], self.context.clock.monotonic())
+                if finding.event not in _NEVER_OVERCOME:
+                    self._shown[label] = sighting
+        if finding.event == "miner_stopping":
+            self._stopping = True
+        return ()
+
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
+        loss = steps[-1].loss
+        if loss is not None:
+            self._finite[rank] = math.isfinite(loss)
+        return ()
+
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        if self._printed and not self._prepared:
+            # Load the patterns before the first traceback, and in a job, because this thread would
+            # delay the output. Wait for the first output, because loading would slow down a burst.
+            self._prepared = True
+            self.context.jobs.once("incident knowledge", self._prepare)
+        if self._first_s is None or (
+            now - self._last_s < SETTLE_S and now - self._first_s < MAX_WAIT_S
+        ):
+            return ()
+        root = self._seen_root()
+        if root is not None and root.first.role in _CAUSELESS and now - self._first_s < CAUSELESS_S:
+            return ()
+        return self._name(now, REMARKS)
+
+    def objection(self) -> str | None:
+        if self.context.clock.monotonic() - self._last_s > EPISODE_S:
+            return None
+        root = self._seen_root()
+        return None if root is None or root.first.role in ("retry", "warning") else root.label
+
+    def on_exit(self, end: Exit) -> Iterable[Finding]:
+        now = self.context.clock.monotonic()
+        self._case.add([*self._scanner.finish(), *self._passed()])
+        if end.signal == signal.SIGKILL and not end.asked and self._seen_root() is None:
+            # The output does not mention the signal: without a launcher, no process reports it.
+            line = "MINER EXITED: signal SIGKILL"
+            self._take([Sighting("host_oom_kill", "exit", self._scanner.line, line, None)], now)
+        lasting = self._lasting()
+        self._case.add(lasting)
+        if lasting or now - self._last_s <= EPISODE_S:
+            # Report why the miner ended even if the guard has reported what led to it.
+            self._events.clear()
+        return () if end.asked or end.finished else self._name(now, min_count=1)
+
+    def _passed(self) -> list[Seen]:
+        """Causes that the guard reported and training then recovered from, such as a non-finite
+        loss."""
+        well = [
+            label
+            for label, sighting in self._shown.items()
+            if (
+                any(self._finite.values())
+                if sighting.rank is None
+                else self._finite.get(sighting.rank, False)
+            )
+        ]
+        return [Retraction(tuple(well), self._scanner.line, None, ("cause",))] if well else []
+
+    def _lasting(self) -> list[Seen]:
+        """Earlier causes that still hold according to the guard's own measurements. For example, a
+        model with NaN weights fails in ways that no pattern covers."""
+        root = self._seen_root()
+        if root is not None and root.label not in ("code_bug", *self._shown):
+            return []
+        return [
+            sighting
+            for sighting in self._shown.values()
+            if not (
+                all(self._finite.values())
+                if sighting.rank is None
+                else self._finite.get(sighting.rank, True)
+            )
+        ]
+
+    def _seen_root(self) -> Incident | None:
+        return next((i for i in self._case.incidents(self._scanner.line) if i.root), None)
+
+    def _by_the_kernels_count(self, root: Incident) -> Incident:
+        """Attribute a SIGKILL to the OOM killer only if the kernel counted an OOM kill; a line that
+        names the OOM killer needs no count."""
+        if root.label != "host_oom_kill" or root.first.role != "exit":
+            return root
+        if (self._count_oom_kills() or 0) > (self._oom_kills or 0):
+            return root
+        name = "process_killed"
+        first = root.first._replace(label=name, cause="", fix="", restart="")
+        return replace(root, label=name, first=first, kept=())
+
+    def _name(self, now: float, min_count: int) -> Iterable[Finding]:
+        """Report the root cause, unless it has already been reported or is only a retry or warning
+        seen fewer than `min_count` times."""
+        self._first_s = None
+        root = self._seen_root()
+        if root is not None:
+            root = self._by_the_kernels_count(root)
+        if self._stopping or root is None or self._is_known(root, now):
+            return ()
+        if root.first.role in ("retry", "warning") and root.count < min_count:
+            return ()
+        self._root = self._latest = explained = report.in_words(
+            root, self._knowledge, self._training, self.context.redactor.public
+        )
+        self._reported_at[root.label] = self._named_s = now
+        self._counts[root.label] += 1
+        return [self._finding(explained, root)]
+
+    def _is_known(self, root: Incident, now: float) -> bool:
+        label = self._knowledge.labels[root.label]
+        at = self._reported_at.get(root.label)
+        if at is not None and now - at < COOLDOWN_S:
+            return True
+        if (
+            root.first.role in ("symptom", "exit")
+            and self._root is not None
+            and now - self._named_s < SYMPTOMS_S
+        ):
+            return True
+        return not self._events.isdisjoint(label.events)
+
+    def _finding(self, explained: Explained, root: Incident) -> Finding:
+        folder = incident_folder(self.context.state, self.context.clock.wall(), explained.label)
+        story = {**explained.as_dict(), "count": explained.count, "ranks": list(explained.ranks)}
+        output = self._tail.text()
+        self.context.jobs.once("incident evidence", lambda: self._store(folder, story, output))
+        return make_finding(
+            "incident",
+            rank=explained.ranks[0] if len(explained.ranks) == 1 else None,
+            level="warning" if root.first.role in ("retry", "warning") else explained.severity,
+            label=explained.label,
+            cause=f"{explained.cause} Seen: {log_text.excerpt(explained.excerpt, _SEEN)}",
+            fix=explained.fixes[0],
+            fixes=list(explained.fixes),
+            excerpt=explained.excerpt,
+            restart=explained.restart,
+            applies=explained.applies,
+            ranks=list(explained.ranks),
+            evidence=str(folder),
+        )
+
+    def _store(self, folder: Any, story: Mapping[str, Any], output: bytes) -> None:
+        """Write the evidence folder. Runs in a job thread."""
+        try:
+            state_dir.write_json(
+                folder / "incident.json", {**story, "status": dict(self.context.status())}
+            )
+            state_dir.write_atomic(
+                folder / "output.log", self.context.redactor.text(output.decode("utf-8", "replace"))
+            )
+            prune_incidents(self.context.state, self.context.config.logs.keep_incidents)
+        except OSError as error:
+            self.context.emit(not_stored(f"evidence of {story['label']}", error))
+
+    def snapshot(self) -> Mapping[str, Any]:
+        latest = self._latest
+        return {
+            "classify": self.context.config.logs.classify,
+            "root_cause": None if self._root is None else self._root.label,
+            "latest": None if latest is None else {**latest.as_dict(), "restart": latest.restart},
+            "counts": dict(self._counts),
+        }

@@ -1,0 +1,224 @@
+"""How far a run is: time to the next upload and the end of the outer step, throughput, and what its
+time went to.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from miner_guard.config import GateSettings, MinerSettings
+from miner_guard.rank.journal import TrainingEntry
+
+_FROM_ENTRY = (
+    "batch_size",
+    "effective_batch_size",
+    "world_size",
+    "accumulation_steps",
+    "params",
+    "upload_steps",
+    "inner_steps_per_outer",
+    "tokens_per_step",
+)
+
+
+@dataclass(frozen=True)
+class TrainingFacts:
+    """Training settings from the hook, which takes precedence, or from the configuration; None if
+    unknown."""
+
+    batch_size: int | None = None
+    effective_batch_size: int | None = None
+    world_size: int | None = None
+    accumulation_steps: int | None = None
+    params: int | None = None
+    upload_steps: int | None = None
+    inner_steps_per_outer: int | None = None
+    tokens_per_step: int | None = None
+    min_inner_step: int = 0
+
+    @staticmethod
+    def from_settings(miner: MinerSettings, gate: GateSettings) -> TrainingFacts:
+        """The facts that guard.toml contains."""
+        return TrainingFacts(
+            batch_size=miner.batch_size,
+            effective_batch_size=miner.effective_batch_size,
+            upload_steps=miner.upload_steps,
+            inner_steps_per_outer=miner.inner_steps_per_outer,
+            min_inner_step=gate.min_inner_step,
+        )
+
+    def with_entry(self, entry: TrainingEntry) -> TrainingFacts:
+        """These facts, updated with the hook's `training` entry."""
+        known = {name: value for name in _FROM_ENTRY if _is_count(value := getattr(entry, name))}
+        return replace(self, **known)
+
+    def samples_per_s(self, step_time_s: float | None) -> float | None:
+        """Samples per second, summed over all ranks."""
+        if self.effective_batch_size is None or not step_time_s:
+            return None
+        return self.effective_batch_size / step_time_s
+
+    def tokens_per_s(self, tokens: int | None, step_time_s: float | None) -> float | None:
+        """Tokens per second, from the step's token count, else from the settings."""
+        count = tokens if tokens is not None else self.tokens_per_step
+        return count / step_time_s if count is not None and step_time_s else None
+
+    def eta_upload_s(
+        self, inner_step: int | None, step_time_s: float | None, since_s: float = 0.0
+    ) -> float | None:
+        """Return the seconds until the miner's next upload; None if unknown.
+
+        The miner uploads at multiples of `upload_steps` once the gate's minimum is reached. If the
+        cadence is unknown, this is the time to the minimum. `since_s` is the time since the last
+        step ended.
+        """
+        if inner_step is None or not step_time_s:
+            return None
+        if self.upload_steps is None:
+            target = self.min_inner_step if inner_step < self.min_inner_step else None
+        else:
+            target = next_multiple(max(inner_step + 1, self.min_inner_step), self.upload_steps)
+        return None if target is None else max(0.0, (target - inner_step) * step_time_s - since_s)
+
+    def eta_outer_s(
+        self, inner_step: int | None, step_time_s: float | None, since_s: float = 0.0
+    ) -> float | None:
+        """Return the seconds until the next outer step; None if unknown."""
+        if inner_step is None or not step_time_s or self.inner_steps_per_outer is None:
+            return None
+        return max(0.0, (self.inner_steps_per_outer - inner_step) * step_time_s - since_s)
+
+
+def next_multiple(minimum: int, of: int) -> int:
+    """The smallest positive multiple of `of` that is not less than `minimum`."""
+    return max(-(-minimum // of), 1) * of
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+CATEGORIES = (
+    "training",
+    "data",
+    "upload",
+    "allreduce",
+    "load_state",
+    "pause",
+    "monitoring",
+    "hang",
+    "restart",
+    "init",
+)
+
+_PHASES = ("data", "upload", "allreduce", "load_state", "pause")
+_RECENT_STEPS = 64
+_EXPECTED_FACTOR = 2.0
+"""An unfinished step counts as training up to this multiple of the longest recent step."""
+
+_EVALUATION = ("inference", "val_loss", "example_loss")
+
+
+class Goodput:
+    """Adds up one rank's wall time by category, in seconds. Times are monotonic seconds."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(CATEGORIES, 0.0)
+        self._accounted: float | None = None
+        self._launches = 0
+        self._stepped = False
+        self._hung = False
+        self._finished = False
+        self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
+
+    def launched(self, now: float) -> None:
+        """Record that the miner was started; the time since the last step was lost to the
+        restart."""
+        if self._accounted is None:
+            self._accounted = now
+        else:
+            self._spend("restart", now)
+        self._launches += 1
+        self._stepped = self._hung = self._finished = False
+
+    def step(
+        self, start: float, end: float, phases: Mapping[str, float], nested_in_monitor_s: float
+    ) -> None:
+        """Record one finished step."""
+        if self._accounted is None:
+            self._accounted = start
+        if not self._stepped:
+            self._spend("init" if self._launches <= 1 else "restart", start)
+            self._stepped = True
+        if self._hung:
+            # The hang cleared without a restart.
+            self._spend("hang", start)
+            self._hung = False
+        length = end - self._accounted
+        if length <= 0:
+            return
+        self._recent.append(length)
+        for name, seconds in split(length, phases, nested_in_monitor_s).items():
+            self.seconds[name] += seconds
+        self._accounted = end
+
+    def hang_found(self) -> None:
+        """Count the time since the last step as a hang."""
+        self._hung = True
+
+    def exited(self, now: float, *, finished: bool) -> None:
+        """Record that the miner exited. If it had not finished, the time since its last step is
+        lost."""
+        self._finished = finished
+        if self._accounted is not None and not finished:
+            self._spend("hang" if self._hung else "restart", now)
+
+    def shares(self, now: float, phase: str = "") -> dict[str, float]:
+        """Share of wall time by category up to `now`; `phase` is the rank's current phase. Empty
+        before the launch."""
+        if self._accounted is None:
+            return {}
+        totals = dict(self.seconds)
+        if not self._finished:
+            open_s = max(0.0, now - self._accounted)
+            totals[self._category(phase, open_s)] += open_s
+        whole = sum(totals.values())
+        return {name: seconds / whole for name, seconds in totals.items()} if whole > 0 else {}
+
+    def _category(self, phase: str, open_s: float) -> str:
+        if self._hung:
+            return "hang"
+        if not self._stepped:
+            return "init" if self._launches <= 1 else "restart"
+        if phase in _PHASES:
+            return phase
+        if phase == "monitor" or phase in _EVALUATION:
+            return "monitoring"
+        overdue = self._recent and open_s > _EXPECTED_FACTOR * max(self._recent)
+        return "hang" if overdue else "training"
+
+    def _spend(self, category: str, until: float) -> None:
+        assert self._accounted is not None
+        if until > self._accounted:
+            self.seconds[category] += until - self._accounted
+            self._accounted = until
+
+
+def split(
+    length: float, phases: Mapping[str, float], nested_in_monitor_s: float
+) -> dict[str, float]:
+    """Seconds that a step spent in each category; time outside all phases counts as training.
+    Overlapping phases are scaled down to fit."""
+    parts = {name: phases[name] for name in _PHASES if phases.get(name, 0.0) > 0}
+    evaluation = sum(phases.get(name, 0.0) for name in _EVALUATION)
+    monitoring = phases.get("monitor", 0.0) + max(0.0, evaluation - nested_in_monitor_s)
+    if monitoring > 0:
+        parts["monitoring"] = monitoring
+    claimed = sum(parts.values())
+    if claimed > length:
+        parts = {name: seconds * length / claimed for name, seconds in parts.items()}
+    parts["training"] = max(0.0, length - claimed)
+    return parts

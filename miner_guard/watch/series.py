@@ -1,0 +1,112 @@
+"""Running statistics over the last values of a series."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Sequence
+
+MAD_TO_SIGMA = 1.4826
+"""Factor that turns a MAD into an estimate of the standard deviation of normal noise
+(Rousseeuw and Croux, 1993)."""
+
+
+class SortedWindow:
+    """The last `size` finite values. Adding costs O(size) memory moves, reading the median O(1)."""
+
+    __slots__ = ("_order", "_sorted", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._order: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def add(self, value: float) -> None:
+        """Add `value`, and drop the oldest if the window is full."""
+        if len(self._order) == self.size:
+            self.drop_oldest()
+        self._order.append(value)
+        insort(self._sorted, value)
+
+    def drop_oldest(self) -> None:
+        """Drop the oldest value. Raises IndexError if the window is empty."""
+        del self._sorted[bisect_left(self._sorted, self._order.popleft())]
+
+    def clear(self) -> None:
+        """Remove all values."""
+        self._order.clear()
+        self._sorted.clear()
+
+    @property
+    def median(self) -> float:
+        """The median. Raises IndexError if the window is empty."""
+        return self.quantile(0.5)
+
+    def quantile(self, share: float) -> float:
+        """Return a quantile, interpolated linearly between the two nearest values (numpy's
+        default). Raises IndexError if empty."""
+        place = share * (len(self._sorted) - 1)
+        low = int(place)
+        value = self._sorted[low]
+        if place > low:
+            value += (self._sorted[low + 1] - value) * (place - low)
+        return value
+
+    def mad(self) -> float:
+        """Median absolute deviation from the median, without the factor. Raises IndexError if
+        empty."""
+        values = self._sorted
+        middle = self.median
+        count = len(values)
+        # The distances left and right of the median form two sorted lists: merge them halfway.
+        right = bisect_left(values, middle)
+        left = right - 1
+        distance = earlier = 0.0
+        for _ in range(count // 2 + 1):
+            earlier = distance
+            if left >= 0 and (right >= count or middle - values[left] <= values[right] - middle):
+                distance = middle - values[left]
+                left -= 1
+            else:
+                distance = values[right] - middle
+                right += 1
+        return distance if count % 2 else (earlier + distance) / 2
+
+    def robust_limit(self, factor: float, min_excess_ratio: float) -> float:
+        """median + max(factor · 1.4826 · MAD, min_excess_ratio · |median|). Raises IndexError if
+        empty."""
+        middle = self.median
+        return middle + max(factor * MAD_TO_SIGMA * self.mad(), min_excess_ratio * abs(middle))
+
+
+def p_rising(values: Sequence[float]) -> float:
+    """P(slope > 0) of the least-squares line through `values` at 0, 1, 2, …; 0.5 if
+    undetermined.
+
+    Uses the normal approximation of the t statistic: for 30 or more points, its error is below
+    0.005.
+    """
+    count = len(values)
+    if count < 3:
+        return 0.5
+    mean_x = (count - 1) / 2
+    mean_y = math.fsum(values) / count
+    spread_x = count * (count * count - 1) / 12
+    slope = math.fsum((x - mean_x) * (y - mean_y) for x, y in enumerate(values)) / spread_x
+    rest = math.fsum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in enumerate(values))
+    if rest <= 0:
+        return 0.5 if slope == 0 else float(slope > 0)
+    error = math.sqrt(rest / (count - 2) / spread_x)
+    return 0.5 * (1 + math.erf(slope / error / math.sqrt(2)))
+
+
+def p_rising_trimmed(values: Sequence[float]) -> float:
+    """`p_rising` without the largest tenth of the values: a few spikes must not create or hide a
+    trend (dlib)."""
+    keep = sorted(values)[: max(3, len(values) - len(values) // 10)]
+    limit = keep[-1]
+    return p_rising([v for v in values if v <= limit])

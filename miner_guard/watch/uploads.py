@@ -1,0 +1,584 @@
+"""Uploads: reads what is published, tells the gate, verifies reported and printed pushes, and
+audits as validators do.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from miner_guard.config import Config
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.section import Section
+from miner_guard.eventlog.status_document import (
+    NO_REPO,
+    ForecastStatus,
+    LastAudit,
+    LastDecision,
+    LastIncident,
+    LastRestart,
+    LastUpload,
+    RepoStatus,
+    UploadsStatus,
+)
+from miner_guard.eventlog.write_errors import WriteOutage
+from miner_guard.rank.journal import DecisionEntry, JournalEntry, UploadEntry
+from miner_guard.rank.layout import FLAG_FIRST, Now, StepRecord
+from miner_guard.record.store import (
+    Row,
+    RunReader,
+    RunStore,
+    decision_rows,
+    repo_age_row,
+    upload_row,
+)
+from miner_guard.system.clock import parse_iso_utc
+from miner_guard.system.once import OncePer
+from miner_guard.uploads import inputs as gate_inputs
+from miner_guard.uploads import remembered_settings
+from miner_guard.uploads.commitments import commitment_of, configured
+from miner_guard.uploads.inputs import GateInputs
+from miner_guard.uploads.repos import look_at
+from miner_guard.uploads.verify import Reported, verify
+from miner_guard.uploads.watch import DecisionNotifier, ForecastWatch, RepoWatch, note_of
+from miner_guard.validators.facts import AllReduce, Network, Published, fingerprint
+from miner_guard.validators.layout import Layout
+from miner_guard.validators.limits import Limits
+from miner_guard.validators.profiles import chosen, limits_of
+from miner_guard.watch.base import Context, Exit, Monitor
+from miner_guard.watch.lines import Patterns, PushLine, patterns, read_push
+
+VERIFY_AFTER_S = (0.0, 3.0, 10.0)
+"""Seconds to wait before each check of a push: a mismatch must be seen twice, an unreadable repo
+three times."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A push that has not been reported as complete yet."""
+
+    entry: UploadEntry
+    at: float | None
+    before: Published
+
+
+@dataclass(frozen=True)
+class Push:
+    """A reported push that awaits verification."""
+
+    entry: UploadEntry
+    began: float | None
+    """Monotonic seconds; None if only the end was reported."""
+
+    before: Published | None
+    due: float
+    checks: int = 0
+
+
+def steps_of(entry: UploadEntry) -> tuple[int | None, int | None]:
+    """Outer and inner step from the tag, else from the entry: a log's last step may be later than
+    the pushed one."""
+    match = re.search(r"(\d+)\.(\d+)$", entry.tag or "")
+    return (int(match[1]), int(match[2])) if match else (entry.outer_step, entry.inner_step)
+
+
+def took(entry: UploadEntry) -> str:
+    """Describe how long the push took. A log shows only when a push ended, not how long it took."""
+    seconds = entry.seconds
+    return (
+        "pushed, according to the miner's log" if seconds is None else f"pushed in {seconds:.1f}s"
+    )
+
+
+def tag_of(entry: UploadEntry) -> str | None:
+    """The push's tag, else its outer and inner step; None if neither is known."""
+    if entry.tag:
+        return entry.tag
+    if entry.outer_step is None or entry.inner_step is None:
+        return None
+    return f"{entry.outer_step}.{entry.inner_step}"
+
+
+def not_verified(entry: UploadEntry, tag: str | None, why: str) -> Finding:
+    """The finding for a push that only the miner has confirmed."""
+    detail = f"{took(entry)}; not verified: {why}"
+    return make_finding("upload_reported", tag=tag, detail=detail, source="guard")
+
+
+_WRITE_EVERY_S = 60.0
+_AUDITS = {"audit_passed": "accepted", "audit_failed": "rejected", "audit_unknown": "unknown"}
+_INPUTS_KEPT = 50
+_SHOWN: Mapping[str, type[Section]] = {"decision": LastDecision, "upload": LastUpload}
+"""Latest items shown in the status, by their tables in run.db."""
+
+_SHOWN_EVENTS: Mapping[str, tuple[str, type[Section]]] = {
+    "incident": ("incident", LastIncident),
+    "restart": ("miner_restarting", LastRestart),
+}
+
+_ROW = ("decision_id", "outer_step", "inner_step", "bytes", "seconds", "attempts", "checksum")
+"""Fields of an entry that are copied to its row in the ledger."""
+
+
+class UploadsMonitor(Monitor):
+    """Watches the repo, writes gate-inputs.json, keeps the ledger, and verifies pushes."""
+
+    name = "uploads"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        config = context.config
+        self._repo = config.repo
+        self._limits = limits_of(context.config.miner)
+        self._layout = Layout.of(Limits.of(config.gate, self._limits))
+        self._credentials = fingerprint(commitment_of(configured(config.repo)))
+        self._mutex = threading.Lock()
+        self._watch = RepoWatch(config.gate)
+        self._ahead = ForecastWatch(config.gate, Limits.of(config.gate, self._limits))
+        self._voice = DecisionNotifier()
+        self._network = Network(
+            reason="no [chain] configured" if config.chain.network is None else "not checked yet"
+        )
+        self._file = (
+            RunStore(context.state.db, context.emit, context.clock.monotonic)
+            if context.write_row is None
+            else None
+        )
+        self._written: dict[str, Mapping[str, Any]] = {}
+        self._written_at = self._newest_probe = float("-inf")
+        self._outage = WriteOutage("gate-inputs.json", "; the gate treats the repo as unknown")
+        self._watched_written = False
+        self._began: dict[str, Begun] = {}
+        self._pushes: list[Push] = []
+        self._unsettled: list[UploadEntry] = []
+        self._last: dict[str, Any] = dict.fromkeys(
+            ("decision", "upload", "audit", "incident", "restart")
+        )
+        if self._repo.kind != "none":
+            context.jobs.every("repo", self._repo.refresh_every_s, self._refresh, first_after_s=0.0)
+        else:
+            self._watch.latest = Published(reason=NO_REPO)
+        context.jobs.once("gate inputs", self._write_inputs)
+        context.jobs.once("recall", self._recall)
+
+    def _recall(self) -> None:
+        """Load the latest item of each kind that an earlier guard stored, unless this guard
+        already has a newer item."""
+        reader = RunReader(self.context.state.db)
+        for name, (event, kind) in _SHOWN_EVENTS.items():
+            for stored in reader.events([event], limit=1, newest=True):
+                if self._last[name] is None:
+                    wall = parse_iso_utc(stored.ts)
+                    shown = {**stored.fields, "rank": stored.rank, "wall": wall}
+                    self._last[name] = kind.from_json(shown)
+        for name, section in _SHOWN.items():
+            row = reader.last(name)
+            if row is not None and self._last[name] is None:
+                known = row | json.loads(row.get("document") or "{}")
+                verdicts = json.loads(row.get("verdicts") or "[]")
+                self._last[name] = section.from_json({**known, "note": note_of(verdicts)})
+
+    def _write(self, *rows: Row) -> None:
+        if self._file is not None:
+            self._file.write(*rows)
+        elif self.context.write_row is not None:
+            for row in rows:
+                self.context.write_row(*row)
+
+    # the repo, in job threads
+
+    def _refresh(self) -> None:
+        began = self.context.clock.monotonic()
+        self._probed(self._probe(), began)
+
+    def _probe(self) -> Published:
+        # Date it by this process's monotonic clock, whatever clock the child used.
+        return replace(look_at(self._repo, self._layout), seen_at=self.context.clock.monotonic())
+
+    def _probed(self, published: Published, began: float) -> None:
+        clock = self.context.clock
+        with self._mutex:
+            if began < self._newest_probe:
+                # A check that started later, perhaps after a push, has already completed.
+                return
+            self._newest_probe = began
+            findings = list(self._watch.observe(published, clock.monotonic()))
+        self._write(
+            repo_age_row(
+                clock.wall(),
+                published.age_s,
+                outer_step=published.outer_step,
+                inner_step=published.inner_step,
+                size_bytes=published.size_bytes,
+                checksum=published.checksum,
+                reason="the repo is empty" if published.empty else published.reason,
+            )
+        )
+        self._write_inputs()
+        for finding in findings:
+            self.context.emit(finding)
+
+    def _write_inputs(self) -> None:
+        clock = self.context.clock
+        with self._mutex:
+            # Documents can be large, and no gate rule reads their published content.
+            content = GateInputs(
+                published=replace(self._watch.latest, config=None, metadata=None),
+                network=self._network,
+                bucket=self._repo.bucket,
+                credentials=self._credentials,
+                limits=self._limits,
+                written=clock.wall(),
+                written_monotonic=clock.monotonic(),
+            )
+            self._written_at = clock.monotonic()
+            self._written[content.digest] = gate_inputs.as_document(content)
+            while len(self._written) > _INPUTS_KEPT:
+                del self._written[next(iter(self._written))]
+            try:
+                gate_inputs.write(self.context.state.gate_inputs, content)
+                if not self._watched_written:
+                    remembered_settings.write(self.context.state, self.context.config)
+                    self._watched_written = True
+                finding = self._outage.succeeded()
+            except OSError as error:
+                finding = self._outage.failed(error, lost=0)
+        if finding is not None:
+            self.context.emit(finding)
+
+    # the ranks
+
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
+        if rank != 0:
+            return
+        for step in steps:
+            with self._mutex:
+                age, published = self._watch.age(step.end), self._watch.latest.inner_step
+            yield from self._ahead.step(
+                step.outer_step,
+                step.inner_step,
+                step.seconds,
+                first=bool(step.flags & FLAG_FIRST),
+                age_s=age,
+                now=step.end,
+                published_inner_step=published,
+            )
+
+    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
+        if isinstance(entry, DecisionEntry):
+            return self._decided(entry.decision)
+        if isinstance(entry, UploadEntry):
+            return self._uploaded(rank, entry)
+        return ()
+
+    def _decided(self, document: Mapping[str, Any]) -> Iterator[Finding]:
+        digest = str((document.get("record") or {}).get("inputs"))
+        with self._mutex:
+            known = self._written.get(digest)
+        self._write(*decision_rows(document, known))
+        note = note_of(document.get("verdicts") or ())
+        self._last["decision"] = LastDecision.from_json({**document, "note": note})
+        finding = self._voice.say(document, self.context.clock.monotonic())
+        if finding is not None:
+            yield finding
+
+    def _uploaded(self, rank: int, entry: UploadEntry) -> Iterator[Finding]:
+        decision = entry.decision_id
+        now = self.context.clock.monotonic()
+        if entry.phase == "started":
+            with self._mutex:
+                self._began[decision] = Begun(entry, entry.t or now, self._watch.latest)
+            yield make_finding("upload_started", rank=rank or None, tag=tag_of(entry))
+            return
+        seconds = entry.seconds
+        with self._mutex:
+            guessed = Begun(entry, None if seconds is None else now - seconds, self._watch.latest)
+        begun = self._began.pop(decision, guessed) if decision else guessed
+        if entry.phase == "failed":
+            self._store(entry, "failed", error=entry.error)
+            yield make_finding(
+                "upload_failed", rank=rank or None, reason=f"tag {tag_of(entry)}: {entry.error}"
+            )
+            return
+        yield from self._reported(entry, begun.at, begun.before)
+
+    def _reported(
+        self, entry: UploadEntry, began: float | None, before: Published | None
+    ) -> Iterator[Finding]:
+        if self._repo.kind == "none" or not self._repo.verify_uploads:
+            why = (
+                "no [repo] is configured"
+                if self._repo.kind == "none"
+                else "repo.verify_uploads is off"
+            )
+            self._store(entry, "reported", error=f"not verified: {why}")
+            yield not_verified(entry, tag_of(entry), why)
+            return
+        push = Push(entry, began, before, self.context.clock.monotonic())
+        self._unsettled.append(entry)
+        # Verify immediately: the next push may follow soon and replace the content to verify.
+        self.context.jobs.once("verify upload", lambda: self._verify(push))
+
+    def on_exit(self, end: Exit) -> Iterable[Finding]:
+        cut, self._began = list(self._began.values()), {}
+        for begun in cut:
+            why = "the miner exited during the push; the published files may be inconsistent"
+            self._store(begun.entry, "failed", error=why)
+            yield make_finding("upload_failed", reason=f"tag {tag_of(begun.entry)}: {why}")
+
+    def on_finding(self, finding: Finding) -> Iterable[Finding]:
+        fields, wall = finding.fields, self.context.clock.wall()
+        if fields.get("source") == "log":
+            return self._printed(finding)
+        if finding.event == "incident":
+            self._last["incident"] = LastIncident(str(fields.get("label")), finding.rank, wall)
+        elif finding.event == "miner_restarting":
+            self._last["restart"] = LastRestart(fields.get("cause"), fields.get("attempt"), wall)
+        elif finding.event in _AUDITS:
+            outcome = _AUDITS[finding.event]
+            self._last["audit"] = LastAudit(outcome, fields.get("detail"), wall)
+        elif finding.event in ("chain_status", "chain_unknown") and isinstance(
+            fields.get("network"), Mapping
+        ):
+            with self._mutex:
+                self._network = Network(**fields["network"])
+            self.context.jobs.once("gate inputs", self._write_inputs)
+        return ()
+
+    def _printed(self, finding: Finding) -> Iterable[Finding]:
+        """Store a push known only from the miner's printed line."""
+        entry = UploadEntry(phase="finished", tag=finding.fields.get("tag"))
+        if finding.event == "upload_failed":
+            self._store(entry, "failed", error=finding.fields.get("reason"))
+        elif finding.event == "upload_reported":
+            with self._mutex:
+                before = self._watch.latest
+            return self._reported(entry, None, before)
+        return ()
+
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        with self._mutex:
+            findings = list(self._watch.tick(now))
+            ready = [push for push in self._pushes if push.due <= now]
+            self._pushes = [push for push in self._pushes if push.due > now]
+            rewrite = now - self._written_at >= min(
+                _WRITE_EVERY_S, self.context.config.gate.inputs_max_age_s / 3
+            )
+            self._written_at = now if rewrite else self._written_at
+        if rewrite:
+            self.context.jobs.once("gate inputs", self._write_inputs)
+        for push in ready:
+            self.context.jobs.once("verify upload", lambda push=push: self._verify(push))  # type: ignore[misc]
+        return findings
+
+    # verification, in job threads
+
+    def _verify(self, push: Push) -> None:
+        began = self.context.clock.monotonic()
+        published = self._probe()
+        entry, now = push.entry, self.context.clock.monotonic()
+        since = None if push.began is None else now - push.began
+        reported = Reported(*steps_of(entry), since, tag_of(entry), entry.bytes, entry.checksum)
+        seen = verify(push.before, published, reported)
+        checks = push.checks + 1
+        if (
+            not seen.superseded
+            and checks < (2 if seen.verified is False else len(VERIFY_AFTER_S))
+            and not seen.verified
+        ):
+            with self._mutex:
+                self._pushes.append(replace(push, due=now + VERIFY_AFTER_S[checks], checks=checks))
+            return
+        self._probed(published, began)
+        self._unsettled.remove(entry)
+        tag = tag_of(entry) or published.revision
+        if seen.verified:
+            self._store(
+                entry,
+                "verified",
+                verified=self.context.clock.wall(),
+                checksum=published.checksum,
+                bytes=entry.bytes if published.size_bytes is None else published.size_bytes,
+            )
+            detail = f"{seen.detail}, {took(entry)}"
+            self.context.emit(make_finding("upload_succeeded", tag=tag, detail=detail))
+        elif seen.superseded:
+            self._store(entry, "superseded", error=seen.detail)
+            self.context.emit(not_verified(entry, tag, seen.detail))
+        elif seen.verified is None:
+            self._store(entry, "reported", error=seen.detail)
+            self.context.emit(
+                make_finding(
+                    "upload_unverified", tag=tag, reason=f"reported as pushed, but {seen.detail}"
+                )
+            )
+        else:
+            self._store(entry, "refuted", error=seen.detail, checksum=published.checksum)
+            reason = f"reported as pushed, but {seen.detail} (tag {tag}). Upload again"
+            self.context.emit(make_finding("upload_failed", reason=reason))
+
+    def _store(self, entry: UploadEntry, outcome: str, **more: Any) -> None:
+        row = (
+            {name: getattr(entry, name) for name in _ROW}
+            | {"tag": tag_of(entry), "kind": entry.kind}
+            | more
+        )
+        wall = self.context.clock.wall()
+        known = {**row, "outcome": outcome, "wall": wall}
+        self._last["upload"] = LastUpload.from_json(known)
+        self._write(upload_row(wall, outcome, **row))
+
+    def on_stop(self) -> Iterable[Finding]:
+        for entry in list(self._unsettled):
+            why = "the guard ended before the push was checked; see `miner-guard audit`"
+            self._store(entry, "reported", error=f"not verified: {why}")
+            yield make_finding("upload_unverified", tag=tag_of(entry), reason=why)
+        if self._file is not None:
+            self._file.close()
+
+    def snapshot(self) -> Mapping[str, Any]:
+        now = self.context.clock.monotonic()
+        with self._mutex:
+            age, latest, ahead = self._watch.age(now), self._watch.latest, self._ahead.latest
+            return UploadsStatus(
+                repo_age_s=None if age is None else round(age),
+                repo=RepoStatus(
+                    age_s=None if age is None else round(age),
+                    reason=latest.reason,
+                    empty=latest.empty,
+                    revision=latest.revision,
+                    outer_step=latest.outer_step,
+                    inner_step=latest.inner_step,
+                    due=age is not None and age > self.context.config.gate.repo_age_target_s,
+                    stale=self._watch.is_stale(now),
+                    limit_s=self.context.config.gate.repo_age_limit_s,
+                ),
+                forecast=None
+                if ahead is None
+                else ForecastStatus(**asdict(ahead), late=ahead.late),
+                pending=len(self._pushes),
+                **self._last,
+            ).to_json()
+
+
+class PrintedUploadsMonitor(Monitor):
+    """Reports nothing if upload verification is off. Stays silent for the
+    rest of the run once a hook has reported a push."""
+
+    name = "push_lines"
+    words = frozenset({b"push", b"upload"})
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        repo = context.config.repo
+        # With `attach = "log"` these lines already produce entries, as a hook would.
+        self._silent = (
+            context.config.miner.attach == "log" or repo.kind == "none" or not repo.verify_uploads
+        )
+        self._patterns = Patterns(()) if self._silent else patterns(context.config.miner.profile)
+        self._last: PushLine | None = None
+
+    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
+        self._silent = self._silent or isinstance(entry, UploadEntry)
+        return ()
+
+    def reads_lines(self) -> bool:
+        return not self._silent
+
+    def on_lines(self, lines: Sequence[bytes]) -> Iterator[Finding]:
+        for raw in lines:
+            push = read_push(raw.decode("utf-8", "replace"), self._patterns)
+            if push is None or (push == self._last and push.tag is not None):
+                # Several ranks may print the same push.
+                continue
+            self._last = push
+            if push.error is not None:
+                yield make_finding(
+                    "upload_failed", reason=f"the miner says: {push.error}", source="log"
+                )
+            else:
+                yield make_finding(
+                    "upload_reported",
+                    tag=push.tag,
+                    detail="according to the miner's log",
+                    source="log",
+                )
+
+
+if TYPE_CHECKING:
+    from miner_guard.uploads.audit import AuditReport, Known
+
+_EVERY_S = 600.0
+_REPEAT_S = 3600.0
+"""How long to log an unchanged verdict only at debug level."""
+
+
+class AuditMonitor(Monitor):
+    """Runs the audits. Inactive without a repo, or if `[repo] audit_every_s` is 0."""
+
+    name = "audit"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        config = context.config
+        self._limits = Limits.of(config.gate, limits_of(config.miner))
+        self._known: Known | None = None
+        self._allreduce: AllReduce | None = None
+        self._running = threading.Lock()
+        self._reports = OncePer(_REPEAT_S)
+        self._every_s = interval_s(config)
+        if self._every_s > 0:
+            context.jobs.every("audit", self._every_s, self._audit)
+
+    def on_finding(self, finding: Finding) -> Iterable[Finding]:
+        if finding.event == "upload_succeeded" and self._every_s > 0:
+            self.context.jobs.once("audit", self._audit)
+        elif finding.event == "allreduce_ended":
+            self._allreduce = allreduce_of(finding.fields)
+        return ()
+
+    def _audit(self) -> None:
+        # If an audit is still running, it or the next scheduled one covers the push.
+        if not self._running.acquire(blocking=False):
+            return
+        try:
+            report = self._report()
+        finally:
+            self._running.release()
+        finding = report.finding()
+        blocked = tuple(v.rule for v in report.verdicts if v.outcome == "block")
+        new = self._reports.ask(self.context.clock.monotonic(), (report.outcome, blocked))
+        self.context.emit(finding if new else finding.at("debug"))
+
+    def _report(self) -> AuditReport:
+        # Import late: a guard that audits nothing does not need the rules.
+        from miner_guard.uploads import audit
+        from miner_guard.uploads.audit_memory import AuditMemory
+        from miner_guard.validators import shapes
+
+        config = self.context.config
+        if self._known is None:
+            self._known = audit.Known(memory=AuditMemory(config.repo.audit_bytes_per_hour))
+        model = shapes.read(self.context.state.shapes)
+        known = replace(self._known, model=model, allreduce=self._allreduce)
+        return audit.audit_repo(config.repo, config.chain, self._limits, known)
+
+
+def interval_s(config: Config) -> float:
+    """Seconds between audits; 0 if audits are off."""
+    if config.repo.kind == "none":
+        return 0.0
+    if config.repo.audit_every_s is not None:
+        return config.repo.audit_every_s
+    return _EVERY_S if chosen(config.miner) is not None else 0.0
+
+
+def allreduce_of(fields: Any) -> AllReduce:
+    """Return how an AllReduce ended. `fields` are those of its event, or the `swarm` monitor's
+    section of the status."""
+    failed = fields.get("reason") is not None
+    return AllReduce(str(fields["reason"]) if failed else None)
