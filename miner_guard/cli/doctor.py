@@ -56,7 +56,7 @@ def command(
         options.check_command(miner[0])
     # Imported late: neither `--help` nor a bad configuration needs it.
     from miner_guard.checks.preflight import PreflightRequest, judge
-    from miner_guard.guard.collect import collect_snapshot
+    from miner_guard.guard.preflight import collect_snapshot
 
     start = time.monotonic()
     question = PreflightRequest(

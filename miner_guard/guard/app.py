@@ -27,20 +27,18 @@ from miner_guard.guard.commands import CommandHandler
 from miner_guard.guard.control_socket import ControlSocket
 from miner_guard.guard.deathwatch import Deathwatch
 from miner_guard.guard.disk import DiskWriter
-from miner_guard.guard.endpoints import Endpoints
+from miner_guard.guard.endpoints import Endpoints, NotifySocket
 from miner_guard.guard.engines import ServiceManager, own_start_command, service_managers
 from miner_guard.guard.flights import Flights
 from miner_guard.guard.gpu_memory_wait import GpuMemoryWait
 from miner_guard.guard.jobs import JobSchedule
 from miner_guard.guard.last_resort import RunToEnd
-from miner_guard.guard.launch_spec import LaunchSpec, StopRequest, Then
-from miner_guard.guard.lock import Lock
+from miner_guard.guard.lock import Lock, killed_guard
 from miner_guard.guard.loop import Loop
-from miner_guard.guard.notify import NotifySocket
-from miner_guard.guard.predecessor import killed_guard
-from miner_guard.guard.preflight_runner import PreflightRunner
+from miner_guard.guard.preflight import PreflightRunner
 from miner_guard.guard.relay import Relay
 from miner_guard.guard.state_dir_check import check_state_dir
+from miner_guard.guard.states import LaunchSpec, StopRequest, Then
 from miner_guard.guard.status import Status, run_status
 from miner_guard.guard.supervisor import Supervisor
 from miner_guard.guard.teardown import Teardown

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from miner_guard.guard.flights import Flights
-from miner_guard.guard.launch_spec import StopRequest, Then
+from miner_guard.guard.states import StopRequest, Then
 from miner_guard.guard.supervisor import Supervisor
 from miner_guard.record.words import counted
 

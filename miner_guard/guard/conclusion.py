@@ -6,9 +6,9 @@ from __future__ import annotations
 from miner_guard.guard.attribution import how_it_ended, ran_to_its_end
 from miner_guard.guard.flights import Flights
 from miner_guard.guard.launch import ActiveLaunch
-from miner_guard.guard.launch_spec import LaunchSpec, StopRequest
 from miner_guard.guard.loop import Loop
 from miner_guard.guard.relay import Relay
+from miner_guard.guard.states import LaunchSpec, StopRequest
 from miner_guard.guard.teardown import Teardown
 from miner_guard.record.events import degraded, event
 from miner_guard.watch.base import Exit

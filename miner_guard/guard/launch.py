@@ -6,8 +6,8 @@ import signal
 from dataclasses import dataclass, field
 
 from miner_guard.guard.child import Child
-from miner_guard.guard.launch_spec import StopRequest, Then
 from miner_guard.guard.process_tree import ProcessTree
+from miner_guard.guard.states import StopRequest, Then
 from miner_guard.guard.teardown import Teardown
 from miner_guard.system.clock import Clock
 from miner_guard.watch.base import Exit

@@ -9,14 +9,17 @@ import json
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from miner_guard.eventlog.catalog import Finding
+from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.guard.state_dir_check import set_aside_foreign, wrong_kind
+from miner_guard.guard.states import State
 from miner_guard.record.events import degraded
-from miner_guard.state_dir import StateDir, is_at, make_folder, open_private
+from miner_guard.record.store import RunReader
+from miner_guard.state_dir import StateDir, is_at, make_folder, open_private, read_json
+from miner_guard.system.processes import boot_id
 
 _JUST_ASKED_S = 1.0
 """How long to wait for a holder that has not recorded that it is stopping: it may only just have
@@ -186,3 +189,19 @@ def _holder(fd: int) -> Holder:
         return Holder(int(says["pid"]), bool(says["stopping"]), float(says["stop_timeout_s"]))
     except (OSError, ValueError, KeyError, TypeError):
         return Holder(None, False, 0.0)
+
+
+def killed_guard(state: StateDir) -> Iterator[Finding]:
+    """Yield a finding if the last guard to use this state directory did not shut down cleanly.
+
+    Call this while holding the lock: by then the last guard is gone, so its status is `done` unless
+    something killed that guard or its last write failed."""
+    status = RunReader(state.db).now()
+    if status.get("state") in (None, State.DONE.value):
+        return
+    run = read_json(state.pid_registry)
+    boot = run.get("boot") if isinstance(run, dict) else None
+    restarted = bool(boot) and boot != boot_id()
+    why = "the host restarted" if restarted else "killed by SIGKILL or the OOM killer"
+    seen = status.get("updated")
+    yield make_finding("guard_killed", pid=status.get("pid"), seen=seen, why=why)

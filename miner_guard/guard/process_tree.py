@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 
-from miner_guard.guard.pid_registry import PidRegistry
+from miner_guard.guard.orphan_cleanup import PidRegistry
 from miner_guard.state_dir import StateDir
 from miner_guard.system import processes
 from miner_guard.system.cgroup import Cgroup

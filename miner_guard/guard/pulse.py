@@ -9,12 +9,11 @@ from typing import Protocol
 from miner_guard.guard.child import Child
 from miner_guard.guard.flights import Flights
 from miner_guard.guard.launch import ActiveLaunch
-from miner_guard.guard.launch_spec import LaunchSpec
 from miner_guard.guard.loop import Loop
 from miner_guard.guard.process_tree import ProcessTree
 from miner_guard.guard.relay import Relay
 from miner_guard.guard.restart import RestartPolicy
-from miner_guard.guard.states import State
+from miner_guard.guard.states import LaunchSpec, State
 from miner_guard.rank.layout import Now
 from miner_guard.record.events import degraded, event
 from miner_guard.system.clock import Clock

@@ -1,4 +1,5 @@
-"""The states of a run, and the only transitions between them.
+"""What to run, the requests that end a launch, the states of a run, and the only transitions
+between them.
 
     STARTING ─▶ RUNNING ─▶ STOPPING (the guard asked) ─▶ ENDING (what is left) ─▶ WAITING ─▶ RUNNING
                    └──────── (the miner ended by itself) ───▲                     PAUSED
@@ -8,7 +9,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
+
+from miner_guard.config import Config
+from miner_guard.state_dir import StateDir
 
 
 class State(Enum):
@@ -73,3 +79,46 @@ def after(state: State, event: RunEvent) -> State:
         return TRANSITIONS[state, event]
     except KeyError:
         raise IllegalTransition(f"{event.name} while {state.name}") from None
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """The miner to supervise and its settings."""
+
+    command: Sequence[str]
+    environment: Callable[[int], Mapping[str, str]]
+    """Returns the miner's environment for a launch number, counting from 0."""
+
+    config: Config
+    state: StateDir
+    run_id: str
+    finished_code: int = 0
+    """The guard's exit code after the miner has finished."""
+
+
+class Then(Enum):
+    """The next action after a request has ended a launch."""
+
+    STOP = "stop"
+    """The guard exits."""
+
+    RESTART = "restart"
+    """Restart when the restart policy allows it."""
+
+    FINISH = "finish"
+    """The guard exits as if the miner had finished: the ranks reported that they were done, but
+    they hang on exit."""
+
+    RELAUNCH = "relaunch"
+    """Restart immediately. An operator or a setting requested it, so it does not count as a
+    failure."""
+
+
+@dataclass(frozen=True)
+class StopRequest:
+    """A request to end the current launch, with its reason and what follows."""
+
+    cause: str
+    then: Then
+    exit_code: int = 0
+    """The guard's exit code if `then` is `STOP`."""

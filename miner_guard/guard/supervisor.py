@@ -20,13 +20,12 @@ from miner_guard.guard.child import Child
 from miner_guard.guard.conclusion import Conclusion
 from miner_guard.guard.flights import Flights
 from miner_guard.guard.launch import RETRY_INSPECT_S, ActiveLaunch
-from miner_guard.guard.launch_spec import LaunchSpec, StopRequest, Then
 from miner_guard.guard.loop import Loop, Timer
 from miner_guard.guard.process_tree import ProcessTree
 from miner_guard.guard.pulse import Pulse
 from miner_guard.guard.relay import Relay
 from miner_guard.guard.restart import Again, Failure, GiveUp, RestartPolicy
-from miner_guard.guard.states import RunEvent, State, after
+from miner_guard.guard.states import LaunchSpec, RunEvent, State, StopRequest, Then, after
 from miner_guard.record.events import event
 from miner_guard.system.clock import Clock
 from miner_guard.watch.base import Exit, Launch

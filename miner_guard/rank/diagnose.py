@@ -26,7 +26,7 @@ from miner_guard.checks import ranks
 from miner_guard.eventlog import catalog
 from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, Report, TrainingEntry, pack
 from miner_guard.record.events import degraded
-from miner_guard.system.boot import boot_id
+from miner_guard.system.processes import boot_id
 from miner_guard.validators import shapes
 from miner_guard.validators.shapes import Shapes, plain_name
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.guard.pid_registry import left_behind
-from miner_guard.guard.predecessor import killed_guard
+from miner_guard.guard.lock import killed_guard
+from miner_guard.guard.orphan_cleanup import left_behind
 from miner_guard.rank.flight import FlightReader
 from miner_guard.state_dir import StateDir, read_json, read_regular
 from miner_guard.uploads import inputs

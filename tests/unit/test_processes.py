@@ -12,7 +12,7 @@ from typing import cast
 
 import pytest
 
-from miner_guard.guard.pid_registry import PidRegistry, left_behind
+from miner_guard.guard.orphan_cleanup import PidRegistry, left_behind
 from miner_guard.guard.process_tree import ProcessTree
 from miner_guard.guard.teardown import Teardown
 from miner_guard.state_dir import StateDir

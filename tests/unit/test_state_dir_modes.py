@@ -17,7 +17,7 @@ from miner_guard.cli.main import run
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.exits import CONFIG
 from miner_guard.guard.lock import Lock, LockHeld
-from miner_guard.guard.pid_registry import PidRegistry, left_behind
+from miner_guard.guard.orphan_cleanup import PidRegistry, left_behind
 from miner_guard.guard.state_dir_check import check_state_dir
 from miner_guard.state_dir import (
     StateDir,

@@ -15,9 +15,8 @@ from miner_guard.config import Config, HangSettings
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.guard.launch import ActiveLaunch
-from miner_guard.guard.launch_spec import LaunchSpec, StopRequest, Then
 from miner_guard.guard.loop import Loop
-from miner_guard.guard.states import State
+from miner_guard.guard.states import LaunchSpec, State, StopRequest, Then
 from miner_guard.guard.supervisor import FAILED, Supervisor
 from miner_guard.rank.layout import Now
 from miner_guard.state_dir import StateDir
