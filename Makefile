@@ -55,7 +55,7 @@ GPU_PYTHON ?= python3
 GPU := .gpu
 gpu:
 	@if [ -d $(GPU)/wheels ]; then \
-	  $(GPU_PYTHON) -m pip install -q --no-index --no-deps --no-compile --upgrade --target $(GPU)/site $(GPU)/wheels/*.whl; \
+	  $(GPU_PYTHON) -m pip install -q --no-index --no-deps --no-compile --upgrade --target $(GPU)/site $(GPU)/wheels/*.whl && \
 	  PATH="$(CURDIR)/$(GPU)/site/bin:$$PATH" PYTHONPATH=$(CURDIR)/$(GPU)/site:$(CURDIR) $(GPU_PYTHON) -m pytest -q -s -p no:cacheprovider tests/gpu $(PYTEST_ARGS); \
 	else $(MAKE) $(VENV)/.dev && $(BIN)/python -m pytest -q -s tests/gpu $(PYTEST_ARGS); fi
 
@@ -90,14 +90,10 @@ dist: $(VENV)/.dev
 clean:
 	rm -rf .venv .venv-* .demo build dist *.egg-info
 
-$(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+$(VENV)/.demo: pyproject.toml $(CONSTRAINTS)
+	@.ci/install $(PYTHON) $(VENV) demo $(CONSTRAINTS)
+	@touch $@
 
-$(VENV)/.demo: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
-	@echo "Installing the demo's packages; torch alone is 200 MB, or 3 GB with CUDA: one to five minutes, once."
-	$(BIN)/python -m pip install --constraint $(CONSTRAINTS) --editable '.[demo]'
-	touch $@
-
-$(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
-	touch $@ $(VENV)/.demo
+$(VENV)/.dev: pyproject.toml $(CONSTRAINTS)
+	@.ci/install $(PYTHON) $(VENV) dev $(CONSTRAINTS)
+	@touch $@ $(VENV)/.demo

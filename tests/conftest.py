@@ -8,6 +8,7 @@ import resource
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -41,6 +42,36 @@ _soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 if _soft < _DESCRIPTORS:
     _allowed = _DESCRIPTORS if _hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, _hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(_soft, _allowed), _hard))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--skipped-to", help="write which tests were skipped, one a line")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--skipped-to")
+    if path and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Skipped(path))
+
+
+class _Skipped:
+    """Writes the skipped tests, and files that skipped as a whole, as arguments for a later run
+    where more programs are installed (`.ci/run`)."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        self._names: dict[str, None] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped:
+            self._names[report.nodeid] = None
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.skipped:
+            self._names[report.nodeid] = None
+
+    def pytest_sessionfinish(self) -> None:
+        self._path.write_text("".join(f"{name}\n" for name in self._names), encoding="utf-8")
 
 
 def pytest_collection_finish() -> None:
