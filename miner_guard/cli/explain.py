@@ -30,8 +30,8 @@ from miner_guard.cli.working import Working
 from miner_guard.eventlog.rendering import json_line
 from miner_guard.exits import FAILED, USAGE, Refused
 from miner_guard.incidents import knowledge, notes
+from miner_guard.incidents.explain import LogExplanation, explain
 from miner_guard.incidents.oom import Training
-from miner_guard.incidents.report import LogExplanation, explain
 from miner_guard.record.redaction import Redactor
 from miner_guard.record.store import RunReader
 from miner_guard.record.words import counted

@@ -1,118 +1,285 @@
 """The known errors, read from the `*.toml` files next to this module.
 
 A file holds one table per label: `severity`, `restart`, `applies`, `role`, `cause`, `fixes`,
-`follows`, `events` and `patterns`. A pattern matches a line (lower-cased, without colour codes and
+`follows`, `events` and `patterns`. A pattern matches a line (lower-cased, without colours and
 prefixes) that contains one of the words in `has`, none of those in `not`, and a match for `regex`.
-`has` keeps matching cheap: lines without any of its words are skipped. `servers` names a list in
-the file's `[words]` table; a line that names a server must contain one word from that list.
-`answer` names a table in the file's `[answers]`, whose `cause`, `fix` and `source` several patterns
-share.
+`servers` names a list in the file's `[words]` table; a line that names a server must contain one
+word from that list. `answer` names a table in the file's `[answers]`, whose `cause`, `fix` and
+`source` several patterns share. `explain.py` says what `{detail|default}` and `[[…]]` mean.
 """
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, TypeVar, Union
+from typing import Any, NamedTuple
 
-from miner_guard.eventlog.literal_search import LiteralSearch, literal_search
-from miner_guard.incidents.general import GeneralLayer, numbers_in
-from miner_guard.incidents.log_lines import BEGINS, CHAINED, IGNORED, REMARKABLE, WITHOUT_DIGITS
-from miner_guard.incidents.parsing import Document, Index, check_expressions, index_of, parsed
-from miner_guard.incidents.patterns import ROLES, Benign, Label, Pattern
+from miner_guard.incidents import xids
+from miner_guard.system.word_search import WordSearch
 
-_K = TypeVar("_K")
-_V = TypeVar("_V")
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
+ROLES = ("cause", "exception", "retry", "exit", "summary", "symptom", "warning", "notice")
+"""A line's role in the course of an incident, ordered from nearest to the cause to farthest.
+
+`cause` names the fault. `exception` is an exception or signal that ended a rank. `retry` is an
+operation that was retried. `exit` reports how a process ended. `summary` is the program's
+statement that it failed, without a reason. `symptom` is the effect on others. `warning` only warns
+of the fault. `notice` stops nothing and needs no action now: it is reported only if nothing else
+happened or only its effects, and the running guard ignores it.
+"""
+
+RESTARTS = ("transient", "outage", "once", "hardware", "config", "never")
+"""What the restart policy may do after this root cause.
+
+`transient`: the fault may clear by itself; restart with backoff. `outage`: restart with a longer
+backoff, so that a remote service has time to recover. `once`: restart, but if the same label
+recurs soon, a restart does not fix it. `hardware`: restart only if the startup checks pass.
+`config`: a person must change something first; restart once anyway, since the guard may have
+misread a line. `never`: the stop was requested.
+"""
+
+SEVERITIES = ("info", "warning", "error", "critical")
+APPLIES = ("rank", "node", "job")
+_PATTERN_KEYS = frozenset(
+    {
+        *("has", "not", "alone", "regex", "servers", "frames", "at", "through", "instead", "least"),
+        *("role", "cause", "fix", "source", "restart", "answer", "xids"),
+        *("cancels", "roles", "notice"),
+    }
+)
+_LABEL_KEYS = frozenset(
+    {
+        *("severity", "restart", "applies", "role", "cause", "fixes", "patterns"),
+        *("follows", "events", "overcome_by_steps", "undone_by_losses", "moot_when_finished"),
+    }
+)
 _HERE = Path(__file__).parent
-_INDEX = "words.toml"
+_INDEX, _XIDS = "words.toml", "xids.toml"
 
-_MARKS = frozenset(word.encode() for word in (BEGINS, *IGNORED, *CHAINED))
-"""Words that matter even if no pattern contains them."""
+_SERVER = re.compile(r"host=\\?['\"]|https?://|connect call failed \('|connect to host ")
+"""What precedes a server's name in a log line."""
 
-_MAX_ANSWERS = 512
-_MAX_ANSWERED_LENGTH = 400
+_LONG = 1024
+"""Longer texts are searched with an expression only at the start and around the words of `has`."""
 
-_DIGIT = re.compile(rb"\d")
-_NONE: frozenset[bytes] = frozenset()
+_REACH = 600
+"""Characters to search on either side of such a word."""
 
-_Shape = tuple[bytes, frozenset[bytes]]
-"""The text with each digit replaced by 0, plus any pattern words in it that contain digits. Two
-texts with the same shape contain the same words."""
+_MAX_PLACES = 8
+"""Occurrences of a word to search around. A line may repeat one word a hundred thousand times."""
 
-_Key = Union[str, _Shape]
+_NEAR = 300
+_MAX_ANSWERS = 1024
+_DIGITS = str.maketrans("123456789", "0" * 9)
+_NOT_DIGITS = re.compile(r"\{\d*,?\d*\}|\\d|0-9")
+"""Parts of an expression that treat all digits alike."""
 
+_XID = r"\bxid(?:.{0,30}\): ?|(?: error| event| code|:|#|=| |\(){1,4})"
+"""The word `Xid` and what may separate it from the number, in kernel logs and in bug reports."""
 
-@dataclass
-class _Answer:
-    """What a text matches."""
-
-    matches: list[Pattern] | Benign
-    framed: list[int]
-    """Indices of the patterns with frames that may match the text and its traceback."""
-
-    found: dict[int, bool] = field(default_factory=dict)
-    """For each of these patterns checked so far, whether it matches the text."""
-
-    classes: int | None = None
-    """The general layer's classes in the text; None until computed."""
+_XID_NOTICES = {
+    "informational": ". It does not stop any program.",
+    "later": ". It does not stop any program, but the memory error that caused it may.",
+}
+"""The words that end a notice's cause, by tier."""
 
 
-class _Possible(NamedTuple):
-    """The patterns that a text with the given words may match, in order."""
+class BadKnowledge(Exception):
+    """A knowledge file is invalid. The message names the file, the label and the key."""
 
-    harmless: list[Benign]
-    patterns: list[Pattern]
-    framed: list[int]
-    """Indices of the patterns with frames that may match such an exception and its traceback."""
 
-    tells_digits_apart: bool
-    """Whether two texts with the same shape may match differently."""
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """One way in which a label shows up in a line."""
+
+    label: str
+    role: str
+    has: tuple[str, ...] = ()
+    excludes: tuple[str, ...] = ()
+    expression: str | None = None
+    """A regular expression that must also match."""
+
+    servers: tuple[str, ...] = ()
+    alone: bool = False
+    """Counts only if the line shows no other label, since any server may have failed."""
+
+    frames: tuple[str, ...] = ()
+    """If set, the pattern counts only for the last line of a traceback that passes through a file
+    whose path contains one of these strings. An empty string matches any traceback, even one
+    without paths, and is tried last."""
+
+    at: tuple[str, ...] = ()
+    """If set, the path of the deepest frame must contain one of these strings."""
+
+    through: tuple[str, ...] = ()
+    """If set, the frames must also contain one of these strings: in a path, in a function name
+    after `, in `, or in a source line."""
+
+    instead: frozenset[str] = frozenset()
+    """For a pattern with frames, which of the line's other labels it replaces. If empty, the
+    pattern counts only if the line shows no other label."""
+
+    cause: str = ""
+    """Replaces the label's cause if this line proves more or less than that cause claims."""
+
+    fix: str = ""
+    """A more precise fix for this line, listed before the label's fixes."""
+
+    restart: str = ""
+    source: str = ""
+    """Source of the fix: a thread where it helped, or the vendor's page."""
+
+    least: int = 1
+    """How many of these lines must appear before they count."""
+
+    cancels: tuple[str, ...] = ()
+    """For a benign line, labels whose sightings just before it are retracted."""
+
+    roles: tuple[str, ...] = ()
+    """Roles of those sightings; empty means all."""
+
+    notice: str = ""
+    """For a benign line, the label that it is a notice about, if any."""
+
+    @property
+    def says_little(self) -> bool:
+        """Whether the pattern matches with any traceback, or without one."""
+        return "" in self.frames and not self.through and not self.at
+
+    @cached_property
+    def _regex(self) -> re.Pattern[str]:
+        # Compiled when a line needs it: compiling every expression takes half a second.
+        return re.compile(self.expression or "")
+
+    @cached_property
+    def tells_digits_apart(self) -> bool:
+        """Whether a match may depend on which digits a line contains."""
+        plain = _NOT_DIGITS.sub("", self.expression or "")
+        return any(character.isdigit() for character in plain)
+
+    def matches(self, text: str) -> bool:
+        """Whether a lower-cased, cleaned text with the right words matches."""
+        if self.expression is not None and not self._expressed_in(text):
+            return False
+        others = self.servers and not any(word in text for word in self.servers)
+        return not (others and _SERVER.search(text))
+
+    def _expressed_in(self, text: str) -> bool:
+        if self._regex.search(text, 0, _LONG) is not None:
+            return True
+        if len(text) <= _LONG:
+            return False
+        for word in self.has:
+            at = text.find(word)
+            for _ in range(_MAX_PLACES):
+                if at < 0:
+                    break
+                # A window that is not at the beginning must not satisfy `^`.
+                if self._regex.search(text, max(at - _REACH, 1), at + len(word) + _REACH):
+                    return True
+                at = text.find(word, at + _REACH)
+        return False
+
+    def first_word(self, text: str) -> int:
+        """Offset of the first `has` word in a long line; 0 if that word is near the beginning."""
+        if len(text) <= _NEAR:
+            return 0
+        first = min((at for word in self.has if (at := text.find(word)) >= 0), default=0)
+        return first if first > _NEAR else 0
+
+
+UNKNOWN_EXCEPTION = Pattern("code_bug", "exception")
+"""An exception that no pattern matches."""
+
+
+class Fix(NamedTuple):
+    """One fix for an incident, and where it comes from."""
+
+    do: str
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Label:
+    """One kind of incident."""
+
+    name: str
+    severity: str
+    restart: str
+    applies: str
+    cause: str
+    fixes: tuple[Fix, ...]
+    follows: frozenset[str]
+    """Labels that are the cause of this one if both appear."""
+
+    events: frozenset[str]
+    """The guard's own events for the same fault. After one of them, the incident is reported only
+    if the miner ends."""
+
+    overcome_by_steps: bool = False
+    """Whether continued training proves that the program recovered from the fault."""
+
+    undone_by_losses: bool = False
+    """For a non-finite loss, whether finite losses in later steps show that training recovered."""
+
+    moot_when_finished: bool = False
+    """Not an incident once training has finished, when processes are just being cleaned up."""
+
+    role: str = "cause"
+    """Default role of the label's patterns."""
+
+
+class Match(NamedTuple):
+    """What a line matches: one pattern per label with causes first, or a benign entry."""
+
+    patterns: Sequence[Pattern] = ()
+    benign: Pattern | None = None
+    framed: Sequence[Pattern] = ()
+    """Patterns that match the line if its traceback fits."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """The content of all knowledge files."""
+
+    labels: Mapping[str, Label]
+    patterns: tuple[Pattern, ...]
+    benign: tuple[Pattern, ...]
 
 
 class Knowledge:
-    """All labels and patterns. Thread-safe.
+    """All labels and patterns. Thread-safe. The files are read by `prepare`, or when the first line
+    with a trigger arrives: parsing TOML would take a sixth of the guard's start-up time."""
 
-    The files are read by `prepare`, or when the first line with a trigger arrives, because parsing
-    TOML in Python would take a sixth of the guard's start-up time.
-    """
+    def __init__(
+        self, triggers: Iterable[str], events: Iterable[str], read: Callable[[], Document]
+    ) -> None:
+        self.triggers = WordSearch(word.encode() for word in triggers)
+        """Every line that can match contains at least one of these words."""
 
-    def __init__(self, index: Index, read: Callable[[], Document]) -> None:
-        self.triggers = index.triggers
-        """Lower-case words without digits. Every line that can match contains at least one."""
-
-        self._events = index.events
+        self._events = frozenset(events)
         self._read = read
-        self._latest: tuple[str, frozenset[bytes]] = ("", frozenset())
-        """The last text searched and its words. Exceptions are searched twice."""
-
-        self._answers: dict[_Key, _Answer] = {}
-        """Results for recent lines. Ranks, restarts and loops print the same lines, perhaps with
-        different numbers."""
-
-        self._passed: dict[bytes, frozenset[int]] = {}
-        """For recent tracebacks, the patterns whose files they pass through."""
-
-        self._latest_answer: tuple[str, _Answer] = ("", _Answer([], []))
-        self._possible: dict[frozenset[bytes], _Possible] = {}
-        """What lines may match, keyed by the words in recent lines."""
-
-    def prepare(self, between: Callable[[], None] = lambda: None) -> None:
-        """Read the files and build all searches except the general layer's, which most miners never
-        need. Calls `between` after each, because building a search needs several times the memory
-        of the finished search. Raises BadKnowledge."""
-        for part in ("_search", "_numeric", "_by_word", "_framed_by_word", "_paths", "_order"):
-            assert getattr(self, part)
-            between()
+        self._answers: dict[tuple[str, frozenset[bytes]], Match] = {}
+        self._candidates: dict[frozenset[bytes], tuple[list[Pattern], bool]] = {}
 
     @cached_property
     def _document(self) -> Document:
         return self._read()
+
+    def prepare(self, between: Callable[[], None] = lambda: None) -> None:
+        """Read the files and build the searches, with `between` after each. Raises BadKnowledge."""
+        for part in ("_document", "_search", "_by_word"):
+            assert getattr(self, part)
+            between()
 
     @property
     def labels(self) -> Mapping[str, Label]:
@@ -124,273 +291,252 @@ class Knowledge:
         """The patterns of all labels."""
         return self._document.patterns
 
-    @cached_property
-    def general(self) -> GeneralLayer:
-        """Identifies errors that no pattern matches."""
-        return GeneralLayer(self._document.grammar)
-
-    def unmatched(self, name: str, text: str, frames: bytes) -> Pattern | None:
-        """What the general layer makes of an exception with this name, text and frames."""
-        if len(text) > _MAX_ANSWERED_LENGTH:
-            return self.general.exception(name, self.general.classes_in(text), frames)
-        general, answer = self.general, self._answer(text.lower())
-        if answer.classes is None:
-            answer.classes = general.classes_in(text)
-        return general.exception(name, answer.classes, frames)
-
     @property
     def entries(self) -> tuple[Pattern, ...]:
-        """All patterns, including those for benign lines."""
-        return (*self.patterns, *(b.pattern for b in self._document.benign))
+        """All patterns, in the order in which they are tried: those for benign lines first, those
+        that match with any traceback last."""
+        return (
+            *self._document.benign,
+            *sorted(self.patterns, key=lambda pattern: pattern.says_little),
+        )
 
     def shown_by(self, event: str) -> Sequence[str]:
         """Labels whose cause is shown by this guard event."""
-        return self._causes_by_event.get(event, ()) if event in self._events else ()
+        if event not in self._events:
+            return ()
+        causes = {p.label for p in self.patterns if p.role == "cause"}
+        return sorted(name for name in causes if event in self.labels[name].events)
 
     @cached_property
-    def _causes_by_event(self) -> Mapping[str, list[str]]:
-        found: dict[str, list[str]] = {}
-        for name in sorted({p.label for p in self.patterns if p.role == "cause"}):
-            for event in self.labels[name].events:
-                found.setdefault(event, []).append(name)
-        return found
+    def _search(self) -> WordSearch:
+        return WordSearch(
+            word.encode() for entry in self.entries for word in (*entry.has, *entry.excludes)
+        )
 
     @cached_property
-    def _framed(self) -> list[Pattern]:
-        return sorted((p for p in self.patterns if p.frames), key=lambda p: p.says_little)
-
-    @property
-    def _ordered(self) -> tuple[Pattern | Benign, ...]:
-        return (*self._document.benign, *self.patterns)
-
-    @cached_property
-    def _search(self) -> LiteralSearch:
-        return literal_search((*map(str.encode, REMARKABLE), *self._words))
+    def _by_word(self) -> Mapping[bytes, list[int]]:
+        places: dict[bytes, list[int]] = {}
+        for place, entry in enumerate(self.entries):
+            for word in entry.has:
+                places.setdefault(word.encode(), []).append(place)
+        return places
 
     @cached_property
-    def _words(self) -> frozenset[bytes]:
-        return frozenset(word for entry in self.entries for word in entry.literals)
+    def _in_order(self) -> tuple[Pattern, ...]:
+        return self.entries
 
-    @cached_property
-    def _numeric(self) -> LiteralSearch:
-        general = chain.from_iterable(self._document.grammar.words.values())
-        numbers = chain.from_iterable(map(numbers_in, general))
-        words = (word for word in self._words if _DIGIT.search(word))
-        return literal_search((*words, *numbers))
+    def match(self, text: str) -> Match:
+        """What a lower-cased, cleaned line matches."""
+        words = frozenset(self._search.found_in(text.encode(errors="replace")))
+        candidates, apart = self._with(words)
+        if not candidates:
+            return Match()
+        # Ranks, restarts and loops print the same lines with different numbers.
+        key = (text if apart else text.translate(_DIGITS)), words
+        answer = self._answers.get(key)
+        if answer is None:
+            answer = self._match(text, candidates)
+            if len(text) <= _LONG:
+                _remember(self._answers, key, answer)
+        return answer
 
-    @cached_property
-    def _by_word(self) -> dict[bytes, list[Pattern | Benign]]:
-        found: dict[bytes, list[Pattern | Benign]] = {}
-        for entry in self._ordered:
-            pattern = _pattern(entry)
-            for word in () if pattern.frames else pattern.any_of:
-                found.setdefault(word, []).append(entry)
-        return found
-
-    @cached_property
-    def _paths(self) -> tuple[LiteralSearch, Mapping[bytes, frozenset[int]]]:
-        """A search for the strings that patterns require in a traceback's paths, both as they are
-        and with each digit replaced by 0. Also maps each string to the indices of the patterns that
-        require it."""
-        paths = {path for pattern in self._framed for path in pattern.frames}
-        by_path = {
-            path.encode(): frozenset(n for n, p in enumerate(self._framed) if path in p.frames)
-            for path in {"", *paths}
-        }
-        masked = (path.translate(WITHOUT_DIGITS) for path in by_path)
-        return literal_search(path for path in (*by_path, *masked) if path), by_path
-
-    @cached_property
-    def _framed_by_word(self) -> dict[bytes, list[int]]:
-        found: dict[bytes, list[int]] = {}
-        for number, pattern in enumerate(self._framed):
-            for word in pattern.any_of:
-                found.setdefault(word, []).append(number)
-        return found
-
-    @cached_property
-    def _order(self) -> dict[Pattern | Benign, int]:
-        return {entry: n for n, entry in enumerate(self._ordered)}
-
-    def match(self, text: str, past: Set[bytes] = frozenset()) -> list[Pattern] | Benign:
-        """The matches of a lower-cased, cleaned line: a benign entry, or one pattern per label
-        with causes first.
-
-        `text` may be a piece of a long line. `past` contains the words (see `words`) in the earlier
-        pieces; patterns that have only these words were already searched for there.
-        """
-        if past or len(text) > _MAX_ANSWERED_LENGTH:
-            return self._look_up(text, past)
-        return self._answer(text).matches
-
-    def _answer(self, text: str) -> _Answer:
-        """The answer for `text`, possibly cached from a text with the same shape."""
-        latest, answer = self._latest_answer
-        if latest == text:
-            return answer
-        shape = self._shape(text)
-        known = self._answers.get(shape) or self._answers.get(text)
+    def _with(self, words: frozenset[bytes]) -> tuple[list[Pattern], bool]:
+        """The entries that a text with exactly these words may match, in order, and whether a match
+        may depend on digits."""
+        known = self._candidates.get(words)
         if known is None:
-            possible = self._possible_with(self.words(text))
-            known = _Answer(self._look_up(text, _NONE), possible.framed)
-            key = text if possible.tells_digits_apart else shape
-            _keep(self._answers, key, known, _MAX_ANSWERS)
-        self._latest_answer = (text, known)
+            places = {place for word in words for place in self._by_word.get(word, ())}
+            entries = [self._in_order[place] for place in sorted(places)]
+            entries = [e for e in entries if not any(w.encode() in words for w in e.excludes)]
+            known = entries, any(entry.tells_digits_apart for entry in entries)
+            _remember(self._candidates, words, known)
         return known
 
-    def _shape(self, text: str) -> _Shape:
-        encoded = text.encode(errors="replace")
-        masked = encoded.translate(WITHOUT_DIGITS)
-        return masked, frozenset(self._numeric.find(encoded)) if b"0" in masked else _NONE
+    @staticmethod
+    def _match(text: str, candidates: Sequence[Pattern]) -> Match:
+        matching: dict[str, Pattern] = {}
+        framed: list[Pattern] = []
+        harmless: list[Pattern] = []
+        for pattern in candidates:
+            if pattern.role == "benign":
+                harmless.append(pattern)
+            elif pattern.frames:
+                framed.append(pattern)
+            elif pattern.label not in matching and pattern.matches(text):
+                matching[pattern.label] = pattern
+        benign = next((pattern for pattern in harmless if pattern.matches(text)), None)
+        if benign is not None:
+            return Match(benign=benign)
+        if len(matching) > 1:
+            matching = {name: p for name, p in matching.items() if not p.alone} or matching
+        ordered = sorted(matching.values(), key=lambda pattern: ROLES.index(pattern.role))
+        return Match(ordered, None, [p for p in framed if p.matches(text)])
 
-    def adds(self, text: str, past: Set[bytes]) -> bool:
-        """Whether this piece of a long line may show more than the earlier pieces did; `past` holds
-        their words."""
-        words = self.words(text)
-        new = words - past
-        if not new:
-            return False
-        harmless, patterns, *_ = self._possible_with(words)
-        possible = chain((benign.pattern for benign in harmless), patterns)
-        return not new.isdisjoint(_MARKS) or any(not new.isdisjoint(p.literals) for p in possible)
 
-    def words(self, text: str) -> frozenset[bytes]:
-        """The words from all patterns and from `log_lines.REMARKABLE` that occur in `text`."""
-        latest, words = self._latest
-        if latest != text:
-            words = frozenset(self._search.find(text.encode(errors="replace")))
-            self._latest = (text, words)
-        return words
-
-    def _look_up(self, text: str, past: Set[bytes]) -> list[Pattern] | Benign:
-        words = self.words(text)
-        new = words - past
-        harmless, patterns, *_ = self._possible_with(words)
-        found: dict[str, Pattern] = {}
-        for pattern in patterns:
-            known = pattern.label in found or (past and new.isdisjoint(pattern.literals))
-            if not known and pattern.matches(text, words):
-                found[pattern.label] = pattern
-        if found or any(
-            not past or ((b.cancels or b.notice) and b.pattern.literals & new) for b in harmless
+def in_traceback(match: Match, paths: str, text: str) -> Sequence[Pattern]:
+    """What an exception matches together with its traceback: the files and the text of its frames,
+    in lower case."""
+    patterns = match.patterns
+    deepest = paths.rstrip().rpartition(" ")[2]
+    named = {p.label for p in patterns if not p.alone}
+    for p in match.framed:
+        fits = p.instead & named if named else not p.instead
+        if (
+            fits
+            and any(path in paths for path in p.frames)
+            and (not p.through or any(words in text for words in p.through))
+            and (not p.at or any(path in deepest for path in p.at))
         ):
-            for benign in harmless:
-                if benign.pattern.matches(text, words):
-                    return benign
-        if len(found) > 1:
-            found = {label: p for label, p in found.items() if not p.alone} or found
-        return sorted(found.values(), key=lambda p: ROLES.index(p.role))
-
-    def _possible_with(self, words: frozenset[bytes]) -> _Possible:
-        """The entries that a text with these words may match, in order."""
-        possible = self._possible.get(words)
-        if possible is None:
-            entries = {entry for word in words for entry in self._by_word.get(word, ())}
-            fit = [
-                entry
-                for entry in sorted(entries, key=self._order.__getitem__)
-                if _pattern(entry).possible(words)
-            ]
-            numbers = {n for word in words for n in self._framed_by_word.get(word, ())}
-            framed = [n for n in sorted(numbers) if self._framed[n].possible(words)]
-            every = (*map(_pattern, fit), *map(self._framed.__getitem__, framed))
-            possible = _Possible(
-                [entry for entry in fit if isinstance(entry, Benign)],
-                [entry for entry in fit if isinstance(entry, Pattern)],
-                framed,
-                any(pattern.tells_digits_apart for pattern in every),
-            )
-            _keep(self._possible, words, possible, _MAX_ANSWERS)
-        return possible
-
-    def match_in(
-        self, frames: str, text: str, matches: Sequence[Pattern] = (), shown: bytes = b""
-    ) -> list[Pattern]:
-        """The matches for an exception together with its traceback. `frames` lists the traceback's
-        files, and `shown` is its text. `matches` are the matches for the exception alone."""
-        if len(text) <= _MAX_ANSWERED_LENGTH:
-            answer = self._answer(text)
-        else:
-            answer = _Answer([], self._possible_with(self.words(text)).framed)
-        if not answer.framed:
-            return list(matches)
-        named = {p.label for p in matches if not p.alone}
-        fit = self._fit(frames)
-        for number in answer.framed:
-            p = self._framed[number]
-            if (
-                number in fit
-                and (p.instead & named if named else not p.instead)
-                and self._is_found(number, text, answer)
-                and (not p.through or _shows(p.through, shown))
-            ):
-                others = (
-                    m for m in matches if m.label not in p.instead | {p.label} and not m.alone
-                )
-                return [p, *others]
-        return list(matches)
-
-    def _is_found(self, number: int, text: str, answer: _Answer) -> bool:
-        found = answer.found.get(number)
-        if found is None:
-            found = self._framed[number].matches(text, self.words(text))
-            answer.found[number] = found
-        return found
-
-    def _fit(self, frames: str) -> frozenset[int]:
-        """Indices of the patterns that match a traceback through these files."""
-        encoded = frames.encode(errors="replace")
-        shape = encoded.translate(WITHOUT_DIGITS)
-        fit = self._passed.get(shape)
-        if fit is None:
-            search, by_path = self._paths
-            passed = search.find(shape)
-            exact = not any(map(_DIGIT.search, passed))
-            if not exact:
-                passed = search.find(encoded) & by_path.keys()
-            fit = by_path[b""].union(*(by_path[path] for path in passed))
-            if exact and len(shape) <= _MAX_ANSWERED_LENGTH:
-                _keep(self._passed, shape, fit, _MAX_ANSWERS)
-        return fit
+            others = (m for m in patterns if m.label not in p.instead | {p.label} and not m.alone)
+            return [p, *others]
+    return patterns
 
 
-def _pattern(entry: Pattern | Benign) -> Pattern:
-    return entry.pattern if isinstance(entry, Benign) else entry
-
-
-def _shows(texts: Sequence[str], frames: bytes) -> bool:
-    lowered = frames.lower()
-    return any(text.encode() in lowered for text in texts)
-
-
-def _keep(cache: dict[_K, _V], key: _K, value: _V, most: int) -> None:
-    if len(cache) >= most:
+def _remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(cache) >= _MAX_ANSWERS:
         cache.clear()
     cache[key] = value
 
 
 @lru_cache(maxsize=1)
 def load() -> Knowledge:
-    """Load the knowledge shipped with the package. Only the tests check its expressions. Raises
-    BadKnowledge."""
-    return Knowledge(index_of(_file(_INDEX)), lambda: parsed(shipped()))
+    """The knowledge shipped with the package. Raises BadKnowledge."""
+    index = _toml(_INDEX, (_HERE / _INDEX).read_text(encoding="utf-8"))
+    return Knowledge(index["triggers"], index["events"], lambda: parse(shipped()))
 
 
 def shipped() -> dict[str, str]:
-    """The TOML documents in the package, keyed by file name; `xids.toml` is NVIDIA's catalogue, not
-    patterns (`miner_guard.incidents.xids`)."""
-    names = (name for name in sorted(os.listdir(_HERE)) if name.endswith(".toml"))
-    return {name: _file(name) for name in names if name != "xids.toml"}
+    """The knowledge files in the package, by name."""
+    paths = (path for path in sorted(_HERE.glob("*.toml")) if path.name not in (_INDEX, _XIDS))
+    return {path.name: path.read_text(encoding="utf-8") for path in paths}
 
 
-def _file(name: str) -> str:
-    return (_HERE / name).read_text(encoding="utf-8")
+def parse(texts: Mapping[str, str]) -> Document:
+    """Combine TOML documents, keyed by file name. Raises BadKnowledge."""
+    labels: dict[str, Label] = {}
+    patterns: list[Pattern] = []
+    benign: list[Pattern] = []
+    for file, text in texts.items():
+        document = _toml(file, text)
+        lists, answers = document.pop("words", {}), document.pop("answers", {})
+        for entry in chain.from_iterable(map(_expanded, document.pop("benign", []))):
+            benign.append(_pattern(f"{file}: benign", "benign", {**entry, "role": "benign"}))
+        for name, table in document.items():
+            where = f"{file}: {name}"
+            if name in labels:
+                raise BadKnowledge(f"{file}: label {name} is defined twice")
+            labels[name] = _label(where, name, table)
+            for entry in chain.from_iterable(map(_expanded, table["patterns"])):
+                whole = {"role": labels[name].role, **_resolved(where, entry, lists, answers)}
+                patterns.append(_pattern(where, name, whole))
+    for owner, names in (
+        *((label.name, label.follows) for label in labels.values()),
+        *((p.label, p.instead | {*p.cancels, p.notice} - {""}) for p in (*patterns, *benign)),
+    ):
+        if strangers := names - labels.keys():
+            raise BadKnowledge(f"{owner} names {sorted(strangers)[0]}, which is not a label")
+    return Document(labels, tuple(patterns), tuple(benign))
 
 
-def parse(texts: Mapping[str, str]) -> Knowledge:
-    """Parse TOML documents, keyed by file name, and check their expressions. Raises
-    BadKnowledge."""
-    document = parsed(texts)
-    known = Knowledge(document.index, lambda: document)
-    check_expressions(known.entries)
-    return known
+def _toml(file: str, text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise BadKnowledge(f"{file}: not valid TOML: {error}") from error
+
+
+def _resolved(
+    where: str, entry: Mapping[str, Any], lists: Mapping[str, Any], answers: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """`entry`, with the list and the answer that it names. Its own keys take precedence."""
+    whole = {key: value for key, value in entry.items() if key != "answer"}
+    try:
+        if "answer" in entry:
+            whole = {**answers[entry["answer"]], **whole}
+        if isinstance(entry.get("servers"), str):
+            whole["servers"] = lists[entry["servers"]]
+    except KeyError as error:
+        raise BadKnowledge(f"{where}: the file has no {error} in [answers] or [words]") from error
+    return whole
+
+
+def _label(where: str, name: str, table: Mapping[str, Any]) -> Label:
+    if unknown := set(table) - _LABEL_KEYS:
+        raise BadKnowledge(
+            f"{where}: unknown key {sorted(unknown)[0]}; allowed: {', '.join(sorted(_LABEL_KEYS))}"
+        )
+    for key, allowed in (("severity", SEVERITIES), ("restart", RESTARTS), ("applies", APPLIES)):
+        if table.get(key) not in allowed:
+            raise BadKnowledge(
+                f"{where}: {key} is {table.get(key)!r}; allowed: {', '.join(allowed)}"
+            )
+    for key in ("cause", "fixes", "patterns"):
+        if not table.get(key):
+            raise BadKnowledge(f"{where}: {key} is missing")
+    try:
+        fixes = tuple(Fix(f) if isinstance(f, str) else Fix(**f) for f in table["fixes"])
+    except TypeError as error:
+        raise BadKnowledge(f"{where}: a fix needs the keys do and source: {error}") from error
+    rest = {key: table[key] for key in _LABEL_KEYS - {"patterns", "fixes"} if key in table}
+    sets = {key: frozenset(table.get(key, ())) for key in ("follows", "events")}
+    return Label(name=name, **{**rest, **sets}, fixes=fixes)
+
+
+def _pattern(where: str, label: str, entry: Mapping[str, Any]) -> Pattern:
+    if unknown := set(entry) - _PATTERN_KEYS:
+        raise BadKnowledge(f"{where}: unknown key {sorted(unknown)[0]} in a pattern")
+    for key, allowed in (("role", (*ROLES, "benign")), ("restart", RESTARTS)):
+        if key in entry and entry[key] not in allowed:
+            raise BadKnowledge(f"{where}: {key} is {entry[key]!r}; allowed: {', '.join(allowed)}")
+    words = {key: tuple(entry.get(key, ())) for key in ("has", "not", "servers", "through", "at")}
+    if not words["has"] or any(len(word) < 2 for word in words["has"]):
+        raise BadKnowledge(f"{where}: `has` must list words of two letters or more")
+    if loud := [word for word in chain(*words.values()) if word != word.lower()]:
+        raise BadKnowledge(
+            f"{where}: {loud[0]!r} contains capital letters; lines are compared in lower case"
+        )
+    keys = ("cause", "fix", "source", "least", "alone", "notice", "restart")
+    plain = {key: entry[key] for key in keys if key in entry}
+    return Pattern(
+        label=label,
+        role=entry["role"],
+        has=words["has"],
+        excludes=words["not"],
+        expression=entry.get("regex"),
+        servers=words["servers"],
+        frames=tuple(entry.get("frames", [""] if entry.keys() & {"through", "at"} else ())),
+        at=words["at"],
+        through=words["through"],
+        instead=frozenset(entry.get("instead", ())),
+        cancels=tuple(entry.get("cancels", ())),
+        roles=tuple(entry.get("roles", ())),
+        **plain,
+    )
+
+
+def _expanded(entry: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """One entry for each Xid in the tiers that `entry` lists, or the entry if it lists none."""
+    tiers = entry.get("xids")
+    if tiers is None:
+        yield entry
+        return
+    shared = {key: value for key, value in entry.items() if key != "xids"}
+    for row in xids.catalogue():
+        if row.tier in tiers:
+            ending = _XID_NOTICES[row.tier] if "notice" in entry else f"; caused by {row.fault}."
+            yield {
+                "regex": _xid_regex(row),
+                "cause": f"Xid {row.number}: {row.meaning}{ending}",
+                "fix": row.action,
+                "source": "https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html",
+                "restart": row.restart,
+                **shared,
+            }
+
+
+def _xid_regex(row: xids.Xid) -> str:
+    number = f"{_XID}{row.number}\\b"
+    if row.line is not None:
+        return f"{number}.{{0,200}}{row.line}"
+    others = [x.line for x in xids.catalogue() if x.number == row.number and x.line is not None]
+    return number + "".join(f"(?!.{{0,200}}{line})" for line in others)

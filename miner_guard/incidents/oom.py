@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from miner_guard.incidents.patterns import Fix
+from miner_guard.incidents.knowledge import Fix
 
 _MEMORY_DOCS = "https://docs.pytorch.org/docs/stable/notes/cuda.html"
 """How the allocator, PYTORCH_CUDA_ALLOC_CONF and per-process limits work."""

@@ -32,22 +32,23 @@ class WordSearch:
         if self._each_once is None:
             small = text.lower()
             return {word for word in self.words if word in small}
-        found: set[bytes] = set()
+        occurring: set[bytes] = set()
 
-        def matched(number: int, _start: int, _end: int, _flags: int, _context: Any) -> None:
-            found.add(self.words[number])
+        def matched(number: int, *_span: Any) -> None:
+            occurring.add(self.words[number])
 
         with self._scratch:
             self._each_once.scan(text, match_event_handler=matched)
-        return found
+        return occurring
 
     def lines_in(self, text: bytes) -> list[tuple[int, int]]:
         """Start and end of each line of `text` that holds a word, in order."""
         spans: list[tuple[int, int]] = []
         last = -1
 
-        def matched(number: int, _start: int, end: int, _flags: int, _context: Any) -> None:
+        def matched(number: int, *span: Any) -> None:
             nonlocal last
+            end = span[1]
             if end <= last:
                 return
             start = text.rfind(b"\n", 0, end - len(self.words[number])) + 1

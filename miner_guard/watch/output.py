@@ -19,12 +19,12 @@ from miner_guard.checks.samplers import oom_kills
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.write_errors import not_stored
-from miner_guard.incidents import knowledge, log_text, report
+from miner_guard.incidents import knowledge
+from miner_guard.incidents.explain import Explained, in_words
+from miner_guard.incidents.logs import excerpt
 from miner_guard.incidents.oom import Training
-from miner_guard.incidents.report import Explained
-from miner_guard.incidents.root_cause import Incident, RootCauseAnalyzer
-from miner_guard.incidents.scanner import Scanner
-from miner_guard.incidents.sightings import Retraction, Seen, Sighting
+from miner_guard.incidents.root import Evidence, Incident, Retraction, RootCauseAnalyzer, Sighting
+from miner_guard.incidents.scan import Scanner
 from miner_guard.rank import journal, layout
 from miner_guard.rank.flight import FlightWriter
 from miner_guard.rank.journal import JournalEntry, UploadEntry
@@ -622,7 +622,7 @@ class IncidentsMonitor(Monitor):
         """Load the error patterns. Runs in a job thread."""
         self._knowledge.prepare(free_memory.give_back)
 
-    def _overcome(self, seen: Iterable[Seen]) -> list[Finding]:
+    def _overcome(self, seen: Iterable[Evidence]) -> list[Finding]:
         """Findings for reported incidents that training has since recovered from."""
         past = {
             label
@@ -635,7 +635,7 @@ class IncidentsMonitor(Monitor):
             del self._reported_at[label]
         return [make_finding("incident_overcome", label=label) for label in passed]
 
-    def _take(self, seen: list[Seen], now: float) -> None:
+    def _take(self, seen: list[Evidence], now: float) -> None:
         """Add the matches to the case; after a long quiet period, start a new case first."""
         if self._first_s is None and now - self._last_s > EPISODE_S:
             self._case = RootCauseAnalyzer(self._knowledge)
@@ -699,7 +699,7 @@ class IncidentsMonitor(Monitor):
             self._events.clear()
         return () if end.asked or end.finished else self._name(now, min_count=1)
 
-    def _passed(self) -> list[Seen]:
+    def _passed(self) -> list[Evidence]:
         """Causes that the guard reported and training then recovered from, such as a non-finite
         loss."""
         well = [
@@ -713,7 +713,7 @@ class IncidentsMonitor(Monitor):
         ]
         return [Retraction(tuple(well), self._scanner.line, None, ("cause",))] if well else []
 
-    def _lasting(self) -> list[Seen]:
+    def _lasting(self) -> list[Evidence]:
         """Earlier causes that still hold according to the guard's own measurements. For example, a
         model with NaN weights fails in ways that no pattern covers."""
         root = self._seen_root()
@@ -741,7 +741,7 @@ class IncidentsMonitor(Monitor):
             return root
         name = "process_killed"
         first = root.first._replace(label=name, cause="", fix="", restart="")
-        return replace(root, label=name, first=first, kept=())
+        return replace(root, label=name, first=first, sightings=())
 
     def _name(self, now: float, min_count: int) -> Iterable[Finding]:
         """Report the root cause, unless it has already been reported or is only a retry or warning
@@ -754,7 +754,7 @@ class IncidentsMonitor(Monitor):
             return ()
         if root.first.role in ("retry", "warning") and root.count < min_count:
             return ()
-        self._root = self._latest = explained = report.in_words(
+        self._root = self._latest = explained = in_words(
             root, self._knowledge, self._training, self.context.redactor.public
         )
         self._reported_at[root.label] = self._named_s = now
@@ -784,7 +784,7 @@ class IncidentsMonitor(Monitor):
             rank=explained.ranks[0] if len(explained.ranks) == 1 else None,
             level="warning" if root.first.role in ("retry", "warning") else explained.severity,
             label=explained.label,
-            cause=f"{explained.cause} Seen: {log_text.excerpt(explained.excerpt, _SEEN)}",
+            cause=f"{explained.cause} Seen: {excerpt(explained.excerpt, _SEEN)}",
             fix=explained.fixes[0],
             fixes=list(explained.fixes),
             excerpt=explained.excerpt,

@@ -7,9 +7,9 @@ import pytest
 
 from miner_guard.checks.faults import of_events
 from miner_guard.incidents import knowledge, xids
-from miner_guard.incidents.patterns import RESTARTS
-from miner_guard.incidents.root_cause import RootCauseAnalyzer
-from miner_guard.incidents.scanner import Scanner
+from miner_guard.incidents.knowledge import RESTARTS
+from miner_guard.incidents.root import RootCauseAnalyzer
+from miner_guard.incidents.scan import Scanner
 from tests.unit.incidents.helpers import incidents
 
 KERNEL = "[1234.5] NVRM: Xid (PCI:0000:3b:00): {}"

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from miner_guard.incidents.patterns import Pattern
+from miner_guard.incidents.knowledge import Pattern
 
 if sys.version_info >= (3, 11):
     from re import _constants as sre

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from miner_guard.incidents import knowledge
-from miner_guard.incidents.root_cause import Incident, RootCauseAnalyzer
-from miner_guard.incidents.scanner import Scanner
+from miner_guard.incidents.root import Incident, RootCauseAnalyzer
+from miner_guard.incidents.scan import Scanner
 
 
 def incidents(log: bytes | Iterable[bytes]) -> list[Incident]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from miner_guard.incidents import details
+from miner_guard.incidents import explain
 
 
 @pytest.mark.parametrize(
@@ -54,10 +54,10 @@ from miner_guard.incidents import details
     ],
 )
 def test_a_line_names_its_detail(detail: str, line: str, named: str) -> None:
-    assert details.named(detail, [line]) == named
+    assert explain.named(detail, [line]) == named
 
 
 def test_a_placeholder_is_filled_from_the_first_line_that_names_it_or_by_its_default() -> None:
     text = "Free {path|the disk}, then look at {host|the host}."
     lines = ["nothing here", "No space left on device: '/scratch/a'"]
-    assert details.filled(text, lines) == "Free /scratch/a, then look at the host."
+    assert explain.filled(text, lines) == "Free /scratch/a, then look at the host."

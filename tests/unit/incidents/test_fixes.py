@@ -7,8 +7,8 @@ import io
 import pytest
 
 from miner_guard.incidents import knowledge
+from miner_guard.incidents.explain import Explained, explain
 from miner_guard.incidents.oom import Training
-from miner_guard.incidents.report import Explained, explain
 
 LIBRARY = 'File "/e/lib/python3.11/site-packages/trl/trainer.py", line 7, in f\n'
 

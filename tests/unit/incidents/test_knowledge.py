@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from pathlib import Path
+
 import pytest
 
 from miner_guard.incidents import knowledge
-from miner_guard.incidents.patterns import RESTARTS, BadKnowledge
-from miner_guard.incidents.scanner import Scanner
+from miner_guard.incidents.knowledge import RESTARTS, BadKnowledge
+from miner_guard.incidents.scan import Scanner
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FOLDER = Path(knowledge.__file__).parent
 
 GOOD = """
-triggers = ["boom"]
 [broken]
 severity = "error"
 restart = "once"
@@ -39,25 +49,17 @@ def test_a_word_that_is_enough_by_itself_holds_a_trigger() -> None:
     enough = [
         word for pattern in known.patterns if pattern.expression is None for word in pattern.has
     ]
-    assert not [
-        word for word in enough if not any(trigger.decode() in word for trigger in known.triggers)
-    ]
-
-
-def test_the_guards_start_reads_the_index_alone() -> None:
-    """Otherwise the guard would parse all known errors before it starts the miner."""
-    known = knowledge.load()
-    lazy = knowledge.Knowledge(knowledge.index_of(knowledge.shipped()["words.toml"]), _unread)
-    assert lazy.triggers == known.triggers
-    assert lazy.shown_by("miner_started") == ()
-    assert known.shown_by("loss_nan") == ["nan_loss"]
+    assert not [word for word in enough if not known.triggers.found_in(word.encode())]
 
 
 def test_a_log_without_errors_leaves_the_knowledge_unread() -> None:
-    """Otherwise the guard would parse all known errors at the miner's first line, while its output
-    waits, or at the exit of a miner that printed nothing."""
-    words = knowledge.index_of(knowledge.shipped()["words.toml"])
-    scanner = Scanner(knowledge.Knowledge(words, _unread))
+    """Otherwise the guard would parse all known errors at its start, at the miner's first line, or
+    at the exit of a miner that printed nothing."""
+    known = knowledge.load()
+    lazy = knowledge.Knowledge(map(bytes.decode, known.triggers.words), ["loss_nan"], _unread)
+    assert lazy.shown_by("miner_started") == ()
+    assert known.shown_by("loss_nan") == ["nan_loss"]
+    scanner = Scanner(lazy)
     assert scanner.feed(b"Inner Step: 12 | Loss: 2.31\n") == []
     assert scanner.finish() == []
 
@@ -119,38 +121,20 @@ def test_corpus_and_subnet_labels_are_all_there() -> None:
         ('restart = "once"', 'restart = "maybe"', "restart is 'maybe'; allowed: transient"),
         ('cause = "It broke."', "", "cause is missing"),
         ('has = ["boom"]', 'has = ["Boom"]', "'Boom' contains capital letters"),
-        ("boom \\d", "boom (", "regex 'boom ('"),
-        ("boom \\d", "boom .*at", "contains an unbounded repeat; add a bound"),
         (
             'severity = "error"',
             'severity = "error"\nfollows = ["unheard_of"]',
-            "follows unheard_of, which is not a label",
+            "broken names unheard_of, which is not a label",
         ),
         ('severity = "error"', 'severity = "error"\ncolour = "red"', "unknown key colour"),
-        ('triggers = ["boom"]', 'triggers = ["boom 1"]', "no digits"),
-        (
-            'severity = "error"',
-            'severity = "error"\nevents = ["loss_nan"]',
-            "event loss_nan is missing from the list",
-        ),
-        ("has =", 'answer = "shared", has =', r"answer is 'shared'; \[answers\] has \[\]"),
-        (
-            "[broken]",
-            '[answers.shared]\nfixes = ["Fix it."]\n[broken]',
-            "unknown key fixes in answer 'shared'",
-        ),
+        ("has =", 'answer = "shared", has =', "the file has no 'shared'"),
         ("[broken]", "[broken", "not valid TOML"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_place(old: str, new: str, message: str) -> None:
     with pytest.raises(BadKnowledge, match=message.replace("(", r"\(")) as refused:
         knowledge.parse({"mine.toml": GOOD.replace(old, new)})
-    assert (
-        "mine.toml" in str(refused.value)
-        or "broken" in str(refused.value)
-        or "trigger" in str(refused.value)
-        or "event" in str(refused.value)
-    )
+    assert "mine.toml" in str(refused.value) or "broken" in str(refused.value)
 
 
 def test_patterns_share_an_answer_and_may_override_it() -> None:
@@ -182,6 +166,31 @@ def test_every_fix_says_where_it_comes_from() -> None:
     ]
 
 
-def test_the_packages_expressions_take_linear_time() -> None:
-    """Checked here, because the guard skips this check at startup."""
-    assert knowledge.parse(knowledge.shipped()).labels == knowledge.load().labels
+def test_every_expression_compiles() -> None:
+    """The guard compiles an expression only when a line needs it."""
+    for entry in knowledge.load().entries:
+        re.compile(entry.expression or "")
+
+
+def test_the_events_of_the_labels_are_those_of_the_index() -> None:
+    """The guard's start reads the index alone."""
+    index = tomllib.loads((FOLDER / "words.toml").read_text(encoding="utf-8"))
+    named = {event for label in knowledge.load().labels.values() for event in label.events}
+    assert named == set(index["events"])
+
+
+def test_digits_decide_where_a_pattern_reads_them() -> None:
+    """Each status, exit code and Xid gets its own answer, whichever came first."""
+    known = knowledge.load()
+    for first, second in (
+        ("xid (pci:0000:01:00): 79, gpu has fallen off the bus.", "xid (pci:0000:01:00): 13, pid"),
+        (
+            "requests.exceptions.httperror: 401 client error",
+            "requests.exceptions.httperror: 404 client error",
+        ),
+        ("error: process exited with exit code 137", "error: process exited with exit code 0"),
+    ):
+        assert known.match(first) != known.match(second)
+        assert known.match(first) == knowledge.Knowledge((), (), lambda: known._document).match(
+            first
+        )

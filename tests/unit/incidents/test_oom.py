@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from miner_guard.incidents import oom
+from miner_guard.incidents.knowledge import Fix
 from miner_guard.incidents.oom import Training
-from miner_guard.incidents.patterns import Fix
 
 GIB = 1 << 30
 MIB = 1 << 20

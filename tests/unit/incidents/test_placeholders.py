@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.incidents import details, knowledge
+from miner_guard.incidents import knowledge
+from miner_guard.incidents.explain import explain, filled, unknown
 from miner_guard.incidents.oom import Training
-from miner_guard.incidents.report import explain
 from tests import diagnosis
 from tests.support import requires
 
@@ -41,8 +41,8 @@ def written() -> Iterator[str]:
 
 
 def test_no_cause_or_fix_contains_a_placeholder() -> None:
-    assert not stand_ins(details.filled(text, ()) for text in written())
-    assert not [name for text in written() for name in details.unknown(text)]
+    assert not stand_ins(filled(text, ()) for text in written())
+    assert not [name for text in written() for name in unknown(text)]
 
 
 @pytest.mark.parametrize("text", ["pip install its-name", "nc -vz HOST 22", "see <path>", "a {b}"])

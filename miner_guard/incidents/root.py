@@ -1,0 +1,319 @@
+"""Finds the root cause among many sightings: the first real error, by time and causality, of the
+last attempt in the log."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Union
+
+from miner_guard.incidents.knowledge import ROLES, Knowledge
+
+_FEW = 4
+"""Sightings to keep per label and role; any more are only counted."""
+
+_MAX_RANKS = 1024
+_MAX_ATTEMPTS = 20
+_SURVIVED_AFTER = 200
+"""If this many lines follow an exception or a retry without an exit, the program is considered to
+have recovered."""
+
+_STILL_COPING = 30
+"""An unknown exception within this many lines of a reported recovery contradicts the report."""
+
+_MAX_BRIEF_FAILURES = 3
+"""If an optional dependency fails fewer times than this while training continues, the outage counts
+as transient."""
+
+_EFFECTS = ("summary", "symptom")
+"""Roles that do not show why a run ended."""
+
+
+class Sighting(NamedTuple):
+    """A line that indicates a label."""
+
+    label: str
+    role: str
+    line: int
+    """Line number, starting at 1."""
+
+    text: str
+    rank: int | None
+    cause: str = ""
+    """The pattern's cause, if it differs from the label's."""
+
+    more: str = ""
+    """The rest of the message, if it continues on the following lines."""
+
+    fix: str = ""
+    """Copied from the pattern, like `restart`, `source` and `least`."""
+
+    restart: str = ""
+    source: str = ""
+    least: int = 1
+
+
+@dataclass(frozen=True)
+class Retraction:
+    """A line that retracts recent sightings, because the program recovered from the error or
+    raised a different one."""
+
+    labels: tuple[str, ...]
+    line: int
+    within: int | None = 30
+    """How many lines back to retract; None means back to the beginning."""
+
+    roles: tuple[str, ...] = ()
+    """Roles of the sightings to retract; empty means all roles."""
+
+
+class Coped(Retraction):
+    """The program itself reports that it recovered. An exception right after this line contradicts
+    that."""
+
+
+@dataclass(frozen=True)
+class Passed:
+    """Training continued after retries or warnings with these labels, so they did not cause any
+    later exit."""
+
+    labels: tuple[str, ...]
+    line: int
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A new attempt begins; earlier sightings belong to the previous one."""
+
+    line: int
+
+
+Evidence = Union[Sighting, Retraction, Passed, Launched]
+
+
+@dataclass
+class _Trail:
+    """All sightings of one label in one role."""
+
+    first: list[Sighting] = field(default_factory=list)
+    recent: deque[int] = field(default_factory=lambda: deque(maxlen=64))
+    """Line numbers of the latest sightings, in case of a retraction."""
+
+    count: int = 0
+    ranks: set[int] = field(default_factory=set)
+    passed: int = 0
+    """The latest line after which training is known to have continued; 0 if unknown."""
+
+    @property
+    def behind(self) -> bool:
+        """Whether training continued after the latest sighting."""
+        return bool(self.recent) and self.recent[-1] <= self.passed
+
+    def add(self, sighting: Sighting) -> None:
+        """Count a sighting. If a message continues, its longer form replaces the shorter one."""
+        if self.recent and self.recent[-1] == sighting.line:
+            self.first = [
+                sighting if s.line == sighting.line and sighting.more else s for s in self.first
+            ]
+            return
+        if (
+            self.behind
+            and self.count < _MAX_BRIEF_FAILURES
+            and sighting.line - self.recent[-1] > _SURVIVED_AFTER
+        ):
+            self.first, self.count = [], 0
+        self.count += 1
+        self.recent.append(sighting.line)
+        if len(self.first) < _FEW:
+            self.first.append(sighting)
+        if sighting.rank is not None and len(self.ranks) < _MAX_RANKS:
+            self.ranks.add(sighting.rank)
+
+    def retract(self, line: int, within: int | None) -> list[Sighting]:
+        """Remove the sightings in the `within` lines before `line` and return them. If `within` is
+        None, remove all sightings before it and return nothing."""
+        if within is None:
+            self.first = [s for s in self.first if s.line > line]
+            self.count = len(self.first)
+            return []
+        taken = [at for at in self.recent if line - at <= within]
+        gone = [s for s in self.first if s.line in taken]
+        self.count -= len(taken)
+        self.first = [s for s in self.first if s.line not in taken]
+        for at in taken:
+            self.recent.remove(at)
+        return gone
+
+
+_Trails = dict[tuple[str, str], _Trail]
+"""By label and role."""
+
+
+@dataclass(frozen=True)
+class Incident:
+    """One label found in a log, with its evidence."""
+
+    label: str
+    first: Sighting
+    sightings: Sequence[Sighting]
+    """The first few sightings of each role."""
+
+    count: int
+    ranks: Sequence[int]
+    root: bool
+
+
+class RootCauseAnalyzer:
+    """Collects evidence and can report at any time. Memory use is bounded by the number of
+    labels."""
+
+    def __init__(self, knowledge: Knowledge) -> None:
+        self._knowledge = knowledge
+        self._trails: _Trails = {}
+        self._attempts: deque[_Trails] = deque(maxlen=_MAX_ATTEMPTS)
+        """Earlier attempts that had sightings, oldest first."""
+
+        self._coped: deque[tuple[int, list[Sighting]]] = deque(maxlen=_FEW)
+        """For each recovery that the program reported, its line and the errors it covers."""
+
+        self._notices = _Trail()
+        """All notices; they are reported only if nothing happened apart from their effects."""
+
+        self._last = 0
+
+    def add(self, evidence: Iterable[Evidence]) -> None:
+        """Add a scanner's evidence, in order."""
+        for item in evidence:
+            if isinstance(item, Sighting):
+                self._see(item)
+                continue
+            self._last = max(self._last, item.line)
+            if isinstance(item, Launched):
+                if any(trail.first for trail in self._trails.values()):
+                    self._attempts.append(self._trails)
+                self._trails = {}
+            elif isinstance(item, Retraction):
+                self._retract(item)
+            else:
+                for (label, role), trail in self._trails.items():
+                    if label in item.labels and role in ("retry", "warning"):
+                        trail.passed = item.line
+
+    def _see(self, sighting: Sighting) -> None:
+        if sighting.role == "notice":
+            self._notices.add(sighting)
+            return
+        self._last = max(self._last, sighting.line)
+        unknown = sighting.label == "code_bug" and sighting.role in ("exception", "symptom")
+        if self._coped and unknown:
+            # The program did not recover: it failed right after it claimed to, for no other
+            # known reason.
+            for line, errors in self._coped:
+                if 0 <= sighting.line - line <= _STILL_COPING:
+                    for error in errors:
+                        self._trail(error.label, "cause").add(error._replace(role="cause"))
+            self._coped.clear()
+        self._trail(sighting.label, sighting.role).add(sighting)
+
+    def _trail(self, label: str, role: str) -> _Trail:
+        return self._trails.setdefault((label, role), _Trail())
+
+    def _retract(self, item: Retraction) -> None:
+        gone = [
+            sighting
+            for (label, role), trail in self._trails.items()
+            if label in item.labels and (not item.roles or role in item.roles)
+            for sighting in trail.retract(item.line, item.within)
+        ]
+        if gone and isinstance(item, Coped):
+            self._coped.append((item.line, gone))
+
+    def incidents(self, lines: int) -> list[Incident]:
+        """One entry per label of the last attempt, in log order, after the roots of earlier
+        attempts. At most one of them is the root. `lines` is the log's length."""
+        earlier = list(self._attempts)
+        trails = self._trails if any(t.first for t in self._trails.values()) else {}
+        # An attempt that shows nothing wrong does not show why it had to be started.
+        current = trails or (earlier.pop() if earlier else {})
+        roots = [self._root(self._valid(trails)) for trails in earlier]
+        past = [Incident(s.label, s, (s,), 1, (), False) for s in roots if s is not None]
+        return past + self._judge(current, lines)
+
+    def _judge(self, trails: _Trails, lines: int) -> list[Incident]:
+        trails = self._valid(trails)
+        if lines - self._last > _SURVIVED_AFTER and all(
+            role in ("exception", "retry") for _, role in trails
+        ):
+            trails = {
+                (label, role): trail
+                for (label, role), trail in trails.items()
+                if role != "retry" and label != "code_bug"
+            }
+        if not trails and self._notices.first:
+            trails = {(self._notices.first[0].label, "notice"): self._notices}
+        elif (suspect := self._suspect(trails)) is not None:
+            trails[suspect.label, "cause"] = trail = _Trail()
+            trail.add(suspect._replace(role="cause"))
+        root = self._root(trails)
+        labels = {label for label, _ in trails}
+        return sorted(
+            (_incident(label, trails, root) for label in labels), key=lambda i: i.first.line
+        )
+
+    def _valid(self, trails: _Trails) -> _Trails:
+        return {
+            key: trail
+            for key, trail in trails.items()
+            if trail.first
+            and trail.count >= min(s.least for s in trail.first)
+            and not self._came_back(key[0], trail)
+        }
+
+    def _came_back(self, label: str, trail: _Trail) -> bool:
+        return (
+            trail.behind
+            and trail.count < _MAX_BRIEF_FAILURES
+            and not self._knowledge.labels[label].overcome_by_steps
+        )
+
+    def _suspect(self, trails: Mapping[tuple[str, str], _Trail]) -> Sighting | None:
+        """The notice of a hardware error that explains what follows it, if what follows is only
+        effects: ranks that lost a peer, and the end of the run."""
+        if not all(role in _EFFECTS for _, role in trails):
+            return None
+        first = min((trail.first[0].line for trail in trails.values()), default=0)
+        return next(
+            (s for s in self._notices.first if s.restart == "hardware" and s.line < first), None
+        )
+
+    def _root(self, trails: _Trails) -> Sighting | None:
+        strong = {
+            label
+            for (label, role), trail in trails.items()
+            if role in ("cause", "exception", "retry") and not trail.behind
+        }
+        ranked = [
+            (
+                bool(self._knowledge.labels[label].follows & strong - {label}),
+                ROLES.index("warning" if trail.behind else role),
+                trail.first[0].line,
+                order,
+            )
+            for order, ((label, role), trail) in enumerate(trails.items())
+        ]
+        return list(trails.values())[min(ranked)[3]].first[0] if ranked else None
+
+
+def _incident(label: str, trails: _Trails, root: Sighting | None) -> Incident:
+    own = [trail for (name, _), trail in trails.items() if name == label]
+    sightings = sorted((s for trail in own for s in trail.first), key=lambda s: s.line)
+    is_root = root is not None and root.label == label
+    return Incident(
+        label,
+        root if root is not None and is_root else sightings[0],
+        sightings,
+        sum(trail.count for trail in own),
+        sorted(set[int]().union(*(trail.ranks for trail in own))),
+        is_root,
+    )
