@@ -207,11 +207,11 @@ class Auto:
         loss = self.losses.take(number)
         # Most steps report a plain number, which takes the fast path.
         remarks = loss is not None and (loss.steps_ago or loss.summed)
-        given = loss.value if loss is not None and not remarks else loss
+        reported = loss.value if loss is not None and not remarks else loss
         evaluated, self._evaluated = self._evaluated, None
         guard.step(
             inner_step=number,
-            loss=given,
+            loss=reported,
             lr=optimizer.param_groups[0].get("lr"),
             eval_loss=evaluated,
         )
@@ -351,15 +351,15 @@ def follow_lightning(adapter: Adapter, listener: Auto, module: Any) -> None:
         steps."""
 
         def __init__(self) -> None:
-            self._seen = 0
+            self._global_step = 0
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             listener.trains("lightning")
-            self._seen = trainer.global_step
+            self._global_step = trainer.global_step
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-            if trainer.global_step != self._seen and trainer.optimizers:
-                self._seen = trainer.global_step
+            if trainer.global_step != self._global_step and trainer.optimizers:
+                self._global_step = trainer.global_step
                 listener.step(trainer.global_step, trainer.optimizers[0])
 
         def on_validation_start(self, trainer: Any, pl_module: Any) -> None:

@@ -54,15 +54,15 @@ class Subnet38:
                 f"{module.__name__} has no class BaseMinerNeuron; use --attach log"
             )
             return
-        own = vars(base).get("__init_subclass__")
+        inherited = vars(base).get("__init_subclass__")
         follow = self.subclass
         quiet = self.adapter.quiet
 
         def follow_subclass(cls: Any, /, **kwargs: Any) -> None:
-            if own is None:
+            if inherited is None:
                 super(base, cls).__init_subclass__(**kwargs)  # type: ignore[misc]
             else:
-                own.__func__(cls, **kwargs)
+                inherited.__func__(cls, **kwargs)
             quiet(follow, cls)
 
         setattr(base, "__init_subclass__", classmethod(follow_subclass))  # noqa: B010 - mypy rejects an assignment to a method
@@ -83,27 +83,27 @@ class Subnet38:
             # This class does not train, so it is not hooked. The `log_attach` monitor reads the
             # miner's output instead.
             return
-        own = vars(cls)
+        members = vars(cls)
         for name, phase in _PHASES.items():
-            if name in own:
+            if name in members:
                 self._replace(cls, name, functools.partial(in_phase, self.adapter, name=phase))
-        if "inner_optimizer_step" in own:
+        if "inner_optimizer_step" in members:
             self._replace(cls, "inner_optimizer_step", self._timed)
-        elif any(name in own for name in _STEPS):
+        elif any(name in members for name in _STEPS):
             self._by_optimizer = True
         for name in ("_process_training_batch", "fetch_training_data"):
-            if name in own:
+            if name in members:
                 self._replace(cls, name, lambda f: followed(f, self._perhaps_failed))
         for name in _WORKERS:
-            if name in own:
+            if name in members:
                 self._replace(cls, name, lambda f: followed(f, self._loop_ended))
         for name in _COMPONENTS:
-            if name in own:
+            if name in members:
                 self._replace(cls, name, lambda f: followed(f, self._watch_pauses))
         for name in _UPLOADS:
-            if name in own:
+            if name in members:
                 self._replace(cls, name, self.uploads.gated)
-        if "upload_model" in own:
+        if "upload_model" in members:
             self._replace(cls, "upload_model", self.uploads.recorded)
 
     def _replace(

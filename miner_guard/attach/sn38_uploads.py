@@ -38,7 +38,7 @@ class Sn38Uploads:
         self._deciding: ContextVar[GateDecision | None] = ContextVar("deciding", default=None)
         """The decision about the upload that this thread is just starting."""
 
-        self._asked = 0
+        self._questions = 0
         self.steps = 0
         """Number of inner steps completed by this process."""
 
@@ -82,53 +82,55 @@ class Sn38Uploads:
                 "an upload began before the guard started; the gate did not judge it"
             )
             return None
-        self._asked += 1
+        self._questions += 1
         # A rank that cannot read its candidate must still ask, because the others wait for it.
-        seen = self._adapter.quiet(self._candidate, signature, miner, args, kwargs) or _UNREAD
-        return guard.may_upload(**seen, question=f"upload {self._asked}")
+        candidate = self._adapter.quiet(self._candidate, signature, miner, args, kwargs) or _UNREAD
+        return guard.may_upload(**candidate, question=f"upload {self._questions}")
 
     def _candidate(
         self, signature: inspect.Signature, miner: Any, args: Any, kwargs: Any
     ) -> dict[str, Any]:
-        given = signature.bind(miner, *args, **kwargs).arguments
+        arguments = signature.bind(miner, *args, **kwargs).arguments
         return self._documents(miner) | {
             # Use the local counter, not `epoch`: only rank 0 keeps the global one up to date.
             "outer_step": miner.local_progress.epoch,
             # This is the outer step of the loaded state: loading sets it, and an AllReduce advances
             # it.
             "base_outer_step": miner.local_progress.epoch,
-            "inner_step": given["inner_step"] if "inner_step" in given else self.inner_step(miner),
-            "kind": "archive" if given.get("archive") or paused(miner) else "gradient",
+            "inner_step": arguments["inner_step"]
+            if "inner_step" in arguments
+            else self.inner_step(miner),
+            "kind": "archive" if arguments.get("archive") or paused(miner) else "gradient",
             "loss": getattr(miner.local_progress, "loss", None),
         }
 
     def _documents(self, miner: Any) -> dict[str, Any]:
         """The documents that the miner is about to publish with the gradient, if they already
         exist. Older miners publish neither blocks nor metadata."""
-        found: dict[str, Any] = {}
+        documents: dict[str, Any] = {}
         config: Any = getattr(getattr(miner, "model", None), "config", None)
         if hasattr(config, "block_list"):
-            found["config"] = {"block_list": config.block_list}
+            documents["config"] = {"block_list": config.block_list}
         package = sys.modules.get("distributed_training")
         run, progress = getattr(package, "__run__", None), miner.local_progress
         inner = getattr(progress, "inner_step", None)
         if run is not None and inner is not None and hasattr(miner, "dht"):
             # Leave out the peer id: reading it may query another process, and validators accept
             # any.
-            found["metadata"] = {
+            documents["metadata"] = {
                 "run": run,
                 "outer_step": progress.epoch,
                 "inner_step": inner,
                 "peer_id": "",
             }
-            found["revision"] = f"{run}.{progress.epoch}.{inner}"
-        return found
+            documents["revision"] = f"{run}.{progress.epoch}.{inner}"
+        return documents
 
     def inner_step(self, miner: Any) -> int:
         """The miner's inner step. Before 2025-02-08 the miner did not expose it, so this counts the
         steps itself."""
-        kept = getattr(miner.local_progress, "inner_step", None)
-        return self.steps if kept is None else int(kept)
+        exposed = getattr(miner.local_progress, "inner_step", None)
+        return self.steps if exposed is None else int(exposed)
 
     def recorded(self, function: Callable[..., Any]) -> UploadModel:
         """Wrap `upload_model`, which the upload thread calls: ask the gate again, now that the
@@ -142,11 +144,11 @@ class Sn38Uploads:
         if guard is None:
             return function(*args, **kwargs)
         decision = decision or self._ungated(miner)
-        given = self._adapter.quiet(_gradient, function, args, kwargs)
+        gradient = self._adapter.quiet(_gradient, function, args, kwargs)
         # Only rank 0 publishes. The call is not collective, because the other ranks do not need the
         # answer.
-        if given is not None and guard.rank == 0:
-            decision = guard.may_publish(decision, given)
+        if gradient is not None and guard.rank == 0:
+            decision = guard.may_publish(decision, gradient)
             if not decision.allowed:
                 # The miner returns False for a cancelled upload, too.
                 return False

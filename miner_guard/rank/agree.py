@@ -197,10 +197,10 @@ def _poll(done: Callable[[], bool], end: float) -> bool:
     because in some torch versions some stores are unusable after a timed-out `store.wait`."""
     pause = _FIRST_POLL_S
     while not done():
-        left = end - time.monotonic()
-        if left <= 0:
+        remaining = end - time.monotonic()
+        if remaining <= 0:
             return False
-        time.sleep(min(pause, left))
+        time.sleep(min(pause, remaining))
         pause = min(pause * 2, _MAX_POLL_S)
     return True
 

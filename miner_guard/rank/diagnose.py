@@ -113,7 +113,7 @@ def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | No
     return match.group(1) if match else None
 
 
-def gather(store: Store, own: Report, world_size: int, deadline_s: float) -> list[Report]:
+def gather(store: Store, report: Report, world_size: int, deadline_s: float) -> list[Report]:
     """Gather all ranks' reports on rank 0, in rank order. Any other rank stores its report and
     returns [].
 
@@ -121,19 +121,19 @@ def gather(store: Store, own: Report, world_size: int, deadline_s: float) -> lis
     All ranks share one deadline, because they write concurrently, so a second silent rank adds no
     wait. Never raises.
     """
-    rank = int(own["rank"])
+    rank = int(report["rank"])
     try:
-        store.set(_key(rank), json.dumps(own, default=str))
+        store.set(_key(rank), json.dumps(report, default=str))
     except Exception as error:  # noqa: BLE001  the store's errors differ between backends and torch versions
         return (
-            [own, *({"rank": r, "error": f"store: {error}"} for r in range(1, world_size))]
+            [report, *({"rank": r, "error": f"store: {error}"} for r in range(1, world_size))]
             if rank == 0
             else []
         )
     if rank != 0:
         return []
     end = time.monotonic() + deadline_s
-    return [own if r == 0 else _wait_for(store, r, end, deadline_s) for r in range(world_size)]
+    return [report if r == 0 else _wait_for(store, r, end, deadline_s) for r in range(world_size)]
 
 
 def _key(rank: int) -> str:
@@ -172,33 +172,37 @@ of times."""
 
 
 def collect(
-    host: DiagnosisGuard, model: torch.nn.Module | None, given: TrainingEntry, *, deadline_s: float
+    host: DiagnosisGuard,
+    model: torch.nn.Module | None,
+    reported: TrainingEntry,
+    *,
+    deadline_s: float,
 ) -> list[Report]:
     """All ranks' reports on rank 0; only this rank's own on any other rank, or without a process
     group.
 
     Takes up to `deadline_s`, but only on rank 0 and only if a rank is silent.
     """
-    own = report(
+    mine = report(
         host,
         model,
-        batch_size=given.batch_size,
-        effective_batch_size=given.effective_batch_size,
-        accumulation_steps=given.accumulation_steps,
+        batch_size=reported.batch_size,
+        effective_batch_size=reported.effective_batch_size,
+        accumulation_steps=reported.accumulation_steps,
     )
     call = next(_calls)
     distributed = torch.distributed
     if host.world_size == 1 or not (distributed.is_available() and distributed.is_initialized()):
-        return [own]
+        return [mine]
     default = distributed.distributed_c10d._get_default_store()
     store = distributed.distributed_c10d.PrefixStore(f"miner_guard/diagnose/{call}", default)
-    return gather(store, own, host.world_size, deadline_s) or [own]
+    return gather(store, mine, host.world_size, deadline_s) or [mine]
 
 
 def diagnose(
     guard: DiagnosisGuard,
     model: torch.nn.Module | None,
-    given: TrainingEntry,
+    reported: TrainingEntry,
     *,
     deadline_s: float = 30.0,
     expect: int | None = None,
@@ -207,15 +211,15 @@ def diagnose(
     """Gather all ranks' reports. Rank 0 then passes them to the supervisor through the journal, or
     prints them if there is no supervisor.
 
-    `given`: the settings that the training loop reports. `expect`: the number of GPUs that must be
+    `reported`: the settings that the loop reports. `expect`: the number of GPUs that must be
     present, None if unknown; used only if rank 0 prints the reports. `shapes_file`: where rank 0
     writes the model's shapes, which the guard uses to check its gradients. Returns what `collect`
     gathered. Never raises.
     """
     try:
-        reports = collect(guard, model, given, deadline_s=deadline_s)
+        reports = collect(guard, model, reported, deadline_s=deadline_s)
         if guard.rank == 0:
-            _hand_over(guard, reports, training(reports[0], model, given), expect)
+            _hand_over(guard, reports, training(reports[0], model, reported), expect)
             if model is not None and shapes_file is not None:
                 _write_shapes(shapes_file, model, reports)
     except Exception as error:  # noqa: BLE001  the hook never raises into training; the finding says what broke
@@ -230,17 +234,19 @@ def _write_shapes(file: Path, model: torch.nn.Module, reports: list[Report]) -> 
     shapes.write(file, model_shapes(model) if same else None)
 
 
-def training(own: Report, model: torch.nn.Module | None, given: TrainingEntry) -> TrainingEntry:
+def training(
+    report: Report, model: torch.nn.Module | None, reported: TrainingEntry
+) -> TrainingEntry:
     """Return the journal's `training` entry: the caller's values, plus what `diagnose` found."""
     named = getattr(getattr(model, "config", None), "_name_or_path", None) or (
         type(model).__name__ if model else None
     )
     return replace(
-        given,
-        model_name=given.model_name or named,
-        accumulation_steps=own.get("accumulation_steps") or None,
-        world_size=own.get("world_size") or None,
-        params=own.get("params") or None,
+        reported,
+        model_name=reported.model_name or named,
+        accumulation_steps=report.get("accumulation_steps") or None,
+        world_size=report.get("world_size") or None,
+        params=report.get("params") or None,
     )
 
 
@@ -306,7 +312,7 @@ def model_shapes(model: torch.nn.Module) -> Shapes | None:
     parameters do not.
     """
     first = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: dict[str, list[int]] = {}
+    sizes: dict[str, list[int]] = {}
     optional: set[str] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         partial = type(parameter).__name__ == "FlatParameter" or getattr(
@@ -315,10 +321,10 @@ def model_shapes(model: torch.nn.Module) -> Shapes | None:
         if partial or parameter.numel() == 0:
             return None
         plain = plain_name(name)
-        found[plain] = list(parameter.shape)
+        sizes[plain] = list(parameter.shape)
         if first[id(parameter)] != name or not parameter.requires_grad:
             optional.add(plain)
-    return Shapes(found, frozenset(optional)) if found else None
+    return Shapes(sizes, frozenset(optional)) if sizes else None
 
 
 def offloads(model: torch.nn.Module) -> bool:

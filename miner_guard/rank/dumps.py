@@ -170,6 +170,6 @@ def _last_collectives() -> dict[str, object]:
     if not dumps:
         raise LookupError(f"this torch has none of {', '.join(_RECORDERS)}")
     for dump in dumps:
-        kept = json.loads(dump()).get("entries", [])[-_LAST:]
-        entries += [{key: entry.get(key) for key in keys} for entry in kept]
+        latest = json.loads(dump()).get("entries", [])[-_LAST:]
+        entries += [{key: entry.get(key) for key in keys} for entry in latest]
     return {"entries": entries}

@@ -73,8 +73,8 @@ def find(env: Mapping[str, str] = os.environ, state_dir: str | Path | None = Non
     )
 
 
-def _folder(env: Mapping[str, str], given: str | Path | None, remarks: list[str]) -> Path | None:
-    named = given or env.get(STATE_DIR) or env.get("MINER_GUARD_STATE_DIR")
+def _folder(env: Mapping[str, str], path: str | Path | None, remarks: list[str]) -> Path | None:
+    named = path or env.get(STATE_DIR) or env.get("MINER_GUARD_STATE_DIR")
     try:
         return Path(named).expanduser().absolute() if named else None
     except (OSError, RuntimeError, TypeError) as error:
@@ -161,5 +161,5 @@ def _settings(text: str | None, remarks: list[str]) -> RankSettings:
 
 def _section(cls: Any, values: Any) -> Any:
     # Drop unknown keys: the supervisor's version may differ from the one in the miner's Python.
-    known = {f.name for f in dataclasses.fields(cls)}
-    return cls(**{key: value for key, value in (values or {}).items() if key in known})
+    names = {f.name for f in dataclasses.fields(cls)}
+    return cls(**{key: value for key, value in (values or {}).items() if key in names})

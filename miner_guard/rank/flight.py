@@ -76,8 +76,8 @@ def _duplicate_of(fd: int) -> int:
     raise FileNotFoundError(errno.ENOENT, "/proc/self/fd does not show the flight record's memory")
 
 
-def _file_of(seen: os.stat_result) -> tuple[int, int]:
-    return seen.st_dev, seen.st_ino
+def _file_of(stat: os.stat_result) -> tuple[int, int]:
+    return stat.st_dev, stat.st_ino
 
 
 def publish(path: Path, fd: int) -> None:
@@ -116,13 +116,13 @@ def version(path: Path) -> Version | None:
     """The version of the record that can be read at `path` now; None if none can be read."""
     fd = open_live(path, os.O_RDONLY)
     try:
-        seen = path.stat() if fd is None else os.fstat(fd)
+        stat = path.stat() if fd is None else os.fstat(fd)
     except OSError:
         return None
     finally:
         if fd is not None:
             os.close(fd)
-    return Version(fd is not None, seen.st_dev, seen.st_ino, seen.st_mtime_ns if fd is None else 0)
+    return Version(fd is not None, stat.st_dev, stat.st_ino, stat.st_mtime_ns if fd is None else 0)
 
 
 def withdraw(path: Path) -> None:
@@ -521,8 +521,8 @@ class FlightReader:
 
     def request_checkpoint(self) -> None:
         """Ask the rank for one more checkpoint. Needs a reader opened with `acknowledge=True`."""
-        asked: int = layout.REQUESTS.unpack_from(self._map, layout.REQUESTS_OFFSET)[0]
-        layout.REQUESTS.pack_into(self._map, layout.REQUESTS_OFFSET, asked + 1)
+        count: int = layout.REQUESTS.unpack_from(self._map, layout.REQUESTS_OFFSET)[0]
+        layout.REQUESTS.pack_into(self._map, layout.REQUESTS_OFFSET, count + 1)
 
     def close(self) -> None:
         if isinstance(self._map, mmap.mmap):

@@ -92,7 +92,7 @@ class Guard:
         if compiling():
             return nullcontext()
         try:
-            return self._names.known.get((name, allowance_s)) or self._names.named(
+            return self._names.cached.get((name, allowance_s)) or self._names.named(
                 name, allowance_s
             )
         except Exception as error:  # noqa: BLE001 - the miner's step is sacred; reported as guard_degraded
@@ -152,7 +152,7 @@ class Guard:
         independently.
         `question`: identifies the call; it must be the same on every rank. Default: kind and steps.
         """
-        given = Candidate(
+        candidate = Candidate(
             kind=kind,
             outer_step=outer_step,
             inner_step=inner_step,
@@ -163,7 +163,7 @@ class Guard:
             metadata=metadata,
             revision=revision,
         )
-        return self._questions.may_upload(given, question)
+        return self._questions.may_upload(candidate, question)
 
     def may_publish(self, decision: GateDecision, gradient: Any) -> GateDecision:
         """Decide whether this compressed gradient may be written and sent, after `may_upload` has
@@ -217,7 +217,7 @@ class Guard:
         ranks' reports on rank 0, and only its own report on any other rank. Collective."""
         from miner_guard.rank import diagnose
 
-        given = TrainingEntry(
+        reported = TrainingEntry(
             batch_size=batch_size,
             effective_batch_size=effective_batch_size,
             accumulation_steps=accumulation_steps,
@@ -230,7 +230,7 @@ class Guard:
         return diagnose.diagnose(
             self,
             model,
-            given,
+            reported,
             deadline_s=gpu.diagnose_timeout_s,
             expect=gpu.expect if isinstance(gpu.expect, int) else None,
             shapes_file=None if state is None else state.shapes,
@@ -388,12 +388,12 @@ def _follow_process(forked: Callable[[], None], exited: Callable[[bool], None]) 
     weak_forked, weak_exited = weakref.WeakMethod(forked), weakref.WeakMethod(exited)
 
     def after_in_child() -> None:
-        if (own := weak_forked()) is not None:
-            own()
+        if (method := weak_forked()) is not None:
+            method()
 
     def ended(failed: bool) -> None:
-        if (own := weak_exited()) is not None:
-            own(failed)
+        if (method := weak_exited()) is not None:
+            method(failed)
 
     os.register_at_fork(after_in_child=after_in_child)
     _at_exit(ended)

@@ -34,12 +34,12 @@ class JournalEntry:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> JournalEntry:
         """Parse a document of this kind. Raises TypeError if a field is missing."""
-        known = {
+        values = {
             each.name: document[name]
             for each in fields(cls)
             if (name := cls.JSON_NAMES.get(each.name, each.name)) in document
         }
-        return cls(**known)
+        return cls(**values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,9 +229,9 @@ def unpack(parts: Iterable[Mapping[str, Any]]) -> list[Report]:
     """Restore the reports from the values that `pack` returned, in rank order."""
     reports: list[Report] = []
     for part in parts:
-        for *values, own in part["rows"]:
+        for *values, extra in part["rows"]:
             reports.append(
-                {**part["common"], **dict(zip(part["keys"], values, strict=True)), **own}
+                {**part["common"], **dict(zip(part["keys"], values, strict=True)), **extra}
             )
         reports += [{"rank": rank, "error": error} for rank, error in part["silent"]]
     return sorted(reports, key=lambda r: int(r["rank"]))

@@ -223,8 +223,8 @@ class Identity:
 def ranks_elsewhere(identities: Iterable[Identity]) -> int:
     """Return the number of ranks on other nodes; 0 if the launcher did not set the local world
     size."""
-    known = (one for one in identities if one.local_world_size)
-    return max((one.world_size - one.local_world_size for one in known), default=0)
+    informed = (one for one in identities if one.local_world_size)
+    return max((one.world_size - one.local_world_size for one in informed), default=0)
 
 
 @dataclass(frozen=True)

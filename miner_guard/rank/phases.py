@@ -99,7 +99,7 @@ class Phases:
 class PhaseNames:
     def __init__(self, phases: Phases, allowances: Mapping[str, float]) -> None:
         """`allowances`: how long a phase may last according to the settings, in seconds by name."""
-        self.known: dict[tuple[str, float | None], Phase] = {}
+        self.cached: dict[tuple[str, float | None], Phase] = {}
         """The cached phases by name and declared allowance."""
 
         self._phases = phases
@@ -108,15 +108,15 @@ class PhaseNames:
     def named(self, name: str, allowance_s: float | None = None) -> Phase:
         """The context manager for a phase. Reusable; each call returns the same object."""
         key = (name, allowance_s)
-        phase = self.known.get(key)
+        phase = self.cached.get(key)
         if phase is None:
             declared = NAN if allowance_s is None else float(allowance_s)
             longest = (
                 self._allowances.get(str(name), -math.inf) if allowance_s is None else declared
             )
             phase = Phase(self._phases, str(name), declared, longest)
-            if len(self.known) < _MAX_NAMES:
-                self.known[key] = phase
+            if len(self.cached) < _MAX_NAMES:
+                self.cached[key] = phase
         return phase
 
 

@@ -81,14 +81,14 @@ class Gate:
             limits = Limits.of(self._settings, self._inputs().limits)
             if limits.gradients_value_dtype is None and limits.gradients_metadata_key is None:
                 return decision
-            known = None if self._place.state is None else shapes.read(self._place.state.shapes)
-            report = outline(gradient, limits, known)
+            expected = None if self._place.state is None else shapes.read(self._place.state.shapes)
+            report = outline(gradient, limits, expected)
             if not report["problems"]:
                 import torch
 
                 from miner_guard.validators.decoding import contents
 
-                report = contents(torch, gradient, limits, known)
+                report = contents(torch, gradient, limits, expected)
         except Exception as error:  # noqa: BLE001 - the audit judges what cannot be judged here
             report = {"reason": f"the gradient could not be inspected: {describe(error)}"}
         judged = self.decide(replace(candidate, files=report))
@@ -244,17 +244,17 @@ class Questions:
         """Return the decision and, if the ranks did not agree on one, what went wrong; this rank
         then blocks the upload."""
         question = question or f"{candidate.kind} {candidate.outer_step} {candidate.inner_step}"
-        own = self._gate.decide(candidate) if self._place.rank == 0 else None
+        mine = self._gate.decide(candidate) if self._place.rank == 0 else None
         try:
-            answer = self._share(question, None if own is None else pack(own))
+            answer = self._share(question, None if mine is None else pack(mine))
         except NoConsensus as error:
             return self._gate.blocked(candidate, str(error)), str(error)
         # Rank 0 uses the shared answer too, so that all ranks have the same decision. It restores
         # only the replay record and the verdicts, which may have been dropped to make the answer
         # fit.
         decision = GateDecision.from_dict(json.loads(answer))
-        if own is not None:
-            decision = replace(decision, record=own.record, verdicts=own.verdicts)
+        if mine is not None:
+            decision = replace(decision, record=mine.record, verdicts=mine.verdicts)
         return decision, None
 
     def _checked(self, reported: Candidate) -> Candidate:

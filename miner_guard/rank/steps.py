@@ -121,7 +121,11 @@ class CudaMemory:
             count = cuda.device_count()
             used = {index: _memory_of(cuda, index) for index in range(count)}
             fullest = max(
-                (index for index, found in used.items() if found is not None and found.allocated),
+                (
+                    index
+                    for index, figures in used.items()
+                    if figures is not None and figures.allocated
+                ),
                 key=lambda index: used[index] or (),
                 default=None,
             )
@@ -307,19 +311,19 @@ class Stepper:
         if device == "cpu" and (self._cuda_expected or cuda_in_use()):
             record.flags |= layout.FLAG_LOSS_ON_CPU
 
-    def known(self, name: str, given: Any) -> float | None:
-        """Return `given` as a float, possibly NaN; None if it is None or cannot be read. A value
+    def known(self, name: str, value: Any) -> float | None:
+        """Return `value` as a float, possibly NaN; None if it is None or cannot be read. A value
         that cannot be read is reported."""
-        if given is None or type(given) is float:
-            return given
-        return self._attempt(name, lambda: number(name, given)[0], None)
+        if value is None or type(value) is float:
+            return value
+        return self._attempt(name, lambda: number(name, value)[0], None)
 
-    def whole(self, name: str, given: Any) -> int | None:
-        """Return `given` as an int that fits a record; None if it is None or cannot be read. A
+    def whole(self, name: str, value: Any) -> int | None:
+        """Return `value` as an int that fits a record; None if it is None or cannot be read. A
         value that cannot be read is reported."""
-        if given is None:
+        if value is None:
             return None
-        return self._attempt(name, lambda: whole(given), None)
+        return self._attempt(name, lambda: whole(value), None)
 
     def _attempt(self, name: str, read: Callable[[], T], fallback: T) -> T:
         try:

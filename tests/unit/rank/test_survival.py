@@ -247,6 +247,7 @@ def test_importing_and_using_the_hook_imports_neither_torch_nor_third_party_modu
     script = (
         "import sys; before = set(sys.modules)\n"
         "import miner_guard; guard = miner_guard.init()\n"
+        "assert 'miner_guard.uploads.gate' not in sys.modules, 'a question imports the rules'\n"
         "guard.step(loss=1.0); guard.may_upload(outer_step=1, inner_step=99); guard.close()\n"
         "loaded = {name.split('.')[0] for name in set(sys.modules) - before}\n"
         "foreign = loaded - {'miner_guard'} - set(sys.stdlib_module_names)\n"
