@@ -15,7 +15,7 @@ from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.rank.journal import JournalEntry, TrainingEntry
 from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record.words import gb
-from miner_guard.watch.base import Context, Launch, Monitor
+from miner_guard.watch.base import Context, Exit, Launch, Monitor
 from miner_guard.watch.progress import TrainingFacts
 from miner_guard.watch.series import MAD_TO_SIGMA, SortedWindow, p_rising, p_rising_trimmed
 from miner_guard.watch.trace_reading import EVALUATION_WORDS, evaluation_in
@@ -906,8 +906,9 @@ _EVENTS = {
 
 
 class CurvesMonitor(Monitor):
-    """Judges the loss of the lowest rank that reports one, NaN on any rank, and the memory of
-    each rank.
+    """Judges the loss of the lowest rank that reports one, NaN on all ranks, and the memory of each
+    rank. A NaN spreads to all ranks within a step, so it waits for the tick, by which every rank's
+    steps have arrived, and the rank that had it first is named.
 
     The evaluation loss comes with the steps or, until a step carries one, from the lines that the
     miner prints.
@@ -934,6 +935,11 @@ class CurvesMonitor(Monitor):
         self._memory: dict[int, MemoryWatch] = {}
         self._lead: int | None = None
         self._not_finite: set[int] = set()
+        self._ranks: set[int] = set()
+        """Ranks that have reported steps in this launch."""
+
+        self._first_nan: tuple[tuple[int, int], StepRecord, Anomaly] | None = None
+        """The earliest NaN that has not been reported yet, with its total steps and rank."""
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
         self._reset()
@@ -945,17 +951,33 @@ class CurvesMonitor(Monitor):
         return ()
 
     def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
+        self._ranks.add(rank)
         for step in steps:
             for anomaly in self._judge(rank, step):
                 self._count(anomaly)
                 yield to_finding(anomaly, rank, step)
+        if len(self._ranks) == 1:
+            yield from self._report_nan()
+
+    def _report_nan(self) -> Iterator[Finding]:
+        first, self._first_nan = self._first_nan, None
+        if first is not None:
+            (_, rank), step, anomaly = first
+            self._count(anomaly)
+            yield to_finding(anomaly, rank, step)
+
+    def objection(self) -> str | None:
+        return None if self._first_nan is None else "nan_loss"
+
+    def on_exit(self, end: Exit) -> Iterable[Finding]:
+        return self._report_nan()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
         if ranks and self._lead not in ranks:
             # After a new rendezvous this node may have different ranks.
             self._lead = None
             self._not_finite &= ranks.keys()
-        return ()
+        return self._report_nan()
 
     def reads_lines(self) -> bool:
         return self._last_step is not None and not self._evaluations_come
@@ -998,12 +1020,15 @@ class CurvesMonitor(Monitor):
         hidden = hides_nan(loss, step.grad_norm)
         if hidden or not math.isfinite(loss):
             # All ranks share the weights: report only the first rank with a non-finite loss.
-            first = not self._not_finite
+            place, first = (step.total_steps, rank), self._first_nan
+            if not self._not_finite or (first is not None and place < first[0]):
+                anomaly = (
+                    hidden_nan(number, step.grad_norm or 0.0, self._facts, step.lr)
+                    if hidden
+                    else not_finite(number, loss, self._facts, step.lr)
+                )
+                self._first_nan = (place, step, anomaly)
             self._not_finite.add(rank)
-            if first and hidden:
-                yield hidden_nan(number, step.grad_norm or 0.0, self._facts, step.lr)
-            elif first:
-                yield not_finite(number, loss, self._facts, step.lr)
             return
         self._not_finite.discard(rank)
         if self._lead is None or rank <= self._lead:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from miner_guard.config import Config, LossSettings, MinerSettings
 from miner_guard.eventlog import catalog
+from miner_guard.rank.layout import StepRecord
 from miner_guard.watch import trace as evaluation
 from miner_guard.watch import trace as whole
 from miner_guard.watch import trace_reading as reading
@@ -371,3 +372,25 @@ def test_after_a_new_rendezvous_the_losses_of_the_current_ranks_are_judged(tmp_p
         run.step(15.0, 1e4)
     assert [finding.rank for finding in run.of("loss_nan")] == [0, 4]
     assert {finding.rank for finding in (*run.of("loss_spike"), *run.of("loss_divergence"))} == {4}
+
+
+def test_the_rank_whose_loss_was_nan_first_is_named(tmp_path: Path) -> None:
+    """Rank 0's steps arrive first; its loss follows one step later, through the gradients."""
+    run = Run(tmp_path)
+    for _ in range(5):
+        run.step(15.0, 2.0)
+    # Both ranks' steps arrive between two ticks, rank 0's before rank 1's.
+    curves = run.monitors[1]
+    records = {
+        rank: [
+            StepRecord(inner_step=n, total_steps=n, loss=math.nan if n + rank >= 7 else 2.0)
+            for n in (6, 7)
+        ]
+        for rank in (0, 1)
+    }
+    found = [finding for rank in (0, 1) for finding in curves.on_steps(rank, records[rank])]
+    assert found == []
+    assert curves.objection() == "nan_loss"
+    found = list(curves.on_tick(run.clock.monotonic(), {}))
+    assert [(f.name, f.rank, f.fields["step"]) for f in found] == [("loss_nan", 1, 6)]
+    assert curves.objection() is None
