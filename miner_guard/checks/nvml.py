@@ -26,8 +26,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from miner_guard.system.backoff import Backoff
-from miner_guard.system.own_module import own_module
+from miner_guard.system.children import Backoff, own_module
 from miner_guard.system.readiness import ready
 
 Sample = Mapping[str, Any]

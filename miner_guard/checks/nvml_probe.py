@@ -25,7 +25,7 @@ from typing import Any, TextIO
 
 import pynvml as nvml
 
-from miner_guard.system import inherited
+from miner_guard.system import children
 
 Handle = Any
 
@@ -533,7 +533,7 @@ def main(requests: TextIO, answers: TextIO) -> None:
 
 
 if __name__ == "__main__":
-    inherited.continue_when_the_parent_dies()
+    children.continue_when_the_parent_dies()
     with os.fdopen(os.dup(1), "w") as own:
         # The driver library's output must not mix with ours.
         os.dup2(2, 1)

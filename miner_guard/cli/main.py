@@ -19,7 +19,7 @@ import typer
 
 from miner_guard import __version__, exits
 from miner_guard.cli.examples import EXAMPLES
-from miner_guard.system import inherited
+from miner_guard.system import children
 
 COMMANDS = (
     "run",
@@ -113,7 +113,7 @@ def main() -> None:
     # Imported modules live until exit, so collecting garbage every 700 objects would waste a tenth
     # of the start-up time.
     gc.set_threshold(_GC_EVERY)
-    inherited.open_standard_streams()
+    children.open_standard_streams()
     sys.exit(run(sys.argv[1:]))
 
 

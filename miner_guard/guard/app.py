@@ -46,7 +46,7 @@ from miner_guard.guard.watchdog import STOP_SIGNALS, Hands, Watchdog
 from miner_guard.record.events import degraded, event
 from miner_guard.record.redaction import Redactor
 from miner_guard.state_dir import StateDir
-from miner_guard.system import inherited
+from miner_guard.system import children
 from miner_guard.system.cgroup import Cgroup
 from miner_guard.system.clock import SystemClock
 from miner_guard.system.helpers import end_helpers
@@ -197,7 +197,7 @@ class GuardApp:
 
     def run(self) -> int:
         """Supervise until the run ends; returns the exit code."""
-        inherited.settle_signals()
+        children.settle_signals()
         sys.setswitchinterval(_SWITCH_S)
         state = self.request.state
         found = [*self.lock.findings, *check_state_dir(state), *killed_guard(state)]

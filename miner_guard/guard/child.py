@@ -10,8 +10,8 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 
+from miner_guard.system.children import signal_at_parents_death
 from miner_guard.system.helpers import reap_miners
-from miner_guard.system.parent_death import signal_at_parents_death
 from miner_guard.system.processes import Process, stat
 
 PR_SET_CHILD_SUBREAPER = 36

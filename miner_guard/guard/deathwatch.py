@@ -22,8 +22,7 @@ from miner_guard.eventlog.catalog import Finding
 from miner_guard.guard.last_resort import RunToEnd
 from miner_guard.guard.loop import Loop
 from miner_guard.record.events import degraded
-from miner_guard.system.backoff import Backoff
-from miner_guard.system.parent_death import signal_at_parents_death
+from miner_guard.system.children import Backoff, signal_at_parents_death
 from miner_guard.system.processes import HELPER, Process
 
 _PACKAGES = Path(miner_guard.__file__).resolve().parents[1]

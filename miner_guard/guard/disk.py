@@ -30,8 +30,7 @@ from miner_guard.guard.disk_messages import FILES, LANES, LOG, RECORDS, ROWS
 from miner_guard.record.events import degraded, event
 from miner_guard.record.words import counted
 from miner_guard.state_dir import PRIVATE_FILE, StateDir
-from miner_guard.system.backoff import Backoff
-from miner_guard.system.own_module import own_module
+from miner_guard.system.children import Backoff, own_module
 from miner_guard.system.readiness import ready
 
 STUCK_S = 5.0

@@ -31,7 +31,7 @@ from miner_guard.record.events import degraded, event
 from miner_guard.record.store import RunStore
 from miner_guard.record.words import counted
 from miner_guard.state_dir import StateDir, replace_file
-from miner_guard.system import inherited
+from miner_guard.system import children
 
 _RETRY_S = 1.0
 _MAX_BATCH = 64
@@ -250,7 +250,7 @@ class Lane(threading.Thread):
 
 def main() -> None:
     """Read messages until the guard closes the pipe, then flush and exit."""
-    inherited.continue_when_the_parent_dies()
+    children.continue_when_the_parent_dies()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # A service manager such as systemd signals the whole group; this process must still write
         # the guard's last lines.

@@ -15,19 +15,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from miner_guard.exits import CRASH_LOOP, FAILED
-from miner_guard.guard.attribution import Attribution
 from miner_guard.guard.child import Child
-from miner_guard.guard.conclusion import Conclusion
 from miner_guard.guard.flights import Flights
 from miner_guard.guard.launch import RETRY_INSPECT_S, ActiveLaunch
 from miner_guard.guard.loop import Loop, Timer
 from miner_guard.guard.process_tree import ProcessTree
-from miner_guard.guard.pulse import Pulse
 from miner_guard.guard.relay import Relay
-from miner_guard.guard.restart import Again, Failure, GiveUp, RestartPolicy
+from miner_guard.guard.restart import (
+    Again,
+    Attribution,
+    Failure,
+    GiveUp,
+    RestartPolicy,
+    how_it_ended,
+    ran_to_its_end,
+)
 from miner_guard.guard.states import LaunchSpec, RunEvent, State, StopRequest, Then, after
-from miner_guard.record.events import event
+from miner_guard.guard.teardown import Teardown
+from miner_guard.rank.layout import Now
+from miner_guard.record.events import degraded, event
 from miner_guard.system.clock import Clock
+from miner_guard.system.once import Once
 from miner_guard.watch.base import Exit, Launch
 from miner_guard.watch.runner import MonitorRunner
 
@@ -433,3 +441,173 @@ class Supervisor:
         self._cancel_retry()
         self._enter(RunEvent.FINISHED)
         self.exit_code, self.reason = exit_code, reason
+
+
+DROPS_EVERY_S = 60.0
+TICK_S = 0.5
+"""Interval between ticks. On average, it delays hang detection by half its length."""
+
+_QUIET_S = 1.0
+"""Interval while no rank has a flight record and the miner prints nothing."""
+
+
+class Pulse:
+    """Runs the tick twice a second, or once a second while nothing is happening. If a step of the
+    tick fails, the others still run."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._run = supervisor
+        self._blind = Once()
+        self._reported_bytes = 0
+        self._reported_at = 0.0
+        self._quiet = False
+        self._deliveries = -1
+
+    def interval_s(self) -> float:
+        """Seconds until the next tick."""
+        return _QUIET_S if self._quiet else TICK_S
+
+    def tick(self) -> None:
+        """Run all steps in one tick."""
+        run, attempt = self._run, self._run.loop.attempt
+        if run.exit_code is not None:
+            # The monitors have stopped; only their last messages still have to be sent.
+            return
+        now = run.clock.monotonic()
+        self._quiet = not run.flights.identities() and run.runner.deliveries == self._deliveries
+        self._deliveries = run.runner.deliveries
+        attempt(lambda: run.flights.poll(run.runner))
+        ranks: dict[int, Now] = {}
+        attempt(lambda: ranks.update(run.flights.now()))
+        attempt(lambda: run.runner.tick(now, ranks))
+        attempt(lambda: self._watch_health(ranks))
+        attempt(self._watch_drops)
+        attempt(self._watch_processes)
+
+    def _watch_processes(self) -> None:
+        child = self._run.child
+        try:
+            self._run.process_tree.refresh(None if child is None else child.process)
+        except OSError as error:
+            self.report_blind(error)
+
+    def report_blind(self, error: OSError) -> None:
+        """Report, once per run, that the miner's processes can't be inspected."""
+        if self._blind.first():
+            what = f"cannot inspect the miner's processes ({error.strerror}); retrying"
+            self._run.runner.finding(degraded(what))
+
+    def _watch_health(self, ranks: Mapping[int, Now]) -> None:
+        run, launch = self._run, self._run.launch
+        stepping = any(now.total_steps > 0 for now in ranks.values())
+        if launch is None or run.state is not State.RUNNING or launch.healthy or not stepping:
+            return
+        if run.clock.monotonic() - launch.started >= run.spec.config.restart.healthy_s:
+            launch.healthy = True
+            run.policy.healthy()
+
+    def _watch_drops(self) -> None:
+        due = self._run.clock.monotonic() - self._reported_at >= DROPS_EVERY_S
+        if due or not self._run.relay.stuck:
+            self.report_drops()
+
+    def report_drops(self) -> None:
+        """Report output dropped since the last report, if any."""
+        dropped = self._run.relay.dropped_bytes - self._reported_bytes
+        if dropped > 0:
+            self._reported_bytes += dropped
+            self._reported_at = self._run.clock.monotonic()
+            self._run.runner.finding(
+                event(
+                    "output_dropped",
+                    "warning",
+                    f"OUTPUT DROPPED: {dropped} bytes of the miner's output; nothing reads "
+                    "the guard's stdout",
+                    dropped_bytes=dropped,
+                )
+            )
+
+
+class Conclusion:
+    """Wraps up launches. Supervisor thread only. A failed step is reported and does not affect the
+    others."""
+
+    def __init__(
+        self, spec: LaunchSpec, loop: Loop, *, runner: MonitorRunner, relay: Relay, flights: Flights
+    ) -> None:
+        self._spec, self._loop = spec, loop
+        self._runner, self._relay, self._flights = runner, relay, flights
+
+    def of(self, launch: ActiveLaunch) -> Exit:
+        """Wrap up `launch` and return how it ended."""
+        for work in (
+            self._show_last_words,
+            lambda: self._flights.last_poll(self._runner),
+            lambda: self._report_teardown(launch.teardown),
+        ):
+            self._loop.attempt(work)
+        end = launch.exit(self._has_finished(launch))
+        self._loop.attempt(lambda: self._report_exit(end, launch.stop_request))
+        return end
+
+    def _show_last_words(self) -> None:
+        left_out = self._relay.show_rest()
+        if left_out:
+            what = (
+                f"{left_out} bytes of the miner's last output were passed on unchecked: "
+                "the monitors had fallen behind"
+            )
+            self._runner.finding(degraded(what))
+
+    def _has_finished(self, launch: ActiveLaunch) -> bool:
+        """Return True if the miner finished its work; False if that check fails."""
+        answers: list[bool] = []
+        self._loop.attempt(lambda: answers.append(self._judge_finish(launch)))
+        return answers == [True]
+
+    def _judge_finish(self, launch: ActiveLaunch) -> bool:
+        miner = self._spec.config.miner
+        if miner.finite or self._flights.all_in({"finished"}):
+            return True
+        if miner.finite is not None or miner.attach != "auto" or launch.stop_request is not None:
+            return False
+        self._runner.end_output()
+        return ran_to_its_end(self._flights, self._runner.objections())
+
+    def _report_teardown(self, teardown: Teardown | None) -> None:
+        if teardown is not None:
+            for finding in teardown.report(self._spec.run_id):
+                self._runner.finding(finding)
+
+    def _report_exit(self, end: Exit, stop_request: StopRequest | None) -> None:
+        runtime = round(end.runtime_s, 3)
+        if end.finished:
+            self._runner.finding(
+                event(
+                    "miner_finished",
+                    "info",
+                    f"MINER FINISHED: {how_it_ended(end)} after {runtime:.0f}s",
+                    how=how_it_ended(end),
+                    code=end.code,
+                    runtime_s=runtime,
+                )
+            )
+            return
+        asked = (
+            "without being asked" if stop_request is None else f"as requested: {stop_request.cause}"
+        )
+        how = f"{how_it_ended(end)} {asked}"
+        if end.code == 0 and not end.asked:
+            how += (
+                "; if the miner has finished its work, report that with "
+                "guard.close(finished=True) or --finite ([miner] finite = true)"
+            )
+        finding = event(
+            "miner_exited",
+            "error",
+            f"MINER EXITED: {how}",
+            how=how,
+            code=end.code,
+            runtime_s=runtime,
+        )
+        self._runner.finding(finding.at("info") if end.asked else finding)

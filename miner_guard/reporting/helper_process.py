@@ -14,8 +14,7 @@ from typing import Any
 
 from miner_guard.eventlog.catalog import make_finding
 from miner_guard.system import helpers
-from miner_guard.system.backoff import Backoff
-from miner_guard.system.own_module import own_module
+from miner_guard.system.children import Backoff, own_module
 from miner_guard.system.readiness import ready
 from miner_guard.watch.base import Context
 

@@ -44,7 +44,7 @@ from miner_guard.reporting.report import body, page, template, title_of
 from miner_guard.reporting.report_curves import curves
 from miner_guard.reporting.report_data import Data, LogReader
 from miner_guard.reporting.report_tables import inline
-from miner_guard.system import inherited
+from miner_guard.system import children
 from miner_guard.watch.state import FIND_THE_GUARD, shown
 
 PATIENCE_S = 10.0
@@ -306,7 +306,7 @@ def _end_with_stdin() -> None:
 
 def main() -> None:
     """Entry point of the child process."""
-    inherited.continue_when_the_parent_dies()
+    children.continue_when_the_parent_dies()
     order = ServerSettings(**json.loads(sys.stdin.readline()))
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _MAX_CONNECTIONS if hard == resource.RLIM_INFINITY else min(_MAX_CONNECTIONS, hard)

@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from miner_guard.system.own_module import own_module
+from miner_guard.system.children import own_module
 from miner_guard.system.readiness import ready
 
 _asked: set[subprocess.Popen[bytes]] = set()

@@ -24,7 +24,7 @@ from typing import Any
 
 from miner_guard.config import RepoSettings
 from miner_guard.record.redaction import Redactor
-from miner_guard.system.own_module import own_module
+from miner_guard.system.children import own_module
 from miner_guard.uploads.journal import Journal, PublishInProgress, exclusively, journal_path
 from miner_guard.uploads.publisher import (
     Cancelled,

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from miner_guard.config import RepoSettings
-from miner_guard.system.own_module import own_module
+from miner_guard.system.children import own_module
 from miner_guard.uploads.journal import COMMITTING, Journal
 from miner_guard.uploads.publisher import Publisher, Retry
 from miner_guard.uploads.repos import open_repo

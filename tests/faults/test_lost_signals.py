@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.system import inherited
+from miner_guard.system import children
 from tests.faults.guarded import Guarded, until
 
 FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1}
@@ -100,7 +100,7 @@ def test_all_signals_pass_after_settling() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     handlers = {n: signal.getsignal(n) for n in (signal.SIGCHLD, signal.SIGTTOU, signal.SIGTTIN)}
     try:
-        inherited.settle_signals()
+        children.settle_signals()
         assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
     finally:
         for number, handler in handlers.items():

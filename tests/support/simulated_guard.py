@@ -19,9 +19,8 @@ from miner_guard.config import Config, GpuSettings, MinerSettings, RepoSettings
 from miner_guard.eventlog.catalog import make_finding
 from miner_guard.eventlog.emitter import Emitter, StoreSink
 from miner_guard.eventlog.run_status import LastExit, RankProcess, RunStatus
-from miner_guard.guard.attribution import Attribution, how_it_ended
 from miner_guard.guard.lock import killed_guard
-from miner_guard.guard.restart import Again, Failure, RestartPolicy
+from miner_guard.guard.restart import Again, Attribution, Failure, RestartPolicy, how_it_ended
 from miner_guard.rank import journal
 from miner_guard.rank.journal import CheckpointEntry, DecisionEntry
 from miner_guard.rank.layout import Now

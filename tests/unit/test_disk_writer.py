@@ -90,7 +90,7 @@ def test_nothing_is_lost_when_the_process_is_killed(
 ) -> None:
     """`pkill -9 -f miner-guard` kills that process too. The guard reports it once, however often it
     happens."""
-    monkeypatch.setattr("miner_guard.system.backoff._MAX_S", 0.05)
+    monkeypatch.setattr("miner_guard.system.children._MAX_S", 0.05)
     writer.start()
     killed: list[int] = []
     for n in range(300):

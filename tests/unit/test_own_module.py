@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from miner_guard.system import probe
-from miner_guard.system.own_module import own_module
+from miner_guard.system.children import own_module
 from tests.faults.guarded import REPO
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 import pytest
 
-from miner_guard.guard.attribution import ran_to_its_end
+from miner_guard.guard.restart import ran_to_its_end
 from miner_guard.rank.layout import Now
 from miner_guard.watch.ranks import ended_early, left_behind
 

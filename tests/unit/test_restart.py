@@ -7,8 +7,7 @@ import pytest
 
 from miner_guard.config import RestartSettings
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.guard.attribution import Attribution
-from miner_guard.guard.restart import Again, Failure, GiveUp, RestartPolicy
+from miner_guard.guard.restart import Again, Attribution, Failure, GiveUp, RestartPolicy
 from miner_guard.system.clock import FakeClock
 from miner_guard.watch.base import Exit
 
