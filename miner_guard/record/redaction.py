@@ -126,7 +126,7 @@ _ANSI = r"(?:\x1b|\\u001b|\\x1b)\[[\d;]{0,12}m"
 # `\\n`.
 _GAP = rf"(?:{_ANSI}|\\[nrt]|\\(?![nrtux])|[^\w\x1b\\])"
 # Between two words of a phrase: spaces, or the signs around numbered, listed or quoted words.
-_BETWEEN = r"(?:[ ]{1,4}|[^A-Za-z\x1b]{1,12})"
+_BETWEEN = r"(?:[ ]{1,4}|[^A-Za-z\x1b/:=_]{1,12})"
 _WORDS = rf"[a-z]{{3,8}}(?:{_BETWEEN}[a-z]{{3,8}}){{11,23}}(?![A-Za-z])"
 _LISTED = re.compile(
     r"(?<![A-Za-z])[a-z]{3,8}"
@@ -223,6 +223,7 @@ class Redactor:
         if "PRIVATE KEY" in text:
             text = _PEM_REST.sub(MASK, _without_private_keys(text))
         text = _WEBHOOK.sub(rf"\1{MASK}", text)
+        text = _URL.sub(rf"\1{MASK}\3", text)
         text = _SIGNED_URL.sub(rf"\1{MASK}", text)
         if _LONG_RUN.search(text):
             for shape in _SHAPES:
@@ -230,7 +231,6 @@ class Redactor:
         for named in (_WANDB, _NETRC, _AWS_NAMED):
             text = named.sub(rf"\1{MASK}", text)
         text = _MNEMONIC.sub(rf"\1{MASK}", text)
-        text = _URL.sub(rf"\1{MASK}\3", text)
         text = _BEARER.sub(rf"\1{MASK}", text)
         text = _FLAG.sub(rf"\1{MASK}", text)
         return _NAMED.sub(rf"\1{MASK}", text)
