@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.record.events import event
 from miner_guard.system.once import OncePer
 from miner_guard.uploads import chain
 from miner_guard.uploads.chain import ChainReading
@@ -64,8 +65,12 @@ class ChainMonitor(Monitor):
         self._latest = (reading, network)
         if reading.reason is not None:
             level = "warning" if self._unknown.ask(now, reading.reason) else "debug"
-            yield make_finding(
-                "chain_unknown", level=level, reason=reading.reason, network=asdict(network)
+            yield event(
+                "chain_unknown",
+                level or "warning",
+                f"CHAIN unknown: {reading.reason}",
+                reason=reading.reason,
+                network=asdict(network),
             )
             self._status.clear()
             return
@@ -97,8 +102,11 @@ class ChainMonitor(Monitor):
                 f"the hotkey is not registered on subnet {self._settings.netuid} at block "
                 f"{reading.block}"
             )
-            yield make_finding(
+            yield event(
                 "chain_unregistered",
+                "critical",
+                f"CHAIN UNREGISTERED: {detail}: the miner earns nothing until it is "
+                "registered again",
                 detail=f"{detail}: the miner earns nothing until it is registered again",
             )
 

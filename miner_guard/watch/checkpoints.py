@@ -9,6 +9,7 @@ from typing import Any
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.rank.journal import CheckpointEntry, FindingEntry, JournalEntry
 from miner_guard.rank.layout import Now
+from miner_guard.record.events import degraded, event
 from miner_guard.system.once import Once
 from miner_guard.watch.base import Context, Exit, Launch, Monitor
 
@@ -47,7 +48,7 @@ class ReportsMonitor(Monitor):
                     f"rank {rank} reported {entry.event!r} with a level, text or fields that no "
                     "event has"
                 )
-                return (make_finding("guard_degraded", what=what),)
+                return (degraded(what),)
             return (finding,)
         if isinstance(entry, CheckpointEntry):
             return self._saved(rank, entry)
@@ -57,8 +58,12 @@ class ReportsMonitor(Monitor):
         path, size = entry.path, entry.size_bytes
         if not entry.complete:
             return (
-                make_finding(
-                    "checkpoint_stale", rank=rank, detail=f"{path} was reported as incomplete"
+                event(
+                    "checkpoint_stale",
+                    "warning",
+                    f"CHECKPOINT STALE: {path} was reported as incomplete",
+                    rank=rank,
+                    detail=f"{path} was reported as incomplete",
                 ),
             )
         before = self._newest and self._newest.size_bytes
@@ -79,7 +84,16 @@ class ReportsMonitor(Monitor):
                 f"{path} is only {size} bytes, but the previous checkpoint was {before}; it may "
                 "lack ranks or optimizer state"
             )
-            return (saved, make_finding("checkpoint_stale", rank=rank, detail=shrunk))
+            return (
+                saved,
+                event(
+                    "checkpoint_stale",
+                    "warning",
+                    f"CHECKPOINT STALE: {shrunk}",
+                    rank=rank,
+                    detail=shrunk,
+                ),
+            )
         return (saved,)
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
@@ -93,7 +107,7 @@ class ReportsMonitor(Monitor):
             f"{now - self._at:.0f}s old (limit {limit:.0f}s); a restart would lose that much "
             "training"
         )
-        return (make_finding("checkpoint_stale", detail=detail),)
+        return (event("checkpoint_stale", "warning", f"CHECKPOINT STALE: {detail}", detail=detail),)
 
     def on_exit(self, end: Exit) -> Iterable[Finding]:
         if end.finished:

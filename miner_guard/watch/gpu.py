@@ -21,6 +21,7 @@ from miner_guard.eventlog.section import LastRead
 from miner_guard.eventlog.status_document import GpusStatus, HealthStatus
 from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, TrainingEntry, unpack
 from miner_guard.rank.layout import Now
+from miner_guard.record.events import degraded, event
 from miner_guard.record.words import counted
 from miner_guard.system.once import Once, OncePer
 from miner_guard.watch.base import Context, Exit, Launch, Monitor
@@ -437,8 +438,10 @@ class GpuUse:
     def _dropped(self, reading: MemoryReading, step: int | None) -> Iterator[Finding]:
         history = self._history.setdefault(reading.gpu, deque(maxlen=HISTORY))
         if history and history[-1] - reading.share_pct >= self._settings.drop_pct:
-            yield make_finding(
+            yield event(
                 "gpu_drop",
+                "warning",
+                f"GPU DROP: {history[-1]:.0f}% -> {reading.share_pct:.0f}% at step {step}",
                 from_pct=history[-1],
                 to_pct=reading.share_pct,
                 step=step,
@@ -687,7 +690,7 @@ class GpuMonitor(Monitor):
                     f"no relaunch with a larger batch: the miner's command does not set {argument} "
                     "to a whole number"
                 )
-                yield make_finding("guard_degraded", what=what)
+                yield degraded(what)
             return
         change = self._policy.larger(
             batch, factor, f"GPU memory at {usage.fields['share_pct']:.0f}%"
@@ -700,8 +703,14 @@ class GpuMonitor(Monitor):
         assert self._launch is not None
         argument = str(self._settings.batch_argument)
         self.context.control.use_command(rewritten(self._launch.command, argument, change.new))
-        yield make_finding(
-            "gpu_relaunch", argument=argument, old=change.old, new=change.new, why=change.why
+        yield event(
+            "gpu_relaunch",
+            "warning",
+            f"GPU RELAUNCH: {argument} {change.old} -> {change.new}: {change.why}",
+            argument=argument,
+            old=change.old,
+            new=change.new,
+            why=change.why,
         )
 
     def snapshot(self) -> Mapping[str, Any]:

@@ -25,6 +25,7 @@ from miner_guard.eventlog.write_errors import not_stored
 from miner_guard.exits import CRASH_LOOP
 from miner_guard.rank.agree import LATE
 from miner_guard.rank.layout import ENDED_STATES, Identity, Now, StepRecord, ranks_elsewhere
+from miner_guard.record.events import event
 from miner_guard.record.words import counted, rank_list
 from miner_guard.state_dir import StateDir
 from miner_guard.system import processes
@@ -634,14 +635,26 @@ class HangMonitor(Monitor):
             )
             if had.late is not None:
                 self.context.emit(
-                    make_finding(
-                        "hang_evidence", detail=had.late.detail, ranks=list(had.late.ranks)
+                    event(
+                        "hang_evidence",
+                        "error",
+                        f"HANG EVIDENCE: {had.late.detail}",
+                        detail=had.late.detail,
+                        ranks=list(had.late.ranks),
                     )
                 )
             named = [f"rank {rank}" for rank in had.stacks_of]
             named += [f"pid {place.pid}" for place in early]
             ranks = ", ".join(named) or "no stacks, only other evidence"
-            self.context.emit(make_finding("stack_dump", ranks=ranks, path=str(folder)))
+            self.context.emit(
+                event(
+                    "stack_dump",
+                    "error",
+                    f"STACK DUMP: {ranks} in {folder!s}",
+                    ranks=ranks,
+                    path=str(folder),
+                )
+            )
             prune_incidents(self.context.state, self.context.config.logs.keep_incidents)
         except OSError as error:
             self.context.emit(not_stored("evidence of the hang", error))

@@ -11,8 +11,9 @@ from miner_guard.checks.limits import HostLimits
 from miner_guard.checks.nvml import NvmlSampler
 from miner_guard.checks.samplers import HostSampler, OwnSampler, Samplers, Unreadable, host_figures
 from miner_guard.checks.snapshot import assemble, summary
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import Finding
 from miner_guard.rank.layout import Now
+from miner_guard.record.events import degraded, event
 from miner_guard.watch.base import Context, Monitor
 
 _GPU_DEADLINE_RATIO = 0.9
@@ -49,7 +50,7 @@ class HealthMonitor(Monitor):
 
     def _probe_ended(self, how: str) -> None:
         what = f"the process that reads the GPUs exited ({how}); restarting it"
-        self.context.emit(make_finding("guard_degraded", what=what))
+        self.context.emit(degraded(what))
 
     def gpu_memory_levels(self) -> Mapping[str, int] | None:
         """The GPU memory currently in use, in bytes by UUID; None without a GPU. Blocks for at most
@@ -84,7 +85,13 @@ class HealthMonitor(Monitor):
     def _finding(self) -> Finding:
         snapshot = self._document()
         self._snapshots += 1
-        return make_finding("health_snapshot", summary=summary(snapshot), snapshot=snapshot)
+        return event(
+            "health_snapshot",
+            "info",
+            f"HEALTH {summary(snapshot)}",
+            summary=summary(snapshot),
+            snapshot=snapshot,
+        )
 
     def _document(self) -> dict[str, Any]:
         readings = self.samplers.readings()

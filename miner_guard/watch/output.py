@@ -29,6 +29,7 @@ from miner_guard.rank import journal, layout
 from miner_guard.rank.flight import FlightWriter
 from miner_guard.rank.journal import JournalEntry, UploadEntry
 from miner_guard.rank.layout import NAN, Now, StepRecord
+from miner_guard.record.events import degraded, event
 from miner_guard.record.redaction import SECRET_NAME
 from miner_guard.system import free_memory
 from miner_guard.system.once import Once
@@ -118,7 +119,7 @@ class LogAttachMonitor(Monitor):
                 usable.append(text)
             else:
                 what = f"[miner] log_patterns: {text!r} {wrong}; ignoring this pattern"
-                self._findings.append(make_finding("guard_degraded", what=what))
+                self._findings.append(degraded(what))
         return patterns(self.context.config.miner.profile, usable)
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
@@ -144,7 +145,7 @@ class LogAttachMonitor(Monitor):
                 f"--attach log: no flight record: {error.strerror or error}; steps are not recorded"
             )
             if what != self._blind:
-                findings.append(make_finding("guard_degraded", what=what))
+                findings.append(degraded(what))
             self._blind = what
             return findings
         self._blind = ""
@@ -168,7 +169,10 @@ class LogAttachMonitor(Monitor):
             "like versions before 2025-02, this miner lacks the methods that --attach sn38 hooks, "
             "so its steps are read from the log, and its uploads are not gated"
         )
-        return [make_finding("log_attached", detail=detail), *self._open(launch)]
+        return [
+            event("log_attached", "warning", f"ATTACHED BY LOG: {detail}", detail=detail),
+            *self._open(launch),
+        ]
 
     def reads_lines(self) -> bool:
         return self._flight is not None or (self._standby and not self._ranks)
@@ -438,10 +442,9 @@ class FirstStepMonitor(Monitor):
 
     def _degraded(self, waited: float) -> Finding:
         nearest = "" if self._nearest is None else f"; the nearest line is {self._nearest[1]}"
-        return make_finding(
-            "guard_degraded",
-            what=f"no step seen for {waited / 60:.0f} min, so the guard cannot see slow "
-            f"steps or hangs either: {_WHY_NO_STEP[self.context.config.miner.attach]}{nearest}",
+        return degraded(
+            f"no step seen for {waited / 60:.0f} min, so the guard cannot see slow "
+            f"steps or hangs either: {_WHY_NO_STEP[self.context.config.miner.attach]}{nearest}"
         )
 
     def snapshot(self) -> Mapping[str, Any]:
@@ -472,7 +475,7 @@ class DegradedHooksMonitor(Monitor):
                 continue
             what = match[1].decode("utf-8", "replace").strip()
             if self._reported.first(what):
-                yield make_finding("guard_degraded", what=what, source="log")
+                yield degraded(what, source="log")
 
 
 _COMMITMENT = b"Commitment - ["
@@ -517,8 +520,13 @@ class SecretLeaksMonitor(Monitor):
         if _COMMITMENT in text:
             shown.append("a commitment that contains read credentials")
         return [
-            make_finding(
-                "secret_exposed", where="the miner's output", kind=kind, next_step=_NEXT_STEP
+            event(
+                "secret_exposed",
+                "warning",
+                f"SECRET EXPOSED: the miner's output shows {kind}; {_NEXT_STEP}",
+                where="the miner's output",
+                kind=kind,
+                next_step=_NEXT_STEP,
             )
             for kind in shown
             if self._kinds.first(kind)
@@ -633,7 +641,15 @@ class IncidentsMonitor(Monitor):
         passed = sorted(past & self._reported_at.keys())
         for label in passed:
             del self._reported_at[label]
-        return [make_finding("incident_overcome", label=label) for label in passed]
+        return [
+            event(
+                "incident_overcome",
+                "info",
+                f"OVERCOME {label}: training continued after it",
+                label=label,
+            )
+            for label in passed
+        ]
 
     def _take(self, seen: list[Evidence], now: float) -> None:
         """Add the matches to the case; after a long quiet period, start a new case first."""

@@ -17,7 +17,8 @@ from miner_guard.eventlog.status_document import FallbackStatus, RanksStatus
 from miner_guard.rank import journal
 from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, TrainingEntry
 from miner_guard.rank.layout import FLAG_FIRST, FLAG_LOSS_ON_CPU, Now, StepRecord
-from miner_guard.record.words import gb, rank_list
+from miner_guard.record.events import event
+from miner_guard.record.words import counted, gb, rank_list
 from miner_guard.system.launcher_args import number_of, value_of
 from miner_guard.watch.base import Context, Exit, Launch, Monitor
 from miner_guard.watch.evidence import header_of
@@ -597,7 +598,13 @@ class RanksMonitor(Monitor):
     def _straggler_finding(self, seen: Straggler | tuple[int, int]) -> Finding:
         if not isinstance(seen, Straggler):
             self._last_straggler = None
-            return make_finding("straggler_cleared", rank=seen[0], steps=seen[1])
+            return event(
+                "straggler_cleared",
+                "info",
+                f"STRAGGLER CLEARED: rank {seen[0]} after {counted(seen[1], 'step')}",
+                rank=seen[0],
+                steps=seen[1],
+            )
         self._last_straggler = seen
         critical = seen.score >= self.context.config.steps.straggler_critical_ratio
         return make_finding(
@@ -630,8 +637,11 @@ class RanksMonitor(Monitor):
         for rank in list(gone):
             del self._watches[rank]
         if self._last_straggler is not None:
-            yield make_finding(
+            yield event(
                 "straggler_cleared",
+                "info",
+                f"STRAGGLER CLEARED: rank {self._last_straggler.rank} after "
+                f"{counted(self._straggler.named_steps, 'step')}",
                 rank=self._last_straggler.rank,
                 steps=self._straggler.named_steps,
             )
@@ -655,10 +665,11 @@ class RanksMonitor(Monitor):
             which = ("rank " if len(ranks) == 1 else "ranks ") + ",".join(map(str, ranks))
             evidence = {rank: list(changed[rank][1]) for rank in ranks}
             level = {CERTAIN: "critical", CLEARED: "info"}.get(verdict, "warning")
-            yield make_finding(
+            yield event(
                 "cpu_fallback",
+                level or "critical",
+                f"CPU FALLBACK: {which}: {verdict}: {', '.join(changed[ranks[0]][1])}",
                 rank=ranks[0] if len(ranks) == 1 else None,
-                level=level,
                 which=which,
                 verdict=verdict,
                 evidence=f"{verdict}: {', '.join(changed[ranks[0]][1])}",
@@ -691,8 +702,10 @@ class RanksMonitor(Monitor):
         )
         if cause is not None and cause.cause != self._explained:
             self._explained = cause.cause
-            yield make_finding(
+            yield event(
                 "throughput_explained",
+                "warning",
+                f"SLOW BECAUSE: {cause.cause}: {cause.arithmetic}",
                 cause=cause.cause,
                 arithmetic=cause.arithmetic,
                 step_time_s=step_time,
@@ -784,7 +797,14 @@ class RankEndsMonitor(Monitor):
     def _finding(self, left: Left) -> Finding:
         self._reported.update(left.ranks)
         rank = left.ranks[0] if len(left.ranks) == 1 else None
-        return make_finding("rank_gone", rank=rank, detail=left.detail, ranks=list(left.ranks))
+        return event(
+            "rank_gone",
+            "error",
+            f"RANK GONE: {left.detail}",
+            rank=rank,
+            detail=left.detail,
+            ranks=list(left.ranks),
+        )
 
 
 _ESTABLISHED = "01"
@@ -923,8 +943,12 @@ class NodesMonitor(Monitor):
         if reason is None:
             if was_down:
                 self.context.emit(
-                    make_finding(
-                        "network_recovered", node=name, seconds=round(asked - node.since, 1)
+                    event(
+                        "network_recovered",
+                        "info",
+                        f"NODE REACHABLE: {name} again after {round(asked - node.since, 1):.0f}s",
+                        node=name,
+                        seconds=round(asked - node.since, 1),
                     )
                 )
             node.seen, node.misses, node.reason = True, 0, ""
@@ -938,7 +962,15 @@ class NodesMonitor(Monitor):
                 f"no response for {self.context.clock.monotonic() - node.since:.0f}s ({reason}); "
                 "check its network"
             )
-            self.context.emit(make_finding("network_unreachable", node=name, detail=detail))
+            self.context.emit(
+                event(
+                    "network_unreachable",
+                    "critical",
+                    f"NODE UNREACHABLE: {name}: {detail}",
+                    node=name,
+                    detail=detail,
+                )
+            )
 
     def snapshot(self) -> Mapping[str, Any]:
         return {

@@ -8,9 +8,10 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import Finding
 from miner_guard.rank.journal import parse
 from miner_guard.rank.layout import Now, StepRecord
+from miner_guard.record.events import degraded
 from miner_guard.watch.base import Exit, Launch, Monitor
 from miner_guard.watch.line_router import Delivery, LineRouter
 
@@ -155,4 +156,4 @@ class MonitorRunner:
             f"{who}.{method} failed with {type(error).__name__}: {error} "
             f"({where.filename}:{where.lineno}); "
         )
-        self._log(make_finding("guard_degraded", what=what + "further occurrences are suppressed"))
+        self._log(degraded(what + "further occurrences are suppressed"))

@@ -12,8 +12,9 @@ from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.status_document import RankSteps, StepsStatus
 from miner_guard.rank.journal import JournalEntry, TrainingEntry
 from miner_guard.rank.layout import FLAG_FIRST, Now, StepRecord
+from miner_guard.record.events import event
 from miner_guard.record.phases import SPECIAL_PHASES
-from miner_guard.record.words import gb
+from miner_guard.record.words import counted, gb
 from miner_guard.state_dir import json_number
 from miner_guard.system.once import Once
 from miner_guard.watch.base import Context, Exit, Launch, Monitor
@@ -742,8 +743,11 @@ class StepsMonitor(Monitor):
         for late, seen in self._slowdowns.observe(step, slow, kind, lasts=lasts):
             yield from self._slow_line(rank, late, seen)
         if regression is not None and not self._on_cpu:
-            yield make_finding(
+            yield event(
                 "steps_regressed",
+                "warning",
+                f"STEPS REGRESSED: median {regression.median_s:.2f}s, best "
+                f"{regression.best_s:.2f}s earlier ({regression.ratio:.0%} of best speed)",
                 rank=rank,
                 median_s=regression.median_s,
                 best_s=regression.best_s,
@@ -798,7 +802,13 @@ class StepsMonitor(Monitor):
         memory, gpu = gb(step.allocated_bytes), self.context.config.gpu
         low = memory is not None and memory < gpu.low_memory_gb and gpu.expect != 0
         if slow.rule == "absolute" and low and self._low_memory_reports.first():
-            yield make_finding("low_gpu_memory", rank=rank, gpu_mem_gb=memory)
+            yield event(
+                "low_gpu_memory",
+                "warning",
+                "LOW GPU MEMORY: Model may be on CPU!",
+                rank=rank,
+                gpu_mem_gb=memory,
+            )
 
     def _no_gpu(self) -> bool:
         """Return True if this machine is known to have no GPU."""
@@ -837,8 +847,11 @@ class StepsMonitor(Monitor):
     def _timing_lines(self, rank: int, step: StepRecord) -> Iterator[Finding]:
         seen = self._timing.observe(step.total_steps, step.phases, step.nested_in_monitor_s)
         if isinstance(seen, FastLog):
-            yield make_finding(
+            yield event(
                 "fast_log",
+                "info",
+                f"Fast log time: {seen.total_s:.3f}s (loss calc: {seen.loss_calc_s:.3f}s, "
+                f"overhead: {seen.overhead_s:.3f}s)",
                 rank=rank,
                 total_s=seen.total_s,
                 loss_calc_s=seen.loss_calc_s,
@@ -902,8 +915,13 @@ class StepsMonitor(Monitor):
 
     def _left_out(self, now: float) -> Iterator[Finding]:
         if (count := self._limiter.left_out(now)) > 0:
-            yield make_finding(
-                "step_lines_left_out", count=count, limit_per_s=f"{self._limiter.per_s:g}"
+            yield event(
+                "step_lines_left_out",
+                "info",
+                f"{counted(count, 'step line')} left out (limit {self._limiter.per_s:g}/s); "
+                "the flight record has them",
+                count=count,
+                limit_per_s=f"{self._limiter.per_s:g}",
             )
 
     def snapshot(self) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from miner_guard.config import Config
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.section import Section
 from miner_guard.eventlog.status_document import (
     NO_REPO,
@@ -28,6 +28,7 @@ from miner_guard.eventlog.status_document import (
 from miner_guard.eventlog.write_errors import WriteOutage
 from miner_guard.rank.journal import DecisionEntry, JournalEntry, UploadEntry
 from miner_guard.rank.layout import FLAG_FIRST, Now, StepRecord
+from miner_guard.record.events import event
 from miner_guard.record.store import (
     Row,
     RunReader,
@@ -106,7 +107,14 @@ def tag_of(entry: UploadEntry) -> str | None:
 def not_verified(entry: UploadEntry, tag: str | None, why: str) -> Finding:
     """The finding for a push that only the miner has confirmed."""
     detail = f"{took(entry)}; not verified: {why}"
-    return make_finding("upload_reported", tag=tag, detail=detail, source="guard")
+    return event(
+        "upload_reported",
+        "info",
+        f"UPLOAD REPORTED: tag {tag} {detail}",
+        tag=tag,
+        detail=detail,
+        source="guard",
+    )
 
 
 _WRITE_EVERY_S = 60.0
@@ -169,8 +177,8 @@ class UploadsMonitor(Monitor):
         """Load the latest item of each kind that an earlier guard stored, unless this guard
         already has a newer item."""
         reader = RunReader(self.context.state.db)
-        for name, (event, kind) in _SHOWN_EVENTS.items():
-            for stored in reader.events([event], limit=1, newest=True):
+        for name, (wanted, kind) in _SHOWN_EVENTS.items():
+            for stored in reader.events([wanted], limit=1, newest=True):
                 if self._last[name] is None:
                     wall = parse_iso_utc(stored.ts)
                     shown = {**stored.fields, "rank": stored.rank, "wall": wall}
@@ -292,7 +300,13 @@ class UploadsMonitor(Monitor):
         if entry.phase == "started":
             with self._mutex:
                 self._began[decision] = Begun(entry, entry.t or now, self._watch.latest)
-            yield make_finding("upload_started", rank=rank or None, tag=tag_of(entry))
+            yield event(
+                "upload_started",
+                "info",
+                f"UPLOAD STARTED: tag {tag_of(entry)}",
+                rank=rank or None,
+                tag=tag_of(entry),
+            )
             return
         seconds = entry.seconds
         with self._mutex:
@@ -300,8 +314,12 @@ class UploadsMonitor(Monitor):
         begun = self._began.pop(decision, guessed) if decision else guessed
         if entry.phase == "failed":
             self._store(entry, "failed", error=entry.error)
-            yield make_finding(
-                "upload_failed", rank=rank or None, reason=f"tag {tag_of(entry)}: {entry.error}"
+            yield event(
+                "upload_failed",
+                "error",
+                f"UPLOAD FAILED: tag {tag_of(entry)}: {entry.error}",
+                rank=rank or None,
+                reason=f"tag {tag_of(entry)}: {entry.error}",
             )
             return
         yield from self._reported(entry, begun.at, begun.before)
@@ -328,7 +346,12 @@ class UploadsMonitor(Monitor):
         for begun in cut:
             why = "the miner exited during the push; the published files may be inconsistent"
             self._store(begun.entry, "failed", error=why)
-            yield make_finding("upload_failed", reason=f"tag {tag_of(begun.entry)}: {why}")
+            yield event(
+                "upload_failed",
+                "error",
+                f"UPLOAD FAILED: tag {tag_of(begun.entry)}: {why}",
+                reason=f"tag {tag_of(begun.entry)}: {why}",
+            )
 
     def on_finding(self, finding: Finding) -> Iterable[Finding]:
         fields, wall = finding.fields, self.context.clock.wall()
@@ -405,21 +428,35 @@ class UploadsMonitor(Monitor):
                 bytes=entry.bytes if published.size_bytes is None else published.size_bytes,
             )
             detail = f"{seen.detail}, {took(entry)}"
-            self.context.emit(make_finding("upload_succeeded", tag=tag, detail=detail))
+            self.context.emit(
+                event(
+                    "upload_succeeded",
+                    "info",
+                    f"UPLOAD VERIFIED: tag {tag} {detail}",
+                    tag=tag,
+                    detail=detail,
+                )
+            )
         elif seen.superseded:
             self._store(entry, "superseded", error=seen.detail)
             self.context.emit(not_verified(entry, tag, seen.detail))
         elif seen.verified is None:
             self._store(entry, "reported", error=seen.detail)
             self.context.emit(
-                make_finding(
-                    "upload_unverified", tag=tag, reason=f"reported as pushed, but {seen.detail}"
+                event(
+                    "upload_unverified",
+                    "warning",
+                    f"UPLOAD UNVERIFIED: tag {tag}: reported as pushed, but {seen.detail}",
+                    tag=tag,
+                    reason=f"reported as pushed, but {seen.detail}",
                 )
             )
         else:
             self._store(entry, "refuted", error=seen.detail, checksum=published.checksum)
             reason = f"reported as pushed, but {seen.detail} (tag {tag}). Upload again"
-            self.context.emit(make_finding("upload_failed", reason=reason))
+            self.context.emit(
+                event("upload_failed", "error", f"UPLOAD FAILED: {reason}", reason=reason)
+            )
 
     def _store(self, entry: UploadEntry, outcome: str, **more: Any) -> None:
         row = (
@@ -436,7 +473,13 @@ class UploadsMonitor(Monitor):
         for entry in list(self._unsettled):
             why = "the guard ended before the push was checked; see `miner-guard audit`"
             self._store(entry, "reported", error=f"not verified: {why}")
-            yield make_finding("upload_unverified", tag=tag_of(entry), reason=why)
+            yield event(
+                "upload_unverified",
+                "warning",
+                f"UPLOAD UNVERIFIED: tag {tag_of(entry)}: {why}",
+                tag=tag_of(entry),
+                reason=why,
+            )
         if self._file is not None:
             self._file.close()
 
@@ -497,12 +540,18 @@ class PrintedUploadsMonitor(Monitor):
                 continue
             self._last = push
             if push.error is not None:
-                yield make_finding(
-                    "upload_failed", reason=f"the miner says: {push.error}", source="log"
+                yield event(
+                    "upload_failed",
+                    "error",
+                    f"UPLOAD FAILED: the miner says: {push.error}",
+                    reason=f"the miner says: {push.error}",
+                    source="log",
                 )
             else:
-                yield make_finding(
+                yield event(
                     "upload_reported",
+                    "info",
+                    f"UPLOAD REPORTED: tag {push.tag} according to the miner's log",
                     tag=push.tag,
                     detail="according to the miner's log",
                     source="log",
