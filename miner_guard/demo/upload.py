@@ -1,27 +1,30 @@
-"""Publishes the demo's uploads: every rank asks the gate, rank 0 writes the files, a child process
-pushes them."""
+"""Publishes the demo's uploads: every rank asks the gate; rank 0 writes the files, sends them with
+the store's own client and reads them back."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
+from miner_guard.config import RepoSettings
 from miner_guard.demo.gradients import block_now, sparse_gradients, write_upload
 from miner_guard.demo.miner_log import MinerLog
 from miner_guard.demo.model import Shape
 from miner_guard.demo.options import Options
 from miner_guard.demo.outer import OuterOptimizer
-from miner_guard.uploads.publisher import PublishError, Revision
-from miner_guard.uploads.push import push
+from miner_guard.uploads.repos import open_repo
+from miner_guard.uploads.repos.base import METADATA, ObjectInfo, RepoError
+from miner_guard.validators.layout import USUAL
 
 RUN = 1
 _BLOCKS_KEPT = 20
-_DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class TrainingProgress:
 
 
 class Uploader:
-    """Asks the gate, writes the files, hands them to the publisher."""
+    """Asks the gate, writes the files, publishes them."""
 
     def __init__(self, options: Options, guard: Any, lines: MinerLog) -> None:
         self._options = options
@@ -76,26 +79,60 @@ class Uploader:
                     blocks=self._blocks,
                     metadata=metadata,
                 )
-                self._push(Revision(folder, RUN, progress.outer_step, progress.inner_step), upload)
+                self._push(folder, progress.outer_step, tag, upload)
+                shutil.rmtree(folder, ignore_errors=True)
 
-    def _push(self, revision: Revision, upload: Any) -> None:
+    def _push(self, folder: Path, outer_step: int, tag: str, upload: Any) -> None:
+        self._lines.info(f"Upload Model Start: tag {tag}")
         try:
-            result = push(
-                self._options.repo,
-                revision,
-                self._options.work,
-                self._lines.info,
-                deadline_s=_DEADLINE_S,
-            )
-            upload.size_bytes, upload.attempts, upload.checksum = (
-                result.size_bytes,
-                result.attempts,
-                result.checksum,
-            )
-        except PublishError as error:
-            # Keep training after a failed upload: the next one comes in a few steps.
+            gradients = publish(self._options.repo, folder, outer_step, tag)
+        except Exception as error:  # noqa: BLE001 - keep training: the next upload comes in a few steps
             upload.error = str(error)
             self._lines.error(f"Model state upload failed: {error}")
-            # Keep the files: the recovery process or the next publisher may still need them.
             return
-        shutil.rmtree(revision.folder, ignore_errors=True)
+        upload.size_bytes, upload.checksum = gradients.size_bytes, gradients.checksum
+        self._lines.info(
+            f"Successfully pushed new model state with tag {tag} to "
+            f"{open_repo(self._options.repo).label} ({gradients.size_bytes / 1e6:.1f} MB, "
+            "read back)"
+        )
+
+
+def publish(repo: RepoSettings, folder: Path, outer_step: int, tag: str) -> ObjectInfo:
+    """Send `folder` under the keys that subnet 38's validators read, the root metadata last, so
+    that it never names files that are not there. Returns the gradients as read back.
+
+    Raises RepoError if they read back differently, and the store's own errors.
+    """
+    gradients = USUAL.gradients.format(outer_step=outer_step)
+    epoch = gradients.rpartition("/")[0]
+    names = [USUAL.file, "config.json", METADATA]
+    files = [(f"{epoch}/{name}", folder / name) for name in names] + [(METADATA, folder / METADATA)]
+    if repo.kind == "local":
+        for key, path in files:
+            target = Path(str(repo.path)) / key
+            target.parent.mkdir(parents=True, exist_ok=True)
+            draft = shutil.copyfile(path, target.with_name(f".{target.name}"))
+            os.replace(draft, target)
+    elif repo.kind == "s3":
+        from miner_guard.uploads.repos.s3_client import connect
+
+        client = connect(repo)
+        for key, path in files:
+            client.upload_file(str(path), repo.bucket, key)
+    else:
+        from huggingface_hub import CommitOperationAdd, HfApi
+
+        api = HfApi(endpoint=repo.endpoint)
+        repo_id = str(repo.repo_id)
+        api.create_repo(repo_id, exist_ok=True)
+        additions = [CommitOperationAdd(key, str(path)) for key, path in files]
+        commit = api.create_commit(repo_id, additions, commit_message=f"Revision {tag}")
+        api.create_tag(repo_id, tag=tag, revision=commit.oid, exist_ok=True)
+    published = open_repo(repo)
+    entry = published.head(gradients)
+    if entry.size_bytes != (folder / USUAL.file).stat().st_size:
+        raise RepoError(f"{gradients} reads back as {entry.size_bytes} bytes; publish again")
+    if published.get(METADATA) != (folder / METADATA).read_bytes():
+        raise RepoError(f"{METADATA} reads back differently; publish again")
+    return entry

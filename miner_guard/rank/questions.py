@@ -412,7 +412,7 @@ class UploadRecorder:
         self.size_bytes: int | None = None
         self.attempts: int | None = None
         self.checksum: str | None = None
-        """Set if the publisher reports it."""
+        """Set by the miner, if its store reports one."""
 
         self.error: str | None = None
         """Set if the upload failed without an exception."""

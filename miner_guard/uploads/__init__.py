@@ -1,1 +1,1 @@
-"""The gate, the repos it watches, the publisher and the ledger."""
+"""The gate, the repos that it watches, their audit, and the chain."""

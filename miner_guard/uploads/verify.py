@@ -33,7 +33,7 @@ class Reported:
     """Total size of all files, if the reporter knew it."""
 
     checksum: str | None = None
-    """Checksum that the repo reported to the publisher for the gradients, if any."""
+    """Checksum that the repo reported to the miner for the gradients, if any."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +171,6 @@ def _other_content(after: Published, reported: Reported) -> str | None:
     if after.checksum.startswith(reported.checksum) or reported.checksum.startswith(after.checksum):
         return None
     return (
-        f"the gradients have checksum {after.checksum[:12]}, but the publisher read "
+        f"the gradients have checksum {after.checksum[:12]}, but the miner read "
         f"{reported.checksum[:12]}"
     )

@@ -59,7 +59,7 @@ class Layout:
 
 
 USUAL = Layout("epoch-{outer_step}/gradients.pt", "epoch-{outer_step}/config.json", "metadata.json")
-"""The layout that `uploads.publisher` writes, and that probes expect unless a profile says
+"""The layout of subnet 38, which the demo writes and which probes expect unless a profile says
 otherwise."""
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 FILES = "files"
-"""The key in metadata.json that maps each file's name to its `FileRecord`. Only our publisher
-writes it (`miner_guard.uploads.publisher`); validators ignore it."""
+"""The key in metadata.json that maps each file's name to its `FileRecord`. A miner may
+write it; validators ignore it."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class RootMetadata:
-    """The fields of metadata.json that our publisher, probes and audit read; None for one that is
+    """The fields of metadata.json that probes and audit read; None for one that is
     missing or has the wrong type. The rules do not use this: they parse the document as validators
     do (`read_inner_step`)."""
 

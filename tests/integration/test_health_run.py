@@ -16,7 +16,6 @@ import pytest
 
 from miner_guard.record.store import RunReader
 from miner_guard.system.clock import parse_iso_utc
-from miner_guard.uploads.repos.base import METADATA, epoch_key
 from tests.support.fake_nvml import FakeNvml, fake_nvml, nvml_library
 from tests.support.faulty_files import FaultyFiles, faulty_files, faulty_library
 
@@ -209,8 +208,10 @@ def test_repo_and_chain_fail_hang_and_recover_each_by_itself(
 ) -> None:
     repo, mood = tmp_path / "published", tmp_path / "mood"
     (repo / "epoch-3").mkdir(parents=True)
-    (repo / epoch_key(3, "gradients.pt")).write_text("gradients")
-    (repo / METADATA).write_text('{"run": 5, "outer_step": 3, "inner_step": 50, "peer_id": "p"}')
+    (repo / "epoch-3" / "gradients.pt").write_text("gradients")
+    (repo / "metadata.json").write_text(
+        '{"run": 5, "outer_step": 3, "inner_step": 50, "peer_id": "p"}'
+    )
     (tmp_path / "bittensor.py").write_text(CHAIN)
     mood.write_text("well")
     settings = {

@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 
 from miner_guard.cli.main import run
+from miner_guard.config import RepoSettings
 from miner_guard.record.store import RunReader
-from miner_guard.uploads.journal import Journal, journal_path
-from miner_guard.uploads.publisher import Publisher
-from miner_guard.uploads.repos.local import LocalRepo
-from tests.servers.revisions import revision
+from tests.servers.revisions import publish
 from tests.support.present_state import status_of
 
 GUARD = "from miner_guard.cli.main import main; main()"
@@ -72,9 +70,7 @@ def test_every_upload_is_decided_reported_stored_and_checked(
 def test_a_worker_that_died_while_the_log_says_pushed_is_found_without_any_hook(
     tmp_path: Path,
 ) -> None:
-    repo = LocalRepo(tmp_path / "repo")
-    journal = Journal(journal_path(tmp_path, repo.label))
-    Publisher(repo, journal, lambda _line: None).publish(revision(tmp_path, 50))
+    publish(RepoSettings(kind="local", path=str(tmp_path / "repo")), tmp_path, 50)
     (tmp_path / "guard.toml").write_text(f'[repo]\nkind = "local"\npath = "{tmp_path}/repo"\n')
     pushed = "Successfully pushed new model state with tag 1.3.60 to repo: me/miner"
     miner = f"import time; time.sleep(4); print({pushed!r}, flush=True); time.sleep(8)"

@@ -21,7 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 from urllib.parse import parse_qs
 
-from tests.servers.killing import Requests
+from tests.servers.received import Requests
 
 TOKEN = "hf_" + "t" * 30
 

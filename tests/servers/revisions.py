@@ -6,25 +6,28 @@ import json
 import os
 from pathlib import Path
 
-from miner_guard.uploads.publisher import Revision
+from miner_guard.config import RepoSettings
+from miner_guard.uploads.repos.base import ObjectInfo
 
 OUTER_STEP = 3
 
 
-def revision(folder: Path, inner: int, size_bytes: int = 1024) -> Revision:
-    """A revision of run 1 and outer step 3, in a subdirectory of `folder`."""
-    own = folder / f"revision-{inner}"
-    own.mkdir()
-    with open(own / "gradients.pt", "wb") as file:
+def revision(folder: Path, inner: int, size_bytes: int = 1024) -> Path:
+    """The files of a revision of run 1 and outer step 3, in a subdirectory of `folder`."""
+    files = folder / f"revision-{inner}"
+    files.mkdir(parents=True)
+    with open(files / "gradients.pt", "wb") as file:
         file.write(f"{inner}\n".encode())
-        while (left := size_bytes - file.tell()) > 0:
-            file.write(os.urandom(min(left, 1024 * 1024)))
-    (own / "config.json").write_text(json.dumps({"block_list": [inner]}))
+        while (rest := size_bytes - file.tell()) > 0:
+            file.write(os.urandom(min(rest, 1024 * 1024)))
+    (files / "config.json").write_text(json.dumps({"block_list": [inner]}))
     metadata = {"run": 1, "outer_step": OUTER_STEP, "inner_step": inner, "peer_id": "demo"}
-    (own / "metadata.json").write_text(json.dumps(metadata))
-    return Revision(own, 1, OUTER_STEP, inner)
+    (files / "metadata.json").write_text(json.dumps(metadata))
+    return files
 
 
-def inner_step_of(gradients: bytes) -> int:
-    """The inner step recorded in the gradients of a `revision`."""
-    return int(gradients.split(b"\n", 1)[0])
+def publish(settings: RepoSettings, folder: Path, inner: int, size_bytes: int = 1024) -> ObjectInfo:
+    """Publish a revision as the demo does. Returns its gradients as read back."""
+    from miner_guard.demo.upload import publish as send
+
+    return send(settings, revision(folder, inner, size_bytes), OUTER_STEP, f"1.3.{inner}")

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from miner_guard.config import RepoSettings
-from tests.servers.killing import Requests
+from tests.servers.received import Requests
 from tests.support import requires
 
 Environ = dict[str, Any]

@@ -70,7 +70,7 @@ def test_other_content_than_the_publisher_read_back_is_refuted() -> None:
     assert verify(None, after, Reported(56, 51, 20.0, checksum=MASK)).verified is True
     result = verify(None, after, Reported(56, 51, 20.0, checksum="c" * 32))
     assert result.verified is False
-    assert "checksum bbbbbbbbbbbb, but the publisher read cccccccccccc" in result.detail
+    assert "checksum bbbbbbbbbbbb, but the miner read cccccccccccc" in result.detail
     later = Published(age_s=3, reason=None, outer_step=56, inner_step=60, checksum="b" * 40)
     assert verify(None, later, Reported(56, 51, 20.0, checksum="c" * 40)).verified is True
 

@@ -1,11 +1,9 @@
 """Where a miner publishes, behind one Protocol: a local folder, S3/R2, Hugging Face.
 
-The profile's `Layout` says what validators read, and under which keys. The publisher writes the
-usual one: `metadata.json` at the root contains the outer and the inner step, `epoch-N/` holds
-`gradients.pt`, `config.json` and `metadata.json`. Publishing has two phases: `stage` sends the
-bytes without showing them to readers; `commit` makes them visible in the given order, each object
-atomically and the root metadata last. `uploads.publisher` documents what a reader can see in
-between.
+The profile's `Layout` says what validators read, and under which keys. In the usual one,
+`metadata.json` at the root contains the outer and the inner step, `epoch-N/` holds `gradients.pt`,
+`config.json` and `metadata.json`. The miner publishes with its own code: the guard only reads, and
+writes one small object to test the keys.
 
 Any call here may hang if its server does. In the supervisor, use `uploads.repos.look_at`, which
 probes in a child with a deadline.
@@ -15,8 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,8 +23,6 @@ from miner_guard.validators.facts import Published
 from miner_guard.validators.layout import USUAL, Layout
 from miner_guard.validators.metadata import RootMetadata, mixed
 
-GRADIENTS = "gradients.pt"
-CONFIG = "config.json"
 METADATA = "metadata.json"
 """The root copy is the pointer that validators start from; each epoch's folder has a copy too."""
 
@@ -43,27 +39,10 @@ short requests."""
 DOCUMENT_LIMIT = 16 * 1024 * 1024
 """Refuse a larger JSON document without reading it."""
 
-Progress = Callable[[int], None]
-"""Receives the number of bytes transferred since the last call; called from any thread."""
-
-
-Notes = MutableMapping[str, Any]
-"""JSON that outlives the publisher: what the repo needs to resume staging after an interruption."""
-
-
-def epoch_key(outer_step: int, name: str) -> str:
-    """Key for a file in a given epoch: `epoch-56/gradients.pt`."""
-    return f"epoch-{outer_step}/{name}"
-
 
 class RepoError(Exception):
     """The repo refused the request or did not respond. The message is human-readable: what happened
     and what to do."""
-
-    def __init__(self, message: str, *, transient: bool = False) -> None:
-        super().__init__(message)
-        self.transient = transient
-        """A retry may help: the request was throttled, reset or timed out."""
 
 
 class Missing(RepoError):
@@ -77,10 +56,6 @@ class RepoRefused(RepoError):
 class RepoUnreadable(RepoError):
     """No reader can get this object from storage: it is encrypted with a customer key, or
     archived."""
-
-
-class Differs(RepoError):
-    """A committed object reads back differently: corrupted in transit, or a stale read."""
 
 
 class Damaged(RepoError):
@@ -99,20 +74,6 @@ class ObjectInfo:
 
     checksum: str | None
     """As reported by the repo: an ETag or a sha256; None if it reports neither."""
-
-
-@dataclass(frozen=True)
-class StagedObject:
-    """A staged object: the repo has its bytes, or they are ready to send, but readers cannot see it
-    yet. Serializes to JSON."""
-
-    key: str
-    size_bytes: int
-    data: Mapping[str, Any] = field(default_factory=dict)
-    """The repo's notes: upload id and parts, a draft's name, the path of the source."""
-
-    checksum: str | None = None
-    """The checksum that the repo should report, if known before the commit."""
 
 
 class Repo(Protocol):
@@ -153,29 +114,6 @@ class Repo(Protocol):
         """Remove one object; ignores a missing one."""
         ...
 
-    def stage(self, key: str, path: Path, progress: Progress, notes: Notes) -> StagedObject:
-        """Upload the contents of `path` without making them visible. Skips anything that an earlier
-        attempt has already sent, according to `notes`."""
-        ...
-
-    def commit(self, tickets: Sequence[StagedObject], revision: str) -> None:
-        """Make staged objects visible, in order. Safe to repeat if an earlier call died halfway."""
-        ...
-
-    def abort(self, tickets: Sequence[StagedObject]) -> None:
-        """Discard staged objects that were not committed."""
-        ...
-
-    def sweep(self) -> int:
-        """Remove objects that dead publishers left staged; returns the count. The caller must hold
-        the repo's lock."""
-        ...
-
-    def confirm(self, ticket: StagedObject) -> ObjectInfo:
-        """Read back a committed object and compare size and checksum. Raises RepoError naming the
-        difference."""
-        ...
-
 
 def digest_of(read: Callable[[int], bytes], algorithm: str = "sha256") -> str:
     """The digest of everything that `read` returns, in hexadecimal. Raises whatever `read`
@@ -195,16 +133,6 @@ def server_time(date: str | None, server: str) -> float:
         raise RepoError(
             f"{server} sent no valid Date header ({date!r}), so the age is unknown"
         ) from error
-
-
-def check_size(entry: ObjectInfo, ticket: StagedObject) -> None:
-    """Check the size of a committed object. Raises Differs if it reads back with a different
-    size."""
-    if entry.size_bytes != ticket.size_bytes:
-        raise Differs(
-            f"{ticket.key} reads back as {entry.size_bytes} bytes, but {ticket.size_bytes} were "
-            "staged; publish again"
-        )
 
 
 def first_line(error: Exception) -> str:

@@ -1,17 +1,10 @@
 """A Hugging Face model repo. Creating a repo imports huggingface_hub; importing this module does
-not.
-
-A Hub commit is atomic over all its files. Staging moves large files into the Hub's storage, where
-no revision names them yet, and remembers the small ones; `commit` uploads the folder in one commit,
-with nothing large left to send, and tags it `{run}.{outer}.{inner}`.
-"""
+not."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -24,21 +17,14 @@ from miner_guard.config import RepoSettings, optional_deps
 from miner_guard.uploads.repos.base import (
     BLOCK_BYTES,
     DOCUMENT_LIMIT,
-    Differs,
     Missing,
-    Notes,
     ObjectInfo,
-    Progress,
     RepoError,
-    StagedObject,
-    check_size,
-    digest_of,
     first_line,
     published_state,
     server_time,
 )
 from miner_guard.uploads.repos.credentials import find, first
-from miner_guard.uploads.repos.local import file_sha256
 from miner_guard.validators.facts import Published
 from miner_guard.validators.layout import USUAL, Layout
 
@@ -46,8 +32,6 @@ T = TypeVar("T")
 
 _BRANCH = "main"
 _DEFAULT_ENDPOINT = "https://huggingface.co"
-_SMALL = 1024 * 1024
-"""Largest file, in bytes, that is sent inline in the commit request."""
 
 
 class HubRepo:
@@ -148,87 +132,6 @@ class HubRepo:
         except Missing:
             return
 
-    def stage(self, key: str, path: Path, progress: Progress, notes: Notes) -> StagedObject:
-        size = path.stat().st_size
-        if size <= _SMALL:
-            digest = file_sha256(path)
-        else:
-            digest = self._sent(key, path)
-        progress(size)
-        # The Hub reports a different kind of digest for small files than for large ones.
-        return StagedObject(key, size, {"path": str(path.resolve())}, digest)
-
-    def _sent(self, key: str, path: Path) -> str:
-        """Upload a large file's bytes, skipping those that the Hub already has; returns their
-        sha256."""
-        from huggingface_hub import CommitOperationAdd
-
-        self._create()
-        addition = CommitOperationAdd(path_in_repo=key, path_or_fileobj=str(path))
-        self._guarded(
-            lambda: self._api.preupload_lfs_files(repo_id=self._repo_id, additions=[addition])
-        )
-        return addition.upload_info.sha256.hex()
-
-    def _create(self) -> None:
-        self._guarded(lambda: self._api.create_repo(repo_id=self._repo_id, exist_ok=True))
-
-    def commit(self, tickets: Sequence[StagedObject], revision: str) -> None:
-        """Create one commit and its tag. Idempotent: files that the Hub already has change
-        nothing."""
-        self._create()
-        with tempfile.TemporaryDirectory(prefix="miner-guard-push-") as folder:
-            for ticket in tickets:
-                target = Path(folder, ticket.key)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                _link(Path(ticket.data["path"]), target)
-            commit = self._guarded(
-                lambda: self._api.upload_folder(
-                    repo_id=self._repo_id, folder_path=folder, commit_message=f"Revision {revision}"
-                )
-            )
-        self._tag(revision, getattr(commit, "oid", None))
-
-    def _tag(self, revision: str, commit: str | None) -> None:
-        def tagged() -> None:
-            try:
-                self._api.create_tag(
-                    repo_id=self._repo_id, tag=revision, revision=commit or _BRANCH
-                )
-            except Exception as error:
-                if _status(error) != 409:
-                    raise
-                # A push of the same step before a restart created this tag; it names different
-                # files.
-                self._api.delete_tag(repo_id=self._repo_id, tag=revision)
-                self._api.create_tag(
-                    repo_id=self._repo_id, tag=revision, revision=commit or _BRANCH
-                )
-
-        self._guarded(tagged)
-
-    def abort(self, tickets: Sequence[StagedObject]) -> None:
-        """Nothing to discard: no revision names the uploaded bytes."""
-
-    def sweep(self) -> int:
-        return 0
-
-    def confirm(self, ticket: StagedObject) -> ObjectInfo:
-        entry = self.head(ticket.key)
-        check_size(entry, ticket)
-        if entry.checksum != ticket.checksum and self._hash_of(ticket.key) != ticket.checksum:
-            raise Differs(
-                f"{ticket.key} reads back with different content than was staged; publish again"
-            )
-        return entry
-
-    def _hash_of(self, key: str) -> str:
-        """sha256 of the file's bytes: the ETag equals it for large files only."""
-        with self._open(key, "GET") as answer:
-            digest = self._guarded(lambda: digest_of(answer.read))
-            _check_whole(key, answer)
-        return digest
-
     def _info(self) -> Any:
         return self._guarded(
             lambda: self._api.repo_info(
@@ -324,7 +227,7 @@ def _translated(error: Exception, repo_id: str) -> RepoError:
     if "RepositoryNotFoundError" in kinds or status == 404:
         return Missing(f"repo {repo_id} does not exist, or the token has no access to it")
     if status in (408, 409, 412, 429, 500, 502, 503, 504):
-        return RepoError(f"the Hub is busy ({status})", transient=True)
+        return RepoError(f"the Hub is busy ({status})")
     network = {
         "TransportError",
         "ConnectionError",
@@ -334,9 +237,7 @@ def _translated(error: Exception, repo_id: str) -> RepoError:
         "HTTPException",
     }
     if status is None and (kinds & network or isinstance(error, OSError)):
-        return RepoError(
-            f"no response from the Hub for {repo_id}: {first_line(error)}", transient=True
-        )
+        return RepoError(f"no response from the Hub for {repo_id}: {first_line(error)}")
     return RepoError(f"repo {repo_id}: {type(error).__name__}: {first_line(error)}")
 
 
@@ -345,13 +246,5 @@ def _check_whole(key: str, answer: Any) -> None:
     if answer.length:
         raise RepoError(
             f"incomplete response from the Hub: {key} was cut off; {answer.length} bytes are "
-            "missing",
-            transient=True,
+            "missing"
         )
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        target.hardlink_to(source)
-    except OSError:
-        shutil.copyfile(source, target)

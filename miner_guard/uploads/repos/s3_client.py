@@ -10,9 +10,6 @@ from miner_guard.config import RepoSettings, optional_deps
 from miner_guard.uploads.repos.base import RepoError
 from miner_guard.uploads.repos.credentials import find, first
 
-PARALLEL = 8
-"""Concurrent requests in one staging or commit."""
-
 _CONNECT_S = 5.0
 
 
@@ -56,7 +53,6 @@ def connect(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Any
             connect_timeout=_CONNECT_S,
             read_timeout=max(1.0, settings.timeout_s / 2),
             retries={"total_max_attempts": 1, "mode": "standard"},
-            max_pool_connections=4 * PARALLEL,
             # Newer boto3 adds trailers by default, which some S3 servers reject; md5 checks our
             # parts.
             request_checksum_calculation="when_required",

@@ -12,11 +12,6 @@ from miner_guard.uploads.repos.base import (
     first_line,
 )
 
-
-class Unsupported(RepoError):
-    """The server does not support this operation."""
-
-
 _MISSING = {"404", "NoSuchKey", "NotFound", "NoSuchUpload"}
 _REFUSED = {
     "403",
@@ -61,16 +56,13 @@ _NETWORK = (
 
 
 def translated(error: Exception, bucket: str) -> RepoError:
-    """The matching RepoError; transient if a retry may help. An unknown exception is not
-    transient."""
+    """The matching RepoError."""
     response: Any = getattr(error, "response", None)
     if isinstance(response, dict) and "Error" in response:
         return _of_answer(response, bucket)
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if kinds & set(_NETWORK) or isinstance(error, (OSError, TimeoutError)):
-        return RepoError(
-            f"no response from the storage for bucket {bucket}: {first_line(error)}", transient=True
-        )
+        return RepoError(f"no response from the storage for bucket {bucket}: {first_line(error)}")
     return RepoError(f"bucket {bucket}: {type(error).__name__}: {first_line(error)}")
 
 
@@ -105,13 +97,9 @@ def _of_answer(response: dict[str, Any], bucket: str) -> RepoError:
             "and their permissions"
         )
     if code == "BadDigest":
-        return RepoError(
-            f"bucket {bucket} received different data than was sent ({code})", transient=True
-        )
+        return RepoError(f"bucket {bucket} received different data than was sent ({code})")
     if code in _TRANSIENT or status in ("429", "500", "502", "503", "504"):
-        return RepoError(f"storage for bucket {bucket} is busy ({status} {code})", transient=True)
+        return RepoError(f"storage for bucket {bucket} is busy ({status} {code})")
     if code in ("NotImplemented", "MethodNotAllowed") or status in ("405", "501"):
-        return Unsupported(
-            f"the storage for bucket {bucket} does not support this request ({code})"
-        )
+        return RepoError(f"the storage for bucket {bucket} does not support this request ({code})")
     return RepoError(f"bucket {bucket}: {code}: {message}")
