@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from miner_guard.costs.global_tracker import get_global_tracker
-from miner_guard.costs.tracker import MonitoringCostTracker
+from miner_guard.costs import MonitoringCostTracker, get_global_tracker
 
 __all__ = ["MonitoringCostTracker", "get_global_tracker"]

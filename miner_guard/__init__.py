@@ -12,8 +12,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "GateDecision": "miner_guard.uploads.decision",
     "Guard": "miner_guard.rank.guard",
-    "MonitoringCostTracker": "miner_guard.costs.tracker",
-    "get_global_tracker": "miner_guard.costs.global_tracker",
+    "MonitoringCostTracker": "miner_guard.costs",
+    "get_global_tracker": "miner_guard.costs",
 }
 
 __all__ = [
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-    from miner_guard.costs.global_tracker import get_global_tracker
-    from miner_guard.costs.tracker import MonitoringCostTracker
+    from miner_guard.costs import MonitoringCostTracker, get_global_tracker
     from miner_guard.rank.guard import Guard
     from miner_guard.uploads.decision import GateDecision
 

@@ -23,8 +23,7 @@ from miner_guard.cli.options import (
     a_number,
     open_context,
 )
-from miner_guard.costs import PRESETS, Budget, estimate, table
-from miner_guard.costs.known import KnownOperation, known, operations
+from miner_guard.costs import KNOWN, PRESETS, Budget, KnownOperation, cost_table, estimate, known
 from miner_guard.eventlog.status_document import read_status
 from miner_guard.exits import FAILED, NOT_RUNNING, USAGE, Refused
 
@@ -98,7 +97,7 @@ def _ledger(place: CommandContext, *, as_json: bool) -> None:
         )
         raise Refused(f"no ledger at {place.state.costs}: {why}", NOT_RUNNING)
     try:
-        words = table.text(report)
+        words = cost_table(report)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Refused(
             f"{place.state.costs} is not a cost ledger: {error!r}; a running guard rewrites it",
@@ -154,15 +153,14 @@ def _is_tracked(place: CommandContext, operation: str) -> bool:
 def _known_document() -> list[dict[str, Any]]:
     names = ("advice", "why", "call_s", "every_steps", "every_s")
     return [
-        {"operation": row.name, **{name: getattr(row, name) for name in names}}
-        for row in operations()
+        {"operation": row.name, **{name: getattr(row, name) for name in names}} for row in KNOWN
     ]
 
 
 def _known_words() -> str:
     """Format source 000's decision framework with its table of typical costs."""
     lines: list[str] = []
-    for advice, rows in itertools.groupby(operations(), lambda row: row.advice):
+    for advice, rows in itertools.groupby(KNOWN, lambda row: row.advice):
         lines += [advice, *(f"  {row.name}: {_usual(row)}{row.why}" for row in rows)]
     return "\n".join(lines)
 

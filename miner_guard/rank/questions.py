@@ -353,7 +353,7 @@ class Questions:
         count = self._stepper.count
 
         def here() -> bytes:
-            from miner_guard.costs.global_tracker import get_global_tracker
+            from miner_guard.costs import get_global_tracker
 
             at = count if step is None else step
             try:

@@ -11,9 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.costs import PRESETS, Budget, MonitoringCostTracker, estimate, table
-from miner_guard.costs.global_tracker import get_global_tracker, set_global_tracker
-from miner_guard.costs.operation import fair_cap, impact
+from miner_guard.costs import (
+    PRESETS,
+    Budget,
+    MonitoringCostTracker,
+    cost_table,
+    estimate,
+    fair_cap,
+    get_global_tracker,
+    impact,
+    set_global_tracker,
+)
 from miner_guard.eventlog.catalog import Finding, message
 from miner_guard.system.clock import FakeClock
 from tests.support import requires
@@ -221,7 +229,7 @@ def test_the_table_has_the_columns_of_the_documents_table() -> None:
         account.clock.advance(3.5)
         if account.tracker.due("live inference", every_steps=200, step=step):
             account.call("live inference", 3.0)
-    head, titles, row = table.text(account.tracker.get_report()).splitlines()
+    head, titles, row = cost_table(account.tracker.get_report()).splitlines()
     assert "0.43% of 3500s training" in head
     assert titles.split("  ")[0] == "Operation"
     for title in ("Time/Call", "Frequency", "Per 1000 steps", "Impact", "Status"):

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from miner_guard.cli.main import run
-from miner_guard.costs import set_global_tracker
-from miner_guard.costs.known import known
+from miner_guard.costs import known, set_global_tracker
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.rank.journal import CostEntry
 from miner_guard.rank.layout import StepRecord

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from miner_guard.costs.tracker import MonitoringCostTracker
+from miner_guard.costs import MonitoringCostTracker
 from miner_guard.rank import agree, environment, questions
 from miner_guard.rank.environment import find
 from miner_guard.rank.guard import Guard
@@ -183,7 +183,7 @@ def test_due_is_what_rank_0s_tracker_says_and_never_raises(
     guard: Guard, state: StateDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = MonitoringCostTracker(clock=FakeClock())
-    monkeypatch.setattr("miner_guard.costs.global_tracker._global", own)
+    monkeypatch.setattr("miner_guard.costs._global", own)
     answers = []
     for _ in range(6):
         guard.step()

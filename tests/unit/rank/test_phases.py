@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from miner_guard.costs import global_tracker
-from miner_guard.costs.global_tracker import get_global_tracker
-from miner_guard.costs.tracker import MonitoringCostTracker
+from miner_guard import costs as global_tracker
+from miner_guard.costs import MonitoringCostTracker, get_global_tracker
 from miner_guard.rank import guard as hook
 from miner_guard.rank.guard import Guard
 from miner_guard.rank.layout import FLAG_EVAL, FLAG_FIRST, FLAG_SYNC

@@ -1,26 +1,383 @@
-"""MonitoringCostTracker: accounts for every monitoring operation, warns, and enforces a budget
-(source 000)."""
+"""Tracks what monitoring costs against a budget (source 000). No package outside the standard
+library, because ranks use it too."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import math
+import os
+import re
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from miner_guard import state_dir
-from miner_guard.costs import table
-from miner_guard.costs.operation import Operation, fair_cap, percent
-from miner_guard.costs.presets import Budget
+from miner_guard.config import CostSettings
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.write_errors import WriteOutage
 from miner_guard.record.events import event
 from miner_guard.system.clock import Clock, SystemClock, iso_utc
+
+PRESETS: Mapping[str, Mapping[str, float | bool]] = {
+    "production": {
+        "eval_steps": 200,
+        "save_steps": 100,
+        "validation_examples": 20,
+        "enable_evolution": False,
+        "enable_detail_collector": False,
+        "monitoring_budget": 5.0,
+    },
+    "research": {
+        "eval_steps": 50,
+        "save_steps": 50,
+        "validation_examples": 100,
+        "enable_evolution": True,
+        "enable_detail_collector": True,
+        "monitoring_budget": 15.0,
+    },
+    "final_evaluation": {
+        "eval_steps": 1000,
+        "save_steps": 500,
+        "validation_examples": 1000,
+        "enable_evolution": False,
+        "enable_detail_collector": False,
+        "monitoring_budget": 2.0,
+    },
+}
+"""Source 000's three tables, verbatim."""
+
+_CRITICAL_FACTOR = 2.0
+"""Source 000's critical limit (10 %) is twice its budget (5 %); the presets keep that ratio."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Limits on the cost of monitoring: percentages of training time, and seconds per call."""
+
+    budget_pct: float = 5.0
+    critical_pct: float = 10.0
+    operation_warn_s: float = 30.0
+    throttle: bool = False
+
+    @classmethod
+    def from_settings(cls, settings: CostSettings) -> Budget:
+        """Return the budget in force; a preset overrides both shares."""
+        if settings.preset is None:
+            return cls(
+                settings.budget_pct,
+                settings.critical_pct,
+                settings.operation_warn_s,
+                settings.throttle,
+            )
+        budget = float(PRESETS[settings.preset]["monitoring_budget"])
+        return cls(budget, budget * _CRITICAL_FACTOR, settings.operation_warn_s, settings.throttle)
+
+    def status(self, share_pct: float) -> str:
+        """Classify a share of training time: `ok`, `warning` or `critical`."""
+        if share_pct > self.critical_pct:
+            return "critical"
+        return "warning" if share_pct > self.budget_pct else "ok"
+
+
+_FADING = 0.9
+_IMPACTS = ((10.0, "critical"), (5.0, "high"), (2.5, "moderate"), (0.25, "acceptable"))
+"""Lower bounds as percentages of training time, with their labels, from source 000's cost table."""
+
+
+@dataclass
+class Operation:
+    """The accumulated cost of one operation."""
+
+    calls: int = 0
+    blocking_s: float = 0.0
+    """Seconds that the operation blocked training."""
+
+    background_s: float = 0.0
+    """CPU seconds spent alongside training."""
+
+    longest_s: float = 0.0
+    last_s: float = 0.0
+    recent_s: float = 0.0
+    """Expected duration of the next call: the longest recent blocking call, with less weight for
+    older calls."""
+
+    asked_s: float | None = None
+    """The requested interval, in seconds."""
+
+    last_done: float | None = None
+    """Monotonic time of the last call."""
+
+    last_step: int | None = None
+    throttled: bool = False
+
+    def add(self, seconds: float, *, blocking: bool, calls: int = 1) -> None:
+        """Add `calls` calls that took `seconds` in total."""
+        self.calls += calls
+        self.last_s = seconds / calls
+        self.longest_s = max(self.longest_s, self.last_s)
+        if blocking:
+            self.blocking_s += seconds
+            self.recent_s = max(self.last_s, _FADING * self.recent_s)
+        else:
+            self.background_s += seconds
+
+    def as_dict(self, training_s: float, running_s: float = 0.0) -> dict[str, Any]:
+        """The operation's ledger row. `total_time` is blocking time only, `running_s` of an
+        unfinished call included; background time is separate."""
+        blocking_s = self.blocking_s + running_s
+        share = percent(blocking_s, training_s)
+        return {
+            "total_time": round(blocking_s, 6),
+            "background_time": round(self.background_s, 6),
+            "calls": self.calls,
+            "average_time": round((self.blocking_s + self.background_s) / self.calls, 6)
+            if self.calls
+            else None,
+            "max_time": round(self.longest_s, 6),
+            "last_time": round(self.last_s, 6),
+            "percentage": round(share, 4),
+            "blocking": blocking_s > 0 or self.background_s == 0,
+            "impact": impact(share),
+            "status": "throttled" if self.throttled else "active",
+            "asked_interval_s": self.asked_s,
+        }
+
+
+def percent(seconds: float, training_s: float) -> float:
+    """Convert `seconds` to a percentage of training time, at most 100 even if monitoring took
+    longer than training."""
+    if seconds <= 0:
+        return 0.0
+    return 100.0 if seconds >= training_s else 100 * seconds / training_s
+
+
+def impact(share_pct: float) -> str:
+    """Label a share of training time: `negligible`, `acceptable`, `moderate`, `high` or
+    `critical`."""
+    return next((word for limit, word in _IMPACTS if share_pct >= limit), "negligible")
+
+
+def fair_cap(shares_pct: Collection[float], budget_pct: float) -> float:
+    """Return the largest share per operation at which all operations together still fit the budget.
+
+    Operations below the cap keep their share; the cap limits the most expensive ones:
+    sum(min(share, cap)) = budget. Infinite if the operations already fit.
+    """
+    if sum(shares_pct) <= budget_pct:
+        return float("inf")
+    left = budget_pct
+    ascending = sorted(shares_pct)
+    for place, share in enumerate(ascending):
+        cap = left / (len(ascending) - place)
+        if share > cap:
+            return cap
+        left -= share
+    return float("inf")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The cost of one operation over a number of training steps. `overhead_pct` is the percentage
+    of training time."""
+
+    calls: float
+    cost_s: float
+    training_s: float
+    overhead_pct: float
+
+
+def estimate(*, steps: int, every_steps: int, seconds: float, step_time_s: float) -> Estimate:
+    """Source 000's calculation: calls · seconds / (steps · step time).
+
+    Truncates the number of calls to a tenth, as the document does (2487 steps with a call every 500
+    make 4.9 calls). Raises ValueError for numbers that are not positive.
+    """
+    if min(steps, every_steps, step_time_s) <= 0 or seconds < 0:
+        raise ValueError(
+            "steps, interval and step time must be positive, and the call time must not be negative"
+        )
+    calls = math.floor(10 * steps / every_steps) / 10
+    cost, training = calls * seconds, steps * step_time_s
+    return Estimate(calls, cost, training, 100 * cost / training)
+
+
+@dataclass(frozen=True)
+class KnownOperation:
+    """One operation of source 000's cost table or decision framework."""
+
+    name: str
+    advice: str
+    """When to enable it, in source 000's words: `ALWAYS SAFE`, for example."""
+
+    why: str
+    call_s: Sequence[float] | None = None
+    """Usual range of seconds per call; None if source 000 gives none."""
+
+    every_steps: int | None = None
+    every_s: float | None = None
+    aliases: Sequence[str] = ()
+
+
+KNOWN = (
+    KnownOperation(
+        "live inference",
+        "ALWAYS SAFE",
+        "a few examples show what the model learns",
+        call_s=(1.0, 5.0),
+        every_steps=200,
+        aliases=("inference", "eval steps"),
+    ),
+    KnownOperation(
+        "status updates",
+        "ALWAYS SAFE",
+        "progress tracking",
+        call_s=(0.0, 0.01),
+        every_s=5.0,
+        aliases=("status update", "status"),
+    ),
+    KnownOperation(
+        "checkpoints",
+        "ALWAYS SAFE",
+        "saving the model",
+        every_steps=100,
+        aliases=("checkpoint", "save"),
+    ),
+    KnownOperation(
+        "validation loss",
+        "USE CAUTIOUSLY",
+        "use fewer than 100 examples, or run it less often",
+        call_s=(30.0, 120.0),
+        every_steps=200,
+        aliases=("validation", "val loss"),
+    ),
+    KnownOperation(
+        "detail collector",
+        "USE CAUTIOUSLY",
+        "only to debug a specific problem",
+        call_s=(0.1, 0.5),
+        every_steps=50,
+        aliases=("details",),
+    ),
+    KnownOperation("training data browser", "USE CAUTIOUSLY", "only while somebody is watching"),
+    KnownOperation(
+        "evolution snapshot",
+        "NEVER IN PRODUCTION",
+        "far too expensive, only for research",
+        call_s=(60.0, 300.0),
+        every_steps=500,
+        aliases=("evolution", "evolution tracking", "evolution tracker"),
+    ),
+    KnownOperation(
+        "per step inference", "NEVER IN PRODUCTION", "blocks training completely", every_steps=1
+    ),
+    KnownOperation(
+        "large validation sets",
+        "NEVER IN PRODUCTION",
+        "use 100 examples at most",
+        aliases=("large validation set", "full validation"),
+    ),
+)
+"""The rows of source 000's cost table and decision framework."""
+
+
+def known(operation: str) -> KnownOperation | None:
+    """Find a known operation by name or alias, written in any style (`evolution_snapshot`,
+    `EvolutionSnapshot`); None if there is no match."""
+    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", operation)
+    plain = re.sub(r"[^a-z0-9]+", " ", spaced.lower()).strip()
+    return next((row for row in KNOWN if plain == row.name or plain in row.aliases), None)
+
+
+_TITLES = (
+    "Operation",
+    "Calls",
+    "Time/Call",
+    "Frequency",
+    "Per 1000 steps",
+    "Total",
+    "Background",
+    "Share",
+    "Impact",
+    "Status",
+)
+_WORDS_AFTER = 8
+"""This column and those after it contain words and are left-aligned, like the first."""
+
+_WORDS = {"ok": "within budget", "warning": "OVER BUDGET", "critical": "FAR OVER BUDGET"}
+
+
+def cost_table(report: Mapping[str, Any]) -> str:
+    """Render the report: the verdict, then one row per operation, most expensive first."""
+    operations: Mapping[str, Mapping[str, Any]] = report["operations"]
+    ordered = sorted(
+        operations.items(),
+        key=lambda row: (-row[1]["total_time"], -row[1]["background_time"], row[0]),
+    )
+    rows = [_TITLES, *(_row(name, values, report) for name, values in ordered)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_TITLES))]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if 1 <= place < _WORDS_AFTER else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    head = (
+        f"Monitoring overhead: {report['total_percentage']:.2f}% of "
+        f"{report['training_time']:.0f}s training"
+        f" (budget {report['budget_percentage']:g}%): {_WORDS[report['budget_status']]}"
+    )
+    return "\n".join([head, *(line.rstrip() for line in lines)])
+
+
+def _row(name: str, values: Mapping[str, Any], report: Mapping[str, Any]) -> tuple[str, ...]:
+    average = values["average_time"]
+    training, step = report["training_time"], report.get("step_time")
+    return (
+        name,
+        str(values["calls"]),
+        "-" if average is None else short_seconds(average),
+        _frequency(values["calls"], training, step),
+        _per_thousand_steps(values["total_time"], training, step),
+        short_seconds(values["total_time"]),
+        short_seconds(values["background_time"]),
+        f"{values['percentage']:.2f}%",
+        values["impact"],
+        values["status"],
+    )
+
+
+def _frequency(calls: int, training_s: float, step_s: float | None) -> str:
+    """Format the average interval between runs of the operation, in steps or, if the step time is
+    unknown, in seconds."""
+    if calls < 2 or training_s <= 0:
+        return "once" if calls == 1 else "-"
+    interval = training_s / calls
+    if not step_s:
+        return f"every {short_seconds(interval)}"
+    steps = interval / step_s
+    return "every step" if steps < 1.5 else f"every {steps:.0f} steps"
+
+
+def _per_thousand_steps(total_s: float, training_s: float, step_s: float | None) -> str:
+    """Format the operation's cost per 1000 steps; `-` if the step time is unknown."""
+    if not step_s or training_s <= 0:
+        return "-"
+    return short_seconds(1000 * total_s * step_s / training_s)
+
+
+def short_seconds(value: float) -> str:
+    """Format a duration in ms (three significant digits) or in seconds."""
+    if value == 0:
+        return "0s"
+    return f"{value * 1000:.3g}ms" if value < 1 else f"{value:.1f}s"
+
 
 FILE = "monitoring_costs.json"
 _MAX_OPERATIONS = 256
@@ -388,7 +745,7 @@ class MonitoringCostTracker:
                 "MINER_GUARD_STATE_DIR to your guard's state directory"
             )
         else:
-            words = table.text(report)
+            words = cost_table(report)
         (file or sys.stdout).write(words + "\n")
 
     def write(self) -> None:
@@ -433,3 +790,54 @@ def _shown_to_guard(operation: str) -> contextlib.AbstractContextManager[Any]:
 def _write_at_exit(tracker: weakref.ref[MonitoringCostTracker]) -> None:
     if (own := tracker()) is not None and own._operations:
         own.write()
+
+
+_global: MonitoringCostTracker | None = None
+_global_mutex = threading.Lock()
+
+
+def set_global_tracker(tracker: MonitoringCostTracker | None) -> None:
+    """Make `tracker` this process's global tracker; None removes it."""
+    global _global
+    with _global_mutex:
+        _global = tracker
+
+
+def get_global_tracker(env: Mapping[str, str] | None = None) -> MonitoringCostTracker:
+    """Return this process's tracker. Inside a rank, it records to the guard's ledger. Until this
+    process records an operation, the tracker's report shows that ledger."""
+    global _global
+    with _global_mutex:
+        if _global is None:
+            environment = os.environ if env is None else env
+            ledger = _ledger_of(environment)
+            _global = _of_this_rank(ledger) or MonitoringCostTracker(ledger=ledger)
+        return _global
+
+
+def _ledger_of(env: Mapping[str, str]) -> Path | None:
+    try:
+        return state_dir.choose("miner", env.get(state_dir.STATE_DIR), env).costs
+    except RuntimeError:
+        # With neither a state directory nor a home directory, costs stay local to this process.
+        return None
+
+
+def _of_this_rank(ledger: Path | None) -> MonitoringCostTracker | None:
+    # Do not import the hook here: reading costs must not create one in a process without it.
+    hook = sys.modules.get("miner_guard.rank.guard")
+    guard = None if hook is None else hook.current()
+    if guard is None:
+        return None
+
+    def report(finding: Finding) -> None:
+        # The supervisor judges the budget from the recorded costs: reporting it here too would
+        # duplicate the finding.
+        if finding.event in ("monitoring_throttled", "monitoring_relaxed"):
+            guard.emit(finding)
+
+    def on_record(operation: str, seconds: float, blocking: bool) -> None:
+        guard.add_cost(operation, seconds, blocking=blocking)
+
+    budget = Budget.from_settings(guard.place.settings.costs)
+    return MonitoringCostTracker(budget=budget, ledger=ledger, report=report, on_record=on_record)
