@@ -8,26 +8,18 @@ from pathlib import Path
 import pytest
 
 from miner_guard.cli.main import run
-from miner_guard.config import LogSettings
-from miner_guard.eventlog import catalog
-from miner_guard.eventlog.emitter import Emitter
-from miner_guard.eventlog.jsonl import JsonlSink
-from miner_guard.record.redaction import Redactor
 from miner_guard.record.store import RunReader
 from miner_guard.reporting.export import EVENTS, points
-from miner_guard.system.clock import FakeClock
 from tests.support import requires
+from tests.support.guard_log import Log
 
 
 @pytest.fixture
 def state(tmp_path: Path) -> Path:
     """Five steps, a restart that counts from 3 again, and a snapshot."""
-    clock = FakeClock()
-    emitter = Emitter(
-        clock, "r1", Redactor(), [JsonlSink(tmp_path / "state" / "guard.jsonl", LogSettings())]
-    )
+    log = Log(tmp_path / "state")
     for total in (1, 2, 3, 3, 4):
-        clock.advance(15)
+        log.clock.advance(15)
         figures = {
             "outer_step": 1,
             "inner_step": total,
@@ -36,12 +28,12 @@ def state(tmp_path: Path) -> Path:
             "gpu_mem_gb": None,
         }
         loss = float("nan") if total == 4 else 5.0 - total
-        emitter.emit(catalog.make_finding("inner_step", **figures, loss=loss, total_steps=total))
+        log.say("inner_step", **figures, loss=loss, total_steps=total)
     snapshot = {
         "uploads": {"repo": {"age_s": 612.0}},
         "gpus": {"gpus": [{"index": 0, "power_w": 300.0}]},
     }
-    emitter.emit(catalog.make_finding("health_snapshot", summary="x", snapshot=snapshot))
+    log.say("health_snapshot", summary="x", snapshot=snapshot)
     return tmp_path / "state"
 
 

@@ -9,14 +9,8 @@ from typing import Any
 
 import pytest
 
-from miner_guard.config import LogSettings
-from miner_guard.eventlog import catalog
-from miner_guard.eventlog.emitter import Emitter
-from miner_guard.eventlog.jsonl import JsonlSink
-from miner_guard.record.redaction import Redactor
 from miner_guard.reporting.report import render
-from miner_guard.state_dir import StateDir
-from miner_guard.system.clock import FakeClock
+from tests.support.guard_log import Log
 from tests.support.present_state import write_status
 
 
@@ -24,12 +18,8 @@ from tests.support.present_state import write_status
 def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with 300 steps, slow ones, a restart, uploads, GPU figures and costs."""
     root = tmp_path_factory.mktemp("report")
-    state, clock = StateDir(root / "state"), FakeClock()
-    emitter = Emitter(clock, "r1", Redactor(), [JsonlSink(state.log, LogSettings())])
-
-    def say(event: str, **fields: Any) -> None:
-        emitter.emit(catalog.make_finding(event, **fields))
-
+    log = Log(root / "state")
+    state, clock, say = log.state, log.clock, log.say
     for step in range(1, 301):
         clock.advance(15)
         figures = {
