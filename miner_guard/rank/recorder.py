@@ -121,7 +121,9 @@ class Recorder:
         self.monotonic = monotonic
         self.notifier = Notifier(place.state.socket if place.state is not None else None)
         self._own_log: StandaloneLog | None = None
-        self._mutex = threading.Lock()
+        self._forked = False
+        # Reentrant, because a signal handler of the miner may close the guard in the middle of it.
+        self._mutex = threading.RLock()
         # If the process has no standard output, descriptor 1 may be any file that the program has
         # opened.
         self._stdout = None if sys.__stdout__ is None else _target(1)
@@ -211,7 +213,8 @@ class Recorder:
             self.say(finding)
 
     def say(self, finding: Finding) -> None:
-        self._log().say(finding)
+        if not self._forked:
+            self._log().say(finding)
 
     def _log(self) -> StandaloneLog:
         """The log of this process. A supervised rank neither imports it nor opens the console until
@@ -248,16 +251,16 @@ class Recorder:
     def close(self, state: str) -> None:
         self.show(state)
         self.notifier.notify(self.place.rank)
-        if self.notifier.alone:
+        if self.notifier.alone and not self._forked:
             self._log().flush()
 
     def detach_after_fork(self) -> None:
         """Stop recording in a forked child, because the record belongs to the parent."""
         self.flight = None
         self.notifier.close()
+        self._forked = True
         if self._own_log is not None:
             self._own_log.detach_after_fork()
-            self._own_log = None
 
 
 def _target(fd: int) -> tuple[int, int] | None:

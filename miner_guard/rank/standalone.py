@@ -10,10 +10,10 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import queue
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -47,9 +47,9 @@ class StandaloneLog:
         self._state = state
         self._host = socket.gethostname()
         self._redactor = Redactor.from_environment(os.environ)
-        self._queue: deque[Finding] = deque()
-        self._wake = threading.Event()
-        self._idle = threading.Event()
+        # Reentrant, because a signal handler of the miner may log in the middle of a step.
+        self._queue: queue.SimpleQueue[Finding] = queue.SimpleQueue()
+        self._queued = self._written = 0
         self._thread: threading.Thread | None = None
         self.left_out = 0
         """Number of findings that overflowed the queue or could not be written."""
@@ -62,14 +62,13 @@ class StandaloneLog:
 
     def say(self, finding: Finding) -> None:
         """Queue one finding. Never waits, never raises."""
-        if len(self._queue) >= _MAX_QUEUE:
+        if self._queued - self._written >= _MAX_QUEUE:
             self.left_out += 1
             return
-        self._queue.append(finding)
-        self._idle.clear()
+        self._queued += 1
+        self._queue.put(finding)
         if self._thread is None:
             self._begin()
-        self._wake.set()
 
     def _begin(self) -> None:
         thread = threading.Thread(target=self._write_on, name="miner-guard-log", daemon=True)
@@ -84,25 +83,21 @@ class StandaloneLog:
 
     def flush(self, timeout_s: float = _LAST_WORDS_S) -> None:
         """Wait up to `timeout_s` for all queued findings to be written."""
-        if self._thread is not None:
-            self._idle.wait(timeout_s)
+        end = time.monotonic() + timeout_s
+        while self._thread is not None and self._written < self._queued and time.monotonic() < end:
+            time.sleep(0.005)
 
     def detach_after_fork(self) -> None:
         """Call this in a forked child, which lacks the writer thread: from now on, findings are
         discarded, and `flush` does not wait."""
         self._console = self._state = self._thread = None
-        self._queue.clear()
         atexit.unregister(self.flush)
 
     def _write_on(self) -> None:
         while True:
-            self._wake.wait()
-            self._wake.clear()
-            while self._queue:
-                self._try(self._queue.popleft())
+            self._try(self._queue.get())
             self._say_left_out()
-            if not self._queue:
-                self._idle.set()
+            self._written += 1
 
     def _try(self, finding: Finding) -> None:
         try:

@@ -204,6 +204,25 @@ def test_a_forked_child_does_not_write_into_its_parents_record(
     assert state_of(state) == "ended", "the parent itself, at its exit"
 
 
+def test_a_forked_child_logs_nothing_for_its_parent(state: StateDir) -> None:
+    script = (
+        "import os, sys, miner_guard\n"
+        "from miner_guard.eventlog.catalog import make_finding\n"
+        "guard = miner_guard.init(sys.argv[1])\n"
+        "if os.fork() == 0:\n"
+        "    guard.emit(make_finding('rank_message', text='from the child'))\n"
+        "    guard._recorder.say(make_finding('rank_message', text='from the child'))\n"
+        "    import time; time.sleep(0.3); os._exit(0)\n"
+        "os.wait(); guard.emit(make_finding('rank_message', text='from the rank')); guard.close()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(state.root)], check=True, timeout=60, capture_output=True
+    )
+    assert b"from the rank" in done.stdout
+    assert b"from the child" not in done.stdout
+    assert "from the child" not in state.log.read_text()
+
+
 def test_a_rank_without_home_or_working_directory_keeps_its_rank_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
