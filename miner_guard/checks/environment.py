@@ -62,11 +62,11 @@ def _packages(s: Snapshot) -> Iterator[Check]:
         )
         step = "pip uninstall pynvml && pip install --force-reinstall nvidia-ml-py"
         yield Check("env.pynvml", "warn", seen, "only nvidia-ml-py", step)
-    if not p["miner_guard"]:
-        hooked = s.config.miner.attach is not None
+    # Attached, the miner imports the guard's own copy, or, with --attach log, none.
+    if not p["miner_guard"] and s.config.miner.attach is None:
         seen = "the miner's interpreter can't import miner_guard"
-        step = "install miner-guard into the miner's environment, or use --attach log"
-        yield Check("env.miner_guard", "warn" if hooked else "unknown", seen, "importable", step)
+        step = "install miner-guard into the miner's environment, or use --attach auto"
+        yield Check("env.miner_guard", "unknown", seen, "importable", step)
 
 
 def _extras(s: Snapshot) -> Iterator[Check]:

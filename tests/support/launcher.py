@@ -140,6 +140,8 @@ def _answer(request: Mapping[str, Any]) -> int:
     # As Python does on startup; only attaching needs it here.
     sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(":"))
     if attach.ATTACH in os.environ:
+        # Debian's Python has one of its own, and has loaded it already.
+        sys.modules.pop("sitecustomize", None)
         importlib.import_module("sitecustomize")
     if request["ranks"]:
         return main(request["ranks"], "torch", *request["script"])
