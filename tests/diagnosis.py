@@ -30,6 +30,8 @@ else:
 
 BENIGN = "BENIGN"
 BURIED_LINES = 2000
+RENAMED = {"nan_loss": "loss_nan"}
+"""Labels that older labelled files use."""
 
 _95 = 1.959964
 """Standard deviations around the mean that cover 95 % of a normal distribution."""
@@ -81,7 +83,9 @@ def load(path: Path) -> list[Excerpt]:
         else:
             rows = [json.loads(line) for line in text.splitlines() if line.strip()]
         excerpts = [
-            Excerpt(r["label"], r["text"], r.get("source", "")) for r in rows if "skip" not in r
+            Excerpt(RENAMED.get(r["label"], r["label"]), r["text"], r.get("source", ""))
+            for r in rows
+            if "skip" not in r
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadFile(

@@ -106,6 +106,9 @@ MAX_STREAMS = 256
 _MAX_TRACEBACK_LINES = 2000
 """A traceback still open after this many lines was cut off."""
 
+_MAX_CUT_LINES = 200
+"""If more lines follow its last frame, the end of the log did not cut the traceback off."""
+
 _MAX_FRAMES = 8192
 _RECORD_TEXTS = frozenset(
     {
@@ -245,6 +248,9 @@ class Traceback:
     ignored: bool = False
     """Python ignored the exception, in a destructor or at shutdown."""
 
+    last: int = 0
+    """The line of the latest frame."""
+
     paths: str = ""
     """The frames' files in lower case, separated by spaces."""
 
@@ -304,6 +310,7 @@ class Tracebacks:
         if starts or ignored or (frame is not None and positions and opened is None):
             opened = self._begin(line, ignored=ignored)
         if frame is not None and opened is not None:
+            opened.last = line.number
             if len(opened.paths) < _MAX_FRAMES:
                 path = (frame[1] or frame[2]).replace("\\", "/")
                 opened.paths = f"{opened.paths}{path} "[:_MAX_FRAMES]
@@ -320,7 +327,7 @@ class Tracebacks:
     def _begin(self, line: LogLine, *, ignored: bool) -> Traceback | None:
         if line.rank not in self._open and len(self._open) >= MAX_STREAMS:
             return None
-        self._open[line.rank] = begun = Traceback(line.number, ignored)
+        self._open[line.rank] = begun = Traceback(line.number, ignored, line.number)
         return begun
 
     def ignores(self, line: LogLine) -> bool:
@@ -351,7 +358,7 @@ class Tracebacks:
         cut = [
             (rank, opened)
             for rank, opened in self._open.items()
-            if number - opened.line < _MAX_TRACEBACK_LINES and not opened.ignored
+            if number - opened.last < _MAX_CUT_LINES and not opened.ignored
         ]
         return max(cut, key=lambda pair: pair[1].line, default=None)
 

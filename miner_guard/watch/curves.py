@@ -967,7 +967,7 @@ class CurvesMonitor(Monitor):
             yield to_finding(anomaly, rank, step)
 
     def objection(self) -> str | None:
-        return None if self._first_nan is None else "nan_loss"
+        return None if self._first_nan is None else "loss_nan"
 
     def on_exit(self, end: Exit) -> Iterable[Finding]:
         return self._report_nan()

@@ -390,7 +390,7 @@ def test_the_rank_whose_loss_was_nan_first_is_named(tmp_path: Path) -> None:
     }
     found = [finding for rank in (0, 1) for finding in curves.on_steps(rank, records[rank])]
     assert found == []
-    assert curves.objection() == "nan_loss"
+    assert curves.objection() == "loss_nan"
     found = list(curves.on_tick(run.clock.monotonic(), {}))
     assert [(f.name, f.rank, f.fields["step"]) for f in found] == [("loss_nan", 1, 6)]
     assert curves.objection() is None

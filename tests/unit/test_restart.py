@@ -78,7 +78,7 @@ def test_what_a_person_must_fix_has_one_try_since_a_line_may_be_misread() -> Non
 def test_a_recurring_label_ends_the_restarts_and_a_new_one_does_not(kind: str) -> None:
     own = policy()
     assert isinstance(own.failed(failure(kind, "cuda_oom")), Again)
-    assert isinstance(own.failed(failure(kind, "nan_loss")), Again)
+    assert isinstance(own.failed(failure(kind, "loss_nan")), Again)
     again = own.failed(failure(kind, "cuda_oom"))
     assert isinstance(again, GiveUp)
     assert "again after a restart" in again.why

@@ -33,7 +33,7 @@ ROOTS = (
     "state_dict_mismatch",
     "version_mismatch",
     "dataset_fetch_failed",
-    "nan_loss",
+    "loss_nan",
     "chain_unreachable",
     "code_bug",
 )
@@ -160,11 +160,11 @@ ENDED = "failed (exitcode: -9) local_rank: 0\n"
 
 
 def test_a_nan_that_training_survived_is_not_the_cause_of_a_later_end() -> None:
-    assert root(NAN + steps(3)) == "nan_loss", "the other ranks may print a while"
-    assert root(NAN + 4 * steps(1)) == "nan_loss", "one step, by four ranks"
+    assert root(NAN + steps(3)) == "loss_nan", "the other ranks may print a while"
+    assert root(NAN + 4 * steps(1)) == "loss_nan", "one step, by four ranks"
     assert root(NAN + steps(4)) is None
     assert root(NAN + steps(4) + ENDED) == "host_oom_kill"
-    assert root(NAN + steps(4) + NAN) == "nan_loss"
+    assert root(NAN + steps(4) + NAN) == "loss_nan"
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_nan_that_training_survived_is_not_the_cause_of_a_later_end() -> None:
 def test_later_losses_do_not_clear_every_nan(log: str) -> None:
     """HF Trainer prints 0.0 for a NaN loss, and once the NaN has crashed the run, the restarted run
     prints steps again."""
-    assert root(log) == "nan_loss"
+    assert root(log) == "loss_nan"
 
 
 def test_an_optional_dependency_is_not_an_incident() -> None:

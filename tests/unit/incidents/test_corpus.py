@@ -32,7 +32,10 @@ def test_root_causes_of_the_corpus_and_silence_on_the_benign() -> None:
         json.loads(line)
         for line in requires.corpus("incidents.jsonl").read_text(encoding="utf-8").splitlines()
     ]
-    pairs = Counter((row["label"], root(row["text"]) or BENIGN) for row in rows)
+    pairs = Counter(
+        (diagnosis.RENAMED.get(row["label"], row["label"]), root(row["text"]) or BENIGN)
+        for row in rows
+    )
     print(confusion(pairs))
     faults = sum(n for (label, _), n in pairs.items() if label != BENIGN)
     right = sum(n for (label, answer), n in pairs.items() if label != BENIGN and label == answer)

@@ -241,7 +241,7 @@ def found(log: str) -> Explained:
                 "Exception: Current loss scale already at minimum - cannot decrease scale "
                 "anymore. Exiting run."
             ),
-            "nan_loss",
+            "loss_nan",
             "bf16 instead of fp16",
         ),
         (

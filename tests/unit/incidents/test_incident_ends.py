@@ -41,12 +41,12 @@ def test_a_crash_after_nan_is_one_incident_with_the_whole_logs_root(
         + b"2026-01-02T03:04:05.678Z | CRITICAL ERROR | Rank 0 | \xe2\x9d\x8c "
         + catalog.message(nan).encode()
     )
-    assert live.labels == [root(whole + b"\n" + BUG)] == ["nan_loss"]
+    assert live.labels == [root(whole + b"\n" + BUG)] == ["loss_nan"]
     assert "NaN" in live.findings[0].fields["excerpt"] or printed
 
 
 @pytest.mark.parametrize(
-    ("losses", "labels"), [((float("nan"), 2.5), ["code_bug"]), ((2.5, float("nan")), ["nan_loss"])]
+    ("losses", "labels"), [((float("nan"), 2.5), ["code_bug"]), ((2.5, float("nan")), ["loss_nan"])]
 )
 def test_a_nan_that_training_survived_is_not_the_cause_of_a_crash(
     tmp_path: Path, losses: tuple[float, ...], labels: list[str]
@@ -77,8 +77,8 @@ FULL = b"OSError: [Errno 28] No space left on device: '/ckpt/step_99.pt'\n"
 @pytest.mark.parametrize(
     ("last", "printed", "labels"),
     [
-        (float("nan"), BUG, ["nan_loss"]),
-        (float("nan"), b"", ["nan_loss"]),
+        (float("nan"), BUG, ["loss_nan"]),
+        (float("nan"), b"", ["loss_nan"]),
         (2.5, BUG, ["code_bug"]),
         (float("nan"), FULL, ["disk_full"]),
     ],

@@ -58,7 +58,7 @@ def test_a_log_without_errors_leaves_the_knowledge_unread() -> None:
     known = knowledge.load()
     lazy = knowledge.Knowledge(map(bytes.decode, known.triggers.words), ["loss_nan"], _unread)
     assert lazy.shown_by("miner_started") == ()
-    assert known.shown_by("loss_nan") == ["nan_loss"]
+    assert known.shown_by("loss_nan") == ["loss_nan"]
     scanner = Scanner(lazy)
     assert scanner.feed(b"Inner Step: 12 | Loss: 2.31\n") == []
     assert scanner.finish() == []
@@ -84,7 +84,7 @@ def test_corpus_and_subnet_labels_are_all_there() -> None:
         "hf_auth",
         "cuda_illegal_memory_access",
         "storage_access_denied",
-        "nan_loss",
+        "loss_nan",
         "code_bug",
         "hf_rate_limit",
         "clock_skew",

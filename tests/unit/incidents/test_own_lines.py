@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from miner_guard.eventlog.catalog import make_finding, message
 from miner_guard.watch.ranks import Straggler
-from tests.unit.incidents.helpers import root
+from tests.unit.incidents.helpers import incidents, root
 
 HANG = (
     "2026-01-02 03:04:05 CRITICAL ERROR ❌ HANG DETECTED: rank 1 in data for 912s, ranks 0,2,3 "
@@ -83,3 +85,37 @@ def test_a_record_of_the_guard_is_judged_by_its_line_alone() -> None:
         "fixes": ["CUDA out of memory", "No space left"],
     }
     assert root(json.dumps(record) + "\n") == "hf_auth"
+
+
+def test_what_the_guard_does_and_measures_is_no_evidence() -> None:
+    """ORPHAN KILLED of a daemon of the swarm became `dht_unreachable`, a HEALTH line a full disk."""
+    for level in ("", "2026-01-02 03:04:05 WARNING ", "2026-01-02 03:04:05 INFO 🩺 "):
+        for line in (
+            "ORPHAN KILLED: pid 12 (p2pd: failed to find any peer in table) of an earlier run",
+            "HEALTH miner running, no space left on device: /data",
+            "UPLOAD FAILED: CUDA out of memory",
+        ):
+            assert root(f"{level}{line}\n") is None
+    assert root("no space left on device: /data\n") == "disk_full"
+
+
+LOAD = 'Traceback (most recent call last):\n  File "/m/train.py", line 3, in step\n    f()\n'
+FULL = "OSError: [Errno 28] No space left on device: '/d'\n"
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [STARTED, "Setting OMP_NUM_THREADS environment variable for each process to be 1 in default\n"],
+)
+def test_the_last_attempt_is_the_answer_and_earlier_ones_are_listed(launch: str) -> None:
+    """The IndentationError of the first run once beat the second one's full disk."""
+    listed = incidents(f"IndentationError: unexpected indent\n{launch}{STEPS}{FULL}".encode())
+    assert [(i.label, i.root) for i in listed] == [("code_bug", False), ("disk_full", True)]
+
+
+@pytest.mark.parametrize("error", ["torch.OutOfMemoryError: CUDA out of memory.\n", "Odd: x\n"])
+def test_progress_after_a_handled_error_closes_it(error: str) -> None:
+    """A handled out-of-memory error once stayed the root after 500 healthy steps."""
+    steps = "".join(f"Outer Step: 3 | Inner Step: {n} | Loss: 3.40\n" for n in range(500))
+    assert root(LOAD + error + steps) is None
+    assert root(LOAD + error) is not None
