@@ -23,7 +23,7 @@ from miner_guard.eventlog.emitter import ConsoleSink, Emitter, StoreSink
 from miner_guard.exits import CRASH_LOOP, UNAVAILABLE
 from miner_guard.guard import environment, orphan_cleanup, watchers
 from miner_guard.guard.child import become_subreaper
-from miner_guard.guard.commands import CommandHandler
+from miner_guard.guard.control import CommandHandler, Status, run_status
 from miner_guard.guard.control_socket import ControlSocket
 from miner_guard.guard.deathwatch import Deathwatch
 from miner_guard.guard.disk import DiskWriter
@@ -39,7 +39,6 @@ from miner_guard.guard.preflight import PreflightRunner
 from miner_guard.guard.relay import Relay
 from miner_guard.guard.state_dir_check import check_state_dir
 from miner_guard.guard.states import LaunchSpec, StopRequest, Then
-from miner_guard.guard.status import Status, run_status
 from miner_guard.guard.supervisor import Supervisor
 from miner_guard.guard.teardown import Teardown
 from miner_guard.guard.watchdog import STOP_SIGNALS, Hands, Watchdog

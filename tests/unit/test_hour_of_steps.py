@@ -19,8 +19,8 @@ import pytest
 from miner_guard.costs import set_global_tracker
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import Finding
+from miner_guard.guard.control import Status
 from miner_guard.guard.jobs import JobSchedule
-from miner_guard.guard.status import Status
 from miner_guard.record.store import RunStore
 from miner_guard.state_dir import read_json
 from miner_guard.system.clock import FakeClock

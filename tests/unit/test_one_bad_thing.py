@@ -22,11 +22,11 @@ from miner_guard.eventlog.jsonl import JsonlSink
 from miner_guard.eventlog.rendering import console_line
 from miner_guard.exits import Refused
 from miner_guard.guard.app import GuardApp
+from miner_guard.guard.control import Status
 from miner_guard.guard.control_socket import ControlSocket, ask
 from miner_guard.guard.flights import Flights
 from miner_guard.guard.loop import Loop
 from miner_guard.guard.relay import Relay, _Stream
-from miner_guard.guard.status import Status
 from miner_guard.rank.flight import FlightWriter
 from miner_guard.record.redaction import Redactor
 from miner_guard.record.store import RunStore, StoredEvent
