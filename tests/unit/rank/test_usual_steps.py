@@ -97,32 +97,6 @@ def test_every_step_has_its_own_loss(loop: Loop) -> None:
     assert [r.lr for r in loop.recorded()] == [0.25] * 12
 
 
-def test_shares_of_micro_batches_add_up(loop: Loop) -> None:
-    loop.steps(8, micro_batches=4)
-    loop.check()
-
-
-def test_losses_that_nothing_divides_are_marked_as_a_sum(loop: Loop) -> None:
-    loop.steps(6)
-    for _ in range(2):
-        shares = [loop.loss(), loop.loss()]
-        for share in shares:
-            share.backward()
-        loop.losses.append(sum(share.item() for share in shares))
-        loop.optimizer.step()
-    loop.check()
-    assert [r.loss_summed for r in loop.recorded()] == [False] * 6 + [True] * 2
-
-
-def test_another_optimizers_step_in_between_is_not_a_step(loop: Loop) -> None:
-    """DiLoCo's outer step must not count as an inner one."""
-    outer = loop.torch.optim.SGD(loop.model.parameters(), lr=0.5)
-    for _ in range(3):
-        loop.steps(5)
-        outer.step()
-    loop.check()
-
-
 def test_a_step_that_raises_leaves_no_phase_open(loop: Loop) -> None:
     def fails() -> None:
         raise RuntimeError("no step")
@@ -203,16 +177,6 @@ def test_a_program_continues_without_its_guard(loop: Loop) -> None:
     loop.guard.close()
     loop.steps(2)
     assert len(loop.recorded()) == 6
-
-
-def test_without_a_supervisor_the_rank_logs_its_steps_itself(
-    loop: Loop, listener: socket.socket
-) -> None:
-    loop.steps(6)
-    listener.close()
-    loop.state.socket.unlink()
-    loop.steps(4)
-    loop.check()
 
 
 def test_a_replacement_of_backward_is_followed_like_it(loop: Loop) -> None:
