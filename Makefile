@@ -14,7 +14,7 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # reruns.
 AGAIN := --reruns 1
 
-.PHONY: demo test suite test-lowest test-newest check unit faults bench soak docs screens gpu gpu-pack man dist clean
+.PHONY: demo test suite test-lowest test-newest check unit faults bench soak docs screens gpu gpu-pack dist clean
 
 demo: $(VENV)/.demo
 	MINER_GUARD_STATE_DIR="$${MINER_GUARD_STATE_DIR:-$(DEMO_STATE)}" $(BIN)/miner-guard demo $(DEMO_ARGS)
@@ -77,10 +77,6 @@ docs: $(VENV)/.dev
 
 screens: $(VENV)/.dev
 	$(BIN)/python -m tests.support.screens
-
-# The manual page, from the help of the commands.
-man: $(VENV)/.dev
-	COLUMNS=80 $(BIN)/python -m miner_guard.cli.manual > docs/miner-guard.1
 
 # The same commit and compiler give the same bytes, wherever and whenever they are built.
 dist: $(VENV)/.dev

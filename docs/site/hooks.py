@@ -126,15 +126,11 @@ def state_files() -> str:
 
 def commands() -> str:
     """Each command's summary and examples."""
-    import importlib
-
-    from miner_guard.cli.examples import EXAMPLES
-    from miner_guard.cli.main import COMMANDS
+    from miner_guard.cli.main import COMMANDS, EXAMPLES
 
     rows = ["# Commands", "", "`miner-guard COMMAND --help` lists the options."]
-    for name in COMMANDS:
-        module = importlib.import_module(f"miner_guard.cli.{name.replace('-', '_')}")
-        rows += ["", f"## {name}", "", inspect.getdoc(module.command) or "", "", "```sh"]
+    for name, command in COMMANDS.items():
+        rows += ["", f"## {name}", "", inspect.getdoc(command) or "", "", "```sh"]
         rows += [*EXAMPLES[name], "```"]
         assert all(shlex.split(example, comments=True) for example in EXAMPLES[name])
     return "\n".join(rows)

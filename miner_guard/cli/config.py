@@ -6,11 +6,10 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from miner_guard.cli.echo import echo
 from miner_guard.cli.options import (
     DEFAULT_NAME,
     CommandContext,
@@ -21,14 +20,17 @@ from miner_guard.cli.options import (
     open_context,
     settings_of_profile,
 )
+from miner_guard.cli.output import echo
 from miner_guard.exits import CONFIG, FAILED, Refused
-from miner_guard.record.redaction import MASK, Redactor
 from miner_guard.record.words import counted
+
+if TYPE_CHECKING:
+    from miner_guard.record.redaction import Redactor
 
 _COLUMN = 44
 
 
-def command(
+def config(
     changed: Annotated[
         bool, typer.Option("--changed", help="Show only settings that differ from their defaults.")
     ] = False,
@@ -122,14 +124,16 @@ def _diff(ours: CommandContext, theirs: CommandContext) -> None:
 
 def _rows(place: CommandContext) -> Iterator[tuple[str, Any, str]]:
     """Yield each setting as (`section.key`, masked value, source), in `Config`'s order."""
+    from miner_guard.record.redaction import Redactor
+
     redactor = Redactor.from_environment(os.environ)
     for dotted, value, origin in place.settings.rows():
         yield dotted, _masked(dotted, value, redactor), origin
 
 
 def _masked(dotted: str, value: Any, redactor: Redactor) -> Any:
-    # Import late, as in `open_context`: this import takes most of a command's start-up time.
     from miner_guard.config.loading import SECRET
+    from miner_guard.record.redaction import MASK
 
     if dotted in SECRET and value:
         return [MASK for _ in value] if isinstance(value, tuple) else MASK

@@ -7,12 +7,11 @@ import itertools
 import json
 import math
 from dataclasses import asdict
-from typing import Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
 from miner_guard import state_dir as statedir
-from miner_guard.cli.echo import echo
 from miner_guard.cli.options import (
     DEFAULT_NAME,
     CommandContext,
@@ -23,12 +22,14 @@ from miner_guard.cli.options import (
     a_number,
     open_context,
 )
-from miner_guard.costs import KNOWN, PRESETS, Budget, KnownOperation, cost_table, estimate, known
-from miner_guard.eventlog.status_document import read_status
+from miner_guard.cli.output import echo
 from miner_guard.exits import FAILED, NOT_RUNNING, USAGE, Refused
 
+if TYPE_CHECKING:
+    from miner_guard.costs import KnownOperation
 
-def command(
+
+def costs(
     what: Annotated[
         str,
         typer.Argument(metavar="estimate|known|presets", help="If omitted, show the costs so far."),
@@ -73,6 +74,8 @@ def command(
     if what == "":
         _ledger(place, as_json=as_json)
     elif what == "presets":
+        from miner_guard.costs import PRESETS
+
         echo(json.dumps(PRESETS, indent=1))
     elif what == "known":
         echo(json.dumps(_known_document(), indent=1) if as_json else _known_words())
@@ -90,6 +93,8 @@ def command(
 
 
 def _ledger(place: CommandContext, *, as_json: bool) -> None:
+    from miner_guard.costs import cost_table
+
     report = statedir.read_json(place.state.costs)
     if not isinstance(report, dict) or "operations" not in report:
         why = (
@@ -118,6 +123,8 @@ def _estimate(
     seconds: float,
     step_time: float | None,
 ) -> dict[str, Any]:
+    from miner_guard.costs import Budget, estimate, known
+
     budget = Budget.from_settings(place.settings.config.costs)
     usual = known(operation)
     step_time_s = step_time if step_time is not None else _step_time(place)
@@ -151,6 +158,8 @@ def _is_tracked(place: CommandContext, operation: str) -> bool:
 
 
 def _known_document() -> list[dict[str, Any]]:
+    from miner_guard.costs import KNOWN
+
     names = ("advice", "why", "call_s", "every_steps", "every_s")
     return [
         {"operation": row.name, **{name: getattr(row, name) for name in names}} for row in KNOWN
@@ -159,6 +168,8 @@ def _known_document() -> list[dict[str, Any]]:
 
 def _known_words() -> str:
     """Format source 000's decision framework with its table of typical costs."""
+    from miner_guard.costs import KNOWN
+
     lines: list[str] = []
     for advice, rows in itertools.groupby(KNOWN, lambda row: row.advice):
         lines += [advice, *(f"  {row.name}: {_usual(row)}{row.why}" for row in rows)]
@@ -185,6 +196,8 @@ def _fitting(seconds: float, step_time_s: float, budget_pct: float) -> int:
 
 
 def _step_time(place: CommandContext) -> float:
+    from miner_guard.eventlog.status_document import read_status
+
     status = read_status(place.state)
     median = None if status is None else status.steps.p50_s
     if median is None or not 0 < median < math.inf:

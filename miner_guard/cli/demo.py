@@ -12,16 +12,18 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
 from miner_guard.cli import options
-from miner_guard.cli.echo import echo
-from miner_guard.config import Config, optional_deps
+from miner_guard.cli.output import echo
 from miner_guard.demo.faults import KINDS
 from miner_guard.exits import CONFIG, UNAVAILABLE, USAGE, Refused
 from miner_guard.state_dir import StateDir, read_json
+
+if TYPE_CHECKING:
+    from miner_guard.config import Config
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "health": {"snapshot_every_s": 10.0, "disk_min_free_gb": 1.0},
@@ -36,7 +38,7 @@ and the environment override them."""
 _WORK = "demo"
 
 
-def command(
+def demo(
     fault: Annotated[
         Optional[list[str]],
         typer.Option(
@@ -97,6 +99,8 @@ def _check(faults: list[str], steps: int, ranks: int) -> None:
                 f"fault {text!r} never fires: the ranks are 0 to {ranks - 1}; raise --ranks", USAGE
             )
     if importlib.util.find_spec("torch") is None:
+        from miner_guard.config import optional_deps
+
         raise Refused(
             f"the demo needs torch, which is not installed; {optional_deps.install('torch')}",
             UNAVAILABLE,

@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from miner_guard.cli import options
-from miner_guard.cli.echo import echo
-from miner_guard.cli.working import Working
-from miner_guard.exits import OK, UNAVAILABLE
+from miner_guard.cli.output import echo, working
+from miner_guard.exits import FAILED, OK, UNAVAILABLE, USAGE, Refused
 from miner_guard.record.words import counted, visible
 
 if TYPE_CHECKING:
     from miner_guard.checks.check import Check, Snapshot
-
-CONTEXT = {"allow_interspersed_args": False}
+    from miner_guard.config import Config
 
 _FACTS = ("nvml", "torch", "cuda", "packages", "host", "clock", "repo", "deep")
 """Sections of the snapshot that `--json` prints unchanged."""
@@ -28,7 +26,7 @@ _FACTS = ("nvml", "torch", "cuda", "packages", "host", "clock", "repo", "deep")
 _STYLE = {"ok": "green", "warn": "yellow", "critical": "bold red", "unknown": "cyan"}
 
 
-def command(
+def doctor(
     miner: Annotated[
         Optional[list[str]],
         typer.Argument(
@@ -47,14 +45,22 @@ def command(
     deep: Annotated[
         bool, typer.Option("--deep", help="Also run a matmul on each GPU, and one all_reduce.")
     ] = False,
+    alerts: Annotated[
+        bool,
+        typer.Option(
+            "--alerts", help="Only send a test message to every alert target; exit 1 if one fails."
+        ),
+    ] = False,
 ) -> None:
     """Check GPUs, driver, torch, node, environment and repo. Exit 0, or 69 if something is
     critical."""
     flags: dict[str, Any] = {} if expect_gpus is None else {"gpu.expect": expect_gpus}
     place = options.open_context(config, name, state_dir, flags)
+    if alerts:
+        _send_test(place.settings.config)
+        return
     if miner:
         options.check_command(miner[0])
-    # Imported late: neither `--help` nor a bad configuration needs it.
     from miner_guard.checks.preflight import PreflightRequest, judge
     from miner_guard.guard.preflight import collect_snapshot
 
@@ -62,7 +68,7 @@ def command(
     question = PreflightRequest(
         place.settings.config, place.state, tuple(miner or ()), dict(os.environ), deep=deep
     )
-    with Working("checking GPUs, torch, host, clock and repo"):
+    with working("checking GPUs, torch, host, clock and repo"):
         snapshot = collect_snapshot(question, _pause)
     checks = judge(snapshot)
     critical = any(c.level == "critical" for c in checks)
@@ -76,6 +82,26 @@ def command(
     else:
         _table(checks, seconds)
     raise typer.Exit(UNAVAILABLE if critical else OK)
+
+
+def _send_test(settings: Config) -> None:
+    from miner_guard.record.redaction import Redactor
+    from miner_guard.reporting.alert_monitor import send_test
+    from miner_guard.uploads.repos import credentials
+
+    urls = settings.alerts.urls
+    if not urls:
+        unread = credentials.problem(settings.repo)
+        why = f"no targets, and {unread}" if unread else "no targets"
+        raise Refused(
+            f"{why}; set MINER_GUARD_ALERTS__URLS to a comma-separated list of Apprise URLs", USAGE
+        )
+    with working(f"sending to {counted(len(urls), 'target')}"):
+        answer = send_test(settings.alerts)
+    if not answer.known:
+        words = Redactor(urls).text(answer.reason or "")
+        raise Refused(f"the test message did not reach every target: {words}", FAILED)
+    echo(f"sent to {counted(answer.value, 'target')} in {answer.seconds:.1f} s")
 
 
 def _pause(seconds: float) -> bool:

@@ -1,4 +1,5 @@
-"""`miner-guard explain`: root cause and fixes from any log."""
+"""`miner-guard explain`: root cause and fixes from a log or a trace, the steps in a log, and
+what an event means."""
 
 from __future__ import annotations
 
@@ -7,16 +8,15 @@ import gzip
 import io
 import json
 import os
+import re
 import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, BinaryIO, Optional, cast
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Optional, cast
 
 import typer
 
-from miner_guard.cli.echo import echo
-from miner_guard.cli.find import flag, open_guard
 from miner_guard.cli.options import (
     DEFAULT_NAME,
     AnyName,
@@ -24,19 +24,23 @@ from miner_guard.cli.options import (
     Config,
     Json,
     State,
+    flag,
     open_context,
+    open_guard,
+    unknown_event,
 )
-from miner_guard.cli.working import Working
-from miner_guard.eventlog.rendering import json_line
-from miner_guard.exits import FAILED, USAGE, Refused
-from miner_guard.incidents import knowledge, notes
-from miner_guard.incidents.explain import LogExplanation, explain
-from miner_guard.incidents.oom import Training
-from miner_guard.record.redaction import Redactor
-from miner_guard.record.store import RunReader
+from miner_guard.cli.output import echo, open_text, working
+from miner_guard.exits import CONFIG, FAILED, UNAVAILABLE, USAGE, Refused
 from miner_guard.record.words import counted
-from miner_guard.state_dir import StateDir
-from miner_guard.system.clock import SystemClock
+
+if TYPE_CHECKING:
+    from miner_guard.incidents.explain import LogExplanation
+    from miner_guard.incidents.notes import Note
+    from miner_guard.state_dir import StateDir
+    from miner_guard.watch.curves import Anomaly
+    from miner_guard.watch.lines import LogCheck, StepSeen
+    from miner_guard.watch.progress import TrainingFacts
+    from miner_guard.watch.trace_reading import Trace
 
 _GZIP = b"\x1f\x8b"
 _NOTES_SHOWN = 3
@@ -47,19 +51,35 @@ repetitive logs to a fiftieth, and zeros to a thousandth."""
 _UNPACKED_AT_ONCE = 8 * 1024 * 1024
 """Unpacked bytes allowed before the ratio applies."""
 
+_EVENT = re.compile("[a-z]+(_[a-z0-9]+)*")
+_ALIKE = 3
+"""How many findings of each type to print in full. For the rest, only the steps are listed."""
 
-def command(
+_STEPS_SHOWN = 20
+_FIRST, _LAST = 8, 3
+"""How many steps to print in full from the beginning and from the end of a log."""
+
+_UNITS = {"seconds": ("step time", "{:.3f}s"), "gpu_gb": ("memory", "{:.2f}GB")}
+
+
+def explain(
     file: Annotated[
         Optional[str],
         typer.Argument(
-            metavar="FILE|-",
-            help="The log; - is stdin. Default: piped input, or the guard's own log if nothing is "
-            "piped in or if --state-dir or --name is given.",
+            metavar="FILE|-|EVENT",
+            help="The log; - is stdin; or an event's name. Default: piped input, or the guard's "
+            "own log if nothing is piped in or if --state-dir or --name is given.",
         ),
     ] = None,
     trace: Annotated[
         bool, typer.Option("--trace", help="FILE contains per-step numbers instead of a log.")
     ] = False,
+    steps: Annotated[
+        bool, typer.Option("--steps", help="Show the steps that `--attach log` reads from FILE.")
+    ] = False,
+    profile: Annotated[
+        Optional[str], typer.Option("--profile", help="--steps: also use this profile's patterns.")
+    ] = None,
     note: Annotated[
         str,
         typer.Option(
@@ -71,50 +91,73 @@ def command(
     state_dir: State = None,
     as_json: Json = False,
 ) -> None:
-    """Find the root cause and fixes in any log. Exit 1: nothing wrong."""
-    if trace and note:
-        raise Refused(
-            "--note cannot be combined with --trace, because notes belong to incident labels", USAGE
-        )
-    if file is None and name is None and state_dir is None and _piped():
+    """Find the root cause and fixes in any log, or say what an event means. Exit 1: nothing
+    wrong."""
+    if note and (trace or steps):
+        raise Refused("--note belongs to an incident's label: leave out --trace and --steps", USAGE)
+    if file is not None and _EVENT.fullmatch(file) and not Path(file).exists():
+        _explain_event(file)
+        return
+    if file is None and name is None and state_dir is None and _is_piped():
         file = "-"
+    if steps:
+        _explain_steps(file or "-", open_context(config, DEFAULT_NAME, None), profile, as_json)
+        return
     place = (
         open_guard(config, name, state_dir)
         if file is None
         else open_context(config, name or DEFAULT_NAME, state_dir)
     )
     if trace:
-        # Imported late: explaining a log does not need it.
-        from miner_guard.cli.explain_trace import explain_trace
         from miner_guard.watch.progress import TrainingFacts
 
-        known = place.settings.config
-        explain_trace(
-            file or str(place.state.log),
-            TrainingFacts.from_settings(known.miner, known.gate),
-            as_json=as_json,
-        )
+        settings = place.settings.config
+        facts = TrainingFacts.from_settings(settings.miner, settings.gate)
+        explain_trace(file or str(place.state.log), facts, as_json=as_json)
         return
+    from miner_guard.incidents import notes
+
     report = _read(file, place)
     if as_json:
         echo(json.dumps(report.as_dict(), indent=1, ensure_ascii=False))
     else:
         again = flag(place.state) if file is None else "FILE" if file == "-" else file
-        echo(text(report, notes.read(place.state), again, place.state if file is None else None))
+        of = place.state if file is None else None
+        echo(explanation(report, notes.read(place.state), again, of))
     if note:
         _remember(place, report, note)
     if report.root is None:
         raise typer.Exit(FAILED)
 
 
+def _explain_event(event: str) -> None:
+    from miner_guard.reporting.runbook import rows
+
+    if not rows():
+        raise Refused(
+            "this installation has no runbook; install miner-guard from a wheel or from source",
+            UNAVAILABLE,
+        )
+    if event not in rows():
+        raise unknown_event(event)
+    row = rows()[event]
+    echo(f"event    {event}\nmeans    {row.meaning}")
+    echo(f"do       {row.action}\ngrep for {row.grep}")
+    echo(f"earlier  miner-guard logs --event {event}")
+
+
 def _read(file: str | None, place: CommandContext) -> LogExplanation:
+    from miner_guard.incidents import knowledge
+    from miner_guard.incidents.explain import explain as read_log
+    from miner_guard.incidents.oom import Training
+    from miner_guard.record.redaction import Redactor
+
     redactor = Redactor.from_environment(os.environ)
     try:
-        with _opened(file, place.state) as log, Working("reading the log", _size(log)) as at:
-            counted_log = cast(BinaryIO, _CountedReader(log, at))
+        with _opened(file, place.state) as log, working("reading the log"):
             miner = place.settings.config.miner
             training = Training(miner.batch_size, miner.effective_batch_size)
-            return explain(counted_log, knowledge.load(), training, redactor.text)
+            return read_log(log, knowledge.load(), training, redactor.text)
     except (OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or error
         raise Refused(
@@ -123,30 +166,7 @@ def _read(file: str | None, place: CommandContext) -> LogExplanation:
         ) from error
 
 
-def _size(log: BinaryIO) -> int | None:
-    """Size of a plain file in bytes; None if it can be found only by reading, as for a pipe, a gzip
-    file or several files."""
-    try:
-        status = os.fstat(log.fileno())
-    except (OSError, ValueError, AttributeError):
-        return None
-    plain = stat.S_ISREG(status.st_mode) and not isinstance(log, gzip.GzipFile)
-    return status.st_size if plain else None
-
-
-class _CountedReader:
-    """Reads a log and passes the number of bytes read to the progress line."""
-
-    def __init__(self, log: BinaryIO, at: Working) -> None:
-        self._log, self._at = log, at
-
-    def read(self, size: int) -> bytes:
-        data = self._log.read(size)
-        self._at.advance(len(data))
-        return data
-
-
-def _piped() -> bool:
+def _is_piped() -> bool:
     """Return True if standard input is a pipe or a file. A terminal or /dev/null contains no
     log."""
     try:
@@ -158,6 +178,9 @@ def _piped() -> bool:
 
 @contextlib.contextmanager
 def _opened(file: str | None, state: StateDir) -> Iterator[BinaryIO]:
+    from miner_guard.eventlog.rendering import json_line
+    from miner_guard.record.store import RunReader
+
     if file is None:
         events = RunReader(state.db).events()
         if not events:
@@ -205,6 +228,9 @@ class _BoundedReader:
 
 
 def _remember(place: CommandContext, report: LogExplanation, note: str) -> None:
+    from miner_guard.incidents import notes
+    from miner_guard.system.clock import SystemClock
+
     if report.root is None:
         raise Refused("note not stored: this log shows no error", FAILED)
     try:
@@ -215,9 +241,9 @@ def _remember(place: CommandContext, report: LogExplanation, note: str) -> None:
         ) from error
 
 
-def text(
+def explanation(
     report: LogExplanation,
-    known: Mapping[str, Sequence[notes.Note]],
+    known: Mapping[str, Sequence[Note]],
     again: str,
     of: StateDir | None = None,
 ) -> str:
@@ -253,3 +279,142 @@ def text(
             f'  miner-guard explain {again} --note "…"',
         ]
     return "\n".join(rows)
+
+
+def explain_trace(source: str, facts: TrainingFacts, *, as_json: bool) -> None:
+    """Explain the trace in the file `source` (`-`: standard input). Exits with 1 if it is
+    healthy.
+
+    The settings' batch sizes name the examples that caused a NaN. Raises Refused (64) if the file
+    can't be read or contains no trace line. A run whose only findings are remarks (severity info)
+    counts as healthy."""
+    from miner_guard.watch import trace_reading as reading
+    from miner_guard.watch.trace import judge
+
+    with open_text(source, "a trace file") as lines:
+        trace = reading.read(lines)
+    if not trace.used:
+        raise Refused(
+            f"{source}: no trace lines in {counted(trace.lines, 'line')}; pass JSON "
+            'lines such as {"step": 10, "loss": 2.45, "step_time": 15.2}, guard.jsonl, CSV with a '
+            "header such as `step,loss,lr`, or lines such as `Step 10: loss=2.45, lr=6.67e-05`",
+            USAGE,
+        )
+    found = judge(trace, facts)
+    if as_json:
+        echo(json.dumps({"findings": [document(a) for a in found]}, ensure_ascii=False))
+    else:
+        for line in anomalies_text(trace, found):
+            echo(line)
+    if all(a.severity == "info" for a in found):
+        raise typer.Exit(FAILED)
+
+
+def document(anomaly: Anomaly) -> Mapping[str, Any]:
+    """One finding as printed by `--json`."""
+    return {
+        "type": anomaly.type,
+        "at_step": anomaly.at_step,
+        "severity": anomaly.severity,
+        "detail": anomaly.detail,
+        "fixes": list(anomaly.fixes),
+    }
+
+
+def anomalies_text(trace: Trace, found: Sequence[Anomaly]) -> Iterator[str]:
+    """Yield the findings as lines of text. Each type appears once with its evidence and fixes;
+    repeats are listed by step."""
+    counts = ", ".join(
+        f"{len(series)} {name}" for name, series in trace.series.items() if len(series)
+    )
+    yield f"{trace.used} of {trace.lines} lines read: {counts or 'no numbers'}"
+    if not found:
+        yield "Nothing wrong."
+    for kind in dict.fromkeys(a.type for a in found):
+        alike = [a for a in found if a.type == kind]
+        for anomaly in alike[:_ALIKE]:
+            yield f"{anomaly.severity.upper():8} {kind} at step {anomaly.at_step}: {anomaly.detail}"
+        if len(alike) > _ALIKE:
+            steps = [str(a.at_step) for a in alike[_ALIKE:]]
+            more = f" and {len(steps) - _STEPS_SHOWN} more" if len(steps) > _STEPS_SHOWN else ""
+            yield f"         also at steps {', '.join(steps[:_STEPS_SHOWN])}{more}"
+        if alike[0].cause:
+            yield f"         likely cause: {alike[0].cause}"
+        for place, fix in enumerate(alike[0].fixes, 1):
+            yield f"         {place}. {fix}"
+    if any(a.severity != "info" for a in found):
+        yield "Make one change at a time, and note what helped."
+
+
+def _explain_steps(file: str, place: CommandContext, profile: str | None, as_json: bool) -> None:
+    """Show which steps `--attach log` would read from a log. Exits with 1 if it reads none."""
+    from miner_guard.watch.lines import check, patterns
+
+    named = profile or place.profile
+    try:
+        known = patterns(named, place.settings.config.miner.log_patterns)
+    except (OSError, ValueError) as error:
+        raise Refused(f"--profile {named}: {error}", USAGE) from error
+    except re.error as error:
+        words = (
+            f"[miner] log_patterns: {error.pattern!r} is not a valid regular expression: {error}"
+        )
+        raise Refused(words, CONFIG) from error
+    with open_text(file, "a log", "\n") as lines, working("reading the log"):
+        result = check(lines, known)
+    if as_json:
+        echo(json.dumps(result.as_dict(), ensure_ascii=False))
+    else:
+        for line in steps_text(result, named):
+            echo(line)
+    if not result.steps:
+        raise typer.Exit(FAILED)
+
+
+def steps_text(result: LogCheck, profile: str | None) -> Iterator[str]:
+    """Yield the lines that show the result on a terminal."""
+    steps = result.steps
+    shown = steps if len(steps) <= _FIRST + _LAST else [*steps[:_FIRST], *steps[-_LAST:]]
+    for at, seen in enumerate(shown):
+        if at == _FIRST and len(steps) > len(shown):
+            yield f"… {len(steps) - len(shown)} more …"
+        yield f"line {seen.place}: {_in_words(seen)}   <- {seen.text}"
+    by = f" with {profile}'s patterns" if profile else ""
+    yield f"{counted(len(steps), 'step')} in {counted(result.lines, 'line')}{by}" + (
+        f": {_fields(result)}" if steps else ""
+    )
+    if result.pushes or result.failed_pushes:
+        yield f"{counted(result.pushes, 'push')}, {result.failed_pushes} failed"
+    if result.phases:
+        lines = ", ".join(f"{name} {count}" for name, count in sorted(result.phases.items()))
+        yield f"phase lines: {lines}"
+    if result.misses:
+        yield "Not read as steps, closest matches first:"
+    for place, miss, text in result.misses:
+        yield f"  line {place}: {text!r}: {miss.why}"
+    if not steps:
+        yield (
+            "Add a pattern for the step lines to [miner] log_patterns in guard.toml, for example "
+            r"'batch (?P<step>\d+) cost (?P<loss>\S+)', then check again with -c guard.toml"
+        )
+
+
+def _in_words(seen: StepSeen) -> str:
+    step = seen.step
+    words = [] if step.outer is None else [f"outer {step.outer}"]
+    words += [] if step.epoch is None else [f"epoch {step.epoch}"]
+    words.append(f"step {step.inner}")
+    for name in ("loss", "seconds", "lr", "grad_norm", "gpu_gb"):
+        value = getattr(step, name)
+        if value is not None:
+            called, form = _UNITS.get(name, (name, "{:g}"))
+            words.append(f"{called} {form.format(value)}")
+    return ", ".join(words)
+
+
+def _fields(result: LogCheck) -> str:
+    total = len(result.steps)
+    return ", ".join(
+        f"{_UNITS.get(name, (name, ''))[0]} on {'all' if count == total else count or 'none'}"
+        for name, count in result.counted().items()
+    )

@@ -13,13 +13,11 @@ from typing import Annotated, Optional
 
 import typer
 
-from miner_guard.cli.echo import echo
 from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, choose_state
-from miner_guard.exits import FAILED, USAGE, Refused
+from miner_guard.cli.output import echo
+from miner_guard.exits import FAILED, UNAVAILABLE, USAGE, Refused
 from miner_guard.state_dir import write_atomic
 from miner_guard.system.launcher_args import value_of
-
-CONTEXT = {"allow_interspersed_args": False}
 
 _NUMBERS = {
     "--neuron.local_batch_size_train": "batch_size",
@@ -29,7 +27,7 @@ _NUMBERS = {
 """Arguments of subnet 38's miner that supply values for `[miner]`."""
 
 
-def command(
+def init(
     cmd: Annotated[
         Optional[list[str]],
         typer.Argument(
@@ -38,19 +36,21 @@ def command(
     ] = None,
     name: Name = DEFAULT_NAME,
     directory: Annotated[Path, typer.Option("--dir", help="Folder to write to.")] = Path(),
-    remove: Annotated[
-        bool, typer.Option("--remove", help="Delete the state directory and what init wrote.")
-    ] = False,
+    ops: Annotated[
+        Optional[Path],
+        typer.Option(
+            metavar="DIR",
+            help="Only write the on-call files to DIR: runbook, systemd unit, dashboards, alerts.",
+        ),
+    ] = None,
     config: Config = None,
     state_dir: State = None,
 ) -> None:
     """Write guard.toml and ecosystem.config.js for a miner's command; never overwrites a file."""
-    files = (directory / (config or "guard.toml"), directory / "ecosystem.config.js")
-    if remove:
-        from miner_guard.cli.uninstall import uninstall
-
-        uninstall(files, choose_state(name, state_dir), name)
+    if ops is not None:
+        _write_ops(ops)
         return
+    files = (directory / (config or "guard.toml"), directory / "ecosystem.config.js")
     if not cmd:
         raise Refused(
             (
@@ -77,6 +77,28 @@ def command(
     echo("next: fill in [repo], run `miner-guard doctor`, then `pm2 start ecosystem.config.js`")
     if place := _place(name, state_dir):
         echo(f"later: `miner-guard status {place}`; the other commands take {place} too")
+
+
+def _write_ops(folder: Path) -> None:
+    import shutil
+
+    from miner_guard.reporting.runbook import FILE, installed
+
+    source = installed()
+    if source is None:
+        raise Refused(
+            "this installation has no ops/ files; install miner-guard from a wheel or from source",
+            UNAVAILABLE,
+        )
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise Refused(f"{folder} exists and is not an empty folder; choose another", USAGE)
+    try:
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+    except (OSError, shutil.Error) as error:
+        raise Refused(f"{folder} cannot be written: {error}", FAILED) from error
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        echo(f"wrote {path}")
+    echo(f"next: {folder / FILE} explains what to do about each event")
 
 
 def guard_toml(cmd: Sequence[str]) -> str:

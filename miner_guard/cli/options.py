@@ -1,25 +1,26 @@
-"""The options that every command takes (`-c`, `--name`, `--state-dir`), and how they are resolved.
-
-A command declares them as `config: Config = None, name: Name = DEFAULT_NAME, state_dir: State =
-None` and calls `open_context(config, name, state_dir)`.
-"""
+"""The options that every command takes (`-c`, `--name`, `--state-dir`), and what they choose: the
+settings, and the guard that a command talks to."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
+from miner_guard import __version__
 from miner_guard import state_dir as statedir
+from miner_guard.cli.output import echo
 from miner_guard.exits import CONFIG, FAILED, USAGE, Refused
+from miner_guard.state_dir import StateDir, distrust
 from miner_guard.system.clock import iso_utc, parse_iso_utc
+from miner_guard.system.sockets import address
 
 if TYPE_CHECKING:
     from miner_guard.config import RepoSettings
@@ -28,10 +29,14 @@ if TYPE_CHECKING:
 DEFAULT_NAME = "miner"
 
 MAX_COUNT = 10**15
-"""Default upper limit for numeric flags: JSON has no infinity."""
+"""Upper limit for numeric flags: JSON has no infinity."""
 
+_DEMO = Path(".demo", "state")
+"""The state directory of `make demo`, in the source tree."""
 
-_OTHERS = 5
+_MAX_NAMED = 8
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+_MIDNIGHT = "0000-00-00T00:00:00.000000"
 
 
 def a_number(value: Optional[float]) -> Optional[float]:
@@ -67,15 +72,17 @@ Since = Annotated[
     typer.Option("--since", help="Only newer events: 90s, 15m, 1h, 2d, or 2026-01-02T03:04 (UTC)."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+FinishedCode = Annotated[
+    int, typer.Option(min=0, max=255, help="Exit code to use when the miner finishes.")
+]
 
 
 @dataclass(frozen=True)
 class CommandContext:
-    """A command's input: the validated settings and the state directory, which has not been read
-    yet."""
+    """The validated settings and the state directory, which has not been read yet."""
 
     settings: Settings
-    state: statedir.StateDir
+    state: StateDir
     profile: str | None
 
 
@@ -84,8 +91,7 @@ def open_context(
 ) -> CommandContext:
     """Load the settings and choose the state directory. Raises Refused: 64 for a bad flag, 78 for
     bad settings."""
-    # Import here, not above: these imports take most of the start-up time, and commands such as
-    # `logs` read no settings.
+    # `logs` and others read no settings, so they don't wait for these imports.
     from miner_guard.config import loading
     from miner_guard.validators.profiles import chosen
 
@@ -106,6 +112,11 @@ def open_context(
             str(error), USAGE if isinstance(error, loading.BadFlag) else CONFIG
         ) from error
     return CommandContext(loaded, choose_state(name, state_dir), profile)
+
+
+def open_guard(config: Path | None, name: str | None, state_dir: str | None) -> CommandContext:
+    """`open_context` for the guard that `find_guard` chooses."""
+    return open_context(config, DEFAULT_NAME, str(find_guard(name, state_dir).root))
 
 
 def _dotenv(repo: RepoSettings) -> tuple[str, Mapping[str, str]] | None:
@@ -133,7 +144,7 @@ def settings_of_profile(profile: str) -> Mapping[str, Any]:
         raise Refused(f"profile: {error}", CONFIG) from error
 
 
-def choose_state(name: str, state_dir: str | None) -> statedir.StateDir:
+def choose_state(name: str, state_dir: str | None) -> StateDir:
     """Choose the state directory without reading any settings. Raises Refused (78) for an invalid
     name."""
     if os.sep in name or name in ("", ".", ".."):
@@ -145,39 +156,14 @@ def choose_state(name: str, state_dir: str | None) -> statedir.StateDir:
     except statedir.Untrusted as error:
         raise Refused(f"state directory refused: {error}", CONFIG) from error
     except RuntimeError as error:
-        # HOME is not set and the host does not know the user, as in a container with an arbitrary
-        # uid.
+        # HOME is not set and the host does not know the user, as in a container with any uid.
         raise Refused(
             f"no state directory: {error} Pass --state-dir, or set HOME", CONFIG
         ) from error
 
 
-def start_or_name(state: statedir.StateDir) -> str:
-    """Return advice for when no guard is running: start a guard, or name one whose state directory
-    is next to this one."""
-    start = "start it with `miner-guard run`"
-    folder = state.root.parent
-    if folder.name != statedir.FOLDER:
-        return start
-    try:
-        others = sorted(
-            p.name
-            for p in folder.iterdir()
-            if p != state.root and statedir.StateDir(p).db.is_file()
-        )
-    except OSError:
-        return start
-    if not others:
-        return start
-    more = "" if len(others) <= _OTHERS else f" and {len(others) - _OTHERS} more"
-    return (
-        f"{start}, or pass the --name of a guard that ran here: {', '.join(others[:_OTHERS])}{more}"
-    )
-
-
-def check_there(state: statedir.StateDir) -> None:
-    """Raises Refused (1) if the state directory does not exist, which means that no guard has run
-    there."""
+def check_there(state: StateDir) -> None:
+    """Raises Refused (1) if the state directory does not exist: no guard has run there."""
     if not state.root.is_dir():
         raise Refused(
             f"state directory {state.root} does not exist; "
@@ -186,17 +172,29 @@ def check_there(state: statedir.StateDir) -> None:
         )
 
 
-def earliest(since: str) -> str:
-    """Return the ISO time for `--since`; empty if it sets no limit. Raises Refused (64)."""
-    try:
-        return _since_text(since, time.time()) if since else ""
-    except ValueError as error:
-        raise Refused(f"--since: {error}", USAGE) from error
+def earliest(since: str, now: float | None = None) -> str:
+    """Convert `--since` to a UTC time in ISO format; empty if it sets no limit. Raises Refused."""
+    text = since.strip()
+    if not text:
+        return ""
+    if match := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhdw])", text):
+        now = time.time() if now is None else now
+        return iso_utc(max(0.0, now - float(match[1]) * _SECONDS[match[2]]))
+    if re.fullmatch(r"\d{4}-\d\d-\d\d(T\d\d(:\d\d(:\d\d(\.\d{1,6})?)?)?)?Z?", text):
+        given = text.rstrip("Z")
+        whole = f"{given}{_MIDNIGHT[len(given) :]}Z"
+        try:
+            parse_iso_utc(whole)
+            return whole
+        except ValueError:
+            pass
+    raise Refused(
+        f"--since: {since!r} is not a time; use 90s, 15m, 1h, 2d, or 2026-01-02T03:04 (UTC)", USAGE
+    )
 
 
 def check_command(program: str) -> None:
     """Raises Refused (64) for a program that can't be started."""
-    # Imported late: it is slow, and commands such as `logs` start no program.
     import shutil
 
     if shutil.which(program) is None:
@@ -211,8 +209,8 @@ def check_command(program: str) -> None:
         raise Refused(f"command {program!r} {problem}; {step}", USAGE)
 
 
-def unknown_event(name: str) -> str:
-    """The message for an event name that the runbook lacks, with the closest names."""
+def unknown_event(name: str) -> Refused:
+    """The refusal of an event that the guard never logs, with the closest names."""
     import difflib
 
     from miner_guard.reporting.runbook import rows
@@ -220,25 +218,141 @@ def unknown_event(name: str) -> str:
     near = difflib.get_close_matches(name, rows(), n=3, cutoff=0.0)
     sure = difflib.get_close_matches(name, rows(), n=2)
     meant = f"did you mean {' or '.join(sure)}?" if sure else f"nearest: {', '.join(near)};"
-    return f"unknown event {name!r}; {meant} miner-guard runbook lists all {len(rows())} events"
+    return Refused(f"unknown event {name!r}; {meant} ops/runbook.md lists all events", USAGE)
 
 
-_MIDNIGHT = "0000-00-00T00:00:00.000000"
-"""Supplies the hour, minute or second that a shortened time leaves out."""
+def find_guard(name: str | None, state_dir: str | None) -> StateDir:
+    """Choose the state directory by the first of these that applies: the flags or the environment,
+    the only running guard, the default directory, the guard that ran last.
 
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+    Reports the choice on stderr if the flags don't determine it. Raises Refused: 64 if several
+    guards are running, 78 for an invalid name.
+    """
+    usual = choose_state(DEFAULT_NAME if name is None else name, state_dir)
+    if is_named(name, state_dir) or listens(usual):
+        return usual
+    running = running_guards()
+    if len(running) > 1:
+        raise Refused(
+            f"{len(running)} guards are running here; name one: "
+            + " · ".join(flag(state) for state in running[:_MAX_NAMED]),
+            USAGE,
+        )
+    if running:
+        echo(f"using the running guard: {flag(running[0])}", err=True)
+        return running[0]
+    if usual.db.is_file() or (last := _last_ended(usual)) is None:
+        return usual
+    echo(f"no guard is running; using the last one: {flag(last)}", err=True)
+    return last
 
 
-def _since_text(text: str, now: float) -> str:
-    """Convert `90s`, `15m`, `1h`, `2d` or an ISO time to the ISO time of the earliest line. Raises
-    ValueError."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhdw])", text.strip())
-    if match:
-        return iso_utc(max(0.0, now - float(match[1]) * _UNITS[match[2]]))
-    if re.fullmatch(r"\d{4}-\d\d-\d\d(T\d\d(:\d\d(:\d\d(\.\d{1,6})?)?)?)?Z?", text.strip()):
-        given = text.strip().rstrip("Z")
-        whole = f"{given}{_MIDNIGHT[len(given) :]}Z"
-        with contextlib.suppress(ValueError):
-            parse_iso_utc(whole)
-            return whole
-    raise ValueError(f"{text!r} is not a time; use 90s, 15m, 1h, 2d, or 2026-01-02T03:04 (UTC)")
+def is_named(name: str | None, state_dir: str | None) -> bool:
+    """Return True if the flags or the environment name a guard."""
+    return name is not None or state_dir is not None or "MINER_GUARD_STATE_DIR" in os.environ
+
+
+def running_guards() -> list[StateDir]:
+    """Find this user's running guards by the lock files that their processes hold open."""
+    roots = {path.parent for pid in _guard_pids() for path in _open_files(pid) if _is_lock(path)}
+    return [
+        state
+        for root in sorted(roots)
+        if distrust(root) is None and listens(state := StateDir(root))
+    ]
+
+
+def flag(state: StateDir) -> str:
+    """Return the flag that points other commands at this guard."""
+    if state.root.parent == choose_state(DEFAULT_NAME, None).root.parent:
+        return f"--name {state.root.name}"
+    return f"--state-dir {state.root}"
+
+
+def start_or_name(state: StateDir) -> str:
+    """Return advice for when no guard is running: start a guard, or name one whose state directory
+    is next to this one."""
+    start = "start it with `miner-guard run`"
+    if state.root.parent.name != statedir.FOLDER or not state.root.parent.is_dir():
+        return start
+    others = sorted(
+        p.name for p in state.root.parent.iterdir() if p != state.root and StateDir(p).db.is_file()
+    )
+    if not others:
+        return start
+    more = "" if len(others) <= _MAX_NAMED else f" and {len(others) - _MAX_NAMED} more"
+    names = ", ".join(others[:_MAX_NAMED])
+    return f"{start}, or pass the --name of a guard that ran here: {names}{more}"
+
+
+def check_version(answer: Mapping[str, Any]) -> None:
+    """Warn on stderr when the guard that answered runs a different version from this command: an
+    update takes effect only when the guard restarts."""
+    theirs = answer.get("version")
+    if theirs != __version__:
+        version = "an older version" if theirs is None else f"version {theirs}"
+        echo(
+            f"the running guard is {version}, but this command is version {__version__}; restart "
+            "the guard to update it",
+            err=True,
+        )
+
+
+def listens(state: StateDir) -> bool:
+    """Return True if a guard is running in this state directory."""
+    try:
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client,
+            address(state.control) as name,
+        ):
+            client.settimeout(1.0)
+            client.connect(name)
+    except OSError:
+        return False
+    return True
+
+
+def _guard_pids() -> Iterator[int]:
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) == os.getpid():
+            continue
+        try:
+            words = Path("/proc", entry, "cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"miner-guard" in words or b"miner_guard" in words:
+            yield int(entry)
+
+
+def _open_files(pid: int) -> Iterator[Path]:
+    folder = f"/proc/{pid}/fd"
+    try:
+        # Fails for another user's process.
+        numbers = os.listdir(folder)
+    except OSError:
+        return
+    for number in numbers:
+        try:
+            yield Path(os.readlink(f"{folder}/{number}"))
+        except OSError:
+            continue
+
+
+def _is_lock(path: Path) -> bool:
+    return path.is_absolute() and path == StateDir(path.parent).lock
+
+
+def _last_ended(usual: StateDir) -> StateDir | None:
+    """Return the state directory that a guard wrote last, among the demo's and those next to the
+    default one; None if there is none."""
+    folder = usual.root.parent
+    roots = [*(folder.iterdir() if folder.is_dir() else ()), _DEMO.absolute()]
+    ages = {}
+    for root in roots:
+        if distrust(root) is not None:
+            continue
+        try:
+            ages[root] = StateDir(root).db.stat().st_mtime
+        except OSError:
+            continue
+    return StateDir(max(ages, key=ages.__getitem__)) if ages else None

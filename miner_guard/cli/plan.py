@@ -1,235 +1,288 @@
-"""`miner-guard plan`: the consequences of the training settings; `miner_guard.cli.plan_model`
-computes them."""
+"""`miner-guard plan`: what training settings imply before any GPU time is spent. The usual estimate
+is source 004's, to the letter; `actual` is what subnet 38's miner does: it divides the effective
+batch by the world size, the ranks work in parallel, and FSDP2 shards what is trained. A GB is 10^9
+bytes."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Optional
 
 import typer
 
-from miner_guard.cli import plan_model
-from miner_guard.cli.echo import echo
-from miner_guard.cli.options import (
-    DEFAULT_NAME,
-    MAX_COUNT,
-    Config,
-    Json,
-    Name,
-    State,
-    a_number,
-    open_context,
-)
+from miner_guard.cli import options
+from miner_guard.cli.output import echo
 from miner_guard.exits import USAGE, Refused
-from miner_guard.watch.steps import grade
 
 _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+_BITS = {4: 0.5625, 8: 1.0, 16: 2.0, 32: 4.0}
+"""Bytes per weight. 4 bits: NF4 keeps a scale for 64 weights, so source 003's 8B take 4.5 GB."""
+
+_ADAPTERS = 0.02
+"""Share of the parameters that adapters add: LoRA of rank 64 on all layers of an 8B model."""
+
+_CHECKPOINTING = 0.65
+"""Activation memory with gradient checkpointing, which saves 30-40 % (source 003)."""
 
 
-def _params(text: str) -> float:
-    """Parse a parameter count such as `4e9` or `4B`."""
+@dataclass(frozen=True)
+class Plan:
+    """The settings of one plan, and what follows from them."""
+
+    gpus: int
+    batch: int
+    effective: int
+    params: float
+    seq: int
+    upload_steps: int
+    micro_batch_s: float | None = None
+    step_s: float | None = None
+    weight_bits: int = 16
+    adapters: float | None = None
+    """Number of trainable parameters; None: all."""
+
+    checkpointing: bool = False
+    min_inner_step: int = 50
+    repo_age_target_s: float = 1800.0
+
+    def memory(self, shards: int) -> dict[str, float]:
+        """One rank's GPU memory in GB. Without shards and adapters, source 004's: AdamW with two
+        bf16 moments, no gradients, a quarter of the weights for FSDP. Adapters train in fp32.
+
+        Activations scale source 004's 4 GB for batch 2, sequence 1024 and 4B parameters: they grow
+        with sequence · batch · hidden · layers (Korthikanti et al. 2022), and hidden · layers with
+        params^(2/3)."""
+        frozen = self.params * _BITS[self.weight_bits] / 1e9
+        scale = self.batch * self.seq / 2048 * (self.params / 4e9) ** (2 / 3)
+        rows = {"weights": frozen / shards, "optimizer": 4 * self.params / 1e9 / shards}
+        rows["gradients"] = self.params * 2 / 1e9 / shards if shards > 1 else 0.0
+        if self.adapters is not None:
+            rows = {"weights": (frozen + 4 * self.adapters / 1e9) / shards}
+            rows["optimizer"] = 8 * self.adapters / 1e9 / shards
+            rows["gradients"] = 4 * self.adapters / 1e9 / shards
+        rows["activations"] = 4.0 * scale * (_CHECKPOINTING if self.checkpointing else 1.0)
+        rows["fsdp"] = frozen / 4 if self.gpus > 1 else 0.0
+        return {**rows, "total": sum(rows.values())}
+
+    def estimate(self, *, actual: bool) -> dict[str, Any]:
+        """Accumulation steps, micro-batches, samples, memory, step time and uploads."""
+        accumulation = self.effective // self.batch
+        if actual:
+            accumulation = max(1, self.effective // self.gpus // self.batch)
+        in_turn = accumulation if actual else accumulation * self.gpus
+        seconds = self.step_s
+        if seconds is None and self.micro_batch_s is not None:
+            seconds = in_turn * self.micro_batch_s
+        return {
+            "accumulation_steps": accumulation,
+            "micro_batches": accumulation * self.gpus,
+            "samples": accumulation * self.gpus * self.batch,
+            "memory_gb": self.memory(self.gpus if actual else 1),
+            "inner_step_s": seconds,
+            "upload": self._upload(seconds),
+        }
+
+    def _upload(self, step_s: float | None) -> dict[str, Any]:
+        first = max(-(-self.min_inner_step // self.upload_steps), 1) * self.upload_steps
+        cadence = "good" if self.upload_steps <= 5 else "acceptable"
+        longest = None if step_s is None else max(first, self.upload_steps) * step_s
+        return {
+            "first_valid_inner_step": first,
+            "first_valid_s": step_s and first * step_s,
+            "every_s": step_s and self.upload_steps * step_s,
+            "cadence": cadence if self.upload_steps <= 10 else "infrequent: 3-5 steps are good",
+            "fresh": None if longest is None else longest < self.repo_age_target_s,
+        }
+
+    def changes(self) -> Iterator[dict[str, Any]]:
+        """Source 004's suggestions and source 003's checkpointing, by the usual estimate."""
+        half_time = self.micro_batch_s and self.micro_batch_s / 2
+        slower = self.micro_batch_s and self.micro_batch_s * 1.2
+        fewer = replace(self, effective=max(self.batch, self.effective // 2))
+        yield _change("halve the effective batch", "half the time", fewer)
+        if self.batch > 1:
+            smaller = replace(self, batch=self.batch // 2, micro_batch_s=half_time)
+            yield _change("halve the batch", "less memory, same samples", smaller)
+        if not self.checkpointing:
+            saving = replace(self, checkpointing=True, micro_batch_s=slower)
+            words = "30-40 % less activation memory, about 20 % slower"
+            yield _change("gradient checkpointing", words, saving)
+        if self.adapters is None:
+            quantised = replace(self, weight_bits=4, adapters=_ADAPTERS * self.params)
+            yield _change("4-bit weights with adapters", "trains the adapters only", quantised)
+
+    def simplifications(self) -> Iterator[str]:
+        """Where source 004's estimate differs from the miner."""
+        if self.gpus > 1:
+            yield (
+                f"every GPU gets all {self.effective // self.batch} micro-batches, one GPU after "
+                "the other; the miner divides them by the world size and works in parallel"
+            )
+            yield "weights and optimizer state are on each GPU; FSDP2 shards them"
+        if self.adapters is None:
+            yield (
+                f"the gradients are left out: {2 * self.params / 1e9:.1f} GB; AdamW's moments are "
+                "bf16, fp32 takes twice that"
+            )
+        if self.effective % (self.gpus * self.batch):
+            yield f"{self.effective} is not a multiple of {self.gpus} GPUs x {self.batch}"
+
+
+def _change(what: str, effect: str, plan: Plan) -> dict[str, Any]:
+    after = replace(plan, step_s=None).estimate(actual=False)
+    after["memory_gb"] = after["memory_gb"]["total"]
+    return {"what": what, "effect": effect, **{k: v for k, v in after.items() if k != "upload"}}
+
+
+def parameter_count(text: str, option: str = "--params") -> float:
+    """Parse a parameter count such as `4e9` or `4B`. Raises Refused (64)."""
     factor = _SUFFIXES.get(text[-1:].lower())
     try:
         count = float(text[:-1]) * factor if factor else float(text)
     except ValueError:
         count = math.nan
-    if not 1 <= count <= MAX_COUNT:
-        raise Refused(f"--params {text!r} is not a parameter count such as 4e9 or 4B", USAGE)
+    if not 1 <= count <= options.MAX_COUNT:
+        raise Refused(f"{option} {text!r} is not a parameter count such as 4e9 or 4B", USAGE)
     return count
 
 
-def command(
-    gpus: Annotated[
-        int, typer.Option(min=1, callback=a_number, help="Number of GPUs (world size).")
-    ] = 4,
-    batch: Annotated[
-        Optional[int],
-        typer.Option(
-            min=1,
-            callback=a_number,
-            help="Samples per micro-batch; default: [miner] batch_size, then 2.",
-        ),
-    ] = None,
+def _float(low: float, words: str) -> Any:
+    return typer.Option(min=low, callback=options.a_number, help=words)
+
+
+def _int(words: str) -> Any:
+    return typer.Option(min=1, callback=options.a_number, help=words)
+
+
+def plan(
+    gpus: Annotated[int, _int("Number of GPUs (world size).")] = 4,
+    batch: Annotated[Optional[int], _int("Samples per micro-batch; default: [miner], 2.")] = None,
     effective: Annotated[
-        Optional[int],
-        typer.Option(
-            min=1,
-            callback=a_number,
-            help="Effective batch size; default: [miner] effective_batch_size, then 512.",
-        ),
+        Optional[int], _int("Effective batch size; default: [miner], 512.")
     ] = None,
     params: Annotated[
         str, typer.Option(metavar="N", help="Number of parameters, such as 4e9 or 4B.")
     ] = "4e9",
-    seq: Annotated[int, typer.Option(min=1, callback=a_number, help="Sequence length.")] = 1024,
+    seq: Annotated[int, _int("Sequence length.")] = 1024,
     upload_steps: Annotated[
-        Optional[int],
-        typer.Option(
-            min=1,
-            callback=a_number,
-            help="Inner steps between uploads; default: [miner] upload_steps, then 3.",
-        ),
+        Optional[int], _int("Inner steps between uploads; default: [miner], 3.")
     ] = None,
     micro_batch_ms: Annotated[
-        Optional[float],
-        typer.Option(
-            min=0.001, callback=a_number, help="Time of one micro-batch, measured or assumed."
-        ),
+        Optional[float], _float(0.001, "Time of one micro-batch, measured or assumed.")
     ] = None,
     step_s: Annotated[
-        Optional[float],
-        typer.Option(
-            min=0.001,
-            callback=a_number,
-            help="Measured time of an inner step; overrides --micro-batch-ms.",
-        ),
+        Optional[float], _float(0.001, "Measured time of an inner step; overrides the former.")
     ] = None,
     gpu_memory_gb: Annotated[
-        Optional[float],
-        typer.Option(
-            min=0.1, callback=a_number, help="Memory per GPU, to check whether the model fits."
-        ),
+        Optional[float], _float(0.1, "Memory per GPU, to check whether the model fits.")
     ] = None,
-    config: Config = None,
-    name: Name = DEFAULT_NAME,
-    state_dir: State = None,
-    as_json: Json = False,
+    weight_bits: Annotated[
+        int, typer.Option(help="Bits per weight: 4, 8, 16 or 32. Below 16, adapters are trained.")
+    ] = 16,
+    adapters: Annotated[
+        Optional[str],
+        typer.Option(metavar="N", help="Trainable parameters if only adapters are trained (LoRA)."),
+    ] = None,
+    config: options.Config = None,
+    name: options.Name = options.DEFAULT_NAME,
+    state_dir: options.State = None,
+    as_json: options.Json = False,
 ) -> None:
     """Show what the settings imply: batch, accumulation, memory, step time, upload cadence."""
-    known = open_context(config, name, state_dir).settings.config
-    try:
-        plan = plan_model.plan(
-            plan_model.PlanSettings(
-                gpus=gpus,
-                batch=batch or known.miner.batch_size or 2,
-                effective=effective or known.miner.effective_batch_size or 512,
-                params=_params(params),
-                seq=seq,
-                upload_steps=upload_steps or known.miner.upload_steps or 3,
-                micro_batch_s=None if micro_batch_ms is None else micro_batch_ms / 1000,
-                step_s=step_s,
-                min_inner_step=known.gate.min_inner_step,
-                repo_age_target_s=known.gate.repo_age_target_s,
-                repo_age_limit_s=known.gate.repo_age_limit_s,
-                gpu_memory_gb=gpu_memory_gb,
-            )
-        )
-    except plan_model.BadPlan as error:
-        raise Refused(str(error), USAGE) from error
-    if as_json:
-        echo(json.dumps(document(plan)))
-        return
-    for line in text(plan, known.steps):
-        echo(line)
-
-
-def document(plan: plan_model.Plan) -> dict[str, Any]:
-    """The plan for `--json`: source 004's estimate at the top, the miner's real behaviour under
-    `actual`."""
-    return {
-        **_way(plan.document),
-        "actual": _way(plan.actual),
-        "fits": fits(plan),
-        "simplifications": list(plan.simplifications),
-        "changes": [asdict(change) for change in plan.changes],
-        "settings": asdict(plan.settings),
-    }
-
-
-def _way(way: plan_model.PlanEstimate) -> dict[str, Any]:
-    return {
-        "accumulation_steps": way.accumulation_steps,
-        "micro_batches": way.micro_batches,
-        "samples": way.samples,
-        "memory_gb": way.memory.as_dict(),
-        "inner_step_s": way.inner_step_s,
-        "upload": asdict(way.upload),
-    }
-
-
-def fits(plan: plan_model.Plan) -> bool | None:
-    """Return True if the miner fits in the GPU's memory; None if the memory size was not given."""
-    memory = plan.settings.gpu_memory_gb
-    return None if memory is None else plan.actual.memory.total <= memory
-
-
-def text(plan: plan_model.Plan, steps: Any) -> Iterator[str]:
-    """Yield the plan as lines of text."""
-    s, doc, actual = plan.settings, plan.document, plan.actual
-    batches = f"batch {s.batch}, effective batch {s.effective}"
-    yield f"{s.gpus} GPUs, {batches}, {s.params / 1e9:.3g}B parameters, sequence {s.seq}"
-    yield ""
-    yield f"{'':34}{'usual estimate':>18}{'what the miner does':>20}"
-    for title, one, two in (
-        (
-            "Gradient accumulation steps",
-            str(doc.accumulation_steps),
-            str(actual.accumulation_steps),
-        ),
-        ("Micro-batches per inner step", str(doc.micro_batches), str(actual.micro_batches)),
-        ("Samples per inner step", str(doc.samples), str(actual.samples)),
-        *_memory_rows(doc.memory, actual.memory),
-        ("Time per inner step", _seconds(doc.inner_step_s), _seconds(actual.inner_step_s)),
-        (
-            "  grade",
-            *(
-                ("unknown" if w.inner_step_s is None else grade(w.inner_step_s, steps))
-                for w in (doc, actual)
-            ),
-        ),
-        (
-            "First valid upload, inner step",
-            str(doc.upload.first_valid_inner_step),
-            str(actual.upload.first_valid_inner_step),
-        ),
-        ("  after", _seconds(doc.upload.first_valid_s), _seconds(actual.upload.first_valid_s)),
-        ("Upload every", _seconds(doc.upload.every_s), _seconds(actual.upload.every_s)),
-        ("Repo stays fresh", _yes(doc.upload.fresh), _yes(actual.upload.fresh)),
-    ):
-        yield f"{title:34}{one:>18}{two:>20}"
-    yield (
-        f"Uploads: every {s.upload_steps} inner steps, {doc.upload.cadence}; repo: {doc.upload.why}"
+    if weight_bits not in _BITS:
+        raise Refused(f"--weight-bits {weight_bits} is not 4, 8, 16 or 32", USAGE)
+    settings = options.open_context(config, name, state_dir).settings.config
+    count = parameter_count(params)
+    trained = None if adapters is None else parameter_count(adapters, "--adapters")
+    if trained is None and weight_bits < 16:
+        trained = _ADAPTERS * count
+    made = Plan(
+        gpus=gpus,
+        batch=batch or settings.miner.batch_size or 2,
+        effective=effective or settings.miner.effective_batch_size or 512,
+        params=count,
+        seq=seq,
+        upload_steps=upload_steps or settings.miner.upload_steps or 3,
+        micro_batch_s=None if micro_batch_ms is None else micro_batch_ms / 1000,
+        step_s=step_s,
+        weight_bits=weight_bits,
+        adapters=trained,
+        min_inner_step=settings.gate.min_inner_step,
+        repo_age_target_s=settings.gate.repo_age_target_s,
     )
-    if s.gpu_memory_gb is not None:
-        verdict = "fits" if fits(plan) else "does NOT fit"
-        yield f"GPU memory: {actual.memory.total:.1f} of {s.gpu_memory_gb:g} GB, {verdict}"
-    yield ""
-    yield "Simplifications in the usual estimate:"
-    for line in plan.simplifications:
-        yield f"  - {line}"
-    yield ""
-    yield "The effect of each change (by the usual estimate):"
-    for change in plan.changes:
-        time = "" if change.inner_step_s is None else f", {_seconds(change.inner_step_s)}"
-        yield (
-            f"  - {change.what} ({change.arguments}): {change.accumulation_steps} accumulation "
-            f"steps, {change.micro_batches} micro-batches, ~{change.memory_gb:.0f} GB{time}: "
-            f"{change.effect}"
+    if made.effective < made.batch:
+        raise Refused(
+            f"effective batch {made.effective} is smaller than batch {made.batch}; "
+            "raise the effective batch or lower the batch",
+            USAGE,
         )
+    answer = document(made, gpu_memory_gb)
+    if as_json:
+        echo(json.dumps(answer))
+    else:
+        _print(made, answer)
 
 
-def _memory_rows(
-    one: plan_model.MemoryPlan, two: plan_model.MemoryPlan
-) -> Iterator[tuple[str, str, str]]:
-    for title, name in (
-        ("Memory: weights (bf16)", "weights"),
-        ("  optimizer (AdamW)", "optimizer"),
-        ("  gradients", "gradients"),
-        ("  activations", "activations"),
-        ("  FSDP overhead", "fsdp"),
-        ("  total per GPU", "total"),
-    ):
-        yield title, f"~{getattr(one, name):.1f} GB", f"~{getattr(two, name):.1f} GB"
+def document(made: Plan, gpu_memory_gb: float | None) -> dict[str, Any]:
+    """The plan for `--json`: source 004's estimate at the top, the miner's under `actual`."""
+    actual = made.estimate(actual=True)
+    return {
+        **made.estimate(actual=False),
+        "actual": actual,
+        "fits": None if gpu_memory_gb is None else actual["memory_gb"]["total"] <= gpu_memory_gb,
+        "simplifications": list(made.simplifications()),
+        "changes": list(made.changes()),
+        "settings": {**asdict(made), "gpu_memory_gb": gpu_memory_gb},
+    }
+
+
+def _print(made: Plan, answer: dict[str, Any]) -> None:
+    both, unit = (answer, answer["actual"]), {True: "yes", False: "NO", None: "unknown"}
+    trained = "" if made.adapters is None else f", {made.adapters / 1e6:.4g}M trained"
+    echo(
+        f"{made.gpus} GPUs, batch {made.batch}, effective batch {made.effective}, "
+        f"{made.params / 1e9:.3g}B parameters in {made.weight_bits} bits{trained}, "
+        f"sequence {made.seq}\n\n{'':34}{'usual estimate':>18}{'what the miner does':>20}"
+    )
+    rows = [
+        ("Gradient accumulation steps", [str(way["accumulation_steps"]) for way in both]),
+        ("Micro-batches per inner step", [str(way["micro_batches"]) for way in both]),
+        ("Samples per inner step", [str(way["samples"]) for way in both]),
+        *(
+            (f"GPU memory: {part}", [f"~{way['memory_gb'][part]:.1f} GB" for way in both])
+            for part in answer["memory_gb"]
+        ),
+        ("Time per inner step", [_seconds(way["inner_step_s"]) for way in both]),
+        *(
+            (title, [words(way["upload"][key]) for way in both])
+            for title, key, words in (
+                ("First valid upload, inner step", "first_valid_inner_step", str),
+                ("  after", "first_valid_s", _seconds),
+                ("Upload every", "every_s", _seconds),
+                ("Repo stays fresh", "fresh", unit.__getitem__),
+            )
+        ),
+    ]
+    for title, (one, two) in rows:
+        echo(f"{title:34}{one:>18}{two:>20}")
+    echo(f"Uploads: every {made.upload_steps} inner steps, {answer['upload']['cadence']}")
+    if answer["fits"] is not None:
+        total, limit = both[1]["memory_gb"]["total"], answer["settings"]["gpu_memory_gb"]
+        echo(f"{total:.1f} of {limit:g} GB: {'fits' if answer['fits'] else 'does NOT fit'}")
+    echo("\nSimplifications in the usual estimate:")
+    for line in answer["simplifications"]:
+        echo(f"  - {line}")
+    echo("\nThe effect of each change (by the usual estimate):")
+    for change in answer["changes"]:
+        seconds = change["inner_step_s"]
+        after = "" if seconds is None else f", {_seconds(seconds)}"
+        echo(f"  - {change['what']}: ~{change['memory_gb']:.0f} GB{after}: {change['effect']}")
 
 
 def _seconds(value: float | None) -> str:
     if value is None:
         return "unknown"
     return f"{value:.2f}s" if value < 600 else f"{value:.0f}s ({value / 60:.0f} min)"
-
-
-def _yes(value: bool | None) -> str:
-    return "unknown" if value is None else "yes" if value else "NO"

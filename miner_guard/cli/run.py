@@ -1,20 +1,20 @@
-"""`miner-guard run -- CMD…`: start the miner and supervise it."""
+"""`miner-guard run -- CMD…` starts the miner and supervises it; `miner-guard ctl` talks to it."""
 
 from __future__ import annotations
 
 import os
 import sys
+from enum import Enum
 from typing import Annotated, Any, Optional
 
 import typer
 
 from miner_guard.cli import options
-from miner_guard.exits import CONFIG, USAGE, Refused
+from miner_guard.cli.output import echo
+from miner_guard.exits import CONFIG, FAILED, NOT_RUNNING, USAGE, Refused
 
-CONTEXT = {"allow_interspersed_args": False}
 
-
-def command(
+def run(
     miner: Annotated[
         Optional[list[str]],
         typer.Argument(metavar="-- CMD…", help="The miner's command.", show_default=False),
@@ -54,11 +54,13 @@ def command(
     no_preflight: Annotated[
         bool, typer.Option("--no-preflight", help="Skip the startup checks.")
     ] = False,
-    finished_code: Annotated[
-        int, typer.Option(min=0, max=255, help="Exit code to use when the miner finishes.")
-    ] = 0,
+    finished_code: options.FinishedCode = 0,
 ) -> None:
     """Start the miner and supervise it: preflight, start, watch, stop, restart."""
+    if not miner:
+        raise Refused(
+            "no command to run; write it after `--`: miner-guard run -- torchrun … train.py", USAGE
+        )
     flags: dict[str, Any] = {
         "miner.attach": attach,
         "miner.finite": finite,
@@ -67,10 +69,6 @@ def command(
         "gpu.expect": expect_gpus,
         "gpu.preflight": False if no_preflight else None,
     }
-    if not miner:
-        raise Refused(
-            "no command to run; write it after `--`: miner-guard run -- torchrun … train.py", USAGE
-        )
     place = options.open_context(
         config, name, state_dir, {k: v for k, v in flags.items() if v is not None}
     )
@@ -79,7 +77,6 @@ def command(
 
 
 def _supervise(miner: list[str], place: options.CommandContext, finished_code: int) -> int:
-    # Imported late: neither `--help` nor a refused command line needs it.
     from miner_guard.guard.app import GuardApp, Request
     from miner_guard.guard.child import keep_files_private
     from miner_guard.guard.lock import Lock, LockHeld
@@ -99,3 +96,37 @@ def _supervise(miner: list[str], place: options.CommandContext, finished_code: i
     # Everything is written, so exit now. A normal interpreter exit would stop the watchdog's thread
     # and then wait for hung jobs.
     os._exit(code)
+
+
+class ControlAction(str, Enum):
+    """The requests that a running guard accepts."""
+
+    checkpoint = "checkpoint"
+    restart = "restart"
+    pause = "pause"
+    resume = "resume"
+
+
+def ctl(
+    order: Annotated[
+        ControlAction,
+        typer.Argument(metavar="checkpoint|restart|pause|resume", help="The request to send."),
+    ],
+    config: options.Config = None,
+    name: options.AnyName = None,
+    state_dir: options.State = None,
+) -> None:
+    """Tell the running guard to write a checkpoint, or to restart, pause or resume the miner."""
+    from miner_guard.guard.control_socket import NotRunning, ask
+
+    state = options.find_guard(name, state_dir)
+    try:
+        answer = ask(state, {"do": order.value})
+    except NotRunning as problem:
+        raise Refused(f"{problem}; {options.start_or_name(state)}", NOT_RUNNING) from problem
+    except OSError as error:
+        raise Refused(f"the guard in {state.root} is not responding: {error}", FAILED) from error
+    options.check_version(answer)
+    if "error" in answer:
+        raise Refused(str(answer["error"]), FAILED)
+    echo(answer["done"])

@@ -1,25 +1,40 @@
-"""The screen of `miner-guard top`: plain lines from the present state and the latest events. Pure;
-readable without colour."""
+"""The screens of `miner-guard top` and `status`: lines of text from the run's record, coloured and
+repainted by rich; readable without colour."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+import contextlib
+import os
+import re
+import select
+import sys
+import termios
+import textwrap
+import time
+import tty
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from miner_guard.checks.snapshot import number
-from miner_guard.cli.screen_text import cut, duration, progress_bar, sparkline, wrapped
-from miner_guard.eventlog.status_document import HealthStatus, StatusDocument, StepsStatus
-from miner_guard.record.words import percentages
-from miner_guard.system.clock import parse_iso_utc
+from miner_guard.eventlog.status_document import (
+    HealthStatus,
+    StatusDocument,
+    StepsStatus,
+    UploadsStatus,
+    read_status,
+    status_age_s,
+)
+from miner_guard.record.store import RunReader, StoredEvent
+from miner_guard.record.words import percentages, visible
+from miner_guard.state_dir import StateDir
+from miner_guard.system.clock import iso_utc, parse_iso_utc
 from miner_guard.watch.state import (
     DEGRADED,
     EARNING,
     NOT_EARNING,
     STOPPED,
     UNKNOWN,
-    UNWATCHED,
     advice,
     headline,
     is_silent,
@@ -29,6 +44,10 @@ from miner_guard.watch.state import (
     time_of_reading,
     week_of,
 )
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
 
 _CELLS_OF_A_WEEK = 28
 """Each cell covers six hours, or less if the record is shorter."""
@@ -43,147 +62,262 @@ _OLD_S = 7.0
 """A status older than this is marked as old, because even an idle guard writes one every five
 seconds."""
 
-_KEPT = 512
-_CELLS = 9
+_STEPS_READ = 512
+_EVENTS_READ = 500
+_NOT_LISTED = frozenset({"inner_step", "health_snapshot"})
+"""Events that the rest of the screen already shows."""
+
+_BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
+_FEW_RANKS = 9
+"""On a small screen, a page of ranks shows at least this many."""
+
+_URGENCY = ("STOPPED", "NOT EARNING", "UNKNOWN", "EARNING UNKNOWN", "DEGRADED", "STILL", "PROBABLY")
+"""Beginnings of headlines, worst first."""
+
+_RED, _YELLOW, _GREEN = "bold red", "yellow", "green"
+_STYLES = (
+    (r"^(NOT EARNING|STOPPED)", _RED),
+    (r"^(STILL EARNING, degraded|PROBABLY STILL EARNING, degraded|DEGRADED)", _YELLOW),
+    (r"^(EARNING UNKNOWN|UNKNOWN)", _YELLOW),
+    (r"^EARNING", _GREEN),
+    (r"(?<=^gate   )BLOCKED", _RED),
+    (r"(?<=^repo   ).*\(STALE\)", _RED),
+    (r"^\S+ (critical|error) ", _RED),
+    (r"^\S+ warning ", _YELLOW),
+    (r"(?<=^loss   )(NaN|-?Infinity)", _RED),
+)
+"""What is coloured on the screen."""
+
+_WEEK = re.compile(r"^week   (\S+)")
+_CELL_STYLES = {
+    **dict.fromkeys("█#", _GREEN),
+    **dict.fromkeys("▅+?", _YELLOW),
+    **dict.fromkeys("▁!x", _RED),
+}
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Loss and step time of the latest steps, oldest first."""
+
+    loss: Sequence[float] = ()
+    step_time: Sequence[float] = ()
 
 
 @dataclass
-class CurveHistory:
-    """The loss and step time of each step since `top` started."""
+class View:
+    """What the keys of `top` have selected."""
 
-    loss: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    step_time: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    _last: int = -1
-
-    def take(self, steps: StepsStatus) -> None:
-        """Add the newest step, once."""
-        if steps.total_steps is None or steps.total_steps == self._last:
-            return
-        self._last = steps.total_steps
-        for curve, value in ((self.loss, steps.loss), (self.step_time, steps.step_time_s)):
-            if isinstance(value, (int, float)):
-                curve.append(float(value))
-
-
-@dataclass(frozen=True)
-class ShownPart:
-    """The view that the user has selected with the keys."""
-
-    help: bool = False
     paused: bool = False
-    by_number: bool = False
-    """Sort the ranks by number; otherwise the slowest comes first."""
+    page: int = 0
+    """Which page of ranks."""
 
-    scrolled: int = 0
-    """How many newer events follow the last event shown."""
+    events: list[str] = field(default_factory=list)
 
-    def after(self, key: str, page: int = 10) -> ShownPart:
-        """The view after a key press; `page` is the number of lines that PgUp scrolls."""
-        if self.help:
-            return replace(self, help=False)
-        steps = {"up": 1, "down": -1, "page up": page, "page down": -page}
-        if key in steps:
-            return replace(self, scrolled=max(0, self.scrolled + steps[key]))
-        if key == "help":
-            return replace(self, help=True)
-        if key == "pause":
-            return replace(self, paused=not self.paused)
-        return replace(self, by_number=not self.by_number) if key == "sort" else self
+    def press(self, key: str) -> bool:
+        """Apply a key; returns False if it quits."""
+        if key in ("p", " "):
+            self.paused = not self.paused
+        elif key == "n":
+            self.page += 1
+        return key not in ("q", "Q", "")
+
+    def foot(self) -> str:
+        """The last line, which names the keys."""
+        return f"q quit  p {'paused: p continues' if self.paused else 'pause'}  n next ranks"
 
 
-@dataclass(frozen=True)
-class Canvas:
-    """The screen's size in columns and lines, and the view that the user has selected."""
+def show(state: StateDir, every: float, *, once: bool, ascii_only: bool) -> None:
+    """Show the run live until `q` is pressed, or print one screen if `once` is set or the output is
+    no terminal."""
+    from rich.console import Console
+    from rich.live import Live
 
-    width: int
-    height: int
-    shown: ShownPart = ShownPart()
+    console, view = Console(), View()
+    if once or not console.is_terminal or console.is_dumb_terminal:
+        print_lines(read(state, console.width, None, view, ascii_only=ascii_only), console.width)
+        return
+    rows: list[str] = []
+    with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            if not view.paused or not rows:
+                rows = read(state, console.width, console.height, view, ascii_only=ascii_only)
+            live.update(painted([*rows[:-1], view.foot()[: console.width]]), refresh=True)
+            if not all(view.press(key) for key in pressed(every)):
+                return
 
 
-HELP = (
-    "keys of miner-guard top",
-    "",
-    "q              quit",
-    "space, p       pause the screen; press again to continue",
-    "up, down, k, j scroll the events by one",
-    "PgUp, PgDn     scroll them by half a screen",
-    "s              sort ranks by number, or slowest first",
-    "?              this help; any key closes it",
-    "",
-    "the `week` line: up to seven days; each cell covers 2 h or more and shows the worst verdict:",
-    *(
-        f"  {marks[0]} (--ascii: {marks[1]})  {state}"
-        for state, marks in {**WEEK_MARKS, UNWATCHED: _NO_MARK}.items()
-    ),
-)
+def read(
+    state: StateDir,
+    width: int,
+    height: int | None,
+    view: View | None = None,
+    *,
+    ascii_only: bool = False,
+) -> list[str]:
+    """The screen from the run's record; sends no request to the guard."""
+    view = view or View()
+    record = RunReader(state.db)
+    events = record.events(min_level="info", limit=_EVENTS_READ, newest=True)
+    view.events = [
+        f"{e.ts[11:19]} {e.level:<8} {e.headline}" for e in events if e.name not in _NOT_LISTED
+    ]
+    return lines(
+        read_status(state),
+        curves_of(record),
+        (width, height),
+        view,
+        age_s=status_age_s(state),
+        ascii_only=ascii_only,
+    )
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Any]:
+    """Read single keys; gives a function that waits so many seconds and returns what was pressed.
+    Restores the terminal at the end."""
+    if not sys.stdin.isatty():
+        yield _no_keys
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+
+    def pressed(seconds: float) -> Sequence[str]:
+        readable, _, _ = select.select([descriptor], [], [], seconds)
+        if not readable:
+            return ()
+        # A terminal that went away reads as nothing: quit.
+        return os.read(descriptor, 64).decode(errors="replace") or ("",)
+
+    try:
+        tty.setcbreak(descriptor)
+        yield pressed
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def _no_keys(seconds: float) -> Sequence[str]:
+    time.sleep(seconds)
+    return ()
+
+
+def print_lines(rows: Sequence[str], width: int) -> None:
+    """Print the lines, coloured on a terminal unless NO_COLOR is set."""
+    from rich.console import Console
+
+    console: Console = Console(width=width, highlight=False)
+    console.print(painted([row.rstrip() for row in rows]), soft_wrap=True)
+
+
+def painted(rows: Sequence[str]) -> Text:
+    """The lines with their colours."""
+    from rich.text import Text
+
+    whole = Text(no_wrap=True)
+    for place, row in enumerate(rows):
+        line = Text(row)
+        for pattern, style in _STYLES:
+            line.highlight_regex(pattern, style)
+        if week := _WEEK.match(row):
+            for at in range(*week.span(1)):
+                line.stylize(_CELL_STYLES.get(row[at], ""), at, at + 1)
+        whole.append_text(line if place == len(rows) - 1 else line.append("\n"))
+    return whole
+
+
+def curves_of(record: RunReader) -> Curves:
+    """Loss and step time of the latest steps in the record."""
+    steps = record.events(("inner_step",), limit=_STEPS_READ, newest=True)
+    columns = [
+        [float(v) for e in steps if isinstance(v := e.fields.get(key), (int, float))]
+        for key in ("loss", "step_time_s")
+    ]
+    return Curves(*columns)
 
 
 def lines(
     status: StatusDocument | None,
-    curves: CurveHistory,
-    events: Sequence[str],
-    canvas: Canvas,
+    curves: Curves,
+    size: tuple[int, int | None],
+    view: View | None = None,
     *,
     age_s: float,
-    min_inner_step: int,
     ascii_only: bool = False,
 ) -> list[str]:
-    """Return exactly `canvas.height` lines, none wider than the canvas. Events fill the remaining
-    lines."""
-    width, height, shown = canvas.width, canvas.height, canvas.shown
-    if shown.help:
-        top = list(HELP)
-        events = ()
-    elif status is None:
-        top = ["no guard is running here", ""]
-    else:
-        rows = overview(
-            status,
-            curves,
-            width,
-            min_inner_step=min_inner_step,
-            ascii_only=ascii_only,
-            by_number=shown.by_number,
-        )
-        first = [
-            *verdict_lines(status, age_s),
-            *week_lines(status, age_s, ascii_only=ascii_only),
-            head(status, age_s),
-        ]
-        top = [*(line for long in first for line in wrapped(long, width)), "", *rows, ""]
-    room = max(0, height - len(top) - 1)
-    body = [*top[: height - 1], *_events(events, room, shown)] if room > 1 else top
-    padded = [cut(line, width, ascii_only=ascii_only) for line in body[:height]]
-    return padded + [""] * (height - len(padded))
+    """The screen: with a height, exactly that many lines, of which the ranks' page leaves room for
+    events; without one, everything."""
+    (width, height), view = size, view or View()
+    if status is None:
+        return _fitted(["no guard is running here"], width, height, ascii_only)
+    first = [
+        *verdict_lines(status, age_s),
+        *week_lines(status, age_s, ascii_only=ascii_only),
+        head(status, age_s),
+    ]
+    ranks = _ranks(status.steps, width)
+    rows = [
+        *(row for line in first for row in _wrapped(line, width)),
+        "",
+        *overview(status, curves, width, ascii_only=ascii_only, ranks=False),
+    ]
+    if height is None:
+        return _fitted([*rows, *ranks, "", *view.events[-20:]], width, None, ascii_only)
+    room = max(1, (height - len(rows) - 3) // 2)
+    pages = -(-len(ranks) // room)
+    at = view.page % pages if pages else 0
+    if pages > 1:
+        rows.append(f"ranks, slowest first, page {at + 1} of {pages} (n: next)")
+    rows += [*ranks[at * room : (at + 1) * room], ""]
+    left = height - len(rows) - 1
+    rows += view.events[-left:] if left > 0 else []
+    return [*_fitted(rows, width, height - 1, ascii_only), view.foot()[:width]]
 
 
-def _events(events: Sequence[str], room: int, shown: ShownPart) -> list[str]:
-    """A title and the newest events that fit, or earlier ones if the user has scrolled."""
-    if shown.help:
-        return []
-    count = max(0, room)
-    end = max(min(len(events), count), len(events) - shown.scrolled)
-    where = f", {len(events) - end} newer below" if end < len(events) else ""
-    title = f"last events{where}{' (paused: space continues)' if shown.paused else ''}"
-    return [title, *events[max(0, end - count) : end]]
+def _fitted(rows: Sequence[str], width: int, height: int | None, ascii_only: bool) -> list[str]:
+    fitted = [cut(row, width, ascii_only=ascii_only) for row in rows]
+    return fitted if height is None else [*fitted, *[""] * height][:height]
+
+
+def status_lines(
+    status: StatusDocument, curves: Curves, warnings: Sequence[StoredEvent], width: int
+) -> list[str]:
+    """The lines of `status`: the run, what `top` shows, then the last warnings."""
+    paused = "  restarts paused" if status.paused else ""
+    since = f" since {status.started[:19]}Z" if status.started else ""
+    ranks = ", ".join(sorted(status.rank_processes, key=int)) or "none yet"
+    events = [f"{e.ts[:19]}Z {e.level:<8} {e.headline}" for e in warnings]
+    return [
+        *verdict_lines(status),
+        *week_lines(status, 0.0),
+        head(status, 0.0) + paused,
+        f"run    {status.run_id}, attempt {status.attempt}{since}, guard pid {status.pid}, miner "
+        f"pid {status.miner_pid}, ranks {ranks}",
+        *overview(status, curves, width),
+        *(cut(line, width) for line in _last(status.uploads)),
+        "",
+        *(["last warnings", *(cut(e, width) for e in events)] if events else ["no warnings"]),
+    ]
 
 
 def overview(
     status: StatusDocument,
-    curves: CurveHistory,
+    curves: Curves,
     width: int,
     *,
-    min_inner_step: int,
     ascii_only: bool = False,
-    by_number: bool = False,
+    ranks: bool = True,
 ) -> list[str]:
-    """Return the lines for steps, uploads, ranks, GPUs and host. `status` shows the same lines."""
-    rows = [
-        *_steps(status.steps, curves, width, ascii_only),
-        *_uploads(status, min_inner_step, ascii_only),
-    ]
-    rows += [*_ranks(status.steps, by_number=by_number), *_gpus(status.health), _host(status)]
+    """The lines for steps, uploads, ranks, GPUs and host."""
+    rows = [*_steps(status.steps, curves, width, ascii_only), *_uploads(status, ascii_only)]
+    rows += _ranks(status.steps, width) if ranks else []
+    rows += [*_gpus(status.health, width), _host(status)]
     return [cut(line, width, ascii_only=ascii_only) for line in rows]
+
+
+def urgency(headline: str) -> int:
+    """The rank of a headline in a list of guards, worst first."""
+    places = [at for at, words in enumerate(_URGENCY) if headline.startswith(words)]
+    return places[0] if places else len(_URGENCY)
 
 
 def verdict_lines(status: StatusDocument, age_s: float = 0.0) -> list[str]:
@@ -223,31 +357,12 @@ def _staleness(status: StatusDocument, age_s: float) -> str:
     return f" (OLD: as of {duration(age_s)} ago)" if old else ""
 
 
-def _steps(steps: StepsStatus, curves: CurveHistory, width: int, ascii_only: bool) -> list[str]:
-    room = max(10, min(60, width - 34))
-    place = f"outer {number(steps.outer_step)} inner {number(steps.inner_step)}"
-    speed = f"p50 {number(steps.p50_s, '.3g', 's')} p95 {number(steps.p95_s, '.3g', 's')}"
-    last = (
-        f"last {duration(steps.last_step_age_s)} ago, {number(steps.tokens_per_s, ',.0f')} tokens/s"
-    )
-    return [
-        f"steps  {place}  {speed}  {last}",
-        (
-            f"loss   {number(steps.loss, '.4f'):<7}  "
-            f"{sparkline(curves.loss, room, ascii_only=ascii_only)}"
-        ),
-        f"time   {number(steps.step_time_s, '.2f', 's'):<7}  "
-        f"{sparkline(curves.step_time, room, ascii_only=ascii_only)}",
-    ]
-
-
-def _uploads(status: StatusDocument, required: int, ascii_only: bool) -> list[str]:
+def _uploads(status: StatusDocument, ascii_only: bool) -> list[str]:
     steps, uploads = status.steps, status.uploads
     repo, decision = uploads.repo, uploads.decision
     inner = steps.inner_step
-    # Prefer the running guard's value: this terminal's settings may differ.
-    required = (uploads.forecast and uploads.forecast.min_inner_step) or required
-    bar = progress_bar(inner or 0, required, 20, ascii_only=ascii_only)
+    required = None if uploads.forecast is None else uploads.forecast.min_inner_step
+    bar = progress_bar(inner or 0, required or 0, 20, ascii_only=ascii_only)
     age, limit = repo.age_s, repo.limit_s
     state = "STALE" if repo.stale else "due" if repo.due else "fresh"
     known = (
@@ -258,7 +373,7 @@ def _uploads(status: StatusDocument, required: int, ascii_only: bool) -> list[st
         "empty: nothing is published" if repo.empty else f"unknown: {repo.reason or 'not read yet'}"
     )
     rows = [
-        (f"upload {bar} {number(inner)}/{required} {_when_valid(status, required)}"),
+        (f"upload {bar} {number(inner)}/{number(required)} {_when_valid(status, required)}"),
         f"repo   {known if age is not None else unseen}",
     ]
     if decision is not None:
@@ -273,13 +388,13 @@ def _uploads(status: StatusDocument, required: int, ascii_only: bool) -> list[st
     return rows
 
 
-def _when_valid(status: StatusDocument, required: int) -> str:
+def _when_valid(status: StatusDocument, required: int | None) -> str:
     """Describe whether validators would accept an upload now, or when they would. Gives no time if
     the verdict says that the miner is not earning or has stopped."""
     steps, decision = status.steps, status.uploads.decision
     stalled = status.verdict is not None and status.verdict.state in (NOT_EARNING, STOPPED)
     outer = "" if stalled else f"; outer step in {duration(steps.eta_outer_s)}"
-    if isinstance(steps.inner_step, int) and steps.inner_step >= required:
+    if required is not None and (steps.inner_step or 0) >= required:
         if decision is not None and decision.allowed is False:
             return f"minimum reached, but blocked{outer}"
         why = status.verdict.state if stalled and status.verdict is not None else None
@@ -293,54 +408,6 @@ def _ago(status: StatusDocument, wall: float | None) -> str:
     if wall is None or updated is None:
         return ""
     return f" {duration(parse_iso_utc(updated) - wall)} ago"
-
-
-def _ranks(steps: StepsStatus, *, by_number: bool) -> list[str]:
-    """Return the ranks, by default sorted by work time, longest first, so that the screen never
-    omits a straggler."""
-    ranks = list(steps.per_rank.items())
-    if not by_number:
-        ranks.sort(key=lambda item: -(item[1].work_s or 0.0))
-    rows = []
-    for rank, row in ranks:
-        memory = row.gpu_mem_gb
-        memory_words = "mem ?" if memory is None else number(memory, ".1f", "GB")
-        if row.gpu_peak_gb is not None:
-            memory_words += f" (peak {row.gpu_peak_gb:.1f})"
-        own = "" if row.work_s is None else f" own {number(row.work_s, '.3g', 's')}"
-        rows.append(f"rank {rank}: {number(row.step_time_s, '.3g', 's')}{own} {memory_words}")
-    return _in_threes(rows)
-
-
-def _in_threes(cells: list[str]) -> list[str]:
-    """Arrange cells in at most three lines of three; the last cell counts those that don't fit."""
-    if len(cells) > _CELLS:
-        cells = [*cells[: _CELLS - 1], f"and {len(cells) - _CELLS + 1} more"]
-    return [" | ".join(cells[place : place + 3]) for place in range(0, len(cells), 3)]
-
-
-def _gpus(health: HealthStatus) -> list[str]:
-    rows = []
-    for row in health.gpus.gpus:
-        used, total, busy = (
-            row.get("memory_used_bytes"),
-            row.get("memory_total_bytes"),
-            row.get("utilization_ratio"),
-        )
-        memory = (
-            f"{number(used and used / _GIB, '.0f')}/{number(total and total / _GIB, '.0f', 'G')}"
-        )
-        heat = (
-            f"{number(row.get('temperature_c'), '.0f', 'C')} "
-            f"{number(row.get('power_w'), '.0f', 'W')}"
-        )
-        bad = "" if row.get("state") == "ok" else f" {str(row.get('state')).upper()}"
-        rows.append(
-            f"gpu{row.get('index')} {number(busy and 100 * busy, '.0f', '%')} {memory} {heat}{bad}"
-        )
-    if not rows:
-        return [f"gpus   {health.without_gpu()}"]
-    return _in_threes(rows)
 
 
 def _host(status: StatusDocument) -> str:
@@ -362,3 +429,133 @@ def _host(status: StatusDocument) -> str:
 
 def _mib(value: Any) -> float | None:
     return value / 1024**2 if isinstance(value, (int, float)) else None
+
+
+def _steps(steps: StepsStatus, curves: Curves, width: int, ascii_only: bool) -> list[str]:
+    room = max(10, min(60, width - 34))
+    place = f"outer {number(steps.outer_step)} inner {number(steps.inner_step)}"
+    speed = f"p50 {number(steps.p50_s, '.3g', 's')} p95 {number(steps.p95_s, '.3g', 's')}"
+    last = (
+        f"last {duration(steps.last_step_age_s)} ago, {number(steps.tokens_per_s, ',.0f')} tokens/s"
+    )
+    loss, seconds = (
+        sparkline(values, room, ascii_only=ascii_only) for values in (curves.loss, curves.step_time)
+    )
+    return [
+        f"steps  {place}  {speed}  {last}",
+        f"loss   {number(steps.loss, '.4f'):<7}  {loss}",
+        f"time   {number(steps.step_time_s, '.2f', 's'):<7}  {seconds}",
+    ]
+
+
+def _ranks(steps: StepsStatus, width: int) -> list[str]:
+    """Every rank, by work time, longest first."""
+    rows = []
+    for rank, row in sorted(steps.per_rank.items(), key=lambda item: -(item[1].work_s or 0.0)):
+        memory = row.gpu_mem_gb
+        memory_words = "mem ?" if memory is None else number(memory, ".1f", "GB")
+        if row.gpu_peak_gb is not None:
+            memory_words += f" (peak {row.gpu_peak_gb:.1f})"
+        own = "" if row.work_s is None else f" own {number(row.work_s, '.3g', 's')}"
+        rows.append(f"rank {rank}: {number(row.step_time_s, '.3g', 's')}{own} {memory_words}")
+    return _in_columns(rows, width)
+
+
+def _gpus(health: HealthStatus, width: int) -> list[str]:
+    rows = []
+    for row in health.gpus.gpus:
+        used, total, busy = (
+            row.get(key) for key in ("memory_used_bytes", "memory_total_bytes", "utilization_ratio")
+        )
+        memory = (
+            f"{number(used and used / _GIB, '.0f')}/{number(total and total / _GIB, '.0f', 'G')}"
+        )
+        heat = (
+            f"{number(row.get('temperature_c'), '.0f', 'C')} "
+            f"{number(row.get('power_w'), '.0f', 'W')}"
+        )
+        bad = "" if row.get("state") == "ok" else f" {str(row.get('state')).upper()}"
+        rows.append(
+            f"gpu{row.get('index')} {number(busy and 100 * busy, '.0f', '%')} {memory} {heat}{bad}"
+        )
+    return _in_columns(rows, width) if rows else [f"gpus   {health.without_gpu()}"]
+
+
+def _in_columns(cells: list[str], width: int) -> list[str]:
+    """Arrange cells in as many equal columns as fit."""
+    wide = max(map(len, cells), default=0)
+    count = max(1, (width + 3) // (wide + 3))
+    return [
+        " | ".join(f"{cell:<{wide}}" for cell in cells[at : at + count]).rstrip()
+        for at in range(0, len(cells), count)
+    ]
+
+
+def _last(uploads: UploadsStatus) -> Iterator[str]:
+    """The latest upload, audit, incident and restart; the gate's decision is shown above them."""
+    upload, audit, incident, restart = (
+        uploads.upload,
+        uploads.audit,
+        uploads.incident,
+        uploads.restart,
+    )
+    rows: list[tuple[str, float | None, Sequence[str | None]]] = []
+    if upload is not None:
+        rows.append(("upload", upload.wall, (upload.tag, upload.outcome, upload.error)))
+    if audit is not None:
+        rows.append(("audit", audit.wall, (audit.outcome, audit.detail)))
+    if incident is not None:
+        rows.append(("incident", incident.wall, (incident.label,)))
+    if restart is not None:
+        rows.append(("restart", restart.wall, (restart.cause,)))
+    for name, wall, words in rows:
+        when = "" if wall is None else f" at {iso_utc(wall)[:19]}Z"
+        yield f"last {name}{when}: {': '.join(word for word in words if word is not None)}"
+
+
+def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) -> str:
+    """Draw the last `width` values as bars scaled between their minimum and maximum."""
+    finite = [value for value in values[-width:] if value - value == 0]
+    if not finite:
+        return ""
+    bars = _ASCII_BARS if ascii_only else _BARS
+    low = min(finite)
+    span = (max(finite) - low) or 1.0
+    return "".join(bars[min(7, int(8 * (value - low) / span))] for value in finite)
+
+
+def progress_bar(done: float, whole: float, width: int, *, ascii_only: bool = False) -> str:
+    """Draw `done` out of `whole` as a bar of `width` columns."""
+    filled = 0 if whole <= 0 else max(0, min(width, round(width * done / whole)))
+    full, empty = ("#", ".") if ascii_only else ("█", "░")
+    return full * filled + empty * (width - filled)
+
+
+def duration(seconds: Any) -> str:
+    """Format seconds as `45s`, `12m`, `3.1h` or `2.0d`; `?` if unknown."""
+    if not isinstance(seconds, (int, float)):
+        return "?"
+    if seconds < 100:
+        return f"{seconds:.0f}s"
+    if seconds < 6000:
+        return f"{seconds / 60:.0f}m"
+    return f"{seconds / 3600:.1f}h" if seconds < 172800 else f"{seconds / 86400:.1f}d"
+
+
+def cut(line: str, width: int, *, ascii_only: bool = False) -> str:
+    """Truncate the line to `width` and mark where text was cut."""
+    more = "..." if ascii_only else "…"
+    line = visible(line).replace("\n", " ")
+    return line if len(line) <= width else line[: width - len(more)] + more
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    """Wrap a line: the first lines of the screen matter most, so all of their words must stay
+    visible."""
+    return textwrap.wrap(
+        visible(line).replace("\n", " "),
+        max(width, 14),
+        subsequent_indent=" " * 7,
+        drop_whitespace=True,
+        break_on_hyphens=False,
+    )

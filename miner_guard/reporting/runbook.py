@@ -1,5 +1,5 @@
-"""The runbook's rows for events. The report and `miner-guard runbook` show them, because the person
-on call may have neither the source tree nor network access."""
+"""The runbook's rows for events. The report and `miner-guard explain EVENT` show them, because the
+person on call may have neither the source tree nor network access."""
 
 from __future__ import annotations
 

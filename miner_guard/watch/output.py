@@ -431,7 +431,7 @@ class FirstStepMonitor(Monitor):
         if attach == "log":
             return (
                 f"the nearest line is {text}; describe the step lines in [miner] log_patterns, and "
-                "check with `miner-guard attach-check FILE`"
+                "check with `miner-guard explain --steps FILE`"
             )
         if nearness < _IS_A_STEP:
             return f"the line that most resembles a step is {text}"

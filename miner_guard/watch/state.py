@@ -809,7 +809,7 @@ def advice(verdict: VerdictStatus) -> str:
     """The next step, and the command that explains it; empty if there is nothing to do."""
     if not verdict.next_step:
         return ""
-    more = f" (more: `miner-guard runbook {verdict.event}`)" if verdict.event else ""
+    more = f" (more: `miner-guard explain {verdict.event}`)" if verdict.event else ""
     return f"{verdict.next_step}{more}"
 
 

@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from miner_guard.cli.top import View
+from miner_guard.cli import screen
 from miner_guard.config import GateSettings
 from miner_guard.reporting import metrics
 from miner_guard.reporting.http_server import LiveReport, TimeRange
@@ -80,8 +80,7 @@ def run() -> list[Row]:
 
 def _top_s(state: StateDir) -> float:
     write_status(state.root, full_status().to_json())
-    view = View(state, 50, ascii_only=False)
-    return per_call(lambda: view.lines(120, 40), 20, clock=time.process_time)
+    return per_call(lambda: screen.read(state, 120, 40), 20, clock=time.process_time)
 
 
 def _render_s(live: LiveReport) -> float:

@@ -67,7 +67,7 @@ def _settings() -> list[tuple[str, dict[str, str]]]:
 
 
 def _command(name: str) -> dict[str, Any]:
-    group: Any = typer.main.get_command(build([name]))
+    group: Any = typer.main.get_command(build())
     return _parameters(group.commands[name])
 
 

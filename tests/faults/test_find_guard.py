@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from miner_guard import __version__
-from miner_guard.cli import find
+from miner_guard.cli import options as find
 from miner_guard.cli.main import run
 from miner_guard.state_dir import StateDir
 from tests.faults.guarded import Guarded, until

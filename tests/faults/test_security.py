@@ -108,7 +108,13 @@ def test_no_wallet_is_opened_by_the_guard_or_its_commands(guarded: Guarded, tmp_
     guarded.start(guarded.miner("steps", 10**6, 0.05, "finish"), settings=FAST, env=own)
     guarded.wait_for("inner_step")
     archive = str(tmp_path / "bundle.tar.gz")
-    for command in (["doctor"], ["status"], ["audit"], ["explain"], ["bundle", "-o", archive]):
+    for command in (
+        ["doctor"],
+        ["status"],
+        ["audit"],
+        ["explain"],
+        ["report", "--bundle", "-o", archive],
+    ):
         subprocess.run(
             [sys.executable, "-m", "miner_guard", *command, "--state-dir", guarded.state.root],
             env={**os.environ, **own, "MINER_GUARD_GPU__PREFLIGHT": "false"},

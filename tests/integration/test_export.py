@@ -13,6 +13,8 @@ from miner_guard.reporting.export import EVENTS, points
 from tests.support import requires
 from tests.support.guard_log import Log
 
+EXPORT = ("report", "--export")
+
 
 @pytest.fixture
 def state(tmp_path: Path) -> Path:
@@ -47,7 +49,18 @@ def test_steps_never_go_back_and_non_finite_values_are_left_out(state: Path) -> 
 def test_tensorboard_reads_it_back(state: Path, tmp_path: Path) -> None:
     requires.module("tensorboard")
     assert (
-        run(["export", "tensorboard", "-o", str(tmp_path / "tb"), "--state-dir", str(state)]) == 0
+        run(
+            [
+                "report",
+                "--export",
+                "tensorboard",
+                "-o",
+                str(tmp_path / "tb"),
+                "--state-dir",
+                str(state),
+            ]
+        )
+        == 0
     )
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -68,7 +81,7 @@ def test_wandb_stays_offline(state: Path, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     # Any connection that leaves this machine would fail here.
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
-    assert run(["export", "wandb", "-o", str(tmp_path / "wb"), "--state-dir", str(state)]) == 0
+    assert run([*EXPORT, "wandb", "-o", str(tmp_path / "wb"), "--state-dir", str(state)]) == 0
     stored = list((tmp_path / "wb").glob("wandb/offline-run-*/*.wandb"))
     assert len(stored) == 1
     assert b"train/loss" in stored[0].read_bytes()
@@ -81,7 +94,8 @@ def test_an_empty_export_and_invalid_arguments_are_reported(
     assert (
         run(
             [
-                "export",
+                "report",
+                "--export",
                 "tensorboard",
                 "-o",
                 str(tmp_path / "tb"),
@@ -91,5 +105,5 @@ def test_an_empty_export_and_invalid_arguments_are_reported(
         )
         == 1
     )
-    assert run(["export", "excel", "-o", str(tmp_path), "--state-dir", str(tmp_path)]) == 64
+    assert run([*EXPORT, "excel", "-o", str(tmp_path), "--state-dir", str(tmp_path)]) == 64
     assert "tensorboard or wandb, not 'excel'" in capsys.readouterr().err

@@ -62,5 +62,5 @@ def test_the_sdist_alone_gives_a_guard_that_runs(sdist: Path, tmp_path: Path, ve
     here = ["--no-preflight", "--finite", "--state-dir", tmp_path / "state"]
     assert "GUARD STOPPED: exit code 0" in run(guard, "run", *here, "--", "true", cwd=tmp_path)
     run(python, "-c", "import miner_guard.uploads.gate", cwd=tmp_path)
-    run(guard, "ops", "mine", cwd=tmp_path)
+    run(guard, "init", "--ops", "mine", cwd=tmp_path)
     assert (tmp_path / "venv" / "share" / "man" / "man1" / "miner-guard.1").is_file()

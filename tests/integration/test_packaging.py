@@ -124,7 +124,7 @@ def test_the_installed_wheel_writes_the_files_of_ops(
 
     def ops(folder: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [python, "-m", "miner_guard", "ops", folder],
+            [python, "-m", "miner_guard", "init", "--ops", folder],
             cwd=tmp_path,
             env=env,
             capture_output=True,

@@ -218,7 +218,7 @@ def test_alert_addresses_of_the_miners_env_file_reach_their_targets_and_nothing_
     pm2("save", "--force")
     listings = [pm2("describe", "miner"), pm2("jlist"), pm2("prettylist"), pm2("env", "0"), *ps]
     subprocess.run(
-        [guard, "bundle", "-o", "help.tar.gz", "--state-dir", pm2.state],
+        [guard, "report", "--bundle", "-o", "help.tar.gz", "--state-dir", pm2.state],
         cwd=tmp_path,
         check=True,
         capture_output=True,

@@ -131,7 +131,7 @@ def test_an_alert_arrives_after_a_refusal_and_is_reported(
     assert advice.startswith(
         "Next: read the stacks of the rank named above; to find their folder: `miner-guard"
     )
-    assert advice.endswith(" (more: `miner-guard runbook hang_detected`)")
+    assert advice.endswith(" (more: `miner-guard explain hang_detected`)")
     assert line == "HANG DETECTED: rank 2 in data for 912s"
     monitor.on_stop()
     assert not monitor.lingers()
@@ -254,15 +254,15 @@ def test_the_test_message(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(["alerts", "test"]) == 64
+    assert run(["doctor", "--alerts"]) == 64
     monkeypatch.setenv("MINER_GUARD_ALERTS__URLS", _url(webhook))
-    assert run(["alerts", "test"]) == 0
+    assert run(["doctor", "--alerts"]) == 0
     assert "sent to 1 target in" in capsys.readouterr().out
     monkeypatch.setenv(
         "MINER_GUARD_ALERTS__URLS",
         f"{_url(webhook)},json://127.0.0.1:9/planted-secret-path,nonsense://x",
     )
-    assert run(["alerts", "test"]) == 1
+    assert run(["doctor", "--alerts"]) == 1
     words = capsys.readouterr().err
     assert (
         "target 2 (json) did not accept the message; target 3 (nonsense) is not an address" in words

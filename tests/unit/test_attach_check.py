@@ -1,4 +1,4 @@
-"""`attach-check` shows what `--attach log` would read from a log."""
+"""`explain --steps` shows what `--attach log` would read from a log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_steps_and_near_misses_are_shown(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.log").write_text(LOG)
-    assert run(["attach-check", "a.log"]) == 0
+    assert run(["explain", "--steps", "a.log"]) == 0
     out = capsys.readouterr().out
     assert "line 3: step 100, loss 2.4512, step time 0.250s" in out
     assert "2 steps in 6 lines: loss on all, step time on all, lr on none" in out
@@ -36,7 +36,7 @@ def test_json_has_each_step(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.log").write_text(LOG)
-    assert run(["attach-check", "a.log", "--json"]) == 0
+    assert run(["explain", "--steps", "a.log", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert [(s["step"], s["loss"]) for s in document["steps"]] == [(100, 2.4512), (110, 2.4012)]
     assert document["nearest_misses"][0]["line"] == 2
@@ -47,11 +47,11 @@ def test_no_step_is_exit_1_with_the_next_step(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.log").write_text("batch 3 cost 0.5\n")
-    assert run(["attach-check", "a.log"]) == 1
+    assert run(["explain", "--steps", "a.log"]) == 1
     assert "[miner] log_patterns" in capsys.readouterr().out
     pattern = r"batch (?P<step>\d+) cost (?P<loss>\S+)"
     (tmp_path / "guard.toml").write_text(f"[miner]\nlog_patterns = ['{pattern}']\n")
-    assert run(["attach-check", "a.log"]) == 0
+    assert run(["explain", "--steps", "a.log"]) == 0
     assert "step 3, loss 0.5" in capsys.readouterr().out
 
 
@@ -62,7 +62,7 @@ def test_a_pattern_that_does_not_compile_is_refused(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.log").write_text(LOG)
     (tmp_path / "guard.toml").write_text("[miner]\nlog_patterns = ['(']\n")
-    assert run(["attach-check", "a.log"]) == 78
+    assert run(["explain", "--steps", "a.log"]) == 78
     assert "[miner] log_patterns: '(' is not a valid" in capsys.readouterr().err
 
 
@@ -71,7 +71,7 @@ def test_an_unknown_profile_or_file_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.log").write_text(LOG)
-    assert run(["attach-check", "a.log", "--profile", "sn999"]) == 64
+    assert run(["explain", "--steps", "a.log", "--profile", "sn999"]) == 64
     assert "sn999" in capsys.readouterr().err
-    assert run(["attach-check", "b.log"]) == 64
+    assert run(["explain", "--steps", "b.log"]) == 64
     assert "b.log: cannot be read" in capsys.readouterr().err

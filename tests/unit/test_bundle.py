@@ -28,6 +28,8 @@ SECRETS = {
     "MINER_GUARD_ALERTS__URLS": "tgram://planted-bot-token/planted-chat",
 }
 
+BUNDLE = ("report", "--bundle", "-o")
+
 
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateDir:
@@ -73,7 +75,7 @@ def test_the_bundle_answers_what_a_helper_asks_and_holds_no_secret(
     # Importing torch takes long on a machine that is busy.
     monkeypatch.setattr(bundle, "_COMMAND_S", 120.0)
     output = tmp_path / "help.tar.gz"
-    assert run(["bundle", "-o", str(output), "--state-dir", str(state.root)]) == 0
+    assert run(["report", "--bundle", "-o", str(output), "--state-dir", str(state.root)]) == 0
     files = _unpacked(output)
     manifest = json.loads(files["manifest.json"])
     assert {row["name"] for row in manifest["files"]} == files.keys() - {"manifest.json"}
@@ -129,13 +131,23 @@ def test_an_empty_state_directory_still_gives_a_bundle_and_a_bad_path_is_reporte
     # The test above runs the real command; importing torch three more times proves nothing.
     monkeypatch.setattr(bundle, "_CUDA", "print('CUDA: not asked')")
     assert (
-        run(["bundle", "-o", str(tmp_path / "b.tar.gz"), "--state-dir", str(tmp_path / "state")])
+        run(
+            [
+                "report",
+                "--bundle",
+                "-o",
+                str(tmp_path / "b.tar.gz"),
+                "--state-dir",
+                str(tmp_path / "state"),
+            ]
+        )
         == 0
     )
     assert (
         run(
             [
-                "bundle",
+                "report",
+                "--bundle",
                 "-o",
                 str(tmp_path / "no" / "b.tar.gz"),
                 "--state-dir",
@@ -145,6 +157,15 @@ def test_an_empty_state_directory_still_gives_a_bundle_and_a_bad_path_is_reporte
         == 1
     )
     assert (
-        run(["bundle", "-o", str(tmp_path / "b.tar.gz"), "--state-dir", str(tmp_path / "none")])
+        run(
+            [
+                "report",
+                "--bundle",
+                "-o",
+                str(tmp_path / "b.tar.gz"),
+                "--state-dir",
+                str(tmp_path / "none"),
+            ]
+        )
         == 1
     )

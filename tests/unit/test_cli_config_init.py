@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from miner_guard import state_dir
-from miner_guard.cli import find
+from miner_guard.cli import options as find
 from miner_guard.cli.init import guard_toml
 from miner_guard.cli.main import run
 from miner_guard.config import loading
@@ -223,25 +223,3 @@ def test_init_says_how_the_other_commands_find_a_guard_of_another_name(
         assert "no guard is running; using the last one: --name s9" in capsys.readouterr().err
     assert run(["status", "--state-dir", str(tmp_path / "elsewhere")]) == 3
     assert "--name" not in capsys.readouterr().err
-
-
-def test_what_init_wrote_and_the_guard_kept_is_removed_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("MINER_GUARD_STATE_DIR", raising=False)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
-    (tmp_path / "train.py").write_text("")
-    assert run(["init", "--", "python", "train.py"]) == 0
-    state = state_dir.choose("miner", None, {"XDG_STATE_HOME": str(tmp_path / "home")})
-    write_status(state.root, {})
-    assert run(["init", "--remove"]) == 1
-    assert "is not a guard's state directory; nothing was deleted" in capsys.readouterr().err
-    assert (tmp_path / "guard.toml").exists()
-    state.log.write_text("")
-    (tmp_path / "ecosystem.config.js").write_text("// mine")
-    assert run(["init", "--remove"]) == 0
-    assert f"kept {Path('ecosystem.config.js')}: it was not written" in capsys.readouterr().out
-    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
-    assert left == ["ecosystem.config.js", "home", "train.py"]
-    assert run(["init", "--remove"]) == 0, "twice is no error"

@@ -7,27 +7,29 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.cli.examples import EXAMPLES
-from miner_guard.cli.main import COMMANDS, run
+from miner_guard.cli.main import COMMANDS, EXAMPLES, GROUPS, MOVED, run
 
 
-def test_the_list_of_commands_cuts_no_sentence_and_names_no_source(
+def test_the_commands_stand_in_four_groups_and_no_sentence_is_cut(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run(["--help"]) == 0
-    shown = capsys.readouterr().out.partition("Commands:")[2]
-    assert "..." not in shown
+    shown = capsys.readouterr().out
+    assert len(COMMANDS) <= 15
+    assert all(f" {group} " in shown for group in GROUPS)
+    assert all(re.search(rf"(?m)^\W*{name} ", shown) for name in COMMANDS)
+    assert "…" not in shown
     assert "source 0" not in shown
-    assert all(f"\n  {name} " in shown for name in COMMANDS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_help_ends_with_examples_that_name_options_it_has(
-    name: str, capsys: pytest.CaptureFixture[str]
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     assert run([name, "--help"]) == 0
-    shown, _, examples = capsys.readouterr().out.partition("Examples:\n")
-    assert EXAMPLES[name]
+    shown, _, examples = capsys.readouterr().out.partition("Examples:")
+    assert "00000000" not in shown, "no limit of fifteen zeros"
     for example in EXAMPLES[name]:
         lines = [line.strip() for line in examples.splitlines()]
         assert example in lines, "on a separate line, not joined"
@@ -36,12 +38,14 @@ def test_every_help_ends_with_examples_that_name_options_it_has(
             assert re.search(rf"{option}\b", shown), option
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_no_help_prints_a_limit_of_fifteen_zeros(
+@pytest.mark.parametrize("name", MOVED)
+def test_a_former_command_says_in_one_line_what_took_over(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run([name, "--help"]) == 0
-    assert "00000000" not in capsys.readouterr().out
+    assert run([name, "x"]) == 64
+    (line,) = capsys.readouterr().err.splitlines()
+    (command,) = re.findall(r"`miner-guard (\w+) ", line)
+    assert command in COMMANDS
 
 
 def test_an_unknown_event_gets_the_nearest_names_and_not_a_hundred(
@@ -51,3 +55,12 @@ def test_an_unknown_event_gets_the_nearest_names_and_not_a_hundred(
     message = capsys.readouterr().err
     assert "unknown event 'nope'; nearest: " in message
     assert len(message) < 200
+
+
+def test_an_event_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain", "hang_detected"]) == 0
+    shown = capsys.readouterr().out
+    assert "event    hang_detected" in shown
+    assert "grep for `HANG DETECTED" in shown
+    assert run(["explain", "hang_detectd"]) == 64
+    assert "did you mean hang_detected" in capsys.readouterr().err

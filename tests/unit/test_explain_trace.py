@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from miner_guard import exits
 from miner_guard.cli import main
-from miner_guard.cli.explain_trace import explain_trace
+from miner_guard.cli.explain import explain_trace
 from miner_guard.watch import trace_reading as reading
 from miner_guard.watch.curves import Anomaly
 from miner_guard.watch.progress import TrainingFacts

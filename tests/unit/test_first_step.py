@@ -51,7 +51,7 @@ def test_lines_not_understood_are_quoted_within_two_minutes(tmp_path: Path) -> N
     assert (finding.event, finding.level) == ("no_step_yet", "warning")
     detail = str(finding.fields["detail"])
     assert "'loss of outer 1 is 2.5 at 3': it mentions a loss" in detail
-    assert "attach-check" in detail
+    assert "explain --steps" in detail
 
 
 @pytest.mark.parametrize(

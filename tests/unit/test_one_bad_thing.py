@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from miner_guard.cli import screen_text
+from miner_guard.cli import screen
 from miner_guard.cli.options import choose_state
 from miner_guard.config import LogSettings
 from miner_guard.costs import get_global_tracker, set_global_tracker
@@ -302,7 +302,7 @@ def test_terminal_control_sequences_are_shown_and_not_executed() -> None:
     assert console_line(record, emoji=False).endswith(harmless)
     hit = StoredEvent(1, record["ts"], "warning", "rank_message", 0, "r", "h", evil, "{}")
     assert hit.headline == harmless
-    assert screen_text.cut(f"gate {evil}\nnext", 200) == f"gate {harmless} next"
+    assert screen.cut(f"gate {evil}\nnext", 200) == f"gate {harmless} next"
     block = {**record, "msg": "head\n\tbody"}
     assert console_line(block, emoji=True).endswith("head\n\tbody")
 

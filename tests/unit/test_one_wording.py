@@ -14,8 +14,7 @@ import pytest
 from starlette.requests import Request
 
 from miner_guard.cli import screen
-from miner_guard.cli import status as status_command
-from miner_guard.cli.screen import Canvas, CurveHistory
+from miner_guard.cli.screen import Curves
 from miner_guard.config import GateSettings
 from miner_guard.demo import summary
 from miner_guard.eventlog.status_document import (
@@ -80,11 +79,11 @@ def test_all_surfaces_agree_word_for_word(stories: dict[str, SimulatedGuard], na
     verdict = shown(status, age_s)
     line, step = headline(verdict), advice(verdict)
 
-    top = screen.lines(status, CurveHistory(), [], Canvas(400, 40), age_s=age_s, min_inner_step=50)
+    top = screen.lines(status, Curves(), (400, 40), age_s=age_s)
     assert top[0] == line
     assert (top[1] == f"next   {step}") == bool(step)
     if name != "guard-gone":
-        assert status_command._lines(status, CurveHistory(), [], 50)[: 1 + bool(step)] == [
+        assert screen.status_lines(status, Curves(), [], 120)[: 1 + bool(step)] == [
             line,
             *([f"next   {step}"] if step else []),
         ]

@@ -262,7 +262,7 @@ def test_counters_begin_at_zero_and_ages_before_the_first_step_and_push() -> Non
 def test_every_alert_names_the_command_that_prints_the_runbooks_row_for_it() -> None:
     for rule in yaml_of("prometheus/rules.yml")["groups"][0]["rules"]:
         command, _, event = rule["annotations"]["runbook"].rpartition(" ")
-        assert command == "miner-guard runbook", rule["alert"]
+        assert command == "miner-guard explain", rule["alert"]
         assert event in logged_events(), rule["alert"]
 
 

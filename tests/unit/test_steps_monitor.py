@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from miner_guard.checks.snapshot import assemble, summary
-from miner_guard.cli.screen import CurveHistory, overview
+from miner_guard.cli.screen import Curves, overview
 from miner_guard.config import Config, GateSettings, LogSettings, MinerSettings, StepSettings
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import make_finding
@@ -312,10 +312,7 @@ def test_a_loss_that_is_not_a_number_is_reported_everywhere_in_the_same_word(
             status, host=None, gpus=None, guard={"cpu_pct": None, "memory_bytes": None}, unknown={}
         )
     )
-    assert any(
-        row.startswith("loss   NaN")
-        for row in overview(document, CurveHistory(), 80, min_inner_step=50)
-    )
+    assert any(row.startswith("loss   NaN") for row in overview(document, Curves(), 80))
     assert monitor_values(status)["Loss"] == "NaN"
     exposition = metrics.text(document, version="1", age_s=0.0)
     assert b"minerguard_loss NaN" in exposition

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.cli.screen import CurveHistory
-from miner_guard.cli.status import _lines
+from miner_guard.cli.screen import Curves, status_lines
 from miner_guard.config import GateSettings
 from miner_guard.eventlog.catalog import make_finding, message
 from miner_guard.eventlog.status_document import StatusDocument
@@ -260,7 +259,7 @@ def test_after_a_restart_of_the_guard_the_status_shows_the_last_of_each(bench: B
             "audit": {"outcome": "rejected", "detail": "epoch 56: too old", "wall": 0.0},
         },
     }
-    shown = "\n".join(_lines(StatusDocument.from_json(status), CurveHistory(), [], 50))
+    shown = "\n".join(status_lines(StatusDocument.from_json(status), Curves(), [], 120))
     assert "gate   BLOCKED 2m ago: inner_step (15)" in shown
     for words in ("upload", "incident", "restart"):
         assert f"last {words} at 2" in shown

@@ -387,7 +387,7 @@ def test_the_first_line_of_the_screen_is_the_verdict() -> None:
     first, step = screen.verdict_lines(StatusDocument(verdict=judged))
     assert first == "NOT EARNING since 12:03 UTC: loss is NaN at step 84"
     assert step.startswith("next   `miner-guard ctl pause`, restore ")
-    assert step.endswith("`miner-guard ctl resume` (more: `miner-guard runbook loss_nan`)")
+    assert step.endswith("`miner-guard ctl resume` (more: `miner-guard explain loss_nan`)")
     assert headline(None).startswith("UNKNOWN")
 
 

@@ -289,7 +289,7 @@ def test_a_note_with_a_trace_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
         )
         == 64
     )
-    assert "--note cannot be combined with --trace" in capsys.readouterr().err
+    assert "--note belongs to an incident's label" in capsys.readouterr().err
 
 
 NOTICE = (

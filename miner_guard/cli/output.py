@@ -1,14 +1,33 @@
-"""Opens the files named on the command line: logs to read, and pages and archives to write."""
+"""What commands print and the files they open. All output goes through `echo`, so that no text from
+a log or a state file can send control sequences to a terminal."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
+
+import typer
 
 from miner_guard.exits import FAILED, USAGE, Refused
+from miner_guard.record.words import visible
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """Print `text` and a newline. Escapes control characters, so that JSON stays valid."""
+    typer.echo(visible(text), err=err)
+
+
+def working(what: str) -> AbstractContextManager[Any]:
+    """Show a spinner on a terminal's standard error while a slow command works."""
+    if not sys.stderr.isatty():
+        return contextlib.nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True).status(what)
 
 
 @contextmanager

@@ -1,0 +1,381 @@
+"""`miner-guard status`, `top`, `logs` and `report`: a run as its record shows it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from miner_guard import state_dir as statedir
+from miner_guard.cli import options
+from miner_guard.cli.output import echo, working, writing
+from miner_guard.exits import FAILED, NOT_RUNNING, UNAVAILABLE, USAGE, Refused
+from miner_guard.record.store import RunReader, StoredEvent
+from miner_guard.record.words import visible
+from miner_guard.state_dir import StateDir
+from miner_guard.system.clock import iso_utc, parse_iso_utc
+
+if TYPE_CHECKING:
+    from miner_guard.config import HangSettings
+    from miner_guard.eventlog.status_document import StatusDocument
+
+_WIDTH = 120
+_EVENTS = 8
+"""How many events at warning level or above `status` shows."""
+
+_TAIL_OF_FOLLOW = 10
+_FOR_REPLAY = frozenset({"verdicts", "record", "document"})
+
+
+def status(
+    config: options.Config = None,
+    name: options.AnyName = None,
+    state_dir: options.State = None,
+    as_json: options.Json = False,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Only check whether the miner is making progress; if not, print why and exit "
+            "with code 1.",
+        ),
+    ] = False,
+) -> None:
+    """Show what the running guard knows; without a name, every guard of yours that is running.
+    Exit code 3 if no guard is running."""
+    if not (as_json or check or options.is_named(name, state_dir)):
+        running = options.running_guards()
+        if len(running) > 1:
+            _list(running)
+            return
+    from miner_guard.cli import screen
+    from miner_guard.eventlog.status_document import StatusDocument
+
+    state = options.find_guard(name, state_dir)
+    document = _ask(state)
+    shown = StatusDocument.from_json({"updated": iso_utc(time.time()), **document})
+    if check:
+        _check(shown, options.open_context(config, options.DEFAULT_NAME, str(state.root)))
+    elif as_json:
+        echo(json.dumps(document, ensure_ascii=False, indent=1))
+    else:
+        record = RunReader(state.db)
+        warnings = record.events(min_level="warning", limit=_EVENTS, newest=True)
+        rows = screen.status_lines(shown, screen.curves_of(record), warnings, _WIDTH)
+        screen.print_lines(rows, _WIDTH)
+
+
+def _ask(state: StateDir) -> Mapping[str, Any]:
+    from miner_guard.guard.control_socket import NotRunning, ask
+
+    try:
+        answer = ask(state, {"do": "status"})
+        document: Mapping[str, Any] = answer["status"]
+    except NotRunning as problem:
+        advice = f"{_last_end(state)}{options.start_or_name(state)}"
+        raise Refused(f"{problem}; {advice}", NOT_RUNNING) from problem
+    except (OSError, KeyError, ValueError) as error:
+        raise Refused(f"the guard in {state.root} is not responding: {error!r}", FAILED) from error
+    options.check_version(answer)
+    return document
+
+
+def _last_end(state: StateDir) -> str:
+    """Describe how the last guard ended, such as `the last one: 2026-01-02T03:04:05Z GUARD STOPPED:
+    exit code 75, …; `. Empty if no guard has run."""
+    names = ("guard_started", "guard_stopped")
+    for event in RunReader(state.db).events(names, limit=1, newest=True):
+        if event.name == "guard_stopped":
+            return f"the last one: {event.ts[:19]}Z {event.headline}; "
+        return f"the last one started {event.ts[:19]}Z and was killed before it could log why; "
+    return ""
+
+
+def _check(shown: StatusDocument, place: options.CommandContext) -> None:
+    """Give the same answer as `/healthz`, for a container or Kubernetes probe that runs a command.
+    Raises Refused (1) if the miner is not making progress."""
+    from miner_guard.reporting import progress
+
+    hang: HangSettings = place.settings.config.hang
+    if (problem := progress.problem(shown, 0.0, time.time(), hang)) is not None:
+        raise Refused(problem, FAILED)
+    echo("progressing")
+
+
+def _list(running: list[StateDir]) -> None:
+    """One line per running guard, the one that needs a person first."""
+    from miner_guard.cli import screen
+    from miner_guard.eventlog.status_document import read_status, status_age_s
+
+    rows = []
+    for state in running:
+        document, age_s = read_status(state), status_age_s(state)
+        words = ["no status yet"] if document is None else screen.verdict_lines(document, age_s)
+        rows.append((screen.urgency(words[0]), f"{options.flag(state)}  {'  '.join(words)}"))
+    for _, row in sorted(rows, key=lambda row: row[0]):
+        echo(row)
+
+
+def top(
+    every: Annotated[
+        float,
+        typer.Option(
+            "--every", "-d", min=0.2, callback=options.a_number, help="Refresh interval in seconds."
+        ),
+    ] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one screen and exit.")] = False,
+    plain: Annotated[bool, typer.Option("--ascii", help="Use only ASCII characters.")] = False,
+    config: options.Config = None,
+    name: options.AnyName = None,
+    state_dir: options.State = None,
+) -> None:
+    """Show the verdict and the state of the run live: uploads, ranks, GPUs, curves, events. Keys: q
+    quits, p pauses, n shows the next ranks."""
+    from miner_guard.cli import screen
+
+    state = options.find_guard(name, state_dir)
+    if not state.db.is_file():
+        raise Refused(
+            f"no guard has run in {state.root}; {options.start_or_name(state)}", NOT_RUNNING
+        )
+    with contextlib.suppress(KeyboardInterrupt):
+        screen.show(state, every, once=once, ascii_only=plain)
+
+
+def logs(
+    event: Annotated[
+        Optional[list[str]], typer.Option("--event", "-e", help="Show only this event; repeatable.")
+    ] = None,
+    level: Annotated[
+        str,
+        typer.Option(
+            "--level", "-l", help="Lowest level to show: debug, info, warning, error or critical."
+        ),
+    ] = "debug",
+    since: options.Since = "",
+    rank: Annotated[
+        Optional[list[int]],
+        typer.Option("--rank", "-r", min=0, help="Show only this rank; repeatable."),
+    ] = None,
+    lines: Annotated[
+        Optional[int],
+        typer.Option(
+            "--lines", "-n", min=0, help="Show only the last N lines; with --follow, 10 by default."
+        ),
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Keep printing new lines.")
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="Print a JSON array of events; with --follow, one event per line."
+        ),
+    ] = False,
+    ledger: Annotated[
+        Optional[str],
+        typer.Option("--ledger", help="Print a ledger table: decisions, uploads or repo_age."),
+    ] = None,
+    emoji: Annotated[
+        bool, typer.Option("--emoji/--no-emoji", help="Print an emoji before each line.")
+    ] = True,
+    config: options.Config = None,
+    name: options.AnyName = None,
+    state_dir: options.State = None,
+) -> None:
+    """Query the run's events. Exit 1: nothing matched."""
+    from miner_guard.record.events import LEVELS
+    from miner_guard.reporting import runbook
+
+    state = options.find_guard(name, state_dir)
+    allowed = runbook.rows()
+    for unknown in (name for name in event or () if allowed and name not in allowed):
+        raise options.unknown_event(unknown)
+    if level not in LEVELS:
+        raise Refused(f"unknown level {level!r}; allowed: {', '.join(LEVELS)}", USAGE)
+    earliest = options.earliest(since)
+    options.check_there(state)
+    if ledger is not None:
+        if event or rank or follow or level != "debug":
+            raise Refused(
+                "--ledger works only with --since, --lines and --json; the other options "
+                "filter log lines",
+                USAGE,
+            )
+        _ledger(state, ledger, earliest, lines, as_json=as_json)
+        return
+    record = RunReader(state.db)
+
+    if follow and lines is None and not earliest:
+        lines = _TAIL_OF_FOLLOW
+    restrictions: dict[str, Any] = {"min_level": level, "ranks": rank or ()}
+    rows = record.events(
+        event or (), since=earliest, limit=lines, newest=lines is not None, **restrictions
+    )
+    if follow:
+        after = rows[-1].id if rows else record.last_id()
+        new = record.each(event or (), follow=True, after=after, **restrictions)
+        with contextlib.suppress(KeyboardInterrupt):
+            for row in chain(rows, new):
+                _write([_line(row, as_json=as_json, emoji=emoji) + "\n"])
+        return
+    if record.unread is not None:
+        raise Refused(f"{state.db} cannot be read: {record.unread}", FAILED)
+    texts = (_line(row, as_json=as_json, emoji=emoji) for row in rows)
+    if as_json:
+        # One document with one event per line, readable by `jq '.[]'` and by people.
+        _write(["[\n", ",\n".join(texts), "\n]\n"] if rows else ["[]\n"])
+    else:
+        _write(f"{text}\n" for text in texts)
+    if not rows:
+        raise typer.Exit(FAILED)
+
+
+def _line(event: StoredEvent, *, as_json: bool, emoji: bool) -> str:
+    from miner_guard.eventlog.rendering import console_line, json_line
+
+    record = event.record()
+    return json_line(record) if as_json else console_line(record, emoji=emoji)
+
+
+def _write(texts: Iterable[str]) -> None:
+    out = sys.stdout.buffer
+    for text in texts:
+        out.write(text.encode("utf-8", "replace"))
+    out.flush()
+
+
+def _ledger(state: StateDir, table: str, since: str, lines: int | None, *, as_json: bool) -> None:
+    """Print the ledger's rows, oldest first. Raises Refused: 64 for an unknown table, 1 if it is
+    empty."""
+    record, from_s = RunReader(state.db), parse_iso_utc(since) if since else 0.0
+    try:
+        rows = record.rows(
+            table.removesuffix("s"), since=from_s, limit=100_000 if lines is None else lines
+        )
+    except ValueError as error:
+        raise Refused(f"--ledger: {error}", USAGE) from error
+    if record.unread is not None:
+        raise Refused(f"{state.db} cannot be read: {record.unread}", FAILED)
+    if not rows:
+        raise Refused(f"the ledger in {state.root} has no {table}", FAILED)
+    # The full document of a decision is only for replays: `miner-guard gate --replay ID`.
+    shown = [{key: value for key, value in row.items() if key not in _FOR_REPLAY} for row in rows]
+    if as_json:
+        _write([visible(json.dumps(shown, ensure_ascii=False, indent=1)) + "\n"])
+        return
+    for row in shown:
+        fields = " ".join(f"{k}={v}" for k, v in row.items() if v is not None and k != "wall")
+        _write([f"{iso_utc(row['wall'])} {visible(fields)}\n"])
+
+
+def report(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The file (or --export folder) to write.")
+    ],
+    since: options.Since = "",
+    bundle: Annotated[
+        bool,
+        typer.Option(
+            "--bundle", help="Write a .tar.gz of all that support asks for, secrets removed."
+        ),
+    ] = False,
+    export: Annotated[
+        Optional[str],
+        typer.Option(metavar="tensorboard|wandb", help="Write the run's metrics for this program."),
+    ] = None,
+    project: Annotated[
+        str, typer.Option("--project", help="--export wandb: name of the project.")
+    ] = "miner-guard",
+    online: Annotated[
+        bool,
+        typer.Option("--online", help="--export wandb: upload instead of writing offline files."),
+    ] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="--export: continue as the guard writes.")
+    ] = False,
+    config: options.Config = None,
+    name: options.AnyName = None,
+    state_dir: options.State = None,
+) -> None:
+    """Write one self-contained HTML page about the run: curves, uploads, costs, incidents. Or pack
+    it for support, or export its metrics."""
+    if export not in (None, "tensorboard", "wandb"):
+        raise Refused(f"--export takes tensorboard or wandb, not {export!r}", USAGE)
+    place = options.open_guard(config, name, state_dir)
+    earliest = options.earliest(since or ("2d" if bundle else ""))
+    options.check_there(place.state)
+    if bundle:
+        _bundle(place, output, earliest)
+    elif export is not None:
+        _export(place.state, export, output, earliest=earliest, way=(project, online, follow))
+    else:
+        _page(place, output, earliest)
+
+
+def _page(place: options.CommandContext, output: Path, earliest: str) -> None:
+    from miner_guard.reporting.report import render
+
+    pushes = RunReader(place.state.db).rows(
+        "upload", since=parse_iso_utc(earliest) if earliest else 0.0
+    )
+    with working("reading the record"):
+        text = render(place.state, gate=place.settings.config.gate, since=earliest, pushes=pushes)
+    with writing(output):
+        statedir.write_atomic(output, text, 0o666)
+    echo(f"wrote {output} ({len(text.encode()) / 1024:.0f} KB)")
+
+
+def _bundle(place: options.CommandContext, output: Path, earliest: str) -> None:
+    from miner_guard.record.redaction import Redactor
+    from miner_guard.reporting.bundle import collect, pack
+    from miner_guard.uploads.repos.credentials import beside
+
+    settings = place.settings.config
+    files = collect(place.state, earliest, place.settings)
+    redactor = Redactor.for_guard(beside(os.environ, settings.repo), settings)
+    with writing(output), working("collecting and redacting"):
+        manifest = pack(output, files, redactor)
+    for row in manifest["files"]:
+        echo(f"{row['bytes']:>9}  {row['name']}  {row['what']}")
+    echo(f"wrote {output} ({output.stat().st_size / 1024:.0f} KB); review it before you share it")
+
+
+def _export(
+    state: StateDir, kind: str, output: Path, *, earliest: str, way: tuple[str, bool, bool]
+) -> None:
+    from miner_guard.config import optional_deps
+    from miner_guard.reporting import export
+
+    project, online, follow = way
+    try:
+        if kind == "tensorboard":
+            write, close = export.tensorboard_writer(output)
+        else:
+            write, close = export.wandb_writer(output, project, online=online)
+    except ImportError as error:
+        raise Refused(
+            f"{kind} is not installed ({error}); {optional_deps.install(kind)}", UNAVAILABLE
+        ) from error
+    except OSError as error:
+        raise Refused(f"{output} cannot be written: {error.strerror or error}", FAILED) from error
+    events = RunReader(state.db).each(export.EVENTS, since=earliest, follow=follow)
+    count = 0
+    try:
+        with contextlib.suppress(KeyboardInterrupt), working(f"exporting to {output}"):
+            for point in export.points(events):
+                write(point)
+                count += 1
+    finally:
+        close()
+    echo(f"wrote {count} points to {output}")
+    if not count:
+        raise typer.Exit(FAILED)

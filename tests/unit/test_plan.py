@@ -1,0 +1,116 @@
+"""`plan` gives source 004's figures, says where they simplify, and refuses impossible settings."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miner_guard.cli.main import run
+from miner_guard.cli.plan import Plan, document
+
+SOURCE_004: dict[str, Any] = {
+    "gpus": 4,
+    "batch": 2,
+    "effective": 512,
+    "params": 4e9,
+    "seq": 1024,
+    "upload_steps": 3,
+    "micro_batch_s": 0.01,
+}
+
+
+def planned(**changed: Any) -> dict[str, Any]:
+    return document(Plan(**{**SOURCE_004, **changed}), None)
+
+
+def test_source_004s_figures() -> None:
+    seen = planned()
+    assert (seen["accumulation_steps"], seen["micro_batches"]) == (256, 1024)
+    assert seen["inner_step_s"] == pytest.approx(10.24)
+    assert seen["memory_gb"] == pytest.approx(
+        {"weights": 8, "optimizer": 16, "gradients": 0, "activations": 4, "fsdp": 2, "total": 30}
+    )
+    upload = seen["upload"]
+    assert (upload["first_valid_inner_step"], upload["fresh"]) == (51, True)
+    assert upload["first_valid_s"] == pytest.approx(51 * 10.24)
+    slow = planned(micro_batch_s=0.2)
+    assert (slow["inner_step_s"], slow["upload"]["fresh"]) == (pytest.approx(204.8), False)
+    unknown = planned(micro_batch_s=None)
+    assert (unknown["inner_step_s"], unknown["upload"]["fresh"]) == (None, None)
+
+
+def test_what_the_miner_really_does_is_reported() -> None:
+    seen = planned()
+    actual = seen["actual"]
+    assert (actual["accumulation_steps"], actual["micro_batches"], actual["samples"]) == (
+        64,
+        256,
+        512,
+    )
+    assert actual["inner_step_s"] == pytest.approx(0.64)
+    assert actual["memory_gb"]["total"] < seen["memory_gb"]["total"]
+    words = " ".join(seen["simplifications"])
+    for phrase in ("world size", "in parallel", "shards", "gradients"):
+        assert phrase in words
+
+
+def test_source_004s_changes_have_its_numbers() -> None:
+    changes = {change["what"]: change for change in planned()["changes"]}
+    halved = changes["halve the effective batch"]
+    assert (halved["accumulation_steps"], halved["micro_batches"]) == (128, 512)
+    assert halved["inner_step_s"] == pytest.approx(5.12)
+    assert changes["halve the batch"]["memory_gb"] < 30
+    assert changes["gradient checkpointing"]["inner_step_s"] == pytest.approx(10.24 * 1.2)
+
+
+@pytest.mark.parametrize(("batch", "seq"), [(1, 512), (1, 1024), (2, 1024)])
+def test_source_003s_quantised_llama_takes_9_to_15_gb_on_a_t4(
+    batch: int, seq: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = f"plan --gpus 1 --params 8B --weight-bits 4 --batch {batch} --seq {seq}"
+    assert run([*arguments.split(), "--gpu-memory-gb", "16", "--json"]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    memory = seen["actual"]["memory_gb"]
+    assert 4.5 <= memory["weights"] <= 5.5
+    assert 1.0 <= memory["optimizer"] <= 1.5
+    assert 2.0 <= memory["activations"] <= 8.0 or seq < 1024
+    assert 8.5 <= memory["total"] <= 15.0
+    assert seen["fits"] is True
+
+
+@given(
+    st.integers(1, 64),
+    st.integers(1, 64),
+    st.integers(1, 4096),
+    st.floats(1e6, 1e12),
+    st.integers(1, 65536),
+    st.integers(1, 100),
+)
+def test_any_settings_are_planned(
+    gpus: int, batch: int, more: int, params: float, seq: int, up: int
+) -> None:
+    seen = planned(
+        gpus=gpus, batch=batch, effective=batch + more, params=params, seq=seq, upload_steps=up
+    )
+    assert seen["micro_batches"] == seen["accumulation_steps"] * gpus
+    assert seen["actual"]["memory_gb"]["weights"] <= seen["memory_gb"]["weights"]
+    assert seen["upload"]["first_valid_inner_step"] >= 50
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "plan --gpus 4 --batch 2 --effective 512 --params 4e9 --micro-batch-ms 10"
+    assert run(arguments.split()) == 0
+    out = capsys.readouterr().out
+    for words in ("256", "1024", "~30.0 GB", "10.24s", "Simplifications in the usual estimate"):
+        assert words in out
+    assert run(["plan", "--batch", "8", "--effective", "4"]) == 64
+    assert run(["plan", "--weight-bits", "3"]) == 64
+    for none in ("many", "nan", "inf", "4e400", "1e308T", "-4B", "0"):
+        assert run(["plan", "--params", none]) == 64
+    for none in ("nan", "inf", "1e308"):
+        assert run(["plan", "--micro-batch-ms", none, "--json"]) == 64
+    assert run(["plan", "--gpus", "9" * 400, "--json"]) == 64
