@@ -14,7 +14,7 @@ from miner_guard.config import LossSettings
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.rank.journal import JournalEntry, TrainingEntry
 from miner_guard.rank.layout import Now, StepRecord
-from miner_guard.record.words import gb
+from miner_guard.record.words import gb, rank_list
 from miner_guard.watch.base import Context, Exit, Launch, Monitor
 from miner_guard.watch.progress import TrainingFacts
 from miner_guard.watch.series import MAD_TO_SIGMA, SortedWindow, p_rising, p_rising_trimmed
@@ -941,6 +941,9 @@ class CurvesMonitor(Monitor):
         self._first_nan: tuple[tuple[int, int], StepRecord, Anomaly] | None = None
         """The earliest NaN that has not been reported yet, with its total steps and rank."""
 
+        self._memory_pending: dict[str, list[tuple[int, StepRecord, Anomaly]]] = {}
+        """By type: what the memory of each rank has done since the last tick."""
+
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
         self._reset()
         return ()
@@ -957,7 +960,20 @@ class CurvesMonitor(Monitor):
                 self._count(anomaly)
                 yield to_finding(anomaly, rank, step)
         if len(self._ranks) == 1:
-            yield from self._report_nan()
+            yield from self._pending()
+
+    def _pending(self) -> Iterator[Finding]:
+        yield from self._report_nan()
+        pending, self._memory_pending = self._memory_pending, {}
+        for rows in pending.values():
+            # Ranks of one launch allocate alike: one line for all of them.
+            rank, step, anomaly = min(rows, key=lambda row: (row[1].total_steps, row[0]))
+            self._count(anomaly)
+            ranks = sorted({rank for rank, _, _ in rows})
+            if len(self._ranks) > 1:
+                anomaly = replace(anomaly, detail=f"{rank_list(ranks)}: {anomaly.detail}")
+            finding = to_finding(anomaly, rank, step)
+            yield replace(finding, rank=rank if len(ranks) == 1 else None)
 
     def _report_nan(self) -> Iterator[Finding]:
         first, self._first_nan = self._first_nan, None
@@ -970,14 +986,14 @@ class CurvesMonitor(Monitor):
         return None if self._first_nan is None else "loss_nan"
 
     def on_exit(self, end: Exit) -> Iterable[Finding]:
-        return self._report_nan()
+        return self._pending()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
         if ranks and self._lead not in ranks:
             # After a new rendezvous this node may have different ranks.
             self._lead = None
             self._not_finite &= ranks.keys()
-        return self._report_nan()
+        return self._pending()
 
     def reads_lines(self) -> bool:
         return self._last_step is not None and not self._evaluations_come
@@ -1012,7 +1028,8 @@ class CurvesMonitor(Monitor):
             watch = self._memory.setdefault(rank, MemoryWatch(self.context.config.loss))
             anomaly = watch.observe(number, gb(step.allocated_bytes) or 0.0)
             if anomaly is not None:
-                yield anomaly
+                row = (rank, step, anomaly)
+                self._memory_pending.setdefault(anomaly.type, []).append(row)
 
     def _judge_loss(
         self, rank: int, step: StepRecord, number: int, loss: float

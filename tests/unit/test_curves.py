@@ -24,7 +24,7 @@ from miner_guard.watch.progress import TrainingFacts
 from miner_guard.watch.series import p_rising
 from miner_guard.watch.trace import restarts
 from miner_guard.watch.trace_reading import Series
-from tests.support.simulated_ranks import Run, healthy
+from tests.support.simulated_ranks import GIB, Run, healthy
 
 UNKNOWN = TrainingFacts()
 
@@ -394,3 +394,22 @@ def test_the_rank_whose_loss_was_nan_first_is_named(tmp_path: Path) -> None:
     found = list(curves.on_tick(run.clock.monotonic(), {}))
     assert [(f.name, f.rank, f.fields["step"]) for f in found] == [("loss_nan", 1, 6)]
     assert curves.objection() is None
+
+
+def test_one_drop_of_memory_on_all_ranks_is_one_line_that_names_them(tmp_path: Path) -> None:
+    run = Run(tmp_path, ranks=4)
+    for _ in range(100):
+        run.step(15.0, 2.0)
+    for _ in range(20):
+        run.step(15.0, 2.0, allocated_bytes=2 * GIB)
+    (drop,) = run.of("memory_drop")
+    assert drop.rank is None
+    assert drop.fields["detail"].startswith("ranks 0-3: ")
+    rank_2 = {2: {"allocated_bytes": 0.1 * GIB}}
+    run = Run(tmp_path, ranks=4)
+    for _ in range(100):
+        run.step(15.0, 2.0)
+    for _ in range(20):
+        run.step(15.0, 2.0, rank_2)
+    (drop,) = run.of("memory_drop")
+    assert drop.rank == 2
