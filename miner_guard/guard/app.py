@@ -233,6 +233,7 @@ class GuardApp:
         self.relay.finish(_LAST_WORDS_S)
         # The guard learns only now how much output the reader of its stdout never consumed.
         self.supervisor.pulse.report_drops()
+        self.supervisor.pulse.report_unchecked()
         # Keep writes diverted: an exit handler must not wait for a dead disk either.
         self.disk.close(0.0 if unwritten else _LAST_WORDS_S)
         self.loop.attempt(lambda: end_helpers(_HELPERS_END_S))

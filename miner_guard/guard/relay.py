@@ -251,15 +251,13 @@ class Relay:
                 source.ended = True
             stream.wake()
 
-    def show_rest(self) -> int:
-        """Give the monitors the last output for at most 2 s. Returns how many bytes they have
-        missed since the last call."""
+    def show_rest(self) -> None:
+        """Give the monitors the last output for at most 2 s; they miss what is left then."""
         self._deliver(MAX_UNSEEN, _LAST_WORDS_S)
         with self._mutex:
-            missed = self.unchecked + self._unseen_bytes
+            self.unchecked += self._unseen_bytes
             self._unseen.clear()
-            self._unseen_bytes = self.unchecked = 0
-        return missed
+            self._unseen_bytes = 0
 
     def finish(self, seconds: float) -> None:
         """Flush the remaining output, for at most `seconds`."""

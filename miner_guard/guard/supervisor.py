@@ -460,6 +460,8 @@ class Pulse:
         self._blind = Once()
         self._reported_bytes = 0
         self._reported_at = 0.0
+        self._unchecked_bytes = 0
+        self._unchecked_at = float("-inf")
         self._quiet = False
         self._deliveries = -1
 
@@ -507,9 +509,20 @@ class Pulse:
             run.policy.healthy()
 
     def _watch_drops(self) -> None:
-        due = self._run.clock.monotonic() - self._reported_at >= DROPS_EVERY_S
-        if due or not self._run.relay.stuck:
+        now = self._run.clock.monotonic()
+        if now - self._reported_at >= DROPS_EVERY_S or not self._run.relay.stuck:
             self.report_drops()
+        if now - self._unchecked_at >= DROPS_EVERY_S:
+            self.report_unchecked()
+
+    def report_unchecked(self) -> None:
+        """Report output that the monitors have missed since the last report, if any."""
+        missed = self._run.relay.unchecked - self._unchecked_bytes
+        if missed > 0:
+            self._unchecked_bytes += missed
+            self._unchecked_at = self._run.clock.monotonic()
+            what = f"{missed} bytes of the miner's output were passed on unchecked: "
+            self._run.runner.finding(degraded(what + "the monitors had fallen behind"))
 
     def report_drops(self) -> None:
         """Report output dropped since the last report, if any."""
@@ -541,7 +554,7 @@ class Conclusion:
     def of(self, launch: ActiveLaunch) -> Exit:
         """Wrap up `launch` and return how it ended."""
         for work in (
-            self._show_last_words,
+            self._relay.show_rest,
             lambda: self._flights.last_poll(self._runner),
             lambda: self._report_teardown(launch.teardown),
         ):
@@ -549,15 +562,6 @@ class Conclusion:
         end = launch.exit(self._has_finished(launch))
         self._loop.attempt(lambda: self._report_exit(end, launch.stop_request))
         return end
-
-    def _show_last_words(self) -> None:
-        left_out = self._relay.show_rest()
-        if left_out:
-            what = (
-                f"{left_out} bytes of the miner's last output were passed on unchecked: "
-                "the monitors had fallen behind"
-            )
-            self._runner.finding(degraded(what))
 
     def _has_finished(self, launch: ActiveLaunch) -> bool:
         """Return True if the miner finished its work; False if that check fails."""

@@ -51,7 +51,7 @@ class Pipes:
     """A relay without pipes."""
 
     pending = False
-    dropped_bytes = 0
+    dropped_bytes = unchecked = 0
     stuck = False
 
     def __init__(self) -> None:
@@ -64,9 +64,8 @@ class Pipes:
         if self.failing:
             raise ValueError("cannot convert float NaN to integer")
 
-    def show_rest(self) -> int:
+    def show_rest(self) -> None:
         self.end_sources()
-        return 0
 
 
 class Records:
