@@ -668,6 +668,9 @@ class StepsMonitor(Monitor):
         self._slow_left_out = 0
         self._summary_stretch = 0
         self._on_cpu = False
+        self._monitored: tuple[str, float, float] | None = None
+        """The last monitoring operation of the lead rank: name, begin, and last tick in it."""
+
         self._miner_prints_steps = False
         self._low_memory_reports = Once()
         self._peaks_gb: dict[int, float] = {}
@@ -762,7 +765,7 @@ class StepsMonitor(Monitor):
         # would flood the console. The report marks all of them.
         too_soon = step.end - self._warned_at < _SLOW_REPEAT_S or self._on_cpu
         pause = self._pause(step, slow)
-        level, left_out = None, self._slow_left_out
+        level, left_out = "warning", self._slow_left_out
         expected = self.context.config.steps.expected
         if slow.rule == "relative" and slow.median_s is not None:
             expected = f"{slow.median_s:.1f}-{slow.limit_s:.1f}s"
@@ -777,10 +780,17 @@ class StepsMonitor(Monitor):
             self._slow_left_out = 0
             self._warned_at = step.end if slow.rule == "relative" else self._warned_at
         phases = sorted(step.phases.items(), key=lambda item: -item[1])[:4]
-        yield make_finding(
+        operation, monitored_s = self._monitored_in(step)
+        no_gpu = self._no_gpu() or None
+        if monitored_s >= 0.5 * (slow.seconds - (slow.median_s or slow.limit_s)) > 0:
+            advice = f" - {monitored_s:.0f}s of it in {operation}"
+        else:
+            operation, advice = None, "" if no_gpu else " - Check GPU usage!"
+        yield event(
             "slow_step",
+            level,
+            f"SLOW STEP: {slow.seconds:.1f}s (expected {expected}){advice}",
             rank=rank,
-            level=level,
             step_time_s=slow.seconds,
             expected=expected,
             inner_step=step.inner_step,
@@ -791,10 +801,19 @@ class StepsMonitor(Monitor):
             step_kind=slow.kind,
             left_out=left_out,
             pause=pause,
-            no_gpu=self._no_gpu() or None,
+            no_gpu=no_gpu,
+            operation=operation,
             phases_s={name: round(seconds, 3) for name, seconds in phases},
         )
         yield from self._low_memory(rank, step, slow)
+
+    def _monitored_in(self, step: StepRecord) -> tuple[str | None, float]:
+        """The monitoring operation during the step, and its seconds as far as ticks have shown
+        them."""
+        if self._monitored is None:
+            return None, 0.0
+        operation, since, until = self._monitored
+        return operation, max(0.0, min(until, step.end) - max(since, step.start))
 
     def _low_memory(self, rank: int, step: StepRecord, slow: SlowStep) -> Iterator[Finding]:
         """Yield source 004's second line for a slow step, once per launch. If memory stays
@@ -900,6 +919,8 @@ class StepsMonitor(Monitor):
         lead = ranks[min(ranks)] if ranks else None
         self._phase = lead.phase if lead else ""
         self._operation = lead.operation if lead else ""
+        if lead is not None and lead.operation_since is not None:
+            self._monitored = (lead.operation, lead.operation_since, now)
         for rank in self._last.keys() - ranks.keys() if ranks else ():
             # After a new rendezvous this node may have different ranks: a rank that no longer
             # exists must not lead.

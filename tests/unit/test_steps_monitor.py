@@ -336,3 +336,16 @@ def test_a_loss_that_is_not_simply_the_steps_is_marked(
     monitor = StepsMonitor(context(tmp_path))
     (line,) = lines(monitor.on_steps(0, [make_step(84, 0.0, 15.0, flags=flags)]), "inner_step")
     assert f"| Loss: 3.00{remark} |" in line
+
+
+def test_a_step_made_slow_by_a_monitoring_operation_names_it(tmp_path: Path) -> None:
+    clock = FakeClock()
+    monitor = StepsMonitor(context(tmp_path, clock=clock))
+    drive(monitor, clock, [15.2])
+    since = clock.monotonic() + 5.0
+    header = replace(headers(0)[0], operation="evolution_snapshot", operation_since=since)
+    monitor.on_tick(since + 235.0, {0: header})
+    seen = drive(monitor, clock, [245.7])
+    assert lines(seen, "slow_step") == [
+        "SLOW STEP: 245.7s (expected 10-30s) - 235s of it in evolution_snapshot"
+    ]
