@@ -18,8 +18,9 @@ from apscheduler.schedulers.background import BackgroundScheduler
 from apscheduler.triggers.date import DateTrigger
 
 from miner_guard.costs import get_global_tracker
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.emitter import bound_contextvars
+from miner_guard.record.events import event
 from miner_guard.system.clock import Clock
 
 _STEP_S = 2.0
@@ -117,7 +118,15 @@ class JobSchedule:
         # run.
         job.missed += max(0, round(late / job.interval_s))
         if late > max(_LATE_S, job.interval_s / 2):
-            self._report(make_finding("job_late", job=job.name, late_s=round(late, 1)))
+            self._report(
+                event(
+                    "job_late",
+                    "warning",
+                    f"JOB LATE: {job.name} by {round(late, 1):.1f}s",
+                    job=job.name,
+                    late_s=round(late, 1),
+                )
+            )
         self._measured(job)
         with self._mutex:
             job.running = False
@@ -143,9 +152,17 @@ class JobSchedule:
         job.max_s = max(job.max_s or 0.0, job.last_s)
         failing, job.failing = job.failing, failure is not None
         if failure is not None and not failing:
-            self._report(make_finding("job_failed", job=job.name, reason=failure))
+            self._report(
+                event(
+                    "job_failed",
+                    "warning",
+                    f"JOB FAILED: {job.name}: {failure}",
+                    job=job.name,
+                    reason=failure,
+                )
+            )
         elif failure is None and failing:
-            self._report(make_finding("job_recovered", job=job.name))
+            self._report(event("job_recovered", "info", f"JOB RECOVERED: {job.name}", job=job.name))
 
     def figures(self) -> dict[str, dict[str, float | int | None]]:
         """Return, for each repeated job, the number of runs, the duration of the last and of the

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import Finding
+from miner_guard.record.events import degraded
 from miner_guard.reporting.alert_monitor import AlertsMonitor
 from miner_guard.reporting.metrics_monitor import MetricsMonitor
 from miner_guard.reporting.otel_monitor import OtelMonitor
@@ -68,5 +69,5 @@ def load_monitors(context: Context, report: Callable[[Finding], None]) -> list[M
                 f"cannot start monitor {kind.name}: {type(error).__name__}: {error}; "
                 "the others keep running"
             )
-            report(make_finding("guard_degraded", what=what))
+            report(degraded(what))
     return monitors

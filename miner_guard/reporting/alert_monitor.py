@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from miner_guard.config import AlertSettings, optional_deps
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.rank.layout import StepRecord
+from miner_guard.record.events import degraded
 from miner_guard.reporting import alert_queue, progress
 from miner_guard.reporting.alert_policy import Alert, AlertPolicy
 from miner_guard.reporting.alert_queue import AlertQueue
@@ -37,9 +38,7 @@ class AlertsMonitor(Monitor):
         self._outbox = AlertQueue(settings.urls, self._report)
         self._memory = Memory()
         if settings.urls and (problem := optional_deps.problem("alerts")) is not None:
-            context.emit(
-                make_finding("guard_degraded", what=f"no alert will be delivered: {problem}")
-            )
+            context.emit(degraded(f"no alert will be delivered: {problem}"))
         if settings.heartbeat_url:
             context.jobs.every(
                 "heartbeat", settings.heartbeat_every_s, self._heartbeat, first_after_s=5.0

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from miner_guard.eventlog.catalog import make_finding
+from miner_guard.record.events import degraded
 from miner_guard.system import helpers
 from miner_guard.system.children import Backoff, own_module
 from miner_guard.system.readiness import ready
@@ -155,7 +155,7 @@ class HelperProcess:
         self._again_at = now + self._backoff.ended(lived_s)
         if self._backoff.first:
             what = f"{self._spec.failure}: {reason}; retrying with backoff"
-            self._context.emit(make_finding("guard_degraded", what=what))
+            self._context.emit(degraded(what))
         self.running, self.reason = False, reason
 
     def _close(self) -> None:

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from miner_guard.config import optional_deps
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.status_document import MetricsStatus
 from miner_guard.rank.layout import Now
+from miner_guard.record.events import degraded, event
 from miner_guard.reporting.helper_process import HelperProcess, HelperSpec
 from miner_guard.system.clock import iso_utc
 from miner_guard.watch.base import Context, Monitor
@@ -44,7 +45,7 @@ class MetricsMonitor(Monitor):
             return
         if (problem := self._why_not()) is not None:
             self._problem = problem
-            context.emit(make_finding("guard_degraded", what=f"no HTTP port: {problem}"))
+            context.emit(degraded(f"no HTTP port: {problem}"))
             return
         self._server = HelperProcess(context, self._spec(), self._listening)
         self._server.start()
@@ -87,7 +88,14 @@ class MetricsMonitor(Monitor):
     def _listening(self, port: str) -> None:
         host = self.context.config.http.host
         self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
-        self.context.emit(make_finding("http_listening", url=self._url))
+        self.context.emit(
+            event(
+                "http_listening",
+                "info",
+                f"HTTP {self._url} (metrics, healthz, status)",
+                url=self._url,
+            )
+        )
 
     def on_finding(self, finding: Finding) -> Iterable[Finding]:
         self._events[finding.name] = self._events.get(finding.name, 0) + 1

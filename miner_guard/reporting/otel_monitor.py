@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from miner_guard.config import optional_deps
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import Finding
 from miner_guard.rank.layout import Now
+from miner_guard.record.events import degraded, event
 from miner_guard.record.redaction import without_secrets
 from miner_guard.reporting.helper_process import HelperProcess, HelperSpec
 from miner_guard.watch.base import Context, Monitor
@@ -35,7 +36,7 @@ class OtelMonitor(Monitor):
             return
         if (problem := self._why_not(self._endpoint)) is not None:
             self._problem = problem
-            context.emit(make_finding("guard_degraded", what=f"no OTLP export: {problem}"))
+            context.emit(degraded(f"no OTLP export: {problem}"))
             return
         self._sender = HelperProcess(context, self._spec(self._endpoint))
         self._sender.start()
@@ -74,10 +75,23 @@ class OtelMonitor(Monitor):
     def _understood(self, document: Mapping[str, Any]) -> Finding:
         if (signal := document.get("recovered")) is not None:
             self._failing.pop(str(signal), None)
-            return make_finding("otlp_recovered", signal=signal, endpoint=self._endpoint)
+            return event(
+                "otlp_recovered",
+                "info",
+                f"OTLP RECOVERED: {signal} to {self._endpoint}",
+                signal=signal,
+                endpoint=self._endpoint,
+            )
         signal, reason = str(document["failing"]), self.context.redactor.text(document["reason"])
         self._failing[signal] = reason
-        return make_finding("otlp_failing", signal=signal, endpoint=self._endpoint, reason=reason)
+        return event(
+            "otlp_failing",
+            "warning",
+            f"OTLP FAILING: {signal} to {self._endpoint}: {reason}",
+            signal=signal,
+            endpoint=self._endpoint,
+            reason=reason,
+        )
 
     def on_stop(self) -> Iterable[Finding]:
         if self._sender is not None:
