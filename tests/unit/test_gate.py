@@ -340,6 +340,6 @@ def test_a_decision_is_quick(tmp_path: Path) -> None:
         start = time.perf_counter()
         decide(candidate, gate_inputs.read(path), SETTINGS, now=NOW, wall=WALL)
         times.append(time.perf_counter() - start)
-    # The target is 200 µs (tests/benchmarks); the loose bound here only catches a different order
+    # The target is 200 µs; the loose bound here only catches a different order
     # of magnitude.
     assert min(times) < 0.002

@@ -30,7 +30,7 @@ from tests.support.run_harness import WholeRun
 
 STEP_S = 15
 HOOK_S = 0.00027
-"""The cost of a step in the rank, from `docs/figures.md`."""
+"""The cost of a step in the rank."""
 
 
 class Hour(WholeRun):

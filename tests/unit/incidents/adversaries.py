@@ -3,6 +3,8 @@ fill the text."""
 
 from __future__ import annotations
 
+import base64
+import random
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -117,3 +119,44 @@ def distinct(entries: Iterable[Pattern]) -> list[Pattern]:
     do."""
     kinds = {re.sub(r"\d+", "0", e.expression): e for e in entries if e.expression is not None}
     return list(kinds.values())
+
+
+def hostile() -> dict[str, bytes]:
+    """Text without an error that once held up the guard."""
+    chance = random.Random(5)
+    raw = chance.randbytes(3_000_000)
+
+    def metagraph(extra: str) -> bytes:
+        neuron = (
+            '{"uid":%d,"hotkey":"5F%030x","coldkey":"5G%030x","stake":%f,"axon":"10.0.0.1:8091"'
+        )
+        return ",".join(
+            neuron % (uid, chance.getrandbits(120), chance.getrandbits(120), chance.random())
+            + f"{extra}}}"
+            for uid in range(256)
+        ).encode()
+
+    plain = metagraph("")
+    return {
+        "base64 on one line": base64.b64encode(raw) + b"\n",
+        "base64 in lines": base64.encodebytes(raw),
+        "random bytes": raw,
+        "NULs": bytes(4_000_000),
+        "a metagraph of 256 neurons a line": (b'{"neurons":[' + plain + b"]}\n") * 100,
+        "metagraphs on one line": plain * 100 + b"\n",
+        "a metagraph whose keys are trigger words": (
+            b'{"neurons":[' + metagraph(',"error":null,"timeout":12,"failed":0') + b"]}\n"
+        )
+        * 100,
+        "a metagraph full of trigger words": (
+            b'{"neurons":['
+            + metagraph(',"permission":"denied? no wallet","status":"error 429, retrying"')
+            + b"]}\n"
+        )
+        * 100,
+        "one word of a pattern over and over": b"hotkey " * 500_000 + b"\n",
+        "trigger words on lines of a megabyte": (
+            b"wallet permission denied password hotkey " * 25_000 + b"\n"
+        )
+        * 3,
+    }

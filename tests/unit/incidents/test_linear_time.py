@@ -9,8 +9,7 @@ import pytest
 
 from miner_guard.incidents import knowledge
 from miner_guard.incidents.scan import Scanner
-from tests.benchmarks.bench_incidents import hostile
-from tests.unit.incidents.adversaries import adversaries, distinct
+from tests.unit.incidents.adversaries import adversaries, distinct, hostile
 
 _SIZE = 4096
 
