@@ -7,8 +7,9 @@ lines name the path. No placeholder reaches a reader.
 
 from __future__ import annotations
 
+import codecs
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -155,6 +156,7 @@ def unknown(text: str) -> list[str]:
 
 
 _CHUNK = 1 << 18
+_SAMPLE = 400
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ class LogExplanation:
     findings: tuple[Explained, ...]
     lines: int
     size: int
-    """Size of the log in bytes."""
+    """Size of the log in bytes, as UTF-8."""
 
     @property
     def root(self) -> Explained | None:
@@ -218,7 +220,7 @@ def explain(
     """Read all of `log` and explain it. Raises only OSError, if the log cannot be read."""
     scanner, case = Scanner(knowledge, notices=True), RootCauseAnalyzer(knowledge)
     size, unfinished = 0, False
-    while chunk := log.read(_CHUNK):
+    for chunk in _in_utf_8(log):
         size += len(chunk)
         unfinished = not chunk.endswith(b"\n")
         case.add(scanner.feed(chunk))
@@ -227,6 +229,27 @@ def explain(
         in_words(incident, knowledge, training, redact) for incident in case.incidents(scanner.line)
     ]
     return LogExplanation(tuple(found), scanner.line - 1 + unfinished, size)
+
+
+def _in_utf_8(log: BinaryIO) -> Iterator[bytes]:
+    """The log's bytes in chunks. PowerShell and Windows tools write logs in UTF-16."""
+    chunk = log.read(_CHUNK)
+    # ASCII in UTF-16 has a NUL in every second byte.
+    half = len(chunk[:_SAMPLE]) // 2 or 1
+    little, big = (chunk[:_SAMPLE][at::2].count(0) > 0.8 * half for at in (1, 0))
+    if chunk.startswith(codecs.BOM_UTF16_LE) or (little and not big):
+        codec = "utf-16-le"
+    elif chunk.startswith(codecs.BOM_UTF16_BE) or (big and not little):
+        codec = "utf-16-be"
+    else:
+        while chunk:
+            yield chunk
+            chunk = log.read(_CHUNK)
+        return
+    decoder = codecs.getincrementaldecoder(codec)("replace")
+    while chunk:
+        yield decoder.decode(chunk).lstrip("\ufeff").encode("utf-8", "replace")
+        chunk = log.read(_CHUNK)
 
 
 def in_words(

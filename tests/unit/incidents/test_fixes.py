@@ -291,3 +291,12 @@ def test_a_new_miner_that_has_no_state_yet_lost_nothing() -> None:
     steps = "".join(f"Outer Step: 3 | Inner Step: {n} | Loss: 3.40\n" for n in range(12))
     log = f"Failed to load local state, loading global model instead\n{steps}".encode()
     assert explain(io.BytesIO(log), knowledge.load(), Training()).root is None
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-8"])
+def test_a_log_in_any_encoding_is_read(encoding: str) -> None:
+    """A UTF-16 log was once "nothing wrong"."""
+    log = "step 1 loss 3.4 – fine\nOSError: [Errno 28] No space left on device\n" * 9000
+    result = explain(io.BytesIO(log.encode(encoding)), knowledge.load(), Training())
+    assert result.root is not None
+    assert (result.root.label, result.root.line, result.lines) == ("disk_full", 2, 18000)
