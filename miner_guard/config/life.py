@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from miner_guard.config.ranges import Count, NotNegative, Percent, Positive, Share
 
@@ -21,29 +21,29 @@ class HangSettings:
     first_step_s: Positive = 1800.0
     """Time allowed for the miner to download, load and compile before its first step."""
 
-    first_step_notice_s: Positive = 90.0
+    first_step_notice_s: ClassVar[float] = 90.0
     """After this long without a step, the guard reports that it has seen none, and quotes the line
     that most resembles a step."""
 
     allreduce_s: Positive = 840.0
     """Time allowed for the `allreduce` phase (subnet 38)."""
 
-    upload_s: Positive = 1800.0
+    upload_s: ClassVar[float] = 1800.0
     """Time allowed for the `upload` phase."""
 
-    load_state_s: Positive = 1800.0
+    load_state_s: ClassVar[float] = 1800.0
     """Time allowed for the `load_state` phase."""
 
-    pause_s: Positive = 1800.0
+    pause_s: ClassVar[float] = 1800.0
     """Time allowed for the `pause` phase."""
 
-    evaluation_s: Positive = 1800.0
+    evaluation_s: ClassVar[float] = 1800.0
     """Time allowed for the `inference`, `val_loss`, `example_loss` and `monitor` phases."""
 
     monitoring_s: Positive = 1800.0
     """Time allowed for an operation inside `tracker.track()` or `guard.track()`."""
 
-    checkpoint_s: Positive = 1800.0
+    checkpoint_s: ClassVar[float] = 1800.0
     """Time allowed for the `checkpoint` phase."""
 
     exit_s: Positive = 330.0
@@ -96,7 +96,7 @@ class RestartSettings:
     backoff_s: NotNegative = 2.0
     """Wait before the first restart. The wait doubles with each restart after that."""
 
-    outage_backoff_s: NotNegative = 20.0
+    outage_backoff_s: ClassVar[float] = 20.0
     """Wait before the first restart after a network, storage or chain outage. With the defaults,
     the waits add up to ten minutes before the guard declares a crash loop."""
 
@@ -106,7 +106,7 @@ class RestartSettings:
     jitter_ratio: Share = 0.1
     """Random share added to each wait, so that many miners do not restart at the same moment."""
 
-    healthy_s: Positive = 600.0
+    healthy_s: ClassVar[float] = 600.0
     """The guard resets the restart count when a launch has been running for this long and is
     training."""
 
@@ -127,7 +127,7 @@ class HealthSettings:
     disk_min_free_gb: NotNegative = 5.0
     """The guard warns if there is less free disk space than this."""
 
-    shm_min_gb: NotNegative = 1.0
+    shm_min_gb: ClassVar[float] = 1.0
     """The guard warns if /dev/shm is smaller than this: NCCL and data loaders fail with Docker's
     64 MB."""
 
@@ -137,7 +137,7 @@ class HealthSettings:
     node_timeout_s: Positive = 3.0
     """How long another node may take to answer."""
 
-    clock_skew_max_s: Positive = 60.0
+    clock_skew_max_s: ClassVar[float] = 60.0
     """The guard warns if the local clock differs by more than this from the Date header that the
     storage sends."""
 

@@ -25,6 +25,8 @@ else:
 
 PREFIX = "MINER_GUARD_"
 _NOT_SETTINGS = {"MINER_GUARD_STATE_DIR"}
+_MAX_CHARS, _MAX_DOTS = 1_000_000, 100
+
 SECRET = frozenset({"alerts.urls", "alerts.heartbeat_url", "http.token"})
 """Settings whose values are always secret."""
 
@@ -59,13 +61,23 @@ def sections() -> dict[str, type]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read the document at `path`. Raises BadConfig if it can't be read or parsed."""
+    """Read the document at `path`. Raises BadConfig if it can't be read or parsed, or is made to
+    keep the parser busy: its time grows with the square of a key's parts."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_MAX_CHARS + 1)
+        if len(text) > _MAX_CHARS or any(line.count(".") > _MAX_DOTS for line in text.split("\n")):
+            raise BadConfig(
+                f"{path}: longer than {_MAX_CHARS:,} characters, or a line has more than "
+                f"{_MAX_DOTS} dots; this is no settings file"
+            )
+        return tomllib.loads(text)
     except OSError as error:
         raise BadConfig(f"{path}: cannot be read: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadConfig(f"{path}: not valid TOML: {error}") from error
+    except RecursionError as error:
+        raise BadConfig(f"{path}: not valid TOML: values are nested too deeply") from error
 
 
 def load(
@@ -144,7 +156,9 @@ def _add_environment(
 
 
 def _checked(section: str, key: str, value: Any, where: str, *, strict: bool) -> Any:
-    hints = typing.get_type_hints(sections()[section], include_extras=True)
+    cls = sections()[section]
+    every = typing.get_type_hints(cls, include_extras=True)
+    hints = {field.name: every[field.name] for field in dataclasses.fields(cls)}
     if key not in hints:
         raise BadConfig(
             f"{where}: unknown key {section}.{key}; {_meant(key, hints)}"

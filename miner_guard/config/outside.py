@@ -4,7 +4,7 @@ HTTP port and logs."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from miner_guard.config.ranges import AtLeastOne, Count, NotNegative, Positive, Range
 
@@ -36,7 +36,7 @@ class GateSettings:
     broadcast_timeout_s: Positive = 60.0
     """How long each rank waits for rank 0's decision before it blocks the upload itself."""
 
-    inputs_max_age_s: Positive = 300.0
+    inputs_max_age_s: ClassVar[float] = 300.0
     """Repo and network facts in gate-inputs.json that are older than this count as unknown."""
 
 
@@ -81,7 +81,7 @@ class RepoSettings:
     """Seconds between audits; the guard also audits after each verified push. 0: only on
     demand. None: 600 if the profile defines what validators accept, otherwise 0."""
 
-    audit_bytes_per_hour: Count = 2_000_000_000
+    audit_bytes_per_hour: ClassVar[int] = 2_000_000_000
     """How many bytes these audits may fetch per hour. They do not fetch unchanged gradients
     again."""
 

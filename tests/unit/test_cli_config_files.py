@@ -80,6 +80,30 @@ def test_a_mistyped_name_is_refused_with_a_suggestion(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a = " + "[" * 100_000, "nested too deeply"),
+        ("a = " + "{a = " * 100_000, "nested too deeply"),
+        (".".join("a" * 100_000) + " = 1", "this is no settings file"),
+        ("#" * 1_000_001, "this is no settings file"),
+    ],
+    ids=["arrays", "tables", "a dotted key", "a long file"],
+)
+def test_a_file_that_would_keep_the_parser_busy_is_refused(
+    capsys: pytest.CaptureFixture[str], text: str, words: str
+) -> None:
+    Path("other.toml").write_text(text)
+    assert run(["config", "-c", "other.toml"]) == 78
+    assert words in capsys.readouterr().err
+
+
+def test_a_constant_is_no_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("other.toml").write_text("[loss]\nmad_factor = 3.0\n")
+    assert run(["config", "--validate", "other.toml"]) == 78
+    assert "unknown key loss.mad_factor" in capsys.readouterr().err
+
+
 def test_the_difference_is_what_a_file_would_change(capsys: pytest.CaptureFixture[str]) -> None:
     Path("guard.toml").write_text('[gpu]\nexpect = 4\n[http]\ntoken = "planted-token"\n')
     Path("other.toml").write_text('[gpu]\nexpect = 8\n[http]\ntoken = "planted-token"\n')

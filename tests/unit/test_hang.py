@@ -22,9 +22,7 @@ from miner_guard.watch.hang import (
     name_culprits,
 )
 
-SETTINGS = HangSettings(
-    min_s=300.0, factor=5.0, first_step_s=1800.0, allreduce_s=840.0, upload_s=1800.0
-)
+SETTINGS = HangSettings(min_s=300.0, factor=5.0, first_step_s=1800.0, allreduce_s=840.0)
 
 
 def rank(
