@@ -1,97 +1,112 @@
-"""Publishes the demo's uploads: every rank asks the gate; rank 0 writes the files, sends them with
-the store's own client and reads them back."""
+"""Publishes the demo's uploads: every rank asks the gate; rank 0 writes the files that subnet 38's
+validators read, sends them with the store's own client and reads them back."""
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
+import json
 import os
 import shutil
-from dataclasses import dataclass
+import sys
+import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from miner_guard.config import RepoSettings
-from miner_guard.demo.gradients import block_now, sparse_gradients, write_upload
-from miner_guard.demo.miner_log import MinerLog
-from miner_guard.demo.model import Shape
-from miner_guard.demo.options import Options
-from miner_guard.demo.outer import OuterOptimizer
+from miner_guard.demo.model import SHAPE, OuterOptimizer
 from miner_guard.uploads.repos import open_repo
 from miner_guard.uploads.repos.base import METADATA, ObjectInfo, RepoError
 from miner_guard.validators.layout import USUAL
 
 RUN = 1
-_BLOCKS_KEPT = 20
+BLOCK_S = 12
+"""The chain's block time. The demo has no chain: it counts blocks of this length since 1970."""
+
+UPLOADED_RATIO = 0.02
+"""Share of each tensor's entries to upload: those with the largest magnitude."""
 
 
-@dataclass(frozen=True)
-class TrainingProgress:
-    """The training state that an upload is made from."""
-
-    model: nn.Module
-    outer: OuterOptimizer
-    shape: Shape
-    outer_step: int
-    inner_step: int
+def log(message: str, level: str = "INFO") -> None:
+    """Print a line in the format of subnet 38's miner, where ranks other than 0 print errors
+    only."""
+    rank = dist.get_rank()
+    if rank and level == "INFO":
+        return
+    stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+    # One call for each line: several ranks share the pipe, and their lines must not interleave.
+    sys.stdout.write(f"{stamp} | {level:^14} | Rank {rank} | {message}\n")
+    sys.stdout.flush()
 
 
 class Uploader:
     """Asks the gate, writes the files, publishes them."""
 
-    def __init__(self, options: Options, guard: Any, lines: MinerLog) -> None:
-        self._options = options
-        self._guard = guard
-        self._lines = lines
-        self._rank = dist.get_rank()
+    def __init__(
+        self, options: argparse.Namespace, guard: Any, model: nn.Module, outer: OuterOptimizer
+    ) -> None:
+        self._options, self._guard, self._model, self._outer = options, guard, model, outer
         self._blocks: list[int] = []
-        self.not_before = options.upload_steps
+        self.not_before: int = options.upload_steps
 
-    def upload(self, progress: TrainingProgress, kind: str) -> None:
+    def upload(self, outer_step: int, inner_step: int, kind: str) -> None:
         """Upload once if the gate allows it. Collective."""
-        self._blocks = [*self._blocks, block_now()][-_BLOCKS_KEPT:]
-        decision = self._guard.may_upload(
-            outer_step=progress.outer_step, inner_step=progress.inner_step, kind=kind
-        )
+        self._blocks = [*self._blocks, int(time.time()) // BLOCK_S][-20:]
+        decision = self._guard.may_upload(outer_step=outer_step, inner_step=inner_step, kind=kind)
         # After a block, do not ask again between regular uploads until the gate could allow one.
-        self.not_before = 0 if decision else progress.inner_step + (decision.retry_after_steps or 0)
+        self.not_before = 0 if decision else inner_step + (decision.retry_after_steps or 0)
         if not decision:
             return
-        tag = f"{RUN}.{progress.outer_step}.{progress.inner_step}"
+        tag = f"{RUN}.{outer_step}.{inner_step}"
         with self._guard.upload(decision, tag=tag) as upload:
-            self._lines.info(f"Saving model state locally for epoch {progress.outer_step}")
-            gradients = sparse_gradients(progress.model, progress.outer, self._rank)
-            if self._rank == 0:
-                folder = self._options.work / "staging" / tag
-                shutil.rmtree(folder, ignore_errors=True)
-                metadata = {
-                    "run": RUN,
-                    "outer_step": progress.outer_step,
-                    "inner_step": progress.inner_step,
-                    "peer_id": "demo",
-                }
-                write_upload(
-                    folder,
-                    gradients,
-                    dataclasses.asdict(progress.shape),
-                    blocks=self._blocks,
-                    metadata=metadata,
-                )
-                self._push(folder, progress.outer_step, tag, upload)
-                shutil.rmtree(folder, ignore_errors=True)
+            log(f"Saving model state locally for epoch {outer_step}")
+            gradients = self._gradients()
+            if dist.get_rank() != 0:
+                return
+            steps = {"outer_step": outer_step, "inner_step": inner_step}
+            metadata = {"run": RUN, **steps, "peer_id": "demo"}
+            folder = self._options.work / "staging" / tag
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            torch.save({**gradients, "metadata": metadata}, folder / "gradients.pt")
+            config = {**SHAPE, "block_list": self._blocks}
+            (folder / "config.json").write_text(json.dumps(config))
+            (folder / METADATA).write_text(json.dumps(metadata))
+            self._push(folder, outer_step, tag, upload)
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """The pseudo-gradient in sparse form: `<param>idxs` (int64, indices into the flattened
+        tensor) and `<param>vals` (float32) on rank 0; empty on other ranks.
+
+        Collective: gathers one parameter at a time, so that no rank holds a second model.
+        """
+        sparse: dict[str, Tensor] = {}
+        for name, parameter in self._model.named_parameters():
+            gradient = self._outer.pseudo_gradient(name, parameter)
+            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            if dist.get_rank() == 0:
+                flat = whole.flatten().float().cpu()
+                count = max(1, int(flat.numel() * UPLOADED_RATIO))
+                largest = flat.abs().topk(count).indices.sort().values
+                sparse |= {f"{name}idxs": largest, f"{name}vals": flat[largest]}
+        return sparse
 
     def _push(self, folder: Path, outer_step: int, tag: str, upload: Any) -> None:
-        self._lines.info(f"Upload Model Start: tag {tag}")
+        log(f"Upload Model Start: tag {tag}")
         try:
             gradients = publish(self._options.repo, folder, outer_step, tag)
         except Exception as error:  # noqa: BLE001 - keep training: the next upload comes in a few steps
             upload.error = str(error)
-            self._lines.error(f"Model state upload failed: {error}")
+            log(f"Model state upload failed: {error}", "ERROR")
             return
         upload.size_bytes, upload.checksum = gradients.size_bytes, gradients.checksum
-        self._lines.info(
+        log(
             f"Successfully pushed new model state with tag {tag} to "
             f"{open_repo(self._options.repo).label} ({gradients.size_bytes / 1e6:.1f} MB, "
             "read back)"
