@@ -549,7 +549,8 @@ class RunReader:
         restrict. To follow the log, ask again with `after` set to the last event's id.
         """
         names, ranks = tuple(names), tuple(ranks)
-        where, values = ["id > ?"], [after, *names, *ranks]
+        where: list[str] = []
+        values: list[Any] = [*names, *ranks]
         if names:
             where.append(f"name IN ({','.join('?' * len(names))})")
         if ranks:
@@ -560,8 +561,7 @@ class RunReader:
         if since:
             where.append("ts >= ?")
             values.append(since)
-        condition = " AND ".join(where)
-        rows = self._paged(condition, values, limit, newest=newest)
+        rows = self._paged(where, values, limit, newest=newest, after=after)
         return [
             StoredEvent(i, ts, _LEVEL_NAMES.get(level, "info"), name, rank, run, host, text, fields)
             for i, ts, level, name, rank, run, host, text, fields in rows
@@ -586,22 +586,25 @@ class RunReader:
             time.sleep(_POLL_EVERY_S)
 
     def _paged(
-        self, condition: str, values: list[Any], limit: int | None, *, newest: bool
+        self, where: list[str], values: list[Any], limit: int | None, *, newest: bool, after: int
     ) -> list[Sequence[Any]]:
         rows: list[Sequence[Any]] = []
-        order, further = ("DESC", "id < ?") if newest else ("ASC", "id > ?")
-        at = _MAX_ID if newest else values[0]
+        order = "DESC" if newest else "ASC"
+        # Exactly one lower and one upper bound: with two lower ones SQLite may begin each page at
+        # the first event.
+        condition = " AND ".join(["id > ? AND id < ?", *where])
+        first, end = after, _MAX_ID
         while limit is None or len(rows) < limit:
             page = _PAGE if limit is None else min(_PAGE, limit - len(rows))
             found = self._ask(
                 "SELECT id, ts, level, name, rank, run, host, text, fields FROM event "
-                f"WHERE {further} AND {condition} ORDER BY id {order} LIMIT ?",
-                (at, *values, page),
+                f"WHERE {condition} ORDER BY id {order} LIMIT ?",
+                (first, end, *values, page),
             )
             rows += [tuple(row) for row in found]
             if len(found) < page:
                 break
-            at = rows[-1][0]
+            first, end = (first, rows[-1][0]) if newest else (rows[-1][0], end)
         return rows[::-1] if newest else rows
 
     def before_run(self, run_id: str) -> int:
