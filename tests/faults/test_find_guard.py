@@ -65,12 +65,19 @@ def test_the_running_guard_is_found_anywhere(
     assert guarded.stop() == 0
 
 
-def test_several_guards_are_listed_and_none_is_chosen(
+def test_several_guards_are_listed_worst_first_and_none_is_chosen(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     two = [StateDir(home / "sn38"), StateDir(tmp_path / "elsewhere")]
+    for state, verdict in zip(two, ("earning", "not earning"), strict=True):
+        state.root.mkdir(parents=True, mode=0o700)
+        write_status(state.root, {"verdict": {"state": verdict, "cause": "x"}})
     monkeypatch.setattr(find, "running_guards", lambda: two)
-    assert run(["status"]) == 64
+    assert run(["status"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"--state-dir {tmp_path}/elsewhere  NOT EARNING")
+    assert second.startswith("--name sn38  EARNING")
+    assert run(["top", "--once"]) == 64
     words = capsys.readouterr().err
     assert (
         f"2 guards are running here; name one: --name sn38 · --state-dir {tmp_path}/elsewhere"
