@@ -63,4 +63,3 @@ def test_the_sdist_alone_gives_a_guard_that_runs(sdist: Path, tmp_path: Path, ve
     assert "GUARD STOPPED: exit code 0" in run(guard, "run", *here, "--", "true", cwd=tmp_path)
     run(python, "-c", "import miner_guard.uploads.gate", cwd=tmp_path)
     run(guard, "init", "--ops", "mine", cwd=tmp_path)
-    assert (tmp_path / "venv" / "share" / "man" / "man1" / "miner-guard.1").is_file()
