@@ -6,16 +6,62 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from miner_guard.config import GateSettings
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.record.events import event
 from miner_guard.system.once import OncePer
-from miner_guard.uploads.forecast import Forecast, forecast
 from miner_guard.validators.facts import Published
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.rules import age_now, minimum_inner_step
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The time until training reaches the minimum and until the repo goes stale, both in seconds
+    from now."""
+
+    min_inner_step: int
+    eta_s: float
+    stale_s: float
+    accepted_from: int | None = None
+    """The lowest inner step that validators accept; None if no profile defines it."""
+
+    waiting_costs_s: float | None = None
+    """While the published upload is an AllReduce's archive: how many more seconds the miner goes
+    without a score because it waits for the operator's minimum rather than the validators'. None if
+    no time is lost or the number is unknown."""
+
+    @property
+    def late(self) -> bool:
+        """Whether the repo will go stale before training reaches the minimum."""
+        return self.eta_s > self.stale_s
+
+
+def forecast(
+    *,
+    inner_step: int,
+    step_s: float,
+    min_inner_step: int,
+    age_s: float,
+    limit_s: float,
+    accepted_from: int | None = None,
+    unscored: bool = False,
+) -> Forecast:
+    """The forecast after `inner_step` inner steps of `step_s` seconds, for a repo `age_s` old.
+
+    `unscored`: validators give the published files no score, so each step of waiting earns nothing.
+    """
+    left = max(min_inner_step - inner_step, 0)
+    costs = None
+    if unscored and accepted_from is not None:
+        needed = max(accepted_from - inner_step, 0)
+        costs = max(left - needed, 0) * step_s
+    stale_s = max(limit_s - age_s, 0.0)
+    return Forecast(min_inner_step, left * step_s, stale_s, accepted_from, costs)
+
 
 AGE_EVERY_S = 300.0
 STALE_EVERY_S = 600.0

@@ -606,7 +606,7 @@ class AuditMonitor(Monitor):
     def _report(self) -> AuditReport:
         # Import late: a guard that audits nothing does not need the rules.
         from miner_guard.uploads import audit
-        from miner_guard.uploads.audit_memory import AuditMemory
+        from miner_guard.uploads.audit import AuditMemory
         from miner_guard.validators import shapes
 
         config = self.context.config

@@ -17,7 +17,7 @@ from miner_guard.config import Config, GateSettings, MinerSettings, RepoSettings
 from miner_guard.eventlog.catalog import message
 from miner_guard.state_dir import StateDir
 from miner_guard.uploads import audit, remembered_settings
-from miner_guard.uploads.audit_memory import AuditMemory
+from miner_guard.uploads.audit import AuditMemory
 from miner_guard.uploads.commitments import NAMES
 from miner_guard.validators.facts import Network, fingerprint
 from miner_guard.validators.limits import Limits

@@ -19,9 +19,8 @@ from miner_guard.record.store import RunReader, RunStore, event_row
 from miner_guard.system.clock import iso_utc
 from miner_guard.uploads import audit
 from miner_guard.uploads import inputs as gate_inputs
-from miner_guard.uploads.forecast import forecast
 from miner_guard.uploads.gate import decide, replay
-from miner_guard.uploads.watch import DecisionNotifier, RepoWatch
+from miner_guard.uploads.watch import DecisionNotifier, RepoWatch, forecast
 from miner_guard.validators.facts import Candidate, Published
 from miner_guard.watch import uploads as module
 from miner_guard.watch.base import Exit
