@@ -4,15 +4,20 @@
 written into a draft, sealed with a manifest (sizes and crc32 of its files) and then renamed to
 `step-00000060`: a folder of that name is complete, and what a crash leaves has another name. A
 state with a NaN or an infinity, in its loss or in any tensor, is not written, so no launch resumes
-one. The last `keep` are kept. Snapshots are the same in a folder in /dev/shm, which outlives the
-ranks and the guard but not the machine.
+one. The last `keep` are kept.
+
+A snapshot is each rank's own part of the state in a file in /dev/shm, which outlives the ranks and
+the guard but not the machine. No rank waits for another to write it, and every rank of the next
+launch, on whatever node, must have the same step and place.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import pickle
 import re
 import shutil
 import time
@@ -84,19 +89,18 @@ class Checkpointer:
     ) -> None:
         """`on_saved`: called on rank 0, in the writer thread. `memory_every`: steps between
         snapshots in /dev/shm; None for none. `on_memory_off`: called with the reason when the rank
-        stops taking them: the memory is full, or the ranks are on several machines."""
+        stops taking them, because the memory is full."""
         if every < 1 or keep < 1:
             raise ValueError(f"every = {every} and keep = {keep} must be at least 1")
         self._every, self._memory_every = every, memory_every
         self._on_memory_off = on_memory_off
         self._disk = _Folder(folder, keep, on_saved)
-        self._memory: _Folder | None = None
+        self._memory: _Snapshots | None = None
         if memory_every is not None:
             state_dir = os.environ.get(STATE_DIR)
-            home = StateDir(Path(state_dir) if state_dir else folder.absolute()).memory
-            self._memory = _Folder(home, _SNAPSHOTS_KEPT, lambda _saved: None)
-            if not self._memory.shared():
-                self._turn_memory_off("the ranks are on several machines")
+            self._memory = _Snapshots(
+                StateDir(Path(state_dir) if state_dir else folder.absolute()).memory
+            )
 
     def due(self, step: int, *, asked: bool = False) -> bool:
         """Whether a checkpoint is due after `step`; all ranks must pass the same `asked`."""
@@ -114,13 +118,16 @@ class Checkpointer:
     def snapshot(
         self, step: int, state: Callable[[], dict[str, Any]], *, loss: float | None = None
     ) -> None:
-        """Write `state()` to memory, every `memory_every` steps. Never raises."""
+        """Keep this rank's part of `state()` in memory, every `memory_every` steps, if it is
+        finite. Training waits for the copy. Not collective, and never raises."""
         if self._memory is None or self._memory_every is None or step % self._memory_every:
             return
         try:
             self._memory.save(step, state(), loss)
-        except (CheckpointError, OSError, RuntimeError) as error:
-            self._turn_memory_off(str(error))
+        except (OSError, RuntimeError) as error:
+            # Training continues, and a restart resumes from disk.
+            self._memory = None
+            self._on_memory_off(str(error))
 
     def wait(self) -> None:
         """Wait until the pending checkpoint is complete. Raises CheckpointError if writing
@@ -128,11 +135,9 @@ class Checkpointer:
         self._disk.wait()
 
     def close(self) -> None:
-        """Wait for what is being written, and end the writer threads. The guard removes the
+        """Wait for what is being written, and end the writer thread. The guard removes the
         snapshots at the end of the run."""
         self._disk.close()
-        if self._memory is not None:
-            self._memory.close()
 
     def resume(
         self,
@@ -151,26 +156,81 @@ class Checkpointer:
             if reason := self._disk.load(self._disk.path / which, state):
                 raise CheckpointError(f"{self._disk.path / which}: {reason}")
             return self._disk.path / which
-        folders = [self._disk] if self._memory is None else [self._memory, self._disk]
-        candidates = [(step, folder) for folder in folders for step in folder.steps()]
-        for step, folder in sorted(candidates, key=lambda each: each[0], reverse=True):
-            path = folder.named(step)
-            reason = folder.load(path, state)
+        held = self._disk.gather(self._memory.steps() if self._memory is not None else ())
+        common = set.intersection(*map(set, held))
+        candidates = [(step, True) for step in common]
+        candidates += [(step, False) for step in self._disk.steps()]
+        for step, in_memory in sorted(candidates, reverse=True):
+            path = self._disk.named(step)
+            if in_memory and self._memory is not None:
+                path = self._memory.path / path.name
+                reasons = self._disk.gather(self._memory.unfit(step, state))
+                reason = next(filter(None, reasons), None)
+                if reason is None:
+                    self._memory.load(step, state)
+            else:
+                reason = self._disk.load(path, state)
             if reason is None:
                 return path
-            if folder.rank == 0:
+            if self._disk.rank == 0:
                 on_skipped(Skipped(path, reason))
         return None
 
-    def _turn_memory_off(self, reason: str) -> None:
-        """Training continues, and a restart resumes from disk."""
-        self._memory = None
-        self._on_memory_off(reason)
+
+class _Snapshots:
+    """One rank's snapshots: `step-00000074/rank-0003.pt` in this node's memory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._world_size = dist.get_world_size() if dist.is_initialized() else 1
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for draft in path.glob(f"step-*/{_DRAFT}{self._file(0).name}"):
+            draft.unlink(missing_ok=True)
+
+    def _file(self, step: int) -> Path:
+        return self.path / f"step-{step:08d}" / f"rank-{self._rank:04d}.pt"
+
+    def steps(self) -> list[int]:
+        """The steps that this rank has."""
+        steps = (int(folder.name[5:]) for folder in complete_ones(self.path))
+        return [step for step in steps if self._file(step).exists()]
+
+    def save(self, step: int, state: dict[str, Any], loss: float | None) -> None:
+        if _flaw(state, loss):
+            return
+        file = self._file(step)
+        file.parent.mkdir(exist_ok=True)
+        draft = file.with_name(f"{_DRAFT}{file.name}")
+        torch.save({"world_size": self._world_size, "state": _local(state)}, draft)
+        os.replace(draft, file)
+        for old in sorted(self.steps())[:-_SNAPSHOTS_KEPT]:
+            self._file(old).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                # Another rank of this node may still have its file there.
+                self._file(old).parent.rmdir()
+
+    def unfit(self, step: int, state: dict[str, Any]) -> str | None:
+        """Why the snapshot cannot be loaded into `state`; None if it can."""
+        try:
+            document = torch.load(self._file(step), weights_only=True, map_location="cpu")
+            if document["world_size"] != self._world_size:
+                return f"it is of {document['world_size']} ranks, and these are {self._world_size}"
+            stored, own = dict(_tensors(document["state"])), dict(_tensors(state))
+        except (OSError, RuntimeError, LookupError, TypeError, pickle.UnpicklingError) as error:
+            return f"cannot be read: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        if stored.keys() != own.keys():
+            return f"it holds other tensors: {sorted(stored.keys() ^ own.keys())[0]}"
+        other = [name for name in own if stored[name].shape != own[name].shape]
+        return f"{other[0]} has another shape" if other else None
+
+    def load(self, step: int, state: dict[str, Any]) -> None:
+        document = torch.load(self._file(step), weights_only=True, map_location="cpu")
+        _fill(state, document["state"])
 
 
 class _Folder:
-    """A folder of checkpoints, with its own group and writer thread: what is written to disk does
-    not delay a snapshot."""
+    """The folder of checkpoints on disk, with its group and writer thread."""
 
     def __init__(self, path: Path, keep: int, on_saved: Callable[[Saved], None]) -> None:
         self.path = path
@@ -183,24 +243,18 @@ class _Folder:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
             for draft in path.glob(f"{_DRAFT}*"):
                 shutil.rmtree(draft, ignore_errors=True)
-        self._gather(None)
+        self.gather(None)
 
     def named(self, step: int) -> Path:
         return self.path / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
         """Rank 0's list on every rank: nodes may briefly see a network disk differently."""
-        return self._gather([int(p.name[5:]) for p in complete_ones(self.path)])[0]
-
-    def shared(self) -> bool:
-        """Whether every rank sees the folder that rank 0 sees."""
-        status = self.path.stat() if self.path.exists() else None
-        identity = (_boot_id(), status and (status.st_dev, status.st_ino))
-        return len(set(self._gather(identity))) == 1
+        return self.gather([int(p.name[5:]) for p in complete_ones(self.path)])[0]
 
     def save(self, step: int, state: dict[str, Any], loss: float | None) -> str | None:
         self.wait()
-        if reason := next(filter(None, self._gather(self._flaw(state, loss))), None):
+        if reason := next(filter(None, self.gather(_flaw(state, loss))), None):
             return reason
         draft, start = self.path / f"{_DRAFT}{step:08d}", time.monotonic()
         written: Future[Any] = Future()
@@ -236,30 +290,14 @@ class _Folder:
     def load(self, path: Path, state: dict[str, Any]) -> str | None:
         """Load `path` on all ranks; returns why that failed, the same on every rank."""
         reason = damage(path) if self.rank == 0 else None
-        if reason := self._gather(reason)[0]:
+        if reason := self.gather(reason)[0]:
             return reason
         try:
             load(state, checkpoint_id=path, process_group=self._group, no_dist=self._group is None)
         except (Exception, CheckpointException) as error:  # noqa: BLE001 - after any failure, try another checkpoint; it is reported
             first = (str(error).splitlines() or [""])[0]
             reason = f"cannot be loaded: {type(error).__name__}: {first}"
-        return next(filter(None, self._gather(reason)), None)
-
-    def _flaw(self, state: dict[str, Any], loss: float | None) -> str | None:
-        if loss is not None and not math.isfinite(loss):
-            return f"the loss is {loss} on rank {self.rank}"
-        # One verdict a tensor, and one transfer a device: a transfer waits for the GPU.
-        verdicts: dict[torch.device, list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
-        for name, tensor in _tensors(state):
-            if tensor.is_floating_point() and tensor.numel():
-                entry = (name, tensor, torch.isfinite(tensor).all())
-                verdicts.setdefault(tensor.device, []).append(entry)
-        for entries in verdicts.values():
-            finite = torch.stack([verdict for _, _, verdict in entries]).tolist()
-            for (name, tensor, _), good in zip(entries, finite, strict=True):
-                if not good and not _is_mask(tensor):
-                    return f"{name} is not finite on rank {self.rank}"
-        return None
+        return next(filter(None, self.gather(reason)), None)
 
     def _seal(self, written: Future[Any], draft: Path, step: int, start: float) -> None:
         # A rank's future completes when every rank's share and the common index are written,
@@ -280,7 +318,7 @@ class _Folder:
             shutil.rmtree(old, ignore_errors=True)
         self._on_saved(Saved(path, step, size, time.monotonic() - start))
 
-    def _gather(self, own: T) -> list[T]:
+    def gather(self, own: T) -> list[T]:
         """Every rank's value, in rank order. Collective."""
         if self._group is None:
             return [own]
@@ -327,9 +365,52 @@ def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
         yield path, (value.to_local() if isinstance(value, DTensor) else value).detach()
 
 
+def _flaw(state: dict[str, Any], loss: float | None) -> str | None:
+    """What is not finite on this rank; None if loss and tensors are."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if loss is not None and not math.isfinite(loss):
+        return f"the loss is {loss} on rank {rank}"
+    # One verdict a tensor, and one transfer a device: a transfer waits for the GPU.
+    verdicts: dict[torch.device, list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
+    for name, tensor in _tensors(state):
+        if tensor.is_floating_point() and tensor.numel():
+            entry = (name, tensor, torch.isfinite(tensor).all())
+            verdicts.setdefault(tensor.device, []).append(entry)
+    for entries in verdicts.values():
+        finite = torch.stack([verdict for _, _, verdict in entries]).tolist()
+        for (name, tensor, _), good in zip(entries, finite, strict=True):
+            if not good and not _is_mask(tensor):
+                return f"{name} is not finite on rank {rank}"
+    return None
+
+
 def _is_mask(tensor: torch.Tensor) -> bool:
     """Whether the infinities are meant: an attention mask holds zeros and infinities only."""
     return bool(((tensor == 0) | torch.isinf(tensor)).all())
+
+
+def _local(value: Any) -> Any:
+    """A state with this rank's part of each tensor in place of the tensor."""
+    if isinstance(value, Mapping):
+        return {key: _local(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_local(each) for each in value]
+    if isinstance(value, torch.Tensor):
+        return (value.to_local() if isinstance(value, DTensor) else value).detach()
+    return value
+
+
+@torch.no_grad()
+def _fill(target: Any, stored: Any) -> None:
+    """Copy a stored state into `target`, in place."""
+    for key in list(target) if isinstance(target, dict) else range(len(target)):
+        own, value = target[key], stored[key]
+        if isinstance(own, torch.Tensor):
+            (own.to_local() if isinstance(own, DTensor) else own).copy_(value)
+        elif isinstance(own, (dict, list)):
+            _fill(own, value)
+        else:
+            target[key] = value
 
 
 def _write_manifest(draft: Path, step: int) -> int:
@@ -355,13 +436,6 @@ def _renamed(checkpoint: Path) -> Path:
     shutil.rmtree(draft, ignore_errors=True)
     os.replace(checkpoint, draft)
     return draft
-
-
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        return os.uname().nodename
 
 
 def _fsync(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -129,9 +130,10 @@ class ReportsMonitor(Monitor):
         )
 
     def _newest_snapshot(self) -> tuple[int, str, float] | None:
-        """Step, path and age of the newest complete snapshot in memory, which the next launch
-        resumes (`miner_guard.checkpoints` names only complete ones `step-…`)."""
-        newest = max(self.context.state.memory.glob("step-*"), default=None)
+        """Step, path and age of the newest snapshot that all of this node's ranks have: the next
+        launch resumes it (`miner_guard.checkpoints` gives each rank's file its name last)."""
+        ranks = Counter(file.parent for file in self.context.state.memory.glob("step-*/rank-*.pt"))
+        newest = max(ranks, key=lambda folder: (ranks[folder], folder.name), default=None)
         if newest is None or not newest.name[5:].isdigit():
             return None
         age_s = max(self.context.clock.wall() - newest.stat().st_mtime, 0.0)

@@ -259,7 +259,7 @@ def test_training_continues_without_snapshots_when_the_memory_is_full(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "save", full)
+    monkeypatch.setattr(torch, "save", full)
     checkpoints.snapshot(1, lambda: state(1))
     checkpoints.snapshot(2, lambda: state(2))
     assert len(reasons) == 1
