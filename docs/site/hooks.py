@@ -92,7 +92,7 @@ def events() -> str:
 
 def metrics() -> str:
     """The names of /metrics with their help text, from the exposition itself."""
-    from miner_guard.reporting.metrics import families
+    from miner_guard.show.metrics import families
     from tests.support.metric_sample import full_status
 
     rows = ["# Metrics", "", "| metric | type | meaning |", "|---|---|---|"]

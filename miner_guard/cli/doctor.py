@@ -86,7 +86,7 @@ def doctor(
 
 def _send_test(settings: Config) -> None:
     from miner_guard.record.redaction import Redactor
-    from miner_guard.reporting.alert_monitor import send_test
+    from miner_guard.show.alerts import send_test
     from miner_guard.uploads.repos import credentials
 
     urls = settings.alerts.urls

@@ -131,7 +131,7 @@ def explain(
 
 
 def _explain_event(event: str) -> None:
-    from miner_guard.reporting.runbook import rows
+    from miner_guard.show.runbook import rows
 
     if not rows():
         raise Refused(

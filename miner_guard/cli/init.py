@@ -82,7 +82,7 @@ def init(
 def _write_ops(folder: Path) -> None:
     import shutil
 
-    from miner_guard.reporting.runbook import FILE, installed
+    from miner_guard.show.runbook import FILE, installed
 
     source = installed()
     if source is None:

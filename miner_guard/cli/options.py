@@ -213,7 +213,7 @@ def unknown_event(name: str) -> Refused:
     """The refusal of an event that the guard never logs, with the closest names."""
     import difflib
 
-    from miner_guard.reporting.runbook import rows
+    from miner_guard.show.runbook import rows
 
     near = difflib.get_close_matches(name, rows(), n=3, cutoff=0.0)
     sure = difflib.get_close_matches(name, rows(), n=2)

@@ -102,7 +102,7 @@ def _last_end(state: StateDir) -> str:
 def _check(shown: StatusDocument, place: options.CommandContext) -> None:
     """Give the same answer as `/healthz`, for a container or Kubernetes probe that runs a command.
     Raises Refused (1) if the miner is not making progress."""
-    from miner_guard.reporting import progress
+    from miner_guard.show import progress
 
     hang: HangSettings = place.settings.config.hang
     if (problem := progress.problem(shown, 0.0, time.time(), hang)) is not None:
@@ -193,7 +193,7 @@ def logs(
 ) -> None:
     """Query the run's events. Exit 1: nothing matched."""
     from miner_guard.record.events import LEVELS
-    from miner_guard.reporting import runbook
+    from miner_guard.show import runbook
 
     state = options.find_guard(name, state_dir)
     allowed = runbook.rows()
@@ -322,7 +322,7 @@ def report(
 
 
 def _page(place: options.CommandContext, output: Path, earliest: str) -> None:
-    from miner_guard.reporting.report import render
+    from miner_guard.show.report import render
 
     pushes = RunReader(place.state.db).rows(
         "upload", since=parse_iso_utc(earliest) if earliest else 0.0
@@ -336,7 +336,7 @@ def _page(place: options.CommandContext, output: Path, earliest: str) -> None:
 
 def _bundle(place: options.CommandContext, output: Path, earliest: str) -> None:
     from miner_guard.record.redaction import Redactor
-    from miner_guard.reporting.bundle import collect, pack
+    from miner_guard.show.bundle import collect, pack
     from miner_guard.uploads.repos.credentials import beside
 
     settings = place.settings.config
@@ -353,7 +353,7 @@ def _export(
     state: StateDir, kind: str, output: Path, *, earliest: str, way: tuple[str, bool, bool]
 ) -> None:
     from miner_guard.config import optional_deps
-    from miner_guard.reporting import export
+    from miner_guard.show import export
 
     project, online, follow = way
     try:

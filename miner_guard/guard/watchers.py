@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.record.events import degraded
-from miner_guard.reporting.alert_monitor import AlertsMonitor
-from miner_guard.reporting.metrics_monitor import MetricsMonitor
-from miner_guard.reporting.otel_monitor import OtelMonitor
+from miner_guard.show.alerts import AlertsMonitor
+from miner_guard.show.side_processes import MetricsMonitor, OtelMonitor
 from miner_guard.watch.base import Context, Monitor
 from miner_guard.watch.chain import ChainMonitor, SwarmMonitor
 from miner_guard.watch.checkpoints import ReportsMonitor

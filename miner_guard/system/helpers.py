@@ -151,7 +151,7 @@ def _used_s(pid: int) -> float | None:
 
 
 def _name(pid: int) -> str:
-    """A process's module with its package (`reporting.http_server`), or the name of its command if
+    """A process's module with its package (`show.http`), or the name of its command if
     it runs no module."""
     words = processes.command(pid).split()
     if "-m" in words[:-1]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from miner_guard.record.store import RunReader
-from miner_guard.reporting.report import render
+from miner_guard.show.report import render
 from tests.support import requires
 from tests.support.http_port import Port
 from tests.support.page_states import hang, no_gpu, sixteen_ranks

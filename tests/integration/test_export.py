@@ -9,7 +9,7 @@ import pytest
 
 from miner_guard.cli.main import run
 from miner_guard.record.store import RunReader
-from miner_guard.reporting.export import EVENTS, points
+from miner_guard.show.export import EVENTS, points
 from tests.support import requires
 from tests.support.guard_log import Log
 

@@ -10,7 +10,7 @@ import pytest
 
 from miner_guard.config import Config, HttpSettings
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.reporting.metrics_monitor import MetricsMonitor
+from miner_guard.show.side_processes import MetricsMonitor
 from miner_guard.system.clock import FakeClock
 from miner_guard.system.readiness import ready
 from tests.support import requires
@@ -76,7 +76,7 @@ def test_a_guard_that_ends_while_its_port_opens_does_not_report_it(
         list(monitor[0].on_stop())
         return ready(*arguments)
 
-    monkeypatch.setattr("miner_guard.reporting.helper_process.ready", stopped_meanwhile)
+    monkeypatch.setattr("miner_guard.show.side_processes.ready", stopped_meanwhile)
     jobs = JobsLater()
     findings: list[Finding] = []
     monitor.append(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from miner_guard.reporting.report import render
+from miner_guard.show.report import render
 from tests.support.guard_log import Log
 from tests.support.present_state import write_status
 

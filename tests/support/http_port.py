@@ -42,7 +42,7 @@ class Port:
             **further,
         }
         self.child = subprocess.Popen(
-            [sys.executable, "-m", "miner_guard.reporting.http_server"],
+            [sys.executable, "-m", "miner_guard.show.http"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

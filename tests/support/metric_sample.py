@@ -4,7 +4,7 @@ metrics."""
 from __future__ import annotations
 
 from miner_guard.eventlog.status_document import StatusDocument
-from miner_guard.reporting import metrics
+from miner_guard.show import metrics
 
 
 def full_status() -> StatusDocument:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.record.store import RunReader
-from miner_guard.reporting.report import render
+from miner_guard.show.report import render
 from tests.support.page_states import STATES
 from tests.support.present_state import status_of, write_status
 

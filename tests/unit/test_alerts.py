@@ -16,9 +16,8 @@ import pytest
 from miner_guard.cli.main import run
 from miner_guard.config import AlertSettings, Config
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.reporting import alert_queue
-from miner_guard.reporting.alert_monitor import AlertsMonitor, send_test
-from miner_guard.reporting.alert_policy import Alert, AlertPolicy
+from miner_guard.show import alerts
+from miner_guard.show.alerts import Alert, AlertPolicy, AlertsMonitor, send_test
 from miner_guard.system.clock import FakeClock, SystemClock
 from tests.servers.webhook import Webhook
 from tests.support import requires
@@ -115,7 +114,7 @@ def _monitor(
 def test_an_alert_arrives_after_a_refusal_and_is_reported(
     tmp_path: Path, webhook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(alert_queue, "RETRIES_S", (0.1,))
+    monkeypatch.setattr(alerts, "RETRIES_S", (0.1,))
     webhook.refuse = 1
     monitor, emitted = _monitor(tmp_path, AlertSettings(urls=(_url(webhook),)))
     monitor.on_finding(HANG)
@@ -149,8 +148,8 @@ def silent() -> Iterator[str]:
 def test_a_webhook_that_never_answers_costs_the_supervisor_nothing(
     tmp_path: Path, silent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(alert_queue, "WITHIN_S", 1.0)
-    monkeypatch.setattr(alert_queue, "RETRIES_S", ())
+    monkeypatch.setattr(alerts, "WITHIN_S", 1.0)
+    monkeypatch.setattr(alerts, "RETRIES_S", ())
     monitor, emitted = _monitor(tmp_path, AlertSettings(urls=(silent,), cooldown_s=0))
     start = time.monotonic()
     for _ in range(500):
@@ -169,15 +168,15 @@ def test_a_webhook_that_never_answers_costs_the_supervisor_nothing(
 def test_a_dead_webhook_delays_neither_the_other_target_nor_the_next_alert(
     tmp_path: Path, silent: str, webhook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(alert_queue, "WITHIN_S", 3.0)
-    monkeypatch.setattr(alert_queue, "RETRIES_S", (600.0,))
+    monkeypatch.setattr(alerts, "WITHIN_S", 3.0)
+    monkeypatch.setattr(alerts, "RETRIES_S", (600.0,))
     monitor, emitted = _monitor(tmp_path, AlertSettings(urls=(silent, _url(webhook)), cooldown_s=0))
     monitor.on_finding(HANG)
     until(lambda: len(webhook.bodies) == 1)
     monitor.on_finding(FAILED)
     until(lambda: len(webhook.bodies) == 2)
     assert not emitted, "the dead target is still to be tried"
-    monkeypatch.setattr(alert_queue, "LAST_WITHIN_S", 1.0)
+    monkeypatch.setattr(alerts, "LAST_WITHIN_S", 1.0)
     monitor.on_stop()
     until(lambda: not monitor.lingers())
     assert {finding.event for finding in emitted} == {"alert_failed"}
@@ -219,7 +218,7 @@ def test_no_target_is_lost_while_the_first_one_loads_the_plugins(
 def test_what_waits_at_the_end_is_retried_and_lingering_ends_when_it_arrived(
     tmp_path: Path, webhook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(alert_queue, "RETRIES_S", (600.0,))
+    monkeypatch.setattr(alerts, "RETRIES_S", (600.0,))
     webhook.refuse = 1
     monitor, emitted = _monitor(tmp_path, AlertSettings(urls=(_url(webhook),)))
     monitor.on_finding(HANG)

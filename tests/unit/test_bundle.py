@@ -15,7 +15,7 @@ from miner_guard.eventlog import catalog
 from miner_guard.eventlog.emitter import Emitter, StoreSink
 from miner_guard.record.redaction import Redactor
 from miner_guard.record.store import RunStore
-from miner_guard.reporting import bundle
+from miner_guard.show import bundle
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import SystemClock
 from tests.support.present_state import write_status

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from miner_guard.reporting.report_data import Smoother
-from miner_guard.reporting.report_svg import Line, Plot, draw, nice_ticks, thinned
-from miner_guard.reporting.time_series import TimeSeries
+from miner_guard.show.charts import Line, Plot, draw, nice_ticks, thinned
+from miner_guard.show.data import Smoother, TimeSeries
 
 
 @pytest.mark.parametrize(
@@ -36,7 +35,7 @@ def test_a_line_does_not_continue_across_a_restart() -> None:
 
 
 def _series(points: int, monkeypatch: pytest.MonkeyPatch, kept: int = 1000) -> TimeSeries:
-    monkeypatch.setattr("miner_guard.reporting.time_series._MAX_POINTS", kept)
+    monkeypatch.setattr("miner_guard.show.data._MAX_POINTS", kept)
     series = TimeSeries()
     for number in range(points):
         series.add(float(number), 100.0 if number == 77 else -100.0 if number == 99 else 1.0)

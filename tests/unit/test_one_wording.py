@@ -24,10 +24,10 @@ from miner_guard.eventlog.status_document import (
     status_age_s,
 )
 from miner_guard.record.store import RunReader
-from miner_guard.reporting import progress
-from miner_guard.reporting.alert_monitor import AlertsMonitor
-from miner_guard.reporting.http_server import LiveReport, ServerSettings, Site, TimeRange
-from miner_guard.reporting.report import render
+from miner_guard.show import progress
+from miner_guard.show.alerts import AlertsMonitor
+from miner_guard.show.http import LiveReport, ServerSettings, Site, TimeRange
+from miner_guard.show.report import render
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import parse_iso_utc
 from miner_guard.watch.state import advice, headline, shown, state_since

@@ -17,7 +17,7 @@ import pytest
 
 from miner_guard.eventlog import formatters
 from miner_guard.eventlog.status_document import StatusDocument
-from miner_guard.reporting import metrics
+from miner_guard.show import metrics
 from tests.support import requires
 from tests.support.event_names import events as logged_events
 from tests.support.metric_sample import full_status

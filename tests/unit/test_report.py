@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from miner_guard.record.store import RunReader, event_row
-from miner_guard.reporting.report import render
-from miner_guard.reporting.report_data import LogReader, gather
+from miner_guard.show.data import LogReader, gather
+from miner_guard.show.report import render
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import iso_utc
 from miner_guard.watch.state import VerdictWeek
@@ -146,7 +146,7 @@ def test_among_very_many_events_the_newest_and_the_first_are_shown(
 ) -> None:
     """The plots must not end long before the run does, and a milestone must not keep moving
     later."""
-    monkeypatch.setattr("miner_guard.reporting.report_data._KEPT", 10)
+    monkeypatch.setattr("miner_guard.show.data._KEPT", 10)
     log = Log(tmp_path)
     for number in range(100):
         log.clock.advance(1.0)

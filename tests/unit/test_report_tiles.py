@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from miner_guard.reporting.report import render
+from miner_guard.show.report import render
 from miner_guard.system.clock import iso_utc
 from miner_guard.watch.state import VerdictWeek
 from tests.support.guard_log import Log

@@ -23,7 +23,7 @@ from miner_guard.guard.engines import monitor_values
 from miner_guard.rank import layout
 from miner_guard.rank.journal import TrainingEntry
 from miner_guard.rank.layout import Now
-from miner_guard.reporting import metrics, report
+from miner_guard.show import metrics, report
 from miner_guard.state_dir import StateDir, finite
 from miner_guard.system.clock import FakeClock
 from miner_guard.watch.base import Exit, Launch

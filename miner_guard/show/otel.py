@@ -1,4 +1,4 @@
-"""Exports a run's events and metrics over OTLP/HTTP: `python -m miner_guard.reporting.otel`, a
+"""Exports a run's events and metrics over OTLP/HTTP: `python -m miner_guard.show.otel`, a
 process beside the guard, so that a slow or hostile receiver costs the guard nothing.
 
 It reads run.db as any reader does and leaves batching, retries and queues to the SDK. The SDK's own
@@ -32,7 +32,7 @@ from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from miner_guard import __version__
 from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.record.store import RunReader, StoredEvent
-from miner_guard.reporting import metrics
+from miner_guard.show import metrics
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import parse_iso_utc
 from miner_guard.system.readiness import ready

@@ -21,7 +21,7 @@ from miner_guard.eventlog.status_document import (
     UploadsStatus,
     VerdictStatus,
 )
-from miner_guard.reporting.runbook import rows
+from miner_guard.show.runbook import rows
 from miner_guard.system.clock import parse_iso_utc
 from miner_guard.watch.state import STATES
 

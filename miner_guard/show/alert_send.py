@@ -1,6 +1,6 @@
 """Sends messages through Apprise, or pings a heartbeat URL.
 
-Run as `python -m miner_guard.reporting.alert_send`, in a child process with a deadline, so that an
+Run as `python -m miner_guard.show.alert_send`, in a child process with a deadline, so that an
 unresponsive webhook blocks only this child. Addresses arrive on stdin, and replies name them only
 by kind, because they contain secrets.
 """

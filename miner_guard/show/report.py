@@ -11,11 +11,10 @@ from typing import Any
 from miner_guard import state_dir
 from miner_guard.config import GateSettings
 from miner_guard.record.words import counted, percentages, visible
-from miner_guard.reporting import report_tables as tables
-from miner_guard.reporting.report_curves import curves
-from miner_guard.reporting.report_data import Data, gather
-from miner_guard.reporting.report_tiles import tiles
-from miner_guard.reporting.report_verdict import about, strip, verdict
+from miner_guard.show import sections
+from miner_guard.show.charts import curves
+from miner_guard.show.data import Data, gather
+from miner_guard.show.sections import about, strip, tiles, verdict
 
 _COLOURS = {
     "training": "#2e8b57",
@@ -50,9 +49,7 @@ def render(
 
 def template(name: str) -> str:
     """One of the files under `templates/`."""
-    return (resources.files("miner_guard.reporting") / "templates" / name).read_text(
-        encoding="utf-8"
-    )
+    return (resources.files("miner_guard.show") / "templates" / name).read_text(encoding="utf-8")
 
 
 def title_of(data: Data, state: state_dir.StateDir) -> str:
@@ -86,17 +83,17 @@ def body(
             about(data, title),
             verdict(whole),
             strip(whole),
-            tables.alarms(data, gate),
+            sections.alarms(data, gate),
             tiles(data, gate),
-            tables.fates(data),
-            tables.pushes(pushes),
-            tables.ranks(data.status),
-            tables.gpus(data.status),
+            sections.fates(data),
+            sections.pushes(pushes),
+            sections.ranks(data.status),
+            sections.gpus(data.status),
             plots,
             _goodput(data),
-            tables.costs(data),
-            tables.milestone_table(whole, gate),
-            tables.runbook(data, gate),
+            sections.costs(data),
+            sections.milestone_table(whole, gate),
+            sections.runbook(data, gate),
             _foot(data),
         ]
     )

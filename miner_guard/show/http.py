@@ -1,4 +1,4 @@
-"""The HTTP port: `python -m miner_guard.reporting.http_server`, a separate process alongside the
+"""The HTTP port: `python -m miner_guard.show.http`, a separate process alongside the
 supervisor.
 
 It reads run.db like any other reader, so abuse of the port never reaches the
@@ -39,11 +39,11 @@ from miner_guard import __version__, state_dir
 from miner_guard.config import GateSettings, HangSettings
 from miner_guard.eventlog.status_document import StatusDocument, read_status, status_age_s
 from miner_guard.record.store import RunReader
-from miner_guard.reporting import metrics, progress
-from miner_guard.reporting.report import body, page, template, title_of
-from miner_guard.reporting.report_curves import curves
-from miner_guard.reporting.report_data import Data, LogReader
-from miner_guard.reporting.report_tables import inline
+from miner_guard.show import metrics, progress
+from miner_guard.show.charts import curves
+from miner_guard.show.data import Data, LogReader
+from miner_guard.show.report import body, page, template, title_of
+from miner_guard.show.sections import inline
 from miner_guard.system import children
 from miner_guard.watch.state import FIND_THE_GUARD, shown
 
