@@ -71,6 +71,10 @@ class _Stream:
         self._own_since = 0.0
         self._mutex = threading.Lock()
         self._at_line_start = True
+        self._unfinished = b""
+        """The start of a line that the monitors have not received: the other stream's thread could
+        put its own lines into the middle of it."""
+
         self._reader_gone = self._closing = False
         self.stuck = False
         """The reader has consumed nothing for `STUCK_S`."""
@@ -105,7 +109,7 @@ class _Stream:
     def _run(self) -> None:
         while True:
             source = self.sources[0] if self.sources else None
-            wait_s = UNFINISHED_LINE_S / 4 if self._own else None
+            wait_s = UNFINISHED_LINE_S / 4 if self._own or self._unfinished else None
             if self._closing or (source is not None and source.ended):
                 wait_s = 0.0
             fds = [self._wake_read] if source is None else [self._wake_read, source.fd]
@@ -115,6 +119,8 @@ class _Stream:
                     os.read(self._wake_read, 4096)
             if source is not None:
                 self._relay(source, readable=source.fd in readable)
+            if not readable:
+                self._copy_unfinished()
             self._print_own()
             if self._closing and not self.sources:
                 return
@@ -127,6 +133,7 @@ class _Stream:
             left -= size
             size = self._read(source)
         if size == 0 or source.ended:
+            self._copy_unfinished()
             os.close(source.fd)
             self.sources.popleft()
             self._on_end()
@@ -141,9 +148,20 @@ class _Stream:
             return -1
         view = memoryview(self._buffer)[:size]
         self._pass_on(view)
-        for start in range(0, size, CHUNK):
-            self._copy(bytes(view[start : start + CHUNK]))
+        data = self._unfinished + bytes(view)
+        # A progress bar ends its lines with a carriage return.
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        self._unfinished = data[end:]
+        for start in range(0, end, CHUNK):
+            self._copy(data[start : min(start + CHUNK, end)])
+        if len(self._unfinished) >= CHUNK:
+            self._copy_unfinished()
         return size
+
+    def _copy_unfinished(self) -> None:
+        unfinished, self._unfinished = self._unfinished, b""
+        if unfinished:
+            self._copy(unfinished)
 
     def _pass_on(self, view: memoryview) -> None:
         if self._own and (end := self._buffer.find(b"\n", 0, len(view)) + 1):

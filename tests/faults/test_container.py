@@ -107,8 +107,7 @@ def test_the_image_holds_what_installing_the_guard_needs(tmp_path: Path) -> None
     ]
     subprocess.run(build, cwd=tmp_path, check=True, timeout=120)
     packages = ["miner_guard", "monitoring_cost_tracker.py"]
-    listed = ["git", "ls-files", *packages]
-    # Sources of the compiled part become a library.
+    listed = [requires.tool("git"), "ls-files", *packages]
     tracked = subprocess.run(
         listed, cwd=REPO, capture_output=True, text=True, check=True
     ).stdout.split()

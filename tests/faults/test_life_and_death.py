@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from miner_guard.record.store import RunReader
 from tests.faults.guarded import Guarded, living, until
 
 FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1}
@@ -38,7 +39,7 @@ def test_the_next_guard_reports_one_that_was_killed_and_left_nothing(guarded: Gu
     last resort ends its miner, so nothing is left to report."""
     guarded.start(guarded.miner("process_tree", "stay"), settings=FAST)
     guarded.wait_for("miner_started")
-    until(lambda: guarded.state.db.exists(), 30, "the status")
+    until(lambda: RunReader(guarded.state.db).now(), 30, "the status")
     killed = guarded.processes[0].pid
     guarded.stop(signal.SIGKILL)
     guarded.assert_nothing_left(15)

@@ -21,6 +21,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+from tests.support import requires
+
 _PACKAGES = ("miner_guard",)
 _HOOK = REPO / "miner_guard" / "rank" / "guard.py"
 """What a miner calls: keyword-only, and fixed by contract."""
@@ -81,7 +83,11 @@ def test_no_function_takes_more_than_four_values_by_position() -> None:
 
 def _tracked() -> list[Path]:
     names = subprocess.run(
-        ["git", "ls-files", "*.py"], cwd=REPO, capture_output=True, text=True, check=True
+        [requires.tool("git"), "ls-files", "*.py"],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     return [REPO / name for name in names.splitlines()]
 

@@ -19,9 +19,6 @@ USED = {
     "os._exit",
     "sys._current_frames",
     "_signal.getsignal",
-    # How incident patterns are cut into words.
-    "re._constants",
-    "re._parser",
     # The SDK's logs: stable on the wire, not yet in Python.
     "opentelemetry._logs.LogRecord",
     "opentelemetry._logs.SeverityNumber",
