@@ -14,14 +14,13 @@ from pathlib import Path
 
 from miner_guard.cli.main import COMMANDS
 from miner_guard.guard.watchers import MONITORS
+from tests.support import requires
 from tests.support.requires import REPO
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-from tests.support import requires
 
 _PACKAGES = ("miner_guard",)
 _HOOK = REPO / "miner_guard" / "rank" / "guard.py"
