@@ -9,6 +9,8 @@ becomes `[…]`. Standard library only; takes time linear in the text.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 GONE = "[…]"
 
@@ -82,6 +84,15 @@ def public(text: str) -> str:
     return "".join(_shown(run) for run in _RUN.findall(text.replace(GONE, "\0"))).replace(
         "\0", GONE
     )
+
+
+def public_values(value: Any) -> Any:
+    """`value` with `public` applied to every string in it; the keys of mappings stay."""
+    if isinstance(value, Mapping):
+        return {key: public_values(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [public_values(each) for each in value]
+    return public(value) if isinstance(value, str) else value
 
 
 def _hide_value(match: re.Match[str]) -> str:

@@ -360,9 +360,10 @@ class AlertsMonitor(Monitor):
 
     def _put(self, alerts: Iterator[Alert]) -> None:
         for alert in alerts:
-            redact = self.context.redactor.text
-            body = f"{self._verdict()}\n{alert.body}"
-            self._outbox.put(replace(alert, title=redact(alert.title), body=redact(body)))
+            # The event may quote the miner, a server or a library; the verdict is the guard's own.
+            redactor = self.context.redactor
+            body = f"{redactor.text(self._verdict())}\n{redactor.public(alert.body)}"
+            self._outbox.put(replace(alert, title=redactor.public(alert.title), body=body))
 
     def _verdict(self) -> str:
         """Return the current verdict and the next step to take. The `verdict` monitor waits until

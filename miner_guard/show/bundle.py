@@ -62,8 +62,6 @@ class Item:
     name: str
     what: str
     text: str
-    raw: bool = False
-    """Whether the text contains raw lines of the miner's output or its threads' stacks."""
 
 
 def collect(state: state_dir.StateDir, since: str, settings: Settings) -> Iterator[Item]:
@@ -170,25 +168,19 @@ def _incidents(state: state_dir.StateDir) -> Iterator[Item]:
         for path in sorted(folder.rglob("*")):
             if path.is_file() and not path.is_symlink() and path.suffix != ".bin":
                 yield Item(
-                    f"incidents/{path.relative_to(state.incidents)}",
-                    "stored evidence",
-                    _file(path),
-                    path.suffix != ".json",
+                    f"incidents/{path.relative_to(state.incidents)}", "stored evidence", _file(path)
                 )
 
 
 def pack(output: Path, items: Iterable[Item], redactor: Redactor) -> dict[str, Any]:
     """Write the archive, redacted, with manifest.json first, and return the manifest. Replaces
     `output` only once the archive is complete. Raises OSError."""
-    contents = [
-        (item.name, item.what, (redactor.public if item.raw else redactor.text)(item.text).encode())
-        for item in items
-    ]
+    contents = [(item.name, item.what, redactor.public(item.text).encode()) for item in items]
     manifest = {
         "made": iso_utc(time.time()),
         "by": f"miner-guard {__version__}",
         "redacted": f"secrets, recognised by format or by variable name, are replaced by {MASK}; "
-        f"of raw output only words, numbers and paths are in here, the rest is {GONE}",
+        f"of everything else only words, numbers and paths are in here, the rest is {GONE}",
         "files": [
             {
                 "name": name,

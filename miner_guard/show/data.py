@@ -14,6 +14,7 @@ from typing import Any
 
 from miner_guard import state_dir
 from miner_guard.eventlog.status_document import StatusDocument, read_status, status_age_s
+from miner_guard.record.public import public, public_values
 from miner_guard.record.store import RunReader, StoredEvent
 from miner_guard.system.clock import parse_iso_utc
 
@@ -301,7 +302,8 @@ def _take(data: Data, event: StoredEvent) -> None:
     elif event.name == _SNAPSHOT:
         _take_snapshot(data, when, event.fields)
     elif event.name in _MARKS:
-        data.add_mark(Mark(when, event.name, event.level, event.text, event.record()))
+        record = {**event.record(), **public_values(event.fields)}
+        data.add_mark(Mark(when, event.name, event.level, public(event.text), record))
 
 
 def _take_step(data: Data, when: float, record: Mapping[str, Any]) -> None:

@@ -31,6 +31,7 @@ from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
 from miner_guard import __version__
 from miner_guard.eventlog.status_document import StatusDocument
+from miner_guard.record.public import public, public_values
 from miner_guard.record.store import RunReader, StoredEvent
 from miner_guard.show import metrics
 from miner_guard.state_dir import StateDir
@@ -97,8 +98,8 @@ def _log_record(event: StoredEvent) -> LogRecord:
         timestamp=round(parse_iso_utc(event.ts) * 1e6) * 1000,
         severity_text=event.level.upper(),
         severity_number=SeverityNumber(_SEVERITIES.get(event.level, 0)),
-        body=event.text,
-        attributes=json.loads(json.dumps(attributes, default=str)),
+        body=public(event.text),
+        attributes=public_values(json.loads(json.dumps(attributes, default=str))),
         event_name=NAMESPACE + event.name,
     )
 
