@@ -30,6 +30,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "repo": {"kind": "local", "refresh_every_s": 5.0},
     "restart": {"backoff_s": 1.0},
     "hang": {"min_s": 45.0},
+    # The summary counts and averages the logged steps, and a fast machine takes eleven a second.
+    "logs": {"step_lines_per_s": 100.0},
     "steps": {"breakdown_every": 30},
 }
 """Settings that differ from those of a real run, because the demo ends within minutes. guard.toml
