@@ -72,9 +72,10 @@ class CheckpointError(Exception):
 class Checkpointer:
     """Saves a checkpoint every `every` steps and on request, and resumes from the newest.
 
-    Every method is collective: each rank calls it at the same point. All ranks share `folder`. The
-    constructor creates gloo groups for the writer threads. If the default group has only the NCCL
-    backend, some versions of torch write while training waits; `cpu:gloo,cuda:nccl` avoids that.
+    Every method but `snapshot` is collective: each rank calls it at the same point. All ranks share
+    `folder`. The constructor creates a gloo group for the writer thread. If the default group has
+    only the NCCL backend, some versions of torch write while training waits; `cpu:gloo,cuda:nccl`
+    avoids that.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Checkpointer:
     ) -> None:
         """`on_saved`: called on rank 0, in the writer thread. `memory_every`: steps between
         snapshots in /dev/shm; None for none. `on_memory_off`: called with the reason when the rank
-        stops taking them, because the memory is full."""
+        stops taking them, because the memory is full or cannot be written."""
         if every < 1 or keep < 1:
             raise ValueError(f"every = {every} and keep = {keep} must be at least 1")
         self._every, self._memory_every = every, memory_every
@@ -98,9 +99,11 @@ class Checkpointer:
         self._memory: _Snapshots | None = None
         if memory_every is not None:
             state_dir = os.environ.get(STATE_DIR)
-            self._memory = _Snapshots(
-                StateDir(Path(state_dir) if state_dir else folder.absolute()).memory
-            )
+            home = StateDir(Path(state_dir) if state_dir else folder.absolute()).memory
+            try:
+                self._memory = _Snapshots(home)
+            except OSError as error:
+                self._turn_memory_off(f"{home}: {error.strerror or error}")
 
     def due(self, step: int, *, asked: bool = False) -> bool:
         """Whether a checkpoint is due after `step`; all ranks must pass the same `asked`."""
@@ -125,9 +128,12 @@ class Checkpointer:
         try:
             self._memory.save(step, state(), loss)
         except (OSError, RuntimeError) as error:
-            # Training continues, and a restart resumes from disk.
-            self._memory = None
-            self._on_memory_off(str(error))
+            self._turn_memory_off(str(error))
+
+    def _turn_memory_off(self, reason: str) -> None:
+        """Training continues, and a restart resumes from disk."""
+        self._memory = None
+        self._on_memory_off(reason)
 
     def wait(self) -> None:
         """Wait until the pending checkpoint is complete. Raises CheckpointError if writing
@@ -164,10 +170,10 @@ class Checkpointer:
             path = self._disk.named(step)
             if in_memory and self._memory is not None:
                 path = self._memory.path / path.name
-                reasons = self._disk.gather(self._memory.unfit(step, state))
-                reason = next(filter(None, reasons), None)
+                stored, own_reason = self._memory.read(step, state)
+                reason = next(filter(None, self._disk.gather(own_reason)), None)
                 if reason is None:
-                    self._memory.load(step, state)
+                    _fill(state, stored)
             else:
                 reason = self._disk.load(path, state)
             if reason is None:
@@ -210,23 +216,21 @@ class _Snapshots:
                 # Another rank of this node may still have its file there.
                 self._file(old).parent.rmdir()
 
-    def unfit(self, step: int, state: dict[str, Any]) -> str | None:
-        """Why the snapshot cannot be loaded into `state`; None if it can."""
+    def read(self, step: int, state: dict[str, Any]) -> tuple[Any, str | None]:
+        """The stored state, and why it does not fit into `state`; None if it does."""
         try:
             document = torch.load(self._file(step), weights_only=True, map_location="cpu")
-            if document["world_size"] != self._world_size:
-                return f"it is of {document['world_size']} ranks, and these are {self._world_size}"
-            stored, own = dict(_tensors(document["state"])), dict(_tensors(state))
+            ranks, stored = document["world_size"], document["state"]
+            theirs, own = dict(_tensors(stored)), dict(_tensors(state))
         except (OSError, RuntimeError, LookupError, TypeError, pickle.UnpicklingError) as error:
-            return f"cannot be read: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        if stored.keys() != own.keys():
-            return f"it holds other tensors: {sorted(stored.keys() ^ own.keys())[0]}"
-        other = [name for name in own if stored[name].shape != own[name].shape]
-        return f"{other[0]} has another shape" if other else None
-
-    def load(self, step: int, state: dict[str, Any]) -> None:
-        document = torch.load(self._file(step), weights_only=True, map_location="cpu")
-        _fill(state, document["state"])
+            first = (str(error).splitlines() or [""])[0]
+            return None, f"cannot be read: {type(error).__name__}: {first}"
+        if ranks != self._world_size:
+            return None, f"it is of {ranks} ranks, and these are {self._world_size}"
+        if theirs.keys() != own.keys():
+            return None, f"it holds other tensors: {sorted(theirs.keys() ^ own.keys())[0]}"
+        other = [name for name in own if theirs[name].shape != own[name].shape]
+        return stored, f"{other[0]} has another shape" if other else None
 
 
 class _Folder:

@@ -250,6 +250,19 @@ def test_the_newer_of_memory_and_disk_is_resumed(tmp_path: Path) -> None:
     shutil.rmtree(memory)
 
 
+def test_training_begins_without_snapshots_where_the_memory_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons: list[str] = []
+    (tmp_path / "shm").write_text("a file in the folder's place")
+    monkeypatch.setattr(StateDir, "memory", tmp_path / "shm" / "snapshots")
+    checkpoints = Checkpointer(tmp_path, every=10, memory_every=1, on_memory_off=reasons.append)
+    checkpoints.snapshot(1, lambda: state(1))
+    checkpoints.close()
+    assert len(reasons) == 1
+    assert "Not a directory" in reasons[0]
+
+
 def test_training_continues_without_snapshots_when_the_memory_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
