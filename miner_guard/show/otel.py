@@ -76,15 +76,14 @@ class Events:
 
     def __init__(self, order: dict[str, Any], provider: LoggerProvider) -> None:
         self._reader = RunReader(StateDir(Path(order["state"])).db)
-        self._run_id, self._min_level = order["run_id"], order["min_level"]
+        self._min_level = order["min_level"]
         self._logger = provider.get_logger("miner_guard", __version__)
-        self._after = 0
+        self._after = self._reader.before_run(order["run_id"])
 
     def pump(self) -> None:
         for event in self._reader.events(min_level=self._min_level, after=self._after):
             self._after = event.id
-            if event.run_id == self._run_id:
-                self._logger.emit(_log_record(event))
+            self._logger.emit(_log_record(event))
 
 
 def _log_record(event: StoredEvent) -> LogRecord:
