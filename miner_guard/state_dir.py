@@ -65,10 +65,6 @@ class StateDir:
         name = f"{zlib.crc32(os.fsencode(self.root)):08x}"
         return Path("/dev/shm") / f"miner-guard-{os.getuid()}-{name}"
 
-    def agreement_of(self, name: str) -> Path:
-        """The socket where a node's ranks reach their leader."""
-        return self.flight / f"agree-{name}.sock"
-
     def collectives_of(self, rank: int) -> Path:
         """The file where a rank writes its last collectives on request
         (`rank.introspection.collectives`)."""

@@ -91,7 +91,7 @@ class JobSchedule:
         self._scheduler.add_job(functools.partial(self._measured, job), DateTrigger())
 
     def watch_clock(self) -> None:
-        """After a step of the wall clock, plan all jobs anew. Call this about once a second."""
+        """After a step of the wall clock, plan all jobs again. Call this about once a second."""
         offset = self._clock.wall() - self._clock.monotonic()
         step, self._offset = offset - self._offset, offset
         if abs(step) >= _STEP_S:

@@ -1,5 +1,5 @@
-"""Makes the recordings anew: `python -m tests.replay [NAME…]`. Only needed for runs that the stored
-recordings do not show; a new recording proves nothing about a change to the watchers."""
+"""Makes the recordings again: `python -m tests.replay [NAME…]`. Only needed for runs that the
+stored recordings do not show; a new recording proves nothing about a change to the watchers."""
 
 from __future__ import annotations
 
