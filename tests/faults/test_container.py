@@ -68,6 +68,8 @@ class Container:
 def test_it_reaps_forwards_signals_and_leaves_nothing(guarded: Guarded) -> None:
     container = Container(guarded, sys.executable, "-c", ORPHANS)
     until(lambda: b"orphans made" in guarded.output.read_bytes(), 60, "the miner")
+    # The guard writes its log beside the run, so the miner's first line can come before it.
+    until(lambda: guarded.named("guard_started"), 60, "the guard's first event")
     assert guarded.named("guard_started")[0]["pid"] == 1
     until(
         lambda: not any(words.startswith("sleep") for _, words in living(guarded.token)),
