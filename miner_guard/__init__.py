@@ -10,14 +10,14 @@ from __future__ import annotations
 __version__ = "0.1.0"
 
 _HOMES = {
-    "GateDecision": "miner_guard.uploads.decision",
+    "Decision": "miner_guard.validators.facts",
     "Guard": "miner_guard.rank.guard",
     "MonitoringCostTracker": "miner_guard.costs",
     "get_global_tracker": "miner_guard.costs",
 }
 
 __all__ = [
-    "GateDecision",
+    "Decision",
     "Guard",
     "MonitoringCostTracker",
     "__version__",
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from miner_guard.costs import MonitoringCostTracker, get_global_tracker
     from miner_guard.rank.guard import Guard
-    from miner_guard.uploads.decision import GateDecision
+    from miner_guard.validators.facts import Decision
 
 
 def __getattr__(name: str) -> Any:
@@ -156,7 +156,7 @@ class _Nothing:
 
 
 class _Blocked:
-    """The `GateDecision` of an `InertGuard`."""
+    """The `Decision` of an `InertGuard`."""
 
     allowed = due = stale = shadow = False
     verdicts = ()

@@ -88,12 +88,6 @@ class StateDir:
         return self.root / "model-shapes.json"
 
     @property
-    def watched(self) -> Path:
-        """Settings for the repo and chain that the guard watches
-        (`miner_guard.uploads.remembered_settings`)."""
-        return self.root / "watched.json"
-
-    @property
     def costs(self) -> Path:
         return self.root / "status" / "monitoring_costs.json"
 

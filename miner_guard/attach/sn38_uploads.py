@@ -16,7 +16,7 @@ from miner_guard.attach.adapter import Adapter
 from miner_guard.eventlog.catalog import make_finding
 from miner_guard.record.redaction import SECRET_NAME
 from miner_guard.system.once import Once
-from miner_guard.uploads.decision import GateDecision
+from miner_guard.validators.facts import Decision
 
 _KNOWN = {"epoch", "archive", "inner_step", "batch_size"}
 """The parameters of every signature to date: (epoch, batch_size), (epoch, inner_step, batch_size),
@@ -35,7 +35,7 @@ class Sn38Uploads:
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
-        self._deciding: ContextVar[GateDecision | None] = ContextVar("deciding", default=None)
+        self._deciding: ContextVar[Decision | None] = ContextVar("deciding", default=None)
         """The decision about the upload that this thread is just starting."""
 
         self._questions = 0
@@ -75,7 +75,7 @@ class Sn38Uploads:
 
     def _ask(
         self, signature: inspect.Signature, miner: Any, args: Any, kwargs: Any
-    ) -> GateDecision | None:
+    ) -> Decision | None:
         guard = self._adapter.guard
         if guard is None:
             self._adapter.degraded(
@@ -138,7 +138,7 @@ class Sn38Uploads:
         return UploadModel(function, self._deciding, self._upload)
 
     def _upload(
-        self, function: Callable[..., Any], decision: GateDecision | None, args: Any, kwargs: Any
+        self, function: Callable[..., Any], decision: Decision | None, args: Any, kwargs: Any
     ) -> Any:
         miner, guard = args[0], self._adapter.guard
         if guard is None:
@@ -158,9 +158,9 @@ class Sn38Uploads:
             self._adapter.quiet(self._look, miner, before, result, record)
             return result
 
-    def _ungated(self, miner: Any) -> GateDecision:
+    def _ungated(self, miner: Any) -> Decision:
         outer_step = getattr(miner.local_progress, "epoch", None) or 0
-        return GateDecision(True, "gradient", int(outer_step), self.inner_step(miner), "not gated")
+        return Decision(True, "gradient", int(outer_step), self.inner_step(miner), "not gated")
 
     def _warn_of_keys(self, words: Any) -> None:
         if not any(_is_key(str(word)) for word in words) or not self._keys.first():
@@ -202,8 +202,8 @@ class UploadModel:
     def __init__(
         self,
         function: Callable[..., Any],
-        deciding: ContextVar[GateDecision | None],
-        upload: Callable[[Callable[..., Any], GateDecision | None, Any, Any], Any],
+        deciding: ContextVar[Decision | None],
+        upload: Callable[[Callable[..., Any], Decision | None, Any, Any], Any],
     ) -> None:
         functools.update_wrapper(self, function)
         self._function = function

@@ -149,14 +149,7 @@ def start_fresh(state: StateDir) -> None:
     """Remove the files of an earlier demo. If they belong to a real miner, move them aside instead.
     Raises OSError."""
     work = state.root / _WORK
-    own = [
-        state.flight,
-        state.gate_inputs,
-        state.watched,
-        state.shapes,
-        state.costs.parent,
-        state.incidents,
-    ]
+    own = [state.flight, state.gate_inputs, state.shapes, state.costs.parent, state.incidents]
     own += [*state.root.glob(f"{state.log.name}*"), *state.root.glob(f"{state.db.name}*")]
     present = [path for path in own if path.exists()]
     if present and not work.is_dir():

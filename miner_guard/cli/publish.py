@@ -4,9 +4,9 @@ as a validator does."""
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -19,21 +19,16 @@ from miner_guard.exits import CONFIG, FAILED, OK, UNAVAILABLE, USAGE, Refused
 
 if TYPE_CHECKING:
     from miner_guard.config import GateSettings
-    from miner_guard.uploads.decision import GateDecision
-    from miner_guard.uploads.inputs import GateInputs
-    from miner_guard.uploads.remembered_settings import Watched
+    from miner_guard.uploads.gate import GateInputs, Watched
+    from miner_guard.validators.facts import Decision
 
 _THERE: Any = {"exists": True, "dir_okay": False}
 _AUDIT_EXITS = {"accepted": OK, "rejected": FAILED, "unknown": UNAVAILABLE}
 
 
 def gate(
-    outer_step: Annotated[
-        Optional[int], typer.Option(min=0, help="Outer step of the upload.")
-    ] = None,
-    inner_step: Annotated[
-        Optional[int], typer.Option(min=0, help="Inner step of the upload.")
-    ] = None,
+    outer_step: Annotated[int, typer.Option(min=0, help="Outer step of the upload.")],
+    inner_step: Annotated[int, typer.Option(min=0, help="Inner step of the upload.")],
     kind: Annotated[
         str,
         typer.Option(
@@ -56,9 +51,6 @@ def gate(
     revision: Annotated[
         Optional[str], typer.Option(help="The upload's tag, such as 5.56.84.")
     ] = None,
-    replay_id: Annotated[
-        Optional[str], typer.Option("--replay", metavar="ID", help="Replay a recorded decision.")
-    ] = None,
     as_json: options.Json = False,
     config: options.Config = None,
     name: options.Name = options.DEFAULT_NAME,
@@ -72,15 +64,12 @@ def gate(
     from miner_guard.validators.limits import Limits
 
     place = options.open_context(config, name, state_dir)
-    if replay_id is not None:
-        raise typer.Exit(_replayed(place.state, replay_id, as_json))
-    if outer_step is None or inner_step is None:
-        raise Refused("pass --outer-step and --inner-step, or --replay ID", USAGE)
     if kind not in ("gradient", "archive"):
         raise Refused(f"--kind {kind!r} is unknown; allowed: gradient, archive", USAGE)
-    known, settings = _inputs(place), _settings(place)
+    inputs = _inputs(place)
+    settings = _settings(place, inputs)
     try:
-        limits = Limits.of(settings, known.limits)
+        limits = Limits.of(settings, inputs.limits)
     except TypeError as error:
         raise Refused(f"{place.state.gate_inputs}: {error}", CONFIG) from error
     files = None
@@ -98,55 +87,47 @@ def gate(
         metadata=_document(metadata_json),
         revision=revision,
     )
-    decision = decide(candidate, known, settings, now=time.monotonic(), wall=time.time())
-    _keep(place.state, decision, known)
+    decision = decide(candidate, inputs, settings, now=time.monotonic(), wall=time.time())
+    _keep(place.state, decision)
     _show(decision, as_json)
     raise typer.Exit(OK if decision.allowed else FAILED)
 
 
 def _inputs(place: options.CommandContext) -> GateInputs:
-    """The guard's published inputs; without a guard, the profile's limits still apply."""
-    from miner_guard.uploads import inputs as gate_inputs
+    """What the hook reads; without a guard, the profile's limits still apply."""
+    from miner_guard.uploads import gate as gating
     from miner_guard.validators.profiles import limits_of
 
-    known = gate_inputs.read(place.state.gate_inputs)
-    if known.reason is None:
-        return known
-    limits = limits_of(place.settings.config.miner)
-    return gate_inputs.GateInputs(
-        known.published, known.network, limits=limits, reason=known.reason
-    )
+    inputs = gating.read(place.state.gate_inputs)
+    if inputs.reason is None:
+        return inputs
+    return replace(inputs, limits=limits_of(place.settings.config.miner))
 
 
-def _settings(place: options.CommandContext) -> GateSettings:
+def _settings(place: options.CommandContext, inputs: GateInputs) -> GateSettings:
     """Return [gate] from these settings or, if they have no such section, from those of the guard
-    that uses the state directory."""
-    from miner_guard.uploads import remembered_settings
-
-    own = place.settings
-    if any(
-        name.startswith("gate.") and origin != "default" for name, origin in own.origins.items()
-    ):
-        return own.config.gate
-    there = remembered_settings.read(place.state)
-    if there is None or there.gate == own.config.gate:
-        return own.config.gate
+    that uses the state directory, which its ranks use."""
+    here, guards = place.settings, inputs.watched
+    stated = any(
+        name.startswith("gate.") and origin != "default" for name, origin in here.origins.items()
+    )
+    if stated or guards is None or guards.gate == here.config.gate:
+        return here.config.gate
     echo(
         f"the settings have no [gate] section; using the one from the guard in {place.state.root}",
         err=True,
     )
-    return there.gate
+    return guards.gate
 
 
-def _keep(state: statedir.StateDir, decision: GateDecision, known: GateInputs) -> None:
-    """Record the decision in the ledger, as a rank does, if a guard has created the ledger."""
-    from miner_guard.record.store import RunStore, decision_rows
-    from miner_guard.uploads import inputs as gate_inputs
+def _keep(state: statedir.StateDir, decision: Decision) -> None:
+    """Record the decision in run.db, as a rank does, if a guard has run there."""
+    from miner_guard.record.store import RunStore, decision_row
 
     if not state.gate_inputs.is_file():
         return
     store = RunStore(state.db, lambda event: echo(event.text, err=True))
-    store.write(*decision_rows(decision.as_dict(), gate_inputs.as_document(known)))
+    store.write(decision_row(decision.as_dict()))
     store.close()
 
 
@@ -162,7 +143,7 @@ def _document(path: Path | None) -> dict[str, Any] | None:
     return document
 
 
-def _show(decision: GateDecision, as_json: bool) -> None:
+def _show(decision: Decision, as_json: bool) -> None:
     if as_json:
         echo(json.dumps(statedir.finite(decision.as_dict()), ensure_ascii=False))
         return
@@ -171,64 +152,6 @@ def _show(decision: GateDecision, as_json: bool) -> None:
         echo(f"  {verdict.outcome:<8} {verdict.rule:<15} {verdict.sentence}")
         if verdict.note is not None:
             echo(f"  {'':<24} {verdict.note}")
-
-
-def _replayed(state: statedir.StateDir, decision_id: str, as_json: bool) -> int:
-    """Replay a recorded decision using only the ledger. Returns the exit code: 0 if the replay
-    allows the upload and equals the recorded decision, otherwise 1."""
-    from miner_guard.record.store import RunReader
-    from miner_guard.uploads import inputs as gate_inputs
-    from miner_guard.uploads.gate import replay
-
-    ledger = RunReader(state.db)
-    stored = ledger.find_decision(decision_id)
-    if stored is None and ledger.unread is not None:
-        raise Refused(f"{state.db} cannot be read: {ledger.unread}", FAILED)
-    if stored is None:
-        raise Refused(
-            f"{state.db} has no decision {decision_id!r}; to list the decisions, run "
-            "`miner-guard logs --ledger decisions`",
-            FAILED,
-        )
-    document, inputs_document = stored
-    record = document.get("record") or {}
-    if inputs_document is not None:
-        known = gate_inputs.from_document(inputs_document)
-    elif record.get("inputs_unknown") is not None:
-        known = gate_inputs.unknown(record["inputs_unknown"])
-    else:
-        raise Refused(
-            (
-                f"decision {document.get('decision_id')} cannot be replayed: the ledger does not "
-                "have the inputs that the gate used"
-            ),
-            FAILED,
-        )
-    try:
-        again = replay(record, known, document["decided_at"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise Refused(
-            f"decision {decision_id}: its record cannot be replayed: {error!r}", FAILED
-        ) from error
-    equal = _plain(again.as_dict()) == _plain(document)
-    if as_json:
-        echo(
-            json.dumps(
-                {"equal": equal, "decision": _plain(again.as_dict()), "stored": _plain(document)}
-            )
-        )
-    else:
-        _show(again, as_json=False)
-        echo(
-            "replay: the same decision" if equal else "replay: DIFFERENT from the recorded decision"
-        )
-    return OK if equal and again.allowed else FAILED
-
-
-def _plain(document: Any) -> Any:
-    if isinstance(document, float) and not math.isfinite(document):
-        return str(document)
-    return json.loads(json.dumps(statedir.finite(document), sort_keys=True))
 
 
 def audit(
@@ -244,11 +167,11 @@ def audit(
     from miner_guard.validators.limits import Limits
 
     place = options.open_context(config, name, state_dir)
-    what = _what(place)
-    known = auditing.Known(shapes.read(place.state.shapes), allreduce=_last_allreduce(place.state))
+    watched, limits = _watched(place)
+    inputs = auditing.Known(shapes.read(place.state.shapes), allreduce=_last_allreduce(place.state))
     with working("reading the published files"):
         report = auditing.audit_repo(
-            what.repo, what.chain, Limits.of(what.gate, what.limits), known
+            watched.repo, watched.chain, Limits.of(watched.gate, limits), inputs
         )
     if as_json:
         echo(json.dumps(statedir.finite(report.as_dict()), ensure_ascii=False))
@@ -280,20 +203,22 @@ def _last_allreduce(state: statedir.StateDir) -> Any:
     return allreduce_of(last) if isinstance(last, Mapping) else None
 
 
-def _what(place: options.CommandContext) -> Watched:
-    """Return the repo from the settings or, if they name none, the repo that this state directory's
-    guard watches."""
-    from miner_guard.uploads import remembered_settings
+def _watched(place: options.CommandContext) -> tuple[Watched, Mapping[str, Any]]:
+    """Return what to audit, and the profile's limits: from the settings or, if they name no repo,
+    from the guard of this state directory."""
+    from miner_guard.uploads import gate as gating
     from miner_guard.validators.profiles import limits_of
 
-    own = place.settings.config
-    known = remembered_settings.read(place.state) if own.repo.kind == "none" else None
-    if known is None or known.repo.kind == "none":
-        return remembered_settings.Watched(own.repo, own.chain, own.gate, limits_of(own.miner))
-    where = known.repo.path or known.repo.bucket or known.repo.repo_id
-    echo(
-        f"the settings have no [repo] section; auditing {where}, which the guard in "
-        f"{place.state.root} watches",
-        err=True,
-    )
-    return known
+    config = place.settings.config
+    if config.repo.kind == "none":
+        inputs = gating.read(place.state.gate_inputs)
+        if inputs.watched is not None and inputs.watched.repo.kind != "none":
+            repo = inputs.watched.repo
+            echo(
+                f"the settings have no [repo] section; auditing "
+                f"{repo.path or repo.bucket or repo.repo_id}, which the guard in "
+                f"{place.state.root} watches",
+                err=True,
+            )
+            return inputs.watched, inputs.limits
+    return gating.Watched(config.repo, config.chain, config.gate), limits_of(config.miner)

@@ -32,7 +32,7 @@ _EVENTS = 8
 """How many events at warning level or above `status` shows."""
 
 _TAIL_OF_FOLLOW = 10
-_FOR_REPLAY = frozenset({"verdicts", "record", "document"})
+_ONLY_JSON = frozenset({"verdicts", "inputs"})
 
 
 def status(
@@ -267,13 +267,18 @@ def _ledger(state: StateDir, table: str, since: str, lines: int | None, *, as_js
         raise Refused(f"{state.db} cannot be read: {record.unread}", FAILED)
     if not rows:
         raise Refused(f"the ledger in {state.root} has no {table}", FAILED)
-    # The full document of a decision is only for replays: `miner-guard gate --replay ID`.
-    shown = [{key: value for key, value in row.items() if key not in _FOR_REPLAY} for row in rows]
     if as_json:
+        shown = [
+            {k: json.loads(v) if k in _ONLY_JSON else v for k, v in row.items()} for row in rows
+        ]
         _write([visible(json.dumps(shown, ensure_ascii=False, indent=1)) + "\n"])
         return
-    for row in shown:
-        fields = " ".join(f"{k}={v}" for k, v in row.items() if v is not None and k != "wall")
+    for row in rows:
+        fields = " ".join(
+            f"{k}={v}"
+            for k, v in row.items()
+            if v is not None and k != "wall" and k not in _ONLY_JSON
+        )
         _write([f"{iso_utc(row['wall'])} {visible(fields)}\n"])
 
 

@@ -130,7 +130,7 @@ def publish(repo: RepoSettings, folder: Path, outer_step: int, tag: str) -> Obje
             draft = shutil.copyfile(path, target.with_name(f".{target.name}"))
             os.replace(draft, target)
     elif repo.kind == "s3":
-        from miner_guard.uploads.repos.s3_client import connect
+        from miner_guard.uploads.repos.s3 import connect
 
         client = connect(repo)
         for key, path in files:

@@ -100,7 +100,7 @@ def _tighten(path: Path) -> int | None:
 def _own(state: StateDir) -> Iterator[Path]:
     """The guard's files and folders in the state directory, including rotated files and those set
     aside."""
-    named = (*(path for path, _ in _within(state)), state.lock, state.watched, state.shapes)
+    named = (*(path for path, _ in _within(state)), state.lock, state.shapes)
     names = tuple(path.name for path in named)
     for entry in sorted(state.root.iterdir()):
         if entry.name.startswith(names):

@@ -32,8 +32,7 @@ from miner_guard.rank.journal import CheckpointEntry, TrainingEntry
 from miner_guard.rank.questions import Questions, UploadRecorder
 from miner_guard.rank.recorder import CLOSED, ENDED, FAILED, FINISHED, Recorder, describe
 from miner_guard.rank.steps import Stepper
-from miner_guard.uploads.decision import GateDecision
-from miner_guard.validators.facts import Candidate
+from miner_guard.validators.facts import Candidate, Decision
 
 
 def _no_reports() -> Sequence[Any]:
@@ -143,7 +142,7 @@ class Guard:
         metadata: Any = None,
         revision: str | None = None,
         question: str | None = None,
-    ) -> GateDecision:
+    ) -> Decision:
         """Decide whether this upload may go out. Collective; every rank gets the same decision,
         which is truthy if the upload is allowed.
 
@@ -165,7 +164,7 @@ class Guard:
         )
         return self._questions.may_upload(candidate, question)
 
-    def may_publish(self, decision: GateDecision, gradient: Any) -> GateDecision:
+    def may_publish(self, decision: Decision, gradient: Any) -> Decision:
         """Decide whether this compressed gradient may be written and sent, after `may_upload` has
         allowed the upload.
 
@@ -176,7 +175,7 @@ class Guard:
         """
         return self._questions.may_publish(decision, gradient)
 
-    def upload(self, decision: GateDecision, *, tag: str | None = None) -> UploadRecorder:
+    def upload(self, decision: Decision, *, tag: str | None = None) -> UploadRecorder:
         """A context manager around the upload. It records and times the upload; the supervisor
         verifies it.
 

@@ -60,7 +60,7 @@ class DecisionEntry(JournalEntry):
     KIND = "decision"
 
     decision: Mapping[str, Any]
-    """`GateDecision.as_dict()`. In the file its keys are on the same level as `t`, and `kind` is
+    """`Decision.as_dict()`. In the file its keys are on the same level as `t`, and `kind` is
     called `upload_kind`."""
 
     def to_json(self) -> dict[str, Any]:

@@ -32,11 +32,10 @@ from miner_guard.rank.layout import json_default
 from miner_guard.rank.phases import Phase
 from miner_guard.rank.recorder import Recorder, describe
 from miner_guard.rank.steps import Report, Stepper
-from miner_guard.uploads.decision import GateDecision
-from miner_guard.validators.facts import Candidate, Verdict
+from miner_guard.validators.facts import Candidate, Decision, Verdict
 
 if TYPE_CHECKING:
-    from miner_guard.uploads.inputs import GateInputs
+    from miner_guard.uploads.gate import GateInputs
 
 _SHORT = 100
 _UNREAD = Candidate("gradient", -1, -1)
@@ -52,7 +51,7 @@ class Gate:
         self._local = 0
         self._uploaded_at: float | None = None
 
-    def decide(self, candidate: Candidate) -> GateDecision:
+    def decide(self, candidate: Candidate) -> Decision:
         """Return the rules' decision. An error in them blocks. Never raises."""
         from miner_guard.uploads import gate
 
@@ -65,7 +64,7 @@ class Gate:
                 candidate, f"the gate failed: {describe(error)}; the upload is blocked"
             )
 
-    def judge_gradient(self, decision: GateDecision, gradient: Any) -> GateDecision:
+    def judge_gradient(self, decision: Decision, gradient: Any) -> Decision:
         """Judge the gradient that is about to be written: first its names, types and shapes, then
         its values.
 
@@ -111,13 +110,13 @@ class Gate:
         self._uploaded_at = self._monotonic()
 
     def _inputs(self) -> GateInputs:
-        from miner_guard.uploads.inputs import read, unknown
+        from miner_guard.uploads.gate import read, unknown
 
         if self._place.state is None:
             return unknown("no supervisor is watching the repo")
         return read(self._place.state.gate_inputs)
 
-    def blocked(self, candidate: Candidate, why: str) -> GateDecision:
+    def blocked(self, candidate: Candidate, why: str) -> Decision:
         """Return a decision, made by this rank, that blocks the upload. In shadow mode it allows
         the upload and only reports the block.
 
@@ -126,7 +125,7 @@ class Gate:
         self._local += 1
         shadow = self._settings.mode == "shadow"
         place = self._place
-        return GateDecision(
+        return Decision(
             allowed=shadow,
             kind=candidate.kind,
             outer_step=candidate.outer_step,
@@ -139,9 +138,9 @@ class Gate:
         )
 
 
-def pack(decision: GateDecision) -> bytes:
+def pack(decision: Decision) -> bytes:
     """Encode the decision for the other ranks, shortened if it does not fit."""
-    document: dict[str, Any] = {**decision.as_dict(), "record": {}}
+    document: dict[str, Any] = {**decision.as_dict(), "inputs": {}}
     # If the text is not ASCII, JSON takes up to twelve bytes per character.
     short = {"reason": decision.reason[:_SHORT], "kind": str(decision.kind)[:_SHORT]}
     for less in ({}, {"verdicts": [], "reason": decision.reason[:1000]}, {"verdicts": [], **short}):
@@ -155,7 +154,7 @@ def _encoded(document: Mapping[str, Any]) -> bytes:
     return json.dumps(document, separators=(",", ":"), default=json_default).encode()
 
 
-def _finding_of(decision: GateDecision) -> Finding:
+def _finding_of(decision: Decision) -> Finding:
     """Convert the decision to a finding, for a rank that logs without a supervisor."""
     return make_finding(
         "upload_allowed" if decision.allowed else "upload_blocked",
@@ -224,7 +223,7 @@ class Questions:
 
     # uploads
 
-    def may_upload(self, reported: Candidate, question: str | None) -> GateDecision:
+    def may_upload(self, reported: Candidate, question: str | None) -> Decision:
         """Decide whether an upload may go out. `reported` holds the miner's values, unchecked.
         Collective."""
         candidate, agreed = _UNREAD, None
@@ -240,7 +239,7 @@ class Questions:
         # other ranks act on it.
         return agreed
 
-    def _ask(self, candidate: Candidate, question: str | None) -> tuple[GateDecision, str | None]:
+    def _ask(self, candidate: Candidate, question: str | None) -> tuple[Decision, str | None]:
         """Return the decision and, if the ranks did not agree on one, what went wrong; this rank
         then blocks the upload."""
         question = question or f"{candidate.kind} {candidate.outer_step} {candidate.inner_step}"
@@ -250,11 +249,10 @@ class Questions:
         except NoConsensus as error:
             return self._gate.blocked(candidate, str(error)), str(error)
         # Rank 0 uses the shared answer too, so that all ranks have the same decision. It restores
-        # only the replay record and the verdicts, which may have been dropped to make the answer
-        # fit.
-        decision = GateDecision.from_dict(json.loads(answer))
+        # only the inputs and the verdicts, which may have been dropped to make the answer fit.
+        decision = Decision.from_dict(json.loads(answer))
         if mine is not None:
-            decision = replace(decision, record=mine.record, verdicts=mine.verdicts)
+            decision = replace(decision, inputs=mine.inputs, verdicts=mine.verdicts)
         return decision, None
 
     def _checked(self, reported: Candidate) -> Candidate:
@@ -275,7 +273,7 @@ class Questions:
             base_outer_step=None if base is None or base < 0 else base,
         )
 
-    def may_publish(self, decision: GateDecision, gradient: Any) -> GateDecision:
+    def may_publish(self, decision: Decision, gradient: Any) -> Decision:
         """Decide whether the compressed gradient may be uploaded; returns `decision` itself if so.
         Rank 0 only; not collective."""
         try:
@@ -287,7 +285,7 @@ class Questions:
             return decision
         return judged
 
-    def _record(self, decision: GateDecision, wrong: str | None) -> None:
+    def _record(self, decision: Decision, wrong: str | None) -> None:
         if wrong is not None:
             self._recorder.report_error(
                 f"agreement {decision.outer_step}",
@@ -297,7 +295,7 @@ class Questions:
             return
         document = decision.as_dict()
         if not self._recorder.journal(DecisionEntry(decision=document)):
-            short = {**document, "verdicts": [], "record": {}}
+            short = {**document, "verdicts": [], "inputs": {}}
             self._recorder.journal(DecisionEntry(decision=short))
         if self._recorder.notifier.alone:
             self._recorder.say(_finding_of(decision))
@@ -305,7 +303,7 @@ class Questions:
     def upload(self, decision: Any, phase: Phase, tag: str | None) -> UploadRecorder:
         """Return the context manager that wraps an upload and records it in `phase`. `decision` is
         whatever the miner passed, unchecked."""
-        if not isinstance(decision, GateDecision):
+        if not isinstance(decision, Decision):
             wrong = TypeError(f"{type(decision).__name__} is not a decision from may_upload")
             self._report("upload", wrong)
             decision = self._gate.blocked(_UNREAD, "no decision was given")
@@ -395,7 +393,7 @@ class UploadRecorder:
         self,
         recorder: Recorder,
         phase: Phase,
-        decision: GateDecision,
+        decision: Decision,
         *,
         finished: Callable[[], None],
         tag: str | None = None,

@@ -38,8 +38,7 @@ CREATE TABLE IF NOT EXISTS now (
 CREATE TABLE IF NOT EXISTS reserve (id INTEGER PRIMARY KEY, room BLOB);
 CREATE TABLE IF NOT EXISTS decision (
   id TEXT PRIMARY KEY, wall REAL NOT NULL, outer_step INTEGER, inner_step INTEGER, kind TEXT,
-  allowed INTEGER, shadow INTEGER, reason TEXT, verdicts TEXT, record TEXT, document TEXT);
-CREATE TABLE IF NOT EXISTS inputs (id TEXT PRIMARY KEY, wall REAL NOT NULL, document TEXT);
+  allowed INTEGER, shadow INTEGER, reason TEXT, verdicts TEXT, inputs TEXT);
 CREATE TABLE IF NOT EXISTS upload (
   id INTEGER PRIMARY KEY, wall REAL NOT NULL, decision_id TEXT, tag TEXT, outer_step INTEGER,
   inner_step INTEGER, kind TEXT, bytes INTEGER, seconds REAL, attempts INTEGER, checksum TEXT,
@@ -51,7 +50,7 @@ CREATE INDEX IF NOT EXISTS decision_wall ON decision (wall);
 CREATE INDEX IF NOT EXISTS repo_age_wall ON repo_age (wall);
 """
 
-LEDGER = ("decision", "inputs", "upload", "repo_age")
+LEDGER = ("decision", "upload", "repo_age")
 """The tables that record what was published and why."""
 
 KEPT_S = 90 * 86400.0
@@ -154,35 +153,22 @@ CLEAR_NOW: Row = ("DELETE FROM now", ())
 """Removes what the previous guard wrote about itself."""
 
 _DECISION = ("outer_step", "inner_step", "kind", "allowed", "shadow", "reason")
-_SEPARATE = ("verdicts", "record")
-"""Columns of a decision; `document` holds its other fields."""
-
 _UPLOAD = (
     *("decision_id", "tag", "outer_step", "inner_step", "kind", "bytes", "seconds"),
     *("attempts", "checksum", "error", "verified"),
 )
 
 
-def decision_rows(
-    document: Mapping[str, Any], inputs: Mapping[str, Any] | None = None
-) -> list[Row]:
-    """The rows of a gate decision (`GateDecision.as_dict()`) and the inputs named in its record."""
-    record = document.get("record") or {}
-    wall = document.get("decided_at") or 0.0
-    rows = []
-    if inputs is not None and record.get("inputs"):
-        rows.append(_insert("inputs", id=record["inputs"], wall=wall, document=_json(inputs)))
-    rest = {name: value for name, value in document.items() if name not in _SEPARATE}
-    decided = _insert(
+def decision_row(document: Mapping[str, Any]) -> Row:
+    """The row of a gate decision (`Decision.as_dict()`)."""
+    return _insert(
         "decision",
         id=document.get("decision_id"),
-        wall=wall,
+        wall=document.get("decided_at") or 0.0,
         **{name: document.get(name) for name in _DECISION},
         verdicts=_json(document.get("verdicts") or []),
-        record=_json(record),
-        document=_json(rest),
+        inputs=_json(document.get("inputs") or {}),
     )
-    return [*rows, decided]
 
 
 def upload_row(wall: float, outcome: str, **fields: Any) -> Row:
@@ -470,8 +456,6 @@ def _forget_old(db: sqlite3.Connection) -> None:
         for table, limit in (("event", MAX_EVENTS), ("decision", MAX_DECISIONS)):
             last = f"SELECT MAX(rowid) FROM {table}"
             db.execute(f"DELETE FROM {table} WHERE rowid <= ({last}) - ?", (limit,))
-        # Keep them for one more day: inputs carry the time of the first decision that named them.
-        db.execute("DELETE FROM inputs WHERE wall < (SELECT MIN(wall) FROM decision) - 86400")
 
 
 # --- reading ---
@@ -651,28 +635,6 @@ class RunReader:
     def last(self, table: str) -> dict[str, Any] | None:
         """The newest row of one of the ledger's tables."""
         return next(iter(self.rows(table, limit=1)), None)
-
-    def find_decision(
-        self, decision_id: str
-    ) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
-        """Look up a decision by full id or prefix. Returns its document and that of its inputs
-        (None if not stored), or None if there is no such decision."""
-        pattern = decision_id.replace("%", "").replace("_", "") + "%"
-        if len(pattern) == 1:
-            return None
-        decisions = self._ask(
-            "SELECT document, verdicts, record FROM decision WHERE id LIKE ? "
-            "ORDER BY rowid DESC LIMIT 1",
-            (pattern,),
-        )
-        if not decisions:
-            return None
-        row = decisions[0]
-        document: dict[str, Any] = json.loads(row["document"])
-        document |= {name: json.loads(row[name]) for name in _SEPARATE}
-        digest = (document.get("record") or {}).get("inputs")
-        inputs = self._ask("SELECT document FROM inputs WHERE id = ?", (digest,))
-        return document, json.loads(inputs[0]["document"]) if inputs else None
 
     def _ask(self, query: str, values: Sequence[Any]) -> list[sqlite3.Row]:
         """Run one query on a connection of its own: between queries, a reader holds nothing that a

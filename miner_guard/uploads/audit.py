@@ -19,9 +19,8 @@ from miner_guard.config import ChainSettings, RepoSettings
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.record.redaction import without_secrets
 from miner_guard.system import probe
-from miner_guard.uploads import axon_probe, chain
-from miner_guard.uploads.commitments import commitment_of, configured, keys_of, placeholder
-from miner_guard.uploads.network import network_of, progress
+from miner_guard.uploads import chain
+from miner_guard.uploads.chain import commitment_of, configured, keys_of, placeholder
 from miner_guard.validators import rules
 from miner_guard.validators.facts import (
     AllReduce,
@@ -171,8 +170,8 @@ def audit_repo(
     if on.network is None:
         return run(repo, limits, Network(reason="no [chain] configured"), known=known)
     seen = chain.query(on)
-    ahead = progress(repo, limits, seen.master_commitment)
-    network = network_of(
+    ahead = chain.progress(repo, limits, seen.master_commitment)
+    network = chain.network_of(
         seen,
         ahead,
         time.monotonic(),
@@ -180,7 +179,7 @@ def audit_repo(
         per_allreduce=on.blocks_per_allreduce,
     )
     if limits.alive_timeout_s is not None and seen.reason is None:
-        axon = axon_probe.reach(seen.axon, limits.alive_timeout_s)
+        axon = chain.reach(seen.axon, limits.alive_timeout_s)
         known = dataclasses.replace(known, axon=axon)
     return run(repo, limits, network, seen.commitment, known=known)
 
@@ -349,7 +348,7 @@ class _Audit:
             "known": self.known.memory.known(self.known.model),
             "layout": dataclasses.asdict(Layout.of(limits)),
         }
-        return probe.ask("miner_guard.uploads.audit_probe", request, self.child.deadline_s, env=env)
+        return probe.ask("miner_guard.uploads.repos.child", request, self.child.deadline_s, env=env)
 
     def _max_bytes(self) -> int:
         """Largest gradients file to fetch, in bytes."""

@@ -1,22 +1,33 @@
-"""Reads the chain through bittensor 9.10 to 11, in a child process with a deadline:
-`python -m miner_guard.uploads.chain`.
+"""The chain and what hangs on it: the hotkey's neuron, its commitment and axon, and the progress
+that the subnet's master publishes.
 
-bittensor parses the command line, prints, takes over its process's logging, uses up to 160 MB, and
-may hang for minutes if a node does not respond. The child reads only public data and opens no
-wallet.
+bittensor 9.10 to 11 runs in a child with a deadline, `python -m miner_guard.uploads.chain`: it
+parses the command line, prints, takes over its process's logging, uses up to 160 MB, and may hang
+for minutes if a node does not respond. The child reads only public data and opens no wallet.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import os
+import re
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from miner_guard.config import ChainSettings, optional_deps
+from miner_guard.config import ChainSettings, RepoSettings, optional_deps
 from miner_guard.record.redaction import without_secrets
 from miner_guard.system import probe
+from miner_guard.uploads.repos.base import RepoError
+from miner_guard.uploads.repos.credentials import find
+from miner_guard.validators.facts import Axon, Network, fingerprint
+from miner_guard.validators.layout import Layout
+from miner_guard.validators.limits import Limits
+
+# the hotkey's neuron
 
 
 @dataclass(frozen=True)
@@ -113,6 +124,192 @@ def as_fields(reading: ChainReading) -> dict[str, Any]:
     return {name: getattr(reading, name) for name in _FIELDS if name not in left_out} | {
         "chain_rank": reading.rank
     }
+
+
+# the commitment: the read keys of a bucket, as subnet 38's miner writes them (its utils/chain.py)
+
+NAMES = ("R2_ACCOUNT_ID", "R2_READ_ACCESS_KEY_ID", "R2_READ_SECRET_ACCESS_KEY")
+"""Names in the miner's `.env.example`; the commitment is their values, concatenated."""
+
+
+def commitment_of(keys: Mapping[str, str] | None) -> str | None:
+    """The commitment formed from these keys."""
+    return None if keys is None else "".join(keys[name] for name in NAMES)
+
+
+def configured(repo: RepoSettings) -> dict[str, str] | None:
+    """The configured read keys by name; None if a key is missing or the file is unreadable."""
+    try:
+        keys = find(repo)
+    except RepoError:
+        # Opening the repo with these settings reports what is wrong with the file.
+        return None
+    found = {name: keys.get(name, "").strip() for name in NAMES}
+    return found if all(found.values()) else None
+
+
+def keys_of(commitment: str, form: Sequence[int]) -> dict[str, str] | None:
+    """Split a commitment into keys of the lengths in `form`; None if it does not match."""
+    if len(commitment) != sum(form) or len(form) != len(NAMES):
+        return None
+    return dict(zip(NAMES, _fields(commitment, form), strict=True))
+
+
+def placeholder(commitment: str, form: Sequence[int]) -> bool:
+    """Return whether a field of the commitment is all x, its initial value, which validators treat
+    as unset."""
+    return any(set(field) == {"x"} for field in _fields(commitment, form))
+
+
+def _fields(commitment: str, form: Sequence[int]) -> list[str]:
+    ends = itertools.accumulate(form)
+    return [commitment[end - length : end] for length, end in zip(form, ends, strict=True)]
+
+
+# the network's progress
+
+
+@dataclass(frozen=True)
+class NetworkProgress:
+    """The progress that the subnet master's repo reports; `reason` says why it is unknown."""
+
+    outer_step: int | None = None
+    last_allreduce_block: int | None = None
+    reason: str | None = None
+
+
+def progress(repo: RepoSettings, limits: Limits, master_commitment: str | None) -> NetworkProgress:
+    """Probe the master's repo once, for at most `repo.timeout_s`. Never raises."""
+    if master_commitment is None:
+        return NetworkProgress(
+            reason="the master has committed nothing, or [chain] master_uid is not set"
+        )
+    keys = keys_of(master_commitment, limits.commitment_form)
+    bucket = master_bucket(repo.bucket, limits.bucket_pattern)
+    if None in (keys, bucket, limits.endpoint, limits.gradients_key):
+        return NetworkProgress(
+            reason=(
+                "the profile does not say where the master's repo is, or [repo] bucket is not set"
+            )
+        )
+    assert keys is not None
+    assert limits.endpoint is not None
+    settings = dataclasses.replace(
+        repo,
+        kind="s3",
+        bucket=bucket,
+        endpoint=limits.endpoint.format(account=keys["R2_ACCOUNT_ID"]),
+        credentials="env",
+        credentials_file=None,
+    )
+    env = without_secrets(os.environ) | keys
+    request = {
+        "repo": dataclasses.asdict(settings),
+        "outer_step": None,
+        "names": {},
+        "folder": "",
+        "max_bytes": -1,
+        "layout": dataclasses.asdict(Layout.of(limits)),
+    }
+    answer = probe.ask("miner_guard.uploads.repos.child", request, repo.timeout_s, env=env)
+    if answer.reason is not None or not isinstance(answer.value, Mapping):
+        return NetworkProgress(reason=f"the master's repo: {answer.reason or 'no answer'}")
+    outer = answer.value.get("outer_step")
+    if not isinstance(outer, int):
+        why = (
+            answer.value.get("damaged")
+            or answer.value.get("refused")
+            or "metadata.json is missing or contains no outer step"
+        )
+        return NetworkProgress(reason=f"the master's repo: {why}")
+    block = (answer.value.get("config") or {}).get("last_allreduce_block")
+    return NetworkProgress(outer, block if isinstance(block, int) else None)
+
+
+def _committed(commitment: str | None, form: Sequence[int]) -> str:
+    return "" if commitment is None or placeholder(commitment, form) else commitment
+
+
+def network_of(
+    reading: ChainReading,
+    ahead: NetworkProgress,
+    seen_at: float,
+    *,
+    form: Sequence[int] = (),
+    per_allreduce: int | None = None,
+) -> Network:
+    """Combine a reading of the chain, whose block was first seen at `seen_at`, with one of the
+    master's repo into the facts that the rules need.
+
+    `form`: the lengths of the commitment's fields. `per_allreduce`: the operator's setting for
+    blocks per AllReduce, if any.
+    """
+    since = None
+    if reading.block is not None and ahead.last_allreduce_block is not None:
+        since = reading.block - ahead.last_allreduce_block
+    answered = bool(reading.registered) and "commitment" not in (reading.errors or {})
+    return Network(
+        block=reading.block,
+        outer_step=ahead.outer_step,
+        blocks_since_allreduce=since,
+        commitment=fingerprint(_committed(reading.commitment, form)) if answered else None,
+        registered=reading.registered,
+        uid=reading.uid,
+        reason=reading.reason,
+        seen_at=seen_at,
+        blocks_per_allreduce=per_allreduce,
+    )
+
+
+def master_bucket(own: str | None, pattern: str | None) -> str | None:
+    """The global model's bucket: our bucket's name without `-{uid}`."""
+    match = re.fullmatch(pattern, own) if own is not None and pattern is not None else None
+    if own is None or match is None or "uid" not in match.groupdict():
+        return None
+    return own[: match.start("uid")].rstrip("-") or None
+
+
+# the axon
+
+PATH = "/IsAlive"
+"""bittensor's axon serves each synapse under its class name."""
+
+_AXON_S = 10.0
+"""The child's deadline: covers starting the interpreter, connecting and waiting for the
+response."""
+
+
+def reach(address: str | None, timeout_s: float) -> Axon:
+    """Ask the axon at `ip:port` once, for at most `_AXON_S`, as validators do but unsigned: an axon
+    refuses that before its handler runs, and the refusal counts as a response. Never raises."""
+    if address is None:
+        return Axon(None, reason="the chain's reply did not include it")
+    if address == "":
+        return Axon("")
+    request = {"address": address, "timeout_s": timeout_s}
+    answer = probe.ask("miner_guard.uploads.chain", request, _AXON_S)
+    if answer.reason is not None or answer.value is None:
+        return Axon(address, reason=answer.reason or "the probe returned no answer")
+    return Axon(address, float(answer.value))
+
+
+def response_time(address: str, timeout_s: float) -> float:
+    """Seconds until the first line of an HTTP response. Raises OSError or HTTPException."""
+    # Import it only in the child: http.client imports ssl, and the supervisor imports this module.
+    import http.client
+
+    host, _, port = address.rpartition(":")
+    start = time.monotonic()
+    connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=timeout_s)
+    try:
+        connection.request("POST", PATH, body="{}", headers={"Content-Type": "application/json"})
+        connection.getresponse()
+        return time.monotonic() - start
+    finally:
+        connection.close()
+
+
+# in the child
 
 
 class ChainClient(Protocol):
@@ -321,9 +518,23 @@ def _amount(balance: Any) -> float | None:
     return None if balance is None else balance.rao / 1e9
 
 
+def _answer_axon(address: str, timeout_s: float) -> None:
+    from http.client import HTTPException
+
+    try:
+        # Wait longer than validators do, to distinguish a slow response from none.
+        probe.reply(response_time(address, 2 * timeout_s))
+    except (OSError, HTTPException, ValueError) as error:
+        probe.reply(error=f"{type(error).__name__}: {error}" if str(error) else repr(error))
+
+
 def main() -> None:
-    """Answer the request on stdin with `answer_of`, or with the reason for a failure."""
+    """Answer the request on stdin: an axon's response time or the chain's data, or the reason for a
+    failure."""
     request = probe.request()
+    if "address" in request:
+        _answer_axon(request["address"], request["timeout_s"])
+        return
     # Without this, bittensor 9 creates ~/.bittensor.
     os.environ["READ_ONLY"] = "1"
     try:

@@ -1,22 +1,37 @@
 """The gate: may this upload go out?
 
-Pure and standard library only: it runs inside rank 0. The same candidate, inputs, settings and
-times give the same decision, so the ledger can replay it.
+Pure and standard library only: it runs inside rank 0, and `miner-guard gate` asks the same
+function. What it knows of the outside world is in gate-inputs.json, which the guard replaces
+atomically. If the file is unreadable or invalid, its content counts as unknown, with the reason;
+the gate never fails because of it.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import json
 import math
+import os
+import types
+import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
 
-from miner_guard.config import GateSettings
-from miner_guard.uploads.decision import GateDecision
-from miner_guard.uploads.inputs import GateInputs, canonical
+from miner_guard.config import ChainSettings, Config, GateSettings, RepoSettings
+from miner_guard.state_dir import finite, read_regular, write_atomic
 from miner_guard.validators import rules
-from miner_guard.validators.facts import Candidate, Facts, Verdict, worst
+from miner_guard.validators.facts import (
+    Candidate,
+    Decision,
+    Facts,
+    Network,
+    Published,
+    Verdict,
+    worst,
+)
 from miner_guard.validators.limits import Limits, in_force
 
 _MAX_LENGTH = 240
@@ -24,92 +39,205 @@ _MAX_LENGTH = 240
 journal entry (4080 bytes)."""
 
 
-def decide(
-    candidate: Candidate, inputs: GateInputs, settings: GateSettings, *, now: float, wall: float
-) -> GateDecision:
-    """Judge a candidate at `now` (monotonic) and `wall`. Never raises: if a rule
-    raises, the upload is blocked, with the error as the reason."""
-    record: Mapping[str, Any] = {}
-    try:
-        candidate = rules.reduced(candidate)
-        record = recorded(candidate, inputs, settings, now)
-        facts, limits = _facts(candidate, inputs, settings, now)
-        verdicts = tuple(
-            _worded(v) for v in rules.evaluate_all(rules.gate_rules(facts, limits), facts, limits)
+# what the gate knows
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The sections of guard.toml that say what a guard watches, for commands that run without its
+    guard.toml. They hold the places of data and keys, but no keys."""
+
+    repo: RepoSettings = field(default_factory=RepoSettings)
+    chain: ChainSettings = field(default_factory=ChainSettings)
+    gate: GateSettings = field(default_factory=GateSettings)
+
+    @classmethod
+    def of(cls, config: Config) -> Watched:
+        """The settings of this guard, with absolute paths."""
+        repo = config.repo
+        keys = repo.credentials_file or (".env" if repo.credentials == "dotenv" else None)
+        repo = replace(repo, path=_absolute(repo.path), credentials_file=_absolute(keys))
+        return cls(repo, config.chain, config.gate)
+
+
+def _absolute(path: str | None) -> str | None:
+    return None if path is None else str(Path(path).expanduser().absolute())
+
+
+@dataclass(frozen=True)
+class GateInputs:
+    """The content of gate-inputs.json; everything is unknown if the file does not exist."""
+
+    published: Published = field(default_factory=Published)
+    network: Network = field(default_factory=Network)
+    bucket: str | None = None
+    credentials: str | None = None
+    """Fingerprint of the commitment that the credentials in use would produce."""
+
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    """The profile's `[limits]`, which the rules read."""
+
+    watched: Watched | None = None
+    """The settings of the guard that wrote the file."""
+
+    written_monotonic: float | None = None
+    reason: str | None = None
+    """Why the content is unknown; None if the file was read completely."""
+
+    def aged(self, now: float, max_age_s: float) -> GateInputs:
+        """Mark the repo and the network as unknown if, at `now` (monotonic), the file is older than
+        `max_age_s`."""
+        if self.reason is not None or self.written_monotonic is None:
+            return self
+        age = now - self.written_monotonic
+        if 0 <= age <= max_age_s:
+            return self
+        if age < 0:
+            reason = "gate-inputs.json was written before this host's last boot"
+        else:
+            reason = (
+                f"gate-inputs.json is {age:.0f}s old (limit {max_age_s:.0f}s): is the guard "
+                "running?"
+            )
+        return replace(
+            self, published=Published(reason=reason), network=Network(reason=reason), reason=reason
         )
-    except Exception as error:  # noqa: BLE001 -- an error in the gate must block every rank, not raise in rank 0
-        facts = Facts(candidate, now=now)
-        limits = Limits()
-        verdicts = (_worded(rules.rule_error("gate", error)),)
-    return _concluded(facts, limits, verdicts, settings=settings, record=record, wall=wall)
 
 
-def recorded(
-    candidate: Candidate, inputs: GateInputs, settings: GateSettings, now: float
-) -> dict[str, Any]:
-    """The part of a replay's data that is not in the inputs, which the ledger stores by digest."""
-    stated = {
-        name: value for name, value in vars(candidate).items() if value is not None and value != ()
-    }
-    for name in ("loss", "recent_losses"):
-        if name in stated:
-            stated[name] = _as_json(stated[name])
-    record = {
-        "candidate": stated,
-        "settings": dict(vars(settings)),
-        "inputs": inputs.digest,
-        "now": now,
-    }
-    return (
-        record
-        if inputs.reason is None
-        else {**record, "inputs_unknown": inputs.reason[:_MAX_LENGTH]}
+def unknown(reason: str) -> GateInputs:
+    """Inputs with everything unknown."""
+    return GateInputs(
+        published=Published(reason=reason), network=Network(reason=reason), reason=reason
     )
 
 
-def _as_json(value: Any) -> Any:
-    """Replace NaN and infinities with text: JSON cannot represent them, and a replay needs them."""
-    if isinstance(value, (list, tuple)):
-        return [_as_json(v) for v in value]
-    return value if math.isfinite(value) else str(float(value))
+def write(path: Path, inputs: GateInputs) -> None:
+    """Replace the file. Raises OSError."""
+    write_atomic(path, json.dumps(finite(asdict(inputs)), separators=(",", ":")) + "\n")
 
 
-def _facts(
-    candidate: Candidate, inputs: GateInputs, settings: GateSettings, now: float
-) -> tuple[Facts, Limits]:
-    known = inputs.aged(now, settings.inputs_max_age_s)
-    facts = Facts(candidate, known.published, known.network, now, known.credentials, known.bucket)
-    return facts, in_force(Limits.of(settings, known.limits), known.network)
+def read(path: Path) -> GateInputs:
+    """The file's content; `reason` says what is wrong with it. Never raises.
+
+    Does not reread an unchanged file: training asks the gate at every step.
+    """
+    global _last_read
+    try:
+        stat = os.stat(path)
+    except FileNotFoundError:
+        return unknown("gate-inputs.json does not exist: no guard has written it")
+    except OSError as error:
+        return unknown(f"gate-inputs.json cannot be read: {error}")
+    version = (str(path), stat.st_ino, stat.st_mtime_ns, stat.st_size)
+    # Read the tuple once and assign it once, so that other threads never see a mixed pair.
+    last = _last_read
+    if last is not None and last[0] == version:
+        return last[1]
+    inputs = _read_now(path)
+    _last_read = (version, inputs)
+    return inputs
 
 
-def _worded(verdict: Verdict) -> Verdict:
-    """The verdict as stored in the decision: its sentence fits in a journal entry."""
-    if len(verdict.sentence) <= _MAX_LENGTH:
-        return verdict
-    return replace(verdict, sentence=verdict.sentence[:_MAX_LENGTH])
+_last_read: tuple[tuple[str, int, int, int], GateInputs] | None = None
+
+
+def _read_now(path: Path) -> GateInputs:
+    try:
+        document = json.loads(read_regular(path).decode("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        return unknown(f"gate-inputs.json cannot be read: {error}")
+    except (ValueError, RecursionError):
+        return unknown("gate-inputs.json is torn or not JSON")
+    try:
+        return _record(GateInputs, document)
+    except (TypeError, ValueError) as error:
+        return unknown(f"gate-inputs.json was written by a different version: {error}")
+
+
+_Record = TypeVar("_Record")
+
+
+def _record(kind: type[_Record], table: Any) -> _Record:
+    """A dataclass from its JSON; ignores unknown fields. Raises TypeError for a value of the wrong
+    type."""
+    if not isinstance(table, Mapping):
+        raise TypeError(f"{kind.__name__} is not an object")
+    allowed = _classes_of(typing.cast(Any, kind))
+    return kind(
+        **{
+            name: _typed(name, value, allowed[name])
+            for name, value in table.items()
+            # A null where the class has no null is its default, as for an absent field.
+            if name in allowed and not (value is None and types.NoneType not in allowed[name])
+        }
+    )
+
+
+def _typed(name: str, value: Any, allowed: tuple[type, ...]) -> Any:
+    nested = next((kind for kind in allowed if hasattr(kind, "__dataclass_fields__")), None)
+    if nested is not None and value is not None:
+        return _record(nested, value)
+    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+        raise TypeError(f"{name} is {type(value).__name__}")
+    return value
+
+
+@functools.cache
+def _classes_of(kind: Any) -> Mapping[str, tuple[type, ...]]:
+    hints = typing.get_type_hints(kind)
+    return {f.name: _classes(hints[f.name]) for f in fields(typing.cast(Any, kind))}
+
+
+def _classes(hint: Any) -> tuple[type, ...]:
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return tuple(c for part in typing.get_args(hint) for c in _classes(part))
+    if origin is typing.Literal:
+        return tuple({type(value) for value in typing.get_args(hint)})
+    kind = origin or hint
+    return (int, float) if kind is float else (kind,)
+
+
+# the decision
+
+
+def decide(
+    candidate: Candidate, inputs: GateInputs, settings: GateSettings, *, now: float, wall: float
+) -> Decision:
+    """Judge a candidate at `now` (monotonic) and `wall`. Never raises: if a rule
+    raises, the upload is blocked, with the error as the reason."""
+    facts, limits = Facts(candidate, now=now), Limits()
+    try:
+        candidate = rules.reduced(candidate)
+        known = inputs.aged(now, settings.inputs_max_age_s)
+        facts = Facts(
+            candidate, known.published, known.network, now, known.credentials, known.bucket
+        )
+        limits = in_force(Limits.of(settings, known.limits), known.network)
+        verdicts = rules.evaluate_all(rules.gate_rules(facts, limits), facts, limits)
+    except Exception as error:  # noqa: BLE001 -- an error in the gate must block every rank, not raise in rank 0
+        verdicts = [rules.rule_error("gate", error)]
+    brief = tuple(replace(v, sentence=v.sentence[:_MAX_LENGTH]) for v in verdicts)
+    return _concluded(facts, limits, brief, shadow_mode=settings.mode == "shadow", wall=wall)
 
 
 def _concluded(
-    facts: Facts,
-    limits: Limits,
-    verdicts: Sequence[Verdict],
-    *,
-    settings: GateSettings,
-    record: Mapping[str, Any],
-    wall: float,
-) -> GateDecision:
+    facts: Facts, limits: Limits, verdicts: tuple[Verdict, ...], *, shadow_mode: bool, wall: float
+) -> Decision:
     candidate, published = facts.candidate, facts.published
     blocked = worst(verdicts) == "block"
-    shadow = blocked and settings.mode == "shadow"
+    shadow = blocked and shadow_mode
     blocks = [v for v in verdicts if v.outcome == "block"]
     age = rules.age_now(published, facts.now)
-    return GateDecision(
+    inputs = _read_by_rules(facts)
+    identity = json.dumps([inputs, wall], sort_keys=True, default=str)
+    return Decision(
         allowed=not blocked or shadow,
         kind=candidate.kind,
         outer_step=candidate.outer_step,
         inner_step=candidate.inner_step,
         reason=_reason(verdicts, blocks, shadow),
-        verdicts=tuple(verdicts),
+        verdicts=verdicts,
         due=published.empty or (age is not None and age > limits.repo_age_target_s),
         stale=age is not None and age > limits.repo_age_limit_s,
         shadow=shadow,
@@ -120,9 +248,39 @@ def _concluded(
             (v.retry_after_s for v in blocks if v.retry_after_s is not None), default=None
         ),
         decided_at=wall,
-        decision_id=hashlib.sha256(canonical([record, wall]).encode()).hexdigest()[:16],
-        record=record,
+        decision_id=hashlib.sha256(identity.encode()).hexdigest()[:16],
+        inputs=inputs,
     )
+
+
+def _read_by_rules(facts: Facts) -> dict[str, Any]:
+    """What the rules read, without what is unknown."""
+    published, network = facts.published, facts.network
+    age = rules.age_now(published, facts.now)
+    repo = {
+        "age_s": None if age is None else round(age, 1),
+        "outer_step": published.outer_step,
+        "inner_step": published.inner_step,
+        "reason": published.reason and published.reason[:_MAX_LENGTH],
+    }
+    chain = {
+        "block": network.block,
+        "outer_step": network.outer_step,
+        "uid": network.uid,
+        "reason": network.reason and network.reason[:_MAX_LENGTH],
+    }
+    tables = {"candidate": vars(facts.candidate), "repo": repo, "network": chain}
+    return {
+        name: {k: _as_json(v) for k, v in table.items() if v is not None and v != ()}
+        for name, table in tables.items()
+    }
+
+
+def _as_json(value: Any) -> Any:
+    """Write NaN and infinities, which JSON lacks, as text."""
+    if isinstance(value, (list, tuple)):
+        return [_as_json(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _reason(verdicts: Sequence[Verdict], blocks: Sequence[Verdict], shadow: bool) -> str:
@@ -142,19 +300,3 @@ def due(inputs: GateInputs, settings: GateSettings, now: float) -> bool:
     published = inputs.aged(now, settings.inputs_max_age_s).published
     age = rules.age_now(published, now)
     return published.empty or (age is not None and age > settings.repo_age_target_s)
-
-
-def replay(record: Mapping[str, Any], inputs: GateInputs, wall: float) -> GateDecision:
-    """Recompute a decision from its record and the inputs it names. Raises KeyError or
-    TypeError."""
-    stated = {**record["candidate"]}
-    stated["recent_losses"] = tuple(float(v) for v in stated.get("recent_losses", ()))
-    if stated.get("loss") is not None:
-        stated["loss"] = float(stated["loss"])
-    return decide(
-        Candidate(**stated),
-        inputs,
-        GateSettings(**record["settings"]),
-        now=record["now"],
-        wall=wall,
-    )

@@ -1,5 +1,6 @@
-"""Inputs and output of the rules: the candidate, the published state, the network, and a rule's
-verdict. Plain data, no I/O; standard library only, because rules also run inside rank 0.
+"""Inputs and output of the rules: the candidate, the published state, the network, a rule's
+verdict, and the decision that the verdicts make. Plain data, no I/O; standard library only, because
+rules also run inside rank 0.
 
 None means unknown; a `reason` field says why.
 """
@@ -180,3 +181,50 @@ class Verdict:
 def worst(verdicts: Iterable[Verdict]) -> str:
     """The most severe outcome; `pass` for no verdicts."""
     return max((v.outcome for v in verdicts), key=OUTCOMES.index, default="pass")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The answer to "may this upload go out?". Truthy if it may."""
+
+    allowed: bool
+    kind: str
+    outer_step: int
+    inner_step: int
+    reason: str
+    """Human-readable text after `UPLOAD BLOCKED: ` or `UPLOAD ALLOWED: `."""
+
+    verdicts: tuple[Verdict, ...] = ()
+    due: bool = False
+    """The repo is past its target age."""
+
+    stale: bool = False
+    """The repo is past its limit."""
+
+    shadow: bool = False
+    """Shadow mode allowed an upload that the gate would have blocked."""
+
+    retry_after_steps: int | None = None
+    retry_after_s: float | None = None
+    decided_at: float = 0.0
+    """Wall time."""
+
+    decision_id: str = ""
+    """Same on every rank; key in run.db."""
+
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    """What the rules read: candidate, settings, published files and network."""
+
+    def __bool__(self) -> bool:
+        return self.allowed
+
+    def as_dict(self) -> dict[str, Any]:
+        document = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        document["verdicts"] = [v.as_dict() for v in self.verdicts]
+        return document
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> Decision:
+        fields = {name: document[name] for name in cls.__dataclass_fields__ if name in document}
+        fields["verdicts"] = tuple(Verdict(**v) for v in document.get("verdicts", ()))
+        return cls(**fields)

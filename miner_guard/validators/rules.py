@@ -728,8 +728,8 @@ _MAX_REVISION = 80
 
 
 def reduced(candidate: Candidate) -> Candidate:
-    """Keep only the facts that the rules read, so that a decision's record stays small and replays
-    identically."""
+    """Keep only the facts that the rules read, so that a decision with its inputs stays small
+    enough for the journal."""
     return replace(
         candidate,
         recent_losses=tuple(candidate.recent_losses[-LOSS_POINTS:]),

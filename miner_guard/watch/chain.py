@@ -10,8 +10,7 @@ from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.record.events import event
 from miner_guard.system.once import OncePer
 from miner_guard.uploads import chain
-from miner_guard.uploads.chain import ChainReading
-from miner_guard.uploads.network import NetworkProgress, network_of, progress
+from miner_guard.uploads.chain import ChainReading, NetworkProgress, network_of, progress
 from miner_guard.validators.facts import Network
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.profiles import chosen, limits_of

@@ -33,16 +33,15 @@ from miner_guard.record.store import (
     Row,
     RunReader,
     RunStore,
-    decision_rows,
+    decision_row,
     repo_age_row,
     upload_row,
 )
 from miner_guard.system.clock import parse_iso_utc
 from miner_guard.system.once import OncePer
-from miner_guard.uploads import inputs as gate_inputs
-from miner_guard.uploads import remembered_settings
-from miner_guard.uploads.commitments import commitment_of, configured
-from miner_guard.uploads.inputs import GateInputs
+from miner_guard.uploads import gate
+from miner_guard.uploads.chain import commitment_of, configured
+from miner_guard.uploads.gate import GateInputs, Watched
 from miner_guard.uploads.repos import look_at
 from miner_guard.uploads.verify import Reported, verify
 from miner_guard.uploads.watch import DecisionNotifier, ForecastWatch, RepoWatch, note_of
@@ -119,7 +118,6 @@ def not_verified(entry: UploadEntry, tag: str | None, why: str) -> Finding:
 
 _WRITE_EVERY_S = 60.0
 _AUDITS = {"audit_passed": "accepted", "audit_failed": "rejected", "audit_unknown": "unknown"}
-_INPUTS_KEPT = 50
 _SHOWN: Mapping[str, type[Section]] = {"decision": LastDecision, "upload": LastUpload}
 """Latest items shown in the status, by their tables in run.db."""
 
@@ -127,6 +125,15 @@ _SHOWN_EVENTS: Mapping[str, tuple[str, type[Section]]] = {
     "incident": ("incident", LastIncident),
     "restart": ("miner_restarting", LastRestart),
 }
+
+
+def _shown_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A row of `decision` or `upload` with the names that the status shows."""
+    if "verdicts" not in row:
+        return row
+    names = {"decision_id": row["id"], "decided_at": row["wall"], "allowed": bool(row["allowed"])}
+    return {**row, **names, "note": note_of(json.loads(row["verdicts"]))}
+
 
 _ROW = ("decision_id", "outer_step", "inner_step", "bytes", "seconds", "attempts", "checksum")
 """Fields of an entry that are copied to its row in the ledger."""
@@ -156,10 +163,9 @@ class UploadsMonitor(Monitor):
             if context.write_row is None
             else None
         )
-        self._written: dict[str, Mapping[str, Any]] = {}
         self._written_at = self._newest_probe = float("-inf")
         self._outage = WriteOutage("gate-inputs.json", "; the gate treats the repo as unknown")
-        self._watched_written = False
+        self._watched = Watched.of(config)
         self._began: dict[str, Begun] = {}
         self._pushes: list[Push] = []
         self._unsettled: list[UploadEntry] = []
@@ -186,9 +192,7 @@ class UploadsMonitor(Monitor):
         for name, section in _SHOWN.items():
             row = reader.last(name)
             if row is not None and self._last[name] is None:
-                known = row | json.loads(row.get("document") or "{}")
-                verdicts = json.loads(row.get("verdicts") or "[]")
-                self._last[name] = section.from_json({**known, "note": note_of(verdicts)})
+                self._last[name] = section.from_json(_shown_row(row))
 
     def _write(self, *rows: Row) -> None:
         if self._file is not None:
@@ -240,18 +244,12 @@ class UploadsMonitor(Monitor):
                 bucket=self._repo.bucket,
                 credentials=self._credentials,
                 limits=self._limits,
-                written=clock.wall(),
+                watched=self._watched,
                 written_monotonic=clock.monotonic(),
             )
             self._written_at = clock.monotonic()
-            self._written[content.digest] = gate_inputs.as_document(content)
-            while len(self._written) > _INPUTS_KEPT:
-                del self._written[next(iter(self._written))]
             try:
-                gate_inputs.write(self.context.state.gate_inputs, content)
-                if not self._watched_written:
-                    remembered_settings.write(self.context.state, self.context.config)
-                    self._watched_written = True
+                gate.write(self.context.state.gate_inputs, content)
                 finding = self._outage.succeeded()
             except OSError as error:
                 finding = self._outage.failed(error, lost=0)
@@ -284,10 +282,7 @@ class UploadsMonitor(Monitor):
         return ()
 
     def _decided(self, document: Mapping[str, Any]) -> Iterator[Finding]:
-        digest = str((document.get("record") or {}).get("inputs"))
-        with self._mutex:
-            known = self._written.get(digest)
-        self._write(*decision_rows(document, known))
+        self._write(decision_row(document))
         note = note_of(document.get("verdicts") or ())
         self._last["decision"] = LastDecision.from_json({**document, "note": note})
         finding = self._voice.say(document, self.context.clock.monotonic())

@@ -137,7 +137,6 @@ FILES = (
     "lock",
     "run.json",
     "status/monitoring_costs.json",
-    "watched.json",
 )
 """Choose by name, whichever files exist: a seed must always choose the same file."""
 

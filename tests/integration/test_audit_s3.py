@@ -13,7 +13,7 @@ import pytest
 
 from miner_guard.config import GateSettings, RepoSettings
 from miner_guard.uploads import audit
-from miner_guard.uploads.network import NetworkProgress, progress
+from miner_guard.uploads.chain import NetworkProgress, progress
 from miner_guard.validators.facts import Network, fingerprint
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.profiles import load_profile

@@ -16,7 +16,7 @@ import pytest
 
 from miner_guard.rank.flight import FlightReader
 from miner_guard.state_dir import StateDir
-from miner_guard.uploads.inputs import GateInputs, write
+from miner_guard.uploads.gate import GateInputs, write
 from miner_guard.validators.facts import Published
 from tests.support import requires
 from tests.support.launcher import launch

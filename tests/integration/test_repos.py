@@ -15,7 +15,7 @@ import pytest
 from miner_guard.config import RepoSettings
 from miner_guard.uploads.repos import look_at, open_repo
 from miner_guard.uploads.repos.base import RepoError
-from miner_guard.uploads.repos.s3_errors import translated
+from miner_guard.uploads.repos.s3 import _translated as translated
 from tests.servers import hub, s3
 from tests.servers.revisions import publish
 from tests.support import requires

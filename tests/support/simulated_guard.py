@@ -29,7 +29,7 @@ from miner_guard.record.store import RunStore, now_rows
 from miner_guard.record.words import rank_list
 from miner_guard.state_dir import StateDir, write_json
 from miner_guard.system.clock import FakeClock, iso_utc
-from miner_guard.uploads import inputs as gate_inputs
+from miner_guard.uploads import gate
 from miner_guard.uploads.gate import decide
 from miner_guard.validators.facts import Candidate, Network, Published
 from miner_guard.watch import uploads as uploads_module
@@ -253,7 +253,7 @@ class SimulatedGuard:
         candidate = Candidate("gradient", outer, inner, loss=loss, base_outer_step=outer)
         decided = decide(
             candidate,
-            gate_inputs.read(self.state.gate_inputs),
+            gate.read(self.state.gate_inputs),
             self._config.gate,
             now=self.clock.monotonic(),
             wall=self.clock.wall(),

@@ -14,7 +14,7 @@ from miner_guard.rank.journal import DecisionEntry, parse
 from miner_guard.rank.layout import StepRecord
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
-from miner_guard.uploads import inputs as gate_inputs
+from miner_guard.uploads import gate as gating
 from miner_guard.uploads.gate import decide
 from miner_guard.validators.facts import Candidate, Published
 from miner_guard.watch import uploads as module
@@ -89,7 +89,7 @@ class Bench:
         return list(self.monitor.on_entry(0, parsed))
 
     def decide(self, inner: int, kind: str = "gradient") -> Mapping[str, Any]:
-        known = gate_inputs.read(self.state.gate_inputs)
+        known = gating.read(self.state.gate_inputs)
         decided = decide(
             Candidate(kind, 56, inner, loss=3.4),
             known,

@@ -16,7 +16,8 @@ import torch
 
 from miner_guard.config import GateSettings, RepoSettings
 from miner_guard.system import probe
-from miner_guard.uploads import audit, audit_probe
+from miner_guard.uploads import audit
+from miner_guard.uploads.repos import child
 from miner_guard.uploads.repos.base import RepoError
 from miner_guard.validators.facts import Network, fingerprint
 from miner_guard.validators.inspection import examine
@@ -35,9 +36,9 @@ _KEYS = {
 
 
 def _ask(module: str, request: Mapping[str, Any], deadline_s: float, **how: Any) -> probe.Answer:
-    assert module == "miner_guard.uploads.audit_probe"
+    assert module == "miner_guard.uploads.repos.child"
     try:
-        value = audit_probe.answer(dict(request), how.get("env"))
+        value = child.answer(dict(request), how.get("env"))
     except RepoError as error:
         return probe.Answer(None, str(error), 0.0)
     return probe.Answer(json.loads(json.dumps(value)), None, 0.0)

@@ -18,7 +18,7 @@ from miner_guard.rank import questions
 from miner_guard.rank.flight import FlightReader
 from miner_guard.rank.guard import Guard
 from miner_guard.state_dir import StateDir
-from miner_guard.uploads.decision import GateDecision
+from miner_guard.validators.facts import Decision
 from tests.unit.rank.helpers import place, reader_of
 
 BASE = """
@@ -142,7 +142,7 @@ def test_the_loop_of_the_first_continuous_miners_is_known() -> None:
 def test_a_rank_that_cannot_read_its_miner_asks_with_the_others(tmp_path: Path, rank: int) -> None:
     """Otherwise one rank would upload ungated while the others wait for it in the gate's
     collective."""
-    allowed = GateDecision(True, "gradient", 1, 60, "as rank 0 says")
+    allowed = Decision(True, "gradient", 1, 60, "as rank 0 says")
     asked, uploaded = list[str](), list[int]()
 
     class Others:

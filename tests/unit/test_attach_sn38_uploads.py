@@ -16,8 +16,8 @@ from miner_guard.attach.adapter import Adapter
 from miner_guard.attach.sn38_uploads import Sn38Uploads
 from miner_guard.rank.guard import Guard
 from miner_guard.state_dir import StateDir
-from miner_guard.uploads import inputs as gate_inputs
-from miner_guard.uploads.inputs import GateInputs
+from miner_guard.uploads import gate
+from miner_guard.uploads.gate import GateInputs
 from miner_guard.validators import shapes
 from miner_guard.validators.facts import Network, Published
 from miner_guard.validators.profiles import load_profile
@@ -78,10 +78,9 @@ class Attached:
             published=Published(age_s=600.0, reason=None, seen_at=now),
             network=Network(**chain),
             limits=load_profile("sn38").limits,
-            written=time.time(),
             written_monotonic=now,
         )
-        gate_inputs.write(self.state.gate_inputs, known)
+        gate.write(self.state.gate_inputs, known)
         shapes.write(self.state.shapes, Shapes({"w": (128, 192)}))
         adapter = Adapter("sn38")
         self.guard = adapter.guard = Guard(place(self.state))

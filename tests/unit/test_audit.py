@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from miner_guard.cli.main import run
-from miner_guard.config import Config, GateSettings, MinerSettings, RepoSettings
+from miner_guard.config import Config, GateSettings, RepoSettings
 from miner_guard.eventlog.catalog import message
 from miner_guard.state_dir import StateDir
-from miner_guard.uploads import audit, remembered_settings
+from miner_guard.uploads import audit, gate
 from miner_guard.uploads.audit import AuditMemory
-from miner_guard.uploads.commitments import NAMES
+from miner_guard.uploads.chain import NAMES
 from miner_guard.validators.facts import Network, fingerprint
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.profiles import load_profile
@@ -333,19 +333,16 @@ def test_a_state_directory_tells_what_its_guard_watches(
     elsewhere.mkdir()
     monkeypatch.chdir(tmp_path)
     local = RepoSettings(kind="local", path="repo")
-    remembered_settings.write(
-        state,
-        Config(
-            repo=local, miner=MinerSettings(profile="sn38"), gate=GateSettings(repo_age_limit_s=9)
-        ),
-    )
+    config = Config(repo=local, gate=GateSettings(repo_age_limit_s=9))
+    limits = load_profile("sn38").limits
+    gate.write(state.gate_inputs, gate.GateInputs(limits=limits, watched=gate.Watched.of(config)))
     monkeypatch.chdir(elsewhere)
     assert run(["audit", "--state-dir", str(state.root)]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("AUDIT PASSED: epoch 56 (as published")
     assert "gradients are 2100s old (keep < 9s)" in ages_to_the_hundred(printed.out)
     assert f"auditing {tmp_path}/repo, which the guard in {state.root} watches" in printed.err
-    state.watched.write_text('{"repo": 7}')
+    state.gate_inputs.write_text('{"watched": 7}')
     assert run(["audit", "--state-dir", str(state.root)]) == 69
     assert "pass the -c or --state-dir that you passed to `run`" in capsys.readouterr().out
 

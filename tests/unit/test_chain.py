@@ -13,8 +13,7 @@ import pytest
 from miner_guard.config import ChainSettings, Config, optional_deps
 from miner_guard.eventlog.catalog import Finding, message
 from miner_guard.uploads import chain
-from miner_guard.uploads.chain import ChainReading, committed_text
-from miner_guard.uploads.network import NetworkProgress, master_bucket
+from miner_guard.uploads.chain import ChainReading, NetworkProgress, committed_text, master_bucket
 from miner_guard.validators.facts import Network
 from miner_guard.validators.rules import current_block
 from miner_guard.watch.chain import ChainMonitor

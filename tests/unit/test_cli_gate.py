@@ -1,24 +1,20 @@
-"""`miner-guard gate`: exit codes, one JSON document, and a replay that notices a difference."""
+"""`miner-guard gate`: exit codes, and one JSON document."""
 
 from __future__ import annotations
 
 import json
-import sqlite3
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from miner_guard.cli.main import run
-from miner_guard.config import Config, GateSettings
-from miner_guard.record.store import RunStore, decision_rows, upload_row
+from miner_guard.config import GateSettings
+from miner_guard.record.store import RunStore, decision_row, upload_row
 from miner_guard.state_dir import StateDir
-from miner_guard.uploads import inputs as gate_inputs
-from miner_guard.uploads import remembered_settings
-from miner_guard.uploads.gate import decide
-from miner_guard.uploads.inputs import GateInputs
-from miner_guard.validators.facts import Candidate, Published
+from miner_guard.uploads import gate
+from miner_guard.uploads.gate import GateInputs, Watched, decide
+from miner_guard.validators.facts import Candidate
 
 Ask = Callable[..., int]
 
@@ -68,31 +64,13 @@ def test_without_settings_here_the_guard_of_the_state_directory_decides(
 ) -> None:
     """Otherwise the answer would come from the defaults in the terminal's folder, which no rank of
     the miner uses."""
-    remembered_settings.write(StateDir(tmp_path), Config(gate=GateSettings(min_inner_step=30)))
+    watched = Watched(gate=GateSettings(min_inner_step=30))
+    gate.write(StateDir(tmp_path).gate_inputs, GateInputs(watched=watched))
     assert ask("--outer-step", "56", "--inner-step", "40") == 0
     assert f"using the one from the guard in {tmp_path}" in capsys.readouterr().err
     assert ask("--outer-step", "56", "--inner-step", "29") == 1
     monkeypatch.setenv("MINER_GUARD_GATE__MIN_INNER_STEP", "45")
     assert ask("--outer-step", "56", "--inner-step", "40") == 1
-
-
-@pytest.mark.parametrize("running", [True, False])
-def test_a_decision_asked_for_from_a_shell_replays_too(
-    ask: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str], running: bool
-) -> None:
-    limits = {"revision_pattern": "x"}
-    known = GateInputs(
-        limits=limits,
-        written_monotonic=time.monotonic(),
-        reason=None if running else "of no version",
-    )
-    gate_inputs.write(StateDir(tmp_path).gate_inputs, known)
-    assert ask("--outer-step", "56", "--inner-step", "60", "--revision", "y", "--json") == (
-        1 if running else 0
-    )
-    decision_id = json.loads(capsys.readouterr().out)["decision_id"]
-    assert ask("--replay", decision_id) == (1 if running else 0)
-    assert "replay: the same decision" in capsys.readouterr().out
 
 
 def test_without_a_guard_a_gate_question_leaves_nothing_behind(ask: Ask, tmp_path: Path) -> None:
@@ -109,61 +87,12 @@ def test_a_file_is_inspected_where_it_is_named(
     assert "gradients.pt: the file is empty" in out or "torch cannot be imported" in out
 
 
-@pytest.mark.parametrize("loss", [3.4, float("nan"), None])
-@pytest.mark.parametrize("inner_step", [10, 80])
-def test_replay_from_the_ledger(
-    ask: Ask,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    loss: float | None,
-    inner_step: int,
-) -> None:
-    known = GateInputs(Published(age_s=10.0, reason=None, seen_at=0.0), written_monotonic=90.0)
-    decision = decide(
-        Candidate("gradient", 56, inner_step, loss=loss), known, GateSettings(), now=100.0, wall=5.0
-    )
-    ledger = RunStore(tmp_path / "run.db")
-    document = json.loads(json.dumps(decision.as_dict()))
-    ledger.write(*decision_rows(document, gate_inputs.as_document(known)))
-    ledger.close()
-    assert ask("--replay", decision.decision_id) == (0 if decision.allowed else 1)
-    assert "replay: the same decision" in capsys.readouterr().out
-    assert ask("--replay", decision.decision_id, "--json") == (0 if decision.allowed else 1)
-    assert json.loads(capsys.readouterr().out)["equal"] is True
-
-
-def test_a_replay_notices_a_ledger_that_was_changed(
-    ask: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    decision = decide(
-        Candidate("gradient", 56, 10),
-        gate_inputs.unknown("none"),
-        GateSettings(),
-        now=1.0,
-        wall=5.0,
-    )
-    ledger = RunStore(tmp_path / "run.db")
-    ledger.write(*decision_rows({**decision.as_dict(), "allowed": True}))
-    ledger.close()
-    assert ask("--replay", decision.decision_id) == 1
-    assert "replay: DIFFERENT" in capsys.readouterr().out
-    assert ask("--replay", "ffff") == 1
-    with sqlite3.connect(tmp_path / "run.db") as db:
-        db.execute('UPDATE decision SET record = \'{"inputs": "0"}\'')
-    assert ask("--replay", decision.decision_id) == 1
-    assert "does not have the inputs" in capsys.readouterr().err
-
-
 def test_a_ledger_that_cannot_be_read_is_not_called_empty(
-    ask: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.db").write_bytes(b"this is no database" * 500)
-    for arguments in (["gate", "--replay", "abc"], ["logs", "--ledger", "uploads"]):
-        assert run([*arguments, "--state-dir", str(tmp_path)]) == 1
-        assert "cannot be read: file is not a database" in capsys.readouterr().err
-    (tmp_path / "run.db").unlink()
-    assert ask("--replay", "abc") == 1
-    assert "has no decision 'abc'" in capsys.readouterr().err
+    assert run(["logs", "--ledger", "uploads", "--state-dir", str(tmp_path)]) == 1
+    assert "cannot be read: file is not a database" in capsys.readouterr().err
 
 
 def test_the_ledger_is_read_by_logs_and_the_report(
@@ -171,14 +100,10 @@ def test_the_ledger_is_read_by_logs_and_the_report(
 ) -> None:
     here = ["--state-dir", str(tmp_path)]
     decision = decide(
-        Candidate("gradient", 56, 10),
-        gate_inputs.unknown("none"),
-        GateSettings(),
-        now=1.0,
-        wall=5.0,
+        Candidate("gradient", 56, 10), gate.unknown("none"), GateSettings(), now=1.0, wall=5.0
     )
     ledger = RunStore(tmp_path / "run.db")
-    ledger.write(*decision_rows(decision.as_dict()))
+    ledger.write(decision_row(decision.as_dict()))
     ledger.write(
         upload_row(6.0, "refuted", tag="5.56.51", bytes=1000, seconds=12.0, error="did not move")
     )
@@ -192,7 +117,10 @@ def test_the_ledger_is_read_by_logs_and_the_report(
     printed = capsys.readouterr().out
     assert printed.startswith(f"1970-01-01T00:00:05.000000Z id={decision.decision_id} ")
     assert "allowed=0" in printed
-    assert "document" not in printed
+    assert "verdicts" not in printed
+    assert run(["logs", *here, "--ledger", "decisions", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["inputs"]["candidate"]["inner_step"] == 10
     assert run(["logs", *here, "--ledger", "uploads", "--json", "-n", "1"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["tag"], row["outcome"]) == ("5.56.60", "verified")

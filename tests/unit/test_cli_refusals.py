@@ -108,7 +108,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             64,
             "--ledger works only with --since, --lines and --json",
         ),
-        ("gate --outer-step 1", 64, "pass --outer-step and --inner-step, or --replay ID"),
+        ("gate --outer-step 1", 64, "Missing option '--inner-step'"),
         (
             "gate --outer-step 1 --inner-step 50 --kind foo",
             64,
@@ -120,7 +120,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             64,
             "list.json does not contain a JSON object",
         ),
-        ("gate --replay nosuch", 1, "has no decision 'nosuch'"),
         ("explain nosuch.log", 64, "nosuch.log can't be read: No such file"),
         ("explain --trace folder", 64, "folder: cannot be read: Is a directory"),
         ("plan --params x", 64, "--params 'x' is not a parameter count such as 4e9 or 4B"),

@@ -14,7 +14,7 @@ from miner_guard.guard.lock import killed_guard
 from miner_guard.guard.orphan_cleanup import left_behind
 from miner_guard.rank.flight import FlightReader
 from miner_guard.state_dir import StateDir, read_json, read_regular
-from miner_guard.uploads import inputs
+from miner_guard.uploads import gate
 
 READS: dict[str, Callable[[StateDir], object]] = {
     "any file": lambda state: _refused(lambda: read_regular(state.host_facts)),
@@ -22,7 +22,7 @@ READS: dict[str, Callable[[StateDir], object]] = {
     "host.json": lambda state: read_json(state.host_facts),
     "the last guard": lambda state: list(killed_guard(state)),
     "run.json": left_behind,
-    "a rank's gate-inputs.json": lambda state: inputs.read(state.gate_inputs),
+    "a rank's gate-inputs.json": lambda state: gate.read(state.gate_inputs),
 }
 
 

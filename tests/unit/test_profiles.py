@@ -12,8 +12,7 @@ from miner_guard.rank.flight import FlightReader
 from miner_guard.rank.layout import FLAG_SYNC, StepRecord
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
-from miner_guard.uploads.gate import decide
-from miner_guard.uploads.inputs import unknown
+from miner_guard.uploads.gate import decide, unknown
 from miner_guard.validators.facts import Candidate
 from miner_guard.validators.layout import USUAL, Layout
 from miner_guard.validators.limits import Limits

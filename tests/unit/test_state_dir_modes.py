@@ -157,7 +157,7 @@ def test_another_users_link_leads_nowhere(tmp_path: Path) -> None:
 def test_a_directory_that_another_user_prepared_is_refused_by_every_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its run.json would name the processes that root's guard kills, and its watched.json the
+    """Its run.json would name the processes that root's guard kills, and its gate-inputs.json the
     endpoint that gets the Hugging Face token."""
     root = tmp_path / "state"
     root.mkdir(mode=0o700)
@@ -165,7 +165,8 @@ def test_a_directory_that_another_user_prepared_is_refused_by_every_command(
     words = rf"{root} belongs to nobody \(uid {NOBODY}\), .* as root \(uid 0\)"
     with pytest.raises(Untrusted, match=words):
         choose("x", str(root), {})
-    for command in ("run", "status", "logs", "audit", "gate", "top", "report -o x", "ctl pause"):
+    commands = ("run", "status", "logs", "audit", "top", "report -o x", "ctl pause")
+    for command in (*commands, "gate --outer-step 1 --inner-step 50"):
         arguments = [*command.split(), "--state-dir", str(root)]
         arguments += ["--", "true"] if command == "run" else []
         assert run(arguments) == CONFIG, command

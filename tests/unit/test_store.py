@@ -3,6 +3,7 @@ never keeps the writer waiting."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sqlite3
@@ -22,7 +23,7 @@ from miner_guard.record.store import (
     Row,
     RunReader,
     RunStore,
-    decision_rows,
+    decision_row,
     event_row,
     now_row,
     upload_row,
@@ -106,16 +107,14 @@ def test_a_decision_comes_back_with_its_inputs(path: Path) -> None:
         "decided_at": 5.0,
         "allowed": True,
         "verdicts": [{"rule": "loss"}],
-        "record": {"inputs": "i1", "loss": float("nan")},
+        "inputs": {"candidate": {"loss": "nan"}},
     }
-    RunStore(path).write(*decision_rows(document, {"of": 19}))
-    stored = RunReader(path).find_decision("d1")
-    assert stored is not None
-    assert str(stored[0]) == str(
-        {k: document[k] for k in ("decision_id", "decided_at", "allowed", "verdicts", "record")}
-    )
-    assert stored[1] == {"of": 19}
-    assert RunReader(path).find_decision("e") is None
+    RunStore(path).write(decision_row(document))
+    row = RunReader(path).last("decision")
+    assert row is not None
+    assert (row["id"], row["wall"], row["allowed"]) == ("d1", 5.0, 1)
+    for name in ("verdicts", "inputs"):
+        assert json.loads(row[name]) == document[name]
 
 
 def test_a_reader_creates_nothing_and_says_why_it_read_nothing(path: Path) -> None:
@@ -250,11 +249,9 @@ def test_neither_a_month_of_questions_nor_of_steps_fills_the_disk(
     store = RunStore(path)
     for number in range(200):
         decided = {"decision_id": f"id-{number}", "decided_at": 1e9 + number * 86400 / 4}
-        inputs = {"record": {"inputs": f"digest-{number // 10}"}}
-        store.write(*decision_rows({**decided, **inputs}, {}), logged(number % 60))
+        store.write(decision_row(decided), logged(number % 60))
     reader = RunReader(path)
     assert len(reader.rows("decision")) <= 70
-    assert len(reader.rows("inputs")) <= 8
     assert len(reader.events()) <= 60
 
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from miner_guard.config import GateSettings
-from miner_guard.uploads.gate import decide
-from miner_guard.uploads.inputs import GateInputs
+from miner_guard.uploads.gate import GateInputs, decide
 from miner_guard.validators import rules
 from miner_guard.validators.facts import Candidate, Facts, Published, Verdict
 from miner_guard.validators.limits import Limits

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from miner_guard.config import GateSettings
-from miner_guard.uploads import axon_probe
+from miner_guard.uploads import chain
 from miner_guard.validators import rules
 from miner_guard.validators.facts import AllReduce, Axon, Candidate, Facts, Network, Published
 from miner_guard.validators.limits import Limits
@@ -113,7 +113,7 @@ def axon() -> Iterator[http.server.HTTPServer]:
 
 def test_the_probe_counts_a_refusal_as_an_answer(axon: http.server.HTTPServer) -> None:
     address = f"127.0.0.1:{axon.server_port}"
-    seen = axon_probe.reach(address, 5.0)
+    seen = chain.reach(address, 5.0)
     assert (seen.address, seen.reason) == (address, None)
     assert seen.seconds is not None
     assert axon.paths == ["/IsAlive"]  # type: ignore[attr-defined]
@@ -123,11 +123,11 @@ def test_the_probe_reports_why_there_is_no_answer() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
-        seen = axon_probe.reach(address, 5.0)
+        seen = chain.reach(address, 5.0)
     assert seen.seconds is None
     assert "refused" in str(seen.reason)
-    assert axon_probe.reach("", 1.0) == Axon("")
-    assert axon_probe.reach(None, 1.0).address is None
+    assert chain.reach("", 1.0) == Axon("")
+    assert chain.reach(None, 1.0).address is None
 
 
 def test_a_process_that_takes_connections_and_never_answers_is_not_alive() -> None:
@@ -136,4 +136,4 @@ def test_a_process_that_takes_connections_and_never_answers_is_not_alive() -> No
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         with pytest.raises(TimeoutError):
-            axon_probe.ask(f"127.0.0.1:{silent.getsockname()[1]}", 0.2)
+            chain.response_time(f"127.0.0.1:{silent.getsockname()[1]}", 0.2)

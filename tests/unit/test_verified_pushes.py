@@ -8,7 +8,7 @@ import pytest
 
 from miner_guard.eventlog.catalog import make_finding, message
 from miner_guard.record.store import RunReader
-from miner_guard.uploads import inputs as gate_inputs
+from miner_guard.uploads import gate
 from miner_guard.validators.facts import Published
 from miner_guard.watch.base import Exit
 from tests.support.uploads_harness import Bench
@@ -40,7 +40,7 @@ def test_a_push_that_arrived_is_verified_by_a_probe_and_stored(bench: Bench) -> 
         "the size of the gradients, as in the line"
     )
     assert row["verified"] is not None
-    assert gate_inputs.read(bench.state.gate_inputs).published.age_s == 2.0
+    assert gate.read(bench.state.gate_inputs).published.age_s == 2.0
 
 
 def test_a_push_that_did_not_arrive_is_checked_twice_and_refuted(bench: Bench) -> None:

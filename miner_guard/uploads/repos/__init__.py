@@ -47,7 +47,7 @@ def look_at(settings: RepoSettings, layout: Layout = USUAL) -> Published:
     if settings.kind == "none":
         return Published(reason=NO_REPO)
     request = {"repo": dataclasses.asdict(settings), "layout": dataclasses.asdict(layout)}
-    answer = probe.ask("miner_guard.uploads.repos.state_probe", request, settings.timeout_s)
+    answer = probe.ask("miner_guard.uploads.repos.child", request, settings.timeout_s)
     if answer.reason is not None or answer.value is None:
         reason = answer.reason or "the probe returned no answer"
         return Published(reason=reason, seen_at=time.time())

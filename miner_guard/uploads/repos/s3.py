@@ -10,16 +10,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from miner_guard.config import RepoSettings
-from miner_guard.uploads.repos import s3_client, s3_errors
+from miner_guard.config import RepoSettings, optional_deps
 from miner_guard.uploads.repos.base import (
     BLOCK_BYTES,
     DOCUMENT_LIMIT,
+    Missing,
     ObjectInfo,
     RepoError,
+    RepoRefused,
+    RepoUnreadable,
+    first_line,
     published_state,
     server_time,
 )
+from miner_guard.uploads.repos.credentials import find, first
 from miner_guard.validators.facts import Published
 from miner_guard.validators.layout import USUAL, Layout
 
@@ -93,13 +97,13 @@ class S3Repo:
         except RepoError:
             raise
         except Exception as error:
-            raise s3_errors.translated(error, self._bucket) from error
+            raise _translated(error, self._bucket) from error
 
 
 def open_s3(settings: RepoSettings, env: Mapping[str, str] | None = None) -> S3Repo:
     """The bucket named in the settings. Raises RepoError if a setting, a key or boto3 is
     missing."""
-    return S3Repo(s3_client.connect(settings, env), str(settings.bucket))
+    return S3Repo(connect(settings, env), str(settings.bucket))
 
 
 def _entry(key: str, answer: Mapping[str, Any]) -> ObjectInfo:
@@ -117,3 +121,151 @@ def etag_of(answer: Mapping[str, Any]) -> str | None:
     """The ETag without quotes; None if the response has no ETag."""
     tag = answer.get("ETag")
     return tag.strip('"') if isinstance(tag, str) else None
+
+
+_CONNECT_S = 5.0
+
+
+def connect(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Any:
+    """boto3's client for the bucket in the settings; it connects on its first request and never
+    retries on its own. Raises RepoError for missing settings or keys."""
+    try:
+        import boto3
+        from botocore.config import Config
+    except ImportError as error:
+        raise RepoError(f"S3 needs boto3: {optional_deps.install('s3')} ({error})") from error
+    if not settings.bucket:
+        raise RepoError("repo.bucket is not set; set it to the bucket that the miner publishes to")
+    keys = find(settings, env)
+    account = first(keys, "R2_ACCOUNT_ID")
+    endpoint = settings.endpoint or (
+        f"https://{account}.r2.cloudflarestorage.com" if account else None
+    )
+    access = first(keys, "R2_WRITE_ACCESS_KEY_ID", "R2_READ_ACCESS_KEY_ID", "AWS_ACCESS_KEY_ID")
+    secret = first(
+        keys, "R2_WRITE_SECRET_ACCESS_KEY", "R2_READ_SECRET_ACCESS_KEY", "AWS_SECRET_ACCESS_KEY"
+    )
+    if access is None or secret is None:
+        where = (
+            "the environment"
+            if settings.credentials == "env"
+            else (settings.credentials_file or ".env")
+        )
+        raise RepoError(
+            f"no keys for bucket {settings.bucket}: {where} has no R2_WRITE_ACCESS_KEY_ID and "
+            "R2_WRITE_SECRET_ACCESS_KEY (or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"
+        )
+    return boto3.client(
+        "s3",
+        endpoint_url=endpoint,
+        region_name=settings.region,
+        aws_access_key_id=access,
+        aws_secret_access_key=secret,
+        config=Config(
+            signature_version="s3v4",
+            connect_timeout=_CONNECT_S,
+            read_timeout=max(1.0, settings.timeout_s / 2),
+            retries={"total_max_attempts": 1, "mode": "standard"},
+            # Newer boto3 adds trailers by default, which some S3 servers reject; md5 checks our
+            # parts.
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+            # The md5 already verifies what arrived; a sha256 of the body would cost another second
+            # of CPU per GiB.
+            s3={"addressing_style": "path", "payload_signing_enabled": False},
+            tcp_keepalive=True,
+        ),
+    )
+
+
+_MISSING = {"404", "NoSuchKey", "NotFound", "NoSuchUpload"}
+_REFUSED = {
+    "403",
+    "AccessDenied",
+    "Unauthorized",
+    "401",
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "Forbidden",
+}
+_UNREADABLE = {"400", "InvalidRequest", "BadRequest", "InvalidObjectState"}
+_FULL = {"QuotaExceeded", "InsufficientCapacity", "InsufficientStorage", "StorageQuotaExceeded"}
+_SKEWED = {"RequestTimeTooSkewed", "RequestExpired", "RequestInTheFuture"}
+_TRANSIENT = {
+    "SlowDown",
+    "503",
+    "500",
+    "502",
+    "504",
+    "429",
+    "ServiceUnavailable",
+    "InternalError",
+    "RequestTimeout",
+    "Throttling",
+    "ThrottlingException",
+    "TooManyRequests",
+    "BandwidthLimitExceeded",
+    "RequestTimeoutException",
+}
+_NETWORK = (
+    "ConnectionError",
+    "HTTPClientError",
+    "ConnectTimeoutError",
+    "ReadTimeoutError",
+    "EndpointConnectionError",
+    "ConnectionClosedError",
+    "IncompleteReadError",
+    "ResponseStreamingError",
+    "ProxyConnectionError",
+    "ProtocolError",
+)
+
+
+def _translated(error: Exception, bucket: str) -> RepoError:
+    """What happened and what to do, from boto3's exception."""
+    response: Any = getattr(error, "response", None)
+    if isinstance(response, dict) and "Error" in response:
+        return _of_answer(response, bucket)
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if kinds & set(_NETWORK) or isinstance(error, (OSError, TimeoutError)):
+        return RepoError(f"no response from the storage for bucket {bucket}: {first_line(error)}")
+    return RepoError(f"bucket {bucket}: {type(error).__name__}: {first_line(error)}")
+
+
+def _of_answer(response: dict[str, Any], bucket: str) -> RepoError:
+    code = str(response["Error"].get("Code", "unknown"))
+    status = str(response.get("ResponseMetadata", {}).get("HTTPStatusCode", ""))
+    message = response["Error"].get("Message") or code
+    if code == "NoSuchBucket":
+        return RepoRefused(
+            f"bucket {bucket} does not exist; create it, or correct repo.bucket and repo.endpoint"
+        )
+    if code in _MISSING:
+        return Missing(f"bucket {bucket} has no such object ({code})")
+    if code in _SKEWED:
+        return RepoError(
+            f"the storage rejected the request because this host's clock is wrong ({message}); "
+            "sync the clock: timedatectl set-ntp true"
+        )
+    if code in _UNREADABLE:
+        return RepoUnreadable(
+            f"no reader can get this object from bucket {bucket} ({code}: {message}); "
+            "upload it unencrypted"
+        )
+    if code in _FULL:
+        return RepoError(
+            f"the storage for bucket {bucket} is full or over its quota ({code}); free space "
+            "or raise the quota"
+        )
+    if code in _REFUSED or status in ("401", "403"):
+        return RepoRefused(
+            f"the storage rejected the keys for bucket {bucket} ({code}); check the keys "
+            "and their permissions"
+        )
+    if code == "BadDigest":
+        return RepoError(f"bucket {bucket} received different data than was sent ({code})")
+    if code in _TRANSIENT or status in ("429", "500", "502", "503", "504"):
+        return RepoError(f"storage for bucket {bucket} is busy ({status} {code})")
+    if code in ("NotImplemented", "MethodNotAllowed") or status in ("405", "501"):
+        return RepoError(f"the storage for bucket {bucket} does not support this request ({code})")
+    return RepoError(f"bucket {bucket}: {code}: {message}")

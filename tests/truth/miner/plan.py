@@ -161,7 +161,7 @@ def _inputs(now: Round) -> None:
     path = read().gate_inputs
     if path is None:
         return
-    from miner_guard.uploads import inputs
+    from miner_guard.uploads import gate
     from miner_guard.validators.facts import Network, Published, fingerprint
     from miner_guard.validators.profiles import load_profile
 
@@ -179,13 +179,12 @@ def _inputs(now: Round) -> None:
         reason=None,
         seen_at=seen,
     )
-    known = inputs.GateInputs(
+    known = gate.GateInputs(
         published=Published(age_s=600.0, reason=None, seen_at=seen),
         network=replace(network, **given),
         bucket=bucket,
         credentials=own,
         limits=load_profile("sn38").limits,
-        written=time.time(),
         written_monotonic=seen,
     )
-    inputs.write(Path(path), known)
+    gate.write(Path(path), known)

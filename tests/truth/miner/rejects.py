@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miner_guard.uploads.commitments import placeholder
+from miner_guard.uploads.chain import placeholder
 from miner_guard.validators.facts import fingerprint
 from miner_guard.validators.profiles import load_profile
 from tests.truth import states

@@ -18,8 +18,7 @@ from miner_guard.rank.environment import find
 from miner_guard.rank.guard import Guard
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
-from miner_guard.uploads.decision import GateDecision
-from miner_guard.validators.facts import Verdict
+from miner_guard.validators.facts import Decision, Verdict
 from tests.unit.rank.helpers import Clock, entries, messages, place, reader_of
 
 
@@ -76,7 +75,7 @@ def test_a_loss_that_must_not_be_read_here_is_unknown_and_not_nan(
     for loss in (on_gpu, "n/a"):
         decision = guard.may_upload(outer_step=1, inner_step=50, loss=loss, base_outer_step=on_gpu)
         assert decision, decision.reason
-        assert "base_outer_step" not in decision.record["candidate"]
+        assert "base_outer_step" not in decision.inputs["candidate"]
     guard.step(loss=2.5)
     assert "loss 2.5 is finite" in guard.may_upload(outer_step=1, inner_step=50, loss="n/a").reason
     assert any("pass a float" in what for what in messages(state))
@@ -231,9 +230,7 @@ def test_a_guard_created_before_the_process_group_reports_its_wrong_rank(
 
 def test_a_decision_travels_whatever_its_words_are() -> None:
     words = "\N{ROCKET}" * 5000
-    decision = GateDecision(
-        False, words, 1, 2, words, (Verdict("loss", "block", None, None, words),)
-    )
+    decision = Decision(False, words, 1, 2, words, (Verdict("loss", "block", None, None, words),))
     assert len(questions.pack(decision)) <= agree.PAYLOAD_BYTES
 
 

@@ -1,8 +1,9 @@
-"""Child process that fetches the files that a validator fetches:
-`python -m miner_guard.uploads.audit_probe`, see `miner_guard.uploads.audit`."""
+"""Child process that reads a repo, `python -m miner_guard.uploads.repos.child`: its state, or the
+files that a validator fetches, for an audit."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -125,10 +126,16 @@ def _newest(repo: Repo, key: str) -> ObjectInfo | None:
 
 
 def answer(request: dict[str, Any], env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The result of `fetch`; `damaged` if no validator can read a document, `refused` if these keys
-    cannot open the bucket. Raises RepoError if a retry may succeed."""
+    """The fields of `Published`; for a request with a `folder`, the result of `fetch`, or `damaged`
+    if no validator can read a document, `refused` if these keys cannot open the bucket.
+
+    Raises RepoError if a retry may succeed.
+    """
+    settings = RepoSettings(**request["repo"])
+    if "folder" not in request:
+        return dataclasses.asdict(open_repo(settings, env).state(Layout(**request["layout"])))
     try:
-        return fetch(open_repo(RepoSettings(**request["repo"]), env), request)
+        return fetch(open_repo(settings, env), request)
     except Damaged as damage:
         return {"damaged": str(damage)}
     except RepoRefused as refusal:
