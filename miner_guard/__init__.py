@@ -138,7 +138,7 @@ class InertGuard:
     def journal(self, document: Any, /) -> bool:
         return False
 
-    def emit(self, finding: Any, /) -> None:
+    def emit(self, event: Any, /) -> None:
         return None
 
     def close(self, finished: bool = False) -> None:

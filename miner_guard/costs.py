@@ -19,9 +19,8 @@ from typing import IO, Any, TypeVar
 
 from miner_guard import state_dir
 from miner_guard.config import CostSettings
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.write_errors import WriteOutage
-from miner_guard.record.events import event
+from miner_guard.record.events import Event, event
 from miner_guard.system.clock import Clock, SystemClock, iso_utc
 
 PRESETS: Mapping[str, Mapping[str, float | bool]] = {
@@ -397,9 +396,9 @@ _LEVELS = {"ok": 0, "warning": 1, "critical": 2}
 T = TypeVar("T")
 
 
-def say_on_stderr(finding: Finding) -> None:
+def say_on_stderr(event: Event) -> None:
     """Print a warning on stderr: the default `report` of a tracker outside a guard."""
-    sys.stderr.write(f"{finding.level.upper()} | {finding.text}\n")
+    sys.stderr.write(f"{event.level.upper()} | {event.text}\n")
 
 
 class MonitoringCostTracker:
@@ -415,7 +414,7 @@ class MonitoringCostTracker:
         *,
         budget: Budget | None = None,
         clock: Clock | None = None,
-        report: Callable[[Finding], None] = say_on_stderr,
+        report: Callable[[Event], None] = say_on_stderr,
         on_record: Callable[[str, float, bool], None] | None = None,
         ledger: Path | None = None,
     ) -> None:
@@ -475,19 +474,19 @@ class MonitoringCostTracker:
             if changed:
                 self._warned_open = False
             seconds, limit = self._clock.monotonic() - since, self.budget.operation_warn_s
-            findings = self._judged()
+            events = self._judged()
             if seconds > limit and not self._warned_open:
                 self._warned_open = True
                 words = f"MONITORING SLOW: in {operation} for {seconds:.0f}s (limit {limit:.0f}s)"
-                findings.append(_slow(words, operation, seconds, limit))
-        for finding in findings:
-            self._report(finding)
+                events.append(_slow(words, operation, seconds, limit))
+        for each in events:
+            self._report(each)
 
     def record(
         self, operation: str, seconds: float, *, blocking: bool = True, calls: int = 1
     ) -> None:
         """Add `calls` calls that were timed elsewhere and took `seconds` in total."""
-        findings: list[Finding] = []
+        events: list[Event] = []
         with self._mutex:
             account = self._account(operation)
             account.add(max(0.0, seconds), blocking=blocking, calls=max(1, calls))
@@ -497,10 +496,10 @@ class MonitoringCostTracker:
                 words = (
                     f"MONITORING SLOW: {operation} took {account.last_s:.1f}s (limit {limit:.0f}s)"
                 )
-                findings.append(_slow(words, operation, account.last_s, limit))
-            findings += self._judged()
-        for finding in findings:
-            self._report(finding)
+                events.append(_slow(words, operation, account.last_s, limit))
+            events += self._judged()
+        for each in events:
+            self._report(each)
         if self._on_record is not None:
             self._on_record(operation, seconds, blocking)
         self._write_now_and_then()
@@ -510,8 +509,8 @@ class MonitoringCostTracker:
             operation = "other"
         return self._operations.setdefault(operation, Operation())
 
-    def _judged(self) -> list[Finding]:
-        """Update the budget's status; return a finding if it has become worse."""
+    def _judged(self) -> list[Event]:
+        """Update the budget's status; return an event if it has become worse."""
         share = self.share_pct()
         level = self._status(share)
         worse = _LEVELS[level] > _LEVELS[self._level]
@@ -602,7 +601,7 @@ class MonitoringCostTracker:
         over budget. The answer depends on this process's clock: for an operation with a collective,
         ask on one rank and broadcast. Raises ValueError without an interval.
         """
-        throttled: Finding | None = None
+        throttled: Event | None = None
         with self._mutex:
             account = self._account(operation)
             now = self._clock.monotonic()
@@ -641,7 +640,7 @@ class MonitoringCostTracker:
         elif step > self._steps[0]:
             self._step_time_s = (training - self._steps[1]) / (step - self._steps[0])
 
-    def _allowed(self, operation: str, account: Operation) -> tuple[bool, Finding | None]:
+    def _allowed(self, operation: str, account: Operation) -> tuple[bool, Event | None]:
         assert account.asked_s is not None
         planned = self._planned_pct()
         cap = fair_cap(planned.values(), self.budget.budget_pct)
@@ -755,11 +754,11 @@ class MonitoringCostTracker:
         try:
             state_dir.write_json(self._file, self.get_report())
         except OSError as error:
-            finding = self._outage.failed(error, lost=0)
+            event = self._outage.failed(error, lost=0)
         else:
-            finding = self._outage.succeeded()
-        if finding is not None:
-            self._report(finding)
+            event = self._outage.succeeded()
+        if event is not None:
+            self._report(event)
 
     def _write_now_and_then(self) -> None:
         now = self._clock.monotonic()
@@ -768,7 +767,7 @@ class MonitoringCostTracker:
             self.write()
 
 
-def _slow(words: str, operation: str, seconds: float, limit_s: float) -> Finding:
+def _slow(words: str, operation: str, seconds: float, limit_s: float) -> Event:
     return event(
         "monitoring_operation_slow",
         "warning",
@@ -830,11 +829,11 @@ def _of_this_rank(ledger: Path | None) -> MonitoringCostTracker | None:
     if guard is None:
         return None
 
-    def report(finding: Finding) -> None:
+    def report(event: Event) -> None:
         # The supervisor judges the budget from the recorded costs: reporting it here too would
-        # duplicate the finding.
-        if finding.event in ("monitoring_throttled", "monitoring_relaxed"):
-            guard.emit(finding)
+        # duplicate the event.
+        if event.name in ("monitoring_throttled", "monitoring_relaxed"):
+            guard.emit(event)
 
     def on_record(operation: str, seconds: float, blocking: bool) -> None:
         guard.add_cost(operation, seconds, blocking=blocking)

@@ -14,10 +14,10 @@ from typing import Any
 
 import miner_guard
 from miner_guard.attach import ATTACHED
-from miner_guard.eventlog.catalog import Finding, message
+from miner_guard.eventlog.catalog import message
 from miner_guard.rank.guard import Guard
 from miner_guard.rank.recorder import describe
-from miner_guard.record.events import degraded
+from miner_guard.record.events import Event, degraded
 
 NO_PHASE: AbstractContextManager[Any] = contextlib.nullcontext()
 
@@ -28,7 +28,7 @@ class Adapter:
     def __init__(self, way: str) -> None:
         self.way = way
         self.guard: Guard | None = None
-        self._pending: list[Finding] = []
+        self._pending: list[Event] = []
 
     def begin(self, *, agree: bool) -> None:
         """Create this process's guard. With `agree`, also set up the agreement that the gate needs,
@@ -38,24 +38,24 @@ class Adapter:
         # From here on, child processes (upload workers, dataloaders) are not ranks.
         os.environ[ATTACHED] = str(os.getpid())
         self.guard = miner_guard.init(agree=agree)
-        for finding in self._pending:
-            self.guard.emit(finding)
+        for event in self._pending:
+            self.guard.emit(event)
         self._pending.clear()
 
-    def emit(self, finding: Finding) -> None:
-        """Log a finding, or keep it until the guard exists."""
+    def emit(self, event: Event) -> None:
+        """Log an event, or keep it until the guard exists."""
         if self.guard is not None:
-            self.guard.emit(finding)
+            self.guard.emit(event)
             return
         if not self._pending:
             atexit.register(self._say_at_last)
-        self._pending.append(finding)
+        self._pending.append(event)
 
     def _say_at_last(self) -> None:
-        """Print the pending findings, because the process is exiting before it has a guard."""
-        for finding in self._pending:
+        """Print the pending events, because the process is exiting before it has a guard."""
+        for event in self._pending:
             with contextlib.suppress(OSError):
-                os.write(2, f"{message(finding)}\n".encode("utf-8", "replace"))
+                os.write(2, f"{message(event)}\n".encode("utf-8", "replace"))
 
     def degraded(self, what: str) -> None:
         """Report that a part of the program can't be hooked and so runs unchanged."""

@@ -33,7 +33,7 @@ def expected(
     """Return the first of these that is known: the setting, this host's count from the last run,
     the profile's minimum, the GPUs present.
 
-    A count of 0 from the last run is ignored, so adding a GPU raises no finding.
+    A count of 0 from the last run is ignored, so adding a GPU raises no event.
     """
     if setting is not None:
         return Expectation(setting, "[gpu] expect")

@@ -1,4 +1,4 @@
-"""Turns successive samples of the GPUs into findings about faults while the miner is running. Pure;
+"""Turns successive samples of the GPUs into events about faults while the miner is running. Pure;
 streaming."""
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from typing import Any
 
 from miner_guard.checks.check import Check
 from miner_guard.checks.gpu import BAD_THROTTLE, links_down, of_row
-from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.record.events import event
+from miner_guard.eventlog.catalog import make_finding
+from miner_guard.record.events import Event, event
 from miner_guard.system.once import Once
 
 Row = Mapping[str, Any]
@@ -52,8 +52,8 @@ class Faults:
         self._silent_since: float | None = None
         self._silence = Once()
 
-    def observe(self, rows: list[Row], now: float) -> Iterator[Finding]:
-        """Yield the findings from one sample's rows; `now` is monotonic."""
+    def observe(self, rows: list[Row], now: float) -> Iterator[Event]:
+        """Yield the events from one sample's rows; `now` is monotonic."""
         down = {c.gpu: c for c in links_down(rows)}
         for row in rows:
             gpu = str(row["index"])
@@ -64,7 +64,7 @@ class Faults:
             for name in sorted(_WATCHED):
                 yield from self._one(gpu, row, name, checks.get(name))
 
-    def driver(self, reason: str | None, had_gpus: bool, now: float) -> Iterator[Finding]:
+    def driver(self, reason: str | None, had_gpus: bool, now: float) -> Iterator[Event]:
         """Judge NVML as a whole. `reason` explains why there is no sample; None if there is one.
         Reports only on hosts that had GPUs, and only as a warning, because GPUs in an unknown state
         may be fine."""
@@ -94,7 +94,7 @@ class Faults:
                 check="driver.nvml",
             )
 
-    def _one(self, gpu: str, row: Row, name: str, check: Check | None) -> Iterator[Finding]:
+    def _one(self, gpu: str, row: Row, name: str, check: Check | None) -> Iterator[Event]:
         key = (gpu, name)
         if check is None or (check.level == "unknown" and row["state"] != "ok"):
             # An unreadable check keeps its last state.
@@ -117,7 +117,7 @@ class Faults:
                 what=f"{name.partition('.')[2]} is back to normal",
             )
 
-    def _throttle(self, gpu: str, row: Row, now: float) -> Iterator[Finding]:
+    def _throttle(self, gpu: str, row: Row, now: float) -> Iterator[Event]:
         times = self._throttled.setdefault(gpu, deque(maxlen=THROTTLED_SAMPLES))
         bits = row.get("throttle_bits")
         if bits is None:
@@ -147,7 +147,7 @@ class Faults:
             )
 
 
-def of_events(rows: Iterable[Row]) -> Iterator[Finding]:
+def of_events(rows: Iterable[Row]) -> Iterator[Event]:
     """Yield the Xid events of one sample. Each event appears in one sample only, so every sample
     must pass through here."""
     for row in rows:
@@ -156,7 +156,7 @@ def of_events(rows: Iterable[Row]) -> Iterator[Finding]:
                 yield _fault(row, check)
 
 
-def _fault(row: Row, check: Check) -> Finding:
+def _fault(row: Row, check: Check) -> Event:
     what = check.seen.removeprefix(f"GPU {row['index']}").lstrip(": ")
     return make_finding(
         "gpu_fault",

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from miner_guard.config import HealthSettings
-from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.record.events import event
+from miner_guard.eventlog.catalog import make_finding
+from miner_guard.record.events import Event, event
 from miner_guard.system.once import Once
 
 _GIB = 1024**3
@@ -25,14 +25,14 @@ class HostLimits:
         self._crossed = Once()
         self._kills: int | None = None
 
-    def observe(self, host: Mapping[str, Any]) -> Iterator[Finding]:
-        """The findings for a new sample."""
+    def observe(self, host: Mapping[str, Any]) -> Iterator[Event]:
+        """The events for a new sample."""
         yield from self._disk(host)
         yield from self._shm(host)
         yield from self._memory(host)
         yield from self._oom_kills(host["oom_kills"])
 
-    def _disk(self, host: Mapping[str, Any]) -> Iterator[Finding]:
+    def _disk(self, host: Mapping[str, Any]) -> Iterator[Event]:
         minimum = self._settings.disk_min_free_gb
         for name, free in (host["disk_free_by_folder_bytes"] or {}).items():
             seen = free / _GIB
@@ -48,7 +48,7 @@ class HostLimits:
                     next_step="free up disk space: checkpoints and logs stop when the disk is full",
                 )
 
-    def _shm(self, host: Mapping[str, Any]) -> Iterator[Finding]:
+    def _shm(self, host: Mapping[str, Any]) -> Iterator[Event]:
         total, minimum = host["shm_total_bytes"], self._settings.shm_min_gb
         if total is not None and self._begins(
             "shm", total < minimum * _GIB, total >= minimum * _GIB
@@ -64,7 +64,7 @@ class HostLimits:
                 next_step="start the container with --shm-size=16g: NCCL and dataloaders need it",
             )
 
-    def _memory(self, host: Mapping[str, Any]) -> Iterator[Finding]:
+    def _memory(self, host: Mapping[str, Any]) -> Iterator[Event]:
         used, limit = host["memory_used_bytes"], host["memory_limit_bytes"]
         if used is None or not limit:
             return
@@ -81,7 +81,7 @@ class HostLimits:
                 ),
             )
 
-    def _oom_kills(self, kills: int | None) -> Iterator[Finding]:
+    def _oom_kills(self, kills: int | None) -> Iterator[Event]:
         before, self._kills = self._kills, kills if kills is not None else self._kills
         if kills is not None and before is not None and kills > before:
             yield make_finding(

@@ -1,8 +1,8 @@
-"""Derives findings from all ranks' reports together. Pure; standard library only, because a rank
+"""Derives events from all ranks' reports together. Pure; standard library only, because a rank
 without a supervisor uses it too.
 
 A report is a mapping as returned by `miner_guard.rank.diagnose`; the report of a
-silent rank has only `rank` and `error`. Findings follow source 004: its block, its red flags, then
+silent rank has only `rank` and `error`. Events follow source 004: its block, its red flags, then
 problems that no single rank can detect.
 """
 
@@ -14,8 +14,8 @@ from statistics import median
 from typing import Any
 
 from miner_guard.checks.check import Expectation, expected
-from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.record.events import event
+from miner_guard.eventlog.catalog import make_finding
+from miner_guard.record.events import Event, event
 
 Report = Mapping[str, Any]
 
@@ -34,14 +34,14 @@ OTHERS_BYTES = 3 * 1024**3
 takes 0.5 to 2 GiB per rank."""
 
 
-def findings(
+def events(
     reports: Sequence[Report], expect: int | None, low_memory_bytes: float = LOW_MEMORY_BYTES
-) -> list[Finding]:
-    """Return all findings of a gathered diagnosis, the `GPU DIAGNOSTICS` block first. `expect` is
+) -> list[Event]:
+    """Return all events of a gathered diagnosis, the `GPU DIAGNOSTICS` block first. `expect` is
     None if no source provides a count."""
     answered = [r for r in reports if not r.get("error")]
     expectation = expectation_of(answered, expect)
-    findings = [
+    events = [
         make_finding(
             "gpu_diagnostics",
             ranks=[dict(r) for r in reports],
@@ -50,9 +50,9 @@ def findings(
         )
     ]
     if expectation.expects_gpus:
-        findings += _red_flags(answered, low_memory_bytes)
-    findings += (f for check in _CHECKS for f in check(reports if check is _silent else answered))
-    return findings
+        events += _red_flags(answered, low_memory_bytes)
+    events += (f for check in _CHECKS for f in check(reports if check is _silent else answered))
+    return events
 
 
 def expectation_of(answered: Sequence[Report], expect: int | None) -> Expectation:
@@ -64,7 +64,7 @@ def expectation_of(answered: Sequence[Report], expect: int | None) -> Expectatio
     return expected(expect, None, None, present)
 
 
-def _red_flags(answered: Sequence[Report], low_memory_bytes: float) -> Iterator[Finding]:
+def _red_flags(answered: Sequence[Report], low_memory_bytes: float) -> Iterator[Event]:
     if blind := [r for r in answered if r.get("cuda_available") is False]:
         yield event(
             "cuda_unavailable",
@@ -105,10 +105,10 @@ def _on_cpu(r: Report) -> bool:
     return str(r.get("model_device")) == "cpu" and not legitimate
 
 
-def _silent(reports: Sequence[Report]) -> Iterator[Finding]:
+def _silent(reports: Sequence[Report]) -> Iterator[Event]:
     for r in reports:
         if r.get("error"):
-            yield _rank_finding(
+            yield _rank_event(
                 "silent_rank",
                 "error",
                 seen=f"rank {r['rank']}: {r['error']}",
@@ -118,7 +118,7 @@ def _silent(reports: Sequence[Report]) -> Iterator[Finding]:
             )
 
 
-def _mixed_devices(answered: Sequence[Report]) -> Iterator[Finding]:
+def _mixed_devices(answered: Sequence[Report]) -> Iterator[Event]:
     kinds = {
         r["rank"]: str(r["model_device"]).partition(":")[0]
         for r in answered
@@ -129,7 +129,7 @@ def _mixed_devices(answered: Sequence[Report]) -> Iterator[Finding]:
             f"{kind}: ranks {_list(k for k, v in kinds.items() if v == kind)}"
             for kind in sorted(set(kinds.values()))
         )
-        yield _rank_finding(
+        yield _rank_event(
             "mixed_devices",
             "critical",
             seen=f"the ranks' models are on different device types ({seen})",
@@ -138,11 +138,11 @@ def _mixed_devices(answered: Sequence[Report]) -> Iterator[Finding]:
         )
 
 
-def _stray_shards(answered: Sequence[Report]) -> Iterator[Finding]:
+def _stray_shards(answered: Sequence[Report]) -> Iterator[Event]:
     for r in answered:
         shards = r.get("shards") or {}
         if r.get("meta_params"):
-            yield _rank_finding(
+            yield _rank_event(
                 "meta_parameters",
                 "critical",
                 seen=f"rank {r['rank']}: {r['meta_params']:,} parameters are on the meta device",
@@ -158,7 +158,7 @@ def _stray_shards(answered: Sequence[Report]) -> Iterator[Finding]:
         if on_cpu[0] and (on_gpu or gpu_mesh) and not r.get("offload"):
             # Without a mesh, the program itself moves data between the two, for an embedding or a
             # teacher for example.
-            yield _rank_finding(
+            yield _rank_event(
                 "shard_on_cpu",
                 "critical" if gpu_mesh else "warning",
                 seen=(
@@ -171,7 +171,7 @@ def _stray_shards(answered: Sequence[Report]) -> Iterator[Finding]:
                 rank=r["rank"],
             )
         if len(on_gpu) > 1:
-            yield _rank_finding(
+            yield _rank_event(
                 "shard_on_two_gpus",
                 "warning",
                 seen=f"rank {r['rank']} has parameters on {', '.join(on_gpu)}",
@@ -193,7 +193,7 @@ def _gpu_of(r: Report) -> tuple[Hashable, str] | None:
     return (_machine(r), str(r["uuid"])) if r.get("uuid") else None
 
 
-def _shared_gpus(answered: Sequence[Report]) -> Iterator[Finding]:
+def _shared_gpus(answered: Sequence[Report]) -> Iterator[Event]:
     def gpu(r: Report) -> Hashable | None:
         if (named := _gpu_of(r)) is not None:
             return named
@@ -206,7 +206,7 @@ def _shared_gpus(answered: Sequence[Report]) -> Iterator[Finding]:
 
     for key, ranks in _grouped(answered, gpu).items():
         if len(ranks) > 1:
-            yield _rank_finding(
+            yield _rank_event(
                 "shared_gpu",
                 "critical",
                 seen=f"ranks {_list(ranks)} share one GPU ({key[1]})",
@@ -215,7 +215,7 @@ def _shared_gpus(answered: Sequence[Report]) -> Iterator[Finding]:
             )
 
 
-def _gpu_counts(answered: Sequence[Report]) -> Iterator[Finding]:
+def _gpu_counts(answered: Sequence[Report]) -> Iterator[Event]:
     for machine, ranks in _grouped(answered, _machine).items():
         here = [r for r in answered if _machine(r) == machine]
         host = machine[0]
@@ -225,7 +225,7 @@ def _gpu_counts(answered: Sequence[Report]) -> Iterator[Finding]:
             continue
         count = counts.pop()
         if count and count < len(ranks):
-            yield _rank_finding(
+            yield _rank_event(
                 "fewer_gpus_than_ranks",
                 "critical",
                 seen=f"{count} GPUs for {len(ranks)} ranks on {host}",
@@ -237,7 +237,7 @@ def _gpu_counts(answered: Sequence[Report]) -> Iterator[Finding]:
             and count > len(ranks)
             and any(str(r.get("model_device")).startswith("cuda") for r in here)
         ):
-            yield _rank_finding(
+            yield _rank_event(
                 "more_gpus_than_ranks",
                 "warning",
                 seen=f"{count} GPUs for {len(ranks)} ranks on {host}: {count - len(ranks)} idle",
@@ -246,7 +246,7 @@ def _gpu_counts(answered: Sequence[Report]) -> Iterator[Finding]:
             )
 
 
-def _differences(answered: Sequence[Report]) -> Iterator[Finding]:
+def _differences(answered: Sequence[Report]) -> Iterator[Event]:
     # A report lists dtypes by frequency; two that are about equally common may swap places between
     # shards.
     answered = [
@@ -267,7 +267,7 @@ def _differences(answered: Sequence[Report]) -> Iterator[Finding]:
         groups = _grouped(answered, lambda r, key=key: r.get(key))  # type: ignore[misc]
         if len(groups) > 1:
             seen = "; ".join(f"{value}: ranks {_list(ranks)}" for value, ranks in groups.items())
-            yield _rank_finding(
+            yield _rank_event(
                 f"different_{key}",
                 level,
                 seen=f"{what} differ: {seen}",
@@ -276,7 +276,7 @@ def _differences(answered: Sequence[Report]) -> Iterator[Finding]:
             )
 
 
-def _shard_sizes(answered: Sequence[Report]) -> Iterator[Finding]:
+def _shard_sizes(answered: Sequence[Report]) -> Iterator[Event]:
     sizes = {r["rank"]: r["shard_bytes"] for r in answered if r.get("shard_bytes") is not None}
     # Under a mesh the parameter count covers the whole model: ranks with a different count hold a
     # different pipeline stage.
@@ -286,12 +286,12 @@ def _shard_sizes(answered: Sequence[Report]) -> Iterator[Finding]:
         yield from _sizes_apart({rank: sizes[rank] for rank in ranks if rank in sizes})
 
 
-def _sizes_apart(sizes: Mapping[int, int]) -> Iterator[Finding]:
+def _sizes_apart(sizes: Mapping[int, int]) -> Iterator[Event]:
     middle = median(sizes.values()) if sizes else 0
     for rank, size in sizes.items():
         apart = abs(size - middle) > SHARD_FLOOR_BYTES
         if apart and (size > SHARD_RATIO * middle or size * SHARD_RATIO < middle):
-            yield _rank_finding(
+            yield _rank_event(
                 "shard_sizes",
                 "warning",
                 seen=(
@@ -304,7 +304,7 @@ def _sizes_apart(sizes: Mapping[int, int]) -> Iterator[Finding]:
             )
 
 
-def _memory_of_others(answered: Sequence[Report]) -> Iterator[Finding]:
+def _memory_of_others(answered: Sequence[Report]) -> Iterator[Event]:
     reserved: Counter[tuple[Any, Any]] = Counter()
     used: dict[tuple[Any, Any], int] = {}
     for r in answered:
@@ -314,7 +314,7 @@ def _memory_of_others(answered: Sequence[Report]) -> Iterator[Finding]:
             used[key] = max(used.get(key, 0), int(r["device_used_bytes"]))
     for key, total in used.items():
         if (others := total - reserved[key]) > OTHERS_BYTES:
-            yield _rank_finding(
+            yield _rank_event(
                 "memory_of_others",
                 "warning",
                 seen=f"processes other than its ranks hold {others / 1024**3:.1f} GB of {key[1]}",
@@ -323,7 +323,7 @@ def _memory_of_others(answered: Sequence[Report]) -> Iterator[Finding]:
             )
 
 
-def _local_ranks(answered: Sequence[Report]) -> Iterator[Finding]:
+def _local_ranks(answered: Sequence[Report]) -> Iterator[Event]:
     for r in answered:
         device = str(r.get("model_device"))
         index = device.partition(":")[2]
@@ -335,7 +335,7 @@ def _local_ranks(answered: Sequence[Report]) -> Iterator[Finding]:
             and (r.get("gpu_count") or 0) > 1
             and int(index) != r["local_rank"]
         ):
-            yield _rank_finding(
+            yield _rank_event(
                 "local_rank",
                 "warning",
                 seen=(
@@ -348,10 +348,10 @@ def _local_ranks(answered: Sequence[Report]) -> Iterator[Finding]:
             )
 
 
-def _unread(answered: Sequence[Report]) -> Iterator[Finding]:
+def _unread(answered: Sequence[Report]) -> Iterator[Event]:
     for r in answered:
         for what, reason in (r.get("unread") or {}).items():
-            yield _rank_finding(
+            yield _rank_event(
                 f"unread_{what}",
                 "warning",
                 seen=f"rank {r['rank']}: {what} could not be read: {reason}",
@@ -361,7 +361,7 @@ def _unread(answered: Sequence[Report]) -> Iterator[Finding]:
             )
 
 
-_CHECKS: tuple[Callable[[Sequence[Report]], Iterator[Finding]], ...] = (
+_CHECKS: tuple[Callable[[Sequence[Report]], Iterator[Event]], ...] = (
     _silent,
     _mixed_devices,
     _stray_shards,
@@ -375,9 +375,9 @@ _CHECKS: tuple[Callable[[Sequence[Report]], Iterator[Finding]], ...] = (
 )
 
 
-def _rank_finding(
+def _rank_event(
     check: str, level: str, *, seen: str, limit: Any, next_step: str, rank: int | None = None
-) -> Finding:
+) -> Event:
     return event(
         "rank_finding",
         level or "warning",

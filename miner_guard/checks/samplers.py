@@ -13,8 +13,7 @@ from typing import Any
 
 import psutil
 
-from miner_guard.eventlog.catalog import Finding
-from miner_guard.record.events import event
+from miner_guard.record.events import Event, event
 from miner_guard.system.clock import Clock
 from miner_guard.system.helpers import HelperCpu
 
@@ -69,7 +68,7 @@ class Samplers:
         """Each sampler's last answer."""
         return dict(self._readings)
 
-    def sample(self) -> list[Finding]:
+    def sample(self) -> list[Event]:
         """Start all samplers and wait for their answers or the deadline; returns new failures and
         recoveries.
 
@@ -82,10 +81,10 @@ class Samplers:
         deadline = self._clock.monotonic() + self._timeout_s
         for attempt in list(self._running.values()):
             attempt.done.wait(max(0.0, deadline - self._clock.monotonic()))
-        findings: list[Finding] = []
+        events: list[Event] = []
         for name in self._reads:
-            findings += self._collect(name)
-        return findings
+            events += self._collect(name)
+        return events
 
     def _start(self, name: str) -> None:
         attempt = self._running[name] = _Attempt(self._clock.monotonic())
@@ -102,7 +101,7 @@ class Samplers:
 
         threading.Thread(target=work, name=f"sampler-{name}", daemon=True).start()
 
-    def _collect(self, name: str) -> list[Finding]:
+    def _collect(self, name: str) -> list[Event]:
         attempt, now = self._running[name], self._clock.monotonic()
         if attempt.done.is_set():
             del self._running[name]

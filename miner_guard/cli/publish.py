@@ -176,7 +176,7 @@ def audit(
     if as_json:
         echo(json.dumps(statedir.finite(report.as_dict()), ensure_ascii=False))
     else:
-        echo(report.finding().text)
+        echo(report.event().text)
         for verdict in report.verdicts:
             echo(f"  {verdict.outcome:<8} {verdict.rule:<15} {verdict.sentence}")
         for words in report.not_checked:

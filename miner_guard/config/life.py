@@ -160,7 +160,7 @@ class CostSettings:
     """Share of training time that monitoring may take."""
 
     critical_pct: Percent = 10.0
-    """Share of training time above which the finding is critical rather than a warning."""
+    """Share of training time above which the event is critical rather than a warning."""
 
     operation_warn_s: Positive = 30.0
     """The guard warns if a single operation takes longer than this."""

@@ -162,7 +162,7 @@ class GpuSettings:
     requires, otherwise as many as are present."""
 
     on_critical: Literal["stop", "warn"] = "stop"
-    """What the guard does about a critical preflight finding: `stop` does not start the miner,
+    """What the guard does about a critical preflight event: `stop` does not start the miner,
     `warn` starts it anyway."""
 
     preflight: bool = True

@@ -1,2 +1,2 @@
-"""The event catalogue, the code that writes findings as console lines and JSON lines, and the code
+"""The event catalogue, the code that writes events as console lines and JSON lines, and the code
 that reads them back."""

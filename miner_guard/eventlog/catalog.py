@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from miner_guard.eventlog import formatters
-from miner_guard.record.events import LEVELS, RESERVED, Event
+from miner_guard.record.events import RESERVED, Event
 from miner_guard.record.words import counted
 
-__all__ = ["CATALOGUE", "LEVELS", "RESERVED", "Finding", "Spec", "make_finding", "message"]
+__all__ = ["CATALOGUE", "Spec", "make_finding", "message"]
 
 Line = Callable[[Mapping[str, Any]], str]
 
@@ -30,9 +30,6 @@ class Spec:
 
     fields: tuple[str, ...]
     """Fields that every event of this name has; their value is None if unknown."""
-
-
-Finding = Event
 
 
 class _Formatter(string.Formatter):
@@ -65,9 +62,9 @@ def make_finding(
     return Event(event, level or spec.level, _text(spec, rank, fields), fields, rank)
 
 
-def message(finding: Event) -> str:
+def message(event: Event) -> str:
     """The text of the console line."""
-    return finding.text
+    return event.text
 
 
 def _text(spec: Spec, rank: int | None, fields: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Turns every finding into one console line and one JSON line, without secrets.
+"""Turns every event into one console line and one JSON line, without secrets.
 
 It is a structlog pipeline: a bound logger that knows the run and the host, context variables
 (`job`), a list of processors, and a logger that receives the result. docs/architecture.md explains
@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import structlog
 
 from miner_guard.config import LogSettings
-from miner_guard.eventlog.catalog import LEVELS, Finding
 from miner_guard.eventlog.rendering import console_line, json_line
+from miner_guard.record.events import LEVELS, Event
 from miner_guard.record.redaction import Redactor
 from miner_guard.record.store import event_row
 from miner_guard.system.clock import Clock, iso_utc
@@ -59,7 +59,7 @@ class _SinkLogger:
 
 
 class Emitter:
-    """Adds time, run and host to findings, redacts them, and passes the records to the sinks."""
+    """Adds time, run and host to events, redacts them, and passes the records to the sinks."""
 
     def __init__(
         self,
@@ -87,27 +87,27 @@ class Emitter:
             wrapper_class=structlog.make_filtering_bound_logger(LEVELS["debug"]),
         ).bind(run_id=run_id, host=socket.gethostname())
 
-    def emit(self, finding: Finding) -> None:
-        """Log one finding."""
-        severity = finding.level
-        if self._repeats_disk_outage(finding):
+    def emit(self, event: Event) -> None:
+        """Log one event."""
+        severity = event.level
+        if self._repeats_disk_outage(event):
             return
         log = getattr(self._log, severity)
-        log(finding.name, msg=finding.text, rank=finding.rank, **finding.fields)
+        log(event.name, msg=event.text, rank=event.rank, **event.fields)
 
-    def _repeats_disk_outage(self, finding: Finding) -> bool:
-        """Return True if the finding only repeats that the disk is full or frozen: that stops every
+    def _repeats_disk_outage(self, event: Event) -> bool:
+        """Return True if the event only repeats that the disk is full or frozen: that stops every
         writer, and the first report covers all of them."""
         known = self._disk_down
-        if finding.name in ("disk_full", "disk_stuck"):
+        if event.name in ("disk_full", "disk_stuck"):
             self._disk_down = True
             return known
-        if finding.name == "disk_recovered":
+        if event.name == "disk_recovered":
             self._disk_down = False
-            return not known and finding.fields.get("lost") == 0
+            return not known and event.fields.get("lost") == 0
         # A single write (`not_stored`) reports a full disk as a field, because it could never
         # report that the disk has recovered.
-        return known and finding.fields.get("disk_full") is True
+        return known and event.fields.get("disk_full") is True
 
     def _in_order(self, _logger: Any, level: str, record: Record) -> Record:
         """Add time and level, and move the keys that all events share to the front, because readers

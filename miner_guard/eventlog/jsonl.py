@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.rendering import json_line, rotate
 from miner_guard.eventlog.write_errors import WriteOutage
+from miner_guard.record.events import Event
 from miner_guard.state_dir import has_room, is_at, make_folder, open_private
 
 
@@ -32,12 +32,12 @@ class JsonlSink:
     """Writes guard.jsonl and rotates it by size. Each line is complete and in exactly one file.
 
     If a write fails, that line counts as lost, and the sink tries to write the next one as usual;
-    the miner is not affected. `report` receives a finding when writing stops and when it works
+    the miner is not affected. `report` receives an event when writing stops and when it works
     again.
     """
 
     def __init__(
-        self, path: Path, settings: Rotation, report: Callable[[Finding], None] = lambda _f: None
+        self, path: Path, settings: Rotation, report: Callable[[Event], None] = lambda _f: None
     ) -> None:
         self._path = path
         self._settings = settings
@@ -57,11 +57,11 @@ class JsonlSink:
         with self._mutex:
             try:
                 self._append(data)
-                finding = self._outage.succeeded()
+                event = self._outage.succeeded()
             except OSError as error:
-                finding = self._outage.failed(error)
-        if finding is not None:
-            self._report(finding)
+                event = self._outage.failed(error)
+        if event is not None:
+            self._report(event)
 
     def _append(self, data: bytes) -> None:
         if self._fd is not None and not is_at(self._path, self._fd):

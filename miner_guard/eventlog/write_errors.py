@@ -1,16 +1,15 @@
-"""Findings for failed writes. The guard reports an outage once when it begins and once when it
+"""Events for failed writes. The guard reports an outage once when it begins and once when it
 ends."""
 
 from __future__ import annotations
 
-from miner_guard.eventlog.catalog import Finding
-from miner_guard.record.events import degraded, event
+from miner_guard.record.events import Event, degraded, event
 from miner_guard.record.words import counted
 from miner_guard.state_dir import is_full
 
 
-def write_failed(what: str, error: OSError, then: str = "") -> Finding:
-    """Return the finding that `what` cannot be written: `disk_full` if there is no space left,
+def write_failed(what: str, error: OSError, then: str = "") -> Event:
+    """Return the event that `what` cannot be written: `disk_full` if there is no space left,
     otherwise `guard_degraded`, followed by the consequence `then`."""
     reason = error.strerror or str(error)
     if is_full(error):
@@ -24,8 +23,8 @@ def write_failed(what: str, error: OSError, then: str = "") -> Finding:
     return degraded(f"{what} cannot be written: {reason}{then}")
 
 
-def not_stored(what: str, error: OSError) -> Finding:
-    """Return the finding for a failed one-off write of `what`. The guard does not retry that write,
+def not_stored(what: str, error: OSError) -> Event:
+    """Return the event for a failed one-off write of `what`. The guard does not retry that write,
     so it cannot report a recovery either."""
     text = f"{what} could not be stored: {error.strerror or error}"
     return degraded(text, disk_full=is_full(error))
@@ -42,15 +41,15 @@ class WriteOutage:
         self.lost = 0
         """Writes lost since the outage began."""
 
-    def failed(self, error: OSError, lost: int = 1) -> Finding | None:
-        """Record a failed write that lost `lost` records; returns a finding if it began an
+    def failed(self, error: OSError, lost: int = 1) -> Event | None:
+        """Record a failed write that lost `lost` records; returns an event if it began an
         outage."""
         first, self.ongoing = not self.ongoing, True
         self.lost += lost
         return write_failed(self._what, error, self._then) if first else None
 
-    def succeeded(self) -> Finding | None:
-        """Record a successful write; returns a finding if it ended an outage."""
+    def succeeded(self) -> Event | None:
+        """Record a successful write; returns an event if it ended an outage."""
         if not self.ongoing:
             return None
         lost, self.lost, self.ongoing = self.lost, 0, False

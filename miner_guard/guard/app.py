@@ -18,7 +18,6 @@ from typing import Any
 from miner_guard import __version__, state_dir
 from miner_guard.checks.preflight import PreflightRequest
 from miner_guard.config import Config
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.emitter import ConsoleSink, Emitter, StoreSink
 from miner_guard.exits import CRASH_LOOP, UNAVAILABLE
 from miner_guard.guard import environment, orphan_cleanup, watchers
@@ -42,7 +41,7 @@ from miner_guard.guard.states import LaunchSpec, StopRequest, Then
 from miner_guard.guard.supervisor import Supervisor
 from miner_guard.guard.teardown import Teardown
 from miner_guard.guard.watchdog import STOP_SIGNALS, Hands, Watchdog
-from miner_guard.record.events import degraded, event
+from miner_guard.record.events import Event, degraded, event
 from miner_guard.record.redaction import Redactor
 from miner_guard.state_dir import StateDir
 from miner_guard.system import children
@@ -124,7 +123,7 @@ class GuardApp:
         self.startup = PreflightRunner(self._question(), self.report, self.loop.soon)
         self.supervisor.before_first = self.startup.begin
         self.supervisor.on_stopping = self._stopping
-        self.runner.on_finding = self.supervisor.attribution.hear
+        self.runner.on_event = self.supervisor.attribution.hear
         self.watchdog = Watchdog(
             self.loop, request.config.miner.stop_timeout_s, Hands(self.log, self._own_teardown)
         )
@@ -181,25 +180,25 @@ class GuardApp:
     def _degraded(self, what: str) -> None:
         self.log(degraded(what))
 
-    def log(self, finding: Finding) -> None:
-        """Log one finding. May be called from any thread."""
-        self.emitter.emit(finding)
+    def log(self, event: Event) -> None:
+        """Log one event. May be called from any thread."""
+        self.emitter.emit(event)
 
-    def report(self, finding: Finding) -> None:
-        """Log one finding and deliver it to the monitors. May be called from any thread."""
+    def report(self, event: Event) -> None:
+        """Log one event and deliver it to the monitors. May be called from any thread."""
         if self._ended:
-            self.log(finding)
+            self.log(event)
         else:
             # Take the log context along: the loop's thread does not know which job reports this.
             context = contextvars.copy_context()
-            self.loop.soon(lambda: context.run(self.runner.finding, finding))
+            self.loop.soon(lambda: context.run(self.runner.log, event))
 
     def run(self) -> int:
         """Supervise until the run ends; returns the exit code."""
         children.settle_signals()
         sys.setswitchinterval(_SWITCH_S)
         state = self.request.state
-        found = [*self.lock.findings, *check_state_dir(state), *killed_guard(state)]
+        found = [*self.lock.events, *check_state_dir(state), *killed_guard(state)]
         self.log(
             event(
                 "guard_started",
@@ -210,8 +209,8 @@ class GuardApp:
                 state_dir=str(state.root),
             )
         )
-        for finding in found:
-            self.log(finding)
+        for each in found:
+            self.log(each)
         self.disk.start()
         state_dir.divert_writes(self.disk.replace)
         self._prepare()
@@ -336,7 +335,7 @@ class GuardApp:
             self.flights.look_at(rank, self.runner)
 
         state = self.request.state
-        return NotifySocket(state, self.loop, read_record, self.runner.finding).close
+        return NotifySocket(state, self.loop, read_record, self.runner.log).close
 
     def _open_control(self) -> Callable[[], None]:
         return ControlSocket(self.request.state, self.loop, self.command_handler.answer).close

@@ -18,10 +18,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import miner_guard
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.guard.last_resort import RunToEnd
 from miner_guard.guard.loop import Loop
-from miner_guard.record.events import degraded
+from miner_guard.record.events import Event, degraded
 from miner_guard.system.children import Backoff, signal_at_parents_death
 from miner_guard.system.processes import HELPER, Process
 
@@ -47,7 +46,7 @@ class Deathwatch:
         env: Mapping[str, str],
         loop: Loop,
         *,
-        report: Callable[[Finding], None],
+        report: Callable[[Event], None],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._env, self._loop, self._report, self._monotonic = env, loop, report, monotonic

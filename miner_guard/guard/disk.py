@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.config import LogSettings
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.emitter import render_json
 from miner_guard.guard import disk_messages as messages
 from miner_guard.guard.disk_messages import FILES, LANES, LOG, RECORDS, ROWS
-from miner_guard.record.events import degraded, event
+from miner_guard.record.events import Event, degraded, event
 from miner_guard.record.words import counted
 from miner_guard.state_dir import PRIVATE_FILE, StateDir
 from miner_guard.system.children import Backoff, own_module
@@ -132,10 +131,10 @@ class DiskWriter:
         self,
         state: StateDir,
         logs: LogSettings,
-        report: Callable[[Finding], None],
+        report: Callable[[Event], None],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """This object's threads call `report`, which may log the finding through this object."""
+        """This object's threads call `report`, which may log the event through this object."""
         self._order: dict[str, Any] = {"state": str(state.root), "logs": dataclasses.asdict(logs)}
         self._report = report
         self._monotonic = monotonic
@@ -320,8 +319,8 @@ class DiskWriter:
     def _understand(self, document: Mapping[str, Any]) -> None:
         if "done" in document:
             self._confirmed(document["done"])
-        elif (finding := Finding.from_json(document.get("say") or {})) is not None:
-            self._report(finding)
+        elif (event := Event.from_json(document.get("say") or {})) is not None:
+            self._report(event)
 
     def _confirmed(self, name: str) -> None:
         lane = self._lanes[name]

@@ -21,13 +21,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.jsonl import JsonlSink, Rotation
 from miner_guard.eventlog.write_errors import write_failed
 from miner_guard.guard.disk_messages import FILES, LOG, RECORDS, ROWS, line_of
 from miner_guard.rank import layout
 from miner_guard.rank.flight import copy
-from miner_guard.record.events import degraded, event
+from miner_guard.record.events import Event, degraded, event
 from miner_guard.record.store import RunStore
 from miner_guard.record.words import counted
 from miner_guard.state_dir import StateDir, replace_file
@@ -37,7 +36,7 @@ _RETRY_S = 1.0
 _MAX_BATCH = 64
 _COMMIT_EVERY_S = 0.05
 
-Report = Callable[[Finding], None]
+Report = Callable[[Event], None]
 Message = dict[str, Any]
 
 
@@ -267,8 +266,8 @@ def main() -> None:
             while data:
                 data = data[os.write(out, data) :]
 
-    def report(finding: Finding) -> None:
-        answer({"say": finding.to_json()})
+    def report(event: Event) -> None:
+        answer({"say": event.to_json()})
 
     lanes = {
         LOG: Lane(LOG, lambda: Log(state, settings, report), report, answer),

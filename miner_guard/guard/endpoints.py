@@ -15,11 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from miner_guard import state_dir
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.guard.disk import DiskWriter
 from miner_guard.guard.lock import Lock
 from miner_guard.guard.loop import Loop
-from miner_guard.record.events import degraded
+from miner_guard.record.events import Event, degraded
 from miner_guard.state_dir import StateDir
 from miner_guard.system.sockets import address
 
@@ -36,12 +35,12 @@ class NotifySocket:
         state: StateDir,
         loop: Loop,
         on_notified: Callable[[int], None],
-        on_finding: Callable[[Finding], None],
+        on_event: Callable[[Event], None],
     ) -> None:
         self._path = state.socket
         self._loop = loop
         self._on_notified = on_notified
-        self._on_finding = on_finding
+        self._on_event = on_event
         self._socket = socket.socket(
             socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
         )
@@ -73,8 +72,8 @@ class NotifySocket:
             return
         if isinstance(document.get("bell"), int):
             notified.add(document["bell"])
-        elif (finding := Finding.from_json(document)) is not None:
-            self._on_finding(finding)
+        elif (event := Event.from_json(document)) is not None:
+            self._on_event(event)
 
     def close(self) -> None:
         self._loop.unwatch(self._socket.fileno())
@@ -88,7 +87,7 @@ class Endpoints:
     """Keeps the sockets and the lock file in place. Supervisor thread only."""
 
     def __init__(
-        self, lock: Lock, disk: DiskWriter, loop: Loop, report: Callable[[Finding], None]
+        self, lock: Lock, disk: DiskWriter, loop: Loop, report: Callable[[Event], None]
     ) -> None:
         self._lock, self._disk, self._loop, self._report = lock, disk, loop, report
         self._make: dict[Path, Callable[[], Close]] = {}

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.rank import flight as flight_record
 from miner_guard.rank.flight import BadFlight, FlightReader, Version, process_start
 from miner_guard.rank.layout import Identity, Now, StepRecord
-from miner_guard.record.events import event
+from miner_guard.record.events import Event, event
 from miner_guard.state_dir import StateDir, set_aside
 from miner_guard.system.processes import Process, alive
 
@@ -60,7 +59,7 @@ class Flights:
         self,
         state: StateDir,
         run_id: str,
-        report: Callable[[Finding], None],
+        report: Callable[[Event], None],
         copy: Callable[[Path, int], None] = flight_record.copy_now,
     ) -> None:
         """`copy(path, fd)` updates the on-disk copy at `path` of the record open as `fd`; it must

@@ -9,8 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 
-from miner_guard.eventlog.catalog import Finding
-from miner_guard.record.events import degraded
+from miner_guard.record.events import Event, degraded
 from miner_guard.system.clock import Clock
 
 _SLACK_BYTES = 512 * 1024**2
@@ -38,7 +37,7 @@ class GpuMemoryWait:
         settle_s: float,
         clock: Clock,
         *,
-        report: Callable[[Finding], None],
+        report: Callable[[Event], None],
         soon: Callable[[Callable[[], None]], None],
     ) -> None:
         """`read` returns the bytes in use, keyed by GPU UUID, or None without a GPU; it blocks for
@@ -63,7 +62,7 @@ class GpuMemoryWait:
 
     def wait(self, proceed: Callable[[], None]) -> None:
         """Call `proceed` on the supervisor's thread when the memory is free. After `settle_s`
-        seconds, report a finding and call `proceed` anyway."""
+        seconds, report an event and call `proceed` anyway."""
         if self._before is None:
             proceed()
             return

@@ -18,9 +18,8 @@ from apscheduler.schedulers.background import BackgroundScheduler
 from apscheduler.triggers.date import DateTrigger
 
 from miner_guard.costs import get_global_tracker
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.emitter import bound_contextvars
-from miner_guard.record.events import event
+from miner_guard.record.events import Event, event
 from miner_guard.system.clock import Clock
 
 _STEP_S = 2.0
@@ -53,13 +52,13 @@ class _Repeated:
 class JobSchedule:
     """The monitors' `Jobs`, in up to 8 threads. All methods may be called from any thread."""
 
-    def __init__(self, clock: Clock, report: Callable[[Finding], None]) -> None:
+    def __init__(self, clock: Clock, report: Callable[[Event], None]) -> None:
         self._clock, self._report = clock, report
         self._offset = clock.wall() - clock.monotonic()
         self._repeated: dict[str, _Repeated] = {}
         self._mutex = threading.Lock()
         self._closed = False
-        # APScheduler logs each run that it starts late; the guard reports lateness as a finding.
+        # APScheduler logs each run that it starts late; the guard reports lateness as an event.
         logging.getLogger("apscheduler").setLevel(logging.CRITICAL)
         self._scheduler = BackgroundScheduler(
             timezone=timezone.utc,

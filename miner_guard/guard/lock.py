@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import make_finding
 from miner_guard.guard.state_dir_check import set_aside_foreign, wrong_kind
 from miner_guard.guard.states import State
-from miner_guard.record.events import degraded
+from miner_guard.record.events import Event, degraded
 from miner_guard.record.store import RunReader
 from miner_guard.state_dir import StateDir, is_at, make_folder, open_private, read_json
 from miner_guard.system.processes import boot_id
@@ -47,8 +47,8 @@ class Lock:
         self._stop_timeout_s = stop_timeout_s
         self._fd: int | None = None
         self._stopping = self._lost = False
-        self.findings: list[Finding] = []
-        """Findings about the lock file, for the caller to log as soon as it has a log."""
+        self.events: list[Event] = []
+        """Events about the lock file, for the caller to log as soon as it has a log."""
 
     def acquire(self) -> None:
         """Acquire the lock. If its holder is stopping, wait up to the holder's stop timeout plus
@@ -89,8 +89,8 @@ class Lock:
         except OSError:
             return False
 
-    def keep(self) -> Finding | None:
-        """Recreate the lock file if someone removed it. Returns a finding the first time this
+    def keep(self) -> Event | None:
+        """Recreate the lock file if someone removed it. Returns an event the first time this
         fails."""
         try:
             if self._fd is None or is_at(self._state.lock, self._fd):
@@ -118,7 +118,7 @@ class Lock:
         self._write()
         return None
 
-    def _report_lost(self, what: str) -> Finding | None:
+    def _report_lost(self, what: str) -> Event | None:
         if self._lost:
             return None
         self._lost = True
@@ -135,7 +135,7 @@ class Lock:
             # belongs to another user's guard.
             reason = wrong_kind(self._state.lock, stat.S_IFREG)
             if reason is not None:
-                self.findings.append(set_aside_foreign(self._state.lock, reason))
+                self.events.append(set_aside_foreign(self._state.lock, reason))
             return self._file()
         finally:
             os.close(folder)
@@ -191,8 +191,8 @@ def _holder(fd: int) -> Holder:
         return Holder(None, False, 0.0)
 
 
-def killed_guard(state: StateDir) -> Iterator[Finding]:
-    """Yield a finding if the last guard to use this state directory did not shut down cleanly.
+def killed_guard(state: StateDir) -> Iterator[Event]:
+    """Yield an event if the last guard to use this state directory did not shut down cleanly.
 
     Call this while holding the lock: by then the last guard is gone, so its status is `done` unless
     something killed that guard or its last write failed."""

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.guard.teardown import orphans_killed
+from miner_guard.record.events import Event
 from miner_guard.state_dir import StateDir, read_json, write_json
 from miner_guard.system import processes
 from miner_guard.system.cgroup import Cgroup
@@ -63,7 +63,7 @@ _LOOK_EVERY_S = 0.05
 _LIST = "unknown (listed by an earlier guard)"
 
 
-def end_orphans(state: StateDir, grace_s: float, report: Callable[[Finding], None]) -> None:
+def end_orphans(state: StateDir, grace_s: float, report: Callable[[Event], None]) -> None:
     """End every process of an earlier run.
 
     They get SIGTERM and up to `grace_s` to write their checkpoints, then SIGKILL. The search finds
@@ -83,10 +83,10 @@ def end_orphans(state: StateDir, grace_s: float, report: Callable[[Finding], Non
             for process in remaining:
                 processes.send(process, signal.SIGKILL)
             remaining = search.wait(2 * _LOOK_EVERY_S)
-        for finding in orphans_killed(
+        for event in orphans_killed(
             (process, commands[process], run) for process, run in left.items()
         ):
-            report(finding)
+            report(event)
     for group in search.cgroups:
         group.remove()
 

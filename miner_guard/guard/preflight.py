@@ -28,10 +28,10 @@ from miner_guard.checks.preflight import (
     profile_of,
 )
 from miner_guard.config import optional_deps
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import make_finding
 from miner_guard.eventlog.write_errors import not_stored
 from miner_guard.exits import UNAVAILABLE
-from miner_guard.record.events import degraded, event
+from miner_guard.record.events import Event, degraded, event
 from miner_guard.state_dir import StateDir, read_json, write_json
 from miner_guard.system import probe
 from miner_guard.system.clock import Clock, SystemClock
@@ -217,7 +217,7 @@ class Outcome:
 
 def preflight(
     question: PreflightRequest,
-    emit: Callable[[Finding], None],
+    emit: Callable[[Event], None],
     wait: Callable[[float], bool],
     *,
     clock: Clock | None = None,
@@ -245,7 +245,7 @@ def preflight(
                 and (key := (f"{check.check}{check.gpu}", check.level)) not in reported
             ):
                 reported.add(key)
-                emit(finding_of(check))
+                emit(event_of(check))
         left = end - timer.monotonic()
         if not critical or left <= 0 or not all(c.may_clear for c in critical):
             break
@@ -277,8 +277,8 @@ def preflight(
     return Outcome(go, checks)
 
 
-def finding_of(check: Check) -> Finding:
-    """Convert a check to a finding."""
+def event_of(check: Check) -> Event:
+    """Convert a check to an event."""
     return make_finding(
         "preflight_finding",
         level=_EVENT_LEVEL[check.level],
@@ -291,7 +291,7 @@ def finding_of(check: Check) -> Finding:
     )
 
 
-def remember_gpus(state: StateDir, snapshot: Snapshot, emit: Callable[[Finding], None]) -> None:
+def remember_gpus(state: StateDir, snapshot: Snapshot, emit: Callable[[Event], None]) -> None:
     """Store the number of working GPUs in host.json, for the next run's `expect = "auto"`."""
     if snapshot.nvml is None or snapshot.nvml["state"] not in ("ok", "absent"):
         return
@@ -313,7 +313,7 @@ class PreflightRunner:
     def __init__(
         self,
         question: PreflightRequest,
-        emit: Callable[[Finding], None],
+        emit: Callable[[Event], None],
         soon: Callable[[Callable[[], None]], None],
     ) -> None:
         """`emit` and `soon` must be callable from any thread; `soon` runs the call that it is given

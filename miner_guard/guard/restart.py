@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from miner_guard.config import RestartSettings
-from miner_guard.eventlog.catalog import Finding
+from miner_guard.record.events import Event
 from miner_guard.record.words import counted
 from miner_guard.system import processes
 from miner_guard.system.clock import Clock
@@ -177,22 +177,22 @@ class Attribution:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._incident: Finding | None = None
+        self._incident: Event | None = None
         self._incident_at = 0.0
 
     def launched(self) -> None:
         """Forget the previous launch's incident."""
         self._incident = None
 
-    def hear(self, finding: Finding) -> None:
+    def hear(self, event: Event) -> None:
         """Remember the latest incident until training recovers from it. The incidents
         monitor reports only root causes, and training survived all earlier ones."""
-        if finding.event == "incident":
-            self._incident, self._incident_at = finding, self._clock.monotonic()
+        if event.name == "incident":
+            self._incident, self._incident_at = event, self._clock.monotonic()
         elif (
-            finding.event == "incident_overcome"
+            event.name == "incident_overcome"
             and self._incident is not None
-            and finding.fields["label"] == self._incident.fields["label"]
+            and event.fields["label"] == self._incident.fields["label"]
         ):
             self._incident = None
 

@@ -14,8 +14,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from miner_guard.eventlog.catalog import Finding
-from miner_guard.record.events import degraded, event
+from miner_guard.record.events import Event, degraded, event
 from miner_guard.state_dir import (
     PRIVATE_FILE,
     PRIVATE_FOLDER,
@@ -36,22 +35,22 @@ _KINDS = {
 _RANKS_OWN = re.compile(r"rank-\d+\.(?:bin|stacks|collectives)|early-\d+\.stacks")
 
 
-def check_state_dir(state: StateDir) -> list[Finding]:
+def check_state_dir(state: StateDir) -> list[Event]:
     """Make the directory private, and set aside everything whose file type does not match its name.
 
     Call this while holding the lock, before opening any file in the directory.
     """
-    findings = list(make_private(state))
+    events = list(make_private(state))
     # Check the folders first: the guard cannot check the contents of something that is not a
     # folder.
     for path, kind in itertools.chain(_folders(state), _within(state)):
         reason = wrong_kind(path, kind) or _not_ours(path)
         if reason is not None:
-            findings.append(set_aside_foreign(path, reason))
-    return findings
+            events.append(set_aside_foreign(path, reason))
+    return events
 
 
-def make_private(state: StateDir) -> Iterator[Finding]:
+def make_private(state: StateDir) -> Iterator[Event]:
     """Restrict access to this user: mode 0700 for the directory, 0600 for each of the guard's files
     in it."""
     try:
@@ -129,8 +128,8 @@ def wrong_kind(path: Path, kind: int) -> str | None:
     )
 
 
-def set_aside_foreign(path: Path, reason: str) -> Finding:
-    """Rename `path` out of the way; returns the finding to report."""
+def set_aside_foreign(path: Path, reason: str) -> Event:
+    """Rename `path` out of the way; returns the event to report."""
     try:
         aside = set_aside(path)
         return event(

@@ -119,7 +119,7 @@ class Supervisor:
     def pause(self) -> None:
         """Once the miner exits, do not restart it until `resume` is called."""
         self.paused = True
-        self.runner.finding(
+        self.runner.log(
             event(
                 "miner_paused",
                 "info",
@@ -195,7 +195,7 @@ class Supervisor:
         teardown = self.launch.teardown if self.launch is not None else None
         if stop_request.then is Then.STOP and teardown is not None and teardown.may_report():
             reason = f"{stop_request.cause}, and it is already stopping: {teardown.waits_for()}"
-            self.runner.finding(
+            self.runner.log(
                 event(
                     "miner_stopping",
                     "info",
@@ -254,7 +254,7 @@ class Supervisor:
         words = shlex.join(self.spec.command).replace("\n", "\\n")
         for work in (
             lambda: self.flights.launched(child.pid),
-            lambda: self.runner.finding(
+            lambda: self.runner.log(
                 event(
                     "miner_started",
                     "info",
@@ -287,7 +287,7 @@ class Supervisor:
     def _launch_failed(self, error: OSError) -> None:
         self._enter(RunEvent.LAUNCH_FAILED)
         cause = f"the command could not be started: {error.strerror or error}"
-        self.runner.finding(
+        self.runner.log(
             event(
                 "miner_exited",
                 "error",
@@ -310,7 +310,7 @@ class Supervisor:
             self.launch.stop_request = self._stop_request
             self.launch.ask_to_end(grace)
             self._enter(RunEvent.STOP_BEGUN)
-            self.runner.finding(
+            self.runner.log(
                 event(
                     "miner_stopping",
                     "info",
@@ -402,7 +402,7 @@ class Supervisor:
             return
         decision = self.policy.failed(failure)
         if isinstance(decision, GiveUp):
-            self.runner.finding(
+            self.runner.log(
                 event(
                     "crash_loop",
                     "critical",
@@ -420,7 +420,7 @@ class Supervisor:
         self._retry_at = self.clock.monotonic() + again.wait_s
         self._step_again_in(again.wait_s)
         limit = self.spec.config.restart.max_restarts
-        self.runner.finding(
+        self.runner.log(
             event(
                 "miner_restarting",
                 "warning",
@@ -497,7 +497,7 @@ class Pulse:
         """Report, once per run, that the miner's processes can't be inspected."""
         if self._blind.first():
             what = f"cannot inspect the miner's processes ({error.strerror}); retrying"
-            self._run.runner.finding(degraded(what))
+            self._run.runner.log(degraded(what))
 
     def _watch_health(self, ranks: Mapping[int, Now]) -> None:
         run, launch = self._run, self._run.launch
@@ -522,7 +522,7 @@ class Pulse:
             self._unchecked_bytes += missed
             self._unchecked_at = self._run.clock.monotonic()
             what = f"{missed} bytes of the miner's output were passed on unchecked: "
-            self._run.runner.finding(degraded(what + "the monitors had fallen behind"))
+            self._run.runner.log(degraded(what + "the monitors had fallen behind"))
 
     def report_drops(self) -> None:
         """Report output dropped since the last report, if any."""
@@ -530,7 +530,7 @@ class Pulse:
         if dropped > 0:
             self._reported_bytes += dropped
             self._reported_at = self._run.clock.monotonic()
-            self._run.runner.finding(
+            self._run.runner.log(
                 event(
                     "output_dropped",
                     "warning",
@@ -580,13 +580,13 @@ class Conclusion:
 
     def _report_teardown(self, teardown: Teardown | None) -> None:
         if teardown is not None:
-            for finding in teardown.report(self._spec.run_id):
-                self._runner.finding(finding)
+            for each in teardown.report(self._spec.run_id):
+                self._runner.log(each)
 
     def _report_exit(self, end: Exit, stop_request: StopRequest | None) -> None:
         runtime = round(end.runtime_s, 3)
         if end.finished:
-            self._runner.finding(
+            self._runner.log(
                 event(
                     "miner_finished",
                     "info",
@@ -606,7 +606,7 @@ class Conclusion:
                 "; if the miner has finished its work, report that with "
                 "guard.close(finished=True) or --finite ([miner] finite = true)"
             )
-        finding = event(
+        logged = event(
             "miner_exited",
             "error",
             f"MINER EXITED: {how}",
@@ -614,4 +614,4 @@ class Conclusion:
             code=end.code,
             runtime_s=runtime,
         )
-        self._runner.finding(finding.at("info") if end.asked else finding)
+        self._runner.log(logged.at("info") if end.asked else logged)

@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from miner_guard.eventlog.catalog import Finding
-from miner_guard.record.events import degraded, event
+from miner_guard.record.events import Event, degraded, event
 from miner_guard.system import processes
 from miner_guard.system.clock import Clock
 from miner_guard.system.once import OncePer
@@ -126,8 +125,8 @@ class Teardown:
                 return None
         return min(pause_s, _MAX_LOOK_EVERY_S)
 
-    def report(self, run_id: str) -> Iterator[Finding]:
-        """The findings to log after the teardown."""
+    def report(self, run_id: str) -> Iterator[Event]:
+        """The events to log after the teardown."""
         yield from orphans_killed((process, command, run_id) for process, command in self.killed)
         for process in self.stuck:
             what = f"pid {process.pid} did not exit in time after SIGKILL: {why_stuck(process)}"
@@ -153,8 +152,8 @@ class Teardown:
             self._signalled.add(process)
 
 
-def orphans_killed(killed: Iterable[tuple[Process, str, str]]) -> Iterator[Finding]:
-    """Yield one finding per (process, command, run id) up to a limit, then one that counts the
+def orphans_killed(killed: Iterable[tuple[Process, str, str]]) -> Iterator[Event]:
+    """Yield one event per (process, command, run id) up to a limit, then one that counts the
     rest."""
     each = list(killed)
     for process, command, run_id in each[:_MAX_LINES]:

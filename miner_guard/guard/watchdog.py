@@ -19,11 +19,10 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.exits import FAILED
 from miner_guard.guard.loop import Loop
 from miner_guard.guard.teardown import TERM_TO_KILL_S, UNKILLABLE_S, Teardown
-from miner_guard.record.events import event
+from miner_guard.record.events import Event, event
 from miner_guard.system import processes
 from miner_guard.system.readiness import ready
 
@@ -57,7 +56,7 @@ STOP_SIGNALS = (
 class Hands:
     """The watchdog's side effects; tests replace them."""
 
-    report: Callable[[Finding], None]
+    report: Callable[[Event], None]
     teardown: Callable[[], Teardown | None]
     """Creates a teardown for the current launch with the full grace period; None if no launch is
     active. Called from the watchdog's thread."""
@@ -155,7 +154,7 @@ class Watchdog:
         frame = sys._current_frames().get(self._main or 0)
         stack = traceback.extract_stack(frame) if frame is not None else []
         where = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "unknown"
-        finding = event(
+        logged = event(
             "guard_wedged",
             "critical",
             f"GUARD WEDGED: its main loop has been stuck for {round(silent, 1):.0f}s in "
@@ -164,7 +163,7 @@ class Watchdog:
             where=where,
             stack=traceback.format_list(stack),
         )
-        self._within_a_second(lambda: self._hands.report(finding))
+        self._within_a_second(lambda: self._hands.report(logged))
 
     def _end_launch(self) -> None:
         """End the launch as the loop would: send SIGTERM, wait out the grace period, then send

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from miner_guard.eventlog.catalog import Finding
-from miner_guard.record.events import degraded
+from miner_guard.record.events import Event, degraded
 from miner_guard.show.alerts import AlertsMonitor
 from miner_guard.show.side_processes import MetricsMonitor, OtelMonitor
 from miner_guard.watch.base import Context, Monitor
@@ -57,7 +56,7 @@ MONITORS: tuple[type[Monitor], ...] = (
 )
 
 
-def load_monitors(context: Context, report: Callable[[Finding], None]) -> list[Monitor]:
+def load_monitors(context: Context, report: Callable[[Event], None]) -> list[Monitor]:
     """Create all watchers; one that can't be created is reported and skipped."""
     monitors: list[Monitor] = []
     for kind in MONITORS:

@@ -23,9 +23,8 @@ from typing import Any, Protocol
 import torch
 
 from miner_guard.checks import ranks
-from miner_guard.eventlog import catalog
 from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, Report, TrainingEntry, pack
-from miner_guard.record.events import degraded
+from miner_guard.record.events import Event, degraded
 from miner_guard.system.processes import boot_id
 from miner_guard.validators import shapes
 from miner_guard.validators.shapes import Shapes, plain_name
@@ -45,7 +44,7 @@ class DiagnosisGuard(Protocol):
 
     def journal(self, entry: JournalEntry | Mapping[str, Any], /) -> bool: ...
 
-    def emit(self, finding: catalog.Finding, /) -> None: ...
+    def emit(self, event: Event, /) -> None: ...
 
 
 class Store(Protocol):
@@ -222,7 +221,7 @@ def diagnose(
             _hand_over(guard, reports, training(reports[0], model, reported), expect)
             if model is not None and shapes_file is not None:
                 _write_shapes(shapes_file, model, reports)
-    except Exception as error:  # noqa: BLE001  the hook never raises into training; the finding says what broke
+    except Exception as error:  # noqa: BLE001  the hook never raises into training; the event says what broke
         guard.emit(degraded(f"diagnose failed: {type(error).__name__}: {error}"))
         return []
     return reports
@@ -258,8 +257,8 @@ def _hand_over(
     for part in pack(reports):
         stored = guard.journal(DiagnosisEntry(t=now, report=part)) and stored
     if not guard.supervised or not stored:
-        for finding in ranks.findings(reports, expect):
-            guard.emit(finding)
+        for event in ranks.events(reports, expect):
+            guard.emit(event)
 
 
 def placement(model: torch.nn.Module) -> dict[str, Any]:

@@ -288,7 +288,7 @@ class FlightWriter:
         self._lock = threading.RLock()
         # Publish last: the record is now complete.
         self.unpublished: OSError | None = None
-        """The error that keeps other processes from finding the record; None if they can find
+        """The error that keeps other processes from event the record; None if they can find
         it."""
 
         self._publish()

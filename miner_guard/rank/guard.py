@@ -24,7 +24,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.rank import dumps, environment
 from miner_guard.rank.costs import OpenOperations, RankCosts
 from miner_guard.rank.harmless import compiling, harmless_or
@@ -32,6 +31,7 @@ from miner_guard.rank.journal import CheckpointEntry, TrainingEntry
 from miner_guard.rank.questions import Questions, UploadRecorder
 from miner_guard.rank.recorder import CLOSED, ENDED, FAILED, FINISHED, Recorder, describe
 from miner_guard.rank.steps import Stepper
+from miner_guard.record.events import Event
 from miner_guard.validators.facts import Candidate, Decision
 
 
@@ -295,9 +295,9 @@ class Guard:
         return self._recorder.journal(document)
 
     @harmless_or(lambda: None)
-    def emit(self, finding: Finding, /) -> None:
-        """Log a finding: through the supervisor if there is one, else from this process."""
-        self._recorder.emit(finding)
+    def emit(self, event: Event, /) -> None:
+        """Log an event: through the supervisor if there is one, else from this process."""
+        self._recorder.emit(event)
 
     @harmless_or(lambda: None)
     def close(self, finished: bool = False) -> None:

@@ -43,8 +43,8 @@ class JournalEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FindingEntry(JournalEntry):
-    KIND = "finding"
+class EventEntry(JournalEntry):
+    KIND = "event"
 
     event: str
     level: str
@@ -162,7 +162,7 @@ class CostEntry(JournalEntry):
 _KINDS: Mapping[str, type[JournalEntry]] = {
     cls.KIND: cls
     for cls in (
-        FindingEntry,
+        EventEntry,
         DecisionEntry,
         UploadEntry,
         DiagnosisEntry,

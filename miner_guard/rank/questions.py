@@ -15,7 +15,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import make_finding
 from miner_guard.rank import environment
 from miner_guard.rank.agree import (
     LATE,
@@ -32,6 +32,7 @@ from miner_guard.rank.layout import json_default
 from miner_guard.rank.phases import Phase
 from miner_guard.rank.recorder import Recorder, describe
 from miner_guard.rank.steps import Report, Stepper
+from miner_guard.record.events import Event
 from miner_guard.validators.facts import Candidate, Decision, Verdict
 
 if TYPE_CHECKING:
@@ -154,8 +155,8 @@ def _encoded(document: Mapping[str, Any]) -> bytes:
     return json.dumps(document, separators=(",", ":"), default=json_default).encode()
 
 
-def _finding_of(decision: Decision) -> Finding:
-    """Convert the decision to a finding, for a rank that logs without a supervisor."""
+def _event_of(decision: Decision) -> Event:
+    """Convert the decision to an event, for a rank that logs without a supervisor."""
     return make_finding(
         "upload_allowed" if decision.allowed else "upload_blocked",
         rank=0,
@@ -298,7 +299,7 @@ class Questions:
             short = {**document, "verdicts": [], "inputs": {}}
             self._recorder.journal(DecisionEntry(decision=short))
         if self._recorder.notifier.alone:
-            self._recorder.say(_finding_of(decision))
+            self._recorder.say(_event_of(decision))
 
     def upload(self, decision: Any, phase: Phase, tag: str | None) -> UploadRecorder:
         """Return the context manager that wraps an upload and records it in `phase`. `decision` is

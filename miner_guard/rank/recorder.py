@@ -17,13 +17,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.rank import layout
 from miner_guard.rank.environment import RankContext
 from miner_guard.rank.flight import FlightWriter
-from miner_guard.rank.journal import FindingEntry, JournalEntry
+from miner_guard.rank.journal import EventEntry, JournalEntry
 from miner_guard.rank.layout import StepRecord, json_default
-from miner_guard.record.events import event
+from miner_guard.record.events import Event, event
 from miner_guard.system.once import Once
 from miner_guard.system.sockets import address
 
@@ -196,25 +195,25 @@ class Recorder:
     def room(self) -> int:
         return 0 if self.flight is None else self.flight.room()
 
-    def emit(self, finding: Finding, /) -> None:
-        """Log a finding: through the supervisor if there is one, else from this process."""
-        entry = FindingEntry(
-            event=finding.event,
-            level=finding.level,
-            text=finding.text,
-            rank=self.place.rank if finding.rank is None else finding.rank,
-            fields=dict(finding.fields),
+    def emit(self, event: Event, /) -> None:
+        """Log an event: through the supervisor if there is one, else from this process."""
+        entry = EventEntry(
+            event=event.name,
+            level=event.level,
+            text=event.text,
+            rank=self.place.rank if event.rank is None else event.rank,
+            fields=dict(event.fields),
         )
         if not self.journal(entry) and not self.notifier.alone:
             # Without room or without a record, send it as a datagram, which may be lost.
             document = {k: v for k, v in entry.to_json().items() if k != "kind"}
             self.notifier.send(json.dumps(document, default=json_default).encode())
         if self.notifier.alone:
-            self.say(finding)
+            self.say(event)
 
-    def say(self, finding: Finding) -> None:
+    def say(self, event: Event) -> None:
         if not self._forked:
-            self._log().say(finding)
+            self._log().say(event)
 
     def _log(self) -> StandaloneLog:
         """The log of this process. A supervised rank neither imports it nor opens the console until

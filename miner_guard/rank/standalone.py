@@ -1,7 +1,7 @@
-"""Logs a rank's findings when no supervisor does: console lines and, if there is a state directory,
+"""Logs a rank's events when no supervisor does: console lines and, if there is a state directory,
 JSON lines.
 
-A separate thread writes them, so that a full pipe or a slow disk never stalls a step. Findings that
+A separate thread writes them, so that a full pipe or a slow disk never stalls a step. Events that
 overflow its queue are counted, and the count is reported.
 """
 
@@ -19,10 +19,9 @@ from typing import Any
 
 from miner_guard.config import LogSettings, StepSettings
 from miner_guard.eventlog import catalog
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.rendering import console_line, json_line, rotate
 from miner_guard.rank.layout import FLAG_FIRST, StepRecord
-from miner_guard.record.events import degraded, event
+from miner_guard.record.events import Event, degraded, event
 from miner_guard.record.phases import SPECIAL_PHASES
 from miner_guard.record.redaction import Redactor
 from miner_guard.record.words import counted, gb
@@ -48,11 +47,11 @@ class StandaloneLog:
         self._host = socket.gethostname()
         self._redactor = Redactor.from_environment(os.environ)
         # Reentrant, because a signal handler of the miner may log in the middle of a step.
-        self._queue: queue.SimpleQueue[Finding] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._queued = self._written = 0
         self._thread: threading.Thread | None = None
         self.left_out = 0
-        """Number of findings that overflowed the queue or could not be written."""
+        """Number of events that overflowed the queue or could not be written."""
 
         self._why = "too many lines at once"
         self._left_out_reported = 0
@@ -60,13 +59,13 @@ class StandaloneLog:
 
         self._console = console
 
-    def say(self, finding: Finding) -> None:
-        """Queue one finding. Never waits, never raises."""
+    def say(self, event: Event) -> None:
+        """Queue one event. Never waits, never raises."""
         if self._queued - self._written >= _MAX_QUEUE:
             self.left_out += 1
             return
         self._queued += 1
-        self._queue.put(finding)
+        self._queue.put(event)
         if self._thread is None:
             self._begin()
 
@@ -75,20 +74,20 @@ class StandaloneLog:
         try:
             thread.start()
         except RuntimeError:
-            # This host allows no more threads, or the interpreter is exiting. This finding stays
+            # This host allows no more threads, or the interpreter is exiting. This event stays
             # queued, and the next one tries again to start the thread.
             return
         self._thread = thread
         atexit.register(self.flush)
 
     def flush(self, timeout_s: float = _LAST_WORDS_S) -> None:
-        """Wait up to `timeout_s` for all queued findings to be written."""
+        """Wait up to `timeout_s` for all queued events to be written."""
         end = time.monotonic() + timeout_s
         while self._thread is not None and self._written < self._queued and time.monotonic() < end:
             time.sleep(0.005)
 
     def detach_after_fork(self) -> None:
-        """Call this in a forked child, which lacks the writer thread: from now on, findings are
+        """Call this in a forked child, which lacks the writer thread: from now on, events are
         discarded, and `flush` does not wait."""
         self._console = self._state = self._thread = None
         atexit.unregister(self.flush)
@@ -99,12 +98,12 @@ class StandaloneLog:
             self._say_left_out()
             self._written += 1
 
-    def _try(self, finding: Finding) -> None:
+    def _try(self, event: Event) -> None:
         try:
-            self._write(finding)
-        except Exception as error:  # noqa: BLE001 - one failure must not silence the other findings; it is counted and reported
+            self._write(event)
+        except Exception as error:  # noqa: BLE001 - one failure must not silence the other events; it is counted and reported
             self.left_out += 1
-            self._why = f"{finding.event}: {type(error).__name__}: {error}"[:200]
+            self._why = f"{event.name}: {type(error).__name__}: {error}"[:200]
 
     def _say_left_out(self) -> None:
         now = time.monotonic()
@@ -116,8 +115,8 @@ class StandaloneLog:
         what = f"{lines} from this rank could not be logged; last error: {self._why}"
         self._try(degraded(what))
 
-    def _write(self, finding: Finding) -> None:
-        record = self._redactor.value(self._record(finding))
+    def _write(self, event: Event) -> None:
+        record = self._redactor.value(self._record(event))
         if self._state is not None:
             self._append(self._state, json_line(record) + "\n")
         if self._console is not None:
@@ -134,16 +133,16 @@ class StandaloneLog:
                 # Nobody reads the console anymore, and there is nowhere else to report that.
                 self._console = None
 
-    def _record(self, finding: Finding) -> Mapping[str, Any]:
+    def _record(self, event: Event) -> Mapping[str, Any]:
         return {
             "ts": iso_utc(time.time()),
-            "level": finding.level,
-            "event": finding.event,
-            "msg": finding.text,
+            "level": event.level,
+            "event": event.name,
+            "msg": event.text,
             "run_id": self._run_id,
             "host": self._host,
-            "rank": self._rank if finding.rank is None else finding.rank,
-            **finding.fields,
+            "rank": self._rank if event.rank is None else event.rank,
+            **event.fields,
         }
 
     def _append(self, state: StateDir, line: str) -> None:
@@ -169,15 +168,15 @@ class StandaloneLog:
 
 
 class StepLines:
-    """The findings that rank 0 logs about its steps without a supervisor: the step line, a slow
+    """The events that rank 0 logs about its steps without a supervisor: the step line, a slow
     step by the absolute rule, and a NaN or infinite loss."""
 
     def __init__(self, settings: StepSettings) -> None:
         self._settings = settings
         self._lines = OncePer(1 / _STEP_LINES_PER_S)
 
-    def of(self, step: StepRecord) -> Iterator[Finding]:
-        """Yield the findings of one step, with at most five step lines per second."""
+    def of(self, step: StepRecord) -> Iterator[Event]:
+        """Yield the events of one step, with at most five step lines per second."""
         if self._lines.ask(step.end):
             yield catalog.make_finding(
                 "inner_step",

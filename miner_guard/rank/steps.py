@@ -260,8 +260,8 @@ class Stepper:
             from miner_guard.rank.standalone import StepLines
 
             self._lines = StepLines(self._step_settings)
-        for finding in self._lines.of(record):
-            self._recorder.say(finding)
+        for event in self._lines.of(record):
+            self._recorder.say(event)
 
     def _read(self, record: StepRecord) -> None:
         """Convert the reported values to numbers. A plain number, the usual case, costs no function

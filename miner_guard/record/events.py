@@ -34,16 +34,6 @@ class Event:
 
     rank: int | None = None
 
-    @property
-    def event(self) -> str:
-        """`name`, for callers that have not moved yet."""
-        return self.name
-
-    @property
-    def severity(self) -> str:
-        """`level`, for callers that have not moved yet."""
-        return self.level
-
     def at(self, level: str) -> Event:
         """The same event at a different level."""
         return replace(self, level=level)

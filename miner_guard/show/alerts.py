@@ -15,10 +15,9 @@ from typing import Any
 
 from miner_guard.config import AlertSettings, optional_deps
 from miner_guard.eventlog import catalog
-from miner_guard.eventlog.catalog import LEVELS, Finding
 from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.rank.layout import StepRecord
-from miner_guard.record.events import degraded, event
+from miner_guard.record.events import LEVELS, Event, degraded, event
 from miner_guard.record.words import counted, visible
 from miner_guard.show import progress
 from miner_guard.system import probe
@@ -81,7 +80,7 @@ BY_PROGRESS = frozenset({"hang_detected", "miner_exited", "miner_restarting"})
 """Problems that are resolved once the miner is completing steps again."""
 
 _SAME = ("label", "sampler", "job", "check", "gpu", "node", "what")
-"""Fields that distinguish two findings of the same event."""
+"""Fields that distinguish two events of the same event."""
 
 _MAX_OPEN = 256
 
@@ -97,7 +96,7 @@ class Alert:
 
 
 class AlertPolicy:
-    """Judges each finding; remembers at most 256 reported problems."""
+    """Judges each event; remembers at most 256 reported problems."""
 
     def __init__(self, settings: AlertSettings, clock: Clock, who: str) -> None:
         """`who` names the miner in every title."""
@@ -107,12 +106,12 @@ class AlertPolicy:
         self._held_back: dict[tuple[str, str], int] = {}
         self._open: dict[tuple[str, str], str] = {}
 
-    def observe(self, finding: Finding) -> Iterator[Alert]:
-        """Yield the alerts that a finding triggers: one for the finding itself, or the resolution
+    def observe(self, event: Event) -> Iterator[Alert]:
+        """Yield the alerts that an event triggers: one for the event itself, or the resolution
         of earlier ones."""
-        for ended in _ENDS.get(finding.event, ()):
-            yield from self._ended(ended, visible(catalog.message(finding)), _key(finding)[1])
-        if self._selected(finding) and (alert := self._problem(finding)) is not None:
+        for ended in _ENDS.get(event.name, ()):
+            yield from self._ended(ended, visible(catalog.message(event)), _key(event)[1])
+        if self._selected(event) and (alert := self._problem(event)) is not None:
             yield alert
 
     def progressed(self) -> Iterator[Alert]:
@@ -120,22 +119,20 @@ class AlertPolicy:
         for ended in BY_PROGRESS:
             yield from self._ended(ended, "the miner is completing steps again", "")
 
-    def _selected(self, finding: Finding) -> bool:
-        if finding.event in _NEVER:
+    def _selected(self, event: Event) -> bool:
+        if event.name in _NEVER:
             return False
-        severity = LEVELS[finding.severity]
-        if finding.event in self._overnight and severity >= LEVELS["warning"]:
+        severity = LEVELS[event.level]
+        if event.name in self._overnight and severity >= LEVELS["warning"]:
             return True
-        return (
-            finding.event in self._settings.events or severity >= LEVELS[self._settings.min_level]
-        )
+        return event.name in self._settings.events or severity >= LEVELS[self._settings.min_level]
 
-    def _problem(self, finding: Finding) -> Alert | None:
-        key, now = _key(finding), self._clock.monotonic()
+    def _problem(self, event: Event) -> Alert | None:
+        key, now = _key(event), self._clock.monotonic()
         if now - self._sent_at.get(key, float("-inf")) < self._settings.cooldown_s:
             self._held_back[key] = self._held_back.get(key, 0) + 1
             return None
-        line = visible(catalog.message(finding))
+        line = visible(catalog.message(event))
         if len(self._sent_at) >= _MAX_OPEN:
             oldest = next(iter(self._sent_at))
             del self._sent_at[oldest]
@@ -144,8 +141,8 @@ class AlertPolicy:
         self._sent_at[key], self._open[key] = now, line
         more = self._held_back.pop(key, 0)
         body = f"{line}\n({more} more of these were suppressed)" if more else line
-        title = f"[{self._who}] {finding.severity.upper()}: {finding.event}"
-        return Alert(finding.event, finding.severity, title, body)
+        title = f"[{self._who}] {event.level.upper()}: {event.name}"
+        return Alert(event.name, event.level, title, body)
 
     def _ended(self, event: str, words: str, detail: str) -> Iterator[Alert]:
         for key in [key for key in self._open if key[0] == event and detail in ("", key[1])]:
@@ -155,12 +152,9 @@ class AlertPolicy:
             yield Alert(event, "info", title, f"{words}\nwas: {problem}")
 
 
-def _key(finding: Finding) -> tuple[str, str]:
-    detail = next((str(finding.fields[name]) for name in _SAME if name in finding.fields), "")
-    return (
-        finding.event,
-        detail if finding.rank is None else f"{detail} rank {finding.rank}".strip(),
-    )
+def _key(event: Event) -> tuple[str, str]:
+    detail = next((str(event.fields[name]) for name in _SAME if name in event.fields), "")
+    return (event.name, detail if event.rank is None else f"{detail} rank {event.rank}".strip())
 
 
 SENDER = "miner_guard.show.alert_send"
@@ -198,8 +192,8 @@ class QueuedAlert:
 class AlertQueue:
     """A bounded queue; `put` never waits. Without targets it drops every alert."""
 
-    def __init__(self, targets: Sequence[str], report: Callable[[Finding], None]) -> None:
-        """`report` is called, from any thread, with a finding for each alert that was sent or
+    def __init__(self, targets: Sequence[str], report: Callable[[Event], None]) -> None:
+        """`report` is called, from any thread, with an event for each alert that was sent or
         abandoned."""
         self._targets = tuple(targets)
         self._report = report
@@ -346,13 +340,13 @@ class AlertsMonitor(Monitor):
                 "heartbeat", settings.heartbeat_every_s, self._heartbeat, first_after_s=5.0
             )
 
-    def on_finding(self, finding: Finding) -> Iterable[Finding]:
-        self._memory.take(finding)
+    def on_event(self, event: Event) -> Iterable[Event]:
+        self._memory.take(event)
         if self._settings.urls:
-            self._put(self._policy.observe(finding))
+            self._put(self._policy.observe(event))
         return ()
 
-    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:
         self._memory.stepped(steps[-1].loss)
         if self._settings.urls:
             self._put(self._policy.progressed())
@@ -376,9 +370,9 @@ class AlertsMonitor(Monitor):
         step = advice(verdict)
         return headline(verdict) + (f"\nNext: {step}" if step else "")
 
-    def _report(self, finding: Finding) -> None:
-        """Redact a finding and log it. Called from the outbox's threads."""
-        self.context.emit(replace(finding, fields=self.context.redactor.value(finding.fields)))
+    def _report(self, event: Event) -> None:
+        """Redact an event and log it. Called from the outbox's threads."""
+        self.context.emit(replace(event, fields=self.context.redactor.value(event.fields)))
 
     def _heartbeat(self) -> None:
         status = StatusDocument.from_json(self.context.status())
@@ -392,7 +386,7 @@ class AlertsMonitor(Monitor):
         if not answer.known:
             raise ConnectionError(self.context.redactor.text(answer.reason or ""))
 
-    def on_stop(self) -> Iterable[Finding]:
+    def on_stop(self) -> Iterable[Event]:
         self._outbox.close()
         return ()
 

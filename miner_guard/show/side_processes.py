@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from miner_guard.config import optional_deps
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.status_document import MetricsStatus
 from miner_guard.rank.layout import Now
-from miner_guard.record.events import degraded, event
+from miner_guard.record.events import Event, degraded, event
 from miner_guard.record.redaction import without_secrets
 from miner_guard.system import helpers
 from miner_guard.system.children import Backoff, own_module
@@ -264,16 +263,16 @@ class MetricsMonitor(Monitor):
             )
         )
 
-    def on_finding(self, finding: Finding) -> Iterable[Finding]:
-        self._events[finding.name] = self._events.get(finding.name, 0) + 1
+    def on_event(self, event: Event) -> Iterable[Event]:
+        self._events[event.name] = self._events.get(event.name, 0) + 1
         return ()
 
-    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
         if self._server is not None:
             self._server.tick(now)
         return ()
 
-    def on_stop(self) -> Iterable[Finding]:
+    def on_stop(self) -> Iterable[Event]:
         if self._server is not None:
             self._server.stop()
         return ()
@@ -333,13 +332,13 @@ class OtelMonitor(Monitor):
         }
         return HelperSpec("OTLP export", "miner_guard.show.otel", order, env, "no OTLP export")
 
-    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
         if self._sender is None:
             return
         for line in self._sender.tick(now):
             yield self._understood(json.loads(line))
 
-    def _understood(self, document: Mapping[str, Any]) -> Finding:
+    def _understood(self, document: Mapping[str, Any]) -> Event:
         if (signal := document.get("recovered")) is not None:
             self._failing.pop(str(signal), None)
             return event(
@@ -360,7 +359,7 @@ class OtelMonitor(Monitor):
             reason=reason,
         )
 
-    def on_stop(self) -> Iterable[Finding]:
+    def on_stop(self) -> Iterable[Event]:
         if self._sender is not None:
             self._sender.let_finish()
         return ()

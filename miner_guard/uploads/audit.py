@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.config import ChainSettings, RepoSettings
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import make_finding
+from miner_guard.record.events import Event
 from miner_guard.record.redaction import without_secrets
 from miner_guard.system import probe
 from miner_guard.uploads import chain
@@ -134,7 +135,7 @@ class AuditReport:
         verdicts = [v.as_dict() for v in self.verdicts]
         return {**vars(self), "verdicts": verdicts, "not_checked": list(self.not_checked)}
 
-    def finding(self) -> Finding:
+    def event(self) -> Event:
         """The report as an event."""
         fields = {k: v for k, v in self.as_dict().items() if k != "outcome"}
         return make_finding(_EVENTS[self.outcome], **fields)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from miner_guard.config import GateSettings
-from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.record.events import event
+from miner_guard.eventlog.catalog import make_finding
+from miner_guard.record.events import Event, event
 from miner_guard.system.once import OncePer
 from miner_guard.validators.facts import Published
 from miner_guard.validators.limits import Limits
@@ -96,7 +96,7 @@ class RepoWatch:
         age = self.age(now)
         return age is not None and age > self._gate.repo_age_limit_s
 
-    def observe(self, published: Published, now: float) -> Iterator[Finding]:
+    def observe(self, published: Published, now: float) -> Iterator[Event]:
         """Process the result of a probe."""
         self.latest = published
         if published.age_s is None:
@@ -133,7 +133,7 @@ class RepoWatch:
             else f"nothing is published now (last seen: {known.revision or 'a revision'})"
         )
 
-    def tick(self, now: float) -> Iterator[Finding]:
+    def tick(self, now: float) -> Iterator[Event]:
         """Report what changes only because time has passed."""
         age = self.age(now)
         if age is None or not self.is_stale(now):
@@ -170,7 +170,7 @@ class ForecastWatch:
         age_s: float | None,
         now: float,
         published_inner_step: int | None = None,
-    ) -> Iterator[Finding]:
+    ) -> Iterator[Event]:
         """Process the end of an inner step. The duration of a launch's `first` step does not count,
         because that step compiles and fills caches. `published_inner_step` is the repo's."""
         if not first:
@@ -225,7 +225,7 @@ class DecisionNotifier:
     def __init__(self) -> None:
         self._blocked = OncePer(BLOCKED_EVERY_S)
 
-    def say(self, decision: Mapping[str, Any], now: float) -> Finding | None:
+    def say(self, decision: Mapping[str, Any], now: float) -> Event | None:
         """The decision's event, or None if this block was already reported."""
         verdicts = decision.get("verdicts") or []
         fields: dict[str, Any] = {name: decision.get(name) for name in _DECIDED}

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from miner_guard.config import Config
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.rank.journal import JournalEntry
 from miner_guard.rank.layout import Now, StepRecord
+from miner_guard.record.events import Event
 from miner_guard.record.redaction import Redactor
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import Clock
@@ -104,8 +104,8 @@ class Context:
     state: StateDir
     clock: Clock
     run_id: str
-    emit: Callable[[Finding], None]
-    """Log a finding; safe from any thread."""
+    emit: Callable[[Event], None]
+    """Log an event; safe from any thread."""
 
     jobs: Jobs
     control: SupervisorControl
@@ -113,7 +113,7 @@ class Context:
     """The latest status document: each monitor's `snapshot`, keyed by the monitor's name."""
 
     redactor: Redactor
-    """Knows the secrets of the guard and of the miner; `emit` applies it to every finding."""
+    """Knows the secrets of the guard and of the miner; `emit` applies it to every event."""
 
     write_row: Callable[[str, Sequence[Any]], None] | None = None
     """Queues rows for the ledger (SQL and values) without waiting for the disk; if None, the caller
@@ -133,15 +133,15 @@ class Monitor:
     def __init__(self, context: Context) -> None:
         self.context = context
 
-    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+    def on_launch(self, launch: Launch) -> Iterable[Event]:
         """The miner has started."""
         return ()
 
-    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:
         """New step records from one rank, oldest first."""
         return ()
 
-    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
+    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Event]:
         """A new journal entry from one rank. Acknowledged after all monitors have returned."""
         return ()
 
@@ -150,7 +150,7 @@ class Monitor:
         them."""
         return True
 
-    def on_lines(self, lines: Sequence[bytes]) -> Iterable[Finding]:
+    def on_lines(self, lines: Sequence[bytes]) -> Iterable[Event]:
         """Whole lines of the miner's output, oldest first, without line endings; see `words`.
 
         Lines are never empty or longer than `line_router.MAX_LINE_BYTES`; each redraw of a progress
@@ -158,15 +158,15 @@ class Monitor:
         """
         return ()
 
-    def on_output(self, chunk: bytes) -> Iterable[Finding]:
+    def on_output(self, chunk: bytes) -> Iterable[Event]:
         """Raw output of the miner, up to 272 KiB, split at arbitrary positions; see `words`."""
         return ()
 
-    def on_finding(self, finding: Finding) -> Iterable[Finding]:
-        """Another monitor's finding."""
+    def on_event(self, event: Event) -> Iterable[Event]:
+        """Another monitor's event."""
         return ()
 
-    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
         """Called about once a second, with each rank's flight header."""
         return ()
 
@@ -175,11 +175,11 @@ class Monitor:
         no objection. Called after the last output and before `on_exit`."""
         return None
 
-    def on_exit(self, end: Exit) -> Iterable[Finding]:
+    def on_exit(self, end: Exit) -> Iterable[Event]:
         """The miner exited; its last steps, entries and output have been delivered."""
         return ()
 
-    def on_stop(self) -> Iterable[Finding]:
+    def on_stop(self) -> Iterable[Event]:
         """The guard is about to exit."""
         return ()
 

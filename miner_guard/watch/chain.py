@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.record.events import event
+from miner_guard.eventlog.catalog import make_finding
+from miner_guard.record.events import Event, event
 from miner_guard.system.once import OncePer
 from miner_guard.uploads import chain
 from miner_guard.uploads.chain import ChainReading, NetworkProgress, network_of, progress
@@ -47,13 +47,11 @@ class ChainMonitor(Monitor):
         ahead = NetworkProgress(reason="not requested")
         if reading.reason is None and self._settings.master_uid is not None:
             ahead = progress(self.context.config.repo, self._limits, reading.master_commitment)
-        for finding in self.observe(reading, ahead, now):
-            self.context.emit(finding)
+        for each in self.observe(reading, ahead, now):
+            self.context.emit(each)
 
-    def observe(
-        self, reading: ChainReading, ahead: NetworkProgress, now: float
-    ) -> Iterator[Finding]:
-        """The findings for one chain poll at `now` (monotonic). Their `network` field goes to
+    def observe(self, reading: ChainReading, ahead: NetworkProgress, now: float) -> Iterator[Event]:
+        """The events for one chain poll at `now` (monotonic). Their `network` field goes to
         the gate."""
         frozen = self._frozen_s(reading, now)
         # Use the time of the poll that first saw this block: the chain keeps advancing even
@@ -157,12 +155,12 @@ class SwarmMonitor(Monitor):
         self._allreduces = {"finished": 0, "failed": 0}
         self._last: dict[str, Any] | None = None
 
-    def on_launch(self, launch: Launch) -> Iterator[Finding]:
+    def on_launch(self, launch: Launch) -> Iterator[Event]:
         # A new process has not joined its peers yet: do not report them as lost.
         self._peers = None
         return iter(())
 
-    def on_lines(self, lines: Sequence[bytes]) -> Iterator[Finding]:
+    def on_lines(self, lines: Sequence[bytes]) -> Iterator[Event]:
         for raw in lines:
             parsed = read_swarm(raw.decode("utf-8", "replace"), self._patterns)
             if isinstance(parsed, PeersLine):
@@ -170,13 +168,13 @@ class SwarmMonitor(Monitor):
             elif isinstance(parsed, AllReduceEnd):
                 yield self._ended(parsed)
 
-    def _counted(self, peers: int) -> Iterator[Finding]:
+    def _counted(self, peers: int) -> Iterator[Event]:
         before, self._peers = self._peers, peers
         if before is None or before == peers:
             return
         event = "peers_lost" if peers < before else "peers_joined"
-        finding = make_finding(event, peers=peers, before=before)
-        yield finding if self._is_news(event, peers) else finding.at("debug")
+        logged = make_finding(event, peers=peers, before=before)
+        yield logged if self._is_news(event, peers) else logged.at("debug")
 
     def _is_news(self, event: str, peers: int) -> bool:
         now = self.context.clock.monotonic()
@@ -186,7 +184,7 @@ class SwarmMonitor(Monitor):
         self._reported[event] = (peers, now)
         return True
 
-    def _ended(self, end: AllReduceEnd) -> Finding:
+    def _ended(self, end: AllReduceEnd) -> Event:
         outcome = "finished" if end.error is None else "failed"
         self._allreduces[outcome] += 1
         reason = None if end.error is None else end.error[:200]

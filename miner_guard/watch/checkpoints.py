@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.rank.journal import CheckpointEntry, FindingEntry, JournalEntry
+from miner_guard.eventlog.catalog import make_finding
+from miner_guard.rank.journal import CheckpointEntry, EventEntry, JournalEntry
 from miner_guard.rank.layout import Now
-from miner_guard.record.events import degraded, event
+from miner_guard.record.events import Event, degraded, event
 from miner_guard.system.once import Once
 from miner_guard.watch.base import Context, Exit, Launch, Monitor
 
@@ -20,7 +20,7 @@ every two hours is not late after one."""
 
 
 class ReportsMonitor(Monitor):
-    """Logs the findings and checkpoints in the ranks' journals. Reports once when the newest
+    """Logs the events and checkpoints in the ranks' journals. Reports once when the newest
     checkpoint is too old and, whenever the miner exits, which checkpoint to resume from."""
 
     name = "reports"
@@ -33,7 +33,7 @@ class ReportsMonitor(Monitor):
         self._interval_s = 0.0
         self._stale = Once()
 
-    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+    def on_launch(self, launch: Launch) -> Iterable[Event]:
         if self._at is not None:
             # A launch loads the checkpoint first: count its age from then, or every restart would
             # raise an alarm.
@@ -41,21 +41,21 @@ class ReportsMonitor(Monitor):
             self._stale.clear()
         return ()
 
-    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
-        if isinstance(entry, FindingEntry):
-            finding = Finding.from_json(entry.to_json(), rank)
-            if finding is None:
+    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Event]:
+        if isinstance(entry, EventEntry):
+            event = Event.from_json(entry.to_json(), rank)
+            if event is None:
                 what = (
                     f"rank {rank} reported {entry.event!r} with a level, text or fields that no "
                     "event has"
                 )
                 return (degraded(what),)
-            return (finding,)
+            return (event,)
         if isinstance(entry, CheckpointEntry):
             return self._saved(rank, entry)
         return ()
 
-    def _saved(self, rank: int, entry: CheckpointEntry) -> Iterable[Finding]:
+    def _saved(self, rank: int, entry: CheckpointEntry) -> Iterable[Event]:
         path, size = entry.path, entry.size_bytes
         if not entry.complete:
             return (
@@ -97,7 +97,7 @@ class ReportsMonitor(Monitor):
             )
         return (saved,)
 
-    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
         limit = max(self.context.config.health.checkpoint_max_age_s, _MISSED * self._interval_s)
         if self._at is None or self._newest is None or now - self._at <= limit:
             return ()
@@ -110,7 +110,7 @@ class ReportsMonitor(Monitor):
         )
         return (event("checkpoint_stale", "warning", f"CHECKPOINT STALE: {detail}", detail=detail),)
 
-    def on_exit(self, end: Exit) -> Iterable[Finding]:
+    def on_exit(self, end: Exit) -> Iterable[Event]:
         if end.finished:
             return ()
         snapshot = self._newest_snapshot()
@@ -139,7 +139,7 @@ class ReportsMonitor(Monitor):
         age_s = max(self.context.clock.wall() - newest.stat().st_mtime, 0.0)
         return int(newest.name[5:]), str(newest), age_s
 
-    def on_stop(self) -> Iterable[Finding]:
+    def on_stop(self) -> Iterable[Event]:
         # In-memory checkpoints allow a quick resume between launches. Free them here: nothing else
         # does after the guard exits.
         shutil.rmtree(self.context.state.memory, ignore_errors=True)

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from miner_guard.costs import Budget, MonitoringCostTracker, set_global_tracker
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.status_document import CostsStatus, StatusDocument
 from miner_guard.rank.journal import CostEntry, JournalEntry
 from miner_guard.rank.layout import Now, StepRecord
+from miner_guard.record.events import Event
 from miner_guard.watch.base import Context, Exit, Launch, Monitor
 
 GUARD = ("guard.", "job.")
@@ -44,12 +44,12 @@ class CostsMonitor(Monitor):
         self._loop_cpu_s = self._helpers_cpu_s = 0.0
         self._loop_at = float("-inf")
 
-    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+    def on_launch(self, launch: Launch) -> Iterable[Event]:
         self._launched = launch.started
         self._lead = None
         return ()
 
-    def on_exit(self, end: Exit) -> Iterable[Finding]:
+    def on_exit(self, end: Exit) -> Iterable[Event]:
         self.tracker.running("", None)
         self._ran_s += end.runtime_s
         self._launched = None
@@ -65,7 +65,7 @@ class CostsMonitor(Monitor):
         """Training seconds per step on the lead rank; None before its first step."""
         return max(0.0, self._training_s()) / self._steps if self._steps else None
 
-    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
+    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Event]:
         # Ranks wait for each other, so a cost on one delays them all: count only the lead rank's
         # costs.
         if isinstance(entry, CostEntry) and rank == (self._lead or 0):
@@ -74,7 +74,7 @@ class CostsMonitor(Monitor):
             )
         return ()
 
-    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:
         if self._lead is None or rank < self._lead:
             self._lead = rank
         if rank == self._lead:
@@ -92,7 +92,7 @@ class CostsMonitor(Monitor):
         if (own := step.phases.get("monitor", 0.0) - step.nested_in_monitor_s) > 0:
             self.tracker.record("monitor", own)
 
-    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
         if ranks and self._lead not in ranks:
             self._lead = None
         header = ranks.get(min(ranks) if self._lead is None else self._lead) if ranks else None
@@ -117,7 +117,7 @@ class CostsMonitor(Monitor):
         self.tracker.record("guard.helpers", helpers - self._helpers_cpu_s, blocking=False)
         self._helpers_cpu_s = helpers
 
-    def on_stop(self) -> Iterable[Finding]:
+    def on_stop(self) -> Iterable[Event]:
         self._enter_own()
         self.tracker.write()
         return ()

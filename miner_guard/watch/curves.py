@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from miner_guard.config import LossSettings
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import make_finding
 from miner_guard.rank.journal import JournalEntry, TrainingEntry
 from miner_guard.rank.layout import Now, StepRecord
+from miner_guard.record.events import Event
 from miner_guard.record.words import gb, rank_list
 from miner_guard.watch.base import Context, Exit, Launch, Monitor
 from miner_guard.watch.progress import TrainingFacts
@@ -237,7 +238,7 @@ class Divergence:
         self._rise = self._recovered = 0.0
         self._reported = False
         self.came_back = False
-        """True if the loss has recovered since the last finding."""
+        """True if the loss has recovered since the last event."""
 
     def reported(self) -> None:
         """Note that another rule has already reported the current climb."""
@@ -618,7 +619,7 @@ def _rise(loss: float, level: float) -> float:
 
 
 def not_finite(step: int, loss: float, facts: TrainingFacts, lr: float | None) -> Anomaly:
-    """The finding for a NaN or infinite loss at `step`."""
+    """The event for a NaN or infinite loss at `step`."""
     cause, fixes = for_nan(facts, step, lr)
     examples = example_range(facts, step)
     seen = {"loss": repr(loss), "examples": list(examples) if examples else None}
@@ -632,7 +633,7 @@ def hides_nan(loss: float, grad_norm: float | None) -> bool:
 
 
 def hidden_nan(step: int, grad_norm: float, facts: TrainingFacts, lr: float | None) -> Anomaly:
-    """The finding for a loss of 0.0 with a non-finite gradient norm."""
+    """The event for a loss of 0.0 with a non-finite gradient norm."""
     anomaly = not_finite(step, 0.0, facts, lr)
     detail = (
         f"loss is 0.0 at step {step} with a gradient norm of {grad_norm}: HF Trainer prints "
@@ -808,7 +809,7 @@ def _sigma(bends: Collection[float]) -> float:
 
 
 def evaluation_not_finite(step: int, eval_loss: float, train_loss: float) -> Anomaly:
-    """The finding for an evaluation at `step` that is NaN or infinite."""
+    """The event for an evaluation at `step` that is NaN or infinite."""
     cause, fixes = for_evaluation_nan()
     detail = (
         f"evaluation loss is {eval_loss} at step {step}, with a training loss of {train_loss:.4g}"
@@ -944,25 +945,25 @@ class CurvesMonitor(Monitor):
         self._memory_pending: dict[str, list[tuple[int, StepRecord, Anomaly]]] = {}
         """By type: what the memory of each rank has done since the last tick."""
 
-    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+    def on_launch(self, launch: Launch) -> Iterable[Event]:
         self._reset()
         return ()
 
-    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
+    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Event]:
         if isinstance(entry, TrainingEntry):
             self._facts = self._facts.with_entry(entry)
         return ()
 
-    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:
         self._ranks.add(rank)
         for step in steps:
             for anomaly in self._judge(rank, step):
                 self._count(anomaly)
-                yield to_finding(anomaly, rank, step)
+                yield event_of(anomaly, rank, step)
         if len(self._ranks) == 1:
             yield from self._pending()
 
-    def _pending(self) -> Iterator[Finding]:
+    def _pending(self) -> Iterator[Event]:
         yield from self._report_nan()
         pending, self._memory_pending = self._memory_pending, {}
         for rows in pending.values():
@@ -972,23 +973,23 @@ class CurvesMonitor(Monitor):
             ranks = sorted({rank for rank, _, _ in rows})
             if len(self._ranks) > 1:
                 anomaly = replace(anomaly, detail=f"{rank_list(ranks)}: {anomaly.detail}")
-            finding = to_finding(anomaly, rank, step)
-            yield replace(finding, rank=rank if len(ranks) == 1 else None)
+            event = event_of(anomaly, rank, step)
+            yield replace(event, rank=rank if len(ranks) == 1 else None)
 
-    def _report_nan(self) -> Iterator[Finding]:
+    def _report_nan(self) -> Iterator[Event]:
         first, self._first_nan = self._first_nan, None
         if first is not None:
             (_, rank), step, anomaly = first
             self._count(anomaly)
-            yield to_finding(anomaly, rank, step)
+            yield event_of(anomaly, rank, step)
 
     def objection(self) -> str | None:
         return None if self._first_nan is None else "loss_nan"
 
-    def on_exit(self, end: Exit) -> Iterable[Finding]:
+    def on_exit(self, end: Exit) -> Iterable[Event]:
         return self._pending()
 
-    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
         if ranks and self._lead not in ranks:
             # After a new rendezvous this node may have different ranks.
             self._lead = None
@@ -998,7 +999,7 @@ class CurvesMonitor(Monitor):
     def reads_lines(self) -> bool:
         return self._last_step is not None and not self._evaluations_come
 
-    def on_lines(self, lines: Sequence[bytes]) -> Iterable[Finding]:
+    def on_lines(self, lines: Sequence[bytes]) -> Iterable[Event]:
         if self._evaluations_come or self._last_step is None:
             return
         rank, step = self._last_step
@@ -1007,7 +1008,7 @@ class CurvesMonitor(Monitor):
             anomaly = None if value is None else self._judge_evaluation(step, value)
             if anomaly is not None:
                 self._count(anomaly)
-                yield to_finding(anomaly, rank, step)
+                yield event_of(anomaly, rank, step)
 
     def _judge_evaluation(self, step: StepRecord, value: float) -> Anomaly | None:
         return (
@@ -1074,8 +1075,8 @@ def _number(step: StepRecord) -> int:
     return step.inner_step if step.inner_step is not None else step.total_steps
 
 
-def to_finding(anomaly: Anomaly, rank: int, step: StepRecord) -> Finding:
-    """The finding for an anomaly, with its evidence, cause and fixes."""
+def event_of(anomaly: Anomaly, rank: int, step: StepRecord) -> Event:
+    """The event for an anomaly, with its evidence, cause and fixes."""
     common: dict[str, Any] = {
         "detail": anomaly.detail,
         "cause": anomaly.cause,

@@ -16,12 +16,12 @@ from miner_guard.checks import ranks
 from miner_guard.checks.faults import Faults
 from miner_guard.checks.preflight import PreflightRequest, expectation_of
 from miner_guard.config import GpuSettings
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import make_finding
 from miner_guard.eventlog.section import LastRead
 from miner_guard.eventlog.status_document import GpusStatus, HealthStatus
 from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, TrainingEntry, unpack
 from miner_guard.rank.layout import Now
-from miner_guard.record.events import degraded, event
+from miner_guard.record.events import Event, degraded, event
 from miner_guard.record.words import counted
 from miner_guard.system.once import Once, OncePer
 from miner_guard.watch.base import Context, Exit, Launch, Monitor
@@ -367,8 +367,8 @@ class GpuUse:
         name: str | None,
         step: int | None,
         seconds: float,
-    ) -> Iterator[Finding]:
-        """Judge one check, `seconds` after the launch. A check without any reading is a finding
+    ) -> Iterator[Event]:
+        """Judge one check, `seconds` after the launch. A check without any reading is an event
         too."""
         if not readings:
             yield make_finding(
@@ -435,7 +435,7 @@ class GpuUse:
         busy = reading.busy_pct is not None and reading.busy_pct >= self._settings.busy_pct
         return busy and reading.used_gb >= self._settings.good_memory_gb
 
-    def _dropped(self, reading: MemoryReading, step: int | None) -> Iterator[Finding]:
+    def _dropped(self, reading: MemoryReading, step: int | None) -> Iterator[Event]:
         history = self._history.setdefault(reading.gpu, deque(maxlen=HISTORY))
         if history and history[-1] - reading.share_pct >= self._settings.drop_pct:
             yield event(
@@ -534,7 +534,7 @@ class GpuMonitor(Monitor):
         self._health = LastRead(HealthStatus)
         self._params: int | None = None
         self._model = self._settings.model_name
-        self._last: Finding | None = None
+        self._last: Event | None = None
         self._missing_argument = Once()
         self._forget_launch()
 
@@ -548,13 +548,13 @@ class GpuMonitor(Monitor):
         self._busy_pct: list[float] = []
         """Utilization of the least busy GPU in each sample since the last check."""
 
-    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+    def on_launch(self, launch: Launch) -> Iterable[Event]:
         self._forget_launch()
         self._launch = launch
         self._due = launch.started + self._settings.first_check_s
         return ()
 
-    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
+    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Event]:
         if isinstance(entry, TrainingEntry):
             self._params = entry.params or self._params
             self._model = self._settings.model_name or entry.model_name or self._model
@@ -565,7 +565,7 @@ class GpuMonitor(Monitor):
             }
         return ()
 
-    def on_lines(self, lines: Sequence[bytes]) -> Iterable[Finding]:
+    def on_lines(self, lines: Sequence[bytes]) -> Iterable[Event]:
         for line in lines:
             if len(line) <= _MAX_LINE_LENGTH and any(words in line for words in _PRINTED):
                 self._read(parse_memory_line(line.decode("utf-8", "replace")))
@@ -579,21 +579,21 @@ class GpuMonitor(Monitor):
         else:
             self._printed = printed
 
-    def on_finding(self, finding: Finding) -> Iterable[Finding]:
+    def on_event(self, event: Event) -> Iterable[Event]:
         if (
-            finding.event != "incident"
-            or "oom" not in str(finding.fields.get("label"))
+            event.name != "incident"
+            or "oom" not in str(event.fields.get("label"))
             or self._launch is None
         ):
             return ()
-        if "host" in str(finding.fields.get("label")):
+        if "host" in str(event.fields.get("label")):
             # The host ran out of memory, not the GPU.
             return ()
         batch = self._batch()
         change = None if batch is None else self._policy.out_of_memory(batch)
         return () if change is None else self._apply(change)
 
-    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
         yield from self._observe(now)
         if self._launch is None or self._due is None or now < self._due:
             return
@@ -607,16 +607,16 @@ class GpuMonitor(Monitor):
         if step is None and self._printed is not None:
             step = self._printed.step
         size = size_of(self._model, self._params, self._settings.large_model_params)
-        for finding in self._use.check(
+        for each in self._use.check(
             readings, size=size, name=self._model, step=step, seconds=now - self._launch.started
         ):
-            yield finding
-            if finding.event == "gpu_usage":
-                self._last = finding
+            yield each
+            if each.name == "gpu_usage":
+                self._last = each
                 if first:
-                    yield from self._relaunch(finding)
+                    yield from self._relaunch(each)
 
-    def _observe(self, now: float) -> Iterator[Finding]:
+    def _observe(self, now: float) -> Iterator[Event]:
         if self._settings.expect == 0:
             # The user chose the CPU: ignore the GPUs.
             return
@@ -678,7 +678,7 @@ class GpuMonitor(Monitor):
         argument = self._settings.batch_argument
         return value_of(self._launch.command, argument) if argument and self._launch else None
 
-    def _relaunch(self, usage: Finding) -> Iterator[Finding]:
+    def _relaunch(self, usage: Event) -> Iterator[Event]:
         factor = usage.fields.get("factor") or 1.0
         if self._settings.on_underuse != "relaunch" or factor <= 1:
             return
@@ -699,7 +699,7 @@ class GpuMonitor(Monitor):
             yield from self._apply(change)
             self.context.control.relaunch(f"a larger batch: {change.old} -> {change.new}")
 
-    def _apply(self, change: BatchChange) -> Iterator[Finding]:
+    def _apply(self, change: BatchChange) -> Iterator[Event]:
         assert self._launch is not None
         argument = str(self._settings.batch_argument)
         self.context.control.use_command(rewritten(self._launch.command, argument, change.new))
@@ -737,13 +737,13 @@ class DiagnosisMonitor(Monitor):
         self._expected: int | None = None
         self._command: Sequence[str] = ()
 
-    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+    def on_launch(self, launch: Launch) -> Iterable[Event]:
         self._command = launch.command
         self._gathered = []
         self._reports = None
         return ()
 
-    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
+    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Event]:
         if not isinstance(entry, DiagnosisEntry):
             return ()
         part = entry.report
@@ -754,24 +754,24 @@ class DiagnosisMonitor(Monitor):
             return ()
         return self._complete()
 
-    def on_exit(self, end: Exit) -> Iterable[Finding]:
+    def on_exit(self, end: Exit) -> Iterable[Event]:
         # If a rank died halfway through its entries, report what arrived.
         return self._complete() if self._gathered and self._reports is None else ()
 
-    def _complete(self) -> list[Finding]:
+    def _complete(self) -> list[Event]:
         self._reports = unpack(self._gathered)
         self._gathered = []
         question = PreflightRequest(self.context.config, self.context.state, self._command, {})
         self._expected = expectation_of(question, None).count
         low = self.context.config.gpu.low_memory_gb * 1024**3
-        found = list(ranks.findings(self._reports, self._expected, low))
+        found = list(ranks.events(self._reports, self._expected, low))
         return [*found, *_resources(self._reports)]
 
     def snapshot(self) -> Mapping[str, Any]:
         return {"ranks": self._reports, "expected_gpus": self._expected}
 
 
-def _resources(reports: Sequence[Mapping[str, Any]]) -> list[Finding]:
+def _resources(reports: Sequence[Mapping[str, Any]]) -> list[Event]:
     """Source 002's line: CPU cores, batch size, GPU and dtype of the first rank without an
     error."""
     first = next((r for r in reports if not r.get("error")), None)

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.config import HangSettings
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import make_finding
 from miner_guard.eventlog.status_document import HangStatus
 from miner_guard.eventlog.write_errors import not_stored
 from miner_guard.exits import CRASH_LOOP
 from miner_guard.rank.agree import LATE
 from miner_guard.rank.layout import ENDED_STATES, Identity, Now, StepRecord, ranks_elsewhere
-from miner_guard.record.events import event
+from miner_guard.record.events import Event, event
 from miner_guard.record.words import counted, rank_list
 from miner_guard.state_dir import StateDir
 from miner_guard.system import processes
@@ -224,7 +224,7 @@ class HangDetector:
         return Hang(culprits, describe(now, ranks, culprits, processes), self.idle_s(now), limit_s)
 
     def late(self, now: float, ranks: Mapping[int, Now], allowed_s: float, what: str = "") -> Hang:
-        """The finding for ranks whose wait for a reply from the others timed out; uploads are then
+        """The event for ranks whose wait for a reply from the others timed out; uploads are then
         blocked. `what` is the waiting rank's report, which names the late node."""
         waiting = [rank.phase_since for rank in ranks.values() if rank.phase == "collective"]
         culprits = (
@@ -534,45 +534,45 @@ class HangMonitor(Monitor):
 
         self._cpu_read = float("-inf")
 
-    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+    def on_launch(self, launch: Launch) -> Iterable[Event]:
         self._detector.launched(launch.started)
         self._begin(launch)
         return ()
 
-    def on_exit(self, end: Exit) -> Iterable[Finding]:
+    def on_exit(self, end: Exit) -> Iterable[Event]:
         self._launch = self._hang = None
         return ()
 
-    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:
         for step in steps:
             self._detector.stepped(step.end, step.seconds, step.phases)
         if self._hang is not None and not self._hang.lasting:
             self._hang = None
         return ()
 
-    def on_output(self, chunk: bytes) -> Iterable[Finding]:
+    def on_output(self, chunk: bytes) -> Iterable[Event]:
         self._tail.add(chunk)
         if self.context.config.miner.attach == "log" or not self._ranks:
             self._detector.printed(self.context.clock.monotonic())
         return ()
 
-    def on_finding(self, finding: Finding) -> Iterable[Finding]:
-        if finding.event == "incident":
-            self._last_incident = str(finding.fields.get("label"))
-        if finding.event == "miner_stopping":
+    def on_event(self, event: Event) -> Iterable[Event]:
+        if event.name == "incident":
+            self._last_incident = str(event.fields.get("label"))
+        if event.name == "miner_stopping":
             # During a stop, a rank that waits for one that has already exited is not hanging.
             self._launch = self._hang = None
         lasting = self._hang is not None and self._hang.lasting
-        if finding.fields.get("where") == LATE and not lasting and self._launch is not None:
+        if event.fields.get("where") == LATE and not lasting and self._launch is not None:
             now, allowed_s = (
                 self.context.clock.monotonic(),
                 self.context.config.gate.broadcast_timeout_s,
             )
-            what = str(finding.fields.get("what"))
+            what = str(event.fields.get("what"))
             self._found(self._detector.late(now, self._ranks, allowed_s, what))
         return ()
 
-    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
         self._ranks = ranks
         if self._launch is None:
             return ()

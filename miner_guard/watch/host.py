@@ -11,9 +11,8 @@ from miner_guard.checks.limits import HostLimits
 from miner_guard.checks.nvml import NvmlSampler
 from miner_guard.checks.samplers import HostSampler, OwnSampler, Samplers, Unreadable, host_figures
 from miner_guard.checks.snapshot import assemble, summary
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.rank.layout import Now
-from miner_guard.record.events import degraded, event
+from miner_guard.record.events import Event, degraded, event
 from miner_guard.watch.base import Context, Monitor
 
 _GPU_DEADLINE_RATIO = 0.9
@@ -62,27 +61,27 @@ class HealthMonitor(Monitor):
         if self.context.config.gpu.expect != 0:
             # Report the faults here, in every sample: other monitors read the status, which holds
             # only the latest one.
-            for finding in faults.of_events(sample["gpus"]):
-                self.context.emit(finding)
+            for each in faults.of_events(sample["gpus"]):
+                self.context.emit(each)
         if sample["state"] not in ("ok", "absent"):
             raise Unreadable(f"{sample['state']}: {sample['reason']}")
         return sample
 
     def _sample(self) -> None:
-        for finding in self.samplers.sample():
-            self.context.emit(finding)
+        for each in self.samplers.sample():
+            self.context.emit(each)
         host = self._host_figures()
         if host is not None:
-            for finding in self._limits.observe(host):
-                self.context.emit(finding)
+            for each in self._limits.observe(host):
+                self.context.emit(each)
 
     def _host_figures(self) -> Mapping[str, Any] | None:
         return host_figures(self.samplers.reading(name).value for name in self._host.reads)
 
     def _log_snapshot(self) -> None:
-        self.context.emit(self._finding())
+        self.context.emit(self._event())
 
-    def _finding(self) -> Finding:
+    def _event(self) -> Event:
         snapshot = self._document()
         self._snapshots += 1
         return event(
@@ -110,14 +109,14 @@ class HealthMonitor(Monitor):
             unknown=unknown,
         )
 
-    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
         self._dropped = sum(header.dropped for header in ranks.values())
         self._lost = sum(header.lost for header in ranks.values())
         return ()
 
-    def on_stop(self) -> Iterable[Finding]:
+    def on_stop(self) -> Iterable[Event]:
         self._nvml.close()
-        return (self._finding(),)
+        return (self._event(),)
 
     def snapshot(self) -> Mapping[str, Any]:
         readings = self.samplers.readings()

@@ -17,7 +17,7 @@ from typing import Any
 from miner_guard import state_dir
 from miner_guard.checks.samplers import oom_kills
 from miner_guard.eventlog import catalog
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import make_finding
 from miner_guard.eventlog.write_errors import not_stored
 from miner_guard.incidents import knowledge
 from miner_guard.incidents.explain import Explained, in_words
@@ -29,7 +29,7 @@ from miner_guard.rank import journal, layout
 from miner_guard.rank.flight import FlightWriter
 from miner_guard.rank.journal import JournalEntry, UploadEntry
 from miner_guard.rank.layout import NAN, Now, StepRecord
-from miner_guard.record.events import degraded, event
+from miner_guard.record.events import Event, degraded, event
 from miner_guard.record.redaction import SECRET_NAME
 from miner_guard.system import free_memory
 from miner_guard.system.once import Once
@@ -80,7 +80,7 @@ class LogAttachMonitor(Monitor):
         self._launch: Launch | None = None
         self._ranks: Mapping[int, Now] = {}
         self._flight: FlightWriter | None = None
-        self._findings: list[Finding] = []
+        self._events: list[Event] = []
         self._blind = ""
         """Why there is no flight record. Reported once while launches keep failing the same way."""
         self._patterns = self._load() if self._active or self._standby else Patterns(())
@@ -119,17 +119,17 @@ class LogAttachMonitor(Monitor):
                 usable.append(text)
             else:
                 what = f"[miner] log_patterns: {text!r} {wrong}; ignoring this pattern"
-                self._findings.append(degraded(what))
+                self._events.append(degraded(what))
         return patterns(self.context.config.miner.profile, usable)
 
-    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+    def on_launch(self, launch: Launch) -> Iterable[Event]:
         self._launch, self._ranks = launch, {}
         self._begin(launch.started)
         return self._open(launch) if self._active else ()
 
-    def _open(self, launch: Launch) -> list[Finding]:
+    def _open(self, launch: Launch) -> list[Event]:
         """Create the flight record for the steps that the lines report."""
-        findings, self._findings = self._findings, []
+        events, self._events = self._events, []
         try:
             self._flight = FlightWriter(
                 self.context.state.flight_of(0),
@@ -145,18 +145,18 @@ class LogAttachMonitor(Monitor):
                 f"--attach log: no flight record: {error.strerror or error}; steps are not recorded"
             )
             if what != self._blind:
-                findings.append(degraded(what))
+                events.append(degraded(what))
             self._blind = what
-            return findings
+            return events
         self._blind = ""
         self._show(self._flight, STARTING, launch.started)
-        return findings
+        return events
 
-    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
         self._ranks = ranks
         return ()
 
-    def _take_over(self, launch: Launch, lines: Sequence[bytes], now: float) -> list[Finding]:
+    def _take_over(self, launch: Launch, lines: Sequence[bytes], now: float) -> list[Event]:
         """Start reading the lines if the miner has been printing steps that no rank reports."""
         prints = any(isinstance(read_line(_text(raw), self._patterns), StepLine) for raw in lines)
         if not prints or self._ranks:
@@ -177,18 +177,18 @@ class LogAttachMonitor(Monitor):
     def reads_lines(self) -> bool:
         return self._flight is not None or (self._standby and not self._ranks)
 
-    def on_lines(self, lines: Sequence[bytes]) -> Iterable[Finding]:
-        findings: list[Finding] = []
+    def on_lines(self, lines: Sequence[bytes]) -> Iterable[Event]:
+        events: list[Event] = []
         now = self.context.clock.monotonic()
         if self._standby and self._flight is None and self._launch is not None:
-            findings = self._take_over(self._launch, lines, now)
+            events = self._take_over(self._launch, lines, now)
         if self._flight is None:
-            return findings
+            return events
         for raw in lines:
             evaluated = evaluation_in(raw)
             self._evaluated = self._evaluated if evaluated is None else evaluated
             self._line(self._flight, _text(raw), now)
-        return findings
+        return events
 
     def _line(self, flight: FlightWriter, text: str, now: float) -> None:
         parsed = read_line(text, self._patterns)
@@ -274,7 +274,7 @@ class LogAttachMonitor(Monitor):
             error=push.error,
         )
 
-    def on_exit(self, end: Exit) -> Iterable[Finding]:
+    def on_exit(self, end: Exit) -> Iterable[Event]:
         self._launch = None
         if self._flight is not None:
             now = self.context.clock.monotonic()
@@ -351,20 +351,20 @@ class FirstStepMonitor(Monitor):
         # Compiled only when a line could be a step: most miners report steps through the hook.
         return patterns(self.context.config.miner.profile)
 
-    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+    def on_launch(self, launch: Launch) -> Iterable[Event]:
         self._begin(launch)
         return ()
 
-    def on_exit(self, end: Exit) -> Iterable[Finding]:
+    def on_exit(self, end: Exit) -> Iterable[Event]:
         self._begin(None)
         return ()
 
-    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:
         self._begin(None)
         return ()
 
-    def on_finding(self, finding: Finding) -> Iterable[Finding]:
-        if finding.event in ("hang_detected", "miner_stopping"):
+    def on_event(self, event: Event) -> Iterable[Event]:
+        if event.name in ("hang_detected", "miner_stopping"):
             self._begin(None)
         return ()
 
@@ -372,7 +372,7 @@ class FirstStepMonitor(Monitor):
         found = self._nearest is not None and self._nearest[0] >= _IS_A_STEP
         return self._launch is not None and not found and self._lines < _MAX_LINES
 
-    def on_lines(self, lines: Sequence[bytes]) -> Iterable[Finding]:
+    def on_lines(self, lines: Sequence[bytes]) -> Iterable[Event]:
         for raw in lines:
             if not self.reads_lines():
                 break
@@ -393,7 +393,7 @@ class FirstStepMonitor(Monitor):
         if self._nearest is None or nearness > self._nearest[0]:
             self._nearest = (nearness, text)
 
-    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
         if self._launch is None:
             return ()
         hang, waited = self.context.config.hang, now - self._launch.started
@@ -440,7 +440,7 @@ class FirstStepMonitor(Monitor):
             f"{_WHY_NO_STEP[attach]}"
         )
 
-    def _degraded(self, waited: float) -> Finding:
+    def _degraded(self, waited: float) -> Event:
         nearest = "" if self._nearest is None else f"; the nearest line is {self._nearest[1]}"
         return degraded(
             f"no step seen for {waited / 60:.0f} min, so the guard cannot see slow "
@@ -468,7 +468,7 @@ class DegradedHooksMonitor(Monitor):
         super().__init__(context)
         self._reported = Once(_MAX_DEGRADED)
 
-    def on_lines(self, lines: Sequence[bytes]) -> Iterator[Finding]:
+    def on_lines(self, lines: Sequence[bytes]) -> Iterator[Event]:
         for line in lines:
             match = _DEGRADED_LINE.match(line)
             if match is None:
@@ -508,11 +508,11 @@ class SecretLeaksMonitor(Monitor):
         self._tail = b""
         self._kinds = Once()
 
-    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+    def on_launch(self, launch: Launch) -> Iterable[Event]:
         self._tail = b""
         return ()
 
-    def on_output(self, chunk: bytes) -> Iterable[Finding]:
+    def on_output(self, chunk: bytes) -> Iterable[Event]:
         # Also find values that span two chunks.
         text = self._tail + chunk
         self._tail = text[-(self._max_length - 1) :]
@@ -603,18 +603,18 @@ class IncidentsMonitor(Monitor):
         self._stopping = False
         self._oom_kills = self._count_oom_kills()
 
-    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+    def on_launch(self, launch: Launch) -> Iterable[Event]:
         self._begin()
         return ()
 
-    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
+    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Event]:
         if isinstance(entry, journal.TrainingEntry):
             self._training = Training(
                 entry.batch_size, entry.effective_batch_size, entry.world_size
             )
         return ()
 
-    def on_output(self, chunk: bytes) -> Iterable[Finding]:
+    def on_output(self, chunk: bytes) -> Iterable[Event]:
         if not self.context.config.logs.classify:
             return ()
         self._printed = True
@@ -630,8 +630,8 @@ class IncidentsMonitor(Monitor):
         """Load the error patterns. Runs in a job thread."""
         self._knowledge.prepare(free_memory.give_back)
 
-    def _overcome(self, seen: Iterable[Evidence]) -> list[Finding]:
-        """Findings for reported incidents that training has since recovered from."""
+    def _overcome(self, seen: Iterable[Evidence]) -> list[Event]:
+        """Events for reported incidents that training has since recovered from."""
         past = {
             label
             for item in seen
@@ -658,29 +658,29 @@ class IncidentsMonitor(Monitor):
         self._last_s = now
         self._case.add(seen)
 
-    def on_finding(self, finding: Finding) -> Iterable[Finding]:
-        self._events.add(finding.event)
+    def on_event(self, event: Event) -> Iterable[Event]:
+        self._events.add(event.name)
         if self.context.config.logs.classify:
             # The guard's line counts as evidence, so that this monitor and a scan of the whole log
             # name the same root.
-            for label in self._knowledge.shown_by(finding.event):
+            for label in self._knowledge.shown_by(event.name):
                 sighting = Sighting(
-                    label, "cause", self._scanner.line, catalog.message(finding), finding.rank
+                    label, "cause", self._scanner.line, catalog.message(event), event.rank
                 )
                 self._take([sighting], self.context.clock.monotonic())
-                if finding.event not in _NEVER_OVERCOME:
+                if event.name not in _NEVER_OVERCOME:
                     self._shown[label] = sighting
-        if finding.event == "miner_stopping":
+        if event.name == "miner_stopping":
             self._stopping = True
         return ()
 
-    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:
         loss = steps[-1].loss
         if loss is not None:
             self._finite[rank] = math.isfinite(loss)
         return ()
 
-    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
         if self._printed and not self._prepared:
             # Load the patterns before the first traceback, and in a job, because this thread would
             # delay the output. Wait for the first output, because loading would slow down a burst.
@@ -701,7 +701,7 @@ class IncidentsMonitor(Monitor):
         root = self._seen_root()
         return None if root is None or root.first.role in ("retry", "warning") else root.label
 
-    def on_exit(self, end: Exit) -> Iterable[Finding]:
+    def on_exit(self, end: Exit) -> Iterable[Event]:
         now = self.context.clock.monotonic()
         self._case.add([*self._scanner.finish(), *self._passed()])
         if end.signal == signal.SIGKILL and not end.asked and self._seen_root() is None:
@@ -759,7 +759,7 @@ class IncidentsMonitor(Monitor):
         first = root.first._replace(label=name, cause="", fix="", restart="")
         return replace(root, label=name, first=first, sightings=())
 
-    def _name(self, now: float, min_count: int) -> Iterable[Finding]:
+    def _name(self, now: float, min_count: int) -> Iterable[Event]:
         """Report the root cause, unless it has already been reported or is only a retry or warning
         seen fewer than `min_count` times."""
         self._first_s = None
@@ -775,7 +775,7 @@ class IncidentsMonitor(Monitor):
         )
         self._reported_at[root.label] = self._named_s = now
         self._counts[root.label] += 1
-        return [self._finding(explained, root)]
+        return [self._event(explained, root)]
 
     def _is_known(self, root: Incident, now: float) -> bool:
         label = self._knowledge.labels[root.label]
@@ -790,7 +790,7 @@ class IncidentsMonitor(Monitor):
             return True
         return not self._events.isdisjoint(label.events)
 
-    def _finding(self, explained: Explained, root: Incident) -> Finding:
+    def _event(self, explained: Explained, root: Incident) -> Event:
         folder = incident_folder(self.context.state, self.context.clock.wall(), explained.label)
         story = {**explained.as_dict(), "count": explained.count, "ranks": list(explained.ranks)}
         output = self._tail.text()

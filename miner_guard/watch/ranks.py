@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.config import GpuSettings, StepSettings
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import make_finding
 from miner_guard.eventlog.status_document import FallbackStatus, RanksStatus
 from miner_guard.rank import journal
 from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, TrainingEntry
 from miner_guard.rank.layout import FLAG_FIRST, FLAG_LOSS_ON_CPU, Now, StepRecord
-from miner_guard.record.events import event
+from miner_guard.record.events import Event, event
 from miner_guard.record.words import counted, gb, rank_list
 from miner_guard.system.launcher_args import number_of, value_of
 from miner_guard.watch.base import Context, Exit, Launch, Monitor
@@ -526,7 +526,7 @@ _TOGETHER_S = 3.0
 
 
 class RanksMonitor(Monitor):
-    """Compares the ranks; findings about several ranks are merged into one line at the next
+    """Compares the ranks; events about several ranks are merged into one line at the next
     tick."""
 
     name = "ranks"
@@ -551,11 +551,11 @@ class RanksMonitor(Monitor):
         self._last_straggler: Straggler | None = None
         self._recent: deque[StepRecord] = deque(maxlen=_SLOW_STEPS)
 
-    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+    def on_launch(self, launch: Launch) -> Iterable[Event]:
         self._reset()
         return ()
 
-    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
+    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Event]:
         if isinstance(entry, TrainingEntry):
             self._facts = self._facts.with_entry(entry)
         if isinstance(entry, DiagnosisEntry):
@@ -571,7 +571,7 @@ class RanksMonitor(Monitor):
             self._watches[rank] = RankWatch(self.context.config.gpu, self.context.config.steps)
         return self._watches[rank]
 
-    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:
         for step in steps:
             watch = self._watch(rank)
             verdict = watch.observe(
@@ -593,9 +593,9 @@ class RanksMonitor(Monitor):
             for seen in self._straggler.observe(
                 rank, step.total_steps, step.seconds, step.phases, ranks=ranks
             ):
-                yield self._straggler_finding(seen)
+                yield self._straggler_event(seen)
 
-    def _straggler_finding(self, seen: Straggler | tuple[int, int]) -> Finding:
+    def _straggler_event(self, seen: Straggler | tuple[int, int]) -> Event:
         if not isinstance(seen, Straggler):
             self._last_straggler = None
             return event(
@@ -620,7 +620,7 @@ class RanksMonitor(Monitor):
             steps=seen.steps,
         )
 
-    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
         if ranks and (gone := self._watches.keys() - ranks.keys()):
             yield from self._forget(gone)
         if self._recent and self._recent[-1].seconds > self.context.config.steps.slow_s:
@@ -631,7 +631,7 @@ class RanksMonitor(Monitor):
             yield from self._verdicts()
         yield from self._slow_cause()
 
-    def _forget(self, gone: Iterable[int]) -> Iterator[Finding]:
+    def _forget(self, gone: Iterable[int]) -> Iterator[Event]:
         """After a new rendezvous this node may have different ranks: stop waiting for those that no
         longer exist."""
         for rank in list(gone):
@@ -647,10 +647,10 @@ class RanksMonitor(Monitor):
             )
         self._compare_anew()
 
-    def on_exit(self, end: Exit) -> Iterable[Finding]:
+    def on_exit(self, end: Exit) -> Iterable[Event]:
         return self._verdicts()
 
-    def _verdicts(self) -> Iterator[Finding]:
+    def _verdicts(self) -> Iterator[Event]:
         changed, self._changed, self._changed_at = self._changed, {}, None
         for rank, (verdict, _) in list(changed.items()):
             if verdict != CLEARED:
@@ -676,7 +676,7 @@ class RanksMonitor(Monitor):
                 by_rank=evidence,
             )
 
-    def _slow_cause(self) -> Iterator[Finding]:
+    def _slow_cause(self) -> Iterator[Event]:
         slow_s = self.context.config.steps.slow_s
         if len(self._recent) < _SLOW_STEPS or min(s.seconds for s in self._recent) <= slow_s:
             if self._recent and self._recent[-1].seconds <= slow_s:
@@ -759,16 +759,16 @@ class RankEndsMonitor(Monitor):
         self._ranks: frozenset[int] = frozenset()
         self._live = True
 
-    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+    def on_launch(self, launch: Launch) -> Iterable[Event]:
         self._begin()
         return ()
 
-    def on_finding(self, finding: Finding) -> Iterable[Finding]:
-        if finding.event == "miner_stopping":
+    def on_event(self, event: Event) -> Iterable[Event]:
+        if event.name == "miner_stopping":
             self._live = False
         return ()
 
-    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
         self._ranks = frozenset(ranks)
         if not self._live or len(ranks) < 2:
             return
@@ -780,21 +780,21 @@ class RankEndsMonitor(Monitor):
         self._gone_since = {rank: self._gone_since.get(rank, now) for rank in gone}
         for_long = {rank for rank, since in self._gone_since.items() if now - since >= _NOTICE_S}
         if for_long - self._reported and (left := left_behind(ranks, gone)) is not None:
-            yield self._finding(left)
+            yield self._event(left)
 
-    def on_exit(self, end: Exit) -> Iterable[Finding]:
+    def on_exit(self, end: Exit) -> Iterable[Event]:
         live, self._live = self._live, False
         if end.asked or end.finished or not live:
             return
         last = {rank: header_of(self.context.state, rank) for rank in self._ranks}
         yield from self._ended_early({r: now for r, now in last.items() if now is not None})
 
-    def _ended_early(self, ranks: Mapping[int, Now]) -> Iterator[Finding]:
+    def _ended_early(self, ranks: Mapping[int, Now]) -> Iterator[Event]:
         left = ended_early(ranks)
         if left is not None and not self._reported.issuperset(left.ranks):
-            yield self._finding(left)
+            yield self._event(left)
 
-    def _finding(self, left: Left) -> Finding:
+    def _event(self, left: Left) -> Event:
         self._reported.update(left.ranks)
         rank = left.ranks[0] if len(left.ranks) == 1 else None
         return event(
@@ -914,7 +914,7 @@ class NodesMonitor(Monitor):
         self._nodes: dict[str, _Node] = {}
         self._scheduled = False
 
-    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+    def on_launch(self, launch: Launch) -> Iterable[Event]:
         self._meeting = rendezvous(launch.command)
         if self._meeting is not None and not self._scheduled:
             self._scheduled = True

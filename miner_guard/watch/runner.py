@@ -8,28 +8,27 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.rank.journal import parse
 from miner_guard.rank.layout import Now, StepRecord
-from miner_guard.record.events import degraded
+from miner_guard.record.events import Event, degraded
 from miner_guard.watch.base import Exit, Launch, Monitor
 from miner_guard.watch.line_router import Delivery, LineRouter
 
 _MAX_DEPTH = 4
-"""Maximum length of a chain of findings that trigger one another."""
+"""Maximum length of a chain of events that trigger one another."""
 
 
 class MonitorRunner:
     """All of the running supervisor's monitors. For use on the supervisor's thread only."""
 
-    def __init__(self, log: Callable[[Finding], None]) -> None:
+    def __init__(self, log: Callable[[Event], None]) -> None:
         self._log = log
         self.monitors: list[Monitor] = []
-        self.on_finding: Callable[[Finding], None] = lambda _finding: None
-        """Called for every finding; drives the restart policy."""
+        self.on_event: Callable[[Event], None] = lambda _event: None
+        """Called for every event; drives the restart policy."""
 
         self.deliveries = 0
-        """Number of steps, entries, launches, exits, findings and pieces of output delivered. While
+        """Number of steps, entries, launches, exits, events and pieces of output delivered. While
         it stays the same, the monitors have learned nothing new."""
 
         self._output: LineRouter | None = None
@@ -72,8 +71,8 @@ class MonitorRunner:
 
     def _show(self, deliveries: Iterable[Delivery]) -> None:
         for monitor, method, argument in deliveries:
-            for finding in self._call(monitor, method, argument):
-                self.finding(finding, monitor)
+            for event in self._call(monitor, method, argument):
+                self.log(event, monitor)
 
     def tick(self, now: float, ranks: Mapping[int, Now]) -> None:
         self._rest_of_output()
@@ -109,20 +108,20 @@ class MonitorRunner:
         """Return True while any monitor has something to send."""
         return any(monitor.lingers() for monitor in self.monitors)
 
-    def finding(self, finding: Finding, source: Monitor | None = None, depth: int = 0) -> None:
-        """Log a finding and deliver it to every monitor except its source. Never raises."""
+    def log(self, event: Event, source: Monitor | None = None, depth: int = 0) -> None:
+        """Log an event and deliver it to every monitor except its source. Never raises."""
         self.deliveries += 1
         try:
-            self._log(finding)
-            self.on_finding(finding)
-        except Exception as error:  # noqa: BLE001 - one bad finding must not stop supervision; it is reported
-            self._report_defect(finding.event, "log", error)
+            self._log(event)
+            self.on_event(event)
+        except Exception as error:  # noqa: BLE001 - one bad event must not stop supervision; it is reported
+            self._report_defect(event.name, "log", error)
         if depth >= _MAX_DEPTH:
             return
         for monitor in self.monitors:
             if monitor is not source:
-                for further in self._call(monitor, "on_finding", finding):
-                    self.finding(further, monitor, depth + 1)
+                for further in self._call(monitor, "on_event", event):
+                    self.log(further, monitor, depth + 1)
 
     def snapshots(self) -> dict[str, Any]:
         """Each monitor's snapshot, keyed by the monitor's name."""
@@ -137,10 +136,10 @@ class MonitorRunner:
 
     def _each(self, method: str, *arguments: Any) -> None:
         for monitor in self.monitors:
-            for finding in self._call(monitor, method, *arguments):
-                self.finding(finding, monitor)
+            for event in self._call(monitor, method, *arguments):
+                self.log(event, monitor)
 
-    def _call(self, monitor: Monitor, method: str, *arguments: Any) -> Iterable[Finding]:
+    def _call(self, monitor: Monitor, method: str, *arguments: Any) -> Iterable[Event]:
         try:
             return list(getattr(monitor, method)(*arguments))
         except Exception as error:  # noqa: BLE001 - a bug in a monitor must not end supervision; it is reported once

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from miner_guard.eventlog.catalog import Finding, make_finding, message
+from miner_guard.eventlog.catalog import make_finding, message
 from miner_guard.eventlog.section import LastRead
 from miner_guard.eventlog.status_document import (
     NO_REPO,
@@ -21,6 +21,7 @@ from miner_guard.eventlog.status_document import (
     read_status,
 )
 from miner_guard.rank.layout import Now, StepRecord
+from miner_guard.record.events import Event
 from miner_guard.record.words import known, percentages, rank_list
 from miner_guard.system.clock import iso_utc, parse_iso_utc
 from miner_guard.watch.base import Context, Monitor
@@ -40,7 +41,7 @@ _ENDED_BY = {
 
 @dataclass
 class Memory:
-    """Findings that stay in effect until another finding clears them. Bounded."""
+    """Events that stay in effect until another event clears them. Bounded."""
 
     restart: Mapping[str, Any] | None = None
     hang: str | None = None
@@ -67,38 +68,38 @@ class Memory:
     """The median step time when steps became slow; None while steps are not slow."""
 
     reported: dict[str, str] = field(default_factory=dict)
-    """Messages of findings that still hold, by event. The status document may not show a finding
+    """Messages of events that still hold, by event. The status document may not show an event
     until a second later, and an alert sent in between must not contradict it."""
 
-    def take(self, finding: Finding) -> None:
-        """Update the memory from one finding."""
-        fields = finding.fields
-        for event in _ENDED_BY.get(finding.event, ()):
-            self.reported.pop(event, None)
-        if finding.event in _LASTING and fields.get("verdict", "certain") == "certain":
-            self.reported[finding.event] = message(finding).partition("\n")[0]
-        if finding.event == "miner_restarting":
+    def take(self, event: Event) -> None:
+        """Update the memory from one event."""
+        fields = event.fields
+        for ended in _ENDED_BY.get(event.name, ()):
+            self.reported.pop(ended, None)
+        if event.name in _LASTING and fields.get("verdict", "certain") == "certain":
+            self.reported[event.name] = message(event).partition("\n")[0]
+        if event.name == "miner_restarting":
             self.restart = fields
-        elif finding.event == "hang_detected":
+        elif event.name == "hang_detected":
             self.hang = str(fields.get("detail"))
             self.silent_s = float(fields.get("idle_s") or 0.0)
-        elif finding.event == "crash_loop":
+        elif event.name == "crash_loop":
             self.crash_loop = str(fields.get("detail"))
-        elif finding.event == "incident":
+        elif event.name == "incident":
             self.incident = fields
-        elif finding.event == "loss_nan":
+        elif event.name == "loss_nan":
             self.nan = fields
-        elif finding.event == "checkpoint_saved" and self.nan is None:
+        elif event.name == "checkpoint_saved" and self.nan is None:
             self.checkpoint = fields
-        elif finding.event == "straggler":
-            self.straggler = f"rank {finding.rank} {fields.get('detail')}"
-            self.straggler_rank = finding.rank
-        elif finding.event == "straggler_cleared":
+        elif event.name == "straggler":
+            self.straggler = f"rank {event.rank} {fields.get('detail')}"
+            self.straggler_rank = event.rank
+        elif event.name == "straggler_cleared":
             self.straggler = self.straggler_rank = None
-        elif finding.event in ("gpu_fault", "gpu_recovered"):
-            self._toggle(self.gpu_faults, f"GPU {fields.get('gpu')}", finding, "gpu_fault")
-        elif finding.event in ("disk_full", "disk_stuck", "disk_recovered"):
-            self._toggle(self.disks, str(fields.get("what")), finding, "disk_full", "disk_stuck")
+        elif event.name in ("gpu_fault", "gpu_recovered"):
+            self._toggle(self.gpu_faults, f"GPU {fields.get('gpu')}", event, "gpu_fault")
+        elif event.name in ("disk_full", "disk_stuck", "disk_recovered"):
+            self._toggle(self.disks, str(fields.get("what")), event, "disk_full", "disk_stuck")
 
     def stepped(self, loss: float | None) -> None:
         """Record that training completed a step, so whatever was blocking it has cleared."""
@@ -119,12 +120,12 @@ class Memory:
             self.slow_from_s = None
 
     @staticmethod
-    def _toggle(table: dict[str, str], key: str, finding: Finding, *begins: str) -> None:
-        if finding.event not in begins:
+    def _toggle(table: dict[str, str], key: str, event: Event, *begins: str) -> None:
+        if event.name not in begins:
             table.pop(key, None)
         elif len(table) < 64:
-            silent = "it is not responding" if finding.event == "disk_stuck" else None
-            fields = finding.fields
+            silent = "it is not responding" if event.name == "disk_stuck" else None
+            fields = event.fields
             table[key] = str(silent or fields.get("reason") or fields.get("what"))
 
 
@@ -963,15 +964,15 @@ class VerdictMonitor(Monitor):
         self._week = VerdictWeek(*((verdict.week, verdict.week_start) if verdict else ({},)))
         self._counted_at = context.clock.monotonic()
 
-    def on_finding(self, finding: Finding) -> Iterable[Finding]:
-        self._memory.take(finding)
+    def on_event(self, event: Event) -> Iterable[Event]:
+        self._memory.take(event)
         return ()
 
-    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:
         self._memory.stepped(steps[-1].loss)
         return ()
 
-    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
         self._count(now)
         status = self.context.status()
         if not status:
@@ -988,7 +989,7 @@ class VerdictMonitor(Monitor):
             return ()
         return [self._change(verdict, held_s)]
 
-    def on_stop(self) -> Iterable[Finding]:
+    def on_stop(self) -> Iterable[Event]:
         """The final verdict: nothing is training here anymore."""
         self._count(self.context.clock.monotonic())
         verdict = judge(
@@ -1005,7 +1006,7 @@ class VerdictMonitor(Monitor):
                 state = self._current.state
             self._week.add(state, wall - passed_s, wall)
 
-    def _change(self, verdict: RunVerdict, held_s: float = 0.0) -> Finding:
+    def _change(self, verdict: RunVerdict, held_s: float = 0.0) -> Event:
         """Adopt a verdict whose condition has held for `held_s` seconds. A hang counts from
         the last step before it."""
         previous = self._current

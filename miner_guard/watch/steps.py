@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar
 
 from miner_guard.config import StepSettings
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import make_finding
 from miner_guard.eventlog.status_document import RankSteps, StepsStatus
 from miner_guard.rank.journal import JournalEntry, TrainingEntry
 from miner_guard.rank.layout import FLAG_FIRST, Now, StepRecord
-from miner_guard.record.events import event
+from miner_guard.record.events import Event, event
 from miner_guard.record.phases import SPECIAL_PHASES
 from miner_guard.record.words import counted, gb
 from miner_guard.state_dir import json_number
@@ -678,12 +678,12 @@ class StepsMonitor(Monitor):
         """One remark of each kind per launch: it describes the program, so later ones would only
         repeat it."""
 
-    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+    def on_launch(self, launch: Launch) -> Iterable[Event]:
         self._reset()
         self._goodput.launched(launch.started)
         return ()
 
-    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
+    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Event]:
         if isinstance(entry, TrainingEntry):
             self._facts = self._facts.with_entry(entry)
         return ()
@@ -691,20 +691,20 @@ class StepsMonitor(Monitor):
     def reads_lines(self) -> bool:
         return not self._miner_prints_steps
 
-    def on_lines(self, lines: Sequence[bytes]) -> Iterable[Finding]:
+    def on_lines(self, lines: Sequence[bytes]) -> Iterable[Event]:
         self._miner_prints_steps = self._miner_prints_steps or any(
             b"Outer Step:" in line and b"Inner Step:" in line for line in lines
         )
         return ()
 
-    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:
         for step in steps:
             self._last[rank] = step
             self._steps[rank] = self._steps.get(rank, 0) + 1
             if rank == min(self._last):
                 yield from self._lead_step(rank, step)
 
-    def _lead_step(self, rank: int, step: StepRecord) -> Iterator[Finding]:
+    def _lead_step(self, rank: int, step: StepRecord) -> Iterator[Event]:
         if self._loss_first is None:
             self._loss_first = step.loss
         self._goodput.step(step.start, step.end, step.phases, step.nested_in_monitor_s)
@@ -729,7 +729,7 @@ class StepsMonitor(Monitor):
             yield from self._time(rank, step)
         yield from self._timing_lines(rank, step)
 
-    def _time(self, rank: int, step: StepRecord) -> Iterator[Finding]:
+    def _time(self, rank: int, step: StepRecord) -> Iterator[Event]:
         if self._max is None or step.seconds > self._max[0]:
             self._max = (step.seconds, step.inner_step)
         kind = kind_of(step.phases)
@@ -760,7 +760,7 @@ class StepsMonitor(Monitor):
             )
         yield from self._summary(rank, step)
 
-    def _slow_line(self, rank: int, step: StepRecord, slow: SlowStep) -> Iterator[Finding]:
+    def _slow_line(self, rank: int, step: StepRecord, slow: SlowStep) -> Iterator[Event]:
         # Every slow step longer than 60 s gets a line, as in source 004; a line for shorter ones
         # would flood the console. The report marks all of them.
         too_soon = step.end - self._warned_at < _SLOW_REPEAT_S or self._on_cpu
@@ -815,7 +815,7 @@ class StepsMonitor(Monitor):
         operation, since, until = self._monitored
         return operation, max(0.0, min(until, step.end) - max(since, step.start))
 
-    def _low_memory(self, rank: int, step: StepRecord, slow: SlowStep) -> Iterator[Finding]:
+    def _low_memory(self, rank: int, step: StepRecord, slow: SlowStep) -> Iterator[Event]:
         """Yield source 004's second line for a slow step, once per launch. If memory stays
         low, `cpu_fallback` reports it."""
         memory, gpu = gb(step.allocated_bytes), self.context.config.gpu
@@ -845,7 +845,7 @@ class StepsMonitor(Monitor):
             return None
         return self._pauses.observe(step.total_steps, step.seconds)
 
-    def _summary(self, rank: int, step: StepRecord) -> Iterator[Finding]:
+    def _summary(self, rank: int, step: StepRecord) -> Iterator[Event]:
         stretch = step.total_steps // self.context.config.steps.breakdown_every
         window = self._times.training_window()
         if stretch == self._summary_stretch or window is None or self._max is None:
@@ -863,7 +863,7 @@ class StepsMonitor(Monitor):
             memory_grade=memory_grade(memory, self.context.config.gpu),
         )
 
-    def _timing_lines(self, rank: int, step: StepRecord) -> Iterator[Finding]:
+    def _timing_lines(self, rank: int, step: StepRecord) -> Iterator[Event]:
         seen = self._timing.observe(step.total_steps, step.phases, step.nested_in_monitor_s)
         if isinstance(seen, FastLog):
             yield event(
@@ -905,17 +905,17 @@ class StepsMonitor(Monitor):
                     step=step.total_steps,
                 )
 
-    def on_finding(self, finding: Finding) -> Iterable[Finding]:
-        if finding.event == "hang_detected":
+    def on_event(self, event: Event) -> Iterable[Event]:
+        if event.name == "hang_detected":
             self._goodput.hang_found()
-        if finding.event == "gpu_memory_peak" and finding.rank is not None:
-            self._peaks_gb[finding.rank] = finding.fields["peak_gb"]
-        if finding.event == "cpu_fallback":
+        if event.name == "gpu_memory_peak" and event.rank is not None:
+            self._peaks_gb[event.rank] = event.fields["peak_gb"]
+        if event.name == "cpu_fallback":
             # A CPU fallback explains a lasting slowdown, so do not report the slowdown too.
-            self._on_cpu = finding.fields["verdict"] != "cleared"
+            self._on_cpu = event.fields["verdict"] != "cleared"
         return ()
 
-    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
         lead = ranks[min(ranks)] if ranks else None
         self._phase = lead.phase if lead else ""
         self._operation = lead.operation if lead else ""
@@ -927,14 +927,14 @@ class StepsMonitor(Monitor):
             del self._last[rank]
         return self._left_out(now)
 
-    def on_exit(self, end: Exit) -> Iterable[Finding]:
+    def on_exit(self, end: Exit) -> Iterable[Event]:
         now = self.context.clock.monotonic()
         self._goodput.exited(now, finished=end.finished)
         for step, slow in self._slowdowns.release():
             yield from self._slow_line(min(self._last, default=0), step, slow)
         yield from self._left_out(float("inf"))
 
-    def _left_out(self, now: float) -> Iterator[Finding]:
+    def _left_out(self, now: float) -> Iterator[Event]:
         if (count := self._limiter.left_out(now)) > 0:
             yield event(
                 "step_lines_left_out",

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from miner_guard.config import Config
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.section import Section
 from miner_guard.eventlog.status_document import (
     NO_REPO,
@@ -28,7 +27,7 @@ from miner_guard.eventlog.status_document import (
 from miner_guard.eventlog.write_errors import WriteOutage
 from miner_guard.rank.journal import DecisionEntry, JournalEntry, UploadEntry
 from miner_guard.rank.layout import FLAG_FIRST, Now, StepRecord
-from miner_guard.record.events import event
+from miner_guard.record.events import Event, event
 from miner_guard.record.store import (
     Row,
     RunReader,
@@ -103,8 +102,8 @@ def tag_of(entry: UploadEntry) -> str | None:
     return f"{entry.outer_step}.{entry.inner_step}"
 
 
-def not_verified(entry: UploadEntry, tag: str | None, why: str) -> Finding:
-    """The finding for a push that only the miner has confirmed."""
+def not_verified(entry: UploadEntry, tag: str | None, why: str) -> Event:
+    """The event for a push that only the miner has confirmed."""
     detail = f"{took(entry)}; not verified: {why}"
     return event(
         "upload_reported",
@@ -218,7 +217,7 @@ class UploadsMonitor(Monitor):
                 # A check that started later, perhaps after a push, has already completed.
                 return
             self._newest_probe = began
-            findings = list(self._watch.observe(published, clock.monotonic()))
+            events = list(self._watch.observe(published, clock.monotonic()))
         self._write(
             repo_age_row(
                 clock.wall(),
@@ -231,8 +230,8 @@ class UploadsMonitor(Monitor):
             )
         )
         self._write_inputs()
-        for finding in findings:
-            self.context.emit(finding)
+        for each in events:
+            self.context.emit(each)
 
     def _write_inputs(self) -> None:
         clock = self.context.clock
@@ -250,15 +249,15 @@ class UploadsMonitor(Monitor):
             self._written_at = clock.monotonic()
             try:
                 gate.write(self.context.state.gate_inputs, content)
-                finding = self._outage.succeeded()
+                event = self._outage.succeeded()
             except OSError as error:
-                finding = self._outage.failed(error, lost=0)
-        if finding is not None:
-            self.context.emit(finding)
+                event = self._outage.failed(error, lost=0)
+        if event is not None:
+            self.context.emit(event)
 
     # the ranks
 
-    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:
         if rank != 0:
             return
         for step in steps:
@@ -274,22 +273,22 @@ class UploadsMonitor(Monitor):
                 published_inner_step=published,
             )
 
-    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
+    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Event]:
         if isinstance(entry, DecisionEntry):
             return self._decided(entry.decision)
         if isinstance(entry, UploadEntry):
             return self._uploaded(rank, entry)
         return ()
 
-    def _decided(self, document: Mapping[str, Any]) -> Iterator[Finding]:
+    def _decided(self, document: Mapping[str, Any]) -> Iterator[Event]:
         self._write(decision_row(document))
         note = note_of(document.get("verdicts") or ())
         self._last["decision"] = LastDecision.from_json({**document, "note": note})
-        finding = self._voice.say(document, self.context.clock.monotonic())
-        if finding is not None:
-            yield finding
+        event = self._voice.say(document, self.context.clock.monotonic())
+        if event is not None:
+            yield event
 
-    def _uploaded(self, rank: int, entry: UploadEntry) -> Iterator[Finding]:
+    def _uploaded(self, rank: int, entry: UploadEntry) -> Iterator[Event]:
         decision = entry.decision_id
         now = self.context.clock.monotonic()
         if entry.phase == "started":
@@ -321,7 +320,7 @@ class UploadsMonitor(Monitor):
 
     def _reported(
         self, entry: UploadEntry, began: float | None, before: Published | None
-    ) -> Iterator[Finding]:
+    ) -> Iterator[Event]:
         if self._repo.kind == "none" or not self._repo.verify_uploads:
             why = (
                 "no [repo] is configured"
@@ -336,7 +335,7 @@ class UploadsMonitor(Monitor):
         # Verify immediately: the next push may follow soon and replace the content to verify.
         self.context.jobs.once("verify upload", lambda: self._verify(push))
 
-    def on_exit(self, end: Exit) -> Iterable[Finding]:
+    def on_exit(self, end: Exit) -> Iterable[Event]:
         cut, self._began = list(self._began.values()), {}
         for begun in cut:
             why = "the miner exited during the push; the published files may be inconsistent"
@@ -348,18 +347,18 @@ class UploadsMonitor(Monitor):
                 reason=f"tag {tag_of(begun.entry)}: {why}",
             )
 
-    def on_finding(self, finding: Finding) -> Iterable[Finding]:
-        fields, wall = finding.fields, self.context.clock.wall()
+    def on_event(self, event: Event) -> Iterable[Event]:
+        fields, wall = event.fields, self.context.clock.wall()
         if fields.get("source") == "log":
-            return self._printed(finding)
-        if finding.event == "incident":
-            self._last["incident"] = LastIncident(str(fields.get("label")), finding.rank, wall)
-        elif finding.event == "miner_restarting":
+            return self._printed(event)
+        if event.name == "incident":
+            self._last["incident"] = LastIncident(str(fields.get("label")), event.rank, wall)
+        elif event.name == "miner_restarting":
             self._last["restart"] = LastRestart(fields.get("cause"), fields.get("attempt"), wall)
-        elif finding.event in _AUDITS:
-            outcome = _AUDITS[finding.event]
+        elif event.name in _AUDITS:
+            outcome = _AUDITS[event.name]
             self._last["audit"] = LastAudit(outcome, fields.get("detail"), wall)
-        elif finding.event in ("chain_status", "chain_unknown") and isinstance(
+        elif event.name in ("chain_status", "chain_unknown") and isinstance(
             fields.get("network"), Mapping
         ):
             with self._mutex:
@@ -367,20 +366,20 @@ class UploadsMonitor(Monitor):
             self.context.jobs.once("gate inputs", self._write_inputs)
         return ()
 
-    def _printed(self, finding: Finding) -> Iterable[Finding]:
+    def _printed(self, event: Event) -> Iterable[Event]:
         """Store a push known only from the miner's printed line."""
-        entry = UploadEntry(phase="finished", tag=finding.fields.get("tag"))
-        if finding.event == "upload_failed":
-            self._store(entry, "failed", error=finding.fields.get("reason"))
-        elif finding.event == "upload_reported":
+        entry = UploadEntry(phase="finished", tag=event.fields.get("tag"))
+        if event.name == "upload_failed":
+            self._store(entry, "failed", error=event.fields.get("reason"))
+        elif event.name == "upload_reported":
             with self._mutex:
                 before = self._watch.latest
             return self._reported(entry, None, before)
         return ()
 
-    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
         with self._mutex:
-            findings = list(self._watch.tick(now))
+            events = list(self._watch.tick(now))
             ready = [push for push in self._pushes if push.due <= now]
             self._pushes = [push for push in self._pushes if push.due > now]
             rewrite = now - self._written_at >= min(
@@ -391,7 +390,7 @@ class UploadsMonitor(Monitor):
             self.context.jobs.once("gate inputs", self._write_inputs)
         for push in ready:
             self.context.jobs.once("verify upload", lambda push=push: self._verify(push))  # type: ignore[misc]
-        return findings
+        return events
 
     # verification, in job threads
 
@@ -464,7 +463,7 @@ class UploadsMonitor(Monitor):
         self._last["upload"] = LastUpload.from_json(known)
         self._write(upload_row(wall, outcome, **row))
 
-    def on_stop(self) -> Iterable[Finding]:
+    def on_stop(self) -> Iterable[Event]:
         for entry in list(self._unsettled):
             why = "the guard ended before the push was checked; see `miner-guard audit`"
             self._store(entry, "reported", error=f"not verified: {why}")
@@ -520,14 +519,14 @@ class PrintedUploadsMonitor(Monitor):
         self._patterns = Patterns(()) if self._silent else patterns(context.config.miner.profile)
         self._last: PushLine | None = None
 
-    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
+    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Event]:
         self._silent = self._silent or isinstance(entry, UploadEntry)
         return ()
 
     def reads_lines(self) -> bool:
         return not self._silent
 
-    def on_lines(self, lines: Sequence[bytes]) -> Iterator[Finding]:
+    def on_lines(self, lines: Sequence[bytes]) -> Iterator[Event]:
         for raw in lines:
             push = read_push(raw.decode("utf-8", "replace"), self._patterns)
             if push is None or (push == self._last and push.tag is not None):
@@ -578,11 +577,11 @@ class AuditMonitor(Monitor):
         if self._every_s > 0:
             context.jobs.every("audit", self._every_s, self._audit)
 
-    def on_finding(self, finding: Finding) -> Iterable[Finding]:
-        if finding.event == "upload_succeeded" and self._every_s > 0:
+    def on_event(self, event: Event) -> Iterable[Event]:
+        if event.name == "upload_succeeded" and self._every_s > 0:
             self.context.jobs.once("audit", self._audit)
-        elif finding.event == "allreduce_ended":
-            self._allreduce = allreduce_of(finding.fields)
+        elif event.name == "allreduce_ended":
+            self._allreduce = allreduce_of(event.fields)
         return ()
 
     def _audit(self) -> None:
@@ -593,10 +592,10 @@ class AuditMonitor(Monitor):
             report = self._report()
         finally:
             self._running.release()
-        finding = report.finding()
+        event = report.event()
         blocked = tuple(v.rule for v in report.verdicts if v.outcome == "block")
         new = self._reports.ask(self.context.clock.monotonic(), (report.outcome, blocked))
-        self.context.emit(finding if new else finding.at("debug"))
+        self.context.emit(event if new else event.at("debug"))
 
     def _report(self) -> AuditReport:
         # Import late: a guard that audits nothing does not need the rules.

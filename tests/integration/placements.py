@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from miner_guard.eventlog import catalog
 from miner_guard.rank import diagnose
 from miner_guard.rank.journal import JournalEntry, TrainingEntry
+from miner_guard.record.events import Event
 
 
 class Host:
@@ -27,14 +28,14 @@ class Host:
         self.world_size = int(os.environ["WORLD_SIZE"])
         self.supervised = supervised
         self.journaled: list[dict[str, Any]] = []
-        self.messages: list[catalog.Finding] = []
+        self.messages: list[Event] = []
 
     def journal(self, entry: JournalEntry) -> bool:
         self.journaled.append(json.loads(json.dumps(entry.to_json())))
         return self.supervised
 
-    def emit(self, finding: catalog.Finding) -> None:
-        self.messages.append(finding)
+    def emit(self, event: Event) -> None:
+        self.messages.append(event)
 
 
 class OnFakeDevices(torch.nn.Module):
@@ -112,7 +113,7 @@ def one(case: str, deadline_s: float, supervised: bool, expect: int | None) -> d
     seconds = time.monotonic() - started
     diagnose.placement, diagnose.cuda_facts = real, real_facts
     messages = [
-        {"event": f.event, "line": catalog.message(f), "fields": dict(f.fields)}
+        {"event": f.name, "line": catalog.message(f), "fields": dict(f.fields)}
         for f in host.messages
     ]
     # The group still works: diagnose must not break the next collective, not even after a silent

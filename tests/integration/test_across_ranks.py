@@ -67,7 +67,7 @@ def test_a_rank_that_never_calls_diagnose_is_named_and_the_group_survives(answer
 
 
 @pytest.mark.parametrize(
-    ("case", "finding"),
+    ("case", "event"),
     [
         ("meta", "meta_parameters"),
         ("shard_on_cpu", "shard_on_cpu"),
@@ -75,9 +75,9 @@ def test_a_rank_that_never_calls_diagnose_is_named_and_the_group_survives(answer
         ("one_rank_on_cpu", "mixed_devices"),
     ],
 )
-def test_wrong_placements_are_each_found(answers: Any, case: str, finding: str) -> None:
+def test_wrong_placements_are_each_found(answers: Any, case: str, event: str) -> None:
     answer = answers[case]
-    assert checks(answer) == {finding}
+    assert checks(answer) == {event}
     assert ("model_on_cpu" in names(answer)) == (case == "one_rank_on_cpu")
 
 

@@ -132,7 +132,7 @@ def test_every_rank_of_a_launch_is_followed(run: Runs, tmp_path: Path) -> None:
         (0, 2, 321),
         (1, 2, 321),
     ]
-    assert attached.entries("finding") == [], "nothing is degraded"
+    assert attached.entries("event") == [], "nothing is degraded"
 
 
 @pytest.mark.long

@@ -45,8 +45,8 @@ class Run:
     def entries(self, kind: str, rank: int = 0) -> list[dict[str, Any]]:
         return [e for _, e in self.reader(rank).entries() if e["kind"] == kind]
 
-    def findings(self, rank: int = 0) -> list[tuple[str, str]]:
-        return [(e["event"], json.dumps(e["fields"])) for e in self.entries("finding", rank)]
+    def events(self, rank: int = 0) -> list[tuple[str, str]]:
+        return [(e["event"], json.dumps(e["fields"])) for e in self.entries("event", rank)]
 
     def published(self) -> dict[str, str]:
         files = sorted((self.folder / "bucket").glob("*/*"))
@@ -156,7 +156,7 @@ def test_each_upload_is_gated_and_its_end_recorded(today: Run) -> None:
 def test_no_key_of_a_worker_command_line_is_kept(today: Run) -> None:
     kept = b"".join(f.read_bytes() for f in today.state.root.rglob("*") if f.is_file())
     assert b"that-leaks" not in kept
-    exposed = [fields for event, fields in today.findings() if event == "secret_exposed"]
+    exposed = [fields for event, fields in today.events() if event == "secret_exposed"]
     assert len(exposed) == 1
     assert "command line" in exposed[0]
 
@@ -241,7 +241,7 @@ def test_older_versions_of_the_miner_are_followed_too(
         (6, "gradient", True),
         (0, "archive", True),
     ]
-    assert {event for event, _ in old.findings()} == {"secret_exposed"}
+    assert {event for event, _ in old.events()} == {"secret_exposed"}
 
 
 def test_an_unknown_signature_is_named_and_the_miner_runs_unchanged(
@@ -251,7 +251,7 @@ def test_an_unknown_signature_is_named_and_the_miner_runs_unchanged(
     assert unknown.code == 0
     assert len(unknown.published()) == 5
     assert unknown.entries("decision") == []
-    (fields,) = [fields for event, fields in unknown.findings() if event == "guard_degraded"]
+    (fields,) = [fields for event, fields in unknown.events() if event == "guard_degraded"]
     assert (
         "start_background_upload has an unknown signature "
         "(self, epoch: 'int', *, shard: 'int') -> 'None'; uploads are not gated"
@@ -276,7 +276,7 @@ def test_a_swallowed_exception_of_the_training_loop_is_reported_by_the_rank_itse
     failing: Run,
 ) -> None:
     assert failing.code == 0, "this is how the miner fails: all ranks exit with 0"
-    (fields,) = [fields for event, fields in failing.findings() if event == "rank_message"]
+    (fields,) = [fields for event, fields in failing.events() if event == "rank_message"]
     assert "an illegal memory access was encountered" in fields
     now = failing.reader().now()
     assert now is not None

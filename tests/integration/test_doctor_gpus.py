@@ -1,4 +1,4 @@
-"""`doctor --json` and `run` with a fake NVML library, end to end: each fault has its finding, and
+"""`doctor --json` and `run` with a fake NVML library, end to end: each fault has its event, and
 the other GPUs keep their rows."""
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def test_each_bad_gpu_is_found_and_the_good_one_keeps_its_rows(
     assert {c["level"] for c in document["checks"] if c["gpu"] == 0} == {"ok"}
 
 
-def test_an_idle_link_that_has_clocked_down_is_not_a_finding(
+def test_an_idle_link_that_has_clocked_down_is_not_an_event(
     fake_nvml: FakeNvml, tmp_path: Path, python: Path
 ) -> None:
     fake_nvml.set({"pcie.gen": 1, "pcie.width": 8, "util.gpu": 0})
@@ -127,7 +127,7 @@ def test_each_failure_of_the_driver_is_distinguished(
     assert levels(document, "cuda.available") == {None: "critical"}
 
 
-def test_a_driver_that_hangs_is_a_finding_and_not_a_hang(
+def test_a_driver_that_hangs_is_an_event_and_not_a_hang(
     fake_nvml: FakeNvml, tmp_path: Path, python: Path
 ) -> None:
     fake_nvml.set({"hang.nvmlDeviceGetUtilizationRates.1": 600})

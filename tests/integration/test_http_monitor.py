@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from miner_guard.config import Config, HttpSettings
-from miner_guard.eventlog.catalog import Finding
+from miner_guard.record.events import Event
 from miner_guard.show.side_processes import MetricsMonitor
 from miner_guard.system.clock import FakeClock
 from miner_guard.system.readiness import ready
@@ -20,45 +20,43 @@ from tests.support.http_port import ask
 TOKEN = "token-of-the-test"
 
 
-def _monitor(
-    folder: Path, settings: HttpSettings
-) -> tuple[MetricsMonitor, list[Finding], FakeClock]:
-    findings: list[Finding] = []
+def _monitor(folder: Path, settings: HttpSettings) -> tuple[MetricsMonitor, list[Event], FakeClock]:
+    events: list[Event] = []
     clock = FakeClock()
     around = context(
-        folder, config=Config(http=settings), clock=clock, emit=findings.append, jobs=JobsAtOnce()
+        folder, config=Config(http=settings), clock=clock, emit=events.append, jobs=JobsAtOnce()
     )
-    return MetricsMonitor(around), findings, clock
+    return MetricsMonitor(around), events, clock
 
 
 def test_no_port_is_opened_to_the_world_without_a_token(tmp_path: Path) -> None:
-    monitor, findings, _ = _monitor(tmp_path, HttpSettings(port=0, host="0.0.0.0"))
+    monitor, events, _ = _monitor(tmp_path, HttpSettings(port=0, host="0.0.0.0"))
     assert monitor.snapshot()["url"] is None
-    assert [finding.event for finding in findings] == ["guard_degraded"]
-    assert "not a loopback address and no token" in findings[0].fields["what"]
+    assert [event.name for event in events] == ["guard_degraded"]
+    assert "not a loopback address and no token" in events[0].fields["what"]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::"])
 def test_no_port_is_opened_to_the_world_with_a_token_that_can_be_guessed(
     tmp_path: Path, host: str
 ) -> None:
-    monitor, findings, _ = _monitor(
+    monitor, events, _ = _monitor(
         tmp_path, HttpSettings(port=0, host=host, token="s3cret-of-mine!")
     )
     assert monitor.snapshot()["url"] is None
-    assert "the token has only 15 characters; use at least 16" in findings[0].fields["what"]
-    assert "s3cret" not in findings[0].fields["what"]
+    assert "the token has only 15 characters; use at least 16" in events[0].fields["what"]
+    assert "s3cret" not in events[0].fields["what"]
 
 
 def test_a_port_in_use_is_reported_once_and_tried_again(tmp_path: Path) -> None:
     requires.module("uvicorn")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
-        monitor, findings, clock = _monitor(tmp_path, HttpSettings(port=number))
+        monitor, events, clock = _monitor(tmp_path, HttpSettings(port=number))
         clock.advance(31)
         list(monitor.on_tick(clock.monotonic(), {}))
-        assert [finding.event for finding in findings] == ["guard_degraded"]
-        assert "is it in use?" in findings[0].fields["what"]
+        assert [event.name for event in events] == ["guard_degraded"]
+        assert "is it in use?" in events[0].fields["what"]
     clock.advance(31)
     list(monitor.on_tick(clock.monotonic(), {}))
     assert monitor.snapshot()["url"] == f"http://127.0.0.1:{number}/"
@@ -78,11 +76,11 @@ def test_a_guard_that_ends_while_its_port_opens_does_not_report_it(
 
     monkeypatch.setattr("miner_guard.show.side_processes.ready", stopped_meanwhile)
     jobs = JobsLater()
-    findings: list[Finding] = []
+    events: list[Event] = []
     monitor.append(
         MetricsMonitor(
             context(
-                tmp_path, config=Config(http=HttpSettings(port=0)), emit=findings.append, jobs=jobs
+                tmp_path, config=Config(http=HttpSettings(port=0)), emit=events.append, jobs=jobs
             )
         )
     )
@@ -90,12 +88,12 @@ def test_a_guard_that_ends_while_its_port_opens_does_not_report_it(
     opening()
     server = monitor[0]._server
     assert server is not None
-    assert (findings, server.child) == ([], None)
+    assert (events, server.child) == ([], None)
 
 
 def test_a_killed_port_process_is_restarted(tmp_path: Path) -> None:
     requires.module("uvicorn")
-    monitor, findings, clock = _monitor(tmp_path, HttpSettings(port=0))
+    monitor, events, clock = _monitor(tmp_path, HttpSettings(port=0))
     first = monitor.snapshot()["url"]
     assert monitor._server is not None
     assert monitor._server.child is not None
@@ -105,7 +103,7 @@ def test_a_killed_port_process_is_restarted(tmp_path: Path) -> None:
         clock.advance(31)
         list(monitor.on_tick(clock.monotonic(), {}))
     second = monitor.snapshot()["url"]
-    assert [finding.event for finding in findings] == [
+    assert [event.name for event in events] == [
         "http_listening",
         "guard_degraded",
         "http_listening",

@@ -11,7 +11,7 @@ further line is [monotonic time, kind, values…]:
     tick {RANK: {…}, …}    header values that changed since the last tick; a rank not listed is gone
     processes {gone, stopped, absent, elsewhere}    the ranks' processes, when they change
     status {SECTION: …}    sections of the state that no replayed watcher writes
-    finding {…}            an event that no replayed watcher raised
+    event {…}            an event that no replayed watcher raised
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ RUNS = Path(__file__).with_name("runs")
 OUTSIDE = frozenset(
     {"health", "chain", "swarm", "uploads", "audit", "alerts", "metrics", "otel", "nodes"}
 )
-"""Watchers that ask the world outside: their findings and sections are inputs of a replay."""
+"""Watchers that ask the world outside: their events and sections are inputs of a replay."""
 
 _REPO = Path(__file__).resolve().parents[2]
 _HEALTH_EVERY_S = 10.0
@@ -157,7 +157,7 @@ def _step(step: Any) -> dict[str, Any]:
 
 
 def _own(frame: Any) -> bool:
-    """Whether a replayed watcher is on the stack: a replay raises its finding by itself."""
+    """Whether a replayed watcher is on the stack: a replay raises its event by itself."""
     while frame is not None:
         owner = frame.f_locals.get("self")
         if isinstance(owner, Monitor):
@@ -189,12 +189,12 @@ def install(recorder: Recorder) -> None:
         recorder.status(self.monitors[0].context.status(), replayed)
         recorder.tick(ranks)
 
-    def finding(self: MonitorRunner, found: Any, source: Any = None, depth: int = 0) -> None:
+    def event(self: MonitorRunner, found: Any, source: Any = None, depth: int = 0) -> None:
         if id(found) in own or (source is not None and source.name not in OUTSIDE):
             return
         if source is None and _own(sys._getframe(2)):
             return
-        recorder.put("finding", found.to_json())
+        recorder.put("event", found.to_json())
 
     def text(chunk: bytes) -> str:
         return bytes(chunk).decode("utf-8", "surrogateescape")
@@ -209,7 +209,7 @@ def install(recorder: Recorder) -> None:
     before("tick", tick)
     before("exit", lambda _self, end: recorder.put("exit", _plain(end)))
     before("stop", lambda _self: recorder.put("stop"))
-    before("finding", finding)
+    before("event", event)
 
     observe = RankProcesses.observe
 

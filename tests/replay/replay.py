@@ -17,7 +17,6 @@ from typing import Any
 
 from miner_guard.config import Config
 from miner_guard.costs import set_global_tracker
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.guard import watchers
 from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record.events import Event
@@ -33,7 +32,7 @@ _NOBODY = 2**30
 """A pid that no process can have, for the miner's."""
 
 _AT_ONCE = ("hang evidence",)
-"""Jobs whose findings are facts; the others only prepare something, or ask the world outside."""
+"""Jobs whose events are facts; the others only prepare something, or ask the world outside."""
 
 _WHERE = ("step", "inner_step", "outer_step")
 
@@ -98,7 +97,7 @@ class Replay:
             _state(folder),
             self._clock,
             "replay",
-            self._runner.finding,
+            self._runner.log,
             _Jobs(),
             _Control(lambda *words: self._fact({"asks": words[0], "line": words[1]})),
             lambda: self._documents,
@@ -136,11 +135,11 @@ class Replay:
     def _status(self, sections: Mapping[str, Any]) -> None:
         self._sections.update(sections)
 
-    def _finding(self, found: Mapping[str, Any]) -> None:
-        finding = Event.from_json(found)
-        assert finding is not None, found
+    def _event(self, found: Mapping[str, Any]) -> None:
+        event = Event.from_json(found)
+        assert event is not None, found
         self._input = True
-        self._runner.finding(finding)
+        self._runner.log(event)
 
     def _exit(self, end: Mapping[str, Any]) -> None:
         if end["code"] == 0 and (objections := self._runner.objections()):
@@ -150,19 +149,19 @@ class Replay:
     def _stop(self) -> None:
         self._runner.stop()
 
-    def _log(self, finding: Finding) -> None:
+    def _log(self, event: Event) -> None:
         if self._input:
             self._input = False
             return
-        incident = finding.name == "incident"
+        incident = event.name == "incident"
         self._fact(
             {
-                "event": finding.name,
-                "level": finding.level,
-                "rank": finding.rank,
-                **{name: finding.fields[name] for name in _WHERE if name in finding.fields},
+                "event": event.name,
+                "level": event.level,
+                "rank": event.rank,
+                **{name: event.fields[name] for name in _WHERE if name in event.fields},
                 # Sentences about causes and fixes belong to tests/unit/incidents.
-                "line": finding.text.partition(":")[0] if incident else finding.text,
+                "line": event.text.partition(":")[0] if incident else event.text,
             }
         )
 
@@ -177,7 +176,7 @@ def _state(folder: Path) -> StateDir:
     return state
 
 
-def _watchers(context: Context, report: Callable[[Finding], None]) -> Iterator[Monitor]:
+def _watchers(context: Context, report: Callable[[Event], None]) -> Iterator[Monitor]:
     for monitor in watchers.load_monitors(context, report):
         if monitor.name not in OUTSIDE:
             yield monitor

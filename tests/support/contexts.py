@@ -25,7 +25,7 @@ def context(folder: Path, **given: Any) -> Context:
         "state": StateDir(folder),
         "clock": FakeClock(),
         "run_id": "r1",
-        "emit": lambda _finding: None,
+        "emit": lambda _event: None,
         "jobs": IdleJobs(),
         "control": IdleControl(),
         "status": dict,

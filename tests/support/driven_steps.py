@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from miner_guard.eventlog import catalog
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.rank.layout import StepRecord
+from miner_guard.record.events import Event
 from miner_guard.system.clock import FakeClock
 from miner_guard.watch.steps import StepsMonitor
 
@@ -35,9 +35,9 @@ def make_step(number: int, start: float, seconds: float, **extra: Any) -> StepRe
 
 def drive(
     monitor: StepsMonitor, clock: FakeClock, durations: Iterable[float], **extra: Any
-) -> list[Finding]:
+) -> list[Event]:
     """Feed steps one after the other on the monitor's clock."""
-    seen: list[Finding] = []
+    seen: list[Event] = []
     first = monitor.snapshot()["total_steps"] or 0
     for number, seconds in enumerate(durations, first + 1):
         step = make_step(number, clock.monotonic(), seconds, **extra)
@@ -46,5 +46,5 @@ def drive(
     return seen
 
 
-def lines(found: Iterable[Finding], event: str) -> list[str]:
-    return [catalog.message(f) for f in found if f.event == event]
+def lines(found: Iterable[Event], event: str) -> list[str]:
+    return [catalog.message(f) for f in found if f.name == event]

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.config import Config, LogSettings
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.emitter import ConsoleSink, Emitter
 from miner_guard.eventlog.jsonl import JsonlSink
 from miner_guard.guard.watchers import load_monitors
 from miner_guard.rank.layout import Now, StepRecord
+from miner_guard.record.events import Event
 from miner_guard.record.redaction import Redactor
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
@@ -27,13 +27,13 @@ class WholeRun:
     """Every monitor of the guard, fed by `step` and `host`; `state.log` holds what it logs."""
 
     def __init__(
-        self, folder: Path, clock: FakeClock, jobs: Jobs, report: Callable[[Finding], None] | None
+        self, folder: Path, clock: FakeClock, jobs: Jobs, report: Callable[[Event], None] | None
     ) -> None:
-        """`report` receives findings from jobs, in their threads; without it, they are logged
+        """`report` receives events from jobs, in their threads; without it, they are logged
         immediately."""
         self.clock, self.state = clock, StateDir(folder)
         self.printed = self.steps = 0
-        self.degraded: list[Finding] = []
+        self.degraded: list[Event] = []
         self.documents: dict[str, Any] = {}
         sinks = [ConsoleSink(self._print, LOGS), JsonlSink(self.state.log, LOGS)]
         emitter = Emitter(clock, "r", Redactor(), sinks)
@@ -44,15 +44,15 @@ class WholeRun:
             self.state,
             clock,
             "r",
-            report or self.host.finding,
+            report or self.host.log,
             jobs,
             control,
             lambda: self.documents,
             Redactor(),
         )
         self.host.monitors = load_monitors(context, self.degraded.append)
-        self.host.on_finding = lambda f: (
-            self.degraded.append(f) if f.event == "guard_degraded" else None
+        self.host.on_event = lambda f: (
+            self.degraded.append(f) if f.name == "guard_degraded" else None
         )
 
     def _print(self, text: str) -> None:

@@ -80,7 +80,7 @@ class SimulatedGuard:
         self._emitter = Emitter(self.clock, RUN_ID, Redactor(), [self._log, StoreSink(self._row)])
         self._attribution = Attribution(self.clock)
         self.runner = MonitorRunner(self._emitter.emit)
-        self.runner.on_finding = self._attribution.hear
+        self.runner.on_event = self._attribution.hear
         self._config = Config(
             miner=MinerSettings(profile="sn38"),
             repo=RepoSettings(kind="local", path=str(root / "published")),
@@ -101,8 +101,8 @@ class SimulatedGuard:
         with self._repo():
             self.runner.monitors = list(self._monitors())
         self._document()
-        for finding in killed_guard(self.state):
-            self.runner.finding(finding)
+        for event in killed_guard(self.state):
+            self.runner.log(event)
         self.launch()
 
     def _monitors(self) -> Iterator[Monitor]:
@@ -110,7 +110,7 @@ class SimulatedGuard:
             self.state.root,
             config=self._config,
             clock=self.clock,
-            emit=self.runner.finding,
+            emit=self.runner.log,
             jobs=self._jobs,
             control=IdleControl(),
             status=lambda: self.documents,
@@ -159,7 +159,7 @@ class SimulatedGuard:
         self._launches += 1
         self.runner.launch(launched)
         words = {"pid": 4711, "command": " ".join(launched.command), "attempt": launched.attempt}
-        self.runner.finding(make_finding("miner_started", **words))
+        self.runner.log(make_finding("miner_started", **words))
         self.clock.advance(20.0)
         facts = [self.training.facts(rank) for rank in range(self.training.ranks)]
         for part in journal.pack(facts):
@@ -180,9 +180,7 @@ class SimulatedGuard:
         detail = f"rank {rank} in data for {self._silent_s():.0f}s, {others} waiting in allreduce"
         self._hang = f"{detail}; at {frame}"
         silent = {"idle_s": self._silent_s(), "limit_s": _WATCHING["limit_s"]}
-        self.runner.finding(
-            make_finding("hang_detected", detail=self._hang, culprits=[rank], **silent)
-        )
+        self.runner.log(make_finding("hang_detected", detail=self._hang, culprits=[rank], **silent))
         self._end(Exit(137, 9, True, False, self._runtime_s()), f"hang: {self._hang}")
         self._retry(Failure(f"hang: {self._hang}", self._runtime_s()))
 
@@ -204,15 +202,15 @@ class SimulatedGuard:
             seen_at=self.clock.monotonic(),
         )
         words = f"block 5000000, network outer step {self.training.network}"
-        finding = make_finding("chain_status", summary=words, network=vars(network))
+        event = make_finding("chain_status", summary=words, network=vars(network))
         with self._repo():
-            self.runner.finding(finding)
+            self.runner.log(event)
 
     def fill_disk(self) -> None:
         """Fill the disk of the state directory, so that neither the log nor the ledger can grow."""
         self._log.full = True
         reason = "No space left on device"
-        self.runner.finding(make_finding("disk_full", what="guard.jsonl", reason=reason))
+        self.runner.log(make_finding("disk_full", what="guard.jsonl", reason=reason))
 
     def die(self, hours: float) -> None:
         """SIGKILL ends the guard and its miner; nothing runs for a while."""
@@ -283,7 +281,7 @@ class SimulatedGuard:
         end = {"phase": "finished", "seconds": 11.4, "attempts": 1, "t": self.clock.monotonic()}
         self.runner.entry(0, {**entry, **end})
         if self._uploads % _AUDIT_EVERY == 1:
-            self.runner.finding(make_finding("audit_passed", detail="12 of 12 rules"))
+            self.runner.log(make_finding("audit_passed", detail="12 of 12 rules"))
 
     # the supervisor
 
@@ -307,13 +305,13 @@ class SimulatedGuard:
         how = "without being asked" if asked is None else f"as requested: {asked}"
         words = {"how": f"{how_it_ended(end)} {how}", "code": end.code, "runtime_s": end.runtime_s}
         exited = make_finding("miner_exited", **words)
-        self.runner.finding(exited if asked is None else exited.at("info"))
+        self.runner.log(exited if asked is None else exited.at("info"))
 
     def _retry(self, failure: Failure) -> bool:
         decision = self._policy.failed(failure)
         if not isinstance(decision, Again):
             why, restarts = decision.why, self._policy.failures
-            self.runner.finding(make_finding("crash_loop", detail=why, restarts=restarts))
+            self.runner.log(make_finding("crash_loop", detail=why, restarts=restarts))
             self._miner = "done"
             self._document()
             with self._repo():
@@ -324,7 +322,7 @@ class SimulatedGuard:
         attempt = {"attempt": decision.attempt, "max_restarts": most, "cause": failure.cause}
         restarting = make_finding("miner_restarting", wait_s=decision.wait_s, **attempt)
         self._miner = "waiting"
-        self.runner.finding(restarting)
+        self.runner.log(restarting)
         self.wait(decision.wait_s)
         self.launch()
         return True
@@ -353,7 +351,7 @@ class SimulatedGuard:
             unknown={},
         )
         words = summary(snapshot)
-        self.runner.finding(make_finding("health_snapshot", summary=words, snapshot=snapshot))
+        self.runner.log(make_finding("health_snapshot", summary=words, snapshot=snapshot))
 
     def _health(self) -> dict[str, Any]:
         idle = self._miner != "running" or self._silent_s() > 4 * self.step_s

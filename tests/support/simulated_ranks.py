@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.config import Config
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.rank.journal import parse
 from miner_guard.rank.layout import FLAG_FIRST, Now, StepRecord
+from miner_guard.record.events import Event
 from miner_guard.system.clock import FakeClock
 from miner_guard.watch.base import Launch, Monitor
 from miner_guard.watch.curves import CurvesMonitor
@@ -42,7 +42,7 @@ class Run:
         ]
         self.ranks: Sequence[int] = range(ranks)
         self.number = 0
-        self.seen: list[Finding] = []
+        self.seen: list[Event] = []
         self.launch()
 
     def launch(self) -> None:
@@ -50,11 +50,11 @@ class Run:
         for each in self.monitors:
             self._take(each.on_launch(Launch((), 1, 0, self.clock.monotonic())))
 
-    def _take(self, found: Iterable[Finding]) -> None:
-        for finding in found:
-            self.seen.append(finding)
+    def _take(self, found: Iterable[Event]) -> None:
+        for event in found:
+            self.seen.append(event)
             for each in self.monitors:
-                self._take(each.on_finding(finding))
+                self._take(each.on_event(event))
 
     def entry(self, **entry: Any) -> None:
         parsed = parse(entry)
@@ -110,10 +110,10 @@ class Run:
 
     def alarms(self) -> list[str]:
         """Events that alert a person, excluding the ordinary lines."""
-        return [f.event for f in self.seen if f.event not in QUIET]
+        return [f.name for f in self.seen if f.name not in QUIET]
 
-    def of(self, event: str) -> list[Finding]:
-        return [f for f in self.seen if f.event == event]
+    def of(self, event: str) -> list[Event]:
+        return [f for f in self.seen if f.name == event]
 
 
 def headers(*ranks: int) -> dict[int, Now]:

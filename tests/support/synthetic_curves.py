@@ -14,7 +14,7 @@ from statistics import median
 
 LENGTH = 1200
 _ONSET_OFF = LENGTH // 20
-"""A finding may come up to this many values before a climb, because noise hides the onset."""
+"""An event may come up to this many values before a climb, because noise hides the onset."""
 
 Curve = list[float]
 Maker = Callable[[random.Random], Curve]
@@ -151,7 +151,7 @@ class Injected:
     kind: str
     first: int
     last: int
-    """First and last index at which a finding of this kind counts as found."""
+    """First and last index at which an event of this kind counts as found."""
 
 
 def spike(curve: Curve, chance: random.Random, factor: float) -> Injected:

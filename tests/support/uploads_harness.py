@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from miner_guard.config import Config, GateSettings, MinerSettings, RepoSettings
-from miner_guard.eventlog.catalog import Finding, message
+from miner_guard.eventlog.catalog import message
 from miner_guard.rank.journal import DecisionEntry, parse
 from miner_guard.rank.layout import StepRecord
+from miner_guard.record.events import Event
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
 from miner_guard.uploads import gate as gating
@@ -32,7 +33,7 @@ class Bench:
         audit_every_s: float | None = 0.0,
         **gate: Any,
     ) -> None:
-        self.clock, self.jobs, self.emitted = FakeClock(), JobsLater(), list[Finding]()
+        self.clock, self.jobs, self.emitted = FakeClock(), JobsLater(), list[Event]()
         self.repo = Published(
             age_s=600.0,
             reason=None,
@@ -62,13 +63,13 @@ class Bench:
     def look(self) -> None:
         self.jobs.repeated["repo"]()
 
-    def tick(self, seconds: float = 1.0) -> list[Finding]:
+    def tick(self, seconds: float = 1.0) -> list[Event]:
         self.clock.advance(seconds)
-        findings = list(self.monitor.on_tick(self.clock.monotonic(), {}))
+        events = list(self.monitor.on_tick(self.clock.monotonic(), {}))
         self.jobs.run()
-        return findings
+        return events
 
-    def step(self, inner: int, seconds: float, flags: int = 0) -> list[Finding]:
+    def step(self, inner: int, seconds: float, flags: int = 0) -> list[Event]:
         self.clock.advance(seconds)
         end = self.clock.monotonic()
         step = StepRecord(
@@ -83,7 +84,7 @@ class Bench:
         )
         return list(self.monitor.on_steps(0, [step]))
 
-    def entry(self, **entry: Any) -> list[Finding]:
+    def entry(self, **entry: Any) -> list[Event]:
         parsed = parse({"t": self.clock.monotonic(), **entry})
         assert parsed is not None
         return list(self.monitor.on_entry(0, parsed))
@@ -99,7 +100,7 @@ class Bench:
         )
         return DecisionEntry(decision=decided.as_dict()).to_json()
 
-    def push(self, phase: str, **more: Any) -> list[Finding]:
+    def push(self, phase: str, **more: Any) -> list[Event]:
         return self.entry(
             kind="upload",
             phase=phase,
@@ -115,4 +116,4 @@ class Bench:
         )
 
     def messages(self, event: str) -> list[str]:
-        return [message(f) for f in self.emitted if f.event == event]
+        return [message(f) for f in self.emitted if f.name == event]

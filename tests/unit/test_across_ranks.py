@@ -24,8 +24,8 @@ def reports_of_four(change: dict[str, Any] | None = None, of: int = 2) -> list[d
 
 
 def messages(reports: list[dict[str, Any]], expect: int | None = None) -> list[str]:
-    found = ranks.findings(reports, expect)
-    return [str(f.fields["check"]) if f.event == "rank_finding" else f.event for f in found]
+    found = ranks.events(reports, expect)
+    return [str(f.fields["check"]) if f.name == "rank_finding" else f.name for f in found]
 
 
 def test_four_healthy_ranks_give_the_block_and_nothing_else() -> None:
@@ -33,7 +33,7 @@ def test_four_healthy_ranks_give_the_block_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "finding"),
+    ("change", "event"),
     [
         ({"model_device": "cpu", "shards": {"cpu": [1, 4]}, "mesh_device": "cpu"}, "mixed_devices"),
         ({"model_device": "cpu", "shards": {"cpu": [1, 4]}}, "shard_on_cpu"),
@@ -53,8 +53,8 @@ def test_four_healthy_ranks_give_the_block_and_nothing_else() -> None:
         ({"shards": {"cuda:2": [1, 1], "cuda:3": [1, 1]}}, "shard_on_two_gpus"),
     ],
 )
-def test_each_oddity_is_named(change: dict[str, Any], finding: str) -> None:
-    assert finding in messages(reports_of_four(change), 4)
+def test_each_oddity_is_named(change: dict[str, Any], event: str) -> None:
+    assert event in messages(reports_of_four(change), 4)
 
 
 def test_legitimate_differences_between_ranks_are_not_reported() -> None:
@@ -76,13 +76,13 @@ def test_legitimate_differences_between_ranks_are_not_reported() -> None:
 def test_parameters_kept_on_the_cpu_of_a_model_without_a_mesh_are_a_remark() -> None:
     kept = {"shards": {"cpu": [10, 40], "cuda:2": [10**9, 2 * GIB]}}
     for mesh, level in (("cuda", "critical"), (None, "warning")):
-        found = ranks.findings(reports_of_four({**kept, "mesh_device": mesh}), 4)
-        assert [f.severity for f in found if f.fields.get("check") == "shard_on_cpu"] == [level]
+        found = ranks.events(reports_of_four({**kept, "mesh_device": mesh}), 4)
+        assert [f.level for f in found if f.fields.get("check") == "shard_on_cpu"] == [level]
 
 
 def test_a_rank_with_hardly_any_memory_on_no_gpu_is_named() -> None:
     nothing = {"allocated_bytes": GIB // 2, "model_device": None}
-    low = [f for f in ranks.findings(reports_of_four(nothing), 4) if f.event == "low_gpu_memory"]
+    low = [f for f in ranks.events(reports_of_four(nothing), 4) if f.name == "low_gpu_memory"]
     assert [(f.rank, f.fields["gpu_mem_gb"]) for f in low] == [(2, 0.5)]
     assert "low_gpu_memory" not in messages(reports_of_four({"allocated_bytes": GIB // 2}), 4), (
         "a small model on its GPU is well"
@@ -171,13 +171,13 @@ def test_the_monitor_reports_once_all_entries_have_arrived(tmp_path: Any) -> Non
     entries = [DiagnosisEntry(report=p) for p in pack(reports)]
     assert len(entries) > 1
     diagnosis = monitor(tmp_path)
-    findings = [list(diagnosis.on_entry(0, e)) for e in entries]
-    assert not any(findings[:-1])
-    assert findings[-1][0].event == "gpu_diagnostics"
-    words = catalog.message(findings[-1][-1])
+    events = [list(diagnosis.on_entry(0, e)) for e in entries]
+    assert not any(events[:-1])
+    assert events[-1][0].name == "gpu_diagnostics"
+    words = catalog.message(events[-1][-1])
     assert words.startswith("RESOURCES: ")
     assert "CPU cores, batch=" in words
-    assert "\nranks 0-63: " in catalog.message(findings[-1][0])
+    assert "\nranks 0-63: " in catalog.message(events[-1][0])
     assert diagnosis.snapshot()["ranks"] == reports
 
 
@@ -189,11 +189,11 @@ def test_the_last_runs_gpus_make_a_cpu_run_an_accident(tmp_path: Any) -> None:
         for r in (0, 1)
     ]
     entry = DiagnosisEntry(report=pack(cpu)[0])
-    assert [f.event for f in monitor(tmp_path).on_entry(0, entry)][1:2] != ["cuda_unavailable"]
+    assert [f.name for f in monitor(tmp_path).on_entry(0, entry)][1:2] != ["cuda_unavailable"]
     write_json(StateDir(tmp_path).host_facts, {"gpu_count": 4})
-    assert "cuda_unavailable" in [f.event for f in monitor(tmp_path).on_entry(0, entry)]
+    assert "cuda_unavailable" in [f.name for f in monitor(tmp_path).on_entry(0, entry)]
     assert "cuda_unavailable" not in [
-        f.event for f in monitor(tmp_path, expect=0).on_entry(0, entry)
+        f.name for f in monitor(tmp_path, expect=0).on_entry(0, entry)
     ]
 
 
@@ -203,7 +203,7 @@ def test_the_block_does_not_grow_with_ranks_that_are_alike(count: int) -> None:
     row."""
     reports = [report(r, allocated_bytes=(18 + r % 3) * GIB) for r in range(count)]
     reports[5] = {"rank": 5, "error": "no answer within 30 s"}
-    (block,) = (f for f in ranks.findings(reports, count) if f.event == "gpu_diagnostics")
+    (block,) = (f for f in ranks.events(reports, count) if f.name == "gpu_diagnostics")
     words = catalog.message(block)
     assert "rank 5: unknown: no answer within 30 s" in words
     if count > 16:
@@ -213,7 +213,7 @@ def test_the_block_does_not_grow_with_ranks_that_are_alike(count: int) -> None:
 
 
 def test_ranks_on_two_slices_of_one_gpu_do_not_share_it() -> None:
-    """CUDA may give both ranks the GPU's UUID, which must not cause a critical finding."""
+    """CUDA may give both ranks the GPU's UUID, which must not cause a critical event."""
     slices = [
         report(rank, uuid="GPU-0", visible_devices=f"MIG-{rank}", model_device="cuda:0")
         for rank in range(2)

@@ -15,7 +15,8 @@ import pytest
 
 from miner_guard.cli.main import run
 from miner_guard.config import AlertSettings, Config
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import make_finding
+from miner_guard.record.events import Event
 from miner_guard.show import alerts
 from miner_guard.show.alerts import Alert, AlertPolicy, AlertsMonitor, send_test
 from miner_guard.system.clock import FakeClock, SystemClock
@@ -32,8 +33,8 @@ VERIFIED = make_finding("upload_succeeded", tag="5.56.51", detail="read back")
 SPIKE = make_finding("loss_spike", step=1, loss=9.0, median=3.0, limit=4.0)
 
 
-def _sent(policy: AlertPolicy, *findings: Finding) -> list[Alert]:
-    return [alert for finding in findings for alert in policy.observe(finding)]
+def _sent(policy: AlertPolicy, *events: Event) -> list[Alert]:
+    return [alert for event in events for alert in policy.observe(event)]
 
 
 def test_errors_are_reported_and_warnings_are_not() -> None:
@@ -98,8 +99,8 @@ def _url(webhook: Webhook) -> str:
 
 def _monitor(
     tmp_path: Path, settings: AlertSettings, status: dict[str, Any] | None = None
-) -> tuple[AlertsMonitor, list[Finding]]:
-    emitted: list[Finding] = []
+) -> tuple[AlertsMonitor, list[Event]]:
+    emitted: list[Event] = []
     around = context(
         tmp_path,
         config=Config(alerts=settings),
@@ -117,11 +118,9 @@ def test_an_alert_arrives_after_a_refusal_and_is_reported(
     monkeypatch.setattr(alerts, "RETRIES_S", (0.1,))
     webhook.refuse = 1
     monitor, emitted = _monitor(tmp_path, AlertSettings(urls=(_url(webhook),)))
-    monitor.on_finding(HANG)
+    monitor.on_event(HANG)
     until(lambda: emitted)
-    assert [(finding.event, finding.fields["targets"]) for finding in emitted] == [
-        ("alert_sent", 1)
-    ]
+    assert [(event.name, event.fields["targets"]) for event in emitted] == [("alert_sent", 1)]
     assert webhook.bodies[0]["title"].endswith("CRITICAL: hang_detected")
     verdict, advice, line = webhook.bodies[0]["message"].splitlines()
     assert re.fullmatch(r"NOT EARNING since \d\d:\d\d UTC: rank 2 in data for 912s", verdict), (
@@ -153,13 +152,13 @@ def test_a_webhook_that_never_answers_costs_the_supervisor_nothing(
     monitor, emitted = _monitor(tmp_path, AlertSettings(urls=(silent,), cooldown_s=0))
     start = time.monotonic()
     for _ in range(500):
-        monitor.on_finding(HANG)
+        monitor.on_event(HANG)
     assert time.monotonic() - start < 60, (
         "milliseconds are meant; a wait for the webhook each time would be 500 s"
     )
     assert monitor.snapshot()["dropped"] >= 400
     until(lambda: emitted)
-    assert emitted[0].event == "alert_failed"
+    assert emitted[0].name == "alert_failed"
     assert emitted[0].fields["reason"] == "target 1 (json) did not respond within 1 s"
     monitor._outbox._fresh.clear()
     monitor.on_stop()
@@ -171,15 +170,15 @@ def test_a_dead_webhook_delays_neither_the_other_target_nor_the_next_alert(
     monkeypatch.setattr(alerts, "WITHIN_S", 3.0)
     monkeypatch.setattr(alerts, "RETRIES_S", (600.0,))
     monitor, emitted = _monitor(tmp_path, AlertSettings(urls=(silent, _url(webhook)), cooldown_s=0))
-    monitor.on_finding(HANG)
+    monitor.on_event(HANG)
     until(lambda: len(webhook.bodies) == 1)
-    monitor.on_finding(FAILED)
+    monitor.on_event(FAILED)
     until(lambda: len(webhook.bodies) == 2)
     assert not emitted, "the dead target is still to be tried"
     monkeypatch.setattr(alerts, "LAST_WITHIN_S", 1.0)
     monitor.on_stop()
     until(lambda: not monitor.lingers())
-    assert {finding.event for finding in emitted} == {"alert_failed"}
+    assert {event.name for event in emitted} == {"alert_failed"}
     assert len(webhook.bodies) == 2, "a target that took it does not get it twice"
 
 
@@ -221,14 +220,14 @@ def test_what_waits_at_the_end_is_retried_and_lingering_ends_when_it_arrived(
     monkeypatch.setattr(alerts, "RETRIES_S", (600.0,))
     webhook.refuse = 1
     monitor, emitted = _monitor(tmp_path, AlertSettings(urls=(_url(webhook),)))
-    monitor.on_finding(HANG)
+    monitor.on_event(HANG)
     until(lambda: monitor._outbox._later)
-    monitor.on_finding(make_finding("crash_loop", detail="x", restarts=5))
+    monitor.on_event(make_finding("crash_loop", detail="x", restarts=5))
     monitor.on_stop()
     assert monitor.lingers()
     until(lambda: not monitor.lingers())
     assert len(webhook.bodies) == 2
-    assert [finding.event for finding in emitted] == ["alert_sent"] * 2
+    assert [event.name for event in emitted] == ["alert_sent"] * 2
 
 
 def test_the_heartbeat_is_sent_while_the_miner_progresses_and_only_then(
@@ -284,6 +283,6 @@ def test_without_apprise_the_start_and_the_failed_alert_name_the_command(
     monitor, emitted = _monitor(tmp_path, settings)
     monitor.on_stop()
     (degraded,) = emitted
-    assert degraded.event == "guard_degraded"
+    assert degraded.name == "guard_degraded"
     assert "apprise is not installed; pip install 'apprise>=1.7'" in degraded.fields["what"]
     assert not _monitor(tmp_path, AlertSettings())[1]

@@ -49,7 +49,7 @@ def test_what_validators_accept_passes_and_says_what_was_checked(tmp_path: Path)
         "block_list",
         "metadata",
     }
-    assert message(report.finding()).startswith(
+    assert message(report.event()).startswith(
         "AUDIT PASSED: epoch 56 (the network's: 300 blocks since the AllReduce)"
     )
     assert report.fetched_bytes > (tmp_path / "epoch-56" / "gradients.pt").stat().st_size
@@ -79,8 +79,8 @@ def test_what_validators_reject_fails_with_rule_number_and_limit(
     report = look(tmp_path)
     assert report.outcome == "rejected"
     assert words in ages_to_the_hundred(report.detail)
-    assert message(report.finding()).startswith("AUDIT FAILED: epoch 56")
-    assert report.finding().severity == "critical"
+    assert message(report.event()).startswith("AUDIT FAILED: epoch 56")
+    assert report.event().level == "critical"
 
 
 @pytest.mark.usefixtures("inspected_here")
@@ -194,7 +194,7 @@ def test_a_repo_that_cannot_be_inspected_is_unknown_and_never_accepted(tmp_path:
         child=audit.FetchChild(python="/nonexistent"),
     )
     assert blind.outcome == "unknown"
-    assert message(blind.finding()).startswith("AUDIT UNKNOWN")
+    assert message(blind.event()).startswith("AUDIT UNKNOWN")
 
 
 @pytest.mark.usefixtures("inspected_here")
@@ -215,7 +215,7 @@ def test_a_document_that_no_validator_can_read_is_rejected(
     (tmp_path / key).write_text(text)
     report = look(tmp_path)
     assert report.outcome == "rejected", report.detail
-    assert words in message(report.finding())
+    assert words in message(report.event())
 
 
 def test_a_later_audit_removes_what_a_killed_one_left(

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from miner_guard.config import Config, MinerSettings, RepoSettings
-from miner_guard.eventlog.catalog import Finding, make_finding, message
+from miner_guard.eventlog.catalog import make_finding, message
+from miner_guard.record.events import Event
 from miner_guard.system.clock import FakeClock
 from miner_guard.uploads import audit
 from miner_guard.validators.facts import AllReduce
@@ -22,7 +23,7 @@ class Bench:
     """The monitor with a faked audit."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, **repo: Any) -> None:
-        self.jobs, self.emitted, self.asked = JobsLater(), list[Finding](), list[audit.Known]()
+        self.jobs, self.emitted, self.asked = JobsLater(), list[Event](), list[audit.Known]()
         self.report = audit.AuditReport("accepted", "epoch 56")
         patch.setattr(audit, "audit_repo", self._look)
         config = Config(
@@ -38,8 +39,8 @@ class Bench:
         self.asked.append(known)
         return self.report
 
-    def finds(self, finding: Finding) -> None:
-        assert list(self.monitor.on_finding(finding)) == []
+    def finds(self, event: Event) -> None:
+        assert list(self.monitor.on_event(event)) == []
         self.jobs.run()
 
 
@@ -54,7 +55,7 @@ def test_an_audit_follows_each_verified_push_and_a_schedule(
     bench.jobs.repeated["audit"]()
     assert len(bench.asked) == 2
     # A repeated verdict is not reported again.
-    assert [f.severity for f in bench.emitted] == ["info", "debug"]
+    assert [f.level for f in bench.emitted] == ["info", "debug"]
     bench.report = audit.AuditReport("rejected", "epoch 56: too old")
     bench.jobs.repeated["audit"]()
     assert message(bench.emitted[-1]) == "AUDIT FAILED: epoch 56: too old"

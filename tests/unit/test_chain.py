@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from miner_guard.config import ChainSettings, Config, optional_deps
-from miner_guard.eventlog.catalog import Finding, message
+from miner_guard.eventlog.catalog import message
+from miner_guard.record.events import Event
 from miner_guard.uploads import chain
 from miner_guard.uploads.chain import ChainReading, NetworkProgress, committed_text, master_bucket
 from miner_guard.validators.facts import Network
@@ -209,8 +210,8 @@ def monitor(tmp_path: Path) -> ChainMonitor:
     return ChainMonitor(context(tmp_path, config=Config(chain=SETTINGS), jobs=JobsNever()))
 
 
-def shown(findings: Any) -> list[Finding]:
-    return [f for f in findings if f.severity != "debug"]
+def shown(events: Any) -> list[Event]:
+    return [f for f in events if f.level != "debug"]
 
 
 GOOD = ChainReading(block=1000, registered=True, uid=1, commitment="a" * 128, errors={})
@@ -224,13 +225,13 @@ def test_a_lost_registration_is_critical_and_repeated(monitor: ChainMonitor) -> 
     assert first.fields["network"]["commitment"].startswith("128:")
     lost = ChainReading(block=1010, registered=False, errors={})
     status, critical = shown(monitor.observe(lost, ahead, 120.0))
-    assert status.event == "chain_status"
-    assert critical.severity == "critical"
+    assert status.name == "chain_status"
+    assert critical.level == "critical"
     assert message(critical).startswith(
         "CHAIN UNREGISTERED: the hotkey is not registered on subnet 38 at block 1010"
     )
     assert [
-        f.event
+        f.name
         for f in shown(
             monitor.observe(ChainReading(block=1020, registered=False, errors={}), ahead, 240.0)
         )
@@ -238,7 +239,7 @@ def test_a_lost_registration_is_critical_and_repeated(monitor: ChainMonitor) -> 
     again = shown(
         monitor.observe(ChainReading(block=1100, registered=False, errors={}), ahead, 1100.0)
     )
-    assert "chain_unregistered" in [f.event for f in again]
+    assert "chain_unregistered" in [f.name for f in again]
 
 
 def test_an_unknown_registration_is_never_called_lost(monitor: ChainMonitor) -> None:
@@ -254,7 +255,7 @@ def test_a_frozen_node_is_reported(monitor: ChainMonitor) -> None:
     assert shown(monitor.observe(GOOD, NetworkProgress(), 60.0)) == []
     (frozen,) = shown(monitor.observe(GOOD, NetworkProgress(), 121.0))
     assert "no new block for 121s" in message(frozen)
-    assert frozen.severity == "warning"
+    assert frozen.level == "warning"
 
 
 def test_behind_a_frozen_node_the_chain_advances(monitor: ChainMonitor) -> None:

@@ -1,4 +1,4 @@
-"""Finding the rank that is late to a collective."""
+"""Event the rank that is late to a collective."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ from miner_guard.costs import (
     impact,
     set_global_tracker,
 )
-from miner_guard.eventlog.catalog import Finding, message
+from miner_guard.eventlog.catalog import message
+from miner_guard.record.events import Event
 from miner_guard.system.clock import FakeClock
 from tests.support import requires
 
@@ -32,17 +33,17 @@ class Account:
 
     def __init__(self, budget: Budget | None = None, output_dir: Path | None = None) -> None:
         self.clock = FakeClock()
-        self.findings: list[Finding] = []
+        self.events: list[Event] = []
         self.tracker = MonitoringCostTracker(
-            output_dir, budget=budget or Budget(), clock=self.clock, report=self.findings.append
+            output_dir, budget=budget or Budget(), clock=self.clock, report=self.events.append
         )
 
     def call(self, operation: str, seconds: float) -> None:
         with self.tracker.track(operation):
             self.clock.advance(seconds)
 
-    def events(self) -> list[str]:
-        return [finding.event for finding in self.findings]
+    def names(self) -> list[str]:
+        return [event.name for event in self.events]
 
 
 def test_the_documents_estimate_is_10_1_per_cent() -> None:
@@ -74,7 +75,7 @@ def test_an_operation_over_30_s_is_called_out_at_its_first_call() -> None:
     account = Account()
     account.clock.advance(100_000)
     account.call("evolution_snapshot", 31)
-    assert [message(finding) for finding in account.findings] == [
+    assert [message(event) for event in account.events] == [
         "MONITORING SLOW: evolution_snapshot took 31.0s (limit 30s)"
     ]
 
@@ -84,15 +85,15 @@ def test_over_5_per_cent_warns_once_and_over_10_is_critical_once() -> None:
     account.clock.advance(1000)
     for _ in range(12):
         account.call("validation", 10)
-    over = [finding for finding in account.findings if finding.event == "monitoring_over_budget"]
-    assert [finding.severity for finding in over] == ["warning", "critical"]
+    over = [event for event in account.events if event.name == "monitoring_over_budget"]
+    assert [event.level for event in over] == ["warning", "critical"]
     assert message(over[0]).startswith("MONITORING OVER BUDGET: 6.0% (limit 5%)")
 
 
 def test_the_first_second_of_a_run_raises_no_alarm() -> None:
     account = Account()
     account.call("status", 0.5)
-    assert account.events() == []
+    assert account.names() == []
     assert not account.tracker.is_over_budget()
     assert account.tracker.get_report()["budget_status"] == "ok"
 
@@ -306,7 +307,7 @@ def _disaster(throttle: bool) -> tuple[Account, int]:
 def test_the_disaster_unthrottled_is_far_over_budget() -> None:
     account, calls = _disaster(throttle=False)
     assert calls == 40
-    assert account.findings[0].event == "monitoring_operation_slow"
+    assert account.events[0].name == "monitoring_operation_slow"
     assert account.tracker.share_pct() > 10
 
 
@@ -318,7 +319,7 @@ def test_the_disaster_throttled_stays_in_budget_and_spares_the_cheap_operation()
     assert report["live_inference"]["calls"] == 100
     assert report["live_inference"]["status"] == "active"
     assert report["evolution_snapshot"]["status"] == "throttled"
-    throttled = [finding for finding in account.findings if finding.event == "monitoring_throttled"]
+    throttled = [event for event in account.events if event.name == "monitoring_throttled"]
     assert len(throttled) == 1
     assert throttled[0].fields["operation"] == "evolution_snapshot"
     assert throttled[0].fields["interval_s"] > throttled[0].fields["asked_s"]
@@ -330,7 +331,7 @@ def test_throttling_relaxes_when_the_operation_gets_cheap() -> None:
         account.clock.advance(3.5)
         if account.tracker.due("evolution_snapshot", every_steps=500, step=step):
             account.call("evolution_snapshot", 300 if step < 5000 else 0.5)
-    events = account.events()
+    events = account.names()
     assert events.count("monitoring_throttled") == events.count("monitoring_relaxed") == 1
     assert account.tracker.get_report()["operations"]["evolution_snapshot"]["status"] == "active"
 
@@ -384,7 +385,7 @@ def test_a_failed_write_is_reported_once_and_raises_nothing(tmp_path: Path) -> N
     for _ in range(5):
         account.clock.advance(10)
         account.call("status", 0.1)
-    assert account.events().count("guard_degraded") == 1
+    assert account.names().count("guard_degraded") == 1
 
 
 def test_another_process_reads_the_running_guards_ledger(tmp_path: Path) -> None:

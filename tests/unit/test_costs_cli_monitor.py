@@ -12,9 +12,9 @@ import pytest
 
 from miner_guard.cli.main import run
 from miner_guard.costs import known, set_global_tracker
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.rank.journal import CostEntry
 from miner_guard.rank.layout import StepRecord
+from miner_guard.record.events import Event
 from miner_guard.system.clock import FakeClock
 from miner_guard.watch.base import Exit, Launch
 from miner_guard.watch.costs import CostsMonitor
@@ -26,12 +26,12 @@ EXAMPLE = ["--steps", "2487", "--every", "500", "--seconds", "180", "--step-time
 
 
 @pytest.fixture
-def emitted() -> list[Finding]:
+def emitted() -> list[Event]:
     return []
 
 
 @pytest.fixture
-def monitor(tmp_path: Path, emitted: list[Finding]) -> Iterator[CostsMonitor]:
+def monitor(tmp_path: Path, emitted: list[Event]) -> Iterator[CostsMonitor]:
     yield CostsMonitor(context(tmp_path, emit=emitted.append))
     set_global_tracker(None)
 
@@ -240,11 +240,11 @@ def test_after_a_new_rendezvous_the_present_ranks_bear_the_cost(monitor: CostsMo
 
 
 def test_an_expensive_call_of_a_rank_is_called_out(
-    monitor: CostsMonitor, emitted: list[Finding], tmp_path: Path
+    monitor: CostsMonitor, emitted: list[Event], tmp_path: Path
 ) -> None:
     monitor.on_steps(0, [_step(0, 1750.0)])
     monitor.on_entry(0, CostEntry(operation="evolution_snapshot", seconds=180.0))
-    assert [finding.event for finding in emitted] == [
+    assert [event.name for event in emitted] == [
         "monitoring_operation_slow",
         "monitoring_over_budget",
     ]
@@ -280,7 +280,7 @@ def test_time_in_which_the_miner_does_not_run_is_not_training_time(monitor: Cost
 
 
 def test_an_open_operation_is_warned_about_while_it_runs(
-    monitor: CostsMonitor, emitted: list[Finding]
+    monitor: CostsMonitor, emitted: list[Event]
 ) -> None:
     clock = monitor.context.clock
     assert isinstance(clock, FakeClock)
@@ -290,7 +290,7 @@ def test_an_open_operation_is_warned_about_while_it_runs(
     for _ in range(60):
         clock.advance(1.0)
         monitor.on_tick(clock.monotonic(), {0: open_call})
-    assert [finding.text for finding in emitted] == [
+    assert [event.text for event in emitted] == [
         "MONITORING OVER BUDGET: 5.1% (limit 5%)",
         "MONITORING SLOW: in evolution_snapshot for 31s (limit 30s)",
         "MONITORING OVER BUDGET: 10.3% (limit 10%)",

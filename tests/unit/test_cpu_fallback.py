@@ -23,9 +23,9 @@ def test_certain_cpu_fallback_names_rank_and_evidence(tmp_path: Path) -> None:
     run = Run(tmp_path, replace(Config(), gpu=GpuSettings(expect=2)))
     for _ in range(5):
         run.step(15.0, 3.0, by_rank={1: {"allocated_bytes": 0.05 * GIB, "flags": FLAG_LOSS_ON_CPU}})
-    finding = run.of("cpu_fallback")[0]
-    assert (finding.severity, finding.rank, finding.fields["verdict"]) == ("critical", 1, "certain")
-    assert "0.05 GB" in catalog.message(finding)
+    event = run.of("cpu_fallback")[0]
+    assert (event.level, event.rank, event.fields["verdict"]) == ("critical", 1, "certain")
+    assert "0.05 GB" in catalog.message(event)
     assert len(run.of("cpu_fallback")) == 1
 
 
@@ -60,7 +60,7 @@ def test_low_memory_and_slow_steps_are_suspected_then_cleared(tmp_path: Path) ->
         run.step(245.7, 3.4, allocated_bytes=0.05 * GIB)
     for _ in range(12):
         run.step(15.0, 3.4)
-    verdicts = [(f.fields["verdict"], f.severity) for f in run.of("cpu_fallback")]
+    verdicts = [(f.fields["verdict"], f.level) for f in run.of("cpu_fallback")]
     assert verdicts == [("suspected", "warning"), ("cleared", "info")]
     assert len(run.of("slow_step")) == 5
 

@@ -35,10 +35,10 @@ def test_fault_nan_names_the_examples(tmp_path: Path) -> None:
     for number, (_, loss) in zip(range(90), healthy(1), strict=False):
         run.step(0.3, loss if number < 50 else math.nan, allocated_bytes=None)
     assert run.alarms() == ["loss_nan"]
-    finding = run.of("loss_nan")[0]
-    assert catalog.message(finding) == "Loss is NaN or Inf at step 51 (examples 816-831)"
-    assert finding.fields["examples"] == [51 * 16, 52 * 16 - 1]
-    assert any("816 to 831" in fix for fix in finding.fields["fixes"])
+    event = run.of("loss_nan")[0]
+    assert catalog.message(event) == "Loss is NaN or Inf at step 51 (examples 816-831)"
+    assert event.fields["examples"] == [51 * 16, 52 * 16 - 1]
+    assert any("816 to 831" in fix for fix in event.fields["fixes"])
 
 
 def test_a_loss_of_zero_with_a_nan_gradient_norm_is_nan(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_fault_spike_is_a_remark_and_the_second_in_a_row_a_warning(tmp_path: Pat
         run = Run(tmp_path)
         for number, (_, loss) in zip(range(300), healthy(1), strict=False):
             run.step(0.3, loss * (1.45 if at <= number < at + length else 1), allocated_bytes=None)
-        assert [f.severity for f in run.of("loss_spike")] == levels
+        assert [f.level for f in run.of("loss_spike")] == levels
         assert set(run.alarms()) == {"loss_spike"}
 
 
@@ -76,7 +76,7 @@ def test_a_spike_of_twice_the_level_is_one_warning_once_the_loss_is_back(tmp_pat
     run = Run(tmp_path)
     for number, (_, loss) in zip(range(300), healthy(1), strict=False):
         run.step(0.3, loss * (2 if 200 <= number < 203 else 1), allocated_bytes=None)
-    assert [f.severity for f in run.of("loss_spike")] == ["info", "warning"]
+    assert [f.level for f in run.of("loss_spike")] == ["info", "warning"]
     assert [f.fields["step"] for f in run.of("loss_spike")] == [201, 201]
 
 
@@ -85,7 +85,7 @@ def test_an_explosion_and_a_climb_are_divergence(tmp_path: Path) -> None:
     for number, (_, loss) in zip(range(400), healthy(1), strict=False):
         burst.step(0.3, loss * (5 if number >= 200 else 1))
         climb.step(0.3, loss * (1 + 0.004 * max(0, number - 200)))
-    assert burst.of("loss_divergence")[0].severity == "critical"
+    assert burst.of("loss_divergence")[0].level == "critical"
     assert burst.of("loss_divergence")[0].fields["step"] <= 206
     assert climb.of("loss_divergence")[0].fields["step"] <= 300
 
@@ -95,7 +95,7 @@ def test_an_explosion_is_one_alarm_and_not_also_a_spike(tmp_path: Path) -> None:
     for number, (_, loss) in zip(range(400), healthy(1), strict=False):
         run.step(0.3, loss * (5 if number >= 200 else 1), allocated_bytes=None)
     assert run.alarms() == ["loss_spike", "loss_divergence"]
-    assert run.of("loss_spike")[0].severity == "info"
+    assert run.of("loss_spike")[0].level == "info"
 
 
 @pytest.mark.parametrize("at", range(200, 215))
@@ -148,7 +148,7 @@ def test_a_loss_that_stays_above_its_level_without_exploding_is_reported_within_
     for number, (_, loss) in zip(range(208), healthy(1), strict=False):
         run.step(0.3, loss * (factor if number >= 200 else 1), allocated_bytes=None)
     found = [*run.of("loss_spike"), *run.of("loss_divergence")]
-    assert sum(f.severity != "info" for f in found) == 1
+    assert sum(f.level != "info" for f in found) == 1
 
 
 def test_an_explosion_in_the_first_steps_is_reported_before_the_level_is_known() -> None:
@@ -237,9 +237,9 @@ def test_evaluation_in_the_step_records_shows_overfitting(tmp_path: Path) -> Non
         run.output(b"the same, printed before the step ends: val_loss=%.3f\n" % evaluated)
         run.step(0.3, loss, eval_loss=evaluated)
     assert run.alarms() == ["overfit"]
-    finding = run.of("overfit")[0]
-    assert 340 <= finding.fields["evidence"]["best_step"] <= 460
-    assert finding.fields["step"] <= 600
+    event = run.of("overfit")[0]
+    assert 340 <= event.fields["evidence"]["best_step"] <= 460
+    assert event.fields["step"] <= 600
     assert [f.fields["eval_loss"] is not None for f in run.of("inner_step")].count(
         True
     ) == 1199 // 20
@@ -260,10 +260,10 @@ def test_an_evaluation_that_is_not_a_number_is_reported_once_until_it_is_one_aga
         if printed and evaluated is not None:
             run.output(b"step %d val_loss: %.3f\n" % (number, evaluated))
     assert run.alarms() == ["eval_loss_nan"] * 2
-    finding = run.of("eval_loss_nan")[0]
-    assert catalog.message(finding) == "EVALUATION LOSS is nan at step 60"
-    assert (finding.severity, finding.rank) == ("warning", 0)
-    assert any("labels are all masked" in fix for fix in finding.fields["fixes"])
+    event = run.of("eval_loss_nan")[0]
+    assert catalog.message(event) == "EVALUATION LOSS is nan at step 60"
+    assert (event.level, event.rank) == ("warning", 0)
+    assert any("labels are all masked" in fix for fix in event.fields["fixes"])
 
 
 @pytest.mark.parametrize("noise", [0.005, 0.02, 0.05])
@@ -370,8 +370,8 @@ def test_after_a_new_rendezvous_the_losses_of_the_current_ranks_are_judged(tmp_p
         run.step(15.0, loss)
     for _ in range(6):
         run.step(15.0, 1e4)
-    assert [finding.rank for finding in run.of("loss_nan")] == [0, 4]
-    assert {finding.rank for finding in (*run.of("loss_spike"), *run.of("loss_divergence"))} == {4}
+    assert [event.rank for event in run.of("loss_nan")] == [0, 4]
+    assert {event.rank for event in (*run.of("loss_spike"), *run.of("loss_divergence"))} == {4}
 
 
 def test_the_rank_whose_loss_was_nan_first_is_named(tmp_path: Path) -> None:
@@ -388,7 +388,7 @@ def test_the_rank_whose_loss_was_nan_first_is_named(tmp_path: Path) -> None:
         ]
         for rank in (0, 1)
     }
-    found = [finding for rank in (0, 1) for finding in curves.on_steps(rank, records[rank])]
+    found = [event for rank in (0, 1) for event in curves.on_steps(rank, records[rank])]
     assert found == []
     assert curves.objection() == "loss_nan"
     found = list(curves.on_tick(run.clock.monotonic(), {}))

@@ -48,7 +48,7 @@ def test_fault_slow(tmp_path: Path) -> None:
 
 
 def warnings_of(run: Run) -> list[str]:
-    return [f.event for f in run.seen if f.severity not in ("debug", "info")]
+    return [f.name for f in run.seen if f.level not in ("debug", "info")]
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -16,9 +16,9 @@ import pytest
 
 from miner_guard import state_dir
 from miner_guard.config import LogSettings
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.guard import disk as writer_module
 from miner_guard.guard.disk import STUCK_S, DiskWriter
+from miner_guard.record.events import Event
 from miner_guard.record.store import RunReader, repo_age_row
 from miner_guard.state_dir import StateDir
 from tests.support.waiting import until
@@ -27,13 +27,13 @@ LEDGER_ROW = {"reason": None, "age_s": 12.0}
 
 
 @pytest.fixture
-def findings() -> list[Finding]:
+def events() -> list[Event]:
     return []
 
 
 @pytest.fixture
-def writer(tmp_path: Path, findings: list[Finding]) -> Iterator[DiskWriter]:
-    made = DiskWriter(StateDir(tmp_path / "state"), LogSettings(), findings.append)
+def writer(tmp_path: Path, events: list[Event]) -> Iterator[DiskWriter]:
+    made = DiskWriter(StateDir(tmp_path / "state"), LogSettings(), events.append)
     yield made
     made.close(0.0)
 
@@ -86,7 +86,7 @@ def test_a_file_can_be_removed_and_another_overwritten_in_its_place(
 
 
 def test_nothing_is_lost_when_the_process_is_killed(
-    writer: DiskWriter, tmp_path: Path, findings: list[Finding], monkeypatch: pytest.MonkeyPatch
+    writer: DiskWriter, tmp_path: Path, events: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`pkill -9 -f miner-guard` kills that process too. The guard reports it once, however often it
     happens."""
@@ -101,11 +101,11 @@ def test_nothing_is_lost_when_the_process_is_killed(
             os.kill(killed[-1], signal.SIGKILL)
     assert writer.close(30.0) == []
     assert sorted(set(lines(tmp_path))) == list(range(300))
-    assert [finding.event for finding in findings] == ["guard_degraded"]
+    assert [event.name for event in events] == ["guard_degraded"]
 
 
 def test_a_disk_that_does_not_answer_costs_memory_within_bounds_and_is_reported(
-    writer: DiskWriter, tmp_path: Path, findings: list[Finding], monkeypatch: pytest.MonkeyPatch
+    writer: DiskWriter, tmp_path: Path, events: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The log must neither stop the guard nor grow without bound; the drops are counted."""
     monkeypatch.setattr(writer_module, "STUCK_S", 0.2)
@@ -120,16 +120,16 @@ def test_a_disk_that_does_not_answer_costs_memory_within_bounds_and_is_reported(
         for n in range(5000):
             writer.write({"n": n, "text": "x" * 80})
         assert time.monotonic() - begin < 5.0
-        until(lambda: [finding.event for finding in findings] == ["disk_stuck"], 30, "the report")
-        assert findings[0].fields["what"] == "guard.jsonl"
+        until(lambda: [event.name for event in events] == ["disk_stuck"], 30, "the report")
+        assert events[0].fields["what"] == "guard.jsonl"
         assert writer._lanes["log"].size < 80 * 1024
     finally:
         os.kill(pid, signal.SIGCONT)
-    until(lambda: [finding.event for finding in findings][1:] == ["disk_recovered"], 30, "the end")
+    until(lambda: [event.name for event in events][1:] == ["disk_recovered"], 30, "the end")
     assert writer.close(30.0) == []
     written = lines(tmp_path)
     assert written[-1] == 4999
-    assert findings[1].fields["lost"] == 5001 - len(written) > 0
+    assert events[1].fields["lost"] == 5001 - len(written) > 0
 
 
 def test_an_end_does_not_wait_for_a_dead_disk(writer: DiskWriter, tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_the_thread_of_a_job_learns_that_its_file_was_not_written(
 
 
 def test_a_file_that_could_not_be_written_is_there_once_it_can(
-    writer: DiskWriter, tmp_path: Path, findings: list[Finding]
+    writer: DiskWriter, tmp_path: Path, events: list[Event]
 ) -> None:
     """Otherwise gate-inputs.json would stay as it was before the disk was full."""
     folder = tmp_path / "folder"
@@ -205,12 +205,12 @@ def test_a_file_that_could_not_be_written_is_there_once_it_can(
     writer.start()
     for n in range(3):
         writer.replace(folder / "some.json", b"%d" % n, 0o600)
-    until(lambda: findings, 30, "the report")
+    until(lambda: events, 30, "the report")
     folder.unlink()
     until(lambda: (folder / "some.json").exists(), 30, "the file")
     assert (folder / "some.json").read_bytes() == b"2"
-    until(lambda: len(findings) == 2, 30, "the recovery")
-    assert [finding.event for finding in findings] == ["guard_degraded", "disk_recovered"]
+    until(lambda: len(events) == 2, 30, "the recovery")
+    assert [event.name for event in events] == ["guard_degraded", "disk_recovered"]
 
 
 def test_a_locked_ledger_holds_up_no_line_of_the_log(writer: DiskWriter, tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from typing import Literal
 import pytest
 
 from miner_guard.config import Config, MinerSettings
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import make_finding
 from miner_guard.rank.layout import Now, StepRecord
+from miner_guard.record.events import Event
 from miner_guard.system.clock import FakeClock
 from miner_guard.watch.base import Launch
 from miner_guard.watch.output import FirstStepMonitor
@@ -36,8 +37,8 @@ class Miner:
         self.monitor = FirstStepMonitor(context(folder, clock=self.clock, config=config))
         self.monitor.on_launch(Launch(("miner",), 1, 0, self.clock.monotonic()))
 
-    def waits(self, seconds: int, line: str = "") -> list[Finding]:
-        found: list[Finding] = []
+    def waits(self, seconds: int, line: str = "") -> list[Event]:
+        found: list[Event] = []
         for _ in range(seconds):
             self.clock.advance(1.0)
             found += self.monitor.on_lines([line.encode()] if line else [])
@@ -47,9 +48,9 @@ class Miner:
 
 def test_lines_not_understood_are_quoted_within_two_minutes(tmp_path: Path) -> None:
     """Otherwise the guard could miss half an hour of training without anybody noticing."""
-    (finding,) = Miner(tmp_path, "log").waits(120, "loss of outer 1 is 2.5 at 3")
-    assert (finding.event, finding.level) == ("no_step_yet", "warning")
-    detail = str(finding.fields["detail"])
+    (event,) = Miner(tmp_path, "log").waits(120, "loss of outer 1 is 2.5 at 3")
+    assert (event.name, event.level) == ("no_step_yet", "warning")
+    detail = str(event.fields["detail"])
     assert "'loss of outer 1 is 2.5 at 3': it mentions a loss" in detail
     assert "explain --steps" in detail
 
@@ -67,9 +68,9 @@ def test_a_miner_that_prints_steps_which_no_hook_reports(
 ) -> None:
     """The guard must not report `HEALTH running` all night while it sees none of the miner's
     steps."""
-    (finding,) = Miner(tmp_path, attach).waits(600, "step 3: loss 2.5, time 10ms")
-    detail = str(finding.fields["detail"])
-    assert finding.level == "warning"
+    (event,) = Miner(tmp_path, attach).waits(600, "step 3: loss 2.5, time 10ms")
+    detail = str(event.fields["detail"])
+    assert event.level == "warning"
     assert "the miner prints steps, such as 'step 3: loss 2.5, time 10ms'" in detail
     assert advice in detail
 
@@ -86,7 +87,7 @@ def test_a_miner_that_still_loads_raises_no_warning(tmp_path: Path) -> None:
 @pytest.mark.parametrize("attach", [None, "sn38", "auto", "log"])
 def test_after_half_an_hour_the_guard_says_that_it_is_blind(tmp_path: Path, attach: Attach) -> None:
     *_, blind = Miner(tmp_path, attach).waits(1900)
-    assert blind.event == "guard_degraded"
+    assert blind.name == "guard_degraded"
     assert str(blind.fields["what"]).startswith("no step seen for 31 min")
 
 
@@ -97,5 +98,5 @@ def test_a_step_or_a_hang_ends_the_watch(tmp_path: Path) -> None:
             miner.monitor.on_steps(0, [StepRecord()])
         else:
             fields = {"detail": "…", "culprits": [], "idle_s": 1.0, "limit_s": 1.0}
-            miner.monitor.on_finding(make_finding("hang_detected", **fields))
+            miner.monitor.on_event(make_finding("hang_detected", **fields))
         assert miner.waits(2000, "loss of outer 1 is 2.5 at 3") == []

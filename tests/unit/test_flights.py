@@ -70,7 +70,7 @@ class _Ranks:
             for r in ranks
         }
         self.heard = _Heard()
-        self.flights = Flights(self.state, RUN, lambda finding: pytest.fail(str(finding)))
+        self.flights = Flights(self.state, RUN, lambda event: pytest.fail(str(event)))
         self.flights.launched(os.getpid())
         for writer in self.writers.values():
             writer.show_state("running", 1.0)
@@ -168,7 +168,7 @@ def test_a_copy_that_is_cut_short_costs_nothing_and_is_made_again(
     their end."""
     monkeypatch.setattr(flight, "COPY_EVERY_S", 0.0)
     state, heard = StateDir(tmp_path), _Heard()
-    flights = Flights(state, RUN, lambda finding: pytest.fail(str(finding)))
+    flights = Flights(state, RUN, lambda event: pytest.fail(str(event)))
     writers = [_worker(state, rank, rank, process=os.getpid()) for rank in (0, 1)]
     flights.poll(heard)
     os.truncate(state.flight_of(0), 4096)
@@ -184,7 +184,7 @@ def test_a_copy_that_is_cut_short_costs_nothing_and_is_made_again(
 def test_the_last_records_of_a_killed_rank_are_read_and_kept(tmp_path: Path) -> None:
     """Its memory lives on in the supervisor, and then in the copy."""
     state, heard = StateDir(tmp_path), _Heard()
-    flights = Flights(state, RUN, lambda finding: pytest.fail(str(finding)))
+    flights = Flights(state, RUN, lambda event: pytest.fail(str(event)))
     writer = _worker(state, 0, 0, process=os.getpid())
     flights.poll(heard)
     writer.append(_record(1))
@@ -202,7 +202,7 @@ def test_the_last_records_of_a_killed_rank_are_read_and_kept(tmp_path: Path) -> 
 def test_a_rank_in_another_pid_namespace_is_followed_by_its_copy(tmp_path: Path) -> None:
     """Across namespaces `rank-0000.live` leads nowhere, so the rank keeps the copy itself."""
     state, heard = StateDir(tmp_path), _Heard()
-    flights = Flights(state, RUN, lambda finding: pytest.fail(str(finding)))
+    flights = Flights(state, RUN, lambda event: pytest.fail(str(event)))
     writer = _worker(state, 0, 0, process=os.getpid())
     (state.flight / "rank-0000.live").unlink()
     for number in (1, 2):
@@ -241,7 +241,7 @@ def test_workers_that_the_launcher_restarts_under_other_ranks_replace_the_old_on
     """torchrun renumbers the ranks. Otherwise the guard would report hangs of ranks that no longer
     exist, and wait for them to finish."""
     state, heard, gone = StateDir(tmp_path), _Heard(), 2**22
-    flights = Flights(state, RUN, lambda finding: pytest.fail(str(finding)))
+    flights = Flights(state, RUN, lambda event: pytest.fail(str(event)))
     old = [_worker(state, rank, rank - 2, process=gone) for rank in (2, 3)]
     flights.poll(heard)
     assert sorted(flights.now()) == [2, 3]
@@ -259,7 +259,7 @@ def test_workers_that_the_launcher_restarts_under_other_ranks_replace_the_old_on
 def test_a_rank_that_died_stays_known_while_others_of_its_local_rank_live(tmp_path: Path) -> None:
     """Without LOCAL_RANK all have 0: the dead one must still be named as the culprit."""
     state, heard = StateDir(tmp_path), _Heard()
-    flights = Flights(state, RUN, lambda finding: pytest.fail(str(finding)))
+    flights = Flights(state, RUN, lambda event: pytest.fail(str(event)))
     writers = [_worker(state, rank, 0, process=os.getpid()) for rank in (0, 1)]
     flights.poll(heard)
     assert sorted(flights.now()) == [0, 1]
@@ -272,7 +272,7 @@ def test_the_copy_of_an_earlier_run_is_left_alone_until_this_run_has_a_record(
     tmp_path: Path,
 ) -> None:
     state, heard = StateDir(tmp_path), _Heard()
-    flights = Flights(state, RUN, lambda finding: pytest.fail(str(finding)))
+    flights = Flights(state, RUN, lambda event: pytest.fail(str(event)))
     earlier = FlightWriter(state.flight_of(0), rank=0, local_rank=0, world_size=1, run_id="earlier")
     earlier.append(_record(7))
     earlier.close()
@@ -315,7 +315,7 @@ def test_a_finish_needs_the_report_of_the_highest_local_rank(
         Guard(place(state, rank=rank, world_size=3, LOCAL_RANK=str(rank), **variables)).close(
             finished=True
         )
-    flights = Flights(state, find({}).run_id, lambda finding: pytest.fail(str(finding)))
+    flights = Flights(state, find({}).run_id, lambda event: pytest.fail(str(event)))
     flights.poll(_Heard())
     assert flights.all_in({"finished"}) is finished
     flights.close()

@@ -18,7 +18,7 @@ from miner_guard.system.clock import FakeClock
 
 
 def test_slow_step_line_is_word_for_word() -> None:
-    finding = catalog.make_finding(
+    event = catalog.make_finding(
         "slow_step",
         step_time_s=245.7,
         expected="10-30s",
@@ -26,7 +26,7 @@ def test_slow_step_line_is_word_for_word() -> None:
         limit_s=60,
         rule="absolute",
     )
-    assert catalog.message(finding) == "SLOW STEP: 245.7s (expected 10-30s) - Check GPU usage!"
+    assert catalog.message(event) == "SLOW STEP: 245.7s (expected 10-30s) - Check GPU usage!"
 
 
 def test_step_line_is_word_for_word_and_unknown_is_reported() -> None:
@@ -88,7 +88,7 @@ def test_a_checkpoint_without_a_reported_time_has_no_age() -> None:
     assert catalog.message(shown) == "CHECKPOINT SAVED: ckpt/7", "it was `in unknowns`"
 
 
-def test_a_finding_without_its_fields_is_refused() -> None:
+def test_an_event_without_its_fields_is_refused() -> None:
     with pytest.raises(ValueError, match="is missing fields: reason"):
         catalog.make_finding("upload_failed")
 

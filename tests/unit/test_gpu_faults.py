@@ -10,7 +10,7 @@ import pytest
 from miner_guard.checks.faults import Faults, of_events
 from miner_guard.checks.gpu import of_row
 from miner_guard.eventlog import catalog
-from miner_guard.eventlog.catalog import Finding
+from miner_guard.record.events import Event
 
 HEALTHY: dict[str, Any] = {
     "index": 0,
@@ -60,7 +60,7 @@ HEALTHY: dict[str, Any] = {
 }
 
 
-def observed(faults: Faults, now: float, **changes: Any) -> list[Finding]:
+def observed(faults: Faults, now: float, **changes: Any) -> list[Event]:
     return list(faults.observe([{**HEALTHY, **changes}], now))
 
 
@@ -71,9 +71,9 @@ def test_a_healthy_gpu_says_nothing_in_a_day_of_samples() -> None:
 
 def test_a_fault_is_reported_once_and_its_end_once() -> None:
     faults = Faults()
-    findings = [f for n in range(10) for f in observed(faults, 10.0 * n, ecc_uncorrected=n // 5)]
-    assert [f.event for f in findings] == ["gpu_fault"]
-    assert [f.event for f in observed(faults, 200.0)] == ["gpu_recovered"]
+    events = [f for n in range(10) for f in observed(faults, 10.0 * n, ecc_uncorrected=n // 5)]
+    assert [f.name for f in events] == ["gpu_fault"]
+    assert [f.name for f in observed(faults, 200.0)] == ["gpu_recovered"]
 
 
 def test_a_lost_gpu_keeps_what_stood_before_and_is_reported_itself() -> None:
@@ -83,7 +83,7 @@ def test_a_lost_gpu_keeps_what_stood_before_and_is_reported_itself() -> None:
     assert [catalog.message(f).partition(";")[0] for f in lost] == [
         "GPU FAULT: GPU 0 is lost: it has fallen off the bus (GPU is lost in uuid)"
     ]
-    assert lost[0].severity == "critical"
+    assert lost[0].level == "critical"
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,9 @@ def test_a_fault_that_can_no_longer_be_read_is_not_reported_as_recovered(
     fault: dict[str, Any], unread: dict[str, Any]
 ) -> None:
     faults = Faults()
-    assert [f.event for f in observed(faults, 0.0, **fault)] == ["gpu_fault"]
+    assert [f.name for f in observed(faults, 0.0, **fault)] == ["gpu_fault"]
     assert observed(faults, 10.0, **unread) == []
-    assert [f.event for f in observed(faults, 20.0)] == ["gpu_recovered"]
+    assert [f.name for f in observed(faults, 20.0)] == ["gpu_recovered"]
 
 
 def test_cards_without_a_bridge_have_links_that_count_only_where_other_cards_have_theirs() -> None:
@@ -113,7 +113,7 @@ def test_cards_without_a_bridge_have_links_that_count_only_where_other_cards_hav
     assert list(faults.observe(bare, 0.0)) == []
     one_down = [{**bare[0], "nvlinks_up": 4}, bare[1]]
     (fault,) = faults.observe(one_down, 10.0)
-    assert (fault.fields["gpu"], fault.severity) == (1, "warning")
+    assert (fault.fields["gpu"], fault.level) == (1, "warning")
     assert "0 of 4 NVLinks are up" in catalog.message(fault)
     assert [c.level for c in of_row({**HEALTHY, "nvlinks_up": 11}) if c.check == "gpu.nvlink"] == [
         "warn"
@@ -131,8 +131,8 @@ def test_throttling_counts_from_six_samples_in_ten_minutes() -> None:
         for n in range(8)
     ]
     assert [len(s) for s in dense] == [0, 0, 0, 0, 0, 1, 0, 0]
-    assert dense[5][0].severity == "warning"
-    assert [f.event for f in observed(faults, 6000.0)] == ["gpu_recovered"]
+    assert dense[5][0].level == "warning"
+    assert [f.name for f in observed(faults, 6000.0)] == ["gpu_recovered"]
 
 
 @pytest.mark.parametrize("bits", [0x1, 0x4, 0x1 | 0x4])
@@ -151,7 +151,7 @@ def test_a_narrow_link_must_be_seen_twice_and_under_load() -> None:
     assert not observed(faults, 100.0, pcie_width=8)
     assert not observed(faults, 110.0)
     assert not observed(faults, 120.0, pcie_width=8)
-    assert [f.event for f in observed(faults, 130.0, pcie_width=8)] == ["gpu_fault"]
+    assert [f.name for f in observed(faults, 130.0, pcie_width=8)] == ["gpu_fault"]
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_an_xid_is_a_fault_of_its_weight_also_of_a_gpu_that_is_lost(
     xid: int, level: str, state: str
 ) -> None:
     (fault,) = of_events([{**HEALTHY, "state": state, "xids": [xid]}])
-    assert fault.severity == level
+    assert fault.level == level
     assert f"Xid {xid}" in catalog.message(fault)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.guard.gpu_memory_wait import GpuMemoryWait, held
+from miner_guard.record.events import Event
 from miner_guard.system.clock import SystemClock
 
 GIB = 1024**3
@@ -21,13 +21,13 @@ class Gpus:
         return self.readings.pop(0) if len(self.readings) > 1 else self.readings[0]
 
 
-def settle(gpus: Gpus, seconds: float) -> tuple[GpuMemoryWait, list[Finding]]:
-    findings: list[Finding] = []
+def settle(gpus: Gpus, seconds: float) -> tuple[GpuMemoryWait, list[Event]]:
+    events: list[Event] = []
     made = GpuMemoryWait(
-        gpus.read, seconds, SystemClock(), report=findings.append, soon=lambda call: call()
+        gpus.read, seconds, SystemClock(), report=events.append, soon=lambda call: call()
     )
     made.remember()
-    return made, findings
+    return made, events
 
 
 def test_only_growth_beyond_the_slack_is_held() -> None:
@@ -45,19 +45,19 @@ def test_without_a_gpu_nothing_is_waited_for() -> None:
 
 
 def test_the_launch_waits_until_the_memory_is_back() -> None:
-    made, findings = settle(Gpus({"GPU-a": 0}, {"GPU-a": 20 * GIB}, {"GPU-a": GIB // 4}), 50.0)
+    made, events = settle(Gpus({"GPU-a": 0}, {"GPU-a": 20 * GIB}, {"GPU-a": GIB // 4}), 50.0)
     proceeded = threading.Event()
     made.wait(proceeded.set)
     assert proceeded.wait(10)
-    assert not findings
+    assert not events
 
 
 def test_memory_that_stays_held_is_reported_and_not_waited_for_forever() -> None:
-    made, findings = settle(Gpus({"GPU-a": 0}, {"GPU-a": 20 * GIB}), 0.1)
+    made, events = settle(Gpus({"GPU-a": 0}, {"GPU-a": 20 * GIB}), 0.1)
     proceeded = threading.Event()
     made.wait(proceeded.set)
     assert proceeded.wait(10)
-    assert "GPU-a 20.0 GB" in findings[0].fields["what"]
+    assert "GPU-a 20.0 GB" in events[0].fields["what"]
 
 
 def test_after_the_end_nothing_is_launched() -> None:

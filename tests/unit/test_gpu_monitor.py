@@ -10,7 +10,8 @@ import pytest
 
 from miner_guard.config import Config, GpuSettings
 from miner_guard.eventlog import catalog
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import make_finding
+from miner_guard.record.events import Event
 from miner_guard.system.clock import FakeClock
 from miner_guard.watch.base import Launch
 from miner_guard.watch.gpu import GpuMonitor
@@ -65,7 +66,7 @@ class Bench:
         ]
         self.health = {"gpus": {"taken": self.clock.monotonic(), "gpus": rows}}
 
-    def tick(self, seconds: float, ranks: Any = None) -> list[Finding]:
+    def tick(self, seconds: float, ranks: Any = None) -> list[Event]:
         self.clock.advance(seconds)
         return list(self.monitor.on_tick(self.clock.monotonic(), ranks or {}))
 
@@ -75,17 +76,17 @@ def test_first_after_60_s_then_every_150_s(tmp_path: Path) -> None:
     bench.launch()
     bench.sample(18.3)
     assert not bench.tick(59)
-    assert [f.event for f in bench.tick(2)] == ["gpu_usage"]
+    assert [f.name for f in bench.tick(2)] == ["gpu_usage"]
     assert not bench.tick(140)
-    assert [f.event for f in bench.tick(15)] == ["gpu_usage"]
+    assert [f.name for f in bench.tick(15)] == ["gpu_usage"]
 
 
-def test_no_reading_at_60_s_is_a_finding_where_a_gpu_is_expected(tmp_path: Path) -> None:
+def test_no_reading_at_60_s_is_an_event_where_a_gpu_is_expected(tmp_path: Path) -> None:
     bench = Bench(tmp_path, expect=1)
     bench.launch()
-    (finding,) = bench.tick(61)
-    assert finding.severity == "warning"
-    assert "no GPU memory reading" in catalog.message(finding)
+    (event,) = bench.tick(61)
+    assert event.level == "warning"
+    assert "no GPU memory reading" in catalog.message(event)
     on_cpu = Bench(tmp_path)
     on_cpu.launch()
     assert not on_cpu.tick(61)
@@ -105,7 +106,7 @@ def test_the_miners_lines_count_before_nvml_and_the_hook_before_both(tmp_path: P
     assert usage.fields["share_pct"] == pytest.approx(75.4, abs=0.1)
     assert "large model (EfficientNet-B4)" in usage.fields["verdict"]
     ranks = {0: SimpleNamespace(allocated_bytes=12.0 * 1024**3, inner_step=84)}
-    (usage,) = [f for f in bench.tick(151, ranks) if f.event == "gpu_usage"]
+    (usage,) = [f for f in bench.tick(151, ranks) if f.name == "gpu_usage"]
     assert (usage.fields["source"], usage.fields["step"]) == ("hook", 84)
     assert usage.fields["share_pct"] == pytest.approx(50.0)
 
@@ -119,7 +120,7 @@ def test_relaunch_rewrites_the_argument_and_goes_back_after_an_out_of_memory(
     bench.launch("m.py", "--batch=128")
     bench.sample(8.2)
     found_now = bench.tick(61)
-    assert [f.event for f in found_now] == ["gpu_usage", "gpu_relaunch"]
+    assert [f.name for f in found_now] == ["gpu_usage", "gpu_relaunch"]
     assert (
         catalog.message(found_now[1])
         == "GPU RELAUNCH: --batch 128 -> 256: GPU memory at 34% (relaunch 1 of 3)"
@@ -128,11 +129,11 @@ def test_relaunch_rewrites_the_argument_and_goes_back_after_an_out_of_memory(
     assert bench.control.relaunches == ["a larger batch: 128 -> 256"]
     bench.launch("m.py", "--batch=256")
     oom = make_finding("incident", label="cuda_oom", cause="x", fix="y", excerpt="z")
-    (back,) = bench.monitor.on_finding(oom)
+    (back,) = bench.monitor.on_event(oom)
     assert (back.fields["old"], back.fields["new"]) == (256, 128)
     assert bench.control.commands[-1] == ("m.py", "--batch=128")
     bench.launch("m.py", "--batch=128")
-    assert [f.event for f in bench.tick(61)] == ["gpu_usage"]
+    assert [f.name for f in bench.tick(61)] == ["gpu_usage"]
 
 
 def test_a_driver_that_falls_silent_is_a_fault_once_two_samples_are_missing(tmp_path: Path) -> None:
@@ -146,10 +147,10 @@ def test_a_driver_that_falls_silent_is_a_fault_once_two_samples_are_missing(tmp_
     assert catalog.message(fault).startswith(
         "GPU FAULT: GPU all can no longer be read: failed: Unknown Error"
     )
-    assert fault.severity == "warning", "what can't be read may be well"
+    assert fault.level == "warning", "what can't be read may be well"
     assert not bench.tick(1)
     bench.sample(18.3)
-    assert [f.event for f in bench.tick(1)] == ["gpu_recovered"]
+    assert [f.name for f in bench.tick(1)] == ["gpu_recovered"]
 
 
 def test_a_machine_without_gpus_has_no_faults(tmp_path: Path) -> None:
@@ -164,7 +165,7 @@ def test_by_default_nothing_is_relaunched(tmp_path: Path) -> None:
     bench = Bench(tmp_path, batch_argument="--batch")
     bench.launch("m.py", "--batch=128")
     bench.sample(8.2)
-    assert [f.event for f in bench.tick(61)] == ["gpu_usage"]
+    assert [f.name for f in bench.tick(61)] == ["gpu_usage"]
     assert not bench.control.commands
 
 
@@ -173,4 +174,4 @@ def test_a_missing_argument_is_reported_once(tmp_path: Path) -> None:
     for expected in (["gpu_usage", "guard_degraded"], ["gpu_usage"]):
         bench.launch("m.py")
         bench.sample(8.2)
-        assert [f.event for f in bench.tick(61)] == expected
+        assert [f.name for f in bench.tick(61)] == expected

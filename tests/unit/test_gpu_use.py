@@ -10,7 +10,7 @@ import pytest
 
 from miner_guard.config import GpuSettings
 from miner_guard.eventlog import catalog
-from miner_guard.eventlog.catalog import Finding
+from miner_guard.record.events import Event
 from miner_guard.watch.gpu import (
     BatchPolicy,
     GpuUse,
@@ -120,7 +120,7 @@ def test_the_miners_own_lines_are_read(line: str, printed: Any) -> None:
 
 def checked(
     use: GpuUse, share: float, step: int, size: str = "large", name: str = "EfficientNet-B4"
-) -> list[Finding]:
+) -> list[Event]:
     return list(
         use.check(
             [MemoryReading("rank 0", share * 0.24, 24.0, "hook")],
@@ -149,13 +149,13 @@ def test_a_sudden_drop_is_distinguished_from_a_gradual_decline_and_names_its_ste
     use = GpuUse(SETTINGS)
     for number in range(11):
         last = checked(use, 76.0 - 0.4 * number, number * 10)
-        assert [f.event for f in last] == ["gpu_usage"]
+        assert [f.name for f in last] == ["gpu_usage"]
     assert "Gradual decline from 76% to 72% over 11 checks" in catalog.message(last[0])
     use = GpuUse(SETTINGS)
     checked(use, 76.0, 500)
     drop = checked(use, 45.0, 510)
     assert catalog.message(drop[0]) == "GPU DROP: 76% -> 45% at step 510"
-    assert [f.event for f in checked(use, 45.0, 520)] == ["gpu_usage"]
+    assert [f.name for f in checked(use, 45.0, 520)] == ["gpu_usage"]
 
 
 def test_a_healthy_large_gpu_gets_no_advice_to_double_its_batch() -> None:
@@ -163,9 +163,9 @@ def test_a_healthy_large_gpu_gets_no_advice_to_double_its_batch() -> None:
     hour."""
     reading = MemoryReading("rank 0", 28123 / 1024, 81920 / 1024, "nvml", busy_pct=95.0)
     given: dict[str, Any] = {"size": "large", "name": None, "step": 1}
-    (finding,) = GpuUse(SETTINGS).check([reading], **given, seconds=60.0)
-    assert (finding.level, finding.fields["factor"]) == ("info", 1.0)
-    assert "27 GB at full utilization is good" in catalog.message(finding)
+    (event,) = GpuUse(SETTINGS).check([reading], **given, seconds=60.0)
+    assert (event.level, event.fields["factor"]) == ("info", 1.0)
+    assert "27 GB at full utilization is good" in catalog.message(event)
     idle = replace(reading, busy_pct=20.0)
     assert next(GpuUse(SETTINGS).check([idle], **given, seconds=60.0)).level == "warning"
 
@@ -183,11 +183,11 @@ def test_a_utilization_below_70_per_cent_points_at_monitoring(
 ) -> None:
     """Source 000: above 90 % is normal; below 70 %, monitoring is likely blocking."""
     reading = MemoryReading("rank 0", 19.2, 24.0, "hook", busy_pct=busy)
-    (finding,) = GpuUse(SETTINGS).check([reading], size="large", name=None, step=1, seconds=60.0)
-    advice = catalog.message(finding).partition("Proceeding.")[2]
+    (event,) = GpuUse(SETTINGS).check([reading], size="large", name=None, step=1, seconds=60.0)
+    advice = catalog.message(event).partition("Proceeding.")[2]
     assert advice.startswith(words)
     assert bool(advice) == bool(words)
-    assert finding.level == "info"
+    assert event.level == "info"
 
 
 def test_the_same_advice_is_a_warning_once() -> None:
@@ -195,7 +195,7 @@ def test_the_same_advice_is_a_warning_once() -> None:
     for check in range(10):
         readings = [MemoryReading("rank 0", 8.0, 24.0, "hook")]
         found = use.check(readings, size="large", name=None, step=check, seconds=60.0 + 150 * check)
-        levels += [finding.level for finding in found]
+        levels += [event.level for event in found]
     assert levels == ["warning"] + ["info"] * 9
 
 

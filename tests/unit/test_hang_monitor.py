@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from miner_guard.config import Config, HangSettings, MinerSettings
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import make_finding
 from miner_guard.rank.agree import LATE
 from miner_guard.rank.layout import Now
+from miner_guard.record.events import Event
 from miner_guard.system.clock import FakeClock
 from miner_guard.watch.base import Exit, Launch
 from miner_guard.watch.hang import HangMonitor
@@ -21,8 +22,8 @@ HANG = HangSettings(min_s=10.0, first_step_s=60.0)
 STARTING = Now("starting", "", 0.0, 0.0, None, None, 0, None, None, None, None, 1, 0, 0, 0)
 
 
-def hang_watch(folder: Path, **given: Any) -> tuple[HangMonitor, FakeClock, list[Finding]]:
-    """The monitor after a launch, its clock, and the findings that its jobs emit."""
+def hang_watch(folder: Path, **given: Any) -> tuple[HangMonitor, FakeClock, list[Event]]:
+    """The monitor after a launch, its clock, and the events that its jobs emit."""
     clock, emitted = FakeClock(), []  # type: ignore[var-annotated]
     defaults: dict[str, Any] = {
         "config": replace(Config(), hang=HANG),
@@ -43,11 +44,11 @@ def watch(
     ranks: Mapping[int, Now],
     *,
     printing: bool,
-) -> list[Finding]:
-    """The findings from five minutes of a miner that shows no steps."""
+) -> list[Event]:
+    """The events from five minutes of a miner that shows no steps."""
     config = replace(Config(), hang=HANG, miner=MinerSettings(attach=attach))
     monitor, clock, emitted = hang_watch(folder, config=config)
-    found: list[Finding] = []
+    found: list[Event] = []
     for _ in range(300):
         clock.advance(1.0)
         if printing:
@@ -63,7 +64,7 @@ def test_lines_that_are_not_understood_are_not_a_hang(tmp_path: Path) -> None:
 
 
 def test_a_program_known_by_its_lines_that_prints_nothing_hangs(tmp_path: Path) -> None:
-    seen = [f.event for f in watch(tmp_path, "log", {0: STARTING}, printing=False)]
+    seen = [f.name for f in watch(tmp_path, "log", {0: STARTING}, printing=False)]
     assert seen[0] == "hang_detected"
 
 
@@ -77,8 +78,8 @@ def test_ranks_that_have_lost_their_common_answer_are_ended_even_if_they_keep_st
     )
     monitor.on_tick(clock.monotonic(), {0: waiting, 1: replace(waiting, phase="data")})
     late = make_finding("guard_degraded", rank=0, what="a rank did not ask in time", where=LATE)
-    monitor.on_finding(late)
-    monitor.on_finding(late)
+    monitor.on_event(late)
+    monitor.on_event(late)
     monitor.on_steps(0, [])
     (work,) = jobs.waiting
     work()
@@ -104,11 +105,11 @@ def test_no_hang_is_reported_while_the_miner_is_being_stopped(tmp_path: Path) ->
     monitor.on_steps(0, [])
     idle(monitor, clock, {0: RUNNING}, 70)
     assert jobs.waiting, "it hangs, and its stacks are being gathered when the stop comes"
-    monitor.on_finding(make_finding("miner_stopping", reason="SIGTERM", grace_s=45.0))
+    monitor.on_event(make_finding("miner_stopping", reason="SIGTERM", grace_s=45.0))
     for work in jobs.waiting:
         work()
     idle(monitor, clock, {0: RUNNING}, 300)
-    assert not [f for f in emitted if f.event == "hang_detected"]
+    assert not [f for f in emitted if f.name == "hang_detected"]
     assert len(jobs.waiting) == 1
     assert not control.asked
 
@@ -127,7 +128,7 @@ def test_a_finished_miner_that_does_not_exit_is_ended_as_finished(tmp_path: Path
     monitor, clock, emitted = hang_watch(tmp_path, control=control)
     done = replace(RUNNING, state="finished", heartbeat=clock.monotonic())
     idle(monitor, clock, {0: done}, 400)
-    assert [f.event for f in emitted].count("hang_detected") == 1
+    assert [f.name for f in emitted].count("hang_detected") == 1
     ((verb, cause),) = control.asked
     assert verb == "finish"
     assert "the miner's process is still running" in cause

@@ -24,7 +24,7 @@ from miner_guard.checks.samplers import (
 from miner_guard.checks.snapshot import assemble, summary
 from miner_guard.config import HealthSettings
 from miner_guard.eventlog import catalog
-from miner_guard.eventlog.catalog import Finding
+from miner_guard.record.events import Event
 from miner_guard.system.clock import SystemClock
 from tests.support.contexts import JobsAtOnce, context
 
@@ -50,8 +50,8 @@ class Moody:
         return {"value": self.calls}
 
 
-def _events(findings: list[Finding]) -> list[tuple[str, str]]:
-    return [(finding.event, str(finding.fields["sampler"])) for finding in findings]
+def _events(events: list[Event]) -> list[tuple[str, str]]:
+    return [(event.name, str(event.fields["sampler"])) for event in events]
 
 
 def test_a_sampler_that_fails_is_null_with_its_reason_and_reported_once() -> None:
@@ -86,7 +86,7 @@ def test_a_sampler_that_hangs_is_cut_and_takes_one_thread_and_no_other_along() -
     assert samplers.reading("moody").reason == "no answer within 0.05 s"
     moody.mood = "well"
     moody.release.set()
-    recovered: list[Finding] = []
+    recovered: list[Event] = []
     for _ in range(100):
         recovered += samplers.sample()
         if recovered:
@@ -340,7 +340,7 @@ def test_the_part_samples_and_logs_on_schedule_and_once_at_the_end(tmp_path: Pat
     from miner_guard.config import Config
     from miner_guard.watch.host import HealthMonitor
 
-    jobs, emitted = JobsAtOnce(), list[Finding]()
+    jobs, emitted = JobsAtOnce(), list[Event]()
     config = Config(health=HealthSettings(snapshot_every_s=10.0))
     monitor = HealthMonitor(
         context(tmp_path, config=config, emit=emitted.append, jobs=jobs, status=_status)
@@ -358,7 +358,7 @@ def test_the_part_samples_and_logs_on_schedule_and_once_at_the_end(tmp_path: Pat
     assert jobs.every_s == {"samplers": 10.0, "health": 10.0}
     jobs.repeated["samplers"]()
     jobs.repeated["health"]()
-    snapshots = [finding for finding in emitted if finding.event == "health_snapshot"]
+    snapshots = [event for event in emitted if event.name == "health_snapshot"]
     snapshots += list(monitor.on_stop())
     assert len(snapshots) == 2
     document = snapshots[0].fields["snapshot"]

@@ -18,9 +18,9 @@ import pytest
 
 from miner_guard.costs import set_global_tracker
 from miner_guard.eventlog import catalog
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.guard.control import Status
 from miner_guard.guard.jobs import JobSchedule
+from miner_guard.record.events import Event
 from miner_guard.record.store import RunStore
 from miner_guard.state_dir import read_json
 from miner_guard.system.clock import FakeClock
@@ -46,9 +46,9 @@ class Hour(WholeRun):
 
         for module in ("schedulers.base", "triggers.date"):
             monkeypatch.setattr(f"apscheduler.{module}.datetime", Simulated)
-        self._reported: deque[Finding] = deque()
-        self.findings: list[tuple[float, Finding]] = []
-        """The findings, each with its monotonic time."""
+        self._reported: deque[Event] = deque()
+        self.events: list[tuple[float, Event]] = []
+        """The events, each with its monotonic time."""
 
         self.jobs = JobSchedule(clock, self._reported.append)
         super().__init__(folder, clock, self.jobs, self._reported.append)
@@ -76,9 +76,9 @@ class Hour(WholeRun):
             self.tick()
             self._run_what_is_due()
             while self._reported:
-                finding = self._reported.popleft()
-                self.findings.append((self.clock.monotonic(), finding))
-                self.host.finding(finding)
+                event = self._reported.popleft()
+                self.events.append((self.clock.monotonic(), event))
+                self.host.log(event)
             self.documents = {
                 "state": "running",
                 **self.host.snapshots(),
@@ -103,7 +103,7 @@ class Hour(WholeRun):
 
     def at(self, event: str) -> list[float]:
         """Seconds from the start at which an event was found."""
-        return [now - self.started for now, finding in self.findings if finding.event == event]
+        return [now - self.started for now, logged in self.events if logged.name == event]
 
     def end(self) -> None:
         self.jobs.close()
@@ -152,9 +152,7 @@ def test_snapshots_are_on_time_memory_is_flat_and_the_cost_is_small_and_stated(h
     assert 0 < share["share_pct"] < 0.5
     # This process has run other tests before.
     assert (share["guard_cpu_s"] - used_before) / 1800 < 0.005, "CPU really used, of half an hour"
-    last = hour.findings[
-        [finding.event for _, finding in hour.findings].index("health_snapshot", -100)
-    ][1]
+    last = hour.events[[event.name for _, event in hour.events].index("health_snapshot", -100)][1]
     assert "mon 0.0%" in catalog.message(last)
     ledger = read_json(hour.state.costs)
     assert isinstance(ledger, dict)
@@ -178,10 +176,10 @@ def test_a_delayed_job_neither_piles_up_nor_delays_others_and_is_reported(hour: 
     go_on.set()
     hour.seconds(60)
     assert runs[0] == pytest.approx(7, abs=1)
-    (late,) = [finding for _, finding in hour.findings if finding.event == "job_late"]
+    (late,) = [event for _, event in hour.events if event.name == "job_late"]
     assert catalog.message(late).startswith("JOB LATE: held by ")
     assert late.fields["late_s"] == pytest.approx(290, abs=11)
-    snapshot = [f.fields["snapshot"] for _, f in hour.findings if f.event == "health_snapshot"][-1]
+    snapshot = [f.fields["snapshot"] for _, f in hour.events if f.name == "health_snapshot"][-1]
     assert snapshot["guard"]["jobs"]["held"]["missed"] == pytest.approx(29, abs=1)
     assert snapshot["guard"]["jobs"]["held"]["max_s"] == pytest.approx(290, abs=11)
     assert snapshot["guard"]["jobs"]["health"]["missed"] == 0

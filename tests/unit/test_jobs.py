@@ -10,8 +10,8 @@ from datetime import datetime, tzinfo
 
 import pytest
 
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.guard.jobs import JobSchedule
+from miner_guard.record.events import Event
 from miner_guard.system.clock import SystemClock
 from tests.support.waiting import until
 
@@ -32,13 +32,13 @@ def clock() -> SteppableClock:
 
 
 @pytest.fixture
-def findings() -> list[Finding]:
+def events() -> list[Event]:
     return []
 
 
 @pytest.fixture
-def jobs(clock: SteppableClock, findings: list[Finding]) -> Iterator[JobSchedule]:
-    made = JobSchedule(clock, findings.append)
+def jobs(clock: SteppableClock, events: list[Event]) -> Iterator[JobSchedule]:
+    made = JobSchedule(clock, events.append)
     yield made
     made.close()
 
@@ -73,7 +73,7 @@ def test_a_slow_job_never_runs_twice_at_a_time(
 
 
 def test_a_failing_job_is_reported_once_and_its_recovery_too(
-    jobs: JobSchedule, findings: list[Finding]
+    jobs: JobSchedule, events: list[Event]
 ) -> None:
     runs = [0]
 
@@ -85,8 +85,8 @@ def test_a_failing_job_is_reported_once_and_its_recovery_too(
     jobs.start()
     jobs.every("shaky", 0.03, work)
     until(lambda: runs[0] >= 4)
-    assert [f.event for f in findings] == ["job_failed", "job_recovered"]
-    assert "no answer" in findings[0].fields["reason"]
+    assert [f.name for f in events] == ["job_failed", "job_recovered"]
+    assert "no answer" in events[0].fields["reason"]
     assert jobs.figures()["shaky"]["runs"] in (4, 5)
 
 
@@ -94,7 +94,7 @@ def test_a_failing_job_is_reported_once_and_its_recovery_too(
 def test_a_stepped_wall_clock_neither_delays_nor_hurries_a_job(
     jobs: JobSchedule,
     clock: SteppableClock,
-    findings: list[Finding],
+    events: list[Event],
     monkeypatch: pytest.MonkeyPatch,
     step: float,
 ) -> None:
@@ -125,4 +125,4 @@ def test_a_stepped_wall_clock_neither_delays_nor_hurries_a_job(
     assert runs["hourly"] == 0
     hourly = jobs._scheduler.get_job("hourly").next_run_time.timestamp() - clock.wall()
     assert 3500 < hourly <= 3600
-    assert not [f for f in findings if f.event == "job_late"]
+    assert not [f for f in events if f.name == "job_late"]

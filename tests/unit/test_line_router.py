@@ -10,7 +10,7 @@ from typing import cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miner_guard.eventlog.catalog import Finding
+from miner_guard.record.events import Event
 from miner_guard.watch.base import Context, Exit, Monitor
 from miner_guard.watch.line_router import MAX_LINE_BYTES
 from miner_guard.watch.runner import MonitorRunner
@@ -21,7 +21,7 @@ class Everything(Monitor):
         super().__init__(context)
         self.shown: list[bytes] = []
 
-    def on_output(self, chunk: bytes) -> Iterable[Finding]:
+    def on_output(self, chunk: bytes) -> Iterable[Event]:
         self.shown.append(bytes(chunk))
         return ()
 
@@ -35,7 +35,7 @@ class LineReader(Monitor):
         super().__init__(context)
         self.lines: list[bytes] = []
 
-    def on_lines(self, lines: Sequence[bytes]) -> Iterable[Finding]:
+    def on_lines(self, lines: Sequence[bytes]) -> Iterable[Event]:
         self.lines += lines
         return ()
 
@@ -45,7 +45,7 @@ class LineSeeker(LineReader):
 
 
 def _host() -> tuple[MonitorRunner, Everything, Seeker]:
-    host = MonitorRunner(lambda _finding: None)
+    host = MonitorRunner(lambda _event: None)
     everything, seeker = Everything(cast(Context, None)), Seeker(cast(Context, None))
     host.monitors = [everything, seeker]
     return host, everything, seeker
@@ -147,7 +147,7 @@ class FewLines(LineReader):
     def reads_lines(self) -> bool:
         return len(self.lines) < 3
 
-    def on_lines(self, lines: Sequence[bytes]) -> Iterable[Finding]:
+    def on_lines(self, lines: Sequence[bytes]) -> Iterable[Event]:
         self.lines += [line for line in lines if _has_word(self, line)][: 3 - len(self.lines)]
         return ()
 
@@ -204,14 +204,14 @@ def test_a_template_without_a_monitors_own_words_is_not_delivered_to_it() -> Non
 
 def test_a_monitor_that_fails_to_say_whether_it_reads_gets_its_lines() -> None:
     """A defect in one monitor must not keep output from all of them."""
-    findings: list[Finding] = []
-    host, broken = MonitorRunner(findings.append), Broken(cast(Context, None))
+    events: list[Event] = []
+    host, broken = MonitorRunner(events.append), Broken(cast(Context, None))
     everything = Everything(cast(Context, None))
     host.monitors = [broken, everything]
     host.output(b"upload of 7 began\n" * 2000)
     assert len(broken.lines) == 2000
     assert b"".join(everything.shown) == b"upload of 7 began\n" * 2000
-    assert [finding.event for finding in findings] == ["guard_degraded"]
+    assert [event.name for event in events] == ["guard_degraded"]
 
 
 def _line_readers() -> tuple[LineReader, LineSeeker]:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from miner_guard.config import Config, MinerSettings
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.rank.flight import FlightReader
 from miner_guard.rank.layout import FLAG_FIRST, Now, StepRecord
+from miner_guard.record.events import Event
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
 from miner_guard.watch.base import Exit, Launch
@@ -36,11 +36,11 @@ class Log:
             context(folder, config=Config(miner=settings), clock=self.clock)
         )
         launch = Launch(("miner",), os.getpid(), 0, self.clock.monotonic())
-        self.findings: list[Finding] = list(self.monitor.on_launch(launch))
+        self.events: list[Event] = list(self.monitor.on_launch(launch))
 
     def line(self, text: str, after_s: float = 10.0) -> None:
         self.clock.advance(after_s)
-        self.findings += show(self.monitor, f"{text}\n".encode())
+        self.events += show(self.monitor, f"{text}\n".encode())
 
     @property
     def reader(self) -> FlightReader:
@@ -244,12 +244,12 @@ def test_patterns_of_ones_own_come_first_and_a_bad_one_is_named(tmp_path: Path) 
     log = Log(tmp_path, log_patterns=(r"batch (?P<step>\d+) cost (?P<loss>\S+)", "(unclosed"))
     log.line("batch 3 cost 0.5 iter 9: loss 1")
     assert [(s.inner_step, s.loss) for s in log.steps] == [(3, 0.5)]
-    assert "'(unclosed' is not a regular expression" in str(log.findings[0].fields["what"])
+    assert "'(unclosed' is not a regular expression" in str(log.events[0].fields["what"])
 
 
 def test_a_pattern_that_can_never_give_a_step_is_named(tmp_path: Path) -> None:
     log = Log(tmp_path, log_patterns=(r"outer_step (?P<outer_step>\d+) loss (?P<loss>\S+)",))
-    assert "has no group named `step` or `inner`" in str(log.findings[0].fields["what"])
+    assert "has no group named `step` or `inner`" in str(log.events[0].fields["what"])
 
 
 def test_a_step_number_with_commas_is_read_and_a_missing_one_ignored(tmp_path: Path) -> None:
@@ -305,9 +305,9 @@ def test_an_old_miner_under_attach_sn38_is_read_by_its_lines(tmp_path: Path) -> 
     log = Log(tmp_path, attach="sn38", profile="sn38")
     for number in range(4):
         log.line(f"INFO | Index: {number} | Loss: {4 - number}.00", 2)
-    (finding,) = log.findings
-    assert finding.event == "log_attached"
-    assert "its uploads are not gated" in str(finding.fields["detail"])
+    (event,) = log.events
+    assert event.name == "log_attached"
+    assert "its uploads are not gated" in str(event.fields["detail"])
     assert [(s.inner_step, s.loss) for s in log.steps] == [(2, 2.0), (3, 1.0)]
 
 
@@ -317,5 +317,5 @@ def test_a_miner_that_is_hooked_is_not_read_by_its_lines(tmp_path: Path) -> None
     log.monitor.on_tick(log.clock.monotonic(), {0: NOW})
     for number in range(2, 9):
         log.line(f"INFO | Index: {number} | Loss: 2.00", 2)
-    assert log.findings == []
+    assert log.events == []
     assert not log.state.flight_of(0).exists()

@@ -38,17 +38,17 @@ def test_a_report_repeats_after_its_interval_or_when_its_content_changes() -> No
 
 
 @pytest.mark.parametrize(("error", "event"), [(_FULL, "disk_full"), (_DENIED, "guard_degraded")])
-def test_an_outage_of_a_file_is_two_findings(error: OSError, event: str) -> None:
+def test_an_outage_of_a_file_is_two_events(error: OSError, event: str) -> None:
     """There must be neither a line per failed write nor a recovery without a warning."""
     outage = WriteOutage("host.json")
     assert outage.succeeded() is None
     first = outage.failed(error)
     assert first is not None
-    assert first.event == event
+    assert first.name == event
     assert outage.failed(error) is None
     back = outage.succeeded()
     assert back is not None
-    assert (back.event, back.fields["lost"]) == ("disk_recovered", 2)
+    assert (back.name, back.fields["lost"]) == ("disk_recovered", 2)
     assert outage.succeeded() is None
 
 

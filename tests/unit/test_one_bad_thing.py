@@ -16,7 +16,7 @@ from miner_guard.cli import screen
 from miner_guard.cli.options import choose_state
 from miner_guard.config import LogSettings
 from miner_guard.costs import get_global_tracker, set_global_tracker
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import make_finding
 from miner_guard.eventlog.emitter import Emitter
 from miner_guard.eventlog.jsonl import JsonlSink
 from miner_guard.eventlog.rendering import console_line
@@ -28,6 +28,7 @@ from miner_guard.guard.flights import Flights
 from miner_guard.guard.loop import Loop
 from miner_guard.guard.relay import Relay, _Stream
 from miner_guard.rank.flight import FlightWriter
+from miner_guard.record.events import Event
 from miner_guard.record.redaction import Redactor
 from miner_guard.record.store import RunStore, StoredEvent
 from miner_guard.state_dir import StateDir
@@ -54,9 +55,9 @@ def _rank_with_an_odd_entry(state: StateDir, run_id: str = RUN) -> FlightWriter:
     reserves."""
     writer = FlightWriter(state.flight_of(0), rank=0, local_rank=0, world_size=1, run_id=run_id)
     writer.show_state("running", 1.0)
-    odd = Finding("slow_step", "warning", "SLOW STEP", _ODD)
-    for finding in (odd, make_finding("rank_message", text="what came after it")):
-        assert writer.journal({"kind": "finding", **finding.to_json()})
+    odd = Event("slow_step", "warning", "SLOW STEP", _ODD)
+    for event in (odd, make_finding("rank_message", text="what came after it")):
+        assert writer.journal({"kind": "event", **event.to_json()})
     return writer
 
 
@@ -106,19 +107,19 @@ def test_an_entry_that_no_monitor_can_read_is_acknowledged_anyway(state: StateDi
 
 
 def test_a_log_that_fails_is_reported_once_and_the_parts_still_hear(state: StateDir) -> None:
-    findings: list[Finding] = []
+    events: list[Event] = []
 
-    def log(finding: Finding) -> None:
-        if finding.event == "rank_message":
+    def log(event: Event) -> None:
+        if event.name == "rank_message":
             raise RecursionError("too deep")
-        findings.append(finding)
+        events.append(event)
 
-    host, heard = MonitorRunner(log), list[Finding]()
-    host.on_finding = heard.append
+    host, heard = MonitorRunner(log), list[Event]()
+    host.on_event = heard.append
     for _ in range(3):
-        host.finding(make_finding("rank_message", text="x"))
-    assert [finding.event for finding in findings] == ["guard_degraded"]
-    assert "rank_message.log failed with RecursionError" in findings[0].fields["what"]
+        host.log(make_finding("rank_message", text="x"))
+    assert [event.name for event in events] == ["guard_degraded"]
+    assert "rank_message.log failed with RecursionError" in events[0].fields["what"]
 
 
 @pytest.mark.parametrize(
@@ -129,9 +130,9 @@ def test_a_log_that_fails_is_reported_once_and_the_parts_still_hear(state: State
         {"event": None},
     ],
 )
-def test_a_datagram_with_unknown_content_is_not_a_finding(document: dict[str, Any]) -> None:
+def test_a_datagram_with_unknown_content_is_not_an_event(document: dict[str, Any]) -> None:
     """The loop drops a socket whose handler fails, so no datagram may raise."""
-    assert Finding.from_json(document) is None
+    assert Event.from_json(document) is None
 
 
 def test_bytes_that_are_not_text_in_a_command_do_not_stop_the_status(state: StateDir) -> None:
@@ -183,14 +184,14 @@ def test_a_reader_that_fails_once_does_not_leave_the_miners_pipe_unread() -> Non
 
 def test_a_defect_is_reported_once_although_its_words_change() -> None:
     """Otherwise a log and a set would grow with every tick."""
-    findings: list[str] = []
-    app = SimpleNamespace(_defects=Once(), _degraded=findings.append)
+    events: list[str] = []
+    app = SimpleNamespace(_defects=Once(), _degraded=events.append)
     for number in range(100):
         try:
             raise KeyError(number)
         except KeyError as error:
             GuardApp._defect(cast(GuardApp, app), error)
-    assert len(findings) == len(list(app._defects)) == 1
+    assert len(events) == len(list(app._defects)) == 1
 
 
 def test_the_word_after_a_secret_flag_is_masked_in_a_command_that_is_a_list() -> None:

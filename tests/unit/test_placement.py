@@ -151,5 +151,5 @@ class Alone:
     def journal(self, document: Any, /) -> bool:
         return True
 
-    def emit(self, finding: Any, /) -> None:
+    def emit(self, event: Any, /) -> None:
         return

@@ -9,8 +9,8 @@ from typing import Any
 from miner_guard.checks.check import Expectation, Snapshot
 from miner_guard.checks.preflight import PreflightRequest
 from miner_guard.config import Config, GpuSettings
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.guard.preflight import preflight
+from miner_guard.record.events import Event
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
 from tests.support.snapshots import healthy
@@ -20,7 +20,7 @@ class Looking:
     """A preflight with given snapshots, whose clock moves only while it waits."""
 
     def __init__(self, tmp_path: Path, looks: list[Snapshot], **gpu: Any) -> None:
-        self.clock, self.findings, self.waited = FakeClock(), [], 0.0  # type: ignore[var-annotated]
+        self.clock, self.events, self.waited = FakeClock(), [], 0.0  # type: ignore[var-annotated]
         self.looks = looks
         self.state = StateDir(tmp_path)
         self.question = PreflightRequest(Config(gpu=GpuSettings(**gpu)), self.state, (), {})
@@ -35,7 +35,7 @@ class Looking:
         return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
 
     def run(self) -> Any:
-        emit: Callable[[Finding], None] = self.findings.append
+        emit: Callable[[Event], None] = self.events.append
         return preflight(self.question, emit, self.wait, clock=self.clock, collect=self.collect)
 
 
@@ -53,7 +53,7 @@ def test_a_healthy_machine_starts_at_once_and_its_gpus_are_remembered(tmp_path: 
     outcome = looking.run()
     assert outcome.go, [c for c in outcome.checks if c.level == "critical"]
     assert looking.waited == 0
-    assert [f.event for f in looking.findings] == ["preflight"]
+    assert [f.name for f in looking.events] == ["preflight"]
     assert '"gpu_count": 4' in looking.state.host_facts.read_text()
 
 
@@ -61,13 +61,9 @@ def test_missing_gpus_are_waited_for_and_reported_once(tmp_path: Path) -> None:
     looking = Looking(tmp_path, [healthy(3), healthy(3), healthy(4)])
     assert looking.run().go
     assert looking.waited == 10
-    assert [f.fields.get("check") for f in looking.findings[:-1]] == [
-        "gpu.count",
-        "cuda.count",
-        None,
-    ]
-    assert looking.findings[-2].event == "preflight_waiting"
-    assert looking.findings[-2].fields["what"] == "cuda.count, gpu.count"
+    assert [f.fields.get("check") for f in looking.events[:-1]] == ["gpu.count", "cuda.count", None]
+    assert looking.events[-2].name == "preflight_waiting"
+    assert looking.events[-2].fields["what"] == "cuda.count, gpu.count"
 
 
 def test_gpus_that_stay_away_stop_the_start_after_the_wait_and_are_not_remembered(
@@ -77,7 +73,7 @@ def test_gpus_that_stay_away_stop_the_start_after_the_wait_and_are_not_remembere
     outcome = looking.run()
     assert not outcome.go
     assert 295 <= looking.waited <= 305
-    assert looking.findings[-1].severity == "critical"
+    assert looking.events[-1].level == "critical"
     assert not looking.state.host_facts.exists()
 
 

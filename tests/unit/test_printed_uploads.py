@@ -32,9 +32,9 @@ def monitor(
 
 
 def messages(monitor: PrintedUploadsMonitor, *chunks: bytes) -> list[str]:
-    findings = show(monitor, *chunks)
-    assert all(finding.fields["source"] == "log" for finding in findings)
-    return [message(finding) for finding in findings]
+    events = show(monitor, *chunks)
+    assert all(event.fields["source"] == "log" for event in events)
+    return [message(event) for event in events]
 
 
 @pytest.mark.parametrize("profile", [None, "sn38"])

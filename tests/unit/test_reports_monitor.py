@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from miner_guard.eventlog.catalog import message
-from miner_guard.rank.journal import CheckpointEntry, FindingEntry
+from miner_guard.rank.journal import CheckpointEntry, EventEntry
 from miner_guard.system.clock import FakeClock
 from miner_guard.watch.base import Exit, Launch
 from miner_guard.watch.checkpoints import ReportsMonitor
@@ -31,17 +31,17 @@ def checkpoint(step: int, size: int = 1000, complete: bool = True) -> Checkpoint
     return CheckpointEntry(path=path, step=step, seconds=0.5, size_bytes=size, complete=complete)
 
 
-def test_a_ranks_own_finding_is_logged_with_its_rank(monitor: ReportsMonitor) -> None:
+def test_a_ranks_own_event_is_logged_with_its_rank(monitor: ReportsMonitor) -> None:
     text, fields = "CHECKPOINT RESUMED: a at step 20", {"path": "a", "step": 20}
-    entry = FindingEntry(event="checkpoint_resumed", level="info", text=text, rank=1, fields=fields)
-    (finding,) = monitor.on_entry(1, entry)
-    assert (finding.rank, finding.text, finding.fields) == (1, text, fields)
+    entry = EventEntry(event="checkpoint_resumed", level="info", text=text, rank=1, fields=fields)
+    (event,) = monitor.on_entry(1, entry)
+    assert (event.rank, event.text, event.fields) == (1, text, fields)
 
 
-def test_a_finding_with_a_reserved_field_is_reported_not_dropped(monitor: ReportsMonitor) -> None:
-    odd = FindingEntry(event="nonsense", level="info", text="x", fields={"run_id": "1"})
-    (finding,) = monitor.on_entry(0, odd)
-    assert "nonsense" in message(finding)
+def test_an_event_with_a_reserved_field_is_reported_not_dropped(monitor: ReportsMonitor) -> None:
+    odd = EventEntry(event="nonsense", level="info", text="x", fields={"run_id": "1"})
+    (event,) = monitor.on_entry(0, odd)
+    assert "nonsense" in message(event)
 
 
 def test_a_checkpoint_that_grows_old_is_reported_once(

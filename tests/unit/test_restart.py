@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 
 from miner_guard.config import RestartSettings
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import make_finding
 from miner_guard.guard.restart import Again, Attribution, Failure, GiveUp, RestartPolicy
+from miner_guard.record.events import Event
 from miner_guard.system.clock import FakeClock
 from miner_guard.watch.base import Exit
 
@@ -101,7 +102,7 @@ def test_no_restarts_allowed_means_none() -> None:
     assert isinstance(decision, GiveUp)
 
 
-def incident(label: str) -> Finding:
+def incident(label: str) -> Event:
     return make_finding(
         "incident", label=label, cause="a cause", fix="a fix", excerpt="a line", restart="once"
     )

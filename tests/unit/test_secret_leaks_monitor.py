@@ -24,9 +24,9 @@ def test_a_printed_secret_is_named_once_even_where_two_chunks_share_it(
     monitor: SecretLeaksMonitor,
 ) -> None:
     text = f"debug: {SECRET}\n".encode()
-    findings = [f for _ in range(2) for byte in text for f in monitor.on_output(bytes([byte]))]
-    assert [f.fields["kind"] for f in findings] == ["the value of R2_WRITE_SECRET_ACCESS_KEY"]
-    assert SECRET not in catalog.message(findings[0])
+    events = [f for _ in range(2) for byte in text for f in monitor.on_output(bytes([byte]))]
+    assert [f.fields["kind"] for f in events] == ["the value of R2_WRITE_SECRET_ACCESS_KEY"]
+    assert SECRET not in catalog.message(events[0])
 
 
 def test_a_secret_of_the_miners_env_file_is_one_too(
@@ -36,16 +36,16 @@ def test_a_secret_of_the_miners_env_file_is_one_too(
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".env").write_text("export WANDB_API_KEY='key-of-the-file' # mine\n")
     config = Config(repo=RepoSettings(credentials="dotenv"))
-    (findings,) = SecretLeaksMonitor(context(tmp_path, config=config)).on_output(
+    (events,) = SecretLeaksMonitor(context(tmp_path, config=config)).on_output(
         b"login: key-of-the-file\n"
     )
-    assert findings.fields["kind"] == "the value of WANDB_API_KEY"
+    assert events.fields["kind"] == "the value of WANDB_API_KEY"
 
 
 def test_a_commitment_in_the_debug_log_is_warned_of(monitor: SecretLeaksMonitor) -> None:
-    (findings,) = monitor.on_output(b"Commitment - [" + b"0a" * 64 + b"]\n")
-    assert "commitment" in catalog.message(findings)
-    assert "0a0a" not in catalog.message(findings)
+    (events,) = monitor.on_output(b"Commitment - [" + b"0a" * 64 + b"]\n")
+    assert "commitment" in catalog.message(events)
+    assert "0a0a" not in catalog.message(events)
 
 
 def test_ordinary_output_says_nothing(monitor: SecretLeaksMonitor) -> None:

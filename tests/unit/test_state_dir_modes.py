@@ -14,11 +14,11 @@ import pytest
 
 from miner_guard import state_dir
 from miner_guard.cli.main import run
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.exits import CONFIG
 from miner_guard.guard.lock import Lock, LockHeld
 from miner_guard.guard.orphan_cleanup import PidRegistry, left_behind
 from miner_guard.guard.state_dir_check import check_state_dir
+from miner_guard.record.events import Event
 from miner_guard.state_dir import (
     StateDir,
     Untrusted,
@@ -87,7 +87,7 @@ def earlier_guard(state: StateDir) -> None:
 def test_an_open_directory_is_tightened_and_reported_once(state: StateDir) -> None:
     earlier_guard(state)
     first, second = check_state_dir(state), check_state_dir(state)
-    assert [(f.event, f.fields["mode"]) for f in first] == [("state_dir_tightened", "0777")]
+    assert [(f.name, f.fields["mode"]) for f in first] == [("state_dir_tightened", "0777")]
     assert second == []
     # Files of other names are not the guard's to change; in a folder of 0700 they are out of reach
     # too.
@@ -105,9 +105,9 @@ def test_a_shared_directory_keeps_its_mode_and_is_reported(state: StateDir) -> N
     """If root passes `--state-dir /tmp`, changing its mode would lock everybody out."""
     state.root.mkdir()
     state.root.chmod(0o1777)
-    [finding] = check_state_dir(state)
-    assert finding.event == "guard_degraded"
-    assert "shared by the users of this host" in finding.fields["what"]
+    [event] = check_state_dir(state)
+    assert event.name == "guard_degraded"
+    assert "shared by the users of this host" in event.fields["what"]
     assert stat.S_IMODE(state.root.stat().st_mode) == 0o1777
 
 
@@ -223,8 +223,8 @@ def test_another_users_link_in_place_of_a_file_is_set_aside(
         open_private(state.log, os.O_WRONLY | os.O_TRUNC)
     lock = Lock(state, 0.0)
     lock.acquire()
-    findings: list[Finding] = [*lock.findings, *check_state_dir(state)]
-    assert [(f.event, f.fields["path"]) for f in findings] == [
+    events: list[Event] = [*lock.events, *check_state_dir(state)]
+    assert [(f.name, f.fields["path"]) for f in events] == [
         ("file_set_aside", str(state.lock)),
         ("file_set_aside", str(state.log)),
     ]

@@ -85,7 +85,7 @@ def test_each_ranks_peak_memory_is_in_the_status(tmp_path: Path) -> None:
     peak = make_finding(
         "gpu_memory_peak", rank=0, allocated_gb=8.42, reserved_gb=9.5, peak_gb=13.21
     )
-    monitor.on_finding(peak)
+    monitor.on_event(peak)
     assert catalog.message(peak) == (
         "GPU MEMORY: Allocated: 8.42 GB | Reserved: 9.50 GB | Peak: 13.21 GB"
     )
@@ -109,11 +109,11 @@ def test_a_step_is_slow_against_its_like(tmp_path: Path) -> None:
     assert not lines(
         drive(monitor, clock, [2.0 * noise.gauss(1, 0.03) for _ in range(200)]), "slow_step"
     )
-    slow = [f for f in drive(monitor, clock, [6.0]) if f.event == "slow_step"]
+    slow = [f for f in drive(monitor, clock, [6.0]) if f.name == "slow_step"]
     assert slow[0].fields["rule"] == "relative"
     assert slow[0].fields["median_s"] == pytest.approx(2.0, rel=0.05)
-    again = [f for f in drive(monitor, clock, [2.0, 7.0]) if f.event == "slow_step"]
-    assert [(f.severity, f.fields["step_time_s"]) for f in again] == [("debug", 7.0)], (
+    again = [f for f in drive(monitor, clock, [2.0, 7.0]) if f.name == "slow_step"]
+    assert [(f.level, f.fields["step_time_s"]) for f in again] == [("debug", 7.0)], (
         "for the report, not to be read"
     )
 
@@ -127,10 +127,10 @@ def test_steps_with_more_tokens_are_longer_and_not_slow(tmp_path: Path) -> None:
     for tokens in (4096, 8192, 16384, 2048):
         durations = [3.0 * tokens / 4096 * noise.gauss(1, 0.03) for _ in range(200)]
         seen += drive(monitor, clock, durations, tokens=tokens)
-    assert not [f for f in seen if f.event in ("slow_step", "steps_regressed")]
+    assert not [f for f in seen if f.name in ("slow_step", "steps_regressed")]
     assert lines(drive(monitor, clock, [4.5], tokens=2048), "slow_step")
     lasting = drive(monitor, clock, [30.0] * 100, tokens=16384)
-    assert {f.event for f in lasting} >= {"slow_step", "steps_regressed"}
+    assert {f.name for f in lasting} >= {"slow_step", "steps_regressed"}
 
 
 def test_an_upload_inside_a_step_does_not_make_it_slow(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_time_lost_to_a_hang_and_to_a_restart_is_distinguished(tmp_path: Path) -
     list(monitor.on_launch(Launch((), 1, 0, clock.monotonic())))
     drive(monitor, clock, [10.0] * 20)
     clock.advance(300)
-    monitor.on_finding(
+    monitor.on_event(
         catalog.make_finding("hang_detected", detail="", culprits=[0], idle_s=300, limit_s=300)
     )
     list(monitor.on_exit(Exit(137, 9, True, False, 500)))
@@ -299,7 +299,7 @@ def test_a_loss_that_is_not_a_number_is_reported_everywhere_in_the_same_word(
     (line,) = [
         f
         for f in drive(monitor, clock, [1.0], loss=math.nan, grad_norm=math.inf)
-        if f.event == "inner_step"
+        if f.name == "inner_step"
     ]
     assert " | Loss: NaN | " in catalog.message(line)
     record = json.loads(json_line({**line.fields}))

@@ -13,12 +13,12 @@ import pytest
 
 from miner_guard.config import Config, HangSettings
 from miner_guard.eventlog import catalog
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.guard.launch import ActiveLaunch
 from miner_guard.guard.loop import Loop
 from miner_guard.guard.states import LaunchSpec, State, StopRequest, Then
 from miner_guard.guard.supervisor import FAILED, Supervisor
 from miner_guard.rank.layout import Now
+from miner_guard.record.events import Event
 from miner_guard.state_dir import StateDir
 from miner_guard.system import processes
 from miner_guard.system.clock import FakeClock
@@ -30,7 +30,7 @@ from tests.support.contexts import JobsLater, Steered, context
 
 
 @pytest.fixture
-def findings() -> list[Finding]:
+def events() -> list[Event]:
     return []
 
 
@@ -101,7 +101,7 @@ def defects() -> list[Exception]:
 
 @pytest.fixture
 def supervisor(
-    tmp_path: Path, findings: list[Finding], defects: list[Exception]
+    tmp_path: Path, events: list[Event], defects: list[Exception]
 ) -> Iterator[Supervisor]:
     """A supervisor without a miner: it can't create pipes, so every launch fails immediately."""
     clock = FakeClock()
@@ -113,7 +113,7 @@ def supervisor(
         order,
         clock,
         loop,
-        runner=MonitorRunner(findings.append),
+        runner=MonitorRunner(events.append),
         relay=cast(Any, Pipes()),
         flights=cast(Any, Records()),
     )
@@ -132,24 +132,24 @@ def launcher(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> Launche
 
 
 def test_a_launch_without_descriptors_is_a_failure_that_is_tried_again(
-    supervisor: Supervisor, findings: list[Finding]
+    supervisor: Supervisor, events: list[Event]
 ) -> None:
     """The guard must not wait forever with nothing running and nothing planned."""
     supervisor._first_launch()
     assert supervisor.state is State.WAITING
-    assert [finding.event for finding in findings] == ["miner_exited", "miner_restarting"]
-    assert "Too many open files" in findings[0].fields["how"]
+    assert [event.name for event in events] == ["miner_exited", "miner_restarting"]
+    assert "Too many open files" in events[0].fields["how"]
 
 
 def test_a_restart_meant_for_a_launch_that_has_ended_does_not_cut_the_wait_short(
-    supervisor: Supervisor, findings: list[Finding]
+    supervisor: Supervisor, events: list[Event]
 ) -> None:
     """The hang watchdog once requested a restart although its miner had already given up on its own
     and the next start was pending."""
     supervisor._first_launch()
     supervisor.request_stop(StopRequest("hang: rank 0 in data for 912s", Then.RESTART))
     supervisor.step()
-    assert (supervisor.state, len(findings)) == (State.WAITING, 2)
+    assert (supervisor.state, len(events)) == (State.WAITING, 2)
 
 
 def test_the_guard_stops_even_if_sigkill_does_not_end_the_launcher(
@@ -169,7 +169,7 @@ def test_the_guard_stops_even_if_sigkill_does_not_end_the_launcher(
 
 
 def test_a_repeated_stop_request_reports_what_it_waits_for(
-    supervisor: Supervisor, launcher: Launcher, findings: list[Finding]
+    supervisor: Supervisor, launcher: Launcher, events: list[Event]
 ) -> None:
     """If a second Ctrl-C were swallowed for 45 s, the operator would send the guard SIGKILL
     next."""
@@ -177,28 +177,28 @@ def test_a_repeated_stop_request_reports_what_it_waits_for(
     supervisor.step()
     assert supervisor.state is State.STOPPING
     cast(FakeClock, supervisor.clock).advance(15.0)
-    findings.clear()
+    events.clear()
     for _ in range(3):
         supervisor.request_stop(StopRequest("SIGINT", Then.STOP))
     supervisor.step()
-    (finding,) = findings
-    assert catalog.message(finding) == (
+    (event,) = events
+    assert catalog.message(event) == (
         f"MINER STOPPING: SIGINT, and it is already stopping: pid {launcher.pid} got SIGTERM "
         "and is still running; SIGKILL is next, 32s to stop"
     )
 
 
 def test_a_stop_during_a_restart_is_heard(
-    supervisor: Supervisor, launcher: Launcher, findings: list[Finding]
+    supervisor: Supervisor, launcher: Launcher, events: list[Event]
 ) -> None:
     """A first Ctrl-C must not go unanswered because the guard is already ending the launch for a
     restart."""
     supervisor.request_stop(StopRequest("hang: rank 0 in data", Then.RESTART))
     supervisor.step()
-    findings.clear()
+    events.clear()
     supervisor.request_stop(StopRequest("SIGTERM", Then.STOP))
     supervisor.step()
-    assert [finding.event for finding in findings] == ["miner_stopping"]
+    assert [event.name for event in events] == ["miner_stopping"]
     launcher.ended = 0
     supervisor.step()
     assert (supervisor.state, supervisor.reason) == (State.DONE, "SIGTERM")
@@ -219,7 +219,7 @@ def test_a_dead_launcher_is_noticed_without_any_signal(
 def test_the_end_of_a_launch_survives_whatever_fails_in_it(
     supervisor: Supervisor,
     launcher: Launcher,
-    findings: list[Finding],
+    events: list[Event],
     defects: list[Exception],
     asked: bool,
 ) -> None:
@@ -232,7 +232,7 @@ def test_the_end_of_a_launch_survives_whatever_fails_in_it(
     launcher.ended = 3
     supervisor.step()
     assert supervisor.state is (State.DONE if asked else State.WAITING)
-    assert "miner_exited" in [finding.event for finding in findings]
+    assert "miner_exited" in [event.name for event in events]
     assert defects
 
 
@@ -286,7 +286,7 @@ def test_every_tick_reaches_the_monitors_even_if_the_records_cannot_be_read(
     ("meanwhile", "restarts"), [("nothing", 1), ("a step", 0), ("another launch", 0)]
 )
 def test_a_hang_that_is_over_when_its_evidence_is_there_is_left_alone(
-    tmp_path: Path, findings: list[Finding], meanwhile: str, restarts: int
+    tmp_path: Path, events: list[Event], meanwhile: str, restarts: int
 ) -> None:
     """Gathering stacks takes up to half a minute; a new launch must not pay for the hang of the one
     before it."""
@@ -294,7 +294,7 @@ def test_a_hang_that_is_over_when_its_evidence_is_there_is_left_alone(
     config = replace(Config(), hang=HangSettings(min_s=5.0, first_step_s=5.0, action="restart"))
     watch = HangMonitor(
         context(
-            tmp_path, config=config, clock=clock, emit=findings.append, jobs=jobs, control=steered
+            tmp_path, config=config, clock=clock, emit=events.append, jobs=jobs, control=steered
         )
     )
     watch.on_launch(Launch(("true",), 1, 0, clock.monotonic()))
@@ -313,4 +313,4 @@ def test_a_hang_that_is_over_when_its_evidence_is_there_is_left_alone(
         watch.on_launch(Launch(("true",), 2, 1, clock.monotonic()))
     gather()
     assert [what for what, _ in steered.asked] == ["restart"] * restarts
-    assert [f.event for f in findings].count("hang_detected") == restarts
+    assert [f.name for f in events].count("hang_detected") == restarts

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from miner_guard.config import Config, MinerSettings
-from miner_guard.eventlog.catalog import Finding, message
+from miner_guard.eventlog.catalog import message
+from miner_guard.record.events import Event
 from miner_guard.system.clock import FakeClock
 from miner_guard.watch.base import Launch
 from miner_guard.watch.chain import SwarmMonitor
@@ -32,7 +33,7 @@ class Swarm:
         launch = Launch(("miner",), 1, 0, self.clock.monotonic())
         assert list(self.monitor.on_launch(launch)) == []
 
-    def line(self, text: str) -> list[Finding]:
+    def line(self, text: str) -> list[Event]:
         self.clock.advance(10)
         return show(self.monitor, f"{text}\n".encode())
 
@@ -45,16 +46,16 @@ def test_peers_that_leave_and_join_are_reported(tmp_path: Path, profile: str, fo
     assert swarm.line(form.format(n=1, p=5)) == []
     assert swarm.line(form.format(n=2, p=5)) == []
     (lost,) = swarm.line(form.format(n=3, p=3))
-    assert (lost.severity, message(lost)) == ("warning", "PEERS LOST: 3 of 5 take part")
+    assert (lost.level, message(lost)) == ("warning", "PEERS LOST: 3 of 5 take part")
     (joined,) = swarm.line(form.format(n=4, p=5))
-    assert (joined.severity, message(joined)) == ("info", "PEERS JOINED: 5 take part, 3 before")
+    assert (joined.level, message(joined)) == ("info", "PEERS JOINED: 5 take part, 3 before")
     assert swarm.monitor.snapshot()["peers"] == 5
 
 
 def test_peers_that_come_and_go_at_every_step_are_one_warning(tmp_path: Path) -> None:
     swarm = Swarm(tmp_path, "diloco")
     found = [f for n in range(40) for f in swarm.line(PRIME.format(n=n, p=4 + n % 2))]
-    assert [f.event for f in found if f.severity != "debug"] == ["peers_joined", "peers_lost"]
+    assert [f.name for f in found if f.level != "debug"] == ["peers_joined", "peers_lost"]
 
 
 def test_a_new_launch_has_not_lost_the_peers_of_the_one_before(tmp_path: Path) -> None:

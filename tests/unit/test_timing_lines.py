@@ -61,7 +61,7 @@ def test_an_overhead_of_twelve_per_cent_is_a_remark(tmp_path: Path) -> None:
     drive(monitor, clock, [15.0] * 199)
     full = {"monitor": 8.0, "inference": 5.6, "val_loss": 1.44}
     seen = drive(monitor, clock, [23.0], phases=full, nested_in_monitor_s=7.04)
-    assert [f.event for f in seen if f.event.startswith("timing_r")] == ["timing_remark"]
+    assert [f.name for f in seen if f.name.startswith("timing_r")] == ["timing_remark"]
     assert lines(seen, "timing_remark") == [
         "TIMING REMARK: overhead: 12.0% of 8.000s (usual below 10%): "
         "1-5% is typical; optimize the costly parts"
@@ -115,7 +115,7 @@ def test_an_evaluation_of_one_part_has_no_shares(tmp_path: Path, phase: str) -> 
     drive(monitor, clock, [15.0] * 199)
     seen = drive(monitor, clock, [25.0], phases={phase: 8.0})
     assert len(lines(seen, "timing_breakdown")) == 1
-    assert [f.event for f in seen if f.event.startswith("timing_r")] == []
+    assert [f.name for f in seen if f.name.startswith("timing_r")] == []
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_each_red_flag_says_which(
     monitor = StepsMonitor(context(tmp_path, clock=clock))
     drive(monitor, clock, [15.0] * 199)
     seen = drive(monitor, clock, [25.0], phases=phases, nested_in_monitor_s=nested)
-    assert [f.fields["which"] for f in seen if f.event == "timing_red_flag"] == [which]
+    assert [f.fields["which"] for f in seen if f.name == "timing_red_flag"] == [which]
 
 
 def test_a_summary_comes_once_with_each_breakdown(tmp_path: Path) -> None:

@@ -36,16 +36,16 @@ SILENT = {"healthy", "converged", "resumed", "nan_grad"}
 NAMES = {"memory_growth": "memory_leak"}
 
 DELAY = {"overfit": 0.05, "divergence": 0.05}
-"""How far a finding may be from its label, as a share of the run: both are judged on a smoothed
+"""How far an event may be from its label, as a share of the run: both are judged on a smoothed
 curve."""
 
 VALUES_OFF = 2
-"""Every finding may be up to this many values away from its label."""
+"""Every event may be up to this many values away from its label."""
 
 
 @dataclass
 class Score:
-    """The findings of one type, by repository."""
+    """The events of one type, by repository."""
 
     hits: dict[str, list[bool]] = field(default_factory=lambda: collections.defaultdict(list))
 

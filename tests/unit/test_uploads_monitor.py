@@ -83,7 +83,7 @@ def test_stale_is_counted_from_the_last_probe_that_succeeded_even_when_the_stora
     assert bench.messages("repo_unknown") == ["REPO UNKNOWN: no answer within 20 s"]
     assert "no answer" in str(gate.read(bench.state.gate_inputs).published.reason)
     bench.clock.step_wall(-7200)
-    assert [f.event for f in bench.tick(1300)] == []
+    assert [f.name for f in bench.tick(1300)] == []
     stale = bench.tick(100)
     assert [message(f) for f in stale] == [
         "REPO STALE: 2060s since the last verified upload (limit 2000s); upload now"
@@ -97,11 +97,11 @@ def test_stale_is_counted_from_the_last_probe_that_succeeded_even_when_the_stora
 
 def test_an_unreadable_repo_is_reported_once_and_again_when_the_reason_changes() -> None:
     watch = RepoWatch(GateSettings())
-    findings = [
+    events = [
         f for n in range(100) for f in watch.observe(Published(reason="wrong keys"), 60.0 * n)
     ]
-    assert len(findings) == 4
-    assert [f.event for f in watch.observe(Published(reason="no such bucket"), 6000.0)] == [
+    assert len(events) == 4
+    assert [f.name for f in watch.observe(Published(reason="no such bucket"), 6000.0)] == [
         "repo_unknown"
     ]
     assert list(watch.observe(Published(empty=True, reason=None), 6001.0)) == []
@@ -127,11 +127,11 @@ def test_what_the_ranks_read_stays_small_whatever_is_published(bench: Bench) -> 
 
 
 def test_a_block_repeated_each_step_is_reported_first_and_when_it_changes(bench: Bench) -> None:
-    findings = []
+    events = []
     for inner in range(10, 50):
         bench.clock.advance(1.0)
-        findings += bench.entry(**bench.decide(inner))
-    (first,) = findings
+        events += bench.entry(**bench.decide(inner))
+    (first,) = events
     assert message(first).startswith(
         "UPLOAD BLOCKED: inner_step (10) < minimum (50). Validators will reject this!"
     )
@@ -142,8 +142,8 @@ def test_a_block_repeated_each_step_is_reported_first_and_when_it_changes(bench:
         "Waiting for more training steps... (asked 39 more times since the last line)"
     )
     (allowed,) = bench.entry(**bench.decide(50))
-    assert allowed.event == "upload_allowed"
-    assert [f.event for f in bench.entry(**bench.decide(12))] == ["upload_blocked"]
+    assert allowed.name == "upload_allowed"
+    assert [f.name for f in bench.entry(**bench.decide(12))] == ["upload_blocked"]
 
 
 def test_shadow_mode_warns_what_it_would_block() -> None:
@@ -154,10 +154,10 @@ def test_shadow_mode_warns_what_it_would_block() -> None:
         now=0,
         wall=0,
     )
-    finding = DecisionNotifier().say(decision.as_dict(), 0.0)
-    assert finding is not None
-    assert finding.severity == "warning"
-    assert message(finding).startswith(
+    event = DecisionNotifier().say(decision.as_dict(), 0.0)
+    assert event is not None
+    assert event.level == "warning"
+    assert message(event).startswith(
         "UPLOAD ALLOWED: shadow mode, would be blocked: inner_step (2)"
     )
 
@@ -192,12 +192,9 @@ def test_forecast_is_reported_with_the_first_step_that_can_know(bench: Bench) ->
     bench.repo = Published(age_s=0.0, reason=None, outer_step=56)
     bench.look()
     assert bench.step(1, 62.0, FLAG_FIRST) == []
-    (finding,) = bench.step(2, 62.0)
-    assert message(finding) == "UPLOAD FORECAST: inner_step 50 in 50 min, repo stale in 31 min"
-    assert (finding.fields["eta_min"], finding.fields["stale_min"]) == (
-        48 * 62 / 60,
-        (2000 - 124) / 60,
-    )
+    (event,) = bench.step(2, 62.0)
+    assert message(event) == "UPLOAD FORECAST: inner_step 50 in 50 min, repo stale in 31 min"
+    assert (event.fields["eta_min"], event.fields["stale_min"]) == (48 * 62 / 60, (2000 - 124) / 60)
     assert bench.step(3, 62.0) == []
     later = [f for inner in range(4, 30) for f in bench.step(inner, 62.0)]
     assert len(later) == 1
@@ -228,13 +225,13 @@ def test_after_a_restart_of_the_guard_the_status_shows_the_last_of_each(bench: B
     bench.push("started")
     list(bench.monitor.on_exit(Exit(137, 9, False, False, 60.0)))
     store, ts = RunStore(bench.state.db), iso_utc(bench.clock.wall())
-    for finding in (
+    for event in (
         make_finding("incident", rank=1, label="cuda_oom", cause="", fix="", excerpt=""),
         make_finding("miner_restarting", cause="exit 137", attempt=2, wait_s=4.0, max_restarts=5),
     ):
-        list(bench.monitor.on_finding(finding))
-        head = {"ts": ts, "level": "error", "event": finding.name, "msg": "", "rank": finding.rank}
-        store.write(event_row({**head, **finding.fields}))
+        list(bench.monitor.on_event(event))
+        head = {"ts": ts, "level": "error", "event": event.name, "msg": "", "rank": event.rank}
+        store.write(event_row({**head, **event.fields}))
     store.close()
     list(bench.monitor.on_stop())
     before = bench.monitor.snapshot()
@@ -261,8 +258,8 @@ def test_after_a_restart_of_the_guard_the_status_shows_the_last_of_each(bench: B
 
 
 def test_the_status_holds_the_last_audit(bench: Bench) -> None:
-    finding = audit.AuditReport("rejected", "epoch 56: too old").finding()
-    assert list(bench.monitor.on_finding(finding)) == []
+    event = audit.AuditReport("rejected", "epoch 56: too old").event()
+    assert list(bench.monitor.on_event(event)) == []
     last = bench.monitor.snapshot()["audit"]
     assert (last["outcome"], last["detail"]) == ("rejected", "epoch 56: too old")
 

@@ -11,8 +11,9 @@ import pytest
 
 from miner_guard.cli import screen
 from miner_guard.cli.main import COMMANDS
-from miner_guard.eventlog.catalog import Finding, make_finding, message
+from miner_guard.eventlog.catalog import make_finding, message
 from miner_guard.eventlog.status_document import StatusDocument, VerdictStatus
+from miner_guard.record.events import Event
 from miner_guard.system.clock import FakeClock, parse_iso_utc
 from miner_guard.watch.state import (
     CONDITIONS,
@@ -91,7 +92,7 @@ def typed(**changes: Any) -> StatusDocument:
 
 
 @pytest.mark.parametrize(
-    ("changes", "findings", "state", "words"),
+    ("changes", "events", "state", "words"),
     [
         ({}, (), EARNING, "training at outer step 56, inner step 84, loss 3.40"),
         ({"uploads": {}}, (), UNKNOWN, "unknown whether validators accept the published files"),
@@ -122,11 +123,11 @@ def typed(**changes: Any) -> StatusDocument:
     ],
 )
 def test_the_worst_condition_is_the_verdict(
-    changes: dict[str, Any], findings: tuple[Finding, ...], state: str, words: str
+    changes: dict[str, Any], events: tuple[Event, ...], state: str, words: str
 ) -> None:
     memory = Memory()
-    for finding in findings:
-        memory.take(finding)
+    for event in events:
+        memory.take(event)
     judged = judge(typed(**changes), memory)
     assert (judged.state, words in judged.cause) == (state, True), judged
 
@@ -186,7 +187,7 @@ def test_a_fault_that_recovers_is_forgotten() -> None:
     assert judge(typed(), memory).state == EARNING
 
 
-def test_a_finding_that_the_status_does_not_show_yet_counts_already() -> None:
+def test_an_event_that_the_status_does_not_show_yet_counts_already() -> None:
     """An alert for a NaN must not begin with EARNING."""
     memory = Memory()
     memory.take(make_finding("loss_nan", step=512, loss=None))
@@ -224,8 +225,8 @@ def test_every_condition_names_an_event_of_the_catalogue() -> None:
 def test_every_next_step_names_an_existing_command() -> None:
     """At four in the morning, the person on call wants a command to type, not "check the log"."""
     memory = Memory()
-    for finding in (GPU, STRAGGLER, OUT_OF_MEMORY):
-        memory.take(finding)
+    for event in (GPU, STRAGGLER, OUT_OF_MEMORY):
+        memory.take(event)
     for condition in CONDITIONS:
         step = condition.action(typed(start_command="pm2 restart m", state_dir="/a b"), memory)
         assert bool(step) == (condition.key != "finished")
@@ -240,7 +241,7 @@ def test_every_next_step_names_an_existing_command() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "findings", "words"),
+    ("status", "events", "words"),
     [
         ({"steps__loss": "NaN"}, (SAVED, NAN), "from before the NaN, `/data/step-600.pt`, then"),
         ({"steps__loss": "NaN"}, (NAN, SAVED), "the miner reported none"),
@@ -277,12 +278,12 @@ def test_every_next_step_names_an_existing_command() -> None:
     ],
 )
 def test_the_next_step_finishes_the_job(
-    status: dict[str, Any], findings: tuple[Finding, ...], words: str
+    status: dict[str, Any], events: tuple[Event, ...], words: str
 ) -> None:
     """The reader must not have to look up the checkpoint's path."""
     memory = Memory()
-    for finding in findings:
-        memory.take(finding)
+    for event in events:
+        memory.take(event)
     assert words in judge(typed(**status), memory).next_step
 
 
@@ -326,7 +327,7 @@ class Bench:
         for _ in range(int(seconds)):
             self.clock.advance(1.0)
             found = self.monitor.on_tick(self.clock.monotonic(), {})
-            lines += [message(finding) for finding in found]
+            lines += [message(event) for event in found]
         return lines
 
 
@@ -360,7 +361,7 @@ def test_a_hang_counts_from_its_first_silent_second(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.run(1000)
     found_at = bench.clock.wall()
-    bench.monitor.on_finding(HANG)
+    bench.monitor.on_event(HANG)
     bench.run(10, hang__hang="rank 1 in data for 912s")
     since = parse_iso_utc(bench.monitor.snapshot()["since"])
     assert since == pytest.approx(found_at - 912.0, abs=2.0)
@@ -377,8 +378,8 @@ def test_a_guard_that_stops_does_not_stay_earning(tmp_path: Path) -> None:
     """The status must not say EARNING while no miner is running."""
     bench = Bench(tmp_path)
     bench.run(60)
-    (finding,) = bench.monitor.on_stop()
-    assert message(finding).startswith("VERDICT: STOPPED since ")
+    (event,) = bench.monitor.on_stop()
+    assert message(event).startswith("VERDICT: STOPPED since ")
     assert bench.monitor.snapshot()["state"] == STOPPED
 
 

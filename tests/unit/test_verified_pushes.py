@@ -21,7 +21,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 def test_a_push_that_arrived_is_verified_by_a_probe_and_stored(bench: Bench) -> None:
     bench.look()
-    assert [f.event for f in bench.push("started")] == ["upload_started"]
+    assert [f.name for f in bench.push("started")] == ["upload_started"]
     bench.clock.advance(12)
     assert bench.push("finished") == []
     bench.repo = Published(
@@ -56,7 +56,7 @@ def test_a_push_that_did_not_arrive_is_checked_twice_and_refuted(bench: Bench) -
         "UPLOAD FAILED: reported as pushed, but LastModified did not change: the "
         "gradients are 600s old"
     )
-    assert "upload_succeeded" not in {f.event for f in bench.emitted}
+    assert "upload_succeeded" not in {f.name for f in bench.emitted}
 
 
 def test_a_push_into_a_repo_that_is_silent_is_unverified_not_failed_and_not_verified(
@@ -74,7 +74,7 @@ def test_a_push_into_a_repo_that_is_silent_is_unverified_not_failed_and_not_veri
             "read: no answer within 20 s"
         )
     ]
-    assert not {"upload_failed", "upload_succeeded"} & {f.event for f in bench.emitted}
+    assert not {"upload_failed", "upload_succeeded"} & {f.name for f in bench.emitted}
 
 
 def test_a_push_that_the_next_one_replaced_is_neither_verified_nor_failed(bench: Bench) -> None:
@@ -90,7 +90,7 @@ def test_a_push_that_the_next_one_replaced_is_neither_verified_nor_failed(bench:
         )
     ]
     assert bench.tick(20) == []
-    assert not {"upload_failed", "upload_succeeded"} & {f.event for f in bench.emitted}
+    assert not {"upload_failed", "upload_succeeded"} & {f.name for f in bench.emitted}
 
 
 def test_without_a_repo_a_push_is_reported_and_never_called_verified(
@@ -98,9 +98,9 @@ def test_without_a_repo_a_push_is_reported_and_never_called_verified(
 ) -> None:
     bench = Bench(tmp_path, monkeypatch, repo="none")
     bench.push("started")
-    (finding,) = bench.push("finished")
+    (event,) = bench.push("finished")
     assert (
-        message(finding)
+        message(event)
         == "UPLOAD REPORTED: tag 5.56.51 pushed in 12.0s; not verified: no [repo] is configured"
     )
 
@@ -126,7 +126,7 @@ def test_a_push_that_only_the_miners_line_reports_is_checked(bench: Bench) -> No
     printed = make_finding(
         "upload_reported", tag="5.56.51", detail="according to the miner's log", source="log"
     )
-    assert not list(bench.monitor.on_finding(printed))
+    assert not list(bench.monitor.on_event(printed))
     bench.repo = Published(
         age_s=1.0, reason=None, outer_step=56, inner_step=51, revision="5.56.51", checksum="c1"
     )

@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import pytest
 
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.guard import watchdog
 from miner_guard.guard.loop import Loop
 from miner_guard.guard.teardown import Teardown
 from miner_guard.guard.watchdog import SILENT_S, Hands, Watchdog
+from miner_guard.record.events import Event
 from miner_guard.system import processes
 from miner_guard.system.clock import FakeClock
 from miner_guard.system.processes import Process
@@ -35,7 +35,7 @@ class Scene:
         self.clock = FakeClock()
         self.loop = Loop(self.clock, lambda _error: None)
         self.loop.alive()
-        self.findings: list[Finding] = []
+        self.events: list[Event] = []
         self.signals: list[int] = []
         self.lives = True
         self.deaf = False
@@ -45,7 +45,7 @@ class Scene:
         monkeypatch.setattr(processes, "send", self._send)
         monkeypatch.setattr(watchdog, "_dump", self.dumps.append)
         hands = Hands(
-            self.findings.append,
+            self.events.append,
             self._teardown,
             self._leave,
             self.clock.monotonic,
@@ -84,7 +84,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
 
 def test_a_loop_that_runs_is_left_alone(scene: Scene) -> None:
     scene.pass_time(600.0)
-    assert not scene.findings
+    assert not scene.events
     assert scene.lives
 
 
@@ -92,9 +92,9 @@ def test_a_hanging_loop_is_reported_once_with_its_stack_and_the_miner_keeps_runn
     scene: Scene,
 ) -> None:
     scene.pass_time(60.0, turning=False)
-    (finding,) = scene.findings
-    assert finding.event == "guard_wedged"
-    assert any("test_watchdog" in line for line in finding.fields["stack"])
+    (event,) = scene.events
+    assert event.name == "guard_wedged"
+    assert any("test_watchdog" in line for line in event.fields["stack"])
     assert scene.lives
     assert not scene.exits
 
@@ -140,7 +140,7 @@ def test_a_guard_that_was_suspended_is_not_reported_as_hung(scene: Scene) -> Non
     """After SIGSTOP, a debugger or a suspended host nothing has run, so an alarm would be false."""
     scene.clock.advance(3600.0)
     scene.dog.check()
-    assert not scene.findings
+    assert not scene.events
 
 
 def test_the_process_ends_with_its_own_code_although_its_last_steps_hang(scene: Scene) -> None:

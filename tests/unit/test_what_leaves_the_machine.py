@@ -68,7 +68,7 @@ def test_an_alert(tmp_path: Path, pieces: list[str], monkeypatch: pytest.MonkeyP
     monitor = AlertsMonitor(context(tmp_path, config=config))
     for number, error in enumerate(ERRORS):
         text = f"UPLOAD FAILED: {error}"
-        list(monitor.on_finding(Event("upload_failed", "error", text, {"what": f"{number}"})))
+        list(monitor.on_event(Event("upload_failed", "error", text, {"what": f"{number}"})))
     assert len(sent) == len(ERRORS)
     whole = "\n".join(alert.title + alert.body for alert in sent)
     assert "UPLOAD FAILED: the server said" in whole

@@ -128,7 +128,6 @@ def test_the_driver_names_the_recovery_that_it_wants() -> None:
 
 def test_an_event_that_asks_for_nothing_is_reported_without_an_alarm() -> None:
     levels = {
-        n: next(of_events([{"index": 0, "state": "ok", "xids": [n]}])).severity
-        for n in (63, 79, 92)
+        n: next(of_events([{"index": 0, "state": "ok", "xids": [n]}])).level for n in (63, 79, 92)
     }
     assert levels == {63: "warning", 79: "critical", 92: "info"}

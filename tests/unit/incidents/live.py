@@ -7,8 +7,8 @@ from itertools import count
 from pathlib import Path
 
 from miner_guard.config import Config
-from miner_guard.eventlog.catalog import Finding
 from miner_guard.rank.layout import StepRecord
+from miner_guard.record.events import Event
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
 from miner_guard.watch.base import Exit, Launch
@@ -44,14 +44,14 @@ class Live:
         """A kernel counter that reports one more kill each time it is read."""
 
         self.clock = FakeClock()
-        self.findings: list[Finding] = []
+        self.events: list[Event] = []
         self.state = StateDir(tmp_path)
         self.monitor = IncidentsMonitor(
             context(
                 tmp_path,
                 config=config or Config(),
                 clock=self.clock,
-                emit=self.findings.append,
+                emit=self.events.append,
                 jobs=JobsAtOnce(),
                 status=lambda: {"steps": 1},
             ),
@@ -60,16 +60,14 @@ class Live:
         self.launch()
 
     def launch(self, attempt: int = 0) -> None:
-        self.findings += self.monitor.on_launch(
-            Launch(["miner"], 1, attempt, self.clock.monotonic())
-        )
+        self.events += self.monitor.on_launch(Launch(["miner"], 1, attempt, self.clock.monotonic()))
 
     def prints(self, text: bytes) -> None:
-        self.findings += self.monitor.on_output(text)
+        self.events += self.monitor.on_output(text)
 
     def after(self, seconds: float) -> None:
         self.clock.advance(seconds)
-        self.findings += self.monitor.on_tick(self.clock.monotonic(), {})
+        self.events += self.monitor.on_tick(self.clock.monotonic(), {})
 
     def steps(self, rank: int, number: int, loss: float) -> None:
         step = StepRecord(
@@ -81,11 +79,11 @@ class Live:
             wall=1e9,
             loss=loss,
         )
-        self.findings += self.monitor.on_steps(rank, [step])
+        self.events += self.monitor.on_steps(rank, [step])
 
     def ends(self, *, code: int = 1, signal: int | None = None, asked: bool = False) -> None:
-        self.findings += self.monitor.on_exit(Exit(code, signal, asked, False, 10.0))
+        self.events += self.monitor.on_exit(Exit(code, signal, asked, False, 10.0))
 
     @property
     def labels(self) -> list[str]:
-        return [str(f.fields["label"]) for f in self.findings if f.event == "incident"]
+        return [str(f.fields["label"]) for f in self.events if f.name == "incident"]

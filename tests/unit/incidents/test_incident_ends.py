@@ -17,7 +17,7 @@ from tests.unit.incidents.live import BUG, KILLED, Live
 
 def test_a_loss_that_the_guard_has_called_nan_itself_is_not_reported_twice(tmp_path: Path) -> None:
     live = Live(tmp_path)
-    live.findings += live.monitor.on_finding(make_finding("loss_nan", step=512, loss=float("nan")))
+    live.events += live.monitor.on_event(make_finding("loss_nan", step=512, loss=float("nan")))
     live.prints(b"step 512 | loss: nan\n")
     live.after(SETTLE_S)
     assert live.labels == []
@@ -30,7 +30,7 @@ def test_a_crash_after_nan_is_one_incident_with_the_whole_logs_root(
     """When the miner printed the NaN, its exit once had no incident; otherwise the incident named
     only the exception."""
     live, nan = Live(tmp_path), make_finding("loss_nan", step=512, loss=float("nan"))
-    live.findings += live.monitor.on_finding(nan)
+    live.events += live.monitor.on_event(nan)
     live.prints(printed)
     live.after(SETTLE_S)
     live.prints(BUG)
@@ -42,7 +42,7 @@ def test_a_crash_after_nan_is_one_incident_with_the_whole_logs_root(
         + catalog.message(nan).encode()
     )
     assert live.labels == [root(whole + b"\n" + BUG)] == ["loss_nan"]
-    assert "NaN" in live.findings[0].fields["excerpt"] or printed
+    assert "NaN" in live.events[0].fields["excerpt"] or printed
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_nan_that_training_survived_is_not_the_cause_of_a_crash(
 ) -> None:
     """The second crash after such a NaN once ended the guard: a restart does not fix a NaN."""
     live = Live(tmp_path)
-    live.findings += live.monitor.on_finding(
+    live.events += live.monitor.on_event(
         make_finding("loss_nan", rank=1, step=3, loss=float("nan"))
     )
     for number, loss in enumerate(losses):
@@ -65,7 +65,7 @@ def test_a_nan_that_training_survived_is_not_the_cause_of_a_crash(
 
 def test_an_old_nan_is_not_the_cause_of_the_exit(tmp_path: Path) -> None:
     live = Live(tmp_path)
-    live.findings += live.monitor.on_finding(make_finding("loss_nan", step=512, loss=float("nan")))
+    live.events += live.monitor.on_event(make_finding("loss_nan", step=512, loss=float("nan")))
     live.after(3600)
     live.ends()
     assert live.labels == []
@@ -90,7 +90,7 @@ def test_a_persistent_nan_is_the_cause_if_no_other_is_known(
     """The exception looked transient, so the guard would restart from the same state again and
     again."""
     live = Live(tmp_path)
-    live.findings += live.monitor.on_finding(
+    live.events += live.monitor.on_event(
         make_finding("loss_nan", rank=1, step=3, loss=float("nan"))
     )
     live.after(SETTLE_S)
@@ -115,12 +115,12 @@ def test_a_rank_that_left_is_the_cause_of_the_others_network_errors(tmp_path: Pa
     live = Live(tmp_path)
     live.prints(b"RuntimeError: [gloo/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:1\n")
     gone = make_finding("rank_gone", rank=1, detail="rank 1 ended with code 0", ranks=[1])
-    live.findings += live.monitor.on_finding(gone)
+    live.events += live.monitor.on_event(gone)
     live.ends()
     assert live.labels == ["rank_lost"]
     crashed = Live(tmp_path / "crashed")
     crashed.prints(BUG)
-    crashed.findings += crashed.monitor.on_finding(gone)
+    crashed.events += crashed.monitor.on_event(gone)
     crashed.ends()
     assert crashed.labels == ["code_bug"], "its own exception says more than its end"
 

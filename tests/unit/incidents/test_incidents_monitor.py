@@ -37,11 +37,11 @@ def test_one_line_names_the_root_with_its_first_fix(tmp_path: Path) -> None:
     live.prints(WATCHDOG)
     live.after(SETTLE_S)
     assert live.labels == ["cuda_oom"]
-    line = catalog.message(live.findings[0])
+    line = catalog.message(live.events[0])
     assert line.startswith("INCIDENT cuda_oom: ")
     assert "from 4 to 2" in line
-    assert live.findings[0].rank == 2
-    assert live.findings[0].fields["restart"] == "once"
+    assert live.events[0].rank == 2
+    assert live.events[0].fields["restart"] == "once"
 
 
 def test_a_consequence_that_is_printed_first_is_not_the_root(tmp_path: Path) -> None:
@@ -119,12 +119,12 @@ def test_one_retry_is_not_an_incident_but_many_are_a_warning(tmp_path: Path) -> 
     live.prints(b"Failed to fetch data, retrying. Attempt 3/100\n")
     live.after(SETTLE_S)
     assert live.labels == ["dataset_fetch_failed"]
-    assert live.findings[0].severity == "warning"
+    assert live.events[0].level == "warning"
 
 
 def test_output_during_a_stop_by_the_guard_is_not_an_incident(tmp_path: Path) -> None:
     live = Live(tmp_path)
-    live.findings += live.monitor.on_finding(
+    live.events += live.monitor.on_event(
         make_finding("miner_stopping", reason="SIGTERM", grace_s=45.0)
     )
     live.prints(
@@ -169,7 +169,7 @@ def test_ordinary_output_is_not_an_incident_and_the_snapshot_shows_none(tmp_path
         live.prints(f"Rank 0 | Inner Step: {step} | Average Loss: 3.{step} | 0 errors\n".encode())
         live.after(0.1)
     live.ends(code=0)
-    assert live.findings == []
+    assert live.events == []
     assert live.monitor.snapshot() == {
         "classify": True,
         "root_cause": None,
@@ -194,7 +194,7 @@ def test_an_incident_that_training_survived_is_retracted(tmp_path: Path) -> None
     assert live.labels == ["version_mismatch"]
     for n in range(12):
         live.prints(b"Outer Step: 3 | Inner Step: %d | Loss: 3.40\n" % n)
-    assert [f.fields["label"] for f in live.findings if f.event == "incident_overcome"] == [
+    assert [f.fields["label"] for f in live.events if f.name == "incident_overcome"] == [
         "version_mismatch"
     ]
     live.ends(code=1)
@@ -212,7 +212,7 @@ def test_an_incident_that_quotes_a_secret_does_not_spread_it(tmp_path: Path, nam
         )
     live.after(SETTLE_S)
     live.ends()
-    (incident,) = (f for f in live.findings if f.name == "incident")
+    (incident,) = (f for f in live.events if f.name == "incident")
     assert "RuntimeError" in incident.fields["excerpt"]
     shown = f"{incident.text} {dict(incident.fields)}"
     assert [part for part in pieces_of_secrets() if part in shown] == []

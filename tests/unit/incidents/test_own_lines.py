@@ -1,4 +1,4 @@
-"""A log that contains the guard's own lines: its findings are evidence, and its own signals are not
+"""A log that contains the guard's own lines: its events are evidence, and its own signals are not
 faults."""
 
 from __future__ import annotations

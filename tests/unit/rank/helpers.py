@@ -32,9 +32,7 @@ def entries(state: StateDir, kind: str) -> list[dict[str, Any]]:
 
 
 def messages(state: StateDir) -> list[str]:
-    return [
-        e["fields"]["what"] for e in entries(state, "finding") if e["event"] == "guard_degraded"
-    ]
+    return [e["fields"]["what"] for e in entries(state, "event") if e["event"] == "guard_degraded"]
 
 
 def state_of(state: StateDir) -> str:

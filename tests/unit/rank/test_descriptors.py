@@ -89,7 +89,7 @@ def test_a_copy_that_others_changed_is_rewritten_completely(tmp_path: Path, dama
         path.write_bytes(b"\0" * layout.FILE_SIZE)
     else:
         path.unlink()
-    writer.journal({"kind": "finding", "n": damage})
+    writer.journal({"kind": "event", "n": damage})
     copy(path, writer.map)
     writer.close()
     assert path.read_bytes()[: layout.HEADER_SIZE].startswith(layout.MAGIC)

@@ -133,5 +133,5 @@ def test_the_inert_guard_has_the_whole_api() -> None:
 def test_the_guard_reports_a_rank_without_a_hook_once(tmp_path: Path) -> None:
     monitor = DegradedHooksMonitor(context(tmp_path))
     line = b"GUARD DEGRADED: the guard's hook cannot run on rank 3: ImportError: no; training\n"
-    findings = show(monitor, b"loss 3.4\n", line, b"[rank1]: " + line, b"say GUARD DEGRADED: x\n")
-    assert [message(finding) for finding in findings] == [line.decode().strip()]
+    events = show(monitor, b"loss 3.4\n", line, b"[rank1]: " + line, b"say GUARD DEGRADED: x\n")
+    assert [message(event) for event in events] == [line.decode().strip()]

@@ -196,9 +196,9 @@ def test_memory_is_logged_with_its_peak_when_that_has_grown(
         cuda.peak = {0: 9, 1: 9}.get(step, 13 if step < 20 else 15) * gib
         clock.now += 10
         guard.step()
-    peaks = [e["fields"]["peak_gb"] for e in entries(state, "finding")]
+    peaks = [e["fields"]["peak_gb"] for e in entries(state, "event")]
     assert peaks == [13.0, 15.0]
-    assert {e["fields"]["reserved_gb"] for e in entries(state, "finding")} == {16.0}
+    assert {e["fields"]["reserved_gb"] for e in entries(state, "event")} == {16.0}
 
 
 def test_costs_are_summed_up_and_leave_room_for_decisions(

@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import make_finding
 from miner_guard.rank import flight, standalone
 from miner_guard.rank import guard as hook
 from miner_guard.rank.environment import RankSettings, find
 from miner_guard.rank.guard import Guard
+from miner_guard.record.events import Event
 from miner_guard.state_dir import StateDir
 from tests.support.waiting import until
 from tests.unit.rank.helpers import Clock, entries, messages, place, reader_of, state_of
@@ -342,7 +343,7 @@ def test_a_value_passed_by_mistake_is_reported_and_raises_nothing(
     assert len(guard._stepper.phases.stack) == 64
 
 
-def test_a_finding_that_cannot_be_shown_does_not_silence_a_rank_that_logs_for_itself(
+def test_an_event_that_cannot_be_shown_does_not_silence_a_rank_that_logs_for_itself(
     state: StateDir,
 ) -> None:
     """An exception once ended the thread that writes the log, and logging stopped without
@@ -353,7 +354,7 @@ def test_a_finding_that_cannot_be_shown_does_not_silence_a_rank_that_logs_for_it
             raise ValueError("no text")
 
     log = standalone.StandaloneLog(0, "r1", state, None)
-    log.say(Finding("no_such_event", "info", "x", {"odd": Odd()}))
+    log.say(Event("no_such_event", "info", "x", {"odd": Odd()}))
     log.say(make_finding("rank_message", text="still here"))
     log.flush()
     log.detach_after_fork()
