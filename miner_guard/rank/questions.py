@@ -66,15 +66,13 @@ class Gate:
             )
 
     def judge_gradient(self, decision: Decision, gradient: Any) -> Decision:
-        """Judge the gradient that is about to be written: first its names, types and shapes, then
-        its values.
+        """Judge the gradient that is about to be written.
 
         Returns `decision` itself if the gradient passes, or if the profile does not define what
         validators accept. Never raises.
         """
         from miner_guard.validators import shapes
         from miner_guard.validators.limits import Limits
-        from miner_guard.validators.outline import outline
 
         candidate = Candidate(decision.kind, decision.outer_step, decision.inner_step)
         try:
@@ -82,13 +80,11 @@ class Gate:
             if limits.gradients_value_dtype is None and limits.gradients_metadata_key is None:
                 return decision
             expected = None if self._place.state is None else shapes.read(self._place.state.shapes)
-            report = outline(gradient, limits, expected)
-            if not report["problems"]:
-                import torch
+            import torch
 
-                from miner_guard.validators.decoding import contents
+            from miner_guard.validators.decoding import contents
 
-                report = contents(torch, gradient, limits, expected)
+            report = contents(torch, gradient, limits, expected)
         except Exception as error:  # noqa: BLE001 - the audit judges what cannot be judged here
             report = {"reason": f"the gradient could not be inspected: {describe(error)}"}
         judged = self.decide(replace(candidate, files=report))

@@ -12,7 +12,7 @@ file. Anything that a validator silently skips becomes a warning here.
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import io
 import math
 import warnings
@@ -21,49 +21,48 @@ from dataclasses import dataclass
 from typing import Any
 
 from miner_guard.validators.limits import Limits
-from miner_guard.validators.outline import scattered_into
 from miner_guard.validators.rules import ALL_ZERO
 from miner_guard.validators.shapes import Shapes, plain_name
 
-ENORMOUS = 5e18
-"""Magnitude at which values, once multiplied by an evaluation's learning rates (0.7 · 0.5), have
-squares and products that overflow float32. Measured with the validators' own code: the loss is NaN
-if half of all values are 1e19, but not if they are 1e18; a single such value or parameter leaves it
-finite."""
-
+TOO_SMALL = 1e-10
+"""Values up to this change no float32 weight of usual size (0.02): it moves by 1e-9 or not at all,
+and validators apply 0.7 · 0.5 of a value."""
 
 _BLOCK_ELEMENTS = 1 << 19
 """How many values to check at a time (4 MiB of indices)."""
 
-
 _INTEGERS = {f"torch.{name}" for name in ("int8", "uint8", "int16", "int32", "int64")}
 """Index dtypes whose minimum and maximum torch finds without a conversion."""
-
 
 _DENSE_ELEMENTS = 1 << 22
 """How many elements of a decoded gradient to hold in memory at a time (16 MiB of float32)."""
 
 
+@functools.cache
+def chunk_edge(length: int, target: int) -> int:
+    """The largest divisor of `length` up to `target`."""
+    return next(edge for edge in range(min(target, length), 0, -1) if length % edge == 0)
+
+
+def scattered_into(shape: Sequence[int], target: int | None) -> tuple[int, ...] | None:
+    """The shape that validators scatter a parameter's values into, along its last dimension.
+
+    For a matrix of `y·h` rows and `x·w` columns: `(y, h, x·w)`; for a vector: `(x, w)`. Without a
+    `target`, indices address the whole tensor. None for a parameter of zero or more than two
+    dimensions, which subnet 38's model does not have.
+    """
+    if target is None:
+        return (math.prod(shape),)
+    if len(shape) not in (1, 2):
+        return None
+    edge = chunk_edge(shape[0], target)
+    if len(shape) == 1:
+        return (shape[0] // edge, edge)
+    return (shape[0] // edge, edge, shape[1])
+
+
 class Unusable(Exception):
     """This would make a validator raise and reset the scores; the message says why."""
-
-
-@dataclass(frozen=True)
-class Format:
-    """How a network encodes a parameter's compressed gradient. The fields are those of `Limits`
-    that begin with `gradients_`, without that prefix."""
-
-    index_suffix: str = "idxs"
-    value_suffix: str = "vals"
-    quant_suffix: str = "quant_params"
-    chunk: int | None = None
-    value_dtype: str | None = None
-
-    @classmethod
-    def of(cls, limits: Mapping[str, Any]) -> Format:
-        """Select this class's fields from the limits."""
-        values = {name: limits.get(f"gradients_{name}") for name in cls.__dataclass_fields__}
-        return cls(**{name: value for name, value in values.items() if value is not None})
 
 
 @dataclass(frozen=True)
@@ -80,50 +79,83 @@ class Stored:
 class Decoded:
     """The effect of applying one parameter's values."""
 
-    something: bool
-    """Whether at least one value is neither zero nor denormal, in which case applying the values
-    would change the model."""
+    change: float
+    """The largest change of a weight, here or in an earlier parameter; once it exceeds `TOO_SMALL`,
+    none is looked for."""
 
     values: int
     enormous: int
-    """Number of values beyond `ENORMOUS`."""
+    """Number of values beyond `gradients_enormous`."""
 
     warning: str | None = None
 
 
-def stored(document: Mapping[str, Any], name: str, form: Format) -> Stored:
+def stored(document: Mapping[str, Any], name: str, limits: Limits) -> Stored:
     """The parameter's entries, found by the network's suffixes."""
-    suffixes = (form.index_suffix, form.value_suffix, form.quant_suffix)
+    suffixes = (limits.gradients_index_suffix, limits.gradients_value_suffix, _QUANTISATION)
     return Stored(name, *(document.get(name + suffix) for suffix in suffixes))
 
 
+_QUANTISATION = "quant_params"
+
+
 def decode(
-    torch: Any, entry: Stored, shape: Sequence[int] | None, *, form: Format, size: int
+    torch: Any,
+    entry: Stored,
+    shape: Sequence[int] | None,
+    *,
+    limits: Limits,
+    size: int | None,
+    change: float = 0.0,
 ) -> Decoded:
-    """Decode `entry` from a file of `size` bytes for a parameter of `shape` (None: unknown). Raises
-    Unusable."""
+    """Decode `entry` from a file of `size` bytes for a parameter of `shape` (None: unknown).
+    Without a size, looks at types and shapes only. `change`: the largest one that another parameter
+    makes. Raises Unusable."""
     indices = _plain(torch, entry.indices, "indices", size)
     values = _plain(torch, entry.values, "values", size)
-    values, convert = _conversion(torch, entry, values, size)
-    dtype = _checked_dtype(torch, convert(values[:0] if values.dim() else values), form)
-    if form.chunk is None and indices.shape == values.shape:
+    convert: Callable[[Any], Any] | None = None
+    if size is None:
+        dtype = _stated_dtype(entry) or values.dtype
+    else:
+        values, convert = _conversion(torch, entry, values, size)
+        dtype = convert(values[:0] if values.dim() else values).dtype
+    dtype = _checked_dtype(torch, dtype, limits)
+    if limits.gradients_chunk is None and indices.shape == values.shape:
         indices, values = indices.flatten(), values.flatten()
-    target = None if shape is None else scattered_into(shape, form.chunk)
+    target = None if shape is None else scattered_into(shape, limits.gradients_chunk)
     _check_shapes(torch, indices.shape, values.shape, target, dtype=dtype)
+    warning = _partial(indices.shape, target)
+    if convert is None:
+        return Decoded(math.inf, values.numel(), 0, warning)
     values = values[tuple(slice(length) for length in indices.shape)]
-    something, enormous = False, 0
+    enormous = 0
     for index, value in _blocks(indices, values):
         _check_bounds(torch, index, None if target is None else target[-1])
         used = _computable(convert(value))
         peak = _peak(used)
-        if peak is None:
+        floating = used.is_floating_point()
+        # Adding a denormal number changes nothing.
+        if peak is None or (floating and peak <= torch.finfo(used.dtype).tiny):
             continue
-        _check_sums(torch, index, used, target, peak=peak)
-        minimum = torch.finfo(used.dtype).tiny if used.is_floating_point() else 0
-        something = something or peak > minimum
-        if peak > ENORMOUS:
-            enormous += int((used.abs() > ENORMOUS).sum())
-    return Decoded(something, values.numel(), enormous, _partial(indices.shape, target))
+        width = index.shape[-1] if index.dim() else 1
+        overflows = floating and peak * width >= torch.finfo(used.dtype).max
+        if overflows or peak > TOO_SMALL >= change:
+            average = _averaged(torch, index, used, target, whole=overflows)
+            change = max(change, average)
+        elif change < peak <= TOO_SMALL:
+            change = peak
+        if (bound := limits.gradients_enormous) is not None and peak > bound:
+            enormous += int((used.abs() > bound).sum())
+    return Decoded(change, values.numel(), enormous, warning)
+
+
+def _stated_dtype(entry: Stored) -> Any:
+    """The dtype that the quantisation gives to the values, without decoding any; None for values
+    that are not quantised."""
+    parameters = entry.quantisation
+    if not isinstance(parameters, (list, tuple)) or len(parameters) != 5:
+        return None
+    return getattr(parameters[3], "dtype", None) if parameters[4] is None else parameters[4]
 
 
 def _conversion(
@@ -160,13 +192,13 @@ def _whole(torch: Any, indices: Any) -> Any:
         return indices.to(torch.int64)
 
 
-def _plain(torch: Any, value: Any, what: str, size: int) -> Any:
+def _plain(torch: Any, value: Any, what: str, size: int | None) -> Any:
     if not isinstance(value, torch.Tensor):
         raise Unusable(f"{what} are a {type(value).__name__}, not a tensor")
-    if value.layout is not torch.strided or value.device.type != "cpu":
+    if value.layout is not torch.strided or (size is not None and value.device.type != "cpu"):
         raise Unusable(f"{what} are {value.layout} on {value.device}, not a plain tensor")
     # A view with stride 0 can claim any size and costs nothing until an operation reads it.
-    if value.numel() * value.element_size() > size:
+    if size is not None and value.numel() * value.element_size() > size:
         raise Unusable(f"claims {value.numel()} {what} in a file of {size} bytes")
     return value.detach()
 
@@ -199,16 +231,17 @@ def _dequantised(torch: Any, values: Any, parameters: Any, size: int) -> Any:
         ) from error
 
 
-def _checked_dtype(torch: Any, values: Any, form: Format) -> Any:
-    if form.value_dtype is None:
-        if values.is_complex():
-            raise Unusable(f"values are {values.dtype}, not real numbers")
-        return values.dtype
-    expected = getattr(torch, form.value_dtype)
-    if values.dtype != expected:
+def _checked_dtype(torch: Any, dtype: Any, limits: Limits) -> Any:
+    if limits.gradients_value_dtype is None:
+        if dtype.is_complex:
+            raise Unusable(f"values are {dtype}, not real numbers")
+        return dtype
+    expected = getattr(torch, limits.gradients_value_dtype)
+    if dtype != expected:
+        short, name = str(dtype).removeprefix("torch."), limits.gradients_value_dtype
         raise Unusable(
-            f"values are {_short(values.dtype)}; validators add them to a {form.value_dtype} "
-            f"tensor, which raises. Upload {form.value_dtype}"
+            f"values are {short}; validators add them to a {name} tensor, which raises. "
+            f"Upload {name}"
         )
     return expected
 
@@ -276,26 +309,29 @@ def _peak(used: Any) -> float | None:
     return max(abs(minimum), abs(maximum))
 
 
-def _check_sums(
-    torch: Any, indices: Any, used: Any, target: tuple[int, ...] | None, *, peak: float
-) -> None:
-    """Raise Unusable if values with the same index overflow when a validator averages them: the
+def _averaged(
+    torch: Any, indices: Any, used: Any, target: tuple[int, ...] | None, *, whole: bool
+) -> float:
+    """The largest magnitude after validators average the values of each index; if not `whole`, of
+    the first rows that change a weight. Raises Unusable if values with the same index overflow: the
     mean sums them first."""
-    if not used.is_floating_point() or indices.dim() == 0:
-        return
-    if peak * indices.shape[-1] < torch.finfo(used.dtype).max:
-        return
-    whole = _whole(torch, indices)
-    width = int(whole.max()) + 1 if target is None else target[-1]
-    rows, numbers = whole.reshape(-1, whole.shape[-1]), used.reshape(-1, whole.shape[-1])
+    rows = _whole(torch, indices)
+    rows = rows.reshape(-1, rows.shape[-1] if rows.dim() else 1)
+    numbers = used.reshape(rows.shape)
+    width = int(rows.max()) + 1 if target is None else target[-1]
     step = max(_DENSE_ELEMENTS // max(width, 1), 1)
+    change = 0.0
     for first in range(0, len(rows), step):
         index, value = rows[first : first + step], numbers[first : first + step]
         dense = torch.zeros((len(index), width), dtype=used.dtype)
-        if not torch.isfinite(
-            dense.scatter_reduce_(-1, index, value, "mean", include_self=False)
-        ).all():
+        dense.scatter_reduce_(-1, index, value, "mean", include_self=False)
+        extremes = [float(extreme) for extreme in dense.aminmax()]
+        if not all(map(math.isfinite, extremes)):
             raise Unusable("NaN or Inf when validators add up the values for one index")
+        change = max(change, *map(abs, extremes))
+        if change > TOO_SMALL and not whole:
+            break
+    return change
 
 
 def _partial(index: Sequence[int], target: tuple[int, ...] | None) -> str | None:
@@ -307,10 +343,6 @@ def _partial(index: Sequence[int], target: tuple[int, ...] | None) -> str | None
         if covered == rows
         else f"covers {covered} of {rows} rows; the rest of the parameter stays unchanged"
     )
-
-
-def _short(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # the whole document
@@ -342,49 +374,51 @@ def gist(text: str) -> str:
 
 def applied(
     torch: Any,
-    document: Mapping[str, Any],
+    document: Any,
     *,
-    limits: Mapping[str, Any],
+    limits: Limits,
     shapes: Shapes | None,
-    size: int,
+    size: int | None,
     each: Callable[[Iterable[str]], Iterable[str]] = iter,
 ) -> dict[str, Any]:
-    """Report on a document of `size` bytes. Checks the model's parameters if their names are known,
-    otherwise the document's.
+    """Report on a document of `size` bytes; without a size, on types and shapes only. Checks the
+    model's parameters if their names are known, otherwise the document's.
 
     `each` wraps the iteration over the names, so that it can release the pages read for one
     parameter before the next. Raises RejectedFile.
     """
-    form = Format.of(limits)
-    key = limits.get("gradients_metadata_key")
+    if not isinstance(document, Mapping):
+        raise RejectedFile(f"contains a {type(document).__name__}, not a dictionary")
+    key = limits.gradients_metadata_key
+    index_suffix, value_suffix = limits.gradients_index_suffix, limits.gradients_value_suffix
     problems: list[str] = []
     if key is not None and key not in document:
         problems.append(f"lacks the key {key!r}, which validators require")
-    named = _named(document, form)
+    named = _named(document, (index_suffix, value_suffix))
     if not named:
-        problems.append(f"has no `<param>{form.index_suffix}` and `<param>{form.value_suffix}`")
+        problems.append(f"has no `<param>{index_suffix}` and `<param>{value_suffix}`")
     # Validators unwrap the model before they read its state, so they know no wrapper's name.
     names = [name for name in named if plain_name(name) == name] if shapes is None else shapes.of
     decoded, wrong, warned = _decoded(
-        torch, document, each(names), shapes=shapes, form=form, size=size
+        torch, document, each(names), shapes=shapes, limits=limits, size=size
     )
     problems += wrong
     if named and not problems:
-        problems += _worthless(decoded, named, shapes)
+        problems += _worthless(decoded, named, shapes, limits.gradients_enormous)
     unnamed, missing = _compared(named, decoded, shapes)
     return {
         "params": len(decoded) or (len(named) if wrong else 0),
         "problems": [*map(_shown, problems[:_MAX_PROBLEMS]), *_further(problems)],
         "warnings": [*map(_shown, [*_summed(unnamed), *missing, *warned[:_MAX_PROBLEMS]])],
         "shapes_known": shapes is not None,
+        "values_read": size is not None,
     }
 
 
-def _named(document: Mapping[str, Any], form: Format) -> list[str]:
+def _named(document: Mapping[str, Any], suffixes: tuple[str, str]) -> list[str]:
     """Names of the parameters that have an entry in the file."""
-    ends = (form.index_suffix, form.value_suffix)
     return sorted(
-        {k[: -len(s)] for k in document for s in ends if isinstance(k, str) and k.endswith(s)}
+        {k[: -len(s)] for k in document for s in suffixes if isinstance(k, str) and k.endswith(s)}
     )
 
 
@@ -394,14 +428,14 @@ def _decoded(
     names: Iterable[str],
     *,
     shapes: Shapes | None,
-    form: Format,
-    size: int,
+    limits: Limits,
+    size: int | None,
 ) -> tuple[dict[str, Decoded], list[str], list[str]]:
     """Decoded parameters by name, problems that would make a validator raise, and warnings."""
     applied: dict[str, Decoded] = {}
-    problems, warned = [], []
+    problems, warned, change = [], [], 0.0
     for name in names:
-        entry = stored(document, name, form)
+        entry = stored(document, name, limits)
         if entry.indices is None or entry.values is None:
             if entry.indices is not None or entry.values is not None:
                 absent = "indices" if entry.indices is None else "values"
@@ -409,18 +443,27 @@ def _decoded(
             continue
         try:
             applied[name] = decode(
-                torch, entry, None if shapes is None else shapes.of.get(name), form=form, size=size
+                torch,
+                entry,
+                None if shapes is None else shapes.of.get(name),
+                limits=limits,
+                size=size,
+                change=change,
             )
         except Unusable as why:
             problems.append(f"{name}: {why}")
             continue
+        change = applied[name].change
         if (words := applied[name].warning) is not None:
             warned.append(f"{name}: {words}")
     return applied, problems, warned
 
 
 def _worthless(
-    applied: Mapping[str, Decoded], named: Sequence[str], shapes: Shapes | None
+    applied: Mapping[str, Decoded],
+    named: Sequence[str],
+    shapes: Shapes | None,
+    enormous: float | None,
 ) -> Iterator[str]:
     """Yield the reasons why a file that every validator decodes without error still scores zero."""
     wrapped = [name for name in named if plain_name(name) != name]
@@ -434,11 +477,13 @@ def _worthless(
             f"none of its {len(named)} parameters belongs to the model being trained; "
             "validators skip them all"
         )
-    elif not any(decoded.something for decoded in applied.values()):
+    elif (change := max((d.change for d in applied.values()), default=0.0)) <= 0:
         yield ALL_ZERO
+    elif change <= TOO_SMALL:
+        yield f"no value is larger than {change:.0e}, too small to change a float32 weight"
     elif 2 * sum(d.enormous for d in applied.values()) >= sum(d.values for d in applied.values()):
         yield (
-            f"values beyond {ENORMOUS:.0e}: the loss after applying them is NaN, which scores zero"
+            f"values beyond {enormous:.0e}: the loss after applying them is NaN, which scores zero"
         )
 
 
@@ -483,31 +528,35 @@ compressor keeps 32 of every 4,096 values: 0.2 GB for a model with 4 billion par
 _READABLE = {"cpu", "meta"}
 
 
-def contents(
-    torch: Any, document: Mapping[str, Any], limits: Limits, shapes: Shapes | None
-) -> dict[str, Any]:
+def contents(torch: Any, document: Any, limits: Limits, shapes: Shapes | None) -> dict[str, Any]:
     """The report of `inspection.inspect_file`, without `size_bytes`, for a dictionary in
     memory.
 
-    `reason` says why nothing was read: values on a GPU, or too many bytes.
+    If values are on a GPU or too many, looks at types and shapes only; `reason` says why, if these
+    have no problem.
     """
-    tensors = list(_tensors(torch, document.values()))
-    elsewhere = {tensor.device.type for tensor in tensors} - _READABLE
-    if elsewhere:
-        return _unread(f"the values are on {', '.join(sorted(elsewhere))}")
-    claimed = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    if claimed > MAX_BYTES:
-        return _unread(f"{claimed} bytes is over the limit for pre-upload checks ({MAX_BYTES})")
-    numbers = {
-        name: value
-        for name, value in dataclasses.asdict(limits).items()
-        if name.startswith("gradients_")
-    }
     try:
-        _check_loads(torch, document)
-        return applied(torch, document, limits=numbers, shapes=shapes, size=MAX_BYTES)
+        if not isinstance(document, Mapping):
+            return applied(torch, document, limits=limits, shapes=shapes, size=None)
+        why = _unread(torch, document)
+        if why is None:
+            _check_loads(torch, document)
+        size = MAX_BYTES if why is None else None
+        report = applied(torch, document, limits=limits, shapes=shapes, size=size)
     except RejectedFile as refusal:
         return {"problems": [str(refusal)], "params": 0, "shapes_known": shapes is not None}
+    return report if why is None or report["problems"] else {**report, "reason": why}
+
+
+def _unread(torch: Any, document: Mapping[str, Any]) -> str | None:
+    """Return why rank 0 must not read the values; None if it may."""
+    tensors = list(_tensors(torch, document.values()))
+    if elsewhere := {tensor.device.type for tensor in tensors} - _READABLE:
+        return f"the values are on {', '.join(sorted(elsewhere))}"
+    claimed = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    if claimed > MAX_BYTES:
+        return f"{claimed} bytes is over the limit for pre-upload checks ({MAX_BYTES})"
+    return None
 
 
 def _tensors(torch: Any, values: Iterable[Any], depth: int = 3) -> Iterator[Any]:
@@ -520,10 +569,6 @@ def _tensors(torch: Any, values: Iterable[Any], depth: int = 3) -> Iterator[Any]
             yield from _tensors(torch, value, depth - 1)
         elif depth and isinstance(value, Mapping):
             yield from _tensors(torch, value.values(), depth - 1)
-
-
-def _unread(reason: str) -> dict[str, Any]:
-    return {"problems": [], "params": None, "reason": reason}
 
 
 def _check_loads(torch: Any, document: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ import os
 import resource
 import sys
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ def main() -> None:
         probe.reply(error=f"torch cannot be imported ({error}); validators load the file with it")
         return
     torch.set_num_threads(1)
-    path, limits = request["path"], request["limits"]
+    path, limits = request["path"], Limits(**request["limits"])
     try:
         size = os.stat(path).st_size
     except OSError as error:
@@ -114,7 +114,7 @@ def examine(
     path: str,
     size: int,
     *,
-    limits: Mapping[str, Any],
+    limits: Limits,
     shapes: Shapes | None,
     memory_bytes: int | None,
     cpu_s: float,
@@ -123,7 +123,7 @@ def examine(
     beyond its current use."""
     report: dict[str, Any] = {"size_bytes": size, "problems": [], "warnings": [], "params": 0}
     try:
-        _check_size(size, limits.get("gradients_max_bytes"))
+        _check_size(size, limits.gradients_max_bytes)
         if memory_bytes is not None:
             _restrict(memory_bytes + 3 * size, cpu_s)
         _check_claims(path, size)
@@ -178,7 +178,7 @@ def _restrict(memory_bytes: int, cpu_s: float) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _load(torch: Any, path: str) -> Mapping[str, Any]:
+def _load(torch: Any, path: str) -> Any:
     try:
         # Map the file, so that a parameter's values occupy memory only while in use; torch's older
         # format does not support mapping.
@@ -195,8 +195,6 @@ def _load(torch: Any, path: str) -> Mapping[str, Any]:
         raise RejectedFile(
             f"does not load with weights_only=True: {type(error).__name__}: {words}"
         ) from error
-    if not isinstance(document, dict):
-        raise RejectedFile(f"contains a {type(document).__name__}, not a dictionary")
     return document
 
 

@@ -98,6 +98,9 @@ class Limits:
     """torch's name for the dtype that values must have: validators scatter them into a tensor of
     that dtype."""
 
+    gradients_enormous: float | None = None
+    """Magnitude from which the model's loss becomes NaN if half of all values have it."""
+
     gradients_max_bytes: int | None = None
     """Sizes outside this range are implausible."""
 

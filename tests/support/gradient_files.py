@@ -3,7 +3,6 @@ this process."""
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from miner_guard.validators.shapes import Shapes
 torch = pytest.importorskip("torch", reason="gradients.pt is torch's format")
 
 
-FLAT = Limits(gradients_metadata_key="metadata", gradients_max_bytes=10**9)
+FLAT = Limits(gradients_metadata_key="metadata", gradients_enormous=1e9, gradients_max_bytes=10**9)
 
 
 SHAPES = Shapes({"w": (8, 16), "b": (10,)})
@@ -44,7 +43,7 @@ def looked_at(path: Path, shapes: Any = None, limits: Limits = FLAT) -> dict[str
         torch,
         str(path),
         path.stat().st_size,
-        limits=dataclasses.asdict(limits),
+        limits=limits,
         shapes=shapes,
         memory_bytes=None,
         cpu_s=9,

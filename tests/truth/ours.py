@@ -28,6 +28,10 @@ from tests.truth import states
 from tests.truth.server import Server
 
 SHAPES = Shapes({name: list(shape) for name, shape in states.SHAPES.items()})
+STAND_IN = {"gradients_enormous": 5e18}
+"""The verdicts were taken with a model without attention and without a gated MLP, whose loss
+becomes NaN later than a Llama block's: if half of all values are 1e19, but not if they are 1e18."""
+
 _KEYS = {
     "R2_ACCOUNT_ID": states.ACCOUNT,
     "R2_READ_ACCESS_KEY_ID": states.READ_KEY,
@@ -45,12 +49,11 @@ def _ask(module: str, request: Mapping[str, Any], deadline_s: float, **how: Any)
 
 
 def _inspect(path: Path, limits: Limits, shapes: Shapes | None = None, **_: Any) -> dict[str, Any]:
-    numbers = dataclasses.asdict(limits)
     return examine(
         torch,
         str(path),
         path.stat().st_size,
-        limits=numbers,
+        limits=limits,
         shapes=shapes,
         memory_bytes=None,
         cpu_s=60.0,
@@ -80,7 +83,7 @@ class Ours:
         patch.setattr(boto3, "client", _kept_clients(boto3.client))
         for name, value in _KEYS.items():
             patch.setenv(name, value)
-        numbers = {**load_profile("sn38").limits, "endpoint": server.endpoint}
+        numbers = {**load_profile("sn38").limits, **STAND_IN, "endpoint": server.endpoint}
         self._limits = Limits.of(GateSettings(), numbers)
 
     def audit(self, state: states.State, earlier: Mapping[str, Any] | None = None) -> audit.Report:

@@ -178,12 +178,13 @@ def test_a_gradient_that_validators_reject_is_not_written(
 
 
 def test_names_of_torch_compile_and_a_lack_of_metadata_are_reported(tmp_path: Path) -> None:
-    wrapped = {f"_orig_mod.{k}": v for k, v in gradient().items()}
     attached = Attached(tmp_path, Miner())
+    wrapped = {f"_orig_mod.{k}": v for k, v in gradient().items() if k != "metadata"}
     assert attached.upload(wrapped) is False
-    reason = attached.decisions()[-1]["reason"]
-    assert "lacks the key 'metadata'" in reason
-    assert "validators know _orig_mod.w as w" in reason
+    assert "lacks the key 'metadata'" in attached.decisions()[-1]["reason"]
+    assert attached.upload({**wrapped, "metadata": {}}) is False
+    words = "validators skip _orig_mod.w, which they know as w"
+    assert words in attached.decisions()[-1]["reason"]
 
 
 def test_the_archive_after_an_allreduce_goes_out_only_if_it_is_sound(tmp_path: Path) -> None:

@@ -1,20 +1,21 @@
-"""gradients.pt from an untrusted miner: files that validators would reject are refused, no code
-runs, memory is bounded."""
+"""Gradients, as a file from an untrusted miner and as the dictionary that rank 0 is about to write:
+what validators would reject is refused, no code runs, memory is bounded."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pickle
 import re
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from miner_guard.config import GateSettings
 from miner_guard.validators import inspection
+from miner_guard.validators.decoding import contents
 from miner_guard.validators.inspection import examine, inspect_file
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.profiles import load_profile
@@ -147,13 +148,7 @@ def test_the_limits_hold_before_any_of_the_file_is_read(
     monkeypatch.delattr(inspection.zipfile, "ZipFile")
     path = saved(tmp_path, good())
     report = examine(
-        torch,
-        str(path),
-        path.stat().st_size,
-        limits=dataclasses.asdict(FLAT),
-        shapes=SHAPES,
-        memory_bytes=0,
-        cpu_s=9,
+        torch, str(path), path.stat().st_size, limits=FLAT, shapes=SHAPES, memory_bytes=0, cpu_s=9
     )
     assert "needs more memory" in report["problems"][0]
 
@@ -345,3 +340,70 @@ def test_a_file_that_cannot_be_inspected_is_unknown_and_not_healthy(tmp_path: Pa
         "could not be started"
         in inspect_file(saved(tmp_path, good()), FLAT, python="/nonexistent")["reason"]
     )
+
+
+# before the file is written
+
+
+MODEL = Shapes({"w": (128, 192)})
+
+
+def on_gpu(tensor: Any) -> Any:
+    class OnGpu(torch.Tensor):
+        device = SimpleNamespace(type="cuda")
+
+    return tensor.as_subclass(OnGpu)
+
+
+@pytest.mark.parametrize("where", ["wvals", "quantisation"])
+def test_values_on_a_gpu_are_left_to_the_audit(where: str) -> None:
+    """Reading a tensor on the GPU synchronises it, so the rank would wait."""
+    tensor = on_gpu(torch.full((2, 64, 32), NAN))
+    change = {"wvals": tensor} if where == "wvals" else {"wquant_params": (0.0, 1.0, 8, tensor)}
+    report = contents(torch, {**rows(), **change}, SN38, MODEL)
+    assert (report["problems"], report["reason"]) == ([], "the values are on cuda")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"wvals": torch.ones(2, 64, 32).half()}, "w: values are float16; validators add them"),
+        ({"wvals": torch.ones(2, 64, 31)}, "w: indices of shape [2, 64, 32] and values of"),
+        ({"widxs": torch.zeros(3, 64, 32), "wvals": torch.ones(3, 64, 32)}, "as [2, 64, 192]"),
+        ({"wquant_params": (0.0, 1.0, 128, torch.ones(4), torch.float16)}, "w: values are float16"),
+    ],
+)
+def test_the_types_and_shapes_of_values_on_a_gpu_are_judged(
+    change: dict[str, Any], words: str
+) -> None:
+    document = {
+        k: on_gpu(v) if isinstance(v, torch.Tensor) else v for k, v in {**rows(), **change}.items()
+    }
+    (problem,) = contents(torch, document, SN38, MODEL)["problems"]
+    assert words in problem
+
+
+def test_more_bytes_than_are_worth_reading_are_left_to_the_audit() -> None:
+    """A view of a few bytes may claim terabytes."""
+    endless = torch.ones(1).expand(1 << 40).reshape(2, 64, -1)
+    report = contents(torch, {**rows(), "wvals": endless}, SN38, MODEL)
+    assert report["problems"] == []
+    assert "is over the limit for pre-upload checks" in report["reason"]
+
+
+def test_what_is_no_dictionary_is_refused() -> None:
+    assert contents(torch, [], SN38, MODEL)["problems"] == ["contains a list, not a dictionary"]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (torch.full((2, 64, 32), 1e-11), "too small to change a float32 weight"),
+        (torch.ones(2, 64, 32) * torch.tensor([1.0, -1.0] * 16), "all values are zero"),
+    ],
+)
+def test_a_gradient_that_changes_no_weight_is_refused(values: Any, words: str) -> None:
+    """Validators average the values of one index: opposite ones cancel."""
+    document = {**rows(), "widxs": torch.zeros(2, 64, 32, dtype=torch.int16), "wvals": values}
+    (problem,) = contents(torch, document, SN38, MODEL)["problems"]
+    assert words in problem
