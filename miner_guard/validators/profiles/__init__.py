@@ -11,23 +11,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from miner_guard.config import MinerSettings
-from miner_guard.validators.profiles.checks import (
-    wrong_compute,
-    wrong_limits,
-    wrong_patterns,
-    wrong_sources,
-)
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-_TABLES = ("compute", "settings", "limits", "sources", "patterns")
-_WORDS = ("name", "title", "read_from")
 
 
 @dataclass(frozen=True)
@@ -41,6 +32,13 @@ class Profile:
     """Repository and commit that the numbers come from."""
 
     path: Path
+    status: Literal["alive", "dormant", "ended"] = "alive"
+    """Whether the network pays miners."""
+
+    status_as_of: datetime.date | None = None
+    status_source: str | None = None
+    """What shows the status."""
+
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Structured like guard.toml, for `settings.load(profile=…)`."""
 
@@ -79,7 +77,13 @@ def load_profile(name_or_path: str) -> Profile:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not valid TOML: {error}") from error
-    return _profile(document, path)
+    if path != shipped:
+        from miner_guard.validators.profiles.checks import wrong
+
+        for words in wrong(document):
+            raise ValueError(f"{path}: {words}")
+    limits = {"read_from": document["read_from"], **document.get("limits", {})}
+    return Profile(**{**document, "limits": limits, "path": path})
 
 
 def chosen(miner: MinerSettings) -> str | None:
@@ -95,32 +99,17 @@ def limits_of(miner: MinerSettings) -> Mapping[str, Any]:
     return {} if name is None else load_profile(name).limits
 
 
-def _profile(document: Mapping[str, Any], path: Path) -> Profile:
-    if foreign := sorted(set(document) - {*_TABLES, *_WORDS, "dated"}):
-        raise ValueError(
-            f"{path}: unknown keys: {', '.join(foreign)}; allowed: "
-            f"{', '.join((*_WORDS, 'dated', *_TABLES))}"
-        )
-    if missing := [word for word in (*_WORDS, "dated") if word not in document]:
-        raise ValueError(f"{path}: lacks {', '.join(missing)}")
-    if not isinstance(document["dated"], datetime.date):
-        raise ValueError(f"{path}: dated is {document['dated']!r}; write a date such as 2025-12-23")
-    for table in _TABLES:
-        if not isinstance(document.get(table, {}), Mapping):
-            raise ValueError(f"{path}: {table} is not a table")
-    limits = {"read_from": str(document["read_from"]), **document.get("limits", {})}
-    for words in (
-        *wrong_limits(limits),
-        *wrong_compute(document.get("compute", {})),
-        *wrong_patterns(document.get("patterns", {})),
-        *wrong_sources(document.get("sources", {}), document),
-    ):
-        raise ValueError(f"{path}: {words}")
-    return Profile(
-        str(document["name"]),
-        str(document["title"]),
-        document["dated"],
-        str(document["read_from"]),
-        path,
-        **{**{table: document.get(table, {}) for table in _TABLES}, "limits": limits},
+def network_of(miner: MinerSettings) -> str | None:
+    """Say so if the profile's network pays nobody; None for one that lives, or without a profile.
+    Raises the same errors as `load_profile`."""
+    name = chosen(miner)
+    profile = None if name is None else load_profile(name)
+    if profile is None or profile.status == "alive":
+        return None
+    return (
+        f"{profile.title}: the network is {_STATUS[profile.status]} (as of "
+        f"{profile.status_as_of or profile.dated}: {profile.status_source})"
     )
+
+
+_STATUS = {"dormant": "dormant and scores no uploads", "ended": "gone and pays nobody"}
