@@ -87,6 +87,9 @@ class Snapshot:
     """The profile's minimum: `min_gpus`, `min_gpu_memory_gb`, `min_vcpus`, `min_memory_gb`,
     `min_disk_gb`."""
 
+    network: str | None = None
+    """Why the profile's network pays nobody; None if it lives."""
+
     nvml: Mapping[str, Any] | None = None
     """A sample, in the format described in `miner_guard.checks.nvml`."""
 

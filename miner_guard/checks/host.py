@@ -132,8 +132,12 @@ def _xids(s: Snapshot) -> Iterator[Check]:
 
 
 def minimum_checks(s: Snapshot) -> Iterator[Check]:
-    """Compare this host with the minimum; empty without a profile. A shortfall is a warning: the
-    subnet accepts every miner, but one below the minimum earns nothing."""
+    """Warn of a network that pays nobody, and compare this host with the minimum; empty without a
+    profile. A shortfall is a warning: the subnet accepts every miner, but one below the minimum
+    earns nothing."""
+    if s.network is not None:
+        advice = "training is guarded all the same; nothing that is published earns"
+        yield Check("network", "warn", s.network, "alive", advice)
     host = s.host or {}
     memories = [row["memory_total_bytes"] for row in s.gpu_rows if row.get("memory_total_bytes")]
     gpus: float | None = (

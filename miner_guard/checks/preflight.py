@@ -16,7 +16,7 @@ from miner_guard.checks.gpu import ranks_of
 from miner_guard.config import Config
 from miner_guard.state_dir import StateDir, read_json
 from miner_guard.system.launcher_args import number_of, value_of
-from miner_guard.validators.profiles import chosen, load_profile
+from miner_guard.validators.profiles import Profile, chosen, load_profile
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,14 @@ class PreflightRequest:
     seconds."""
 
 
-def profile_of(config: Config) -> Mapping[str, Any]:
-    """The profile's minimum compute; empty without a profile."""
+def profile_of(config: Config) -> Profile | None:
+    """The chosen profile; None without one."""
     named = chosen(config.miner)
-    if named is None:
-        return {}
     try:
-        return load_profile(named).compute
+        return None if named is None else load_profile(named)
     except (OSError, ValueError):
         # Loading the settings has already reported the profile's error.
-        return {}
+        return None
 
 
 def expectation_of(request: PreflightRequest, present: int | None) -> Expectation:
@@ -53,7 +51,8 @@ def expectation_of(request: PreflightRequest, present: int | None) -> Expectatio
     setting = request.config.gpu.expect
     memory = read_json(request.state.host_facts)
     last = memory.get("gpu_count") if isinstance(memory, dict) else None
-    compute = profile_of(request.config)
+    profile = profile_of(request.config)
+    compute = {} if profile is None else profile.compute
     demand = compute.get("min_gpus")
     ranks = ranks_of(request.command)
     if compute.get("gpus_per_rank") and ranks:

@@ -90,6 +90,8 @@ def gate(
     decision = decide(candidate, inputs, settings, now=time.monotonic(), wall=time.time())
     _keep(place.state, decision)
     _show(decision, as_json)
+    if not as_json:
+        _show_network(place)
     raise typer.Exit(OK if decision.allowed else FAILED)
 
 
@@ -182,6 +184,7 @@ def audit(
         for words in report.not_checked:
             echo(f"  {'-':<8} {'not checked':<15} {words}")
         echo(f"  {_speaks_for(report.read_from)}")
+        _show_network(place)
     raise typer.Exit(_AUDIT_EXITS[report.outcome])
 
 
@@ -189,6 +192,13 @@ def _speaks_for(read_from: str | None) -> str:
     if read_from is None:
         return "judged by general rules only: no [miner] profile is set"
     return f"judged by the rules of {read_from}"
+
+
+def _show_network(place: options.CommandContext) -> None:
+    from miner_guard.validators.profiles import network_of
+
+    if (words := network_of(place.settings.config.miner)) is not None:
+        echo(f"  {words}")
 
 
 def _last_allreduce(state: statedir.StateDir) -> Any:

@@ -71,14 +71,14 @@ _BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 _FEW_RANKS = 9
 """On a small screen, a page of ranks shows at least this many."""
 
-_URGENCY = ("STOPPED", "NOT EARNING", "UNKNOWN", "EARNING UNKNOWN", "DEGRADED", "STILL", "PROBABLY")
+_URGENCY = ("STOPPED", "NOT EARNING", "UNKNOWN", "EARNING NOT PROVEN", "DEGRADED", "STILL")
 """Beginnings of headlines, worst first."""
 
 _RED, _YELLOW, _GREEN = "bold red", "yellow", "green"
 _STYLES = (
     (r"^(NOT EARNING|STOPPED)", _RED),
-    (r"^(STILL EARNING, degraded|PROBABLY STILL EARNING, degraded|DEGRADED)", _YELLOW),
-    (r"^(EARNING UNKNOWN|UNKNOWN)", _YELLOW),
+    (r"^(STILL EARNING, degraded|DEGRADED)", _YELLOW),
+    (r"^(EARNING NOT PROVEN|UNKNOWN)", _YELLOW),
     (r"^EARNING", _GREEN),
     (r"(?<=^gate   )BLOCKED", _RED),
     (r"(?<=^repo   ).*\(STALE\)", _RED),

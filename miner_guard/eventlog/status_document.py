@@ -34,7 +34,7 @@ class VerdictStatus(Section):
     confidence: str | None = None
     key: str | None = None
     earns: str | None = None
-    """Whether the miner is earning: `yes`, `probably`, `no` or `unknown`. The state `degraded`
+    """Whether the miner is earning: `yes`, `no` or `unknown`. The state `degraded`
     alone does not say."""
 
     week: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -203,6 +203,9 @@ class UploadsStatus(Section):
     repo_age_s: float | None = None
     repo: RepoStatus = field(default_factory=RepoStatus)
     forecast: ForecastStatus | None = None
+    network: str | None = None
+    """Why the profile's network pays nobody; None if it lives."""
+
     pending: int | None = None
     """Number of pushes that have been reported but not verified yet."""
 

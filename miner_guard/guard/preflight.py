@@ -71,6 +71,7 @@ class SnapshotCollector:
         self._q, self._pool, self._sampler, self._wait = question, pool, sampler, wait
         self._deadline = question.config.gpu.probe_timeout_s
         self._python = interpreter_of(question.command, question.env)
+        self._profile = profile_of(question.config)
         self._unread: dict[str, str] = {}
         self._unanswered: set[str] = set()
 
@@ -93,7 +94,8 @@ class SnapshotCollector:
             expectation=expectation,
             command=tuple(self._q.command),
             env=self._q.env,
-            compute=profile_of(self._q.config),
+            compute={} if self._profile is None else self._profile.compute,
+            network=None if self._profile is None else self._profile.unpaid,
             nvml=nvml,
             held=held,
             torch=torch,

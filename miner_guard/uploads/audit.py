@@ -318,12 +318,12 @@ class _Audit:
             allreduce=self.known.allreduce,
         )
         verdicts = rules.audit_verdicts(facts, self.limits)
-        outcome = rules.audit_outcome(verdicts)
+        unseen = rules.unseen_facts(facts, self.limits)
+        outcome = rules.audit_outcome(verdicts, unseen)
         seconds = time.monotonic() - self.start
         size = int(fetched.get("fetched_bytes") or 0)
-        words = rules.audit_detail(
-            outcome, verdicts, epoch=epoch, seconds=seconds, fetched_bytes=size
-        )
+        cost = f"{size} bytes in {seconds:.1f}s"
+        words = rules.audit_detail(outcome, verdicts, epoch=epoch, cost=cost, unseen=unseen)
         if self.limits.read_from is not None:
             words += f"; rules of {self.limits.read_from}"
         return AuditReport(

@@ -624,6 +624,8 @@ def bucket(facts: Facts, limits: Limits) -> Verdict:
 def tried_commitment(facts: Facts, limits: Limits) -> Verdict:
     """Like `commitment`, for an audit that has opened the bucket with the committed keys."""
     verdict = commitment(facts, limits)
+    if verdict.outcome == "unknown" and facts.network.commitment is not None:
+        return replace(verdict, outcome="pass", sentence="the committed keys open the bucket")
     if verdict.outcome != "warn":
         return verdict
     words = "the read keys committed on chain are not the ones in use, but they do open the bucket"
@@ -841,13 +843,12 @@ def audit_verdicts(facts: Facts, limits: Limits) -> tuple[Verdict, ...]:
 
 
 def audit_detail(
-    outcome: str, verdicts: Sequence[Verdict], *, epoch: Epoch, seconds: float, fetched_bytes: int
+    outcome: str, verdicts: Sequence[Verdict], *, epoch: Epoch, cost: str, unseen: Sequence[str]
 ) -> str:
     """The text after `AUDIT PASSED: `, `AUDIT FAILED: ` or `AUDIT UNKNOWN: `."""
     blocks = [f"{v.rule}: {v.sentence}" for v in verdicts if v.outcome == "block"]
     unknown = [f"{v.rule} unknown ({v.sentence})" for v in verdicts if v.outcome == "unknown"]
     warned = [f"warning: {v.sentence}" for v in verdicts if v.outcome == "warn"]
-    cost = f"{fetched_bytes} bytes in {seconds:.1f}s"
     if outcome == "rejected":
         # This state is normal between an AllReduce and the next gradient upload.
         if any(
@@ -861,18 +862,35 @@ def audit_detail(
     return "; ".join(
         [
             f"epoch {epoch.outer_step} ({epoch.why}), {passed} rules passed, {cost}",
+            *(f"not proven without {words}" for words in unseen),
             *warned,
             *unknown,
         ]
     )
 
 
-def audit_outcome(verdicts: Sequence[Verdict]) -> str:
-    """`rejected` if any rule blocks, `unknown` if the files themselves could not be judged, else
-    `accepted`."""
+def audit_outcome(verdicts: Sequence[Verdict], unseen: Sequence[str] = ()) -> str:
+    """`rejected` if any rule blocks, `unknown` if something that a validator needs is `unseen` or
+    its rule could not judge, else `accepted`."""
     outcomes = {v.rule: v.outcome for v in verdicts}
     if "block" in outcomes.values():
         return "rejected"
-    # Without these verdicts the audit cannot conclude that a validator would accept the files.
-    needed = ("gradients", "repo_age", "min_inner_step")
-    return "unknown" if any(outcomes.get(rule) == "unknown" for rule in needed) else "accepted"
+    # Validators score files whose miner is unreachable; these only cost a share of the score.
+    needed = outcomes.keys() - {"is_alive", "allreduce"}
+    return "unknown" if unseen or any(outcomes[r] == "unknown" for r in needed) else "accepted"
+
+
+def unseen_facts(facts: Facts, limits: Limits) -> list[str]:
+    """What a validator of this profile knows and the audit has not seen, each with what to set."""
+    network, missing = facts.network, []
+    needs_chain = limits.block_list_max_age or limits.commitment_chars or limits.bucket_pattern
+    if needs_chain and network.reason is not None:
+        missing.append(f"the chain ({network.reason}); set [chain] network, netuid and hotkey")
+    elif limits.blocks_per_allreduce is not None and network.outer_step is None:
+        missing.append("the epoch that validators score; set [chain] master_uid")
+    elif limits.bucket_pattern is not None and network.uid is None:
+        missing.append("the hotkey's uid; set [chain] hotkey")
+    report = facts.candidate.files or {}
+    if limits.gradients_chunk is not None and report.get("shapes_known") is False:
+        missing.append("the model's shapes; call `guard.diagnose(model)` in the miner")
+    return missing

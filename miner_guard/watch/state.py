@@ -698,7 +698,7 @@ FIND_THE_GUARD = (
 )
 """The next step if the guard itself is silent."""
 
-_DEGRADED = {"yes": "STILL EARNING, degraded", "probably": "PROBABLY STILL EARNING, degraded"}
+_DEGRADED = {"yes": "STILL EARNING, degraded"}
 """By `VerdictStatus.earns`: the headline's first words for a degraded miner. Whether it is earning
 comes first, since that decides whether someone has to get up at night."""
 
@@ -837,7 +837,7 @@ def state_since(verdict: VerdictStatus, now: str = "") -> str:
 def state_words(verdict: VerdictStatus) -> str:
     """The headline's first words: whether the miner is earning."""
     if verdict.state == DEGRADED and verdict.earns is not None:
-        return _DEGRADED.get(verdict.earns, "EARNING UNKNOWN, degraded")
+        return _DEGRADED.get(verdict.earns, "EARNING NOT PROVEN, degraded")
     return str(verdict.state).upper()
 
 
@@ -864,7 +864,7 @@ class RunVerdict:
     """Stable name of the condition; the numbers in the sentence change, the key does not."""
 
     earns: str
-    """Whether the miner is earning: `yes`, `probably`, `no` or `unknown`."""
+    """Whether the miner is earning: `yes`, `no` or `unknown`."""
 
     def status(self, since: str | None = None) -> VerdictStatus:
         """The verdict as run.db stores it; `since` is UTC, ISO 8601."""
@@ -895,15 +895,12 @@ def judge(status: StatusDocument, memory: Memory) -> RunVerdict:
 
 
 def _healthy(status: StatusDocument) -> RunVerdict:
-    """The verdict if no condition holds: earning after an accepted audit, or likely after a
-    verified upload."""
+    """The verdict if no condition holds: earning if the chain or a validator's rules show it."""
     earns, evidence = _evidence(status)
     cause = _progress(status)
     if earns == "yes":
         return RunVerdict(EARNING, cause, "", None, "measured", "audited", earns)
     cause = f"{cause}; {evidence}"
-    if earns == "probably":
-        return RunVerdict(EARNING, cause, "", None, "likely", "uploaded", earns)
     repo = status.uploads.repo
     if repo.reason == NO_REPO:
         step = "set [repo] in guard.toml; `miner-guard config --changed` shows it"
@@ -915,15 +912,22 @@ def _healthy(status: StatusDocument) -> RunVerdict:
 
 
 def _evidence(status: StatusDocument) -> tuple[str, str]:
-    """Return whether validators accept the published files (see `RunVerdict.earns`), and how the
-    guard knows."""
-    audit, upload, repo = status.uploads.audit, status.uploads.upload, status.uploads.repo
-    if audit is not None and audit.outcome == "accepted":
+    """Return whether the miner earns (see `RunVerdict.earns`), and what shows it: the chain, or an
+    audit that saw everything a validator needs. A verified upload alone proves nothing."""
+    chain, uploads = status.chain, status.uploads
+    if chain.incentive:
+        return "yes", f"the chain gives the hotkey an incentive of {chain.incentive:.4f}"
+    if uploads.network is not None:
+        return "unknown", f"earning is not proven: {uploads.network}"
+    if uploads.audit is not None and uploads.audit.outcome == "accepted":
         return "yes", "the last audit accepted the published files"
-    if upload is not None and upload.outcome == "verified" and repo.stale is False:
-        return "probably", "the last upload was verified, but no audit has checked it yet"
-    why = repo.reason or "nothing has been uploaded yet"
-    return "unknown", f"it is unknown whether validators accept the published files: {why}"
+    if uploads.audit is not None and uploads.audit.outcome == "unknown":
+        why = f"the last audit could not tell: {uploads.audit.detail}"
+    elif uploads.upload is not None and uploads.upload.outcome == "verified":
+        why = "the last upload was verified, but no audit has judged it"
+    else:
+        why = uploads.repo.reason or "nothing has been uploaded yet"
+    return "unknown", f"earning is not proven: {why}"
 
 
 def _progress(status: StatusDocument) -> str:

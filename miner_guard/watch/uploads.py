@@ -47,7 +47,7 @@ from miner_guard.uploads.watch import DecisionNotifier, ForecastWatch, RepoWatch
 from miner_guard.validators.facts import AllReduce, Network, Published, fingerprint
 from miner_guard.validators.layout import Layout
 from miner_guard.validators.limits import Limits
-from miner_guard.validators.profiles import chosen, limits_of
+from miner_guard.validators.profiles import chosen, limits_of, network_of
 from miner_guard.watch.base import Context, Exit, Monitor
 from miner_guard.watch.lines import Patterns, PushLine, patterns, read_push
 
@@ -165,6 +165,7 @@ class UploadsMonitor(Monitor):
         self._written_at = self._newest_probe = float("-inf")
         self._outage = WriteOutage("gate-inputs.json", "; the gate treats the repo as unknown")
         self._watched = Watched.of(config)
+        self._dead = network_of(config.miner)
         self._began: dict[str, Begun] = {}
         self._pushes: list[Push] = []
         self._unsettled: list[UploadEntry] = []
@@ -497,6 +498,7 @@ class UploadsMonitor(Monitor):
                 forecast=None
                 if ahead is None
                 else ForecastStatus(**asdict(ahead), late=ahead.late),
+                network=self._dead,
                 pending=len(self._pushes),
                 **self._last,
             ).to_json()

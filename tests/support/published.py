@@ -22,7 +22,11 @@ from tests.support.gradient_files import looked_at
 torch = pytest.importorskip("torch", reason="gradients.pt is torch's format")
 
 
-FLAT = Limits.of(GateSettings(), {**load_profile("sn38").limits, "gradients_chunk": None})
+FLAT = Limits.of(
+    GateSettings(),
+    {**load_profile("sn38").limits, "gradients_chunk": None, "commitment_chars": None},
+)
+"""A folder has no keys to commit."""
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +125,14 @@ def test_the_epoch_before_is_scored_in_the_first_half_after_an_allreduce(tmp_pat
 
 
 @pytest.mark.usefixtures("inspected_here")
-def test_without_a_chain_the_published_epoch_is_audited_and_the_unknown_is_reported(
+def test_without_a_chain_nothing_is_accepted_and_the_missing_setting_is_named(
     tmp_path: Path,
 ) -> None:
     publish(tmp_path)
     report = look(tmp_path, Network(reason="no [chain] configured"))
-    assert report.outcome == "accepted"
+    assert report.outcome == "unknown"
+    words = "not proven without the chain (no [chain] configured); set [chain] network"
+    assert words in report.detail
     assert "as published; the network's outer step is unknown" in report.detail
     assert (
         "block_list unknown (the current block is unknown: no [chain] configured)" in report.detail
@@ -246,9 +249,10 @@ def test_a_commitment_of_other_keys_is_warned_of_where_it_was_not_tried(
         monkeypatch.setenv(name, value)
     ours = fingerprint("".join(KEYS.values()))
     good = Network(1100, 56, 300, ours, True, 7, None, time.monotonic())
-    assert look(tmp_path, good).outcome == "accepted"
+    committed = replace(FLAT, commitment_chars=128)
+    assert look(tmp_path, good, committed).outcome == "accepted"
     other = Network(1100, 56, 300, fingerprint("z" * 128), True, 7, None, time.monotonic())
-    report = look(tmp_path, other)
+    report = look(tmp_path, other, committed)
     assert report.outcome == "accepted"
     assert "warning: the read keys committed on chain are not the ones in use" in report.detail
 
@@ -337,9 +341,10 @@ def test_a_state_directory_tells_what_its_guard_watches(
     limits = load_profile("sn38").limits
     gate.write(state.gate_inputs, gate.GateInputs(limits=limits, watched=gate.Watched.of(config)))
     monkeypatch.chdir(elsewhere)
-    assert run(["audit", "--state-dir", str(state.root)]) == 0
+    assert run(["audit", "--state-dir", str(state.root)]) == 69
     printed = capsys.readouterr()
-    assert printed.out.startswith("AUDIT PASSED: epoch 56 (as published")
+    assert printed.out.startswith("AUDIT UNKNOWN: epoch 56 (as published")
+    assert "not proven without the model's shapes" in printed.out
     assert "gradients are 2100s old (keep < 9s)" in ages_to_the_hundred(printed.out)
     assert f"auditing {tmp_path}/repo, which the guard in {state.root} watches" in printed.err
     state.gate_inputs.write_text('{"watched": 7}')

@@ -95,7 +95,7 @@ def typed(**changes: Any) -> StatusDocument:
     ("changes", "events", "state", "words"),
     [
         ({}, (), EARNING, "training at outer step 56, inner step 84, loss 3.40"),
-        ({"uploads": {}}, (), UNKNOWN, "unknown whether validators accept the published files"),
+        ({"uploads": {}}, (), UNKNOWN, "earning is not proven: nothing has been uploaded yet"),
         ({"steps__loss": "NaN"}, (), NOT_EARNING, "loss is NaN at step 84"),
         ({"hang__hang": "rank 1 in data for 912s"}, (), NOT_EARNING, "rank 1 in data"),
         ({"chain__registered": False}, (), NOT_EARNING, "not registered"),
@@ -164,9 +164,9 @@ def test_a_straggler_is_named_with_its_rank() -> None:
         ({"audit": {"outcome": "accepted"}}, "STILL EARNING, degraded"),
         (
             {"upload": {"outcome": "verified"}, "repo": {"stale": False}},
-            "PROBABLY STILL EARNING, degraded",
+            "EARNING NOT PROVEN, degraded",
         ),
-        ({}, "EARNING UNKNOWN, degraded"),
+        ({"audit": {"outcome": "accepted"}, "network": "gone"}, "EARNING NOT PROVEN, degraded"),
     ],
 )
 def test_a_degraded_miner_states_first_whether_it_earns(

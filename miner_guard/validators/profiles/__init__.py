@@ -21,6 +21,9 @@ else:
     import tomli as tomllib
 
 
+_STATUS = {"dormant": "dormant and scores no uploads", "ended": "gone and pays nobody"}
+
+
 @dataclass(frozen=True)
 class Profile:
     """One subnet's rules as of a given date."""
@@ -38,6 +41,16 @@ class Profile:
     status_as_of: datetime.date | None = None
     status_source: str | None = None
     """What shows the status."""
+
+    @property
+    def unpaid(self) -> str | None:
+        """Why the network pays nobody; None if it lives."""
+        if self.status == "alive":
+            return None
+        return (
+            f"{self.title}: the network is {_STATUS[self.status]} (as of "
+            f"{self.status_as_of or self.dated}: {self.status_source})"
+        )
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Structured like guard.toml, for `settings.load(profile=…)`."""
@@ -100,16 +113,6 @@ def limits_of(miner: MinerSettings) -> Mapping[str, Any]:
 
 
 def network_of(miner: MinerSettings) -> str | None:
-    """Say so if the profile's network pays nobody; None for one that lives, or without a profile.
-    Raises the same errors as `load_profile`."""
+    """Why the chosen profile's network pays nobody. Raises the same errors as `load_profile`."""
     name = chosen(miner)
-    profile = None if name is None else load_profile(name)
-    if profile is None or profile.status == "alive":
-        return None
-    return (
-        f"{profile.title}: the network is {_STATUS[profile.status]} (as of "
-        f"{profile.status_as_of or profile.dated}: {profile.status_source})"
-    )
-
-
-_STATUS = {"dormant": "dormant and scores no uploads", "ended": "gone and pays nobody"}
+    return None if name is None else load_profile(name).unpaid
