@@ -81,10 +81,6 @@ class RepoSettings:
     """Seconds between audits; the guard also audits after each verified push. 0: only on
     demand. None: 600 if the profile defines what validators accept, otherwise 0."""
 
-    audit_bytes_per_hour: ClassVar[int] = 2_000_000_000
-    """How many bytes these audits may fetch per hour. They do not fetch unchanged gradients
-    again."""
-
 
 @dataclass(frozen=True)
 class ChainSettings:

@@ -9,7 +9,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,61 +38,30 @@ from miner_guard.validators.limits import Limits, in_force
 from miner_guard.validators.metadata import RootMetadata, read_inner_step
 from miner_guard.validators.shapes import Shapes
 
-_HOUR_S = 3600.0
 
+@dataclass
+class AuditMemory:
+    """The last inspected gradients file: a repeated audit does not fetch it again."""
 
-@dataclass(frozen=True)
-class Judged:
-    """An inspected gradients file, identified by metadata that the storage returns without a
-    download."""
+    identity: Mapping[str, Any] | None = None
+    """Key, size and checksum, which the storage returns without a download."""
 
-    key: str
-    size_bytes: int
-    checksum: str
-    model: Shapes | None
+    model: Shapes | None = None
     """The shapes that the file was compared with."""
 
-    report: Mapping[str, Any]
+    report: Mapping[str, Any] = field(default_factory=dict)
 
+    def unchanged(self, model: Shapes | None) -> Mapping[str, Any] | None:
+        """Identity of the file that the fetching child can skip."""
+        return self.identity if self.model == model else None
 
-class AuditMemory:
-    """Keeps scheduled audits within `bytes_per_hour` by not fetching an unchanged file again."""
-
-    def __init__(self, bytes_per_hour: int) -> None:
-        self._bytes_per_hour = bytes_per_hour
-        self._fetched: deque[tuple[float, int]] = deque()
-        self._judged: Judged | None = None
-
-    def left(self, now: float) -> int:
-        """Bytes that may be fetched at `now` (monotonic seconds)."""
-        while self._fetched and now - self._fetched[0][0] >= _HOUR_S:
-            self._fetched.popleft()
-        return max(self._bytes_per_hour - sum(size for _, size in self._fetched), 0)
-
-    def spent(self, now: float, size_bytes: int) -> None:
-        """Record a download of `size_bytes` at `now` (monotonic seconds)."""
-        self._fetched.append((now, size_bytes))
-
-    def known(self, model: Shapes | None) -> dict[str, Any] | None:
-        """Key, size and checksum of the file that the fetching child can skip."""
-        judged = self._judged
-        if judged is None or judged.model != model:
-            return None
-        return {"key": judged.key, "size_bytes": judged.size_bytes, "checksum": judged.checksum}
-
-    def report(self) -> Mapping[str, Any]:
-        """The report on the file that `known` identifies."""
-        assert self._judged is not None
-        return self._judged.report
-
-    def judged(
+    def inspected(
         self, fetched: Mapping[str, Any], model: Shapes | None, report: Mapping[str, Any]
     ) -> None:
         """Remember the report on the fetched file, unless the inspection was inconclusive."""
-        key, size, checksum = (fetched.get(n) for n in ("key", "size_bytes", "checksum"))
-        if checksum is None or report.get("reason") is not None:
-            return
-        self._judged = Judged(str(key), int(size or 0), str(checksum), model, dict(report))
+        if fetched.get("checksum") is not None and report.get("reason") is None:
+            self.identity = {name: fetched[name] for name in ("key", "size_bytes", "checksum")}
+            self.model, self.report = model, dict(report)
 
 
 FETCH_S = 600.0
@@ -156,8 +124,7 @@ class Known:
     model: Shapes | None = None
     """The shapes that the gradients must match."""
 
-    memory: AuditMemory = field(default_factory=lambda: AuditMemory(MAX_BYTES))
-    """Keeps repeated audits within a byte budget."""
+    memory: AuditMemory = field(default_factory=AuditMemory)
 
     allreduce: AllReduce | None = None
     axon: Axon | None = None
@@ -284,7 +251,6 @@ class _Audit:
         epoch = rules.epoch_scored(None, network.outer_step, since, limits)
         answer = self._fetch(folder, None if epoch is None else epoch.outer_step)
         fetched = answer.value if isinstance(answer.value, Mapping) else {}
-        self.known.memory.spent(time.monotonic(), int(fetched.get("fetched_bytes") or 0))
         refused = fetched.get("refused")
         if refused is not None or answer.reason is not None or not fetched:
             reason = refused or answer.reason or "no answer"
@@ -345,16 +311,11 @@ class _Audit:
             "outer_step": outer_step,
             "names": {"uid": self.network.uid},
             "folder": folder,
-            "max_bytes": self._max_bytes(),
-            "known": self.known.memory.known(self.known.model),
+            "max_bytes": min(limits.gradients_max_bytes or MAX_BYTES, MAX_BYTES),
+            "known": self.known.memory.unchanged(self.known.model),
             "layout": dataclasses.asdict(Layout.of(limits)),
         }
         return probe.ask("miner_guard.uploads.repos.child", request, self.child.deadline_s, env=env)
-
-    def _max_bytes(self) -> int:
-        """Largest gradients file to fetch, in bytes."""
-        plausible = min(self.limits.gradients_max_bytes or MAX_BYTES, MAX_BYTES)
-        return min(plausible, self.known.memory.left(time.monotonic()))
 
     def _inspected(self, fetched: Mapping[str, Any]) -> Mapping[str, Any]:
         if fetched.get("empty"):
@@ -364,24 +325,20 @@ class _Audit:
             )
             return {"problems": [missing], "params": 0}
         if fetched.get("unchanged"):
-            return self.known.memory.report()
+            return self.known.memory.report
         size, max_bytes = int(fetched.get("size_bytes") or 0), self.limits.gradients_max_bytes
         if fetched.get("file") is not None:
             path = Path(str(fetched["file"]))
             model = self.known.model
             found = inspect_file(path, self.limits, shapes=model, python=self.child.python)
-            self.known.memory.judged(fetched, model, found)
+            self.known.memory.inspected(fetched, model, found)
             return found
         if max_bytes is not None and size > max_bytes:
             return {
                 "size_bytes": size,
                 "problems": [f"{size} bytes, more than the plausible maximum of {max_bytes}"],
             }
-        if size > MAX_BYTES:
-            why = f"{size} bytes; an audit fetches at most {MAX_BYTES}"
-        else:
-            why = f"{size} bytes, more than is left of this hour's [repo] audit_bytes_per_hour"
-        return {"size_bytes": size, "reason": why}
+        return {"size_bytes": size, "reason": f"{size} bytes; an audit fetches at most {MAX_BYTES}"}
 
 
 def _facts(

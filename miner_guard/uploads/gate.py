@@ -208,7 +208,6 @@ def decide(
     raises, the upload is blocked, with the error as the reason."""
     facts, limits = Facts(candidate, now=now), Limits()
     try:
-        candidate = rules.reduced(candidate)
         known = inputs.aged(now, settings.inputs_max_age_s)
         facts = Facts(
             candidate, known.published, known.network, now, known.credentials, known.bucket
@@ -217,8 +216,15 @@ def decide(
         verdicts = rules.evaluate_all(rules.gate_rules(facts, limits), facts, limits)
     except Exception as error:  # noqa: BLE001 -- an error in the gate must block every rank, not raise in rank 0
         verdicts = [rules.rule_error("gate", error)]
-    brief = tuple(replace(v, sentence=v.sentence[:_MAX_LENGTH]) for v in verdicts)
+    brief = tuple(map(_brief, verdicts))
     return _concluded(facts, limits, brief, shadow_mode=settings.mode == "shadow", wall=wall)
+
+
+def _brief(verdict: Verdict) -> Verdict:
+    value = verdict.seen
+    if isinstance(value, (str, list)):
+        value = value[:80] if isinstance(value, str) else [str(v)[:40] for v in value[:12]]
+    return replace(verdict, seen=value, sentence=verdict.sentence[:_MAX_LENGTH])
 
 
 def _concluded(
@@ -261,26 +267,29 @@ def _read_by_rules(facts: Facts) -> dict[str, Any]:
         "age_s": None if age is None else round(age, 1),
         "outer_step": published.outer_step,
         "inner_step": published.inner_step,
-        "reason": published.reason and published.reason[:_MAX_LENGTH],
+        "reason": published.reason,
     }
     chain = {
         "block": network.block,
         "outer_step": network.outer_step,
         "uid": network.uid,
-        "reason": network.reason and network.reason[:_MAX_LENGTH],
+        "reason": network.reason,
     }
-    tables = {"candidate": vars(facts.candidate), "repo": repo, "network": chain}
+    candidate = {name: getattr(facts.candidate, name) for name in _STATED}
+    if (loss := facts.candidate.loss) is not None and not math.isfinite(loss):
+        # JSON has no NaN and no infinity.
+        candidate["loss"] = str(loss)
+    tables = {"candidate": candidate, "repo": repo, "network": chain}
     return {
-        name: {k: _as_json(v) for k, v in table.items() if v is not None and v != ()}
-        for name, table in tables.items()
+        name: {
+            k: v[:_MAX_LENGTH] if isinstance(v, str) else v for k, v in t.items() if v is not None
+        }
+        for name, t in tables.items()
     }
 
 
-def _as_json(value: Any) -> Any:
-    """Write NaN and infinities, which JSON lacks, as text."""
-    if isinstance(value, (list, tuple)):
-        return [_as_json(v) for v in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+_STATED = ("kind", "outer_step", "inner_step", "loss", "base_outer_step", "revision")
+"""What a decision stores of a candidate; its verdicts tell the rest."""
 
 
 def _reason(verdicts: Sequence[Verdict], blocks: Sequence[Verdict], shadow: bool) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from miner_guard.validators.facts import Candidate, Facts, Network, Published, Verdict
+from miner_guard.validators.facts import Facts, Network, Published, Verdict
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.metadata import RootMetadata, mixed, read_inner_step
 
@@ -305,27 +305,6 @@ _SHAPES: Mapping[Any, str] = {
 }
 
 
-def reduced_report(report: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Keep only the parts of an inspection's report that this rule reads, small enough to fit in a
-    decision."""
-    if report is None:
-        return None
-    problems = [str(p)[:160] for p in report.get("problems") or ()]
-    brief = {
-        "size_bytes": report.get("size_bytes"),
-        "params": report.get("params"),
-        "problems": problems[:_MAX_PROBLEMS],
-    }
-    if report.get("warnings"):
-        brief["warnings"] = [str(report["warnings"][0])[:160]]
-    for name in ("shapes_known", "values_read"):
-        if report.get(name) is not None:
-            brief[name] = bool(report[name])
-    if report.get("reason") is not None:
-        brief["reason"] = str(report["reason"])[:160]
-    return brief
-
-
 def gradients(facts: Facts, limits: Limits) -> Verdict:
     """Block a file with problems or of an implausible size; unknown without an inspection.
 
@@ -458,16 +437,6 @@ def block_list(facts: Facts, limits: Limits) -> Verdict:
 # metadata
 
 
-def reduced_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The scalar fields of metadata.json, small enough to fit in a decision."""
-    if metadata is None:
-        return None
-    scalars = {
-        str(k)[:40]: v for k, v in metadata.items() if isinstance(v, (str, int, float)) or v is None
-    }
-    return {k: v[:80] if isinstance(v, str) else v for k, v in list(scalars.items())[:12]}
-
-
 def metadata(facts: Facts, limits: Limits) -> Verdict:
     """Block if a field that validators read is missing, or the inner step is unreadable.
 
@@ -482,9 +451,7 @@ def metadata(facts: Facts, limits: Limits) -> Verdict:
             f"metadata.json lacks {', '.join(missing)}, so validators read inner step 0 "
             "and reset scores"
         )
-        return Verdict(
-            "metadata", "block", sorted(map(str, value)), needed, f"{words}; add the missing fields"
-        )
+        return Verdict("metadata", "block", missing, needed, f"{words}; add the missing fields")
     inner = read_inner_step(value)
     if inner is None and "inner_step" in needed:
         shown = _short(value["inner_step"])
@@ -501,7 +468,7 @@ def metadata(facts: Facts, limits: Limits) -> Verdict:
             words = f"metadata.json names {what} {named}, but the gradient is from {ours}"
             return Verdict("metadata", "warn", named, ours, words)
     words = f"metadata.json has {', '.join(needed) or 'none of the required fields'}"
-    return Verdict("metadata", "pass", sorted(value), needed, words)
+    return Verdict("metadata", "pass", needed, needed, words)
 
 
 def published_metadata(facts: Facts, limits: Limits) -> Verdict:
@@ -724,22 +691,6 @@ def allreduce(facts: Facts, limits: Limits) -> Verdict:
 
 
 # which rules apply
-
-_MAX_REVISION = 80
-"""How many characters of a revision a decision keeps."""
-
-
-def reduced(candidate: Candidate) -> Candidate:
-    """Keep only the facts that the rules read, so that a decision with its inputs stays small
-    enough for the journal."""
-    return replace(
-        candidate,
-        recent_losses=tuple(candidate.recent_losses[-LOSS_POINTS:]),
-        files=reduced_report(candidate.files),
-        config=reduced_config(candidate.config),
-        metadata=reduced_metadata(candidate.metadata),
-        revision=None if candidate.revision is None else candidate.revision[:_MAX_REVISION],
-    )
 
 
 def gate_rules(facts: Facts, limits: Limits) -> Iterator[Rule]:

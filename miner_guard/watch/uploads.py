@@ -602,12 +602,11 @@ class AuditMonitor(Monitor):
     def _report(self) -> AuditReport:
         # Import late: a guard that audits nothing does not need the rules.
         from miner_guard.uploads import audit
-        from miner_guard.uploads.audit import AuditMemory
         from miner_guard.validators import shapes
 
         config = self.context.config
         if self._known is None:
-            self._known = audit.Known(memory=AuditMemory(config.repo.audit_bytes_per_hour))
+            self._known = audit.Known()
         model = shapes.read(self.context.state.shapes)
         known = replace(self._known, model=model, allreduce=self._allreduce)
         return audit.audit_repo(config.repo, config.chain, self._limits, known)

@@ -142,7 +142,7 @@ def test_without_a_chain_nothing_is_accepted_and_the_missing_setting_is_named(
 @pytest.mark.usefixtures("inspected_here")
 def test_gradients_that_have_not_changed_are_not_fetched_again(tmp_path: Path) -> None:
     publish(tmp_path)
-    repo, memory = RepoSettings(kind="local", path=str(tmp_path)), AuditMemory(10**9)
+    repo, memory = RepoSettings(kind="local", path=str(tmp_path)), AuditMemory()
     size = (tmp_path / "epoch-56" / "gradients.pt").stat().st_size
     reports = [audit.run(repo, FLAT, chain(), known=audit.Known(memory=memory)) for _ in range(2)]
     assert [r.outcome for r in reports] == ["accepted", "accepted"]
@@ -156,28 +156,6 @@ def test_gradients_that_have_not_changed_are_not_fetched_again(tmp_path: Path) -
         for model in (None, Shapes({"w": (2,)}))
     ]
     assert min(fetched) > size
-
-
-@pytest.mark.usefixtures("inspected_here")
-def test_audits_that_repeat_themselves_keep_within_their_bytes_per_hour(tmp_path: Path) -> None:
-    """Audits of a large model must not saturate a metered or slow connection."""
-    publish(tmp_path)
-    size = (tmp_path / "epoch-56" / "gradients.pt").stat().st_size
-    repo, memory = RepoSettings(kind="local", path=str(tmp_path)), AuditMemory(2 * size - 1)
-    assert audit.run(repo, FLAT, chain(), known=audit.Known(memory=memory)).outcome == "accepted"
-    publish(tmp_path, wvals=torch.tensor([0.25, 0.5]))
-    late = audit.run(repo, FLAT, chain(), known=audit.Known(memory=memory))
-    assert late.outcome == "unknown"
-    assert "more than is left of this hour's [repo] audit_bytes_per_hour" in late.detail
-
-
-def test_downloads_of_an_hour_ago_no_longer_count() -> None:
-    memory = AuditMemory(100)
-    memory.spent(10.0, 60)
-    memory.spent(2000.0, 30)
-    assert [memory.left(now) for now in (2000.0, 3609.0, 3610.0, 5600.0)] == [10, 10, 70, 100]
-    memory.spent(5600.0, 500)
-    assert memory.left(5600.0) == 0
 
 
 def test_a_repo_that_cannot_be_inspected_is_unknown_and_never_accepted(tmp_path: Path) -> None:
