@@ -3,22 +3,29 @@ its deadline."""
 
 from __future__ import annotations
 
+import http.server
+import socket
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from miner_guard.config import ChainSettings, Config, optional_deps
+from miner_guard.config import ChainSettings, Config, MinerSettings, optional_deps
 from miner_guard.eventlog.catalog import message
 from miner_guard.record.events import Event
+from miner_guard.system.clock import FakeClock
 from miner_guard.uploads import chain
 from miner_guard.uploads.chain import ChainReading, NetworkProgress, committed_text, master_bucket
-from miner_guard.validators.facts import Network
+from miner_guard.validators.facts import Axon, Network
 from miner_guard.validators.rules import current_block
-from miner_guard.watch.chain import ChainMonitor
+from miner_guard.watch.base import Launch
+from miner_guard.watch.chain import ChainMonitor, SwarmMonitor
 from tests.support.contexts import JobsNever, context
+from tests.support.output import show
 
 SETTINGS = ChainSettings(
     network="ws://127.0.0.1:1", netuid=38, hotkey="5own", master_uid=0, timeout_s=20.0
@@ -120,11 +127,6 @@ def test_a_uid_that_went_to_another_hotkey_is_a_lost_registration(
     assert chain.summary(look).startswith("block 1000, NOT registered")
 
 
-def test_what_a_probe_lacks_is_named() -> None:
-    assert chain.query(ChainSettings(network="finney")).reason == "no [chain] netuid configured"
-    assert chain.query(ChainSettings()).reason == "no [chain] network and netuid configured"
-
-
 @pytest.mark.parametrize(
     ("source", "words"),
     [
@@ -149,17 +151,6 @@ def test_any_failure_of_bittensor_becomes_a_reason(
     look = with_bittensor(tmp_path, monkeypatch, source)
     assert words in str(look.reason)
     assert look.registered is None
-
-
-def test_a_failed_query_costs_only_its_own_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = NINE.replace("UID", "1").replace(
-        "def neurons_lite(self, netuid): return", "def neurons_lite(self, netuid): raise"
-    )
-    look = with_bittensor(tmp_path, monkeypatch, source)
-    assert (look.block, look.registered, look.uid, look.incentive) == (1000, True, 1, None)
-    assert "metagraph unknown (TypeError" in chain.summary(look)
 
 
 def test_a_node_that_accepts_and_never_answers_costs_its_deadline(
@@ -265,3 +256,128 @@ def test_behind_a_frozen_node_the_chain_advances(monitor: ChainMonitor) -> None:
     assert current_block(network, 3600.0, 12.0) == 1000 + 300
     moved = next(iter(monitor.observe(replace(GOOD, block=1290), NetworkProgress(), 3660.0)))
     assert current_block(Network(**moved.fields["network"]), 3672.0, 12.0) == 1291
+
+
+# the axon
+
+
+class Refusing(http.server.BaseHTTPRequestHandler):
+    """An axon's response to an unsigned request."""
+
+    def do_POST(self) -> None:
+        self.server.paths.append(self.path)  # type: ignore[attr-defined]
+        self.send_response(401)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def axon() -> Iterator[http.server.HTTPServer]:
+    server = http.server.HTTPServer(("127.0.0.1", 0), Refusing)
+    server.paths = []  # type: ignore[attr-defined]
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_probe_counts_a_refusal_as_an_answer(axon: http.server.HTTPServer) -> None:
+    address = f"127.0.0.1:{axon.server_port}"
+    answer = chain.reach(address, 5.0)
+    assert (answer.address, answer.reason) == (address, None)
+    assert answer.seconds is not None
+    assert axon.paths == ["/IsAlive"]  # type: ignore[attr-defined]
+
+
+def test_the_probe_reports_why_there_is_no_answer() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        answer = chain.reach(address, 5.0)
+    assert answer.seconds is None
+    assert "refused" in str(answer.reason)
+    assert chain.reach("", 1.0) == Axon("")
+    assert chain.reach(None, 1.0).address is None
+
+
+def test_a_process_that_takes_connections_and_never_answers_is_not_alive() -> None:
+    """The kernel accepts connections for a hung process, so an open port proves nothing."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        with pytest.raises(TimeoutError):
+            chain.response_time(f"127.0.0.1:{silent.getsockname()[1]}", 0.2)
+
+
+# peers and AllReduces, from the lines that each program prints
+
+PRIME = "[Rank 0] step: {n}, loss: 6.5, tokens_per_second: 3.1, mfu: 4.5, diloco_peers: {p}"
+HIVEMIND = "run has taken 4 local steps. Peers: {p}, epoch: 3, steps: {n}. ETA: 1.20"
+IOTA = "🔄 Attempting to merge {p} weight partitions..."
+
+
+class Swarm:
+    """One launch under a profile."""
+
+    def __init__(self, folder: Path, profile: str | None) -> None:
+        self.clock = FakeClock()
+        settings = Config(miner=MinerSettings(profile=profile))
+        self.monitor = SwarmMonitor(context(folder, config=settings, clock=self.clock))
+        self.launch()
+
+    def launch(self) -> None:
+        launch = Launch(("miner",), 1, 0, self.clock.monotonic())
+        assert list(self.monitor.on_launch(launch)) == []
+
+    def line(self, text: str) -> list[Event]:
+        self.clock.advance(10)
+        return show(self.monitor, f"{text}\n".encode())
+
+
+@pytest.mark.parametrize(
+    ("profile", "form"), [("diloco", PRIME), ("diloco", HIVEMIND), ("iota", IOTA)]
+)
+def test_peers_that_leave_and_join_are_reported(tmp_path: Path, profile: str, form: str) -> None:
+    swarm = Swarm(tmp_path, profile)
+    assert swarm.line(form.format(n=1, p=5)) == []
+    assert swarm.line(form.format(n=2, p=5)) == []
+    (lost,) = swarm.line(form.format(n=3, p=3))
+    assert (lost.level, message(lost)) == ("warning", "PEERS LOST: 3 of 5 take part")
+    (joined,) = swarm.line(form.format(n=4, p=5))
+    assert (joined.level, message(joined)) == ("info", "PEERS JOINED: 5 take part, 3 before")
+    assert swarm.monitor.snapshot()["peers"] == 5
+
+
+def test_a_new_launch_has_not_lost_the_peers_of_the_one_before(tmp_path: Path) -> None:
+    swarm = Swarm(tmp_path, "diloco")
+    swarm.line(PRIME.format(n=1, p=5))
+    swarm.launch()
+    assert swarm.monitor.snapshot()["peers"] is None
+    assert swarm.line(PRIME.format(n=1, p=1)) == []
+
+
+@pytest.mark.parametrize(
+    ("profile", "line", "words"),
+    [
+        ("sn38", "AllReduce Operation Finished Succesfully", "ALLREDUCE finished"),
+        ("sn38", "All Reduce Failed At Checkpoint 2", "ALLREDUCE failed: At Checkpoint 2"),
+        ("iota", "❌ Miner 5Fxx failed to sync weights: 503", "ALLREDUCE failed: 503"),
+        ("diloco", "Time taken for gradient all reduce: 12.5 sec", "ALLREDUCE finished"),
+        (
+            "diloco",
+            "Failed to sync pseudo gradient after retries. Falling back to local calculation",
+            "ALLREDUCE failed: Failed to sync pseudo gradient after retries",
+        ),
+    ],
+)
+def test_the_end_of_an_allreduce_is_reported(
+    tmp_path: Path, profile: str, line: str, words: str
+) -> None:
+    swarm = Swarm(tmp_path, profile)
+    (end,) = swarm.line(line)
+    assert message(end) == words
+    outcome = words.split()[1].rstrip(":")
+    assert swarm.monitor.snapshot()["allreduces"][outcome] == 1
+    assert swarm.monitor.snapshot()["last"]["outcome"] == outcome

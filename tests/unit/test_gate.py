@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from miner_guard.cli.main import run
 from miner_guard.config import ChainSettings, Config, GateSettings, RepoSettings
 from miner_guard.rank.journal import DecisionEntry
 from miner_guard.rank.layout import SLOT_PAYLOAD
+from miner_guard.record.store import RunStore, decision_row, upload_row
+from miner_guard.state_dir import StateDir
 from miner_guard.uploads import gate
 from miner_guard.uploads.gate import GateInputs, Watched, decide
 from miner_guard.validators import rules
@@ -137,11 +140,6 @@ def test_an_old_base_blocks_until_reloaded() -> None:
     assert ask(known=inputs(outer_step=57), base_outer_step=57).allowed
 
 
-@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_not_finite_blocks(loss: float) -> None:
-    assert not ask(loss=loss)
-
-
 def test_a_rising_loss_warns_and_noise_does_not() -> None:
     rising = ask(recent_losses=RISING, loss=RISING[-1])
     assert rising.allowed
@@ -158,12 +156,6 @@ def test_an_error_inside_a_rule_blocks_with_its_reason(monkeypatch: pytest.Monke
     decision = ask()
     assert not decision
     assert "the rule min_inner_step failed: ZeroDivisionError: planted" in decision.reason
-
-
-def test_foreign_limits_block_rather_than_pass_unjudged() -> None:
-    decision = ask(known=replace(inputs(), limits={"no_such_limit": 1}))
-    assert not decision
-    assert "no_such_limit" in decision.reason
 
 
 def test_gate_inputs_survive_a_round_trip(tmp_path: Path) -> None:
@@ -234,21 +226,6 @@ gate_settings = st.builds(
     min_inner_step=st.integers(0, 100),
     min_upload_interval_s=st.floats(0, 1e4),
 )
-
-
-@given(candidates, known_inputs, gate_settings)
-def test_the_gate_never_allows_what_a_hard_rule_blocks(
-    candidate: Candidate, known: GateInputs, settings: GateSettings
-) -> None:
-    decision = decide(candidate, known, settings, now=NOW, wall=WALL)
-    too_low = candidate.inner_step < settings.min_inner_step
-    poisoned = candidate.loss is not None and not math.isfinite(candidate.loss)
-    blocked = poisoned or (too_low and candidate.kind == "gradient")
-    if blocked and settings.mode == "enforce":
-        assert not decision.allowed
-    if settings.mode == "shadow":
-        assert decision.allowed
-    assert decision.allowed or any(v.outcome == "block" for v in decision.verdicts)
 
 
 blocks = st.lists(st.integers(0, 2000), max_size=3)
@@ -324,15 +301,111 @@ def test_a_decision_fits_into_one_journal_entry(
     assert len(json.dumps(document, separators=(",", ":")).encode()) <= SLOT_PAYLOAD
 
 
-def test_a_decision_is_quick(tmp_path: Path) -> None:
-    path = tmp_path / "gate-inputs.json"
-    gate.write(path, inputs())
-    candidate = Candidate("gradient", 56, 84, loss=3.4, recent_losses=RISING, base_outer_step=56)
-    times = []
-    for _ in range(200):
-        start = time.perf_counter()
-        decide(candidate, gate.read(path), SETTINGS, now=NOW, wall=WALL)
-        times.append(time.perf_counter() - start)
-    # The target is 200 µs; the loose bound here only catches a different order
-    # of magnitude.
-    assert min(times) < 0.002
+# miner-guard gate
+
+Ask = Callable[..., int]
+
+
+@pytest.fixture
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: run(["gate", "--state-dir", str(tmp_path), *arguments])
+
+
+def test_exit_codes_and_words(shell: Ask, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shell("--outer-step", "56", "--inner-step", "15") == 1
+    out = capsys.readouterr().out
+    assert out.startswith(
+        "UPLOAD BLOCKED: inner_step (15) < minimum (50). Validators will reject this!"
+    )
+    assert "unknown  repo_age" in out
+    assert shell("--outer-step", "56", "--inner-step", "50") == 0
+    assert shell("--outer-step", "56", "--inner-step", "0", "--kind", "archive") == 0
+    assert shell("--outer-step", "56") == 64
+    assert shell("--outer-step", "56", "--inner-step", "-1") == 64
+    assert shell("--outer-step", "56", "--inner-step", "50", "--kind", "other") == 64
+
+
+def test_json_is_the_whole_decision_and_nothing_else(
+    shell: Ask, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shell("--outer-step", "56", "--inner-step", "15", "--json") == 1
+    document = json.loads(capsys.readouterr().out)
+    assert (document["allowed"], document["retry_after_steps"]) == (False, 35)
+    assert shell("--outer-step", "56", "--inner-step", "60", "--loss", "nan", "--json") == 1
+    json.loads(capsys.readouterr().out)
+
+
+def test_the_profiles_limits_apply_without_a_running_guard(
+    shell: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "guard.toml").write_text('[miner]\nprofile = "sn38"\n')
+    (tmp_path / "config.json").write_text('{"block_list": []}')
+    assert shell("--outer-step", "5", "--inner-step", "60", "--config-json", "config.json") == 1
+    assert "block_list is empty" in capsys.readouterr().out
+    assert shell("--outer-step", "5", "--inner-step", "60", "--revision", "5-60") == 1
+
+
+def test_without_settings_here_the_guard_of_the_state_directory_decides(
+    shell: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise the answer would come from the defaults in the terminal's folder, which no rank of
+    the miner uses."""
+    watched = Watched(gate=GateSettings(min_inner_step=30))
+    gate.write(StateDir(tmp_path).gate_inputs, GateInputs(watched=watched))
+    assert shell("--outer-step", "56", "--inner-step", "40") == 0
+    assert f"using the one from the guard in {tmp_path}" in capsys.readouterr().err
+    assert shell("--outer-step", "56", "--inner-step", "29") == 1
+    monkeypatch.setenv("MINER_GUARD_GATE__MIN_INNER_STEP", "45")
+    assert shell("--outer-step", "56", "--inner-step", "40") == 1
+
+
+def test_without_a_guard_a_gate_question_leaves_nothing_behind(shell: Ask, tmp_path: Path) -> None:
+    assert shell("--outer-step", "56", "--inner-step", "60") == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_inspected_where_it_is_named(
+    shell: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gradients.pt").write_bytes(b"")
+    assert shell("--outer-step", "5", "--inner-step", "60", "--gradients", "gradients.pt") in (0, 1)
+    out = capsys.readouterr().out
+    assert "gradients.pt: the file is empty" in out or "torch cannot be imported" in out
+
+
+def test_the_ledger_is_read_by_logs_and_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = ["--state-dir", str(tmp_path)]
+    decision = decide(
+        Candidate("gradient", 56, 10), gate.unknown("none"), GateSettings(), now=1.0, wall=5.0
+    )
+    ledger = RunStore(tmp_path / "run.db")
+    ledger.write(decision_row(decision.as_dict()))
+    ledger.write(
+        upload_row(6.0, "refuted", tag="5.56.51", bytes=1000, seconds=12.0, error="did not move")
+    )
+    ledger.write(
+        upload_row(
+            7.0, "verified", tag="5.56.60", bytes=1000, seconds=12.0, attempts=1, checksum="c" * 40
+        )
+    )
+    ledger.close()
+    assert run(["logs", *here, "--ledger", "decisions"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"1970-01-01T00:00:05.000000Z id={decision.decision_id} ")
+    assert "allowed=0" in printed
+    assert "verdicts" not in printed
+    assert run(["logs", *here, "--ledger", "decisions", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["inputs"]["candidate"]["inner_step"] == 10
+    assert run(["logs", *here, "--ledger", "uploads", "--json", "-n", "1"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["tag"], row["outcome"]) == ("5.56.60", "verified")
+    assert run(["logs", *here, "--ledger", "repo_age"]) == 1
+    assert run(["logs", *here, "--ledger", "secrets"]) == 64
+    assert run(["report", *here, "-o", str(tmp_path / "report.html")]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert page.index("5.56.60") < page.index("5.56.51")
+    assert "did not move" in page

@@ -36,104 +36,31 @@ NAN, INF, FLOAT = float("nan"), float("inf"), torch.float32
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"wvals": torch.tensor([0.5, NAN, 2.0])}, "w: NaN or Inf"),
         ({"wvals": torch.tensor([0.5, INF, 2.0], dtype=torch.bfloat16)}, "w: NaN or Inf"),
-        (
-            {"wvals": torch.tensor([0.5, 2.0])},
-            r"w: indices of shape \[3\] and values of shape \[2\]",
-        ),
-        ({"widxs": torch.tensor([0, 5, 128])}, r"w: index 128 is out of bounds \(0 to 127\)"),
-        ({"widxs": torch.tensor([0, -5, 1])}, "w: index -5 is out of bounds"),
-        ({"wvals": [0.5, 1.0, 2.0]}, "w: values are a list"),
-        ({"wquant_params": (0.0, 1.0, 128, torch.ones(4))}, "w: 4 quantisation parameters"),
-        (
-            {
-                "wvals": torch.tensor([9, 0, 1], dtype=torch.uint8),
-                "wquant_params": (0.0, 1.0, 4, torch.ones(8), FLOAT),
-            },
-            "w: cannot decode the quantised values: index 9 is out of bounds",
-        ),
-        (
-            {
-                "wvals": torch.tensor([3, 0, 1], dtype=torch.uint8),
-                "wquant_params": (NAN, 1.0, 4, torch.ones(8), FLOAT),
-            },
-            "w: NaN or Inf",
-        ),
-        (
-            {
-                "wvals": torch.tensor([3, 0, 1], dtype=torch.uint8),
-                "wquant_params": (0.0, 1, 4, torch.ones(8), "float32"),
-            },
-            "specifies its dtype as a str",
-        ),
+        ({"wvals": torch.tensor([0.5, NAN, 2.0]).to(torch.float8_e4m3fn)}, "w: NaN or Inf"),
+        ({"wquant_params": (0.0, 1.0, 128, torch.full((4,), INF), FLOAT)}, "w: NaN or Inf"),
         (
             {"widxs": torch.tensor([5, 5, 5]), "wvals": torch.full((3,), 3e38)},
             "when validators add up the values for one index",
         ),
         ({"wvals": torch.full((3,), 1e30)}, "the loss after applying them is NaN"),
-        ({"wvals": torch.zeros(3), "bvals": torch.zeros(1)}, "all values are zero"),
         ({"widxs": torch.zeros(1, dtype=torch.int64).expand(10**10)}, "claims 10000000000 indices"),
         ({"wvals": torch.ones(1).expand(10**10)}, "claims 10000000000 values"),
+        (
+            {"wvals": torch.ones(3).to_sparse()},
+            "w: values are torch.sparse_coo on cpu, not a plain",
+        ),
     ],
 )
 def test_contents_that_validators_reject(
     tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
+    """Beyond what tests/truth holds."""
     report = looked_at(saved(tmp_path, {**good(), **change}), SHAPES)
     assert any(re.search(words, p) for p in report["problems"]), report
 
 
 VALUES = torch.tensor([0.5, -1.0, 2.0])
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (
-            {"wvals": VALUES.to_sparse()},
-            "w: values are torch.sparse_coo on cpu, not a plain tensor",
-        ),
-        ({"widxs": torch.tensor([[0, 5]]).to_sparse()}, "w: indices are torch.sparse_coo"),
-        ({"wvals": torch.empty(3, device="meta")}, "w: values are torch.strided on meta"),
-        ({"wvals": VALUES.to(torch.complex64)}, "w: values are torch.complex64, not real numbers"),
-        (
-            {"wvals": torch.tensor([0.5, NAN, 2.0]).to(torch.float8_e4m3fn)},
-            "w: NaN or Inf in the values",
-        ),
-        (
-            {"wquant_params": (0.0, 1.0, 128, torch.full((4,), INF), FLOAT)},
-            "w: NaN or Inf in the values",
-        ),
-        (
-            {"wquant_params": (torch.ones(2).to_sparse(), 1.0, 128, torch.ones(4), FLOAT)},
-            "w: quantisation shifts are",
-        ),
-        ({"widxs": torch.tensor([0, 5, 128], dtype=torch.uint16)}, "w: index 128 is out of bounds"),
-    ],
-)
-def test_tensors_of_unusual_kinds_are_refused_and_not_unknown(
-    tmp_path: Path, change: dict[str, Any], words: str
-) -> None:
-    """A NaN must not go out as float8, or as a kind of tensor that makes torch's checks raise."""
-    report = looked_at(saved(tmp_path, {**good(), **change}), SHAPES)
-    assert len(report["problems"]) == 1, report
-    assert words in report["problems"][0]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"wvals": VALUES.to(torch.float8_e5m2)},
-        {"widxs": torch.tensor([0, 5, 127], dtype=torch.uint16)},
-        {
-            "wvals": torch.tensor([3, 0, 1], dtype=torch.uint8),
-            "wquant_params": (0.0, NAN, None, torch.ones(4), FLOAT),
-        },
-    ],
-)
-def test_small_types_of_numbers_are_taken(tmp_path: Path, change: dict[str, Any]) -> None:
-    assert looked_at(saved(tmp_path, {**good(), **change}), SHAPES)["problems"] == []
 
 
 def test_the_limits_hold_before_any_of_the_file_is_read(
@@ -179,29 +106,10 @@ def test_names_of_any_length_and_of_no_characters_never_make_an_answer_unreadabl
     assert len(str(looked_at(saved(tmp_path, document), SHAPES)).encode()) < 10_000
 
 
-def test_names_are_the_model_s_own_to_the_letter(tmp_path: Path) -> None:
-    """Validators skip every name with a torch.compile prefix, so the improvement is exactly 0."""
-    wrapped = {f"_orig_mod.{k}" if k != "metadata" else k: v for k, v in good().items()}
-    for known in (SHAPES, None):
-        report = looked_at(saved(tmp_path, wrapped), known)
-        assert report["problems"][0].startswith("validators skip _orig_mod.b, which they know as b")
-    mixed = {**good(), **{k: v for k, v in wrapped.items() if k.startswith("_orig_mod.b")}}
-    report = looked_at(saved(tmp_path, mixed))
-    assert report["problems"] == []
-    assert "parameters whose names they do not know: _orig_mod.b" in report["warnings"][0]
-
-
 def test_tied_or_frozen_parameters_may_be_missing(tmp_path: Path) -> None:
     known = Shapes({"w": (8, 16), "b": (10,), "head": (8, 16)}, frozenset({"head"}))
     report = looked_at(saved(tmp_path, good()), known)
     assert (report["problems"], report["warnings"], report["shapes_known"]) == ([], [], True)
-
-
-def test_another_model_s_file_is_refused_since_validators_skip_all_of_it(tmp_path: Path) -> None:
-    report = looked_at(saved(tmp_path, good()), Shapes({"other": (8, 16)}))
-    assert report["problems"] == [
-        "none of its 2 parameters belongs to the model being trained; validators skip them all"
-    ]
 
 
 @pytest.mark.parametrize(
@@ -219,25 +127,6 @@ def test_what_validators_skip_is_warned_of_and_blocks_nothing(
     assert any(words in warning for warning in report["warnings"]), report
 
 
-@pytest.mark.parametrize(
-    "kind", [torch.float32, torch.float64, torch.bool, torch.complex64, torch.uint8]
-)
-def test_indices_of_any_type_are_taken_as_validators_take_them(tmp_path: Path, kind: Any) -> None:
-    change = {"widxs": torch.tensor([0, 1, 1]).to(kind)}
-    assert looked_at(saved(tmp_path, {**good(), **change}), SHAPES)["problems"] == []
-
-
-def test_missing_keys(tmp_path: Path) -> None:
-    document = good()
-    del document["metadata"]
-    assert "lacks the key 'metadata'" in looked_at(saved(tmp_path, document))["problems"][0]
-    del document["bidxs"], document["bvals"]
-    report = looked_at(saved(tmp_path, document), SHAPES)
-    assert "model parameters are missing: b" in report["warnings"][0]
-    assert "has no" in looked_at(saved(tmp_path, {"metadata": {}}))["problems"][0]
-    assert "not a dictionary" in looked_at(saved(tmp_path, [1, 2]))["problems"][0]
-
-
 SN38 = Limits.of(GateSettings(), load_profile("sn38").limits)
 
 
@@ -248,32 +137,6 @@ def rows(width: int = 192, kind: Any = torch.float32) -> dict[str, Any]:
         "wvals": torch.randn(2, 64, 32).to(kind),
         "metadata": {},
     }
-
-
-def test_subnet_38_counts_indices_within_rows(tmp_path: Path) -> None:
-    assert looked_at(saved(tmp_path, rows()), Shapes({"w": (128, 192)}), SN38)["problems"] == []
-    wrong = looked_at(saved(tmp_path, rows()), Shapes({"w": (64, 192)}), SN38)["problems"]
-    assert "indices of shape [2, 64, 32]" in wrong[0]
-    assert "decoded as [1, 64, 192]" in wrong[0]
-    document = rows()
-    document["widxs"][0, 0, 0] = 192
-    report = looked_at(saved(tmp_path, document), Shapes({"w": (128, 192)}), SN38)
-    assert "w: index 192 is out of bounds (0 to 191)" in report["problems"][0]
-
-
-@pytest.mark.parametrize(
-    "kind", [torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool]
-)
-@pytest.mark.parametrize("shapes", [Shapes({"w": (128, 192)}), None])
-def test_values_of_another_type_than_the_validators_parameter_are_refused(
-    tmp_path: Path, kind: Any, shapes: Shapes | None
-) -> None:
-    """When a miner saves half precision, every validator raises and resets its scores."""
-    report = looked_at(saved(tmp_path, rows(kind=kind)), shapes, SN38)
-    assert (
-        "validators add them to a float32 tensor, which raises. Upload float32"
-        in report["problems"][0]
-    )
 
 
 class Bomb:

@@ -7,22 +7,27 @@ import errno
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from miner_guard.cli.screen import Curves, status_lines
-from miner_guard.config import GateSettings
+from miner_guard.config import Config, GateSettings, MinerSettings, RepoSettings
 from miner_guard.eventlog.catalog import make_finding, message
 from miner_guard.eventlog.status_document import StatusDocument
+from miner_guard.rank.journal import DecisionEntry, UploadEntry
 from miner_guard.rank.layout import FLAG_FIRST
 from miner_guard.record.store import RunReader, RunStore, event_row
 from miner_guard.system.clock import iso_utc
-from miner_guard.uploads import audit, gate
+from miner_guard.uploads import gate
 from miner_guard.uploads.gate import decide
 from miner_guard.uploads.watch import DecisionNotifier, RepoWatch, forecast
 from miner_guard.validators.facts import Candidate, Published
 from miner_guard.watch import uploads as module
 from miner_guard.watch.base import Exit
+from miner_guard.watch.uploads import PrintedUploadsMonitor
+from tests.support.contexts import context
+from tests.support.output import show
 from tests.support.uploads_harness import Bench
 
 
@@ -46,13 +51,6 @@ def test_the_gate_finds_the_repo_and_the_profiles_limits_in_its_inputs(bench: Be
     assert known.published.age_s == 600.0
     assert known.limits["block_list_max_age"] == 200
     assert bench.messages("repo_age") == ["Repo Age: 600s (keep < 1800s)"]
-
-
-def test_the_inputs_are_kept_fresh_while_nothing_changes(bench: Bench) -> None:
-    before = gate.read(bench.state.gate_inputs).written_monotonic
-    bench.tick(61)
-    after = gate.read(bench.state.gate_inputs).written_monotonic
-    assert (before, after) == (1000.0, 1061.0)
 
 
 def test_a_slow_probe_does_not_undo_a_newer_one(
@@ -93,18 +91,6 @@ def test_stale_is_counted_from_the_last_probe_that_succeeded_even_when_the_stora
     bench.repo = Published(age_s=5.0, reason=None)
     bench.look()
     assert bench.tick(10) == []
-
-
-def test_an_unreadable_repo_is_reported_once_and_again_when_the_reason_changes() -> None:
-    watch = RepoWatch(GateSettings())
-    events = [
-        f for n in range(100) for f in watch.observe(Published(reason="wrong keys"), 60.0 * n)
-    ]
-    assert len(events) == 4
-    assert [f.name for f in watch.observe(Published(reason="no such bucket"), 6000.0)] == [
-        "repo_unknown"
-    ]
-    assert list(watch.observe(Published(empty=True, reason=None), 6001.0)) == []
 
 
 def test_a_repo_that_was_emptied_is_reported_and_one_that_is_still_empty_is_not() -> None:
@@ -183,11 +169,6 @@ def test_the_forecast_says_what_waiting_costs_after_an_allreduce() -> None:
     assert forecast(**given, unscored=True).waiting_costs_s is None  # type: ignore[arg-type]
 
 
-def test_forecast_numbers() -> None:
-    ahead = forecast(inner_step=10, step_s=62.0, min_inner_step=50, age_s=1280.0, limit_s=2000.0)
-    assert (ahead.eta_s, ahead.stale_s, ahead.late) == (2480.0, 720.0, True)
-
-
 def test_forecast_is_reported_with_the_first_step_that_can_know(bench: Bench) -> None:
     bench.repo = Published(age_s=0.0, reason=None, outer_step=56)
     bench.look()
@@ -257,13 +238,6 @@ def test_after_a_restart_of_the_guard_the_status_shows_the_last_of_each(bench: B
     assert "last audit at 1970-01-01T00:00:00Z: rejected: epoch 56: too old" in shown
 
 
-def test_the_status_holds_the_last_audit(bench: Bench) -> None:
-    event = audit.AuditReport("rejected", "epoch 56: too old").event()
-    assert list(bench.monitor.on_event(event)) == []
-    last = bench.monitor.snapshot()["audit"]
-    assert (last["outcome"], last["detail"]) == ("rejected", "epoch 56: too old")
-
-
 def test_gate_inputs_that_cannot_be_written_are_reported_once(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,3 +249,185 @@ def test_gate_inputs_that_cannot_be_written_are_reported_once(
     bench.tick(61)
     assert len(bench.messages("disk_full")) == 1
     assert not bench.messages("guard_degraded")
+
+
+# pushes are checked
+
+
+def test_a_push_that_arrived_is_verified_by_a_probe_and_stored(bench: Bench) -> None:
+    bench.look()
+    assert [f.name for f in bench.push("started")] == ["upload_started"]
+    bench.clock.advance(12)
+    assert bench.push("finished") == []
+    bench.repo = Published(
+        age_s=2.0, reason=None, outer_step=56, inner_step=51, size_bytes=900, checksum="c1" * 20
+    )
+    bench.tick()
+    assert bench.messages("upload_succeeded") == [
+        (
+            "UPLOAD VERIFIED: tag 5.56.51 gradients 2s old, 900 bytes, checksum "
+            "c1c1c1c1c1c1, pushed in 12.0s"
+        )
+    ]
+    row = RunReader(bench.state.db).last("upload")
+    assert row is not None
+    assert (row["outcome"], row["bytes"], row["checksum"]) == ("verified", 900, "c1" * 20), (
+        "the size of the gradients, as in the line"
+    )
+    assert row["verified"] is not None
+    assert gate.read(bench.state.gate_inputs).published.age_s == 2.0
+
+
+def test_a_push_that_did_not_arrive_is_checked_twice_and_refuted(bench: Bench) -> None:
+    bench.look()
+    bench.push("started")
+    bench.clock.advance(12)
+    bench.push("finished")
+    bench.tick()
+    assert bench.messages("upload_failed") == []
+    bench.tick(4)
+    (failed,) = bench.messages("upload_failed")
+    assert failed.startswith(
+        "UPLOAD FAILED: reported as pushed, but LastModified did not change: the "
+        "gradients are 600s old"
+    )
+    assert "upload_succeeded" not in {f.name for f in bench.emitted}
+
+
+def test_a_push_into_a_repo_that_is_silent_is_unverified_not_failed_and_not_verified(
+    bench: Bench,
+) -> None:
+    bench.look()
+    bench.push("started")
+    bench.push("finished")
+    bench.repo = Published(reason="no answer within 20 s")
+    for _ in range(5):
+        bench.tick(11)
+    assert bench.messages("upload_unverified") == [
+        (
+            "UPLOAD UNVERIFIED: tag 5.56.51: reported as pushed, but the repo could not be "
+            "read: no answer within 20 s"
+        )
+    ]
+    assert not {"upload_failed", "upload_succeeded"} & {f.name for f in bench.emitted}
+
+
+def test_a_push_that_the_next_one_replaced_is_neither_verified_nor_failed(bench: Bench) -> None:
+    bench.look()
+    bench.push("started")
+    bench.push("finished")
+    bench.repo = Published(age_s=1.0, reason=None, outer_step=57, inner_step=0, revision="5.57.0")
+    bench.tick()
+    assert bench.messages("upload_reported") == [
+        (
+            "UPLOAD REPORTED: tag 5.56.51 pushed in 12.0s; not verified: followed by "
+            "5.57.0 before it was checked"
+        )
+    ]
+    assert bench.tick(20) == []
+    assert not {"upload_failed", "upload_succeeded"} & {f.name for f in bench.emitted}
+
+
+def test_without_a_repo_a_push_is_reported_and_never_called_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path, monkeypatch, repo="none")
+    bench.push("started")
+    (event,) = bench.push("finished")
+    assert (
+        message(event)
+        == "UPLOAD REPORTED: tag 5.56.51 pushed in 12.0s; not verified: no [repo] is configured"
+    )
+
+
+def test_a_push_that_only_the_miners_line_reports_is_checked(bench: Bench) -> None:
+    bench.look()
+    printed = make_finding(
+        "upload_reported", tag="5.56.51", detail="according to the miner's log", source="log"
+    )
+    assert not list(bench.monitor.on_event(printed))
+    bench.repo = Published(
+        age_s=1.0, reason=None, outer_step=56, inner_step=51, revision="5.56.51", checksum="c1"
+    )
+    bench.tick()
+    (verified,) = bench.messages("upload_succeeded")
+    assert verified.startswith("UPLOAD VERIFIED: tag 5.56.51 gradients 1s old")
+    assert verified.endswith("pushed, according to the miner's log")
+
+
+def test_a_push_that_the_miners_end_cuts_off_is_failed(bench: Bench) -> None:
+    bench.push("started")
+    (failed,) = bench.monitor.on_exit(Exit(137, 9, False, False, 60.0))
+    assert message(failed).startswith(
+        "UPLOAD FAILED: tag 5.56.51: the miner exited during the push"
+    )
+    assert list(bench.monitor.on_exit(Exit(0, None, True, False, 60.0))) == []
+
+
+def test_a_push_that_could_not_be_checked_before_the_end_is_unverified(bench: Bench) -> None:
+    bench.push("started")
+    bench.push("finished")
+    (left,) = bench.monitor.on_stop()
+    assert message(left).startswith(
+        "UPLOAD UNVERIFIED: tag 5.56.51: the guard ended before the push was checked"
+    )
+
+
+# pushes known only from the miner's own lines
+
+PUSHED = (
+    b"2026-01-02 03:04:05 | INFO | Successfully pushed new model state with tag 5.56.51 to "
+    b"bucket: b\n"
+)
+
+
+def printed(
+    folder: Path, profile: str | None = None, attach: Any = None, repo: Any = "local"
+) -> PrintedUploadsMonitor:
+    config = Config(
+        miner=MinerSettings(profile=profile, attach=attach),
+        repo=RepoSettings(kind=repo, path=str(folder)),
+    )
+    return PrintedUploadsMonitor(context(folder, config=config))
+
+
+def messages(monitor: PrintedUploadsMonitor, *chunks: bytes) -> list[str]:
+    events = show(monitor, *chunks)
+    assert all(event.fields["source"] == "log" for event in events)
+    return [message(event) for event in events]
+
+
+@pytest.mark.parametrize("profile", [None, "sn38"])
+def test_a_push_is_reported_by_its_line_wherever_it_is_cut(
+    tmp_path: Path, profile: str | None
+) -> None:
+    reported = ["UPLOAD REPORTED: tag 5.56.51 according to the miner's log"]
+    assert messages(printed(tmp_path, profile), b"loss 3.4\n" + PUSHED) == reported
+    assert messages(printed(tmp_path, profile), PUSHED[:60], PUSHED[60:]) == reported
+
+
+def test_a_push_that_every_rank_reports_is_one(tmp_path: Path) -> None:
+    one = printed(tmp_path)
+    assert len(messages(one, PUSHED, PUSHED)) == 1
+    assert len(messages(one, PUSHED.replace(b"5.56.51", b"5.56.61"))) == 1
+
+
+def test_the_miners_own_word_that_it_failed_is_a_failure(tmp_path: Path) -> None:
+    text = b"Model state upload failed: An error occurred (SlowDown)\n"
+    assert messages(printed(tmp_path), text) == [
+        "UPLOAD FAILED: the miner says: An error occurred (SlowDown)"
+    ]
+
+
+def test_once_a_hook_reports_pushes_only_the_hook_counts(tmp_path: Path) -> None:
+    one = printed(tmp_path)
+    assert not list(one.on_entry(0, DecisionEntry(decision={})))
+    assert not list(one.on_entry(0, UploadEntry(phase="started")))
+    assert messages(one, PUSHED) == []
+
+
+@pytest.mark.parametrize("settings", [{"attach": "log"}, {"repo": "none"}])
+def test_a_line_that_another_monitor_reads_or_no_repo_to_check_is_not_reported(
+    tmp_path: Path, settings: Any
+) -> None:
+    assert messages(printed(tmp_path, **settings), PUSHED) == []

@@ -1,0 +1,183 @@
+"""Repos: a local folder as the supervisor probes it, the profile's layout, and the miner's keys."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from miner_guard.config import RepoSettings
+from miner_guard.uploads.repos import look_at
+from miner_guard.uploads.repos.base import METADATA, RepoError
+from miner_guard.uploads.repos.credentials import find, first, parse_dotenv
+from miner_guard.uploads.repos.local import LocalRepo
+from miner_guard.validators.layout import Layout
+from miner_guard.validators.limits import Limits
+
+
+def publish(root: Path, outer: int, inner: int) -> None:
+    epoch = root / f"epoch-{outer}"
+    epoch.mkdir(parents=True)
+    (epoch / "gradients.pt").write_text(f"gradients of {inner}")
+    (epoch / "config.json").write_text(json.dumps({"block_list": [inner]}))
+    metadata = {"run": 5, "outer_step": outer, "inner_step": inner, "peer_id": "p"}
+    (root / METADATA).write_text(json.dumps(metadata))
+
+
+def test_published_is_what_a_validator_finds(tmp_path: Path) -> None:
+    settings = RepoSettings(kind="local", path=str(tmp_path / "repo"))
+    assert look_at(settings).empty
+    publish(tmp_path / "repo", 3, 60)
+    found = look_at(settings)
+    assert (found.revision, found.config, found.reason) == ("5.3.60", {"block_list": [60]}, None)
+    assert found.age_s is not None
+    assert found.age_s < 60
+
+
+def test_files_of_the_future_have_no_age(tmp_path: Path) -> None:
+    """When a clock was set back, the repo once looked newly published until the clock had caught
+    up."""
+    publish(tmp_path, 1, 50)
+    os.utime(tmp_path / "epoch-1" / "gradients.pt", (7_000, 7_000))
+    assert LocalRepo(tmp_path, wall=lambda: 6_999.0).state().age_s == 0.0
+    with pytest.raises(
+        RepoError, match="has a modification time 3400 s in the future; was the clock set back"
+    ):
+        LocalRepo(tmp_path, wall=lambda: 3_600.0).state()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("{", "metadata.json is not JSON"), ("[]", "metadata.json is not a JSON object")],
+)
+def test_a_torn_pointer_is_unknown_not_a_crash(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / METADATA).write_text(text)
+    seen = look_at(RepoSettings(kind="local", path=str(tmp_path)))
+    assert seen.age_s is None
+    assert words in str(seen.reason)
+
+
+def test_a_key_never_leaves_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(RepoError, match="outside the repo"):
+        LocalRepo(tmp_path / "repo").put("../elsewhere", b"x")
+
+
+def test_a_repo_that_was_never_created_is_reported(tmp_path: Path) -> None:
+    assert "repo.path is not set" in str(look_at(RepoSettings(kind="local")).reason)
+    assert "no repo is configured" in str(look_at(RepoSettings()).reason)
+
+
+# the layout
+
+VERSIONED = Layout.of(Limits(gradients_key="gradient-{outer_step}-{uid}-v2.1.28.pt"))
+
+
+def put(root: Path, key: str, text: str = "gradients", *, at: float = 1_000.0) -> None:
+    path = root / key
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    os.utime(path, (at, at))
+
+
+def test_a_profiles_keys_replace_all_of_the_usual_ones(tmp_path: Path) -> None:
+    # Without the profile's layout, such a bucket looked empty: no metadata.json, no epoch
+    # folder.
+    put(tmp_path, "gradient-8-7-v2.1.28.pt", at=1_000.0)
+    put(tmp_path, "gradient-9-7-v2.1.28.pt", "newer", at=1_600.0)
+    put(tmp_path, "checkpoint-9.pt", at=1_900.0)
+    assert VERSIONED.metadata is None
+    repo = LocalRepo(tmp_path, wall=lambda: 2_000.0)
+    seen = repo.state(VERSIONED)
+    assert (seen.age_s, seen.outer_step, seen.size_bytes) == (400.0, 9, 5)
+    assert (seen.inner_step, seen.revision, seen.reason) == (None, None, None)
+    assert repo.state().empty
+
+
+def test_a_probe_in_its_child_uses_the_layout(tmp_path: Path) -> None:
+    put(tmp_path, "gradient-8-7-v2.1.28.pt")
+    settings = RepoSettings(kind="local", path=str(tmp_path))
+    assert look_at(settings, VERSIONED).outer_step == 8
+    assert look_at(settings).empty
+
+
+def test_another_layout_with_documents_is_followed(tmp_path: Path) -> None:
+    layout = Layout("runs/{outer_step}/delta.bin", "runs/{outer_step}/run.json", "head.json")
+    put(tmp_path, "runs/3/delta.bin")
+    put(tmp_path, "runs/3/run.json", json.dumps({"block_list": [5]}))
+    put(tmp_path, "head.json", json.dumps({"run": 5, "outer_step": 3, "inner_step": 12}))
+    seen = LocalRepo(tmp_path).state(layout)
+    assert (seen.revision, seen.config) == ("5.3.12", {"block_list": [5]})
+    (tmp_path / "runs/3/delta.bin").unlink()
+    reason = LocalRepo(tmp_path).state(layout).reason
+    assert reason == "head.json points to outer step 3, which has no delta.bin"
+
+
+# keys
+
+DOTENV = """
+# R2
+export R2_ACCOUNT_ID=abc123
+R2_WRITE_ACCESS_KEY_ID = "key with spaces # and a hash"
+R2_WRITE_SECRET_ACCESS_KEY='single $quoted'  # a remark
+EMPTY=
+not an assignment
+PLAIN=value # a remark
+"""
+
+
+def test_a_dotenv_is_read_as_the_miner_reads_it() -> None:
+    assert parse_dotenv(DOTENV) == {
+        "R2_ACCOUNT_ID": "abc123",
+        "R2_WRITE_ACCESS_KEY_ID": "key with spaces # and a hash",
+        "R2_WRITE_SECRET_ACCESS_KEY": "single $quoted",
+        "EMPTY": "",
+        "PLAIN": "value",
+    }
+
+
+def test_a_toml_file_names_the_same_keys(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text('r2_account_id = "abc"\nHF_TOKEN = "t"\n')
+    keys = find(RepoSettings(credentials="file", credentials_file=str(file)))
+    assert (first(keys, "R2_ACCOUNT_ID"), first(keys, "NONE", "HF_TOKEN"), first(keys, "X")) == (
+        "abc",
+        "t",
+        None,
+    )
+
+
+def test_a_broken_file_is_reported_without_its_content(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text("R2_SECRET = s3cr3t-without-quotes")
+    with pytest.raises(RepoError, match="is not valid TOML") as error:
+        find(RepoSettings(credentials="file", credentials_file=str(file)))
+    assert "s3cr3t" not in str(error.value)
+
+
+def test_a_file_that_anybody_can_write_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / ".env"
+    file.write_text("A=b")
+    file.chmod(0o666)
+    with pytest.raises(RepoError, match="chmod 600"):
+        find(RepoSettings(credentials="dotenv", credentials_file=str(file)))
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RepoError, match="nowhere"):
+        find(RepoSettings(credentials="dotenv", credentials_file=str(tmp_path / "nowhere")))
+    with pytest.raises(RepoError, match=r"requires repo\.credentials_file"):
+        find(RepoSettings(credentials="file"))
+
+
+def test_without_keys_the_missing_names_are_reported() -> None:
+    pytest.importorskip("boto3")
+    from miner_guard.uploads.repos import open_repo
+
+    with pytest.raises(RepoError, match="the environment has no R2_WRITE_ACCESS_KEY_ID"):
+        open_repo(RepoSettings(kind="s3", bucket="b-007"), {})
+    with pytest.raises(RepoError, match=r"repo\.bucket is not set"):
+        open_repo(RepoSettings(kind="s3"), {})
+    with pytest.raises(RepoError, match="write owner/name"):
+        open_repo(RepoSettings(kind="hf", repo_id="nameonly"), {})
