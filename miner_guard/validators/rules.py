@@ -12,6 +12,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from miner_guard.validators.facts import Facts, Network, Published, Verdict
@@ -20,6 +21,14 @@ from miner_guard.validators.metadata import RootMetadata, mixed, read_inner_step
 
 Judge = Callable[[Facts, Limits], Verdict]
 Rule = tuple[str, Judge]
+
+
+def _answer(outcome: str) -> Callable[..., Verdict]:
+    """A verdict's constructor: value seen, limit, sentence. `evaluate` adds the rule's name."""
+    return partial(Verdict, "", outcome)
+
+
+_pass, _warn, _block, _unknown = map(_answer, ("pass", "warn", "block", "unknown"))
 
 # min inner step
 
@@ -36,11 +45,9 @@ def min_inner_step(facts: Facts, limits: Limits) -> Verdict:
     )
     if value < required and facts.candidate.kind == "archive":
         sentence = f"archive at inner_step {value}: exempt from the minimum of {required}"
-        return Verdict("min_inner_step", "pass", value, required, sentence)
+        return _pass(value, required, sentence)
     if value < required:
-        return Verdict(
-            "min_inner_step",
-            "block",
+        return _block(
             value,
             required,
             (
@@ -50,9 +57,7 @@ def min_inner_step(facts: Facts, limits: Limits) -> Verdict:
             retry_after_steps=required - value,
             note=_both_minima(required, facts.published.inner_step, limits),
         )
-    return Verdict(
-        "min_inner_step", "pass", value, required, f"inner_step {value} >= minimum {required}"
-    )
+    return _pass(value, required, f"inner_step {value} >= minimum {required}")
 
 
 def minimum_inner_step(limits: Limits, published_inner_step: int | None) -> int:
@@ -83,23 +88,23 @@ def published_inner_step(facts: Facts, limits: Limits) -> Verdict:
     value, required = facts.published.inner_step, limits.validator_min_inner_step
     if value is None:
         words = "the published inner step is unknown: metadata.json does not contain one"
-        return Verdict("min_inner_step", "unknown", None, required, words)
+        return _unknown(None, required, words)
     if required is not None and 0 <= value < required:
         words = (
             f"published inner_step {value} < {required}: validators reject it; publish "
             "again after more inner steps"
         )
-        return Verdict("min_inner_step", "block", value, required, words)
+        return _block(value, required, words)
     if facts.candidate.kind == "archive":
         words = (
             f"this is the archive after an outer step (inner_step {value}), not yet a gradient; "
             "the next upload will be one"
         )
-        return Verdict("min_inner_step", "warn", value, limits.min_inner_step, words)
+        return _warn(value, limits.min_inner_step, words)
     if value < limits.min_inner_step:
         words = f"published inner_step {value} < minimum {limits.min_inner_step}"
-        return Verdict("min_inner_step", "warn", value, limits.min_inner_step, words)
-    return Verdict("min_inner_step", "pass", value, required, f"published inner_step {value}")
+        return _warn(value, limits.min_inner_step, words)
+    return _pass(value, required, f"published inner_step {value}")
 
 
 # repo age
@@ -121,32 +126,24 @@ def repo_age(facts: Facts, limits: Limits) -> Verdict:
     age = age_now(published, facts.now)
     if published.empty:
         words = "the repo is empty: the first upload is due"
-        return Verdict("repo_age", "pass", None, limits.repo_age_limit_s, words)
+        return _pass(None, limits.repo_age_limit_s, words)
     if age is None:
-        return Verdict(
-            "repo_age",
-            "unknown",
-            None,
-            limits.repo_age_limit_s,
-            f"repo age unknown: {published.reason}",
-        )
+        return _unknown(None, limits.repo_age_limit_s, f"repo age unknown: {published.reason}")
     value = round(age, 1)
     if age < minimum:
         words = (
             f"repo age {age:.0f}s < minimum interval {minimum:.0f}s: too soon. Wait "
             f"{minimum - age:.0f}s"
         )
-        return Verdict(
-            "repo_age", "block", value, minimum, words, retry_after_s=round(minimum - age, 1)
-        )
+        return _block(value, minimum, words, retry_after_s=round(minimum - age, 1))
     if age > limits.repo_age_limit_s:
         words = f"repo age {age:.0f}s > limit {limits.repo_age_limit_s:.0f}s: stale, upload now"
-        return Verdict("repo_age", "warn", value, limits.repo_age_limit_s, words)
+        return _warn(value, limits.repo_age_limit_s, words)
     if age > limits.repo_age_target_s:
         words = f"repo age {age:.0f}s > target {limits.repo_age_target_s:.0f}s: an upload is due"
-        return Verdict("repo_age", "pass", value, limits.repo_age_target_s, words)
+        return _pass(value, limits.repo_age_target_s, words)
     words = f"repo age {age:.0f}s (keep < {limits.repo_age_target_s:.0f}s)"
-    return Verdict("repo_age", "pass", value, limits.repo_age_target_s, words)
+    return _pass(value, limits.repo_age_target_s, words)
 
 
 def failed_allreduces(network: Network, limits: Limits) -> int:
@@ -170,9 +167,9 @@ def published_age(facts: Facts, limits: Limits) -> Verdict:
     limit = limits.validator_repo_age_s or limits.repo_age_limit_s
     if published.empty:
         words = "nothing is published: there is no gradients file; upload one"
-        return Verdict("repo_age", "block", None, limit, words)
+        return _block(None, limit, words)
     if age is None:
-        return Verdict("repo_age", "unknown", None, limit, f"repo age unknown: {published.reason}")
+        return _unknown(None, limit, f"repo age unknown: {published.reason}")
     value = round(age, 1)
     raised = limit + failed_allreduces(facts.network, limits) * (
         limits.validator_repo_age_raise_s or 0.0
@@ -183,7 +180,7 @@ def published_age(facts: Facts, limits: Limits) -> Verdict:
             f"failed AllReduce raises the limit by {limits.validator_repo_age_raise_s:.0f}s (at "
             f"most {raised:.0f}s by now), and no public data shows how many failed; upload now"
         )
-        return Verdict("repo_age", "unknown", value, raised, words)
+        return _unknown(value, raised, words)
     if age >= limit:
         enforced = limits.validator_repo_age_s is not None
         why = (
@@ -192,17 +189,11 @@ def published_age(facts: Facts, limits: Limits) -> Verdict:
             else "over the guard's limit (no profile says at what age validators score zero)"
         )
         words = f"gradients are {age:.0f}s old >= {limit:.0f}s: {why}; upload now"
-        return Verdict("repo_age", "block", value, limit, words)
+        return _block(value, limit, words)
     if age > limits.repo_age_limit_s:
         margin = limits.repo_age_limit_s
-        return Verdict(
-            "repo_age",
-            "warn",
-            value,
-            margin,
-            f"gradients are {age:.0f}s old (keep < {margin:.0f}s)",
-        )
-    return Verdict("repo_age", "pass", value, limit, f"gradients are {age:.0f}s old")
+        return _warn(value, margin, f"gradients are {age:.0f}s old (keep < {margin:.0f}s)")
+    return _pass(value, limit, f"gradients are {age:.0f}s old")
 
 
 # base age
@@ -218,22 +209,20 @@ def base_age(facts: Facts, limits: Limits) -> Verdict:
     ours, network = facts.candidate.base_outer_step, facts.network.outer_step
     if network is None:
         why = facts.network.reason or "the master's repo was not read"
-        return Verdict(
-            "base_age", "unknown", ours, None, f"the network's outer step is unknown: {why}"
-        )
+        return _unknown(ours, None, f"the network's outer step is unknown: {why}")
     if ours is None:
         words = "the caller did not pass the outer step of the loaded state"
-        return Verdict("base_age", "unknown", None, network, words)
+        return _unknown(None, network, words)
     if ours < network:
         words = (
             f"base outer_step ({ours}) < network ({network}): the gradient was computed "
             "against an old base. Reload the global state"
         )
-        return Verdict("base_age", "block", ours, network, words)
+        return _block(ours, network, words)
     if ours > network + 1:
         words = f"base outer_step ({ours}) > network ({network}): is the right network configured?"
-        return Verdict("base_age", "warn", ours, network, words)
-    return Verdict("base_age", "pass", ours, network, f"base outer_step {ours}, network {network}")
+        return _warn(ours, network, words)
+    return _pass(ours, network, f"base outer_step {ours}, network {network}")
 
 
 # loss
@@ -249,11 +238,11 @@ def loss(facts: Facts, limits: Limits) -> Verdict:
     """Block a non-finite loss; warn if it rises over the last 10 inner steps with P > 0.99."""
     latest, recent = facts.candidate.loss, facts.candidate.recent_losses
     if latest is None and not recent:
-        return Verdict("loss", "unknown", None, None, "the caller did not pass the loss")
+        return _unknown(None, None, "the caller did not pass the loss")
     value = recent[-1] if latest is None else latest
     if not math.isfinite(value):
         words = f"loss is {value}: gradient invalid. Restore the last good checkpoint"
-        return Verdict("loss", "block", str(value), "finite", words)
+        return _block(str(value), "finite", words)
     if len(recent) >= LOSS_POINTS and all(math.isfinite(v) for v in recent[-LOSS_POINTS:]):
         p = rising_probability(recent[-LOSS_POINTS:])
         if p > RISING_P:
@@ -262,8 +251,8 @@ def loss(facts: Facts, limits: Limits) -> Verdict:
                 f"loss rose over the last {LOSS_POINTS} inner steps ({first:.3g} to "
                 f"{value:.3g}, P = {p:.3f})"
             )
-            return Verdict("loss", "warn", round(p, 4), RISING_P, words)
-    return Verdict("loss", "pass", round(value, 4), "finite", f"loss {value:.4g} is finite")
+            return _warn(round(p, 4), RISING_P, words)
+    return _pass(round(value, 4), "finite", f"loss {value:.4g} is finite")
 
 
 def rising_probability(values: Sequence[float]) -> float:
@@ -312,37 +301,29 @@ def gradients(facts: Facts, limits: Limits) -> Verdict:
     """
     report = facts.candidate.files
     if report is None:
-        return Verdict("gradients", "unknown", None, None, "gradients.pt was not inspected")
+        return _unknown(None, None, "gradients.pt was not inspected")
     size = report.get("size_bytes")
     if report.get("reason") is not None:
-        return Verdict(
-            "gradients",
-            "unknown",
-            size,
-            None,
-            f"gradients.pt could not be inspected: {report['reason']}",
-        )
+        return _unknown(size, None, f"gradients.pt could not be inspected: {report['reason']}")
     maximum = limits.gradients_max_bytes
     problems = list(report.get("problems") or ())
     if problems == [ALL_ZERO] and facts.candidate.kind == "archive":
         words = f"gradients.pt: {ALL_ZERO}, as in every archive after an outer step"
-        return Verdict("gradients", "pass", size, maximum, words)
+        return _pass(size, maximum, words)
     if problems:
         words = f"gradients.pt: {'; '.join(map(str, problems[:_MAX_PROBLEMS]))}"
-        return Verdict("gradients", "block", size, None, words)
+        return _block(size, None, words)
     if maximum is not None and size is not None and size > maximum:
         words = f"gradients.pt is {size} bytes, above the plausible maximum of {maximum}"
-        return Verdict("gradients", "block", size, maximum, words)
+        return _block(size, maximum, words)
     if not report.get("params"):
-        return Verdict("gradients", "block", 0, 1, "gradients.pt contains no gradients")
+        return _block(0, 1, "gradients.pt contains no gradients")
     if warnings := list(report.get("warnings") or ()):
         words = f"gradients.pt: {'; '.join(map(str, warnings[:_MAX_PROBLEMS]))}"
-        return Verdict("gradients", "warn", size, maximum, words)
+        return _warn(size, maximum, words)
     read = "all finite" if report.get("values_read", True) else "values not read"
     words = f"gradients.pt: {report['params']} parameters, {read}"
-    return Verdict(
-        "gradients", "pass", size, maximum, words + _SHAPES.get(report.get("shapes_known"), "")
-    )
+    return _pass(size, maximum, words + _SHAPES.get(report.get("shapes_known"), ""))
 
 
 # block list
@@ -400,38 +381,36 @@ def block_list(facts: Facts, limits: Limits) -> Verdict:
     blocks. An archive's list may be empty."""
     limit = block_list_age_limit(limits)
     if facts.candidate.config is None:
-        return Verdict("block_list", "unknown", None, limit, "the caller did not pass config.json")
+        return _unknown(None, limit, "the caller did not pass config.json")
     brief = reduced_config(facts.candidate.config, facts.network.uid)
     blocks = None if brief is None else brief["block_list"]
     if blocks is None:
         words = (
             "config.json has no block_list of integers, from which validators draw a block; add one"
         )
-        return Verdict("block_list", "block", None, limit, words)
+        return _block(None, limit, words)
     if not blocks and facts.candidate.kind == "archive":
         # The miner clears its list at an AllReduce, and reloads from this upload.
         words = "block_list is empty, as in every archive after an AllReduce"
-        return Verdict("block_list", "pass", 0, limit, words)
+        return _pass(0, limit, words)
     if not blocks:
         words = (
             "block_list is empty, so validators raise an error and reset scores; wait "
             "until the miner has read the chain"
         )
-        return Verdict("block_list", "block", 0, limit, words)
+        return _block(0, limit, words)
     block = current_block(facts.network, facts.now, limits.block_s)
     if block is None:
         why = facts.network.reason or "the block was not read"
-        return Verdict(
-            "block_list", "unknown", max(blocks), limit, f"the current block is unknown: {why}"
-        )
+        return _unknown(max(blocks), limit, f"the current block is unknown: {why}")
     age = block - max(blocks)
     old = f"newest block in block_list is {age} blocks old"
     if limit is not None and age > limit:
         words = f"{old} (limit {limit:.0f}); validators reject it. Has this node stalled?"
-        return Verdict("block_list", "block", age, limit, words)
+        return _block(age, limit, words)
     if limit is not None and age > 0.75 * limit:
-        return Verdict("block_list", "warn", age, limit, f"{old} (limit {limit:.0f})")
-    return Verdict("block_list", "pass", age, limit, old)
+        return _warn(age, limit, f"{old} (limit {limit:.0f})")
+    return _pass(age, limit, old)
 
 
 # metadata
@@ -445,18 +424,18 @@ def metadata(facts: Facts, limits: Limits) -> Verdict:
     """
     value, needed = facts.candidate.metadata, list(limits.metadata_fields)
     if value is None:
-        return Verdict("metadata", "unknown", None, needed, "the caller did not pass metadata.json")
+        return _unknown(None, needed, "the caller did not pass metadata.json")
     if missing := [name for name in needed if name not in value]:
         words = (
             f"metadata.json lacks {', '.join(missing)}, so validators read inner step 0 "
             "and reset scores"
         )
-        return Verdict("metadata", "block", missing, needed, f"{words}; add the missing fields")
+        return _block(missing, needed, f"{words}; add the missing fields")
     inner = read_inner_step(value)
     if inner is None and "inner_step" in needed:
         shown = _short(value["inner_step"])
         words = f"metadata.json: inner_step is {shown}, not a step number; write an integer"
-        return Verdict("metadata", "block", shown, "a step", words)
+        return _block(shown, "a step", words)
     for name, ours in (
         ("outer_step", facts.candidate.outer_step),
         ("inner_step", facts.candidate.inner_step),
@@ -466,9 +445,9 @@ def metadata(facts: Facts, limits: Limits) -> Verdict:
             named = _short(theirs)
             what = name.replace("_", " ")
             words = f"metadata.json names {what} {named}, but the gradient is from {ours}"
-            return Verdict("metadata", "warn", named, ours, words)
+            return _warn(named, ours, words)
     words = f"metadata.json has {', '.join(needed) or 'none of the required fields'}"
-    return Verdict("metadata", "pass", needed, needed, words)
+    return _pass(needed, needed, words)
 
 
 def published_metadata(facts: Facts, limits: Limits) -> Verdict:
@@ -488,7 +467,7 @@ def published_metadata(facts: Facts, limits: Limits) -> Verdict:
     if why is None:
         return verdict
     words = f"{why}: an upload is in progress or was interrupted. If this persists, publish again"
-    return Verdict("metadata", "warn", published.checksum, None, words)
+    return _warn(published.checksum, None, words)
 
 
 def _short(value: Any) -> str:
@@ -507,32 +486,26 @@ def revision(facts: Facts, limits: Limits) -> Verdict:
     """
     value, pattern = facts.candidate.revision, limits.revision_pattern
     if value is None:
-        return Verdict("revision", "unknown", None, pattern, "the caller did not pass a revision")
+        return _unknown(None, pattern, "the caller did not pass a revision")
     if pattern is None:
-        return Verdict("revision", "unknown", value, None, "the profile defines no revision format")
+        return _unknown(value, None, "the profile defines no revision format")
     match = re.fullmatch(pattern, value)
     if match is None:
-        return Verdict(
-            "revision",
-            "block",
-            value,
-            pattern,
-            f"revision {value!r} does not match {pattern}; rename it",
-        )
+        return _block(value, pattern, f"revision {value!r} does not match {pattern}; rename it")
     named, candidate = match.groupdict(), facts.candidate
     if "outer" in named and int(named["outer"]) != candidate.outer_step:
         words = (
             f"revision {value!r} is for outer step {named['outer']}, but the gradient is from "
             f"{candidate.outer_step}"
         )
-        return Verdict("revision", "block", value, candidate.outer_step, words)
+        return _block(value, candidate.outer_step, words)
     if "inner" in named and int(named["inner"]) != candidate.inner_step:
         words = (
             f"revision {value!r} is for inner step {named['inner']}, but the gradient is from "
             f"{candidate.inner_step}"
         )
-        return Verdict("revision", "warn", value, candidate.inner_step, words)
-    return Verdict("revision", "pass", value, pattern, f"revision {value}")
+        return _warn(value, candidate.inner_step, words)
+    return _pass(value, pattern, f"revision {value}")
 
 
 # bucket
@@ -546,43 +519,39 @@ def bucket(facts: Facts, limits: Limits) -> Verdict:
     """
     value, pattern, uid = facts.bucket, limits.bucket_pattern, facts.network.uid
     if value is None:
-        return Verdict(
-            "bucket", "unknown", None, pattern, "the bucket name is unknown; set [repo] bucket"
-        )
+        return _unknown(None, pattern, "the bucket name is unknown; set [repo] bucket")
     if pattern is None:
-        return Verdict(
-            "bucket", "unknown", value, None, "the profile defines no format for the bucket name"
-        )
+        return _unknown(value, None, "the profile defines no format for the bucket name")
     match = re.fullmatch(pattern, value)
     if match is None:
         words = f"bucket {value!r} does not match {pattern}; no validator reads it"
-        return Verdict("bucket", "block", value, pattern, words)
+        return _block(value, pattern, words)
     named, model = match.groupdict().get("uid"), match.groupdict().get("model")
     if model is not None and limits.global_model is not None and model != limits.global_model:
         words = (
             f"bucket {value!r} belongs to model {model}, but validators score "
             f"{limits.global_model} and look for its buckets"
         )
-        return Verdict("bucket", "block", model, limits.global_model, f"{words}; rename the bucket")
+        return _block(model, limits.global_model, f"{words}; rename the bucket")
     if named is None:
-        return Verdict("bucket", "pass", value, pattern, f"bucket {value}")
+        return _pass(value, pattern, f"bucket {value}")
     if uid is None:
         why = facts.network.reason or "the chain was not read"
         words = f"bucket {value} belongs to uid {int(named)}; ours is unknown: {why}"
-        return Verdict("bucket", "unknown", value, pattern, words)
+        return _unknown(value, pattern, words)
     if int(named) == uid and named != f"{uid:03d}":
         words = (
             f"bucket {value!r} writes uid {uid} as {named}, but validators look for {uid:03d}; "
             "rename the bucket"
         )
-        return Verdict("bucket", "block", named, f"{uid:03d}", words)
+        return _block(named, f"{uid:03d}", words)
     if int(named) != uid:
         words = (
             f"bucket {value!r} belongs to uid {int(named)}, but the hotkey's uid is {uid}; "
             "rename the bucket"
         )
-        return Verdict("bucket", "block", int(named), uid, words)
-    return Verdict("bucket", "pass", value, pattern, f"bucket {value} belongs to uid {uid}")
+        return _block(int(named), uid, words)
+    return _pass(value, pattern, f"bucket {value} belongs to uid {uid}")
 
 
 # commitment
@@ -596,7 +565,7 @@ def tried_commitment(facts: Facts, limits: Limits) -> Verdict:
     if verdict.outcome != "warn":
         return verdict
     words = "the read keys committed on chain are not the ones in use, but they do open the bucket"
-    return Verdict("commitment", "warn", verdict.seen, verdict.limit, words)
+    return _warn(verdict.seen, verdict.limit, words)
 
 
 def commitment(facts: Facts, limits: Limits) -> Verdict:
@@ -608,36 +577,30 @@ def commitment(facts: Facts, limits: Limits) -> Verdict:
     value, chars = facts.network.commitment, limits.commitment_chars
     if value is None:
         why = facts.network.reason or "the chain's reply did not include it"
-        return Verdict("commitment", "unknown", None, chars, f"the commitment is unknown: {why}")
+        return _unknown(None, chars, f"the commitment is unknown: {why}")
     length = int(value.partition(":")[0])
     if length == 0:
         words = (
             "nothing is committed for this hotkey, so no validator can read the bucket; the "
             "miner commits when it starts"
         )
-        return Verdict("commitment", "block", 0, chars, words)
+        return _block(0, chars, words)
     if chars is not None and length != chars:
         words = (
             f"the commitment has {length} characters, but validators expect exactly {chars}; "
             "commit again"
         )
-        return Verdict("commitment", "block", length, chars, words)
+        return _block(length, chars, words)
     if facts.credentials is None:
         words = f"the commitment has {length} characters; the read keys in use are unknown"
-        return Verdict("commitment", "unknown", length, chars, words)
+        return _unknown(length, chars, words)
     if facts.credentials != value:
         words = (
             "the read keys committed on chain are not the ones in use; "
             "`miner-guard audit` tests them"
         )
-        return Verdict("commitment", "warn", "other keys", "the keys in use", words)
-    return Verdict(
-        "commitment",
-        "pass",
-        length,
-        chars,
-        f"the commitment ({length} characters) contains the keys in use",
-    )
+        return _warn("other keys", "the keys in use", words)
+    return _pass(length, chars, f"the commitment ({length} characters) contains the keys in use")
 
 
 # swarm
@@ -651,30 +614,28 @@ def is_alive(facts: Facts, limits: Limits) -> Verdict:
     value, limit = facts.axon, limits.alive_timeout_s
     if value is None or value.address is None:
         why = "the chain was not read" if value is None else value.reason
-        return Verdict("is_alive", "unknown", None, limit, f"the miner's axon is unknown: {why}")
+        return _unknown(None, limit, f"the miner's axon is unknown: {why}")
     if value.address == "":
         words = (
             "the chain lists no axon for this uid, so validators can't invite the miner; start the "
             "axon"
         )
-        return Verdict("is_alive", "warn", "", limit, words)
+        return _warn("", limit, words)
     if value.seconds is None:
         words = (
             f"the axon {value.address} does not respond to this host ({value.reason}). If "
             "validators get no response, they leave the miner out of AllReduces. Open the port; "
             "behind NAT, test from another host"
         )
-        return Verdict("is_alive", "warn", None, limit, words)
+        return _warn(None, limit, words)
     words = f"the axon {value.address} responds in {value.seconds:.2f}s"
     if limit is not None and value.seconds > limit:
-        return Verdict(
-            "is_alive",
-            "warn",
+        return _warn(
             value.seconds,
             limit,
             f"{words}, but validators wait only {limit:.1f}s. Is the host overloaded?",
         )
-    return Verdict("is_alive", "pass", value.seconds, limit, words)
+    return _pass(value.seconds, limit, words)
 
 
 def allreduce(facts: Facts, limits: Limits) -> Verdict:
@@ -683,11 +644,11 @@ def allreduce(facts: Facts, limits: Limits) -> Verdict:
     worth = "" if share is None else f" (AllReduces make up {share:.0%} of the score)"
     if value is None:
         words = f"no AllReduce in the miner's log since the guard started{worth}"
-        return Verdict("allreduce", "unknown", None, None, words)
+        return _unknown(None, None, words)
     if value.error is not None:
         words = f"the last AllReduce failed here: {value.error}{worth}; see the preceding log lines"
-        return Verdict("allreduce", "warn", value.error, None, words)
-    return Verdict("allreduce", "pass", "finished", None, "the last AllReduce finished here")
+        return _warn(value.error, None, words)
+    return _pass("finished", None, "the last AllReduce finished here")
 
 
 # which rules apply
@@ -742,7 +703,7 @@ def evaluate_all(rules: Iterator[Rule], facts: Facts, limits: Limits) -> list[Ve
 def evaluate(name: str, judge: Judge, facts: Facts, limits: Limits) -> Verdict:
     """One rule's verdict. Never raises."""
     try:
-        return judge(facts, limits)
+        return replace(judge(facts, limits), rule=name)
     except Exception as error:  # noqa: BLE001 -- a defect in one rule must not let an upload pass unjudged
         return rule_error(name, error)
 
