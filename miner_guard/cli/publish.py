@@ -83,8 +83,8 @@ def gate(
         loss=loss,
         base_outer_step=base_outer_step,
         files=files,
-        config=_document(config_json),
-        metadata=_document(metadata_json),
+        config=_document(config_json, "config.json"),
+        metadata=_document(metadata_json, "metadata.json"),
         revision=revision,
     )
     decision = decide(candidate, inputs, settings, now=time.monotonic(), wall=time.time())
@@ -133,16 +133,16 @@ def _keep(state: statedir.StateDir, decision: Decision) -> None:
     store.close()
 
 
-def _document(path: Path | None) -> dict[str, Any] | None:
+def _document(path: Path | None, key: str) -> dict[str, Any] | None:
+    """Read a document as validators read the one published under `key`."""
+    from miner_guard.uploads.repos.base import Damaged, parsed
+
     if path is None:
         return None
     try:
-        document = json.loads(statedir.read_regular(path))
-    except (OSError, ValueError, RecursionError):
-        document = None
-    if not isinstance(document, dict):
-        raise Refused(f"{path} does not contain a JSON object", USAGE)
-    return document
+        return parsed(key, statedir.read_regular(path))
+    except (OSError, Damaged) as error:
+        raise Refused(f"{path} does not contain a JSON object", USAGE) from error
 
 
 def _show(decision: Decision, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""Where a miner publishes, behind one Protocol: a local folder, S3/R2, Hugging Face.
+"""Where a miner publishes, behind one class: a local folder, S3/R2, Hugging Face.
 
 The profile's `Layout` says what validators read, and under which keys. In the usual one,
 `metadata.json` at the root contains the outer and the inner step, `epoch-N/` holds `gradients.pt`,
@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from miner_guard.validators.facts import Published
 from miner_guard.validators.layout import USUAL, Layout
@@ -76,43 +78,61 @@ class ObjectInfo:
     """As reported by the repo: an ETag or a sha256; None if it reports neither."""
 
 
-class Repo(Protocol):
+class Repo(ABC):
     """One published repo. All methods except `label` may block on the network and raise
     RepoError."""
 
     @property
+    @abstractmethod
     def label(self) -> str:
-        """Name for display and for the lock: `bucket:llama-4b-ws-4-007`."""
-        ...
+        """Name for display: `bucket:llama-4b-ws-4-007`."""
 
     def state(self, layout: Layout = USUAL) -> Published:
         """The state that a validator would find; an empty repo is a valid result. Raises RepoError
         if unreadable."""
-        ...
+        return published_state(self, time.time(), layout)
 
+    @abstractmethod
     def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
         """Published objects under `prefix`, by key."""
-        ...
 
+    @abstractmethod
     def head(self, key: str) -> ObjectInfo:
         """Metadata of one object. Raises Missing."""
-        ...
+
+    @abstractmethod
+    def read(self, key: str, limit: int) -> Iterator[bytes]:
+        """Blocks of one object. Raises Missing; may refuse one larger than `limit` unread."""
 
     def get(self, key: str, limit: int = DOCUMENT_LIMIT) -> bytes:
         """Bytes of one object. Raises Missing, and RepoError if it is larger than `limit`."""
-        ...
+        return b"".join(self._limited(key, limit))
 
     def save(self, key: str, path: Path, limit: int) -> None:
         """Stream one object into a file. Raises the same errors as `get`."""
-        ...
+        try:
+            with path.open("wb") as file:
+                file.writelines(self._limited(key, limit))
+        except OSError as error:
+            raise RepoError(
+                f"{path} cannot be written: {error.strerror}; check free space and permissions"
+            ) from error
 
+    def _limited(self, key: str, limit: int) -> Iterator[bytes]:
+        size = 0
+        for block in self.read(key, limit):
+            size += len(block)
+            if size > limit:
+                raise RepoError(f"{key} is over the limit of {limit} bytes")
+            yield block
+
+    @abstractmethod
     def put(self, key: str, data: bytes) -> None:
         """Write one small object, which becomes visible immediately."""
-        ...
 
+    @abstractmethod
     def delete(self, key: str) -> None:
         """Remove one object; ignores a missing one."""
-        ...
 
 
 def digest_of(read: Callable[[int], bytes], algorithm: str = "sha256") -> str:

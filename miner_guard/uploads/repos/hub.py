@@ -8,17 +8,16 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from miner_guard.config import RepoSettings, optional_deps
 from miner_guard.uploads.repos.base import (
     BLOCK_BYTES,
-    DOCUMENT_LIMIT,
     Missing,
     ObjectInfo,
+    Repo,
     RepoError,
     first_line,
     published_state,
@@ -34,7 +33,7 @@ _BRANCH = "main"
 _DEFAULT_ENDPOINT = "https://huggingface.co"
 
 
-class HubRepo:
+class HubRepo(Repo):
     """One model repo, read at one revision."""
 
     def __init__(
@@ -102,22 +101,16 @@ class HubRepo:
         modified: float = found[0].last_commit.date.timestamp()
         return modified
 
-    def get(self, key: str, limit: int = DOCUMENT_LIMIT) -> bytes:
+    def read(self, key: str, limit: int) -> Iterator[bytes]:
         with self._open(key, "GET") as answer:
-            data: bytes = self._guarded(lambda: answer.read(limit + 1))
-            if len(data) > limit:
-                raise RepoError(f"{key} is larger than the limit of {limit} bytes")
-            _check_whole(key, answer)
-        return data
-
-    def save(self, key: str, path: Path, limit: int) -> None:
-        size = 0
-        with self._open(key, "GET") as answer, path.open("wb") as file:
             while block := self._guarded(lambda: answer.read(BLOCK_BYTES)):
-                size += file.write(block)
-                if size > limit:
-                    raise RepoError(f"{key} is larger than the limit of {limit} bytes")
-            _check_whole(key, answer)
+                yield block
+            # http.client does not report a truncated body.
+            if answer.length:
+                raise RepoError(
+                    f"incomplete response from the Hub: {key} was cut off; {answer.length} bytes "
+                    "are missing"
+                )
 
     def put(self, key: str, data: bytes) -> None:
         self._guarded(
@@ -239,12 +232,3 @@ def _translated(error: Exception, repo_id: str) -> RepoError:
     if status is None and (kinds & network or isinstance(error, OSError)):
         return RepoError(f"no response from the Hub for {repo_id}: {first_line(error)}")
     return RepoError(f"repo {repo_id}: {type(error).__name__}: {first_line(error)}")
-
-
-def _check_whole(key: str, answer: Any) -> None:
-    """Raise RepoError for a truncated body: http.client does not report it."""
-    if answer.length:
-        raise RepoError(
-            f"incomplete response from the Hub: {key} was cut off; {answer.length} bytes are "
-            "missing"
-        )

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from miner_guard.uploads.repos.base import (
-    DOCUMENT_LIMIT,
+    BLOCK_BYTES,
     Missing,
     ObjectInfo,
+    Repo,
     RepoError,
     digest_of,
     published_state,
@@ -23,7 +24,7 @@ _SLACK_S = 5.0
 """Tolerance for rounded file times and for clock skew between a file server and this host."""
 
 
-class LocalRepo:
+class LocalRepo(Repo):
     """Objects are files under `root`; the file system's clock counts as the server's clock."""
 
     def __init__(self, root: Path, wall: Callable[[], float] = time.time) -> None:
@@ -43,51 +44,31 @@ class LocalRepo:
         return [self.head(k) for k in sorted(keys) if k.startswith(prefix)]
 
     def head(self, key: str) -> ObjectInfo:
-        path = self._path(key)
-        try:
-            found = path.stat()
+        with self._reported(self._path(key)) as path:
+            stat = path.stat()
             checksum = file_sha256(path)
-        except FileNotFoundError as error:
-            raise Missing(f"{path} does not exist") from error
-        except OSError as error:
-            raise RepoError(
-                f"{path} cannot be read: {error.strerror}; check the folder's owner and permissions"
-            ) from error
-        age = self._wall() - found.st_mtime
+        age = self._wall() - stat.st_mtime
         if age < -_SLACK_S:
             raise RepoError(
                 f"{path} has a modification time {-age:.0f} s in the future; was the clock set "
                 "back? Publish again"
             )
-        return ObjectInfo(key, found.st_size, max(0.0, age), checksum)
+        return ObjectInfo(key, stat.st_size, max(0.0, age), checksum)
 
-    def get(self, key: str, limit: int = DOCUMENT_LIMIT) -> bytes:
-        path = self._path(key)
+    def read(self, key: str, limit: int) -> Iterator[bytes]:
+        with self._reported(self._path(key)) as path, path.open("rb") as file:
+            while block := file.read(BLOCK_BYTES):
+                yield block
+
+    @contextlib.contextmanager
+    def _reported(self, path: Path) -> Iterator[Path]:
         try:
-            size = path.stat().st_size
-            if size > limit:
-                raise RepoError(f"{key} is {size} bytes, over the limit of {limit}")
-            return path.read_bytes()
+            yield path
         except FileNotFoundError as error:
             raise Missing(f"{path} does not exist") from error
         except OSError as error:
             raise RepoError(
                 f"{path} cannot be read: {error.strerror}; check the folder's owner and permissions"
-            ) from error
-
-    def save(self, key: str, path: Path, limit: int) -> None:
-        source = self._path(key)
-        try:
-            size = source.stat().st_size
-            if size > limit:
-                raise RepoError(f"{key} is {size} bytes, over the limit of {limit}")
-            shutil.copyfile(source, path)
-        except FileNotFoundError as error:
-            raise Missing(f"{source} does not exist") from error
-        except OSError as error:
-            raise RepoError(
-                f"{source} cannot be copied to {path}: {error.strerror}; check free space and "
-                "permissions"
             ) from error
 
     def put(self, key: str, data: bytes) -> None:

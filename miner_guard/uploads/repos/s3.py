@@ -4,33 +4,29 @@ this module does not."""
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
-import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from miner_guard.config import RepoSettings, optional_deps
 from miner_guard.uploads.repos.base import (
     BLOCK_BYTES,
-    DOCUMENT_LIMIT,
     Missing,
     ObjectInfo,
+    Repo,
     RepoError,
     RepoRefused,
     RepoUnreadable,
     first_line,
-    published_state,
     server_time,
 )
 from miner_guard.uploads.repos.credentials import find, first
-from miner_guard.validators.facts import Published
-from miner_guard.validators.layout import USUAL, Layout
 
 T = TypeVar("T")
 
 
-class S3Repo:
+class S3Repo(Repo):
     """One bucket. Thread-safe, as boto3's clients are."""
 
     def __init__(self, client: Any, bucket: str) -> None:
@@ -40,9 +36,6 @@ class S3Repo:
     @property
     def label(self) -> str:
         return f"bucket:{self._bucket}"
-
-    def state(self, layout: Layout = USUAL) -> Published:
-        return published_state(self, time.time(), layout)
 
     def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
         found: list[ObjectInfo] = []
@@ -62,23 +55,14 @@ class S3Repo:
     def head(self, key: str) -> ObjectInfo:
         return _entry(key, self._call(self._client.head_object, Key=key))
 
-    def get(self, key: str, limit: int = DOCUMENT_LIMIT) -> bytes:
+    def read(self, key: str, limit: int) -> Iterator[bytes]:
         answer = self._call(self._client.get_object, Key=key)
-        if answer["ContentLength"] > limit:
-            answer["Body"].close()
-            raise RepoError(f"{key} is {answer['ContentLength']} bytes, over the limit of {limit}")
-        data: bytes = self._guarded(answer["Body"].read)
-        return data
-
-    def save(self, key: str, path: Path, limit: int) -> None:
-        answer = self._call(self._client.get_object, Key=key)
-        body, size = answer["Body"], answer["ContentLength"]
-        if size > limit:
-            body.close()
-            raise RepoError(f"{key} is {size} bytes, over the limit of {limit}")
-        with path.open("wb") as file:
+        with contextlib.closing(answer["Body"]) as body:
+            if answer["ContentLength"] > limit:
+                size = answer["ContentLength"]
+                raise RepoError(f"{key} is {size} bytes, over the limit of {limit}")
             while block := self._guarded(lambda: body.read(BLOCK_BYTES)):
-                file.write(block)
+                yield block
 
     def put(self, key: str, data: bytes) -> None:
         digest = hashlib.md5(data, usedforsecurity=False).digest()
