@@ -122,8 +122,7 @@ class Repo(ABC):
         size = 0
         for block in self.read(key, limit):
             size += len(block)
-            if size > limit:
-                raise RepoError(f"{key} is over the limit of {limit} bytes")
+            check_size(key, size, limit)
             yield block
 
     @abstractmethod
@@ -133,6 +132,12 @@ class Repo(ABC):
     @abstractmethod
     def delete(self, key: str) -> None:
         """Remove one object; ignores a missing one."""
+
+
+def check_size(key: str, size: int, limit: int) -> None:
+    """Raise RepoError for an object, or the part read of it, larger than `limit`."""
+    if size > limit:
+        raise RepoError(f"{key} is {size} bytes, over the limit of {limit}")
 
 
 def digest_of(read: Callable[[int], bytes], algorithm: str = "sha256") -> str:

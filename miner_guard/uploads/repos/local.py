@@ -14,6 +14,7 @@ from miner_guard.uploads.repos.base import (
     ObjectInfo,
     Repo,
     RepoError,
+    check_size,
     digest_of,
     published_state,
 )
@@ -57,6 +58,7 @@ class LocalRepo(Repo):
 
     def read(self, key: str, limit: int) -> Iterator[bytes]:
         with self._reported(self._path(key)) as path, path.open("rb") as file:
+            check_size(key, path.stat().st_size, limit)
             while block := file.read(BLOCK_BYTES):
                 yield block
 

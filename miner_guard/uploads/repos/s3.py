@@ -18,6 +18,7 @@ from miner_guard.uploads.repos.base import (
     RepoError,
     RepoRefused,
     RepoUnreadable,
+    check_size,
     first_line,
     server_time,
 )
@@ -58,9 +59,7 @@ class S3Repo(Repo):
     def read(self, key: str, limit: int) -> Iterator[bytes]:
         answer = self._call(self._client.get_object, Key=key)
         with contextlib.closing(answer["Body"]) as body:
-            if answer["ContentLength"] > limit:
-                size = answer["ContentLength"]
-                raise RepoError(f"{key} is {size} bytes, over the limit of {limit}")
+            check_size(key, answer["ContentLength"], limit)
             while block := self._guarded(lambda: body.read(BLOCK_BYTES)):
                 yield block
 
