@@ -170,7 +170,9 @@ def audit(
 
     place = options.open_context(config, name, state_dir)
     watched, limits = _watched(place)
-    inputs = auditing.Known(shapes.read(place.state.shapes), allreduce=_last_allreduce(place.state))
+    inputs = auditing.AuditInputs(
+        shapes.read(place.state.shapes), allreduce=_last_allreduce(place.state)
+    )
     with working("reading the published files"):
         report = auditing.audit_repo(
             watched.repo, watched.chain, Limits.of(watched.gate, limits), inputs

@@ -22,7 +22,7 @@ from miner_guard.config import RepoSettings
 from miner_guard.demo.model import SHAPE, OuterOptimizer
 from miner_guard.uploads.repos import open_repo
 from miner_guard.uploads.repos.base import METADATA, ObjectInfo, RepoError
-from miner_guard.validators.layout import USUAL
+from miner_guard.validators.files import USUAL
 
 RUN = 1
 BLOCK_S = 12

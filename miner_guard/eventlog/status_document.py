@@ -133,7 +133,7 @@ class RepoStatus(Section):
 
 @dataclass(frozen=True)
 class ForecastStatus(Section):
-    """The fields of `miner_guard.uploads.watch.Forecast`."""
+    """The fields of `miner_guard.uploads.pushes.Forecast`."""
 
     min_inner_step: int | None = None
     eta_s: float | None = None

@@ -32,10 +32,9 @@ from miner_guard.validators.facts import (
     Verdict,
     fingerprint,
 )
+from miner_guard.validators.files import Layout, RootMetadata, read_inner_step
 from miner_guard.validators.inspection import inspect_file
-from miner_guard.validators.layout import Layout
 from miner_guard.validators.limits import Limits, in_force
-from miner_guard.validators.metadata import RootMetadata, read_inner_step
 from miner_guard.validators.shapes import Shapes
 
 
@@ -118,7 +117,7 @@ class FetchChild:
 
 
 @dataclass(frozen=True)
-class Known:
+class AuditInputs:
     """The inputs to an audit other than the repo and the chain."""
 
     model: Shapes | None = None
@@ -131,12 +130,12 @@ class Known:
 
 
 def audit_repo(
-    repo: RepoSettings, on: ChainSettings, limits: Limits, known: Known | None = None
+    repo: RepoSettings, on: ChainSettings, limits: Limits, inputs: AuditInputs | None = None
 ) -> AuditReport:
     """Read the chain, if one is configured, and audit the repo accordingly. Never raises."""
-    known = known or Known()
+    inputs = inputs or AuditInputs()
     if on.network is None:
-        return run(repo, limits, Network(reason="no [chain] configured"), known=known)
+        return run(repo, limits, Network(reason="no [chain] configured"), inputs=inputs)
     seen = chain.query(on)
     ahead = chain.progress(repo, limits, seen.master_commitment)
     network = chain.network_of(
@@ -148,8 +147,8 @@ def audit_repo(
     )
     if limits.alive_timeout_s is not None and seen.reason is None:
         axon = chain.reach(seen.axon, limits.alive_timeout_s)
-        known = dataclasses.replace(known, axon=axon)
-    return run(repo, limits, network, seen.commitment, known=known)
+        inputs = dataclasses.replace(inputs, axon=axon)
+    return run(repo, limits, network, seen.commitment, inputs=inputs)
 
 
 def run(
@@ -158,7 +157,7 @@ def run(
     network: Network,
     commitment: str | None = None,
     *,
-    known: Known | None = None,
+    inputs: AuditInputs | None = None,
     child: FetchChild | None = None,
 ) -> AuditReport:
     """Audit the repo. `commitment`: the hotkey's on-chain commitment, if known. Never raises."""
@@ -178,8 +177,9 @@ def run(
         report = AuditReport("rejected", words, (verdict,), credentials="commitment")
     else:
         access = _Access(keys, (configured(repo) or {}).get("R2_ACCOUNT_ID"))
-        rules, known, child = in_force(limits, network), known or Known(), child or FetchChild()
-        report = _Audit(repo, rules, network, access, known, child).report()
+        inputs, child = inputs or AuditInputs(), child or FetchChild()
+        audit = _Audit(repo, in_force(limits, network), network, access, inputs, child)
+        report = audit.report()
     return dataclasses.replace(report, read_from=limits.read_from, not_checked=limits.not_checked)
 
 
@@ -232,7 +232,7 @@ class _Audit:
     limits: Limits
     network: Network
     access: _Access
-    known: Known
+    inputs: AuditInputs
     child: FetchChild
     start: float = field(default_factory=time.monotonic)
 
@@ -280,8 +280,8 @@ class _Audit:
         facts = dataclasses.replace(
             facts,
             tried=self.access.keys is not None,
-            axon=self.known.axon,
-            allreduce=self.known.allreduce,
+            axon=self.inputs.axon,
+            allreduce=self.inputs.allreduce,
         )
         verdicts = rules.audit_verdicts(facts, self.limits)
         unseen = rules.unseen_facts(facts, self.limits)
@@ -312,7 +312,7 @@ class _Audit:
             "names": {"uid": self.network.uid},
             "folder": folder,
             "max_bytes": min(limits.gradients_max_bytes or MAX_BYTES, MAX_BYTES),
-            "known": self.known.memory.unchanged(self.known.model),
+            "known": self.inputs.memory.unchanged(self.inputs.model),
             "layout": dataclasses.asdict(Layout.of(limits)),
         }
         return probe.ask("miner_guard.uploads.repos.child", request, self.child.deadline_s, env=env)
@@ -325,13 +325,13 @@ class _Audit:
             )
             return {"problems": [missing], "params": 0}
         if fetched.get("unchanged"):
-            return self.known.memory.report
+            return self.inputs.memory.report
         size, max_bytes = int(fetched.get("size_bytes") or 0), self.limits.gradients_max_bytes
         if fetched.get("file") is not None:
             path = Path(str(fetched["file"]))
-            model = self.known.model
+            model = self.inputs.model
             found = inspect_file(path, self.limits, shapes=model, python=self.child.python)
-            self.known.memory.inspected(fetched, model, found)
+            self.inputs.memory.inspected(fetched, model, found)
             return found
         if max_bytes is not None and size > max_bytes:
             return {

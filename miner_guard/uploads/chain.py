@@ -24,7 +24,7 @@ from miner_guard.system import probe
 from miner_guard.uploads.repos.base import RepoError
 from miner_guard.uploads.repos.credentials import find
 from miner_guard.validators.facts import Axon, Network, fingerprint
-from miner_guard.validators.layout import Layout
+from miner_guard.validators.files import Layout
 from miner_guard.validators.limits import Limits
 
 # the hotkey's neuron

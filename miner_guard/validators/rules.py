@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 
 from miner_guard.validators.facts import Facts, Network, Published, Verdict
+from miner_guard.validators.files import RootMetadata, mixed, read_inner_step
 from miner_guard.validators.limits import Limits
-from miner_guard.validators.metadata import RootMetadata, mixed, read_inner_step
 
 Judge = Callable[[Facts, Limits], Verdict]
 Rule = tuple[str, Judge]

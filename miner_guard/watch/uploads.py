@@ -41,11 +41,17 @@ from miner_guard.system.once import OncePer
 from miner_guard.uploads import gate
 from miner_guard.uploads.chain import commitment_of, configured
 from miner_guard.uploads.gate import GateInputs, Watched
+from miner_guard.uploads.pushes import (
+    DecisionNotifier,
+    ForecastWatch,
+    Reported,
+    RepoWatch,
+    note_of,
+    verify,
+)
 from miner_guard.uploads.repos import look_at
-from miner_guard.uploads.verify import Reported, verify
-from miner_guard.uploads.watch import DecisionNotifier, ForecastWatch, RepoWatch, note_of
 from miner_guard.validators.facts import AllReduce, Network, Published, fingerprint
-from miner_guard.validators.layout import Layout
+from miner_guard.validators.files import Layout
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.profiles import chosen, limits_of, network_of
 from miner_guard.watch.base import Context, Exit, Monitor
@@ -57,7 +63,7 @@ three times."""
 
 
 @dataclass(frozen=True)
-class Begun:
+class PendingPush:
     """A push that has not been reported as complete yet."""
 
     entry: UploadEntry
@@ -166,7 +172,7 @@ class UploadsMonitor(Monitor):
         self._outage = WriteOutage("gate-inputs.json", "; the gate treats the repo as unknown")
         self._watched = Watched.of(config)
         self._dead = network_of(config.miner)
-        self._began: dict[str, Begun] = {}
+        self._began: dict[str, PendingPush] = {}
         self._pushes: list[Push] = []
         self._unsettled: list[UploadEntry] = []
         self._last: dict[str, Any] = dict.fromkeys(
@@ -294,7 +300,7 @@ class UploadsMonitor(Monitor):
         now = self.context.clock.monotonic()
         if entry.phase == "started":
             with self._mutex:
-                self._began[decision] = Begun(entry, entry.t or now, self._watch.latest)
+                self._began[decision] = PendingPush(entry, entry.t or now, self._watch.latest)
             yield event(
                 "upload_started",
                 "info",
@@ -305,7 +311,9 @@ class UploadsMonitor(Monitor):
             return
         seconds = entry.seconds
         with self._mutex:
-            guessed = Begun(entry, None if seconds is None else now - seconds, self._watch.latest)
+            guessed = PendingPush(
+                entry, None if seconds is None else now - seconds, self._watch.latest
+            )
         begun = self._began.pop(decision, guessed) if decision else guessed
         if entry.phase == "failed":
             self._store(entry, "failed", error=entry.error)
@@ -555,7 +563,7 @@ class PrintedUploadsMonitor(Monitor):
 
 
 if TYPE_CHECKING:
-    from miner_guard.uploads.audit import AuditReport, Known
+    from miner_guard.uploads.audit import AuditInputs, AuditReport
 
 _EVERY_S = 600.0
 _REPEAT_S = 3600.0
@@ -571,7 +579,7 @@ class AuditMonitor(Monitor):
         super().__init__(context)
         config = context.config
         self._limits = Limits.of(config.gate, limits_of(config.miner))
-        self._known: Known | None = None
+        self._inputs: AuditInputs | None = None
         self._allreduce: AllReduce | None = None
         self._running = threading.Lock()
         self._reports = OncePer(_REPEAT_S)
@@ -605,11 +613,11 @@ class AuditMonitor(Monitor):
         from miner_guard.validators import shapes
 
         config = self.context.config
-        if self._known is None:
-            self._known = audit.Known()
+        if self._inputs is None:
+            self._inputs = audit.AuditInputs()
         model = shapes.read(self.context.state.shapes)
-        known = replace(self._known, model=model, allreduce=self._allreduce)
-        return audit.audit_repo(config.repo, config.chain, self._limits, known)
+        inputs = replace(self._inputs, model=model, allreduce=self._allreduce)
+        return audit.audit_repo(config.repo, config.chain, self._limits, inputs)
 
 
 def interval_s(config: Config) -> float:

@@ -111,7 +111,7 @@ class Ours:
             region="us-east-1",
             endpoint=self._server.endpoint.format(account=states.ACCOUNT),
         )
-        return audit.run(repo, limits, network, state.commitment, known=audit.Known(SHAPES))
+        return audit.run(repo, limits, network, state.commitment, inputs=audit.AuditInputs(SHAPES))
 
 
 def expected(real: Mapping[str, Any]) -> str:

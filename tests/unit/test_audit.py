@@ -125,15 +125,20 @@ def test_gradients_that_have_not_changed_are_not_fetched_again(tmp_path: Path) -
     publish(tmp_path)
     repo, memory = RepoSettings(kind="local", path=str(tmp_path)), AuditMemory()
     size = (tmp_path / "epoch-56" / "gradients.pt").stat().st_size
-    reports = [audit.run(repo, FLAT, chain(), known=audit.Known(memory=memory)) for _ in range(2)]
+    reports = [
+        audit.run(repo, FLAT, chain(), inputs=audit.AuditInputs(memory=memory)) for _ in range(2)
+    ]
     assert [r.outcome for r in reports] == ["accepted", "accepted"]
     assert reports[0].fetched_bytes > size > reports[1].fetched_bytes > 0
     # A different file, or a different model to compare it with, causes another inspection.
     publish(tmp_path, wvals=torch.tensor([float("nan"), 1.0]))
-    assert audit.run(repo, FLAT, chain(), known=audit.Known(memory=memory)).outcome == "rejected"
+    assert (
+        audit.run(repo, FLAT, chain(), inputs=audit.AuditInputs(memory=memory)).outcome
+        == "rejected"
+    )
     publish(tmp_path)
     fetched = [
-        audit.run(repo, FLAT, chain(), known=audit.Known(model, memory)).fetched_bytes
+        audit.run(repo, FLAT, chain(), inputs=audit.AuditInputs(model, memory)).fetched_bytes
         for model in (None, Shapes({"w": (2,)}))
     ]
     assert min(fetched) > size
@@ -281,7 +286,7 @@ class Bench:
     """The monitor with a faked audit."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, **repo: Any) -> None:
-        self.jobs, self.emitted, self.asked = JobsLater(), list[Event](), list[audit.Known]()
+        self.jobs, self.emitted, self.asked = JobsLater(), list[Event](), list[audit.AuditInputs]()
         self.report = audit.AuditReport("accepted", "epoch 56")
         patch.setattr(audit, "audit_repo", self._look)
         config = Config(
@@ -293,8 +298,10 @@ class Bench:
             context(folder, config=config, clock=FakeClock(), emit=emit, jobs=self.jobs)
         )
 
-    def _look(self, _repo: object, _chain: object, _limits: object, known: audit.Known) -> Any:
-        self.asked.append(known)
+    def _look(
+        self, _repo: object, _chain: object, _limits: object, inputs: audit.AuditInputs
+    ) -> Any:
+        self.asked.append(inputs)
         return self.report
 
     def finds(self, event: Event) -> None:
@@ -339,5 +346,5 @@ def test_the_audit_knows_how_the_last_allreduce_ended(
     bench.jobs.repeated["audit"]()
     bench.finds(make_finding("allreduce_ended", outcome="finished", reason=None))
     bench.jobs.repeated["audit"]()
-    allreduces = [known.allreduce for known in bench.asked]
+    allreduces = [inputs.allreduce for inputs in bench.asked]
     assert allreduces == [None, AllReduce("no group"), AllReduce(None)]

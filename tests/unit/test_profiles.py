@@ -20,7 +20,7 @@ from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
 from miner_guard.uploads.gate import decide, unknown
 from miner_guard.validators.facts import Candidate
-from miner_guard.validators.layout import USUAL, Layout
+from miner_guard.validators.files import USUAL, Layout
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.profiles import checks, load_profile, names
 from miner_guard.validators.profiles.checks import PATTERNS

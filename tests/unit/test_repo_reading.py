@@ -13,7 +13,7 @@ from miner_guard.uploads.repos import look_at
 from miner_guard.uploads.repos.base import METADATA, RepoError
 from miner_guard.uploads.repos.credentials import find, first, parse_dotenv
 from miner_guard.uploads.repos.local import LocalRepo
-from miner_guard.validators.layout import Layout
+from miner_guard.validators.files import Layout
 from miner_guard.validators.limits import Limits
 
 

@@ -21,7 +21,7 @@ from miner_guard.record.store import RunReader, RunStore, event_row
 from miner_guard.system.clock import iso_utc
 from miner_guard.uploads import gate
 from miner_guard.uploads.gate import decide
-from miner_guard.uploads.watch import DecisionNotifier, RepoWatch, forecast
+from miner_guard.uploads.pushes import DecisionNotifier, RepoWatch, forecast
 from miner_guard.validators.facts import Candidate, Published
 from miner_guard.watch import uploads as module
 from miner_guard.watch.base import Exit

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miner_guard.record.redaction import MASK
-from miner_guard.uploads.verify import Reported, verify
+from miner_guard.uploads.pushes import Reported, verify
 from miner_guard.validators.facts import Published
 
 OLD = Published(age_s=900.0, reason=None, outer_step=56, inner_step=50, checksum="a" * 40)

@@ -12,7 +12,7 @@ from miner_guard.eventlog.status_document import NO_REPO
 from miner_guard.system import probe
 from miner_guard.uploads.repos.base import Repo, RepoError
 from miner_guard.validators.facts import Published
-from miner_guard.validators.layout import USUAL, Layout
+from miner_guard.validators.files import USUAL, Layout
 
 
 def open_repo(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Repo:

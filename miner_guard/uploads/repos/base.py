@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.validators.facts import Published
-from miner_guard.validators.layout import USUAL, Layout
-from miner_guard.validators.metadata import RootMetadata, mixed
+from miner_guard.validators.files import USUAL, Layout, RootMetadata, mixed
 
 METADATA = "metadata.json"
 """The root copy is the pointer that validators start from; each epoch's folder has a copy too."""

@@ -24,8 +24,7 @@ from miner_guard.uploads.repos.base import (
     RepoUnreadable,
     parsed,
 )
-from miner_guard.validators.layout import Layout, filled
-from miner_guard.validators.metadata import mixed
+from miner_guard.validators.files import Layout, filled, mixed
 from miner_guard.validators.rules import reduced_config
 
 

@@ -25,7 +25,7 @@ from miner_guard.uploads.repos.base import (
 )
 from miner_guard.uploads.repos.credentials import find, first
 from miner_guard.validators.facts import Published
-from miner_guard.validators.layout import USUAL, Layout
+from miner_guard.validators.files import USUAL, Layout
 
 T = TypeVar("T")
 

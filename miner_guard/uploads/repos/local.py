@@ -19,7 +19,7 @@ from miner_guard.uploads.repos.base import (
     published_state,
 )
 from miner_guard.validators.facts import Published
-from miner_guard.validators.layout import USUAL, Layout
+from miner_guard.validators.files import USUAL, Layout
 
 _SLACK_S = 5.0
 """Tolerance for rounded file times and for clock skew between a file server and this host."""
