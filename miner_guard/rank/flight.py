@@ -144,15 +144,17 @@ def copy(path: Path, record: mmap.mmap) -> None:
         _write_whole(path, record)
         return
     try:
+        # The rank goes on writing: a header read after the steps would count steps that the copy
+        # lacks, and later copies would begin after them.
+        header = record[: layout.HEADER_SIZE]
         in_copy = os.pread(file, layout.COUNTS.size, layout.COUNTS_OFFSET)
         old_steps, old_entries, *_ = layout.COUNTS.unpack(in_copy)
-        steps, entries, *_ = layout.COUNTS.unpack_from(record, layout.COUNTS_OFFSET)
+        steps, entries, *_ = layout.COUNTS.unpack_from(header, layout.COUNTS_OFFSET)
         for number in range(max(old_steps, steps - layout.RING_SLOTS), steps):
             _write(file, record, layout.step_offset(number), layout.STEP_SIZE)
         for number in range(max(old_entries, entries - layout.JOURNAL_SLOTS), entries):
             _write(file, record, layout.slot_offset(number), layout.SLOT_SIZE)
-        # Write the header last, so that it never counts a step that the copy lacks.
-        _write(file, record, 0, layout.HEADER_SIZE)
+        _write(file, header, 0, layout.HEADER_SIZE)
     finally:
         os.close(file)
 
@@ -190,7 +192,7 @@ def _write_whole(path: Path, record: mmap.mmap) -> None:
         os.close(file)
 
 
-def _write(file: int, record: mmap.mmap, offset: int, size: int) -> None:
+def _write(file: int, record: mmap.mmap | bytes, offset: int, size: int) -> None:
     if os.pwrite(file, record[offset : offset + size], offset) != size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

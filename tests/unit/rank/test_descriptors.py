@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from miner_guard.rank import dumps, layout
+from miner_guard.rank import dumps, flight, layout
 from miner_guard.rank.flight import FlightReader, FlightWriter, copy
 from miner_guard.rank.guard import Guard
+from miner_guard.rank.layout import StepRecord
 from miner_guard.rank.recorder import Notifier
 from miner_guard.state_dir import StateDir
 from miner_guard.system.sockets import address
@@ -95,6 +97,29 @@ def test_a_copy_that_others_changed_is_rewritten_completely(tmp_path: Path, dama
     assert path.read_bytes()[: layout.HEADER_SIZE].startswith(layout.MAGIC)
     assert [entry["n"] for _, entry in FlightReader(path).entries()] == [damage]
     assert len(held()) < len(before), "only the record was open, and it is closed"
+
+
+def test_a_copy_made_while_the_rank_goes_on_stepping_misses_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy's header once counted steps that were written after its steps had been copied, and
+    later copies began behind them."""
+    writer, whole = record(tmp_path), flight._write
+    copy(writer.path, writer.map)
+
+    def slow(*arguments: Any) -> None:
+        writer.append(StepRecord(start=1.0, end=2.0))
+        whole(*arguments)
+
+    monkeypatch.setattr(flight, "_write", slow)
+    for _ in range(3):
+        writer.append(StepRecord(start=1.0, end=2.0))
+        copy(writer.path, writer.map)
+    monkeypatch.undo()
+    copy(writer.path, writer.map)
+    written = writer._words[layout.STEPS]
+    writer.close()
+    assert [s.number for s in FlightReader(writer.path).steps()] == list(range(written))
 
 
 CONSOLE = """
