@@ -136,19 +136,19 @@ def audit_repo(
     inputs = inputs or AuditInputs()
     if on.network is None:
         return run(repo, limits, Network(reason="no [chain] configured"), inputs=inputs)
-    seen = chain.query(on)
-    ahead = chain.progress(repo, limits, seen.master_commitment)
+    reading = chain.query(on)
+    ahead = chain.progress(repo, limits, reading.master_commitment)
     network = chain.network_of(
-        seen,
+        reading,
         ahead,
         time.monotonic(),
         form=limits.commitment_form,
         per_allreduce=on.blocks_per_allreduce,
     )
-    if limits.alive_timeout_s is not None and seen.reason is None:
-        axon = chain.reach(seen.axon, limits.alive_timeout_s)
+    if limits.alive_timeout_s is not None and reading.reason is None:
+        axon = chain.reach(reading.axon, limits.alive_timeout_s)
         inputs = dataclasses.replace(inputs, axon=axon)
-    return run(repo, limits, network, seen.commitment, inputs=inputs)
+    return run(repo, limits, network, reading.commitment, inputs=inputs)
 
 
 def run(
@@ -330,9 +330,9 @@ class _Audit:
         if fetched.get("file") is not None:
             path = Path(str(fetched["file"]))
             model = self.inputs.model
-            found = inspect_file(path, self.limits, shapes=model, python=self.child.python)
-            self.inputs.memory.inspected(fetched, model, found)
-            return found
+            report = inspect_file(path, self.limits, shapes=model, python=self.child.python)
+            self.inputs.memory.inspected(fetched, model, report)
+            return report
         if max_bytes is not None and size > max_bytes:
             return {
                 "size_bytes": size,
@@ -377,5 +377,5 @@ def _facts(
         config=fetched.get("config") or {},
         metadata=metadata or {},
     )
-    own = fingerprint(commitment_of(configured(repo)))
-    return Facts(candidate, published, network, now, own, repo.bucket)
+    in_use = fingerprint(commitment_of(configured(repo)))
+    return Facts(candidate, published, network, now, in_use, repo.bucket)

@@ -144,8 +144,8 @@ def configured(repo: RepoSettings) -> dict[str, str] | None:
     except RepoError:
         # Opening the repo with these settings reports what is wrong with the file.
         return None
-    found = {name: keys.get(name, "").strip() for name in NAMES}
-    return found if all(found.values()) else None
+    values = {name: keys.get(name, "").strip() for name in NAMES}
+    return values if all(values.values()) else None
 
 
 def keys_of(commitment: str, form: Sequence[int]) -> dict[str, str] | None:
@@ -350,7 +350,7 @@ class Ten(BeforeEleven):
     """bittensor 10: its neurons lack trust and rank, but the chain's own rows may contain them."""
 
     def neurons(self, netuid: int) -> list[dict[str, Any]]:
-        found = super().neurons(netuid)
+        neurons = super().neurons(netuid)
         rows = (
             self._subtensor.query_runtime_api("NeuronInfoRuntimeApi", "get_neurons_lite", [netuid])
             or ()
@@ -358,7 +358,7 @@ class Ten(BeforeEleven):
         by_uid = {int(row["uid"]): row for row in rows}
         return [
             {**n, **{k: _share(by_uid.get(n["uid"], {}).get(k)) for k in ("trust", "rank")}}
-            for n in found
+            for n in neurons
         ]
 
 
@@ -376,8 +376,8 @@ class Eleven:
         return None if uid is None else int(uid)
 
     def commitment(self, netuid: int, uid: int, hotkey: str) -> str | None:
-        found = self._subtensor.identity.commitment(netuid=netuid, hotkey_ss58=hotkey)
-        return found.data if found else None
+        entry = self._subtensor.identity.commitment(netuid=netuid, hotkey_ss58=hotkey)
+        return entry.data if entry else None
 
     def neurons(self, netuid: int) -> list[dict[str, Any]]:
         neurons = self._subtensor.subnets.metagraph(netuid, commitments=False)
@@ -448,9 +448,9 @@ def _own(
         # The chain gives a deregistered hotkey's uid to the next hotkey.
         same = not row or row.get("hotkey") == hotkey
         names = ("incentive", "trust", "rank", "emission", "stake", "last_update", "axon")
-        own = {name: row.get(name) for name in names} if same else {}
+        fields = {name: row.get(name) for name in names} if same else {}
         commitment = ask("commitment", lambda: chain.commitment(netuid, uid, hotkey))
-        return {"uid": uid, "registered": same, **own, "commitment": commitment}
+        return {"uid": uid, "registered": same, **fields, "commitment": commitment}
     return {"uid": None, "registered": None if "uid" in errors else False}
 
 

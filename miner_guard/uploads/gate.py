@@ -208,11 +208,11 @@ def decide(
     raises, the upload is blocked, with the error as the reason."""
     facts, limits = Facts(candidate, now=now), Limits()
     try:
-        known = inputs.aged(now, settings.inputs_max_age_s)
+        current = inputs.aged(now, settings.inputs_max_age_s)
         facts = Facts(
-            candidate, known.published, known.network, now, known.credentials, known.bucket
+            candidate, current.published, current.network, now, current.credentials, current.bucket
         )
-        limits = in_force(Limits.of(settings, known.limits), known.network)
+        limits = in_force(Limits.of(settings, current.limits), current.network)
         verdicts = rules.evaluate_all(rules.gate_rules(facts, limits), facts, limits)
     except Exception as error:  # noqa: BLE001 -- an error in the gate must block every rank, not raise in rank 0
         verdicts = [rules.rule_error("gate", error)]

@@ -57,13 +57,13 @@ def forecast(
 
     `unscored`: validators give the published files no score, so each step of waiting earns nothing.
     """
-    left = max(min_inner_step - inner_step, 0)
+    steps = max(min_inner_step - inner_step, 0)
     costs = None
     if unscored and accepted_from is not None:
         needed = max(accepted_from - inner_step, 0)
-        costs = max(left - needed, 0) * step_s
+        costs = max(steps - needed, 0) * step_s
     stale_s = max(limit_s - age_s, 0.0)
-    return Forecast(min_inner_step, left * step_s, stale_s, accepted_from, costs)
+    return Forecast(min_inner_step, steps * step_s, stale_s, accepted_from, costs)
 
 
 AGE_EVERY_S = 300.0
@@ -129,11 +129,11 @@ class RepoWatch:
         yield from self.tick(now)
 
     def _emptied(self) -> str | None:
-        known = self._known
+        last = self._known
         return (
             None
-            if known is None
-            else f"nothing is published now (last seen: {known.revision or 'a revision'})"
+            if last is None
+            else f"nothing is published now (last seen: {last.revision or 'a revision'})"
         )
 
     def tick(self, now: float) -> Iterator[Event]:

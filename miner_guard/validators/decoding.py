@@ -259,7 +259,7 @@ def _check_shapes(
     into = tuple(values) if target is None else target
     if target is None and not into:
         return
-    given = f"indices of shape {list(index)} and values of shape {list(values)}"
+    headers = f"indices of shape {list(index)} and values of shape {list(values)}"
     meta = {"device": "meta"}
     try:
         zeros = torch.empty(into, dtype=dtype, **meta)
@@ -274,7 +274,7 @@ def _check_shapes(
             if target is None
             else f"do not fit a parameter decoded as {list(target)}"
         )
-        raise Unusable(f"{given} {fit}: {' '.join(str(error).split())[:80]}") from error
+        raise Unusable(f"{headers} {fit}: {' '.join(str(error).split())[:80]}") from error
 
 
 def _check_bounds(torch: Any, indices: Any, bound: int | None) -> None:

@@ -112,14 +112,14 @@ class RootMetadata:
     @classmethod
     def of(cls, document: Mapping[str, Any] | None) -> RootMetadata:
         """The document as read; never raises."""
-        known = document or {}
-        files = known.get(FILES)
+        fields = document or {}
+        files = fields.get(FILES)
         named = files.get("gradients.pt") if isinstance(files, Mapping) else None
         record = named if isinstance(named, Mapping) else {}
-        run = known.get("run")
+        run = fields.get("run")
         return cls(
-            _whole(known.get("outer_step")),
-            _whole(known.get("inner_step")),
+            _whole(fields.get("outer_step")),
+            _whole(fields.get("inner_step")),
             run if isinstance(run, (str, int)) else None,
             FileRecord(
                 _whole(record.get("size_bytes")),

@@ -208,8 +208,8 @@ class MappedFile:
     def __init__(self, path: str) -> None:
         mapped = f" {os.path.realpath(path)}\n"
         with open("/proc/self/maps") as file:
-            own = [line.split() for line in file if line.endswith(mapped)]
-        bounds = [[int(edge, 16) for edge in fields[0].split("-")] for fields in own]
+            lines = [line.split() for line in file if line.endswith(mapped)]
+        bounds = [[int(edge, 16) for edge in fields[0].split("-")] for fields in lines]
         self._ranges = [(first, last - first) for first, last in bounds]
         self._madvise = ctypes.CDLL(None, use_errno=True).madvise
         self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

@@ -641,12 +641,14 @@ def is_alive(facts: Facts, limits: Limits) -> Verdict:
 def allreduce(facts: Facts, limits: Limits) -> Verdict:
     """Judge how the miner's last AllReduce ended, according to its own log."""
     share, value = limits.allreduce_share, facts.allreduce
-    worth = "" if share is None else f" (AllReduces make up {share:.0%} of the score)"
+    of_score = "" if share is None else f" (AllReduces make up {share:.0%} of the score)"
     if value is None:
-        words = f"no AllReduce in the miner's log since the guard started{worth}"
+        words = f"no AllReduce in the miner's log since the guard started{of_score}"
         return _unknown(None, None, words)
     if value.error is not None:
-        words = f"the last AllReduce failed here: {value.error}{worth}; see the preceding log lines"
+        words = (
+            f"the last AllReduce failed here: {value.error}{of_score}; see the preceding log lines"
+        )
         return _warn(value.error, None, words)
     return _pass("finished", None, "the last AllReduce finished here")
 

@@ -409,12 +409,12 @@ class UploadsMonitor(Monitor):
         entry, now = push.entry, self.context.clock.monotonic()
         since = None if push.began is None else now - push.began
         reported = Reported(*steps_of(entry), since, tag_of(entry), entry.bytes, entry.checksum)
-        seen = verify(push.before, published, reported)
+        result = verify(push.before, published, reported)
         checks = push.checks + 1
         if (
-            not seen.superseded
-            and checks < (2 if seen.verified is False else len(VERIFY_AFTER_S))
-            and not seen.verified
+            not result.superseded
+            and checks < (2 if result.verified is False else len(VERIFY_AFTER_S))
+            and not result.verified
         ):
             with self._mutex:
                 self._pushes.append(replace(push, due=now + VERIFY_AFTER_S[checks], checks=checks))
@@ -422,7 +422,7 @@ class UploadsMonitor(Monitor):
         self._probed(published, began)
         self._unsettled.remove(entry)
         tag = tag_of(entry) or published.revision
-        if seen.verified:
+        if result.verified:
             self._store(
                 entry,
                 "verified",
@@ -430,7 +430,7 @@ class UploadsMonitor(Monitor):
                 checksum=published.checksum,
                 bytes=entry.bytes if published.size_bytes is None else published.size_bytes,
             )
-            detail = f"{seen.detail}, {took(entry)}"
+            detail = f"{result.detail}, {took(entry)}"
             self.context.emit(
                 event(
                     "upload_succeeded",
@@ -440,23 +440,23 @@ class UploadsMonitor(Monitor):
                     detail=detail,
                 )
             )
-        elif seen.superseded:
-            self._store(entry, "superseded", error=seen.detail)
-            self.context.emit(not_verified(entry, tag, seen.detail))
-        elif seen.verified is None:
-            self._store(entry, "reported", error=seen.detail)
+        elif result.superseded:
+            self._store(entry, "superseded", error=result.detail)
+            self.context.emit(not_verified(entry, tag, result.detail))
+        elif result.verified is None:
+            self._store(entry, "reported", error=result.detail)
             self.context.emit(
                 event(
                     "upload_unverified",
                     "warning",
-                    f"UPLOAD UNVERIFIED: tag {tag}: reported as pushed, but {seen.detail}",
+                    f"UPLOAD UNVERIFIED: tag {tag}: reported as pushed, but {result.detail}",
                     tag=tag,
-                    reason=f"reported as pushed, but {seen.detail}",
+                    reason=f"reported as pushed, but {result.detail}",
                 )
             )
         else:
-            self._store(entry, "refuted", error=seen.detail, checksum=published.checksum)
-            reason = f"reported as pushed, but {seen.detail} (tag {tag}). Upload again"
+            self._store(entry, "refuted", error=result.detail, checksum=published.checksum)
+            reason = f"reported as pushed, but {result.detail} (tag {tag}). Upload again"
             self.context.emit(
                 event("upload_failed", "error", f"UPLOAD FAILED: {reason}", reason=reason)
             )
@@ -468,8 +468,8 @@ class UploadsMonitor(Monitor):
             | more
         )
         wall = self.context.clock.wall()
-        known = {**row, "outcome": outcome, "wall": wall}
-        self._last["upload"] = LastUpload.from_json(known)
+        shown = {**row, "outcome": outcome, "wall": wall}
+        self._last["upload"] = LastUpload.from_json(shown)
         self._write(upload_row(wall, outcome, **row))
 
     def on_stop(self) -> Iterable[Event]:

@@ -181,21 +181,21 @@ def parsed(key: str, data: bytes) -> dict[str, Any]:
     as UTF-8.
     """
     try:
-        found = json.loads(data if key.rpartition("/")[2] == METADATA else data.decode("utf-8"))
+        document = json.loads(data if key.rpartition("/")[2] == METADATA else data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{key} is not JSON ({error}); publish again") from error
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise Damaged(f"{key} is not a JSON object; publish again")
-    return found
+    return document
 
 
 def published_state(repo: Repo, now: float, layout: Layout = USUAL) -> Published:
     """Implements `Repo.state`; `now` (this host's wall time) is used only as `seen_at`."""
     for _ in range(LOOKS):
-        seen = _seen_once(repo, now, layout)
-        if mixed(seen.metadata, seen.size_bytes, seen.checksum) is None:
+        state = _seen_once(repo, now, layout)
+        if mixed(state.metadata, state.size_bytes, state.checksum) is None:
             break
-    return seen
+    return state
 
 
 def _seen_once(repo: Repo, now: float, layout: Layout) -> Published:
@@ -214,7 +214,7 @@ def _seen_once(repo: Repo, now: float, layout: Layout) -> Published:
         )
     outer = layout.outer_step_of(entry.key) if layout.metadata is None else named
     inner, run = root.inner_step, root.run
-    known = None not in (run, outer, inner)
+    complete = None not in (run, outer, inner)
     described = layout.outer_step_of(entry.key)
     config = None if described is None else layout.config_of(described)
     return Published(
@@ -223,7 +223,7 @@ def _seen_once(repo: Repo, now: float, layout: Layout) -> Published:
         seen_at=now,
         outer_step=outer,
         inner_step=inner,
-        revision=f"{run}.{outer}.{inner}" if known else None,
+        revision=f"{run}.{outer}.{inner}" if complete else None,
         size_bytes=entry.size_bytes,
         checksum=entry.checksum,
         metadata=metadata,
@@ -238,5 +238,5 @@ def _gradients(repo: Repo, outer_step: int | None, layout: Layout) -> ObjectInfo
             return repo.head(key)
         except Missing:
             return None
-    found = [e for e in repo.list(layout.prefix) if layout.outer_step_of(e.key) is not None]
-    return min(found, key=lambda e: e.age_s, default=None)
+    entries = [e for e in repo.list(layout.prefix) if layout.outer_step_of(e.key) is not None]
+    return min(entries, key=lambda e: e.age_s, default=None)

@@ -69,7 +69,7 @@ def first(keys: Mapping[str, str], *names: str) -> str | None:
 def parse_dotenv(text: str) -> dict[str, str]:
     """Assignments in a `.env` file: `export`, quotes and comments as in python-dotenv; no
     interpolation."""
-    found = {}
+    assignments = {}
     for line in text.splitlines():
         match = _LINE.fullmatch(line)
         if match is None or line.lstrip().startswith("#"):
@@ -79,8 +79,8 @@ def parse_dotenv(text: str) -> dict[str, str]:
             value = value[1:].partition(value[0])[0]
         else:
             value = re.split(r"\s+#", value, maxsplit=1)[0]
-        found[name] = value
-    return found
+        assignments[name] = value
+    return assignments
 
 
 def _parse_toml(path: Path, text: str) -> dict[str, str]:

@@ -91,14 +91,14 @@ class HubRepo(Repo):
     def _modified(self, key: str) -> float:
         """Time of the last commit that changed this file: a README commit must not make gradients
         look fresh."""
-        found = self._guarded(
+        paths = self._guarded(
             lambda: self._api.get_paths_info(
                 self._repo_id, [key], expand=True, revision=self._revision
             )
         )
-        if not found:
+        if not paths:
             raise Missing(f"repo {self._repo_id} has no such file")
-        modified: float = found[0].last_commit.date.timestamp()
+        modified: float = paths[0].last_commit.date.timestamp()
         return modified
 
     def read(self, key: str, limit: int) -> Iterator[bytes]:
