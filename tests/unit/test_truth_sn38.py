@@ -18,11 +18,13 @@ requires.module("boto3")
 torch = pytest.importorskip("torch", reason="gradients.pt is torch's format")
 
 from miner_guard.config import GateSettings  # noqa: E402
+from miner_guard.uploads.gate import GateInputs, decide  # noqa: E402
 from miner_guard.validators.decoding import contents  # noqa: E402
+from miner_guard.validators.facts import Candidate  # noqa: E402
 from miner_guard.validators.limits import Limits  # noqa: E402
 from miner_guard.validators.profiles import load_profile  # noqa: E402
 from tests.truth import states  # noqa: E402 - needs torch
-from tests.truth.ours import SHAPES, STAND_IN, Ours, expected  # noqa: E402
+from tests.truth.ours import SHAPES, STAND_IN, Ours, expected, inspect  # noqa: E402
 from tests.truth.server import Server  # noqa: E402
 
 TABLE = Path(__file__).parents[1] / "truth" / "sn38.jsonl"
@@ -76,18 +78,23 @@ IN_MEMORY = [
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_before_it_is_written_a_gradient_is_judged_as_validators_judge_the_file() -> None:
-    """A gradient that scores zero must not go out, and one that would score must not be held
-    back."""
+def test_hook_and_command_judge_a_gradient_as_validators_judge_the_file(tmp_path: Path) -> None:
+    """A gradient that scores zero must not go out, and one that would score must not be held back:
+    the hook judges the dictionary before it is written, `miner-guard gate` the file."""
     limits = Limits.of(GateSettings(), {**load_profile("sn38").limits, **STAND_IN})
-    wrong = []
+    path, wrong = tmp_path / "gradients.pt", []
     for line in IN_MEMORY:
         document = states.compressed()
         for pattern, expression in line["gradients"].items():
             document = states.edited(document, pattern, expression)
-        problems = contents(torch, document, limits, SHAPES)["problems"]
-        if bool(problems) != (expected(line["real"][VERSION]) == "rejected"):
-            wrong.append(f"{line['case']}: {problems}")
+        torch.save(document, path)
+        real = expected(line["real"][VERSION]) == "rejected"
+        for report in (contents(torch, document, limits, SHAPES), inspect(path, limits, SHAPES)):
+            inputs = GateInputs(limits={**load_profile("sn38").limits, **STAND_IN})
+            candidate = Candidate("gradient", 56, 84, files=report)
+            decision = decide(candidate, inputs, GateSettings(), now=0.0, wall=0.0)
+            if decision.allowed == real:
+                wrong.append(f"{line['case']}: {decision.reason}")
     assert not wrong, "\n".join(wrong)
     assert len(IN_MEMORY) >= 150
 
