@@ -96,7 +96,7 @@ def metrics() -> str:
     from tests.support.metric_sample import full_status
 
     rows = ["# Metrics", "", "| metric | type | meaning |", "|---|---|---|"]
-    for family in families(full_status(), version="", age_s=0.0):
+    for family in families(full_status(), version=""):
         rows.append(f"| `{family.name}` | {family.type} | {_cell(family.documentation)} |")
     return "\n".join(rows)
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miner_guard.eventlog.status_document import StatusDocument, StepsStatus, UploadsStatus
+from miner_guard.eventlog.status_document import (
+    RunState,
+    StatusDocument,
+    StepsStatus,
+    UploadsStatus,
+)
 from miner_guard.record.words import counted
 
 WIDTH = 200
@@ -13,8 +18,6 @@ PREFIX = len("2026-01-02T03:04:05.678Z | INFO | guard | HEALTH ")
 """Length of the console's text before the summary: time, level, source and `HEALTH `."""
 
 _GIB = 1024**3
-_ALARMING = ("not earning", "degraded")
-"""Verdicts to show in the line; the others would only repeat the miner's state."""
 
 Part = Mapping[str, Any]
 
@@ -30,11 +33,13 @@ def assemble(
     """Assemble the snapshot. Unknown values are null, with the reason for each under `unknown`, by
     name."""
     status = StatusDocument.from_json(document)
-    steps, costs = status.steps, status.costs
+    steps, costs, state = status.steps, status.costs, status.verdict or RunState()
     return {
         "miner": {
             "state": status.state,
-            "verdict": status.verdict and status.verdict.state,
+            "life": state.life,
+            "health": state.health,
+            "earning": state.earning,
             "pid": status.miner_pid,
             "attempt": status.attempt,
             "restarts": status.restarts,
@@ -94,10 +99,11 @@ def number(value: Any, spec: str = "", unit: str = "") -> str:
 
 
 def _miner(miner: Part) -> str:
-    words = [f"{miner['state'] or 'unknown'}"]
-    if miner.get("verdict") in _ALARMING:
-        # To the operating system, a miner that hangs is still "running".
-        words.append(str(miner["verdict"]).upper())
+    words = [f"{miner['life'] or miner['state'] or 'unknown'}"]
+    if miner.get("health") not in (None, "well"):
+        words.append(str(miner["health"]).upper())
+    if miner.get("earning") in ("at risk", "no"):
+        words.append("EARNING AT RISK" if miner["earning"] == "at risk" else "NOT EARNING")
     if miner["inner_step"] is not None:
         words.append(f"step {number(miner['outer_step'])}.{miner['inner_step']}")
         words.append(f"loss {number(miner['loss'], '.2f')}")

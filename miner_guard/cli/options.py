@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from miner_guard.cli.output import echo
 from miner_guard.exits import CONFIG, FAILED, USAGE, Refused
 from miner_guard.state_dir import StateDir, distrust
 from miner_guard.system.clock import iso_utc, parse_iso_utc
-from miner_guard.system.sockets import address
 
 if TYPE_CHECKING:
     from miner_guard.config import RepoSettings
@@ -229,6 +227,8 @@ def find_guard(name: str | None, state_dir: str | None) -> StateDir:
     guards are running, 78 for an invalid name.
     """
     usual = choose_state(DEFAULT_NAME if name is None else name, state_dir)
+    from miner_guard.eventlog.status_document import listens
+
     if is_named(name, state_dir) or listens(usual):
         return usual
     running = running_guards()
@@ -254,6 +254,8 @@ def is_named(name: str | None, state_dir: str | None) -> bool:
 
 def running_guards() -> list[StateDir]:
     """Find this user's running guards by the lock files that their processes hold open."""
+    from miner_guard.eventlog.status_document import listens
+
     roots = {path.parent for pid in _guard_pids() for path in _open_files(pid) if _is_lock(path)}
     return [
         state
@@ -296,20 +298,6 @@ def check_version(answer: Mapping[str, Any]) -> None:
             "the guard to update it",
             err=True,
         )
-
-
-def listens(state: StateDir) -> bool:
-    """Return True if a guard is running in this state directory."""
-    try:
-        with (
-            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client,
-            address(state.control) as name,
-        ):
-            client.settimeout(1.0)
-            client.connect(name)
-    except OSError:
-        return False
-    return True
 
 
 def _guard_pids() -> Iterator[int]:

@@ -23,24 +23,23 @@ from miner_guard.eventlog.status_document import (
     StepsStatus,
     UploadsStatus,
     read_status,
-    status_age_s,
 )
 from miner_guard.record.store import RunReader, StoredEvent
 from miner_guard.record.words import percentages, visible
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import iso_utc, parse_iso_utc
-from miner_guard.watch.state import (
-    DEGRADED,
-    EARNING,
-    NOT_EARNING,
-    STOPPED,
-    UNKNOWN,
+from miner_guard.watch.state_words import (
+    GREEN,
+    GREY,
+    RED,
+    WORST_FIRST,
+    YELLOW,
     advice,
+    freshness,
     headline,
-    is_silent,
-    miner_state,
+    is_live,
+    read_state,
     share_words,
-    shown,
     time_of_reading,
     week_of,
 )
@@ -52,16 +51,12 @@ if TYPE_CHECKING:
 _CELLS_OF_A_WEEK = 28
 """Each cell covers six hours, or less if the record is shorter."""
 
-WEEK_MARKS = {EARNING: "█#", DEGRADED: "▅+", UNKNOWN: "??", NOT_EARNING: "▁!", STOPPED: "xx"}
-"""The mark for each verdict in a cell of the week, in Unicode and in ASCII. The marks can be told
+WEEK_MARKS = {GREEN: "█#", YELLOW: "▅+", RED: "▁!", GREY: "░-"}
+"""The mark for each colour in a cell of the week, in Unicode and in ASCII. The marks can be told
 apart without colour."""
 
 _NO_MARK = "·."
 _GIB = 1024**3
-_OLD_S = 7.0
-"""A status older than this is marked as old, because even an idle guard writes one every five
-seconds."""
-
 _STEPS_READ = 512
 _EVENTS_READ = 500
 _NOT_LISTED = frozenset({"inner_step", "health_snapshot"})
@@ -71,29 +66,18 @@ _BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 _FEW_RANKS = 9
 """On a small screen, a page of ranks shows at least this many."""
 
-_URGENCY = ("STOPPED", "NOT EARNING", "UNKNOWN", "EARNING NOT PROVEN", "DEGRADED", "STILL")
-"""Beginnings of headlines, worst first."""
-
-_RED, _YELLOW, _GREEN = "bold red", "yellow", "green"
+_RICH = {RED: "bold red", YELLOW: "yellow", GREEN: "green", GREY: "dim"}
 _STYLES = (
-    (r"^(NOT EARNING|STOPPED)", _RED),
-    (r"^(STILL EARNING, degraded|DEGRADED)", _YELLOW),
-    (r"^(EARNING NOT PROVEN|UNKNOWN)", _YELLOW),
-    (r"^EARNING", _GREEN),
-    (r"(?<=^gate   )BLOCKED", _RED),
-    (r"(?<=^repo   ).*\(STALE\)", _RED),
-    (r"^\S+ (critical|error) ", _RED),
-    (r"^\S+ warning ", _YELLOW),
-    (r"(?<=^loss   )(NaN|-?Infinity)", _RED),
+    (r"(?<=^gate   )BLOCKED", _RICH[RED]),
+    (r"(?<=^repo   ).*\(STALE\)", _RICH[RED]),
+    (r"^\S+ (critical|error) ", _RICH[RED]),
+    (r"^\S+ warning ", _RICH[YELLOW]),
+    (r"(?<=^loss   )(NaN|-?Infinity)", _RICH[RED]),
 )
-"""What is coloured on the screen."""
+"""What is coloured on the screen below the headline."""
 
 _WEEK = re.compile(r"^week   (\S+)")
-_CELL_STYLES = {
-    **dict.fromkeys("█#", _GREEN),
-    **dict.fromkeys("▅+?", _YELLOW),
-    **dict.fromkeys("▁!x", _RED),
-}
+_CELL_STYLES = {mark: _RICH[colour] for colour, marks in WEEK_MARKS.items() for mark in marks}
 
 
 @dataclass(frozen=True)
@@ -113,6 +97,8 @@ class View:
     """Which page of ranks."""
 
     events: list[str] = field(default_factory=list)
+    colour: str = GREY
+    """The headline's."""
 
     def press(self, key: str) -> bool:
         """Apply a key; returns False if it quits."""
@@ -135,14 +121,16 @@ def show(state: StateDir, every: float, *, once: bool, ascii_only: bool) -> None
 
     console, view = Console(), View()
     if once or not console.is_terminal or console.is_dumb_terminal:
-        print_lines(read(state, console.width, None, view, ascii_only=ascii_only), console.width)
+        rows = read(state, console.width, None, view, ascii_only=ascii_only)
+        print_lines(rows, console.width, view.colour)
         return
-    rows: list[str] = []
+    rows = []
     with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             if not view.paused or not rows:
                 rows = read(state, console.width, console.height, view, ascii_only=ascii_only)
-            live.update(painted([*rows[:-1], view.foot()[: console.width]]), refresh=True)
+            whole = painted([*rows[:-1], view.foot()[: console.width]], view.colour)
+            live.update(whole, refresh=True)
             if not all(view.press(key) for key in pressed(every)):
                 return
 
@@ -162,14 +150,9 @@ def read(
     view.events = [
         f"{e.ts[11:19]} {e.level:<8} {e.headline}" for e in events if e.name not in _NOT_LISTED
     ]
-    return lines(
-        read_status(state),
-        curves_of(record),
-        (width, height),
-        view,
-        age_s=status_age_s(state),
-        ascii_only=ascii_only,
-    )
+    status = read_status(state)
+    view.colour = read_state(status).colour or GREY
+    return lines(status, curves_of(record), (width, height), view, ascii_only=ascii_only)
 
 
 @contextlib.contextmanager
@@ -201,21 +184,21 @@ def _no_keys(seconds: float) -> Sequence[str]:
     return ()
 
 
-def print_lines(rows: Sequence[str], width: int) -> None:
+def print_lines(rows: Sequence[str], width: int, colour: str) -> None:
     """Print the lines, coloured on a terminal unless NO_COLOR is set."""
     from rich.console import Console
 
     console: Console = Console(width=width, highlight=False)
-    console.print(painted([row.rstrip() for row in rows]), soft_wrap=True)
+    console.print(painted([row.rstrip() for row in rows], colour), soft_wrap=True)
 
 
-def painted(rows: Sequence[str]) -> Text:
-    """The lines with their colours."""
+def painted(rows: Sequence[str], colour: str) -> Text:
+    """The lines with their colours; the first one, the headline, has `colour`."""
     from rich.text import Text
 
     whole = Text(no_wrap=True)
     for place, row in enumerate(rows):
-        line = Text(row)
+        line = Text(row, style="" if place else _RICH[colour])
         for pattern, style in _STYLES:
             line.highlight_regex(pattern, style)
         if week := _WEEK.match(row):
@@ -241,7 +224,6 @@ def lines(
     size: tuple[int, int | None],
     view: View | None = None,
     *,
-    age_s: float,
     ascii_only: bool = False,
 ) -> list[str]:
     """The screen: with a height, exactly that many lines, of which the ranks' page leaves room for
@@ -249,11 +231,7 @@ def lines(
     (width, height), view = size, view or View()
     if status is None:
         return _fitted(["no guard is running here"], width, height, ascii_only)
-    first = [
-        *verdict_lines(status, age_s),
-        *week_lines(status, age_s, ascii_only=ascii_only),
-        head(status, age_s),
-    ]
+    first = [*state_lines(status), *week_lines(status, ascii_only=ascii_only), head(status)]
     ranks = _ranks(status.steps, width)
     rows = [
         *(row for line in first for row in _wrapped(line, width)),
@@ -287,9 +265,9 @@ def status_lines(
     ranks = ", ".join(sorted(status.rank_processes, key=int)) or "none yet"
     events = [f"{e.ts[:19]}Z {e.level:<8} {e.headline}" for e in warnings]
     return [
-        *verdict_lines(status),
-        *week_lines(status, 0.0),
-        head(status, 0.0) + paused,
+        *state_lines(status),
+        *week_lines(status),
+        head(status) + paused,
         f"run    {status.run_id}, attempt {status.attempt}{since}, guard pid {status.pid}, miner "
         f"pid {status.miner_pid}, ranks {ranks}",
         *overview(status, curves, width),
@@ -314,47 +292,41 @@ def overview(
     return [cut(line, width, ascii_only=ascii_only) for line in rows]
 
 
-def urgency(headline: str) -> int:
-    """The rank of a headline in a list of guards, worst first."""
-    places = [at for at, words in enumerate(_URGENCY) if headline.startswith(words)]
-    return places[0] if places else len(_URGENCY)
+def urgency(status: StatusDocument | None) -> int:
+    """The place of a guard in a list of guards, worst first."""
+    return WORST_FIRST.index(read_state(status).colour or GREY)
 
 
-def verdict_lines(status: StatusDocument, age_s: float = 0.0) -> list[str]:
-    """Return the verdict, which the person on call reads first, and the next step."""
-    verdict = shown(status, age_s)
-    step = advice(verdict)
+def state_lines(status: StatusDocument | None) -> list[str]:
+    """The headline, which the person on call reads first, and the next step."""
+    state = read_state(status)
+    step = advice(state)
     return [
-        headline(verdict, time_of_reading(status, age_s)),
+        headline(state, "" if status is None else time_of_reading(status)),
         *([f"next   {step}"] if step else []),
     ]
 
 
-def week_lines(status: StatusDocument, age_s: float, *, ascii_only: bool = False) -> list[str]:
-    """Return the last seven days of verdicts as one line, followed by their shares in words."""
-    week = week_of(status, age_s, _CELLS_OF_A_WEEK)
+def week_lines(status: StatusDocument, *, ascii_only: bool = False) -> list[str]:
+    """Return the last seven days as one line, followed by their shares in words."""
+    week = week_of(status, _CELLS_OF_A_WEEK)
     if week is None:
         return []
     cells = "".join(WEEK_MARKS.get(cell, _NO_MARK)[ascii_only] for cell in week.cells)
     return [f"week   {cells}  {share_words(week)}"]
 
 
-def head(status: StatusDocument, age_s: float) -> str:
-    """Return the line with the time, miner state, restarts, goodput and cost of monitoring."""
-    now = time_of_reading(status, age_s)
-    words = [f"now    {f'{now[11:19]} UTC' if now else '?'}{_staleness(status, age_s)}"]
-    words.append(f"miner {miner_state(status, age_s)}")
+def head(status: StatusDocument) -> str:
+    """Return the line with the time, the miner's life, restarts, goodput and cost of
+    monitoring."""
+    now, age = time_of_reading(status), freshness(status)
+    words = [f"now    {f'{now[11:19]} UTC' if now else '?'}{f' ({age})' if age else ''}"]
+    state = read_state(status)
+    words.append(f"miner {state.life}" + (f", {state.stage}" if state.stage else ""))
     words.append(f"restarts {number(status.restarts)}")
     words.append(f"goodput {percentages(status.steps.goodput).get('training', '?')}")
     words.append(f"monitoring {number(status.costs.share_pct, '.2f', '%')}")
     return "  ".join(words)
-
-
-def _staleness(status: StatusDocument, age_s: float) -> str:
-    if status.state == "done":
-        return f" (ended {duration(age_s)} ago)"
-    old = age_s > _OLD_S and not is_silent(status, age_s)
-    return f" (OLD: as of {duration(age_s)} ago)" if old else ""
 
 
 def _uploads(status: StatusDocument, ascii_only: bool) -> list[str]:
@@ -364,7 +336,8 @@ def _uploads(status: StatusDocument, ascii_only: bool) -> list[str]:
     required = None if uploads.forecast is None else uploads.forecast.min_inner_step
     bar = progress_bar(inner or 0, required or 0, 20, ascii_only=ascii_only)
     age, limit = repo.age_s, repo.limit_s
-    state = "STALE" if repo.stale else "due" if repo.due else "fresh"
+    fresh = "fresh" if is_live(status) else "when last read"
+    state = "STALE" if repo.stale else "due" if repo.due else fresh
     known = (
         f"{number(age, ',.0f', 's')} of {number(limit, ',.0f', 's')} ({state}) "
         f"{repo.revision or ''}"
@@ -390,15 +363,15 @@ def _uploads(status: StatusDocument, ascii_only: bool) -> list[str]:
 
 def _when_valid(status: StatusDocument, required: int | None) -> str:
     """Describe whether validators would accept an upload now, or when they would. Gives no time if
-    the verdict says that the miner is not earning or has stopped."""
+    the miner is not training."""
     steps, decision = status.steps, status.uploads.decision
-    stalled = status.verdict is not None and status.verdict.state in (NOT_EARNING, STOPPED)
+    state = read_state(status)
+    stalled = state.life != "training" or state.earning == "no"
     outer = "" if stalled else f"; outer step in {duration(steps.eta_outer_s)}"
     if required is not None and (steps.inner_step or 0) >= required:
         if decision is not None and decision.allowed is False:
             return f"minimum reached, but blocked{outer}"
-        why = status.verdict.state if stalled and status.verdict is not None else None
-        return f"minimum reached, but {why}" if why else f"valid now{outer}"
+        return "minimum reached" if stalled else f"valid now{outer}"
     return "minimum not reached" if stalled else f"valid in {duration(steps.eta_upload_s)}{outer}"
 
 

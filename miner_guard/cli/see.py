@@ -24,7 +24,6 @@ from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import iso_utc, parse_iso_utc
 
 if TYPE_CHECKING:
-    from miner_guard.config import HangSettings
     from miner_guard.eventlog.status_document import StatusDocument
 
 _WIDTH = 120
@@ -58,19 +57,20 @@ def status(
             return
     from miner_guard.cli import screen
     from miner_guard.eventlog.status_document import StatusDocument
+    from miner_guard.watch.state_words import GREY, axes, read_state
 
     state = options.find_guard(name, state_dir)
     document = _ask(state)
     shown = StatusDocument.from_json({"updated": iso_utc(time.time()), **document})
     if check:
-        _check(shown, options.open_context(config, options.DEFAULT_NAME, str(state.root)))
+        _check(shown)
     elif as_json:
-        echo(json.dumps(document, ensure_ascii=False, indent=1))
+        echo(json.dumps({**axes(shown), **document}, ensure_ascii=False, indent=1))
     else:
         record = RunReader(state.db)
         warnings = record.events(min_level="warning", limit=_EVENTS, newest=True)
         rows = screen.status_lines(shown, screen.curves_of(record), warnings, _WIDTH)
-        screen.print_lines(rows, _WIDTH)
+        screen.print_lines(rows, _WIDTH, read_state(shown).colour or GREY)
 
 
 def _ask(state: StateDir) -> Mapping[str, Any]:
@@ -99,27 +99,26 @@ def _last_end(state: StateDir) -> str:
     return ""
 
 
-def _check(shown: StatusDocument, place: options.CommandContext) -> None:
+def _check(shown: StatusDocument) -> None:
     """Give the same answer as `/healthz`, for a container or Kubernetes probe that runs a command.
     Raises Refused (1) if the miner is not making progress."""
-    from miner_guard.show import progress
+    from miner_guard.watch.state_words import problem
 
-    hang: HangSettings = place.settings.config.hang
-    if (problem := progress.problem(shown, 0.0, time.time(), hang)) is not None:
-        raise Refused(problem, FAILED)
+    if (words := problem(shown)) is not None:
+        raise Refused(words, FAILED)
     echo("progressing")
 
 
 def _list(running: list[StateDir]) -> None:
     """One line per running guard, the one that needs a person first."""
     from miner_guard.cli import screen
-    from miner_guard.eventlog.status_document import read_status, status_age_s
+    from miner_guard.eventlog.status_document import read_status
 
     rows = []
     for state in running:
-        document, age_s = read_status(state), status_age_s(state)
-        words = ["no status yet"] if document is None else screen.verdict_lines(document, age_s)
-        rows.append((screen.urgency(words[0]), f"{options.flag(state)}  {'  '.join(words)}"))
+        document = read_status(state)
+        words = "  ".join(screen.state_lines(document))
+        rows.append((screen.urgency(document), f"{options.flag(state)}  {words}"))
     for _, row in sorted(rows, key=lambda row: row[0]):
         echo(row)
 
@@ -137,7 +136,7 @@ def top(
     name: options.AnyName = None,
     state_dir: options.State = None,
 ) -> None:
-    """Show the verdict and the state of the run live: uploads, ranks, GPUs, curves, events. Keys: q
+    """Show the state of the run live: uploads, ranks, GPUs, curves, events. Keys: q
     quits, p pauses, n shows the next ranks."""
     from miner_guard.cli import screen
 

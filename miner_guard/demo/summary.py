@@ -54,12 +54,11 @@ class Summary:
 
     hook_pct: float | None
     usage: Usage
-    verdict: str | None = None
-    """The last verdict: `STOPPED since 12:03 UTC: the miner finished its work`."""
+    state: str | None = None
+    """The last state: `FINISHED since 12:03 UTC: the miner finished its work`."""
 
     before: str | None = None
-    """The next-to-last verdict without its cause. The last one of a finished demo is always
-    STOPPED."""
+    """The next-to-last state without its cause. The last one of a demo is always its end."""
 
 
 def summarise(
@@ -75,11 +74,11 @@ def summarise(
     steps = 0
     losses: list[float] = []
     times: list[float] = []
-    verdicts: list[str] = []
+    states: list[str] = []
     for record in records:
         event = str(record["event"])
         if event == "verdict_changed":
-            verdicts.append(str(record.get("headline")))
+            states.append(str(record.get("headline")))
         counts[event] += 1
         if record["level"] not in ("debug", "info") and event != "upload_blocked":
             alarms[event] += 1
@@ -104,8 +103,8 @@ def summarise(
         hook_s=hook.get("total_time"),
         hook_pct=hook.get("percentage"),
         usage=usage,
-        verdict=verdicts[-1] if verdicts else None,
-        before=verdicts[-2].partition(": ")[0] if len(verdicts) > 1 else None,
+        state=states[-1] if states else None,
+        before=states[-2].partition(": ")[0] if len(states) > 1 else None,
     )
 
 
@@ -120,7 +119,7 @@ def lines(summary: Summary) -> list[str]:
         "=" * 80,
         "DEMO SUMMARY",
         "=" * 80,
-        f"verdict     {known(s.verdict)}{before}",
+        f"state       {known(s.state)}{before}",
         f"steps       {s.steps}" + (f", restarts {s.restarts}" if s.restarts else ""),
         (
             f"loss        from {known(s.loss_from, '.2f')} to {known(s.loss_to, '.2f')} "

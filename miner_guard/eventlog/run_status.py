@@ -61,5 +61,11 @@ class RunStatus(Section):
     """When the launch began, UTC in ISO 8601; None if no launch is running."""
 
     last_exit: LastExit | None = None
+    exit_code: int | None = None
+    """The guard's exit code, once the run is over."""
+
+    reason: str | None = None
+    """Why the run is over."""
+
     rank_processes: Mapping[str, RankProcess] = field(default_factory=dict)
     output_dropped_bytes: int | None = None

@@ -6,43 +6,57 @@ the same names as in JSON; units are in the names.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from miner_guard.eventlog.run_status import RunStatus
 from miner_guard.eventlog.section import Section
 from miner_guard.record.store import RunReader
 from miner_guard.state_dir import StateDir
+from miner_guard.system.sockets import address
 
 
 @dataclass(frozen=True)
-class VerdictStatus(Section):
-    """The verdict on whether the miner is earning, written by the `verdict` monitor."""
+class RunState(Section):
+    """What the run is doing, judged in `watch/state.py` and rendered in `watch/state_words.py`."""
 
-    state: str | None = None
-    """One of `detectors.verdict.STATES`."""
+    life: str | None = None
+    """One of `watch.state_words.LIVES`."""
+
+    stage: str | None = None
+    """What a run that is starting or restarting is waiting for."""
+
+    health: str | None = None
+    """`well`, `degraded` or `failing`."""
+
+    earning: str | None = None
+    """`yes`, `at risk`, `no` or `not proven`; None if the miner publishes nothing."""
+
+    colour: str | None = None
+    """`green`, `yellow`, `red` or `grey` (nothing to judge: starting, or ended as asked)."""
 
     since: str | None = None
     """UTC, ISO 8601."""
 
     cause: str | None = None
+    """One sentence without a full stop: what the run does or what is wrong, with the value seen."""
+
     next_step: str | None = None
     """What to do next. Commands to type are in backticks."""
 
     event: str | None = None
-    confidence: str | None = None
+    """The event whose row in the runbook applies."""
+
     key: str | None = None
-    earns: str | None = None
-    """Whether the miner is earning: `yes`, `no` or `unknown`. The state `degraded`
-    alone does not say."""
+    """Stable name of the condition; the numbers in the sentence change, the key does not."""
 
     week: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Seconds in each state per two-hour interval; the intervals are numbered from 1970
-    (`detectors.verdict_history`)."""
+    """Seconds in each colour per two-hour interval; the intervals are numbered from 1970."""
 
     week_start: float | None = None
-    """When the record of verdicts begins, at most a week ago; seconds since 1970."""
+    """When this record begins, at most a week ago; seconds since 1970."""
 
 
 @dataclass(frozen=True)
@@ -361,7 +375,7 @@ class StatusDocument(RunStatus):
     updated: str | None = None
     """UTC, ISO 8601: when the guard last wrote the document."""
 
-    verdict: VerdictStatus | None = None
+    verdict: RunState | None = None
     steps: StepsStatus = field(default_factory=StepsStatus)
     uploads: UploadsStatus = field(default_factory=UploadsStatus)
     health: HealthStatus = field(default_factory=HealthStatus)
@@ -372,14 +386,68 @@ class StatusDocument(RunStatus):
     diagnosis: DiagnosisStatus = field(default_factory=DiagnosisStatus)
     metrics: MetricsStatus = field(default_factory=MetricsStatus)
     jobs: Mapping[str, JobStatus] = field(default_factory=dict)
+    age_s: float = 0.0
+    """Seconds from `updated` to the reading of it; a reader's, never written."""
+
+    gone: bool = False
+    """Whether the guard that wrote it no longer runs, though it did not say that it ended."""
 
 
-def status_age_s(state: StateDir) -> float:
-    """Return the seconds since the guard wrote its state; infinity if it has written none."""
-    return RunReader(state.db).age_s()
+SILENT_S = 60.0
+"""If the document is older than this, the guard is gone or stuck, because it writes every few
+seconds."""
+
+OLD_S = 8.0
+"""Even an idle guard writes this often; if it did not, and nothing answers on its control socket,
+it is gone."""
 
 
 def read_status(state: StateDir) -> StatusDocument | None:
-    """Read a state directory's present state; None if no guard has written one."""
-    document = RunReader(state.db).now()
-    return StatusDocument.from_json(document) if document else None
+    """Read a state directory's present state, with every age in it as of now; None if no guard has
+    written one."""
+    reader = RunReader(state.db)
+    document = reader.now()
+    if not document:
+        return None
+    status, age_s = StatusDocument.from_json(document), reader.age_s()
+    if status.state == "done":
+        return _aged(status, age_s)
+    silent = age_s > SILENT_S or (age_s > OLD_S and not listens(state))
+    return replace(_aged(status, age_s), gone=silent)
+
+
+def _aged(status: StatusDocument, age_s: float) -> StatusDocument:
+    """The document `age_s` seconds after it was written: what was old is older now."""
+    steps, repo = status.steps, status.uploads.repo
+    ranks = {
+        rank: replace(row, last_step_age_s=_plus(row.last_step_age_s, age_s))
+        for rank, row in steps.per_rank.items()
+    }
+    repo_age_s = _plus(repo.age_s, age_s)
+    stale = repo.stale
+    if repo_age_s is not None and repo.limit_s is not None:
+        stale = stale or repo_age_s > repo.limit_s
+    return replace(
+        status,
+        age_s=age_s,
+        steps=replace(steps, last_step_age_s=_plus(steps.last_step_age_s, age_s), per_rank=ranks),
+        uploads=replace(status.uploads, repo=replace(repo, age_s=repo_age_s, stale=stale)),
+    )
+
+
+def _plus(age_s: float | None, more_s: float) -> float | None:
+    return None if age_s is None else age_s + more_s
+
+
+def listens(state: StateDir) -> bool:
+    """Whether a guard runs in this state directory: one answers on its control socket."""
+    try:
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client,
+            address(state.control) as name,
+        ):
+            client.settimeout(1.0)
+            client.connect(name)
+    except OSError:
+        return False
+    return True

@@ -114,6 +114,8 @@ def run_status(run: Supervisor, start_command: str | None) -> RunStatus:
         restarts=run.policy.failures,
         started=None if age is None else iso_utc(run.clock.wall() - age),
         last_exit=ended,
+        exit_code=run.exit_code,
+        reason=run.reason or None,
         rank_processes={
             str(rank): RankProcess(identity.pid, identity.local_rank)
             for rank, identity in run.flights.identities().items()

@@ -23,7 +23,7 @@ from miner_guard.watch.output import (
     SecretLeaksMonitor,
 )
 from miner_guard.watch.ranks import NodesMonitor, RankEndsMonitor, RanksMonitor
-from miner_guard.watch.state import VerdictMonitor
+from miner_guard.watch.state import StateMonitor
 from miner_guard.watch.steps import StepsMonitor
 from miner_guard.watch.uploads import AuditMonitor, PrintedUploadsMonitor, UploadsMonitor
 
@@ -51,7 +51,7 @@ MONITORS: tuple[type[Monitor], ...] = (
     SecretLeaksMonitor,
     MetricsMonitor,
     OtelMonitor,
-    VerdictMonitor,
+    StateMonitor,
     AlertsMonitor,
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import socket
 import threading
 import time
@@ -16,14 +17,13 @@ from typing import Any
 from miner_guard.config import AlertSettings, optional_deps
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.status_document import StatusDocument
-from miner_guard.rank.layout import StepRecord
+from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record.events import LEVELS, Event, degraded, event
 from miner_guard.record.words import counted, visible
-from miner_guard.show import progress
 from miner_guard.system import probe
-from miner_guard.system.clock import Clock, iso_utc
+from miner_guard.system.clock import Clock
 from miner_guard.watch.base import Context, Monitor
-from miner_guard.watch.state import Memory, advice, headline, judge
+from miner_guard.watch.state_words import lines_of, problem
 
 OVERNIGHT = frozenset(
     {
@@ -317,10 +317,16 @@ class AlertQueue:
 
 
 _HEARTBEAT_S = 15.0
+_GATHER_S = 3.0
+_MAX_LINES = 8
 
 
 class AlertsMonitor(Monitor):
-    """Sends alerts if `[alerts] urls` is set, and heartbeats if `heartbeat_url` is set."""
+    """Sends alerts if `[alerts] urls` is set, and heartbeats if `heartbeat_url` is set.
+
+    What follows one fault within `_GATHER_S` goes into one message. By then the status shows the
+    fault too, so that the message says the same as every other surface.
+    """
 
     name = "alerts"
 
@@ -332,43 +338,51 @@ class AlertsMonitor(Monitor):
             settings, context.clock, f"{socket.gethostname()}/{context.state.root.name}"
         )
         self._outbox = AlertQueue(settings.urls, self._report)
-        self._memory = Memory()
-        if settings.urls and (problem := optional_deps.problem("alerts")) is not None:
-            context.emit(degraded(f"no alert will be delivered: {problem}"))
+        self._gathered: list[Alert] = []
+        self._send_at = math.inf
+        if settings.urls and (missing := optional_deps.problem("alerts")) is not None:
+            context.emit(degraded(f"no alert will be delivered: {missing}"))
         if settings.heartbeat_url:
             context.jobs.every(
                 "heartbeat", settings.heartbeat_every_s, self._heartbeat, first_after_s=5.0
             )
 
     def on_event(self, event: Event) -> Iterable[Event]:
-        self._memory.take(event)
         if self._settings.urls:
-            self._put(self._policy.observe(event))
+            self._gather(self._policy.observe(event))
         return ()
 
     def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:
-        self._memory.stepped(steps[-1].loss)
         if self._settings.urls:
-            self._put(self._policy.progressed())
+            self._gather(self._policy.progressed())
         return ()
 
-    def _put(self, alerts: Iterator[Alert]) -> None:
-        for alert in alerts:
-            # The event may quote the miner, a server or a library; the verdict is the guard's own.
-            redactor = self.context.redactor
-            body = f"{redactor.text(self._verdict())}\n{redactor.public(alert.body)}"
-            self._outbox.put(replace(alert, title=redactor.public(alert.title), body=body))
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
+        if now >= self._send_at:
+            self._send()
+        return ()
 
-    def _verdict(self) -> str:
-        """Return the current verdict and the next step to take. The `verdict` monitor waits until
-        a condition has lasted a while; an alert does not."""
-        status = StatusDocument.from_json(self.context.status())
-        now = judge(status, self._memory)
-        known = status.verdict
-        since = known.since if known is not None and known.state == now.state else None
-        verdict = now.status(since or iso_utc(self.context.clock.wall() - self._memory.silent_s))
-        step = advice(verdict)
-        return headline(verdict) + (f"\nNext: {step}" if step else "")
+    def _gather(self, alerts: Iterator[Alert]) -> None:
+        for alert in alerts:
+            if not self._gathered:
+                self._send_at = self.context.clock.monotonic() + _GATHER_S
+            self._gathered.append(alert)
+
+    def _send(self) -> None:
+        """Send what has gathered as one message: the worst event leads, then the state as it is
+        now and the next step."""
+        alerts, self._gathered, self._send_at = self._gathered, [], math.inf
+        if not alerts:
+            return
+        # An event may quote the miner, a server or a library; the state is the guard's own.
+        redactor = self.context.redactor
+        first = max(alerts, key=lambda alert: LEVELS[alert.level])
+        events = list(dict.fromkeys(alert.body for alert in (first, *alerts)))
+        if more := events[_MAX_LINES:]:
+            events[_MAX_LINES:] = [f"and {counted(len(more), 'more line')}: `miner-guard logs`"]
+        state = lines_of(StatusDocument.from_json(self.context.status()))
+        body = "\n".join([*map(redactor.public, events), *map(redactor.text, state)])
+        self._outbox.put(replace(first, title=redactor.public(first.title), body=body))
 
     def _report(self, event: Event) -> None:
         """Redact an event and log it. Called from the outbox's threads."""
@@ -376,10 +390,7 @@ class AlertsMonitor(Monitor):
 
     def _heartbeat(self) -> None:
         status = StatusDocument.from_json(self.context.status())
-        if (
-            progress.problem(status, 0.0, self.context.clock.wall(), self.context.config.hang)
-            is not None
-        ):
+        if problem(status) is not None:
             # The missing ping is the signal: the monitoring service alerts on its absence.
             return
         answer = probe.ask(SENDER, {"heartbeat_url": self._settings.heartbeat_url}, _HEARTBEAT_S)
@@ -387,6 +398,7 @@ class AlertsMonitor(Monitor):
             raise ConnectionError(self.context.redactor.text(answer.reason or ""))
 
     def on_stop(self) -> Iterable[Event]:
+        self._send()
         self._outbox.close()
         return ()
 

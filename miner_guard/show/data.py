@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from miner_guard import state_dir
-from miner_guard.eventlog.status_document import StatusDocument, read_status, status_age_s
+from miner_guard.eventlog.status_document import StatusDocument, read_status
 from miner_guard.record.public import public, public_values
 from miner_guard.record.store import RunReader, StoredEvent
 from miner_guard.system.clock import parse_iso_utc
@@ -206,9 +206,6 @@ class Data:
     """All the data that the report shows."""
 
     status: StatusDocument = field(default_factory=StatusDocument)
-    status_age_s: float = math.inf
-    """Age of the status; infinite if there is none."""
-
     loss: TimeSeries = field(default_factory=TimeSeries)
     loss_smooth: TimeSeries = field(default_factory=TimeSeries)
     smoother: Smoother = field(default_factory=Smoother)
@@ -281,7 +278,6 @@ class LogReader:
             self._last_id = event.id
         costs = state_dir.read_json(self._state.costs)
         self._data.status = read_status(self._state) or StatusDocument()
-        self._data.status_age_s = status_age_s(self._state)
         self._data.costs = costs if isinstance(costs, dict) and "operations" in costs else None
         return self._data
 
@@ -301,7 +297,7 @@ def _take(data: Data, event: StoredEvent) -> None:
         _take_step(data, when, event.fields)
     elif event.name == _SNAPSHOT:
         _take_snapshot(data, when, event.fields)
-    elif event.name in _MARKS:
+    elif event.name in _MARKS or event.level in ("error", "critical"):
         record = {**event.record(), **public_values(event.fields)}
         data.add_mark(Mark(when, event.name, event.level, public(event.text), record))
 

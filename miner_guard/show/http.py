@@ -36,16 +36,23 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from miner_guard import __version__, state_dir
-from miner_guard.config import GateSettings, HangSettings
-from miner_guard.eventlog.status_document import StatusDocument, read_status, status_age_s
+from miner_guard.config import GateSettings
+from miner_guard.eventlog.status_document import read_status
 from miner_guard.record.store import RunReader
-from miner_guard.show import metrics, progress
+from miner_guard.show import metrics
 from miner_guard.show.charts import curves
 from miner_guard.show.data import Data, LogReader
 from miner_guard.show.report import body, page, template, title_of
 from miner_guard.show.sections import inline
 from miner_guard.system import children
-from miner_guard.watch.state import FIND_THE_GUARD, shown
+from miner_guard.watch.state_words import (
+    axes,
+    find_the_guard,
+    headline,
+    problem,
+    read_state,
+    state_since,
+)
 
 PATIENCE_S = 10.0
 """Connections without a complete request after this many seconds are closed."""
@@ -79,7 +86,6 @@ class ServerSettings:
     trusted_hosts: Sequence[str] = ()
     """Host names, besides `localhost` and IP addresses, that a request may use without a token."""
 
-    hang: dict[str, Any] = field(default_factory=dict)
     gate: dict[str, Any] = field(default_factory=dict)
 
 
@@ -109,9 +115,8 @@ class Site:
         self._state = state_dir.StateDir(Path(order.state))
         self._token = order.token
         self._names = {"localhost", *(name.lower() for name in order.trusted_hosts)}
-        self._hang = HangSettings(**order.hang)
         self._report = LiveReport(self._state, GateSettings(**order.gate))
-        live = template("live.html").replace("{{find the guard}}", inline(FIND_THE_GUARD))
+        live = template("live.html").replace("{{find the guard}}", inline(find_the_guard()))
         self._page = page("miner-guard", live)
         threading.Thread(target=self._report.read, daemon=True, name="read the log").start()
 
@@ -164,26 +169,28 @@ class Site:
         status = read_status(self._state)
         if status is None:
             return PlainTextResponse("no status yet\n", 503)
-        body = metrics.text(status, version=__version__, age_s=status_age_s(self._state))
+        body = metrics.text(status, version=__version__)
         return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def healthz(self, request: Request) -> Response:
-        """200 while the miner is making progress, else 503 with the reason. The first line is the
-        verdict; it includes the cause only for a client that may read the status."""
-        status, age = read_status(self._state), status_age_s(self._state)
-        problem = progress.problem(status, age, time.time(), self._hang)
-        first = progress.verdict_line(status, age, in_full=self._admitted(request))
-        code = 200 if problem is None else 503
-        return PlainTextResponse(f"{first}\n{problem or 'progressing'}\n", code)
+        """200 while the miner is making progress, else 503. The first line is the state; it
+        includes the cause only for a client that may read the status."""
+        status = read_status(self._state)
+        state, wrong = read_state(status), problem(status)
+        first = headline(state) if self._admitted(request) else state_since(state)
+        return PlainTextResponse(
+            f"{first}\n{'progressing' if wrong is None else 'not progressing'}\n",
+            200 if wrong is None else 503,
+        )
 
     async def status(self, request: Request) -> Response:
-        """Return the present state, with the verdict that every view shows: unknown if the guard is
-        silent."""
-        document = RunReader(self._state.db).now()
-        if not document:
+        """Return the present state, with the run's state as every view shows it."""
+        status = read_status(self._state)
+        if status is None:
             return JSONResponse({"error": "no status yet"}, 503)
-        verdict = shown(StatusDocument.from_json(document), status_age_s(self._state))
-        return JSONResponse({**document, "verdict": verdict.to_json()})
+        document = RunReader(self._state.db).now()
+        verdict = read_state(status).to_json()
+        return JSONResponse({**axes(status), **document, "verdict": verdict})
 
     async def page(self, request: Request) -> Response:
         """The live page; its script fetches the report."""

@@ -16,19 +16,18 @@ from miner_guard.eventlog.status_document import (
     CostsStatus,
     HealthStatus,
     JobStatus,
+    RunState,
     StatusDocument,
     StepsStatus,
     UploadsStatus,
-    VerdictStatus,
 )
 from miner_guard.show.runbook import rows
 from miner_guard.system.clock import parse_iso_utc
-from miner_guard.watch.state import STATES
+from miner_guard.watch.state_words import GREEN, GREY, LIVES, RED, YELLOW, read_state
 
 PREFIX = "minerguard_"
-VERDICT_LEVELS = {state: level for level, state in enumerate(reversed(STATES))}
-"""Maps each state to a number, 0 for the best, so that the maximum over a fleet shows its worst
-miner."""
+LEVELS = {GREEN: 0, GREY: 1, YELLOW: 2, RED: 3}
+"""Maps each colour to a number, so that the maximum over a fleet shows its worst miner."""
 
 Row = tuple[Sequence[str], Any]
 Family = type[GaugeMetricFamily | CounterMetricFamily]
@@ -62,30 +61,30 @@ _STEPS = {
 }
 
 
-def text(status: StatusDocument, *, version: str, age_s: float) -> bytes:
-    """The metrics in the Prometheus text format. `age_s`: the age of the state, exported so that
-    a scrape shows when the guard has stopped writing."""
+def text(status: StatusDocument, *, version: str) -> bytes:
+    """The metrics in the Prometheus text format."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(status, version, age_s))
+    registry.register(_Collector(status, version))
     return generate_latest(registry)
 
 
-def families(status: StatusDocument, *, version: str, age_s: float) -> Iterator[Metric]:
+def families(status: StatusDocument, *, version: str) -> Iterator[Metric]:
     """The metrics of `text`, before they are rendered."""
-    return _Collector(status, version, age_s).collect()
+    return _Collector(status, version).collect()
 
 
 class _Collector:
-    def __init__(self, status: StatusDocument, version: str, age_s: float) -> None:
-        self._status, self._version, self._age_s = status, version, age_s
+    def __init__(self, status: StatusDocument, version: str) -> None:
+        self._status, self._version = status, version
 
     def collect(self) -> Iterator[Metric]:
         status = self._status
         info = InfoMetricFamily(f"{PREFIX}build", "Version and run.")
         info.add_metric([], {"version": self._version, "run_id": str(status.run_id)})
         yield info
-        yield from _gauges(("status_age_seconds", "Age of the guard's last status.", self._age_s))
-        yield from _verdict(status.verdict or VerdictStatus())
+        words = "Age of the guard's last status: it grows when the guard has stopped writing."
+        yield from _gauges(("status_age_seconds", words, status.age_s))
+        yield from _state(read_state(status))
         yield from _run(status)
         yield from _steps(status.steps)
         yield from _without_progress(status)
@@ -138,16 +137,19 @@ def _gauges(*rows: tuple[str, str, Any], family: Family = GaugeMetricFamily) -> 
 _counters = functools.partial(_gauges, family=CounterMetricFamily)
 
 
-def _verdict(verdict: VerdictStatus) -> Iterator[Metric]:
-    words = "0 earning, 1 unknown, 2 degraded, 3 not earning, 4 stopped."
-    since = "Unix time at which the current verdict began."
+def _state(state: RunState) -> Iterator[Metric]:
+    words = "0 well, 1 starting or ended as asked, 2 degraded or at risk, 3 failing."
+    since = "Unix time at which the current state began."
     yield from _gauges(
-        ("verdict_level", words, VERDICT_LEVELS.get(str(verdict.state))),
-        ("verdict_since_timestamp_seconds", since, _seconds(verdict.since)),
+        ("verdict_level", words, LEVELS.get(str(state.colour))),
+        ("verdict_since_timestamp_seconds", since, _seconds(state.since)),
     )
-    cause = {verdict.key: 1} if verdict.key else {}
-    words = "1 for the condition that determines the verdict."
-    yield from _by("key", "verdict_cause", words, cause)
+    cause = {state.key: 1} if state.key else {}
+    yield from _by("key", "verdict_cause", "1 for the condition that determines the state.", cause)
+    words = "1 for what the run is doing, else 0."
+    yield from _by("life", "life", words, {life: life == state.life for life in LIVES})
+    words = "1 for whether the miner is earning; absent if it publishes nothing."
+    yield from _by("earning", "earning", words, {state.earning: 1} if state.earning else {})
 
 
 def _without_progress(status: StatusDocument) -> Iterator[Metric]:

@@ -30,7 +30,7 @@ from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
 from miner_guard import __version__
-from miner_guard.eventlog.status_document import StatusDocument
+from miner_guard.eventlog.status_document import StatusDocument, read_status
 from miner_guard.record.public import public, public_values
 from miner_guard.record.store import RunReader, StoredEvent
 from miner_guard.show import metrics
@@ -108,14 +108,14 @@ class Metrics:
     appears."""
 
     def __init__(self, order: dict[str, Any], provider: MeterProvider) -> None:
-        self._reader = RunReader(StateDir(Path(order["state"])).db)
+        self._state = StateDir(Path(order["state"]))
         self._meter = provider.get_meter("miner_guard", __version__)
         self._names: set[str] = set()
         self._families: dict[str, Any] = {}
 
     def refresh(self) -> None:
-        status, age_s = StatusDocument.from_json(self._reader.now()), self._reader.age_s()
-        families = metrics.families(status, version=__version__, age_s=age_s)
+        status = read_status(self._state) or StatusDocument()
+        families = metrics.families(status, version=__version__)
         self._families = {f.name: f for f in families if f.type in ("gauge", "counter")}
         for name in self._families.keys() - self._names:
             self._names.add(name)

@@ -15,6 +15,7 @@ from miner_guard.show import sections
 from miner_guard.show.charts import curves
 from miner_guard.show.data import Data, gather
 from miner_guard.show.sections import about, strip, tiles, verdict
+from miner_guard.watch.state_words import first_words, read_state
 
 _COLOURS = {
     "training": "#2e8b57",
@@ -53,8 +54,9 @@ def template(name: str) -> str:
 
 
 def title_of(data: Data, state: state_dir.StateDir) -> str:
-    """The page's title: the miner's host, else the name of the state directory."""
-    return f"miner-guard: {data.host or state.root.name}"
+    """The page's title: what the run does, and the miner's host, else the state directory's
+    name."""
+    return f"{first_words(read_state(data.status))} · {data.host or state.root.name}"
 
 
 def page(title: str, content: str) -> str:
@@ -77,7 +79,7 @@ def body(
     plots: str,
 ) -> str:
     """The page's sections, most urgent for on-call first. `data`: the window to show; `whole`: the
-    whole run, for the verdict, the week and the milestones; `plots`: the drawn curves."""
+    whole run, for the state, the week and the milestones; `plots`: the drawn curves."""
     return "\n".join(
         [
             about(data, title),

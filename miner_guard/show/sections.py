@@ -1,4 +1,4 @@
-"""The sections of the report: verdict, tiles, tables, milestones."""
+"""The sections of the report: state, tiles, tables, milestones."""
 
 from __future__ import annotations
 
@@ -14,46 +14,29 @@ from miner_guard.eventlog.status_document import RankSteps, StatusDocument
 from miner_guard.record.words import percentages
 from miner_guard.show.data import Data, Mark
 from miner_guard.show.runbook import rows as runbook_rows
-from miner_guard.watch.state import (
+from miner_guard.watch.state_words import (
     BRIEF_SHARE,
     CELLS,
-    DEGRADED,
-    EARNING,
-    NOT_EARNING,
-    STOPPED,
-    UNKNOWN,
+    GREEN,
+    GREY,
+    RED,
+    SHARE_WORDS,
     UNWATCHED,
+    YELLOW,
     Strip,
-    is_silent,
-    miner_state,
+    freshness,
+    is_live,
     now_of,
+    read_state,
     share_words,
-    shown,
     span,
     state_since,
     time_of_reading,
     week_of,
 )
 
-_KINDS = {
-    EARNING: "good",
-    DEGRADED: "warn",
-    NOT_EARNING: "bad",
-    STOPPED: "bad",
-    UNKNOWN: "unknown",
-    UNWATCHED: "none",
-}
-"""CSS class of each state's colour."""
-
-_LEGEND = {
-    "good": "earning",
-    "warn": "degraded",
-    "bad": "not earning, or stopped",
-    "unknown": "unknown",
-    "none": "unwatched: no guard ran",
-}
-_AS_ASKED = ("finished", "done", "paused")
-"""Keys of verdicts that report no fault: an operator requested the state, or the miner finished."""
+_KINDS = {GREEN: "good", YELLOW: "warn", RED: "bad", GREY: "idle", UNWATCHED: "none"}
+"""CSS class of each colour."""
 
 _APART = 0.11
 """Share of the strip's width that an axis label needs on a phone."""
@@ -68,9 +51,9 @@ _HOURS_LABELLED = 36
 
 def about(data: Data, title: str) -> str:
     """A line with the run and state that the page shows, and their times."""
-    now = now_of(data.status, data.status_age_s)
+    now = now_of(data.status)
     words = [title, f"run {data.status.run_id or 'unknown'}"]
-    words.append(f"miner {miner_state(data.status, data.status_age_s)}")
+    words.append(f"miner {read_state(data.status).life}")
     first, last = when(data.first), when(data.last)
     if first[:10] == last[:10] == when(now)[:10]:
         first, last = first[11:], last[11:]
@@ -80,36 +63,30 @@ def about(data: Data, title: str) -> str:
 
 
 def verdict(data: Data) -> str:
-    """The verdict's four answers: whether the miner is earning, since when, what is wrong, and
-    what to do."""
-    verdict = shown(data.status, data.status_age_s)
-    state = str(verdict.state or UNKNOWN)
-    step = inline(str(verdict.next_step or "nothing"))
-    event, confidence = verdict.event, verdict.confidence
-    row = f" <small>(runbook: {runbook_link(event)})</small>" if event else ""
-    sure = f" <small>(confidence: {escape(str(confidence))})</small>" if confidence else ""
-    # A run that ended on request is stopped, but nothing is wrong with it.
-    asked = verdict.key in _AS_ASKED
-    name = "What happened" if asked else "What it does" if state == EARNING else "What is wrong"
-    kind = "" if asked else _KINDS.get(state, "")
-    since = state_since(verdict, time_of_reading(data.status, data.status_age_s))
+    """The four answers: what the run does, since when, why, and what to do."""
+    state = read_state(data.status)
+    step = inline(state.next_step or "nothing")
+    row = f" <small>(runbook: {runbook_link(state.event)})</small>" if state.event else ""
+    kind = _KINDS[state.colour or GREY]
+    age = freshness(data.status)
+    old = f" <small>({escape(age)})</small>" if age else ""
     return (
-        f'<section class="verdict {kind}" aria-label="Verdict">'
-        f"<h1>{escape(since)}</h1><dl>"
-        f"<dt>{name}</dt><dd>{escape(str(verdict.cause))}{sure}</dd>"
+        f'<section class="verdict {kind}" aria-label="State">'
+        f"<h1>{escape(state_since(state, time_of_reading(data.status)))}{old}</h1><dl>"
+        f"<dt>Why</dt><dd>{escape(str(state.cause))}</dd>"
         f"<dt>Next step</dt><dd>{step}{row}</dd></dl></section>"
     )
 
 
 def strip(data: Data) -> str:
-    """Up to a week of verdicts, laid out like a status page, with dates and a legend."""
-    week = week_of(data.status, data.status_age_s, CELLS)
+    """Up to a week of states, laid out like a status page, with dates and a legend."""
+    week = week_of(data.status, CELLS)
     if week is None:
         return ""
     cells = []
     for place, state in enumerate(week.cells):
         start = when(week.start + place * week.cell_s)[:16]
-        cells.append(f'<i class="{_KINDS[state]}" title="{start} UTC: {escape(state)}"></i>')
+        cells.append(f'<i class="{_KINDS[state]}" title="{start} UTC: {SHARE_WORDS[state]}"></i>')
     words = share_words(week)
     # A short record gets a short strip, so that a cell does not look like half a day.
     width = min(1.0, len(cells) / _CELLS_ACROSS)
@@ -119,19 +96,19 @@ def strip(data: Data) -> str:
     )
     axis = f'{places}<span class="now">now</span>' if places else ""
     keys = "".join(
-        f'<span><i class="{kind}"></i>{escape(text)}</span>' for kind, text in _LEGEND.items()
+        f'<span><i class="{kind}"></i>{SHARE_WORDS[colour]}</span>'
+        for colour, kind in _KINDS.items()
     )
     brief = span(BRIEF_SHARE * week.cell_s)
     how = (
-        f"Each cell covers {span(week.cell_s)} and shows the worst verdict that held for {brief} "
-        "or longer (unknown only if it held for most of the cell); the last cell also shows the "
-        "current verdict. The record "
+        f"Each cell covers {span(week.cell_s)} and shows the worst state that held for {brief} "
+        "or longer; the last cell also shows the present state. The record "
         f"begins at {when(week.since)[:16]} UTC."
     )
     return (
-        f'<section class="week" aria-label="Verdicts, {escape(words.partition(":")[0])}">'
+        f'<section class="week" aria-label="States, {escape(words.partition(":")[0])}">'
         f'<div class="strip" style="width:{100 * width:.1f}%" role="img" '
-        f'aria-label="Verdicts, {escape(words)}">{"".join(cells)}</div>'
+        f'aria-label="States, {escape(words)}">{"".join(cells)}</div>'
         f'<div class="axis" aria-hidden="true">{axis}</div>'
         f'<small>{escape(words)}</small><div class="legend">{keys}<span>{how}</span></div>'
         "</section>"
@@ -187,11 +164,11 @@ class Tile:
 def tiles(data: Data, gate: GateSettings) -> str:
     """All tiles; those of a silent guard are stale."""
     shown = [*_steps(data), *_life(data), *_uploads(data, gate), *_machine(data)]
-    silent = is_silent(data.status, data.status_age_s)
-    if silent:
+    live = is_live(data.status)
+    if not live:
         shown = [replace(tile, stale=True) for tile in shown]
     updated = (data.status.updated or "")[:19].replace("T", " ")
-    words = f"<p class='none'>As of {updated} UTC, when the guard last wrote:</p>" if silent else ""
+    words = "" if live else f"<p class='none'>As of {updated} UTC, when the guard last wrote:</p>"
     cells = "".join(_drawn(tile) for tile in shown)
     return f'<section aria-label="Figures">{words}<div class="tiles">{cells}</div></section>'
 
@@ -288,7 +265,7 @@ def _last(data: Data, event: str) -> str:
     marks = data.of(event)
     if not marks:
         return ""
-    now = now_of(data.status, data.status_age_s)
+    now = now_of(data.status)
     today = now is not None and when(now)[:10] == when(marks[-1].time)[:10]
     return f"last {when(marks[-1].time)[11 if today else 5 : 16]} UTC"
 
@@ -361,12 +338,6 @@ def alarms(data: Data, gate: GateSettings) -> str:
     """Incidents and alarms, newest first. Repetitions, as in a crash loop, share a row with a
     count."""
     rows = _grouped(_alarms_of(data, gate))
-    verdict = data.status.verdict
-    if not rows and verdict is not None and verdict.state in (DEGRADED, NOT_EARNING, STOPPED):
-        return (
-            "<h2>Incidents and alarms</h2><p class='none'>none in the log; the verdict comes from "
-            "the guard's status, which the guard updates even while it cannot write its log</p>"
-        )
     return _events("Incidents and alarms", rows[:_TABLE_ROWS])
 
 
@@ -441,10 +412,10 @@ def runbook_link(event: str) -> str:
 
 
 def runbook(data: Data, gate: GateSettings) -> str:
-    """The runbook's rows for the events on the page, the verdict's event first, so that the page is
+    """The runbook's rows for the events on the page, the state's event first, so that the page is
     useful even if nothing else is reachable."""
-    verdict = shown(data.status, data.status_age_s)
-    events = [verdict.event] if verdict.event else []
+    state = read_state(data.status)
+    events = [state.event] if state.event else []
     events += [mark.event for mark in reversed(_alarms_of(data, gate))]
     events += [event for event in _FATES if data.marks.get(event)]
     rows = [

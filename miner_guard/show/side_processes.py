@@ -239,7 +239,6 @@ class MetricsMonitor(Monitor):
         order = {
             "state": str(self.context.state.root),
             **dataclasses.asdict(http),
-            "hang": dataclasses.asdict(config.hang),
             "gate": dataclasses.asdict(config.gate),
         }
         return HelperSpec(

@@ -1,47 +1,63 @@
-"""State: is the miner earning, since when, why not, and what to do; one sentence for all surfaces
-and one line per change.
-"""
+"""State: the one judgement of a run. Four axes (life, health, earning, freshness) follow from the
+status document and the events that still hold; `state_words` puts them into words."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from miner_guard.eventlog.catalog import make_finding, message
+from miner_guard.config import HangSettings
 from miner_guard.eventlog.section import LastRead
 from miner_guard.eventlog.status_document import (
     NO_REPO,
+    RunState,
     StatusDocument,
     StepsStatus,
-    VerdictStatus,
     read_status,
 )
+from miner_guard.exits import UNAVAILABLE
 from miner_guard.rank.layout import Now, StepRecord
-from miner_guard.record.events import Event
-from miner_guard.record.words import known, percentages, rank_list
+from miner_guard.record.events import Event, event
+from miner_guard.record.words import known, rank_list
 from miner_guard.system.clock import iso_utc, parse_iso_utc
-from miner_guard.watch.base import Context, Monitor
+from miner_guard.watch.base import Context, Launch, Monitor
+from miner_guard.watch.state_words import (
+    AT_RISK,
+    FINISHED,
+    GREEN,
+    GREY,
+    HEALTH,
+    HUNG,
+    NO,
+    NOT_PROVEN,
+    RED,
+    REFUSED,
+    RESTARTING,
+    STARTING,
+    STOPPED,
+    TRAINING,
+    YELLOW,
+    YES,
+    StateWeek,
+    first_words,
+    headline,
+)
 
-_LASTING = frozenset({"loss_nan", "audit_failed", "repo_stale", "cpu_fallback"})
 _RECOVERED_SHARE = 0.9
 """Steps count as slow until their median falls below this share of the median at the start of the
-slowdown, so that a median near the limit does not change the verdict with each step."""
-
-_ENDED_BY = {
-    "audit_passed": ("audit_failed",),
-    "upload_succeeded": ("repo_stale",),
-    "cpu_fallback": ("cpu_fallback",),
-    "miner_started": ("loss_nan", "cpu_fallback"),
-}
+slowdown, so that a median near the limit does not change the state with each step."""
 
 
 @dataclass
 class Memory:
     """Events that stay in effect until another event clears them. Bounded."""
+
+    limits: HangSettings = field(default_factory=HangSettings)
+    exit: str | None = None
+    """How the last launch ended, until the miner is stepping again."""
 
     restart: Mapping[str, Any] | None = None
     hang: str | None = None
@@ -67,18 +83,12 @@ class Memory:
     slow_from_s: float | None = None
     """The median step time when steps became slow; None while steps are not slow."""
 
-    reported: dict[str, str] = field(default_factory=dict)
-    """Messages of events that still hold, by event. The status document may not show an event
-    until a second later, and an alert sent in between must not contradict it."""
-
     def take(self, event: Event) -> None:
         """Update the memory from one event."""
         fields = event.fields
-        for ended in _ENDED_BY.get(event.name, ()):
-            self.reported.pop(ended, None)
-        if event.name in _LASTING and fields.get("verdict", "certain") == "certain":
-            self.reported[event.name] = message(event).partition("\n")[0]
-        if event.name == "miner_restarting":
+        if event.name == "miner_exited":
+            self.exit = str(fields.get("how"))
+        elif event.name == "miner_restarting":
             self.restart = fields
         elif event.name == "hang_detected":
             self.hang = str(fields.get("detail"))
@@ -101,12 +111,15 @@ class Memory:
         elif event.name in ("disk_full", "disk_stuck", "disk_recovered"):
             self._toggle(self.disks, str(fields.get("what")), event, "disk_full", "disk_stuck")
 
+    def launched(self) -> None:
+        """Record a new launch: its losses and ranks are other ones."""
+        self.nan = self.straggler = self.straggler_rank = None
+
     def stepped(self, loss: float | None) -> None:
         """Record that training completed a step, so whatever was blocking it has cleared."""
-        self.hang = self.restart = self.incident = None
+        self.hang = self.restart = self.incident = self.exit = None
         self.silent_s = 0.0
         if loss is not None and math.isfinite(loss):
-            self.reported.pop("loss_nan", None)
             self.nan = None
 
     def watch(self, steps: StepsStatus) -> None:
@@ -161,6 +174,11 @@ def restore(status: StatusDocument, memory: Memory) -> str:
     else:
         which = f"the last checkpoint from before the NaN, `{saved.get('path')}`"
     return f"`miner-guard ctl pause`, restore {which}, then `miner-guard ctl resume`"
+
+
+def after_refusal(status: StatusDocument, memory: Memory) -> str:
+    """Advise the reader to fix what the preflight found, then to start the guard."""
+    return f"see every check: `miner-guard doctor`; fix it, then start the guard: {_start(status)}"
 
 
 def free_space(status: StatusDocument, memory: Memory) -> str:
@@ -232,23 +250,22 @@ longest step so far. Most pauses in a healthy run are shorter."""
 _STEPPING = frozenset({"", "data", "forward", "backward", "optimizer", "collective"})
 """Phases that take about the same time in every step; any other phase may last minutes."""
 
-EARNING, NOT_EARNING, DEGRADED, STOPPED, UNKNOWN = (
-    "earning",
-    "not earning",
-    "degraded",
-    "stopped",
-    "unknown",
-)
-STATES = (STOPPED, NOT_EARNING, DEGRADED, UNKNOWN, EARNING)
-"""Worst first."""
+_ENDING = {
+    "stopping": "stopping its processes",
+    "ending": "ending its processes",
+    "waiting": "waiting for the next launch",
+    "running": "waiting for the first step",
+}
+"""The stage of a restart, by the supervisor's state."""
 
 
 @dataclass(frozen=True)
 class Condition:
-    """One condition that can decide the verdict."""
+    """One condition that can decide the state."""
 
     key: str
-    state: str
+    life: str
+    colour: str
     cause: Callable[[StatusDocument, Memory], str | None]
     """Returns the cause if the condition holds, else None."""
 
@@ -256,16 +273,12 @@ class Condition:
     """Returns the next step while the condition holds."""
 
     event: str | None
-    confidence: str = "measured"
+    endangers: bool = False
+    """Whether it keeps a training miner from publishing what validators accept."""
 
 
-def or_unknown(value: Any) -> str:
-    """Return the value as text, or `unknown` for None."""
+def _unknown(value: Any) -> str:
     return "unknown" if value is None else str(value)
-
-
-def _paused(status: StatusDocument, memory: Memory) -> str | None:
-    return "an operator paused the miner" if status.state == "paused" else None
 
 
 def _gave_up(status: StatusDocument, memory: Memory) -> str | None:
@@ -276,6 +289,10 @@ def _gave_up(status: StatusDocument, memory: Memory) -> str | None:
     return f"crash loop: {memory.crash_loop.removesuffix(fix).rstrip(' .;')}"
 
 
+def _refused(status: StatusDocument, memory: Memory) -> str | None:
+    return status.reason if status.exit_code == UNAVAILABLE else None
+
+
 def _finished(status: StatusDocument, memory: Memory) -> str | None:
     last = status.last_exit
     if status.state != "done" or last is None or not last.finished:
@@ -283,22 +300,31 @@ def _finished(status: StatusDocument, memory: Memory) -> str | None:
     return "the miner finished its work"
 
 
+def _failed(status: StatusDocument, memory: Memory) -> str | None:
+    return status.reason if status.state == "done" and status.exit_code else None
+
+
 def _done(status: StatusDocument, memory: Memory) -> str | None:
-    return "the guard stopped the miner" if status.state == "done" else None
+    if status.state == "done":
+        return "the guard stopped the miner" + (f" ({status.reason})" if status.reason else "")
+    asked = memory.restart is None and memory.hang is None
+    return "the guard is stopping the miner" if status.state == "stopping" and asked else None
+
+
+def _paused(status: StatusDocument, memory: Memory) -> str | None:
+    return "an operator paused the miner" if status.state == "paused" else None
 
 
 def _restarting(status: StatusDocument, memory: Memory) -> str | None:
-    if memory.restart is None:
+    if status.state == "running" and status.steps.total_steps is None:
         return None
+    if memory.restart is None:
+        if status.state not in ("ending", "waiting") or memory.hang:
+            return None
+        return memory.exit or "the miner has ended"
     attempt = f"attempt {memory.restart.get('attempt')} of {memory.restart.get('max_restarts')}"
     why = memory.hang or str(memory.restart.get("cause"))
     return f"{why}; restarting, {attempt}"
-
-
-def _ending(status: StatusDocument, memory: Memory) -> str | None:
-    if status.state in ("running", "starting", None):
-        return None
-    return f"the miner is {status.state}"
 
 
 def _hanging(status: StatusDocument, memory: Memory) -> str | None:
@@ -306,19 +332,22 @@ def _hanging(status: StatusDocument, memory: Memory) -> str | None:
 
 
 def _loss_not_finite(status: StatusDocument, memory: Memory) -> str | None:
-    steps = status.steps
+    steps, nan = status.steps, memory.nan
     loss = steps.loss
-    if loss not in ("NaN", "Infinity", "-Infinity"):
-        return None
-    if memory.nan is None or memory.nan.get("step") is None:
-        return f"loss is {loss} at step {or_unknown(steps.inner_step)}"
-    outer = memory.nan.get("outer_step")
+    if nan is None:
+        if loss not in ("NaN", "Infinity", "-Infinity"):
+            return None
+        return f"loss is {loss} at step {_unknown(steps.inner_step)}"
+    word = loss if isinstance(loss, str) else nan.get("loss") or "NaN"
+    if nan.get("step") is None:
+        return f"loss is {word}"
+    outer = nan.get("outer_step")
     of = "" if outer is None else f" of outer step {outer}"
-    return f"loss has been {loss} since step {memory.nan['step']}{of}"
+    return f"loss has been {word} since step {nan['step']}{of}"
 
 
 def _on_cpu(status: StatusDocument, memory: Memory) -> str | None:
-    on_cpu = [r for r, seen in status.ranks.cpu_fallback.items() if seen.verdict == "certain"]
+    on_cpu = [r for r, row in status.ranks.cpu_fallback.items() if row.verdict == "certain"]
     if not on_cpu:
         return None
     where = rank_list(int(rank) for rank in on_cpu if rank.isdecimal())
@@ -343,17 +372,45 @@ def _rejected(status: StatusDocument, memory: Memory) -> str | None:
 
 
 def _stale(status: StatusDocument, memory: Memory) -> str | None:
+    return _age_words(status) if status.uploads.repo.stale else None
+
+
+def _age_words(status: StatusDocument) -> str:
     repo = status.uploads.repo
-    if not repo.stale:
+    limit = "" if repo.limit_s is None else f" (limit {repo.limit_s:,.0f} s)"
+    return f"the published files are {known(repo.age_s, ',.0f')} s old{limit}"
+
+
+def _preflight(status: StatusDocument, memory: Memory) -> str | None:
+    return "the preflight is checking this machine" if status.state == "starting" else None
+
+
+def _waited_s(status: StatusDocument) -> float | None:
+    try:
+        return parse_iso_utc(str(status.updated)) - parse_iso_utc(str(status.started))
+    except ValueError:
         return None
-    age, limit = known(repo.age_s, ",.0f"), known(repo.limit_s, ",.0f")
-    return f"the published gradients are {age} s old (limit {limit} s)"
+
+
+def _late(status: StatusDocument, memory: Memory) -> str | None:
+    waited_s, limit = _waited_s(status), memory.limits.first_step_s
+    if not _no_step(status, memory) or waited_s is None or waited_s <= limit:
+        return None
+    return f"no first step within {waited_s:.0f} s (limit {limit:.0f} s)"
 
 
 def _no_step(status: StatusDocument, memory: Memory) -> str | None:
-    if status.steps.total_steps is not None:
+    return "no step yet" if status.steps.total_steps is None else None
+
+
+def _silent(status: StatusDocument, memory: Memory) -> str | None:
+    """Return the cause if a miner whose ranks report nothing has printed no step for as long as a
+    hang lasts."""
+    age = status.steps.last_step_age_s
+    if status.hang.watching or status.state != "running" or age is None:
         return None
-    return "the miner is starting" if status.state == "starting" else "no step seen yet"
+    limit = max(memory.limits.min_s, memory.limits.factor * (status.steps.max_s or 0.0))
+    return f"no step for {age:.0f} s (limit {limit:.0f} s)" if age > limit else None
 
 
 def _overdue(status: StatusDocument, memory: Memory) -> str | None:
@@ -398,9 +455,8 @@ def _due_but_blocked(status: StatusDocument, memory: Memory) -> str | None:
     decision, repo = status.uploads.decision, status.uploads.repo
     if decision is None or decision.allowed is not False or not repo.due:
         return None
-    age = "" if repo.age_s is None else f" (the published files are {repo.age_s:,.0f} s old)"
     problem, _ = split_advice(decision.reason)
-    return f"the gate is blocking an upload that is due{age}: {problem}"
+    return f"the gate is blocking an upload that is due: {problem}"
 
 
 def _over_budget(status: StatusDocument, memory: Memory) -> str | None:
@@ -410,57 +466,53 @@ def _over_budget(status: StatusDocument, memory: Memory) -> str | None:
     return f"monitoring takes {costs.share_pct or 0.0:.1f}% of training time"
 
 
+_SEE_ERRORS = "`miner-guard logs --level error -n 5`"
+_SEE_STACKS = (
+    "read the stacks of the rank named above; to find their folder: "
+    "`miner-guard logs --event stack_dump -n 1`"
+)
+
 CONDITIONS: tuple[Condition, ...] = (
-    Condition("crash_loop", STOPPED, _gave_up, after_crash_loop, "crash_loop"),
+    Condition("crash_loop", STOPPED, RED, _gave_up, after_crash_loop, "crash_loop"),
+    Condition("refused", REFUSED, RED, _refused, after_refusal, "preflight"),
+    Condition("finished", FINISHED, GREY, _finished, always(""), "miner_finished"),
+    Condition("failed", STOPPED, RED, _failed, start_again, "guard_stopped"),
+    Condition("done", STOPPED, GREY, _done, start_again, "guard_stopped"),
     Condition(
-        "paused", STOPPED, _paused, always("resume it: `miner-guard ctl resume`"), "miner_paused"
+        "paused",
+        STOPPED,
+        GREY,
+        _paused,
+        always("resume it: `miner-guard ctl resume`"),
+        "miner_paused",
     ),
-    Condition("finished", STOPPED, _finished, always(""), "miner_finished"),
-    Condition("done", STOPPED, _done, start_again, "guard_stopped"),
     Condition(
         "restarting",
-        NOT_EARNING,
+        RESTARTING,
+        YELLOW,
         _restarting,
-        always(
-            "nothing yet: the guard is restarting the miner; to see why it failed: "
-            "`miner-guard logs --level error -n 5`"
-        ),
+        always(f"nothing yet: the guard restarts the miner; to see why it failed: {_SEE_ERRORS}"),
         "miner_restarting",
     ),
-    Condition(
-        "hang",
-        NOT_EARNING,
-        _hanging,
-        always(
-            "read the stacks of the rank named above; "
-            "to find their folder: `miner-guard logs --event stack_dump -n 1`"
-        ),
-        "hang_detected",
-    ),
-    Condition(
-        "ending",
-        NOT_EARNING,
-        _ending,
-        always(
-            "wait until the launch has ended; to see why it ended: "
-            "`miner-guard logs --level error -n 5`"
-        ),
-        "miner_exited",
-    ),
-    Condition("loss_nan", NOT_EARNING, _loss_not_finite, restore, "loss_nan"),
+    Condition("hang", HUNG, RED, _hanging, always(_SEE_STACKS), "hang_detected"),
+    Condition("preflight", STARTING, GREY, _preflight, always(""), None),
+    Condition("loss_nan", TRAINING, RED, _loss_not_finite, restore, "loss_nan", True),
     Condition(
         "cpu_fallback",
-        NOT_EARNING,
+        TRAINING,
+        RED,
         _on_cpu,
         always(
             "`miner-guard ctl pause`; `miner-guard doctor --deep` shows the CUDA problem; "
             "once it is fixed, `miner-guard ctl resume`"
         ),
         "cpu_fallback",
+        True,
     ),
     Condition(
         "unregistered",
-        NOT_EARNING,
+        TRAINING,
+        RED,
         _unregistered,
         always(
             "register the hotkey again: `btcli subnet register`, then `miner-guard ctl restart`"
@@ -469,14 +521,16 @@ CONDITIONS: tuple[Condition, ...] = (
     ),
     Condition(
         "rejected",
-        NOT_EARNING,
+        TRAINING,
+        RED,
         _rejected,
         always("see each failed rule with `miner-guard audit`, fix the cause, then upload again"),
         "audit_failed",
     ),
     Condition(
         "stale",
-        NOT_EARNING,
+        TRAINING,
+        RED,
         _stale,
         always(
             "see what is stopping uploads: "
@@ -485,488 +539,211 @@ CONDITIONS: tuple[Condition, ...] = (
         "repo_stale",
     ),
     Condition(
+        "late",
+        STARTING,
+        YELLOW,
+        _late,
+        always("see what it does: `miner-guard logs --event no_step_yet -n 1`"),
+        "no_step_yet",
+    ),
+    Condition(
         "no_step",
-        UNKNOWN,
+        STARTING,
+        GREY,
         _no_step,
         always(
             "wait for the first step; if none comes within a few minutes: "
             "`miner-guard logs --event no_step_yet`"
         ),
         None,
-        "unknown",
     ),
+    Condition("silent", HUNG, RED, _silent, always(f"see its last lines: {_SEE_ERRORS}"), None),
     Condition(
         "overdue",
-        DEGRADED,
+        TRAINING,
+        YELLOW,
         _overdue,
-        always("wait for the guard's verdict; to see each rank's phase: `miner-guard top`"),
+        always("wait for the hang detector; to see each rank's phase: `miner-guard top`"),
         "hang_detected",
-        "likely",
+        True,
     ),
     Condition(
         "gpu_fault",
-        DEGRADED,
+        TRAINING,
+        YELLOW,
         _gpu_fault,
         always("check the GPUs: `miner-guard doctor`"),
         "gpu_fault",
     ),
-    Condition("disk", DEGRADED, _disk, free_space, "disk_full"),
-    Condition("due_but_blocked", DEGRADED, _due_but_blocked, satisfy_rule, "upload_blocked"),
-    Condition("straggler", DEGRADED, _straggling, inspect_straggler, "straggler"),
+    Condition("disk", TRAINING, YELLOW, _disk, free_space, "disk_full"),
+    Condition(
+        "due_but_blocked", TRAINING, YELLOW, _due_but_blocked, satisfy_rule, "upload_blocked", True
+    ),
+    Condition("straggler", TRAINING, YELLOW, _straggling, inspect_straggler, "straggler"),
     Condition(
         "slow",
-        DEGRADED,
+        TRAINING,
+        YELLOW,
         _slow,
         always("see where the time goes: `miner-guard logs --event timing_breakdown -n 1`"),
         "slow_step",
     ),
     Condition(
         "over_budget",
-        DEGRADED,
+        TRAINING,
+        YELLOW,
         _over_budget,
         always("see the most expensive operation: `miner-guard costs`"),
         "monitoring_over_budget",
     ),
 )
-"""The order of judgement: conditions that stop the miner from earning come before those that only
-reduce its earnings."""
+"""The order of judgement: what ends training, what makes it useless, what slows it."""
 
+_OF_EARNING = ("unregistered", "rejected", "stale")
+"""Conditions whose cause is already why the miner does not earn."""
 
-UNWATCHED = "unwatched"
-"""The state for time in which no guard was running."""
 
-WORST_FIRST = (*STATES[:-1], UNWATCHED, STATES[-1])
-
-CELL_S = 7200.0
-CELLS = 84
-"""A week of two-hour cells."""
-
-BRIEF_SHARE = 0.05
-"""A state that lasts less than this share of a cell does not colour it: a one-minute restart must
-not turn an hour red."""
-
-_UNCOUNTED_S = 60.0
-"""Up to this many seconds without a verdict in a cell are ignored: they come from rounding and the
-guard's startup."""
-
-
-@dataclass(frozen=True)
-class Strip:
-    """Cells of equal length, oldest first, up to the present, and the share of time in each
-    state."""
-
-    start: float
-    """Start of the first cell, seconds since 1970."""
-
-    since: float
-    """When the record starts; this falls in the first cell."""
-
-    end: float
-    """When the strip was made; this falls in the last cell."""
-
-    cell_s: float
-    cells: Sequence[str]
-    """For each cell, the worst state that held for a noticeable part of it."""
-
-    shares: dict[str, float]
-    """Share of the time from `since` to `end`, by state, largest first; empty if nothing was
-    recorded."""
-
-
-class VerdictWeek:
-    """Seconds spent in each state, for each cell of the last seven days. Bounded."""
-
-    def __init__(
-        self, stored: Mapping[str, Mapping[str, float]], start: float | None = None
-    ) -> None:
-        """`stored` and `start`: what an earlier object's `to_json` and `start` returned."""
-        self._cells = {
-            int(cell): {state: s for state, s in states.items() if state in WORST_FIRST}
-            for cell, states in stored.items()
-            if cell.isdecimal()
-        }
-        self._start = start
-
-    @property
-    def start(self) -> float | None:
-        """Start of the record, in seconds since 1970; None if it is empty.
-
-        If an older guard did not store the start, it is estimated by assuming that the first cell
-        was recorded up to its end.
-        """
-        if not self._cells:
-            return None
-        first = min(self._cells)
-        if self._start is not None:
-            return max(self._start, first * CELL_S)
-        return (first + 1) * CELL_S - min(CELL_S, sum(self._cells[first].values()))
-
-    def to_json(self) -> dict[str, dict[str, float]]:
-        """Return the seconds spent in each state, by cell; cells are numbered from 1970."""
-        return {
-            str(cell): {state: round(seconds) for state, seconds in states.items()}
-            for cell, states in sorted(self._cells.items())
-        }
-
-    def add(self, state: str, start: float, end: float) -> None:
-        """Record that `state` held from `start` to `end`, in seconds since 1970."""
-        if self._start is None:
-            self._start = start if self.start is None else self.start
-        for cell, seconds in _parts(start, end):
-            states = self._cells.setdefault(cell, {})
-            states[state] = states.get(state, 0.0) + seconds
-        newest = int(end // CELL_S)
-        for cell in [cell for cell in self._cells if not newest - CELLS < cell <= newest]:
-            del self._cells[cell]
-
-    def correct(self, before: str, after: str, start: float, end: float) -> None:
-        """Replace `before` with `after` from `start` to `end`: a hang, for example, is only
-        detected some time after it begins."""
-        for cell, seconds in _parts(start, end):
-            states = self._cells.get(cell, {})
-            moved = min(seconds, states.get(before, 0.0))
-            if moved > 0:
-                states[before] -= moved
-                states[after] = states.get(after, 0.0) + moved
-
-    def strip(self, now: float, cells: int = CELLS, current: str | None = None) -> Strip | None:
-        """The strip from the record's start to `now`, in at most `cells` cells; None if there is no
-        record. `current`, if worse, colours the last cell no matter how briefly it has held."""
-        oldest = (int(now // CELL_S) - CELLS + 1) * CELL_S
-        if self.start is None or (since := max(self.start, oldest)) >= now:
-            return None
-        first, last = int(since // CELL_S), int(now // CELL_S)
-        width = next(n for n in range(1, CELLS + 1) if last - first < n * cells)
-        groups = []
-        for begin in range(first, last + 1, width):
-            states = _sum([self._cells.get(begin + n, {}) for n in range(width)])
-            end = min(now, (begin + width) * CELL_S)
-            groups.append(_with_unwatched(states, end - max(since, begin * CELL_S)))
-        totals = _sum(groups)
-        whole = sum(totals.values())
-        ordered = sorted(totals.items(), key=lambda item: -item[1])
-        colours = [_worst(group, width * CELL_S) for group in groups]
-        if current in WORST_FIRST:
-            known = [colours[-1]] if groups[-1] else []
-            colours[-1] = min([*known, current], key=WORST_FIRST.index)
-        shares = {state: seconds / whole for state, seconds in ordered if seconds > 0}
-        return Strip(first * CELL_S, since, now, width * CELL_S, colours, shares)
-
-
-def _parts(start: float, end: float) -> list[tuple[int, float]]:
-    """The cells between two times, with the seconds in each; at most a week of them."""
-    first, last = int(start // CELL_S), int(end // CELL_S)
-    cells = range(max(first, last - CELLS), last + 1)
-    return [
-        (cell, seconds)
-        for cell in cells
-        if (seconds := min(end, (cell + 1) * CELL_S) - max(start, cell * CELL_S)) > 0
-    ]
-
-
-def _sum(cells: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for states in cells:
-        for state, seconds in states.items():
-            total[state] = total.get(state, 0.0) + seconds
-    return total
-
-
-def _with_unwatched(states: Mapping[str, float], elapsed_s: float) -> dict[str, float]:
-    """Seconds in each state, including time without a verdict."""
-    missing = elapsed_s - sum(states.values())
-    return {**states, UNWATCHED: missing} if missing >= _UNCOUNTED_S else dict(states)
-
-
-def _worst(states: Mapping[str, float], width_s: float) -> str:
-    """The worst state in a cell, ignoring brief states unless all are brief. Unknown is not bad
-    news: it only colours a cell in which no other state lasted longer."""
-    held = {state for state, seconds in states.items() if seconds > 0}
-    lasting = {state for state in held if states[state] >= BRIEF_SHARE * width_s} or held
-    if max(lasting, key=lambda state: states[state], default=UNKNOWN) != UNKNOWN:
-        lasting -= {UNKNOWN}
-    return min(lasting, key=WORST_FIRST.index, default=UNWATCHED)
-
-
-SILENT_S = 60.0
-"""If the status is older than this, the guard is gone or wedged, because it writes once a
-second."""
-
-FIND_THE_GUARD = (
-    "on the miner's machine, check whether the guard is running: `miner-guard status`, `pm2 "
-    "status` or `systemctl status miner-guard`"
-)
-"""The next step if the guard itself is silent."""
-
-_DEGRADED = {"yes": "STILL EARNING, degraded"}
-"""By `VerdictStatus.earns`: the headline's first words for a degraded miner. Whether it is earning
-comes first, since that decides whether someone has to get up at night."""
-
-_ENDED = {"crash_loop": "stopped by a crash loop", "finished": "finished"}
-"""For each verdict key, the state to show for a miner whose guard has ended."""
-
-
-def is_silent(status: StatusDocument, age_s: float) -> bool:
-    """Return whether this status is too old for a guard that should still be running."""
-    return age_s > SILENT_S and status.state != "done"
-
-
-def shown(status: StatusDocument | None, age_s: float) -> VerdictStatus:
-    """The verdict to show for a status document that the guard wrote `age_s` seconds ago: the last
-    verdict of a guard that has fallen silent no longer counts."""
-    if status is None or status == StatusDocument():
-        return VerdictStatus(
-            state=UNKNOWN,
-            cause="no guard has run here yet",
-            next_step="start it: `miner-guard run -- CMD`",
-            event="guard_started",
-            confidence="unknown",
-            earns="unknown",
-        )
-    known = status.verdict or VerdictStatus(state=UNKNOWN, cause="the guard has no verdict yet")
-    if not is_silent(status, age_s):
-        return known
-    return VerdictStatus(
-        state=UNKNOWN,
-        since=status.updated,
-        cause=f"the guard has written nothing for {span(age_s)}; its last verdict was "
-        f"{known.state}",
-        next_step=_find_the_guard(status),
-        event="guard_stopped",
-        confidence="measured",
-        key="guard_silent",
-        earns="unknown",
-        week=known.week,
-        week_start=known.week_start,
-    )
-
-
-def _find_the_guard(status: StatusDocument) -> str:
-    """`FIND_THE_GUARD`, plus the host and the start command if the guard has recorded them."""
-    step = FIND_THE_GUARD
-    if status.host:
-        step = step.replace("the miner's machine", f"host {status.host}")
-    if status.start_command:
-        step += f"; start it: `{status.start_command}`"
-    return step
-
-
-def miner_state(status: StatusDocument, age_s: float) -> str:
-    """The miner's state, such as `running`; `unknown (…)` if the guard is silent, since its last
-    state may be outdated."""
-    state = status.state or "unknown"
-    if state == "done":
-        return _ENDED.get((status.verdict and status.verdict.key) or "", "stopped")
-    if not is_silent(status, age_s):
-        return state
-    return f"unknown ({state} when the guard last wrote, {span(age_s)} ago)"
-
-
-def now_of(status: StatusDocument, age_s: float) -> float | None:
-    """The reader's current time, in seconds since 1970: `age_s` after the guard wrote the status;
-    None if the status contains no valid time."""
-    with contextlib.suppress(ValueError):
-        if status.updated is not None and math.isfinite(age_s):
-            return parse_iso_utc(status.updated) + age_s
-    return None
-
-
-def time_of_reading(status: StatusDocument, age_s: float) -> str:
-    """`now_of` as UTC, ISO 8601; empty if unknown."""
-    now = now_of(status, age_s)
-    return "" if now is None else iso_utc(now)
-
-
-def week_of(status: StatusDocument, age_s: float, cells: int) -> Strip | None:
-    """Verdicts from the last seven days at most; None if no guard has recorded any."""
-    now, verdict = now_of(status, age_s), status.verdict
-    if now is None or verdict is None or not verdict.week:
-        return None
-    ended = is_silent(status, age_s) or (status.state == "done" and age_s > SILENT_S)
-    current = None if ended else verdict.state
-    return VerdictWeek(verdict.week, verdict.week_start).strip(now, cells, current)
-
-
-def share_words(strip: Strip) -> str:
-    """`last 4.6 h: earning 93%, not earning 7%`: the strip as text, for screen readers and
-    consoles."""
-    shares = percentages(strip.shares)
-    words = ", ".join(f"{state} {share}" for state, share in shares.items())
-    return f"last {span(strip.end - strip.since)}: {words}"
-
-
-def span(seconds: float) -> str:
-    """A length of time in its largest unit: `40 s`, `15 min`, `4.6 h`, `7 days`."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    if seconds < 6000:
-        return f"{seconds / 60:.0f} min"
-    if seconds < 172_800:
-        return f"{seconds / 3600:.1f}".removesuffix(".0") + " h"
-    return f"{seconds / 86_400:.1f}".removesuffix(".0") + " days"
-
-
-def advice(verdict: VerdictStatus) -> str:
-    """The next step, and the command that explains it; empty if there is nothing to do."""
-    if not verdict.next_step:
-        return ""
-    more = f" (more: `miner-guard explain {verdict.event}`)" if verdict.event else ""
-    return f"{verdict.next_step}{more}"
-
-
-def headline(verdict: VerdictStatus | None, now: str = "") -> str:
-    """`NOT EARNING since 12:03 UTC: rank 2 in data for 912s; restarting, attempt 2 of 5`, or
-    `STILL EARNING, degraded since 12:03 UTC: …`.
-
-    `verdict` is the status document's; None if the guard wrote none. `now`: see `state_since`.
-    """
-    if not verdict:
-        return "UNKNOWN: the guard has no verdict yet"
-    return f"{state_since(verdict, now)}: {verdict.cause}"
-
-
-def state_since(verdict: VerdictStatus, now: str = "") -> str:
-    """`NOT EARNING since 12:03 UTC`, without the cause. `now`: the time of reading, ISO 8601; if
-    the verdict began on another day, the date is included."""
-    since = str(verdict.since or "")
-    day = f"{since[:10]} " if now and now[:10] != since[:10] else ""
-    when = f" since {day}{since[11:16]} UTC" if len(since) >= 16 else ""
-    return f"{state_words(verdict)}{when}"
-
-
-def state_words(verdict: VerdictStatus) -> str:
-    """The headline's first words: whether the miner is earning."""
-    if verdict.state == DEGRADED and verdict.earns is not None:
-        return _DEGRADED.get(verdict.earns, "EARNING NOT PROVEN, degraded")
-    return str(verdict.state).upper()
-
-
-@dataclass(frozen=True)
-class RunVerdict:
-    """The verdict: the first thing that an on-call engineer needs."""
-
-    state: str
-    """One of `STATES`."""
-
-    cause: str
-    """One sentence without a full stop: the problem, with the value seen."""
-
-    next_step: str
-    """The action to take; empty if none is needed."""
-
-    event: str | None
-    """The event whose row in the runbook applies, or None."""
-
-    confidence: str
-    """`measured`, `likely` (inferred from related evidence) or `unknown`."""
-
-    key: str
-    """Stable name of the condition; the numbers in the sentence change, the key does not."""
-
-    earns: str
-    """Whether the miner is earning: `yes`, `no` or `unknown`."""
-
-    def status(self, since: str | None = None) -> VerdictStatus:
-        """The verdict as run.db stores it; `since` is UTC, ISO 8601."""
-        return VerdictStatus(**asdict(self), since=since)
-
-
-def judge(status: StatusDocument, memory: Memory) -> RunVerdict:
-    """The verdict on this status document; unknown if nothing shows whether the miner is
-    earning."""
+def judge(status: StatusDocument, memory: Memory) -> RunState:
+    """The state that this status document and the events that hold amount to."""
     memory.watch(status.steps)
     for condition in CONDITIONS:
-        cause = condition.cause(status, memory) or memory.reported.get(condition.event or "")
-        if cause:
-            earns = "unknown" if condition.state == UNKNOWN else "no"
-            if condition.state == DEGRADED:
-                earns, evidence = _evidence(status)
-                cause = f"{cause}; {evidence}"
-            return RunVerdict(
-                condition.state,
-                cause,
-                condition.action(status, memory),
-                condition.event,
-                condition.confidence,
-                condition.key,
-                earns,
-            )
+        cause = condition.cause(status, memory)
+        if cause is None:
+            continue
+        colour = condition.colour
+        endangered = condition.endangers or condition.life != TRAINING
+        earning, why = judge_earning(status, endangered=endangered)
+        if earning == NO and condition.life == TRAINING:
+            colour = RED
+        if (why and condition.key not in _OF_EARNING) and condition.life in (TRAINING, HUNG):
+            cause = f"{cause}; {why}"
+        return RunState(
+            life=condition.life,
+            stage=_stage(condition, status),
+            health=HEALTH.get(colour, "well"),
+            earning=earning,
+            colour=colour,
+            cause=cause,
+            next_step=condition.action(status, memory),
+            event=condition.event,
+            key=condition.key,
+        )
     return _healthy(status)
 
 
-def _healthy(status: StatusDocument) -> RunVerdict:
-    """The verdict if no condition holds: earning if the chain or a validator's rules show it."""
-    earns, evidence = _evidence(status)
-    cause = _progress(status)
-    if earns == "yes":
-        return RunVerdict(EARNING, cause, "", None, "measured", "audited", earns)
-    cause = f"{cause}; {evidence}"
+def _stage(condition: Condition, status: StatusDocument) -> str | None:
+    if condition.life == STARTING:
+        return "preflight" if condition.key == "preflight" else "waiting for the first step"
+    return _ENDING.get(str(status.state)) if condition.life == RESTARTING else None
+
+
+def _healthy(status: StatusDocument) -> RunState:
+    """The state if no condition holds."""
+    earning, why = judge_earning(status, endangered=False)
     repo = status.uploads.repo
-    if repo.reason == NO_REPO:
-        step = "set [repo] in guard.toml; `miner-guard config --changed` shows it"
-    elif repo.revision is None:
-        step = "wait for the first upload; `miner-guard top` shows what it is waiting for"
-    else:
-        step = "check the published files: `miner-guard audit`"
-    return RunVerdict(UNKNOWN, cause, step, None, "unknown", "not_audited", earns)
+    step = ""
+    if earning == NOT_PROVEN:
+        if repo.reason == NO_REPO:
+            step = "set [repo] in guard.toml; `miner-guard config --changed` shows it"
+        elif repo.revision is None:
+            step = "wait for the first upload; `miner-guard top` shows what it is waiting for"
+        else:
+            step = "check the published files: `miner-guard audit`"
+    return RunState(
+        life=TRAINING,
+        health="well",
+        earning=earning,
+        colour=GREEN,
+        cause=_progress(status) + (f"; {why}" if why else ""),
+        next_step=step,
+        key="well",
+    )
 
 
-def _evidence(status: StatusDocument) -> tuple[str, str]:
-    """Return whether the miner earns (see `RunVerdict.earns`), and what shows it: the chain, or an
-    audit that saw everything a validator needs. A verified upload alone proves nothing."""
-    chain, uploads = status.chain, status.uploads
-    if chain.incentive:
-        return "yes", f"the chain gives the hotkey an incentive of {chain.incentive:.4f}"
+def judge_earning(status: StatusDocument, *, endangered: bool) -> tuple[str | None, str]:
+    """Whether the miner earns, and why, in words that the headline lacks; None for a miner that
+    publishes nothing. What validators have earns until it is too old, whatever happens to the
+    miner; `endangered` says that nothing newer follows."""
+    chain, uploads, repo = status.chain, status.uploads, status.uploads.repo
+    watched = repo.reason not in (None, NO_REPO) or repo.empty or repo.age_s is not None
+    on_chain = chain.registered is False or chain.incentive or uploads.network is not None
+    if not (watched or on_chain or uploads.audit or uploads.upload or uploads.decision):
+        return None, ""
+    for trouble in (_unregistered, _rejected, _stale):
+        if (why := trouble(status, Memory())) is not None:
+            return NO, why
+    if (why := _why_not_proven(status)) is not None:
+        return NOT_PROVEN, f"earning is not proven: {why}"
+    if endangered:
+        return AT_RISK, "" if repo.age_s is None else _age_words(status)
+    return YES, ""
+
+
+def _why_not_proven(status: StatusDocument) -> str | None:
+    """None if the chain shows that the miner earns, or an audit that saw everything a validator
+    needs. A verified upload alone proves nothing."""
+    uploads = status.uploads
+    audit = uploads.audit
+    if status.chain.incentive:
+        return None
     if uploads.network is not None:
-        return "unknown", f"earning is not proven: {uploads.network}"
-    if uploads.audit is not None and uploads.audit.outcome == "accepted":
-        return "yes", "the last audit accepted the published files"
-    if uploads.audit is not None and uploads.audit.outcome == "unknown":
-        why = f"the last audit could not tell: {uploads.audit.detail}"
-    elif uploads.upload is not None and uploads.upload.outcome == "verified":
-        why = "the last upload was verified, but no audit has judged it"
-    else:
-        why = uploads.repo.reason or "nothing has been uploaded yet"
-    return "unknown", f"earning is not proven: {why}"
+        return uploads.network
+    if audit is not None and audit.outcome == "accepted":
+        return None
+    if audit is not None and audit.outcome == "unknown":
+        return f"the last audit could not tell: {audit.detail}"
+    if uploads.upload is not None and uploads.upload.outcome == "verified":
+        return "the last upload was verified, but no audit has judged it"
+    return uploads.repo.reason or "nothing has been uploaded yet"
 
 
 def _progress(status: StatusDocument) -> str:
     steps = status.steps
     loss = steps.loss
-    words = f"training at outer step {or_unknown(steps.outer_step)}, inner step "
-    words += or_unknown(steps.inner_step)
+    words = f"training at outer step {_unknown(steps.outer_step)}, inner step "
+    words += _unknown(steps.inner_step)
     return words + (f", loss {loss:.2f}" if isinstance(loss, (int, float)) else "")
 
 
 _SETTLED_S = 5.0
-"""A condition must hold this long before the verdict changes: shorter conditions are reported by
-other events."""
+"""The log tells of a state once it has held this long; shorter ones have events of their own. The
+surfaces show each state at once."""
 
 _UNWATCHED_S = 600.0
 """If two ticks are further apart than this (the host was suspended), the time in between
 counts as unwatched."""
 
-_REPORTED = ("state", "since", "cause", "next_step", "confidence", "earns")
+_REPORTED = ("life", "stage", "health", "earning", "since", "cause", "next_step", "key")
 
 
-class VerdictMonitor(Monitor):
-    """Judges the status document at each tick and reports changes in the verdict."""
+def _place(state: RunState) -> tuple[str, str | None]:
+    """What makes a state another one; the numbers in its sentence do not."""
+    return first_words(state), state.key
+
+
+class StateMonitor(Monitor):
+    """Judges the status document at each tick; the log tells of each change that lasts."""
 
     name = "verdict"
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._memory = Memory()
+        self._memory = Memory(context.config.hang)
+        self._ended = False
         self._document = LastRead(StatusDocument)
-        self._current: RunVerdict | None = None
-        self._since = context.clock.wall()
-        self._candidate: tuple[str, float] | None = None
-        """A condition that may become the verdict, and the monotonic time when it began."""
+        self._state: RunState | None = None
+        self._logged: RunState | None = None
+        self._changed_at = context.clock.monotonic()
+        """When the condition began that holds now."""
 
         before = read_status(context.state)
-        verdict = before.verdict if before is not None else None
-        self._week = VerdictWeek(*((verdict.week, verdict.week_start) if verdict else ({},)))
+        state = before.verdict if before is not None else None
+        self._week = StateWeek(*((state.week, state.week_start) if state else ({},)))
         self._counted_at = context.clock.monotonic()
+
+    def on_launch(self, launch: Launch) -> Iterable[Event]:
+        self._memory.launched()
+        return ()
 
     def on_event(self, event: Event) -> Iterable[Event]:
         self._memory.take(event)
@@ -978,64 +755,69 @@ class VerdictMonitor(Monitor):
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
         self._count(now)
-        status = self.context.status()
-        if not status:
-            return ()
-        verdict = judge(self._document.of(status), self._memory)
-        if self._current is not None and verdict.key == self._current.key:
-            # Update the numbers in the sentence; only a different condition counts as a change.
-            self._current, self._candidate = verdict, None
-            return ()
-        if self._candidate is None or self._candidate[0] != verdict.key:
-            self._candidate = (verdict.key, now)
-        held_s = now - self._candidate[1]
-        if held_s < _SETTLED_S:
-            return ()
-        return [self._change(verdict, held_s)]
+        self._judge(now)
+        settled = now - self._changed_at >= _SETTLED_S
+        return [self._tell()] if settled and self._is_news() else []
 
     def on_stop(self) -> Iterable[Event]:
-        """The final verdict: nothing is training here anymore."""
-        self._count(self.context.clock.monotonic())
-        verdict = judge(
-            replace(StatusDocument.from_json(self.context.status()), state="done"), self._memory
+        """The final state: nothing is training here anymore."""
+        now = self.context.clock.monotonic()
+        self._count(now)
+        self._ended = True
+        self._judge(now)
+        return [self._tell()] if self._is_news() else []
+
+    def _judge(self, now: float) -> None:
+        document = self.context.status()
+        if not document and not self._ended:
+            return
+        status = self._document.of(document)
+        if self._ended:
+            status = replace(status, state="done")
+        state = judge(status, self._memory)
+        before, self._state = self._state, state
+        if before is None or _place(before) != _place(state):
+            self._changed_at = now
+        if before is not None and first_words(before) == first_words(state):
+            self._state = replace(state, since=before.since)
+            return
+        wall = self.context.clock.wall()
+        begin = wall - self._memory.silent_s
+        if self._logged is not None and first_words(self._logged) == first_words(state):
+            # What was in between was too short for the log: it goes on.
+            self._state = replace(state, since=self._logged.since)
+            return
+        self._state = replace(state, since=iso_utc(begin))
+        before_colour = GREY if before is None else str(before.colour)
+        self._week.correct(before_colour, str(state.colour), begin, wall)
+
+    def _is_news(self) -> bool:
+        logged, state = self._logged, self._state
+        return state is not None and (logged is None or _place(logged) != _place(state))
+
+    def _tell(self) -> Event:
+        assert self._state is not None
+        previous, self._logged = self._logged, self._state
+        return event(
+            "verdict_changed",
+            "info",
+            f"VERDICT: {headline(self._state)}",
+            headline=headline(self._state),
+            previous=None if previous is None else previous.life,
+            **{name: getattr(self._state, name) for name in _REPORTED},
         )
-        return [self._change(verdict)]
 
     def _count(self, now: float) -> None:
         """Add the time since the last call to the week's totals."""
         passed_s, self._counted_at = now - self._counted_at, now
         if passed_s <= _UNWATCHED_S:
-            wall, state = self.context.clock.wall(), UNKNOWN
-            if self._current is not None:
-                state = self._current.state
-            self._week.add(state, wall - passed_s, wall)
-
-    def _change(self, verdict: RunVerdict, held_s: float = 0.0) -> Event:
-        """Adopt a verdict whose condition has held for `held_s` seconds. A hang counts from
-        the last step before it."""
-        previous = self._current
-        self._current, self._candidate = verdict, None
-        if previous is None or previous.state != verdict.state:
             wall = self.context.clock.wall()
-            self._since = wall - held_s - self._memory.silent_s
-            before = UNKNOWN if previous is None else previous.state
-            self._week.correct(before, verdict.state, self._since, wall)
-        shown = self._status()
-        return make_finding(
-            "verdict_changed",
-            headline=headline(shown),
-            previous=None if previous is None else previous.state,
-            **{name: getattr(shown, name) for name in _REPORTED},
-        )
-
-    def _status(self) -> VerdictStatus:
-        if self._current is None:
-            status = VerdictStatus(
-                state=UNKNOWN, cause="the guard has just started", earns="unknown"
-            )
-        else:
-            status = self._current.status(iso_utc(self._since))
-        return replace(status, week=self._week.to_json(), week_start=self._week.start)
+            colour = GREY if self._state is None else str(self._state.colour)
+            self._week.add(colour, wall - passed_s, wall)
 
     def snapshot(self) -> Mapping[str, Any]:
-        return self._status().to_json()
+        self._judge(self.context.clock.monotonic())
+        state = self._state or RunState(
+            life=STARTING, health="well", colour=GREY, cause="the guard has just started"
+        )
+        return replace(state, week=self._week.to_json(), week_start=self._week.start).to_json()

@@ -60,7 +60,8 @@ def test_the_running_guard_is_found_anywhere(
     assert run(["ctl", "pause"]) == 0
     os.kill(guarded.named("miner_started")[0]["pid"], signal.SIGKILL)
     until(lambda: run(["status", "--check"]) == 1, 60, "a miner that stays down to be unhealthy")
-    assert "miner-guard: the miner is" in capsys.readouterr().err
+    words = capsys.readouterr().err
+    assert "RESTARTING" in words or "STOPPED" in words
     assert run(["status", "--name", "another"]) == 3, "what is named is what is meant"
     assert guarded.stop() == 0
 
@@ -69,14 +70,14 @@ def test_several_guards_are_listed_worst_first_and_none_is_chosen(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     two = [StateDir(home / "sn38"), StateDir(tmp_path / "elsewhere")]
-    for state, verdict in zip(two, ("earning", "not earning"), strict=True):
+    for state, colour in zip(two, ("green", "red"), strict=True):
         state.root.mkdir(parents=True, mode=0o700)
-        write_status(state.root, {"verdict": {"state": verdict, "cause": "x"}})
+        write_status(state.root, {"verdict": {"life": "training", "colour": colour, "cause": "x"}})
     monkeypatch.setattr(find, "running_guards", lambda: two)
     assert run(["status"]) == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"--state-dir {tmp_path}/elsewhere  NOT EARNING")
-    assert second.startswith("--name sn38  EARNING")
+    assert first.startswith(f"--state-dir {tmp_path}/elsewhere  TRAINING")
+    assert second.startswith("--name sn38  TRAINING")
     assert run(["top", "--once"]) == 64
     words = capsys.readouterr().err
     assert (

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from miner_guard.system.clock import iso_utc
 from tests.support import requires
 from tests.support.http_port import Port, ask
 from tests.support.present_state import status_of
@@ -75,34 +74,19 @@ def test_metrics_are_what_prometheus_reads(port: Port) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "code", "words"),
+    ("verdict", "code", "words"),
     [
-        ({}, 200, "progressing"),
-        ({"steps": {"last_step_age_s": 20, "max_s": 15}}, 200, "progressing"),
-        ({"steps": {"last_step_age_s": 400, "max_s": 15}}, 503, "(limit 300 s)"),
-        ({"steps": {"last_step_age_s": 400, "max_s": 100}}, 200, "progressing"),
-        (
-            {
-                "steps": {"last_step_age_s": 400, "max_s": 15},
-                "hang": {"watching": True, "hang": None},
-            },
-            200,
-            "progressing",
-        ),
-        (
-            {"hang": {"watching": True, "hang": "rank 2 in data for 912s"}},
-            503,
-            "hang: rank 2 in data for 912s",
-        ),
-        ({"state": "waiting"}, 503, "the miner is waiting"),
-        ({"started": iso_utc(0)}, 503, "no first step within"),
-        ({"started": None}, 503, "start time is unknown"),
+        ({"life": "training", "colour": "red"}, 200, "progressing"),
+        ({"life": "starting", "colour": "grey"}, 200, "progressing"),
+        ({"life": "starting", "colour": "yellow", "cause": "no first step"}, 503, "no first step"),
+        ({"life": "hung", "cause": "rank 2 in data for 912s"}, 503, "HUNG: rank 2 in data"),
+        ({"life": "restarting"}, 503, "not progressing"),
     ],
 )
 def test_healthz_fails_when_the_miner_does_not_progress(
-    port: Port, fields: dict[str, Any], code: int, words: str
+    port: Port, verdict: dict[str, Any], code: int, words: str
 ) -> None:
-    port.status(**fields)
+    port.status(verdict=verdict)
     answer = ask(f"{port.url}/healthz")
     assert answer[0] == code
     assert words in answer[1]
@@ -113,7 +97,7 @@ def test_healthz_fails_when_the_guard_itself_is_silent(port: Port) -> None:
     port.status(age_s=120)
     code, words = ask(f"{port.url}/healthz")
     assert code == 503
-    assert "written nothing for 120 s" in words
+    assert "written nothing for 2 min" in words
 
 
 def test_with_a_token_only_health_and_the_empty_page_are_open(tmp_path: Path) -> None:

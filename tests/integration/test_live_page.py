@@ -99,7 +99,7 @@ def test_the_page_updates_itself_and_shows_when_the_guard_is_gone(port: Port, ta
     tab.clock.run_for(11_000)
     tab.get_by_text("The guard is not responding").wait_for()
     assert "the-next-run" in tab.content(), "what was known last stays to be read"
-    assert tab.get_by_label("The guard is gone").inner_text().startswith("UNKNOWN since ")
+    assert tab.get_by_label("The guard is gone").inner_text().startswith("GUARD GONE since ")
     marked = "getComputedStyle(document.querySelector('#report .verdict h1'), '::before').content"
     assert tab.evaluate(marked) == '"Last known: "', "EARNING must not stand there as if it were"
 
@@ -180,11 +180,12 @@ def test_a_zoom_asks_for_that_time_and_zooms_out_again(tmp_path: Path, tab: Any)
         port.close()
 
 
-def test_the_verdict_stands_first(tmp_path: Path, tab: Any) -> None:
+def test_the_state_stands_first(tmp_path: Path, tab: Any) -> None:
     requires.module("uvicorn")
     port = Port(tmp_path)
     verdict = {
-        "state": "not earning",
+        "life": "hung",
+        "colour": "red",
         "since": "2026-01-02T12:03:04Z",
         "cause": "rank 1 in data for 912s",
         "next_step": "read the stacks",
@@ -193,10 +194,10 @@ def test_the_verdict_stands_first(tmp_path: Path, tab: Any) -> None:
     try:
         port.status(verdict=verdict)
         tab.goto(port.url)
-        banner = tab.get_by_label("Verdict")
+        banner = tab.get_by_label("State", exact=True)
         banner.wait_for()
         shown = banner.inner_text()
-        assert shown.startswith("NOT EARNING since 12:03 UTC")
+        assert shown.startswith("HUNG since ")
         for answer in ("rank 1 in data for 912s", "read the stacks", "hang_detected"):
             assert answer in shown
         top = tab.evaluate("document.querySelector('.verdict').getBoundingClientRect().top")

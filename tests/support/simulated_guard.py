@@ -40,7 +40,7 @@ from miner_guard.watch.gpu import DiagnosisMonitor
 from miner_guard.watch.output import IncidentsMonitor
 from miner_guard.watch.ranks import RanksMonitor
 from miner_guard.watch.runner import MonitorRunner
-from miner_guard.watch.state import Memory, VerdictMonitor
+from miner_guard.watch.state import StateMonitor
 from miner_guard.watch.steps import StepsMonitor
 from miner_guard.watch.uploads import UploadsMonitor
 from tests.support.contexts import IdleControl, JobsAtOnce, context
@@ -89,13 +89,6 @@ class SimulatedGuard:
         self._policy = RestartPolicy(self._config.restart, chance=lambda: 0.0)
         self.start()
 
-    @property
-    def memory(self) -> Memory:
-        """The verdict's memory."""
-        monitor = self.runner.monitors[-1]
-        assert isinstance(monitor, VerdictMonitor)
-        return monitor._memory
-
     def start(self) -> None:
         """Start a guard in this state directory: the first, or one after `die`."""
         with self._repo():
@@ -127,7 +120,7 @@ class SimulatedGuard:
         yield Source(around, "hang", lambda: {**_WATCHING, "hang": self._hang or None})
         yield Source(around, "chain", lambda: {"registered": True, "incentive": 0.0123})
         yield Source(around, "costs", lambda: COSTS)
-        yield VerdictMonitor(around)
+        yield StateMonitor(around)
 
     @contextmanager
     def _repo(self) -> Iterator[None]:

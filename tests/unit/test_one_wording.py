@@ -15,26 +15,33 @@ from starlette.requests import Request
 
 from miner_guard.cli import screen
 from miner_guard.cli.screen import Curves
-from miner_guard.config import GateSettings
-from miner_guard.demo import summary
-from miner_guard.eventlog.status_document import (
-    StatusDocument,
-    VerdictStatus,
-    read_status,
-    status_age_s,
-)
+from miner_guard.config import AlertSettings, Config, GateSettings
+from miner_guard.eventlog.status_document import StatusDocument, read_status
+from miner_guard.record.events import event
 from miner_guard.record.store import RunReader
-from miner_guard.show import progress
-from miner_guard.show.alerts import AlertsMonitor
+from miner_guard.show import metrics
+from miner_guard.show.alerts import Alert, AlertsMonitor
 from miner_guard.show.http import LiveReport, ServerSettings, Site, TimeRange
+from miner_guard.show.metrics import LEVELS
 from miner_guard.show.report import render
+from miner_guard.show.sections import _KINDS
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import parse_iso_utc
-from miner_guard.watch.state import advice, headline, shown, state_since
+from miner_guard.watch.base import Context
+from miner_guard.watch.state_words import (
+    WORST_FIRST,
+    advice,
+    find_the_guard,
+    headline,
+    read_state,
+    state_since,
+    time_of_reading,
+)
 from tests.support import simulated_guard
 from tests.support.contexts import context
 from tests.support.page_states import STATES
 from tests.support.present_state import status_of, write_status
+from tests.support.run_states import SITUATIONS, Situation
 from tests.support.simulated_guard import SimulatedGuard
 
 _GONE_S = 900.0
@@ -61,52 +68,79 @@ def _words(page: str) -> str:
     return " ".join(unescape(text).split())
 
 
-def _of_status_endpoint(state: StateDir) -> VerdictStatus:
+def _served(state: StateDir) -> tuple[StatusDocument, dict[str, Any], str, int]:
+    """`/status` parsed and as JSON, `/healthz` and its code."""
     site = Site(ServerSettings(str(state.root), "127.0.0.1", 0))
-    answer = asyncio.run(site.status(Request({"type": "http"})))
-    verdict = StatusDocument.from_json(json.loads(bytes(answer.body))).verdict
-    assert verdict is not None
-    return verdict
+    served = json.loads(bytes(asyncio.run(site.status(Request({"type": "http"}))).body))
+    health = asyncio.run(site.healthz(Request({"type": "http"})))
+    return StatusDocument.from_json(served), served, bytes(health.body).decode(), health.status_code
 
 
-@pytest.mark.parametrize("name", _SHORT)
-def test_all_surfaces_agree_word_for_word(stories: dict[str, SimulatedGuard], name: str) -> None:
-    story = stories[name]
-    state = story.state
-    status = read_status(state)
+@pytest.mark.parametrize("gone", [False, True], ids=["live", "gone"])
+@pytest.mark.parametrize("situation", SITUATIONS, ids=lambda situation: situation.name)
+def test_every_surface_says_the_same_of_a_recorded_state(
+    tmp_path: Path, situation: Situation, gone: bool
+) -> None:
+    """The report once said EARNING, `top` EARNING (old) and `status` killed, of one killed
+    guard."""
+    document = situation.document()
+    gone = gone and document["state"] != "done"
+    write_status(tmp_path, document, age_s=37.0 if gone else 0.0)
+    state, status = StateDir(tmp_path), read_status(StateDir(tmp_path))
     assert status is not None
-    age_s = status_age_s(state)
-    verdict = shown(status, age_s)
-    line, step = headline(verdict), advice(verdict)
+    words = "GUARD GONE" if gone else situation.words
+    colour = "red" if gone else situation.colour
+    shown = read_state(status)
+    line, step = headline(shown, time_of_reading(status)), advice(shown)
+    assert line.startswith(f"{words} since 03:0")
 
-    top = screen.lines(status, Curves(), (400, 40), age_s=age_s)
-    assert top[0] == line
-    assert (top[1] == f"next   {step}") == bool(step)
-    if name != "guard-gone":
-        assert screen.status_lines(status, Curves(), [], 120)[: 1 + bool(step)] == [
-            line,
-            *([f"next   {step}"] if step else []),
-        ]
+    top = screen.lines(status, Curves(), (900, 60))
+    listed = screen.status_lines(status, Curves(), [], 120)
+    for rows in (top, listed):
+        assert rows[0] == line
+        assert (rows[1] == f"next   {step}") == bool(step)
+    painted = screen.painted(listed, colour)
+    assert WORST_FIRST[screen.urgency(status)] == colour
+    assert str(painted.plain).startswith(line)
 
     live = LiveReport(state, GateSettings()).render(TimeRange())
-    for page in (_words(render(state)), _words(live)):
-        first = page.index(state_since(verdict))
-        assert first < page.index(str(verdict.cause)) < page.index("Next step")
-        assert str(verdict.next_step or "nothing") in page
+    for page in (render(state), live):
+        assert f"<title>{words} · " in page
+        assert f'class="verdict {_KINDS[colour]}"' in page
+        text = _words(page)
+        first = text.index(state_since(shown, time_of_reading(status)))
+        assert first < text.index(" ".join(str(shown.cause).split())) < text.index("Next step")
+        assert str(shown.next_step or "nothing") in text
 
-    assert progress.verdict_line(status, age_s, in_full=True) == line
-    served = _of_status_endpoint(state)
-    assert (headline(served), advice(served)) == (line, step)
+    parsed, served, health, code = _served(state)
+    assert parsed.verdict is not None
+    assert (headline(parsed.verdict), advice(parsed.verdict)) == (headline(shown), step)
+    life = "guard gone" if gone else situation.life
+    assert (served["life"], served["as_of"]) == (life, document["updated"])
+    assert health.splitlines()[0] == headline(shown)
+    assert (code == 200) == (life == "training" or (situation.name == "first minute" and not gone))
 
-    if name in ("guard-gone", "disk-full"):
-        # The last verdict of the log is not the one shown: the guard is gone, or its disk is full.
-        return
-    alerts = AlertsMonitor(context(state.root, status=lambda: status_of(state.root)))
-    alerts._memory = story.memory
-    assert alerts._verdict() == line + (f"\nNext: {step}" if step else "")
-    usage = summary.Usage(0.0, 1.0, 1.0)
-    states = summary.summarise([e.record() for e in RunReader(state.db).events()], None, usage)
-    assert str(states.verdict).partition(": ")[0] == state_since(verdict)
+    numbers = metrics.text(status, version="1").decode()
+    assert f"minerguard_verdict_level {float(LEVELS[colour])}" in numbers
+    assert f'minerguard_life{{life="{life}"}} 1.0' in numbers
+    if not gone:
+        alerts = AlertsMonitor(_alerting(tmp_path, document))
+        sent: list[Alert] = []
+        alerts._outbox.put = sent.append  # type: ignore[method-assign]
+        alerts.on_event(event("incident", "critical", "INCIDENT x: y"))
+        alerts.on_stop()
+        (message,) = sent
+        state_line = headline(shown, document["updated"])
+        assert message.body.splitlines() == [
+            "INCIDENT x: y",
+            state_line,
+            *([f"Next: {step}"] if step else []),
+        ]
+
+
+def _alerting(folder: Path, document: Mapping[str, Any]) -> Context:
+    config = Config(alerts=AlertSettings(urls=("json://127.0.0.1:9/",)))
+    return context(folder, config=config, status=lambda: document)
 
 
 @pytest.mark.parametrize("name", _SHORT)
@@ -134,7 +168,7 @@ def test_log_ledger_status_and_verdict_agree(stories: dict[str, SimulatedGuard],
         assert f"since step {step} of outer step {outer}" in str(status.verdict.cause)
     if of("verdict_changed") and name not in ("disk-full", "guard-gone"):
         last = of("verdict_changed")[-1]
-        assert (last["state"], last["since"]) == (status.verdict.state, status.verdict.since)
+        assert (last["life"], last["since"]) == (status.verdict.life, status.verdict.since)
     begins = {
         "hang_detected": "hang",
         "loss_nan": "nan",
@@ -152,6 +186,5 @@ def test_the_live_page_itself_has_the_words_for_a_port_that_does_not_answer(tmp_
     """The script shows them when nothing can be fetched anymore, so they are part of the page."""
     site = Site(ServerSettings(str(tmp_path), "127.0.0.1", 0))
     page = _words(site._page)
-    gone = shown(StatusDocument(state="running", updated="x"), _GONE_S)
-    assert str(gone.next_step) in page
+    assert find_the_guard() in page
     assert "{{" not in page

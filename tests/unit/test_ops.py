@@ -164,7 +164,7 @@ def test_alertmanager_accepts_its_configuration() -> None:
 
 def _metric_names() -> set[str]:
     """Every name that the exposition can have."""
-    text = metrics.text(full_status(), version="1", age_s=1.0).decode()
+    text = metrics.text(full_status(), version="1").decode()
     return {re.split(r"[{ ]", line)[0] for line in text.splitlines() if not line.startswith("#")}
 
 
@@ -228,15 +228,16 @@ def test_the_fleets_table_has_one_named_column_for_each_query_and_sorts_the_wors
     assert {f"Value #{target['refId']}" for target in table["targets"]} == set(
         organize["renameByName"]
     ) - {"instance"}
-    assert table["options"]["sortBy"] == [{"displayName": "Verdict", "desc": True}]
+    assert table["options"]["sortBy"] == [{"displayName": "State", "desc": True}]
     (mapping,) = [
         p["value"][0]["options"]
         for o in table["fieldConfig"]["overrides"]
         for p in o["properties"]
         if p["id"] == "mappings"
     ]
-    shown = {level: mapping[str(level)]["text"].lower() for level in range(5)}
-    assert shown == {level: state for state, level in metrics.VERDICT_LEVELS.items()}
+    shown = {level: mapping[str(level)]["color"] for level in range(4)}
+    grafana = {"green": "green", "grey": "text", "yellow": "orange", "red": "red"}
+    assert shown == {level: grafana[colour] for colour, level in metrics.LEVELS.items()}
 
 
 def test_counters_begin_at_zero_and_ages_before_the_first_step_and_push() -> None:
@@ -247,15 +248,13 @@ def test_counters_begin_at_zero_and_ages_before_the_first_step_and_push() -> Non
         "metrics": {"events": {}, "since": "2026-01-02T03:04:05.000000Z"},
         "uploads": {"repo": {"age_s": None, "empty": True}},
     }
-    lines = (
-        metrics.text(StatusDocument.from_json(status), version="1", age_s=1.0).decode().splitlines()
-    )
+    lines = metrics.text(StatusDocument.from_json(status), version="1").decode().splitlines()
     assert {f'minerguard_events_total{{event="{name}"}} 0.0' for name in logged_events()} <= set(
         lines
     )
     assert {"minerguard_no_step_seconds 3600.0", "minerguard_no_upload_seconds 3600.0"} <= {*lines}
     unread = {**status, "uploads": {"repo": {"age_s": None, "empty": False}}}
-    text = metrics.text(StatusDocument.from_json(unread), version="1", age_s=1.0).decode()
+    text = metrics.text(StatusDocument.from_json(unread), version="1").decode()
     assert "no_upload_seconds" not in text, "an age that could not be read is unknown"
 
 

@@ -17,7 +17,7 @@ from miner_guard.show.data import LogReader, gather
 from miner_guard.show.report import render
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import iso_utc
-from miner_guard.watch.state import VerdictWeek
+from miner_guard.watch.state_words import StateWeek
 from tests.support.guard_log import Log
 from tests.support.present_state import write_status
 
@@ -265,18 +265,18 @@ def test_of_sixteen_ranks_the_slow_one_is_the_first_row(tmp_path: Path) -> None:
     assert rows[0] == "12"
 
 
-def test_a_week_of_verdicts_is_a_strip_and_its_shares_are_reported(tmp_path: Path) -> None:
+def test_a_week_of_states_is_a_strip_and_its_shares_are_reported(tmp_path: Path) -> None:
     log = Log(tmp_path)
     log.step(1)
     now = log.clock.wall()
-    week = VerdictWeek({})
-    week.add("earning", now - 7200, now - 1800)
-    week.add("not earning", now - 1800, now)
-    verdict = {"state": "not earning", "cause": "x", "week": week.to_json()}
+    week = StateWeek({})
+    week.add("green", now - 7200, now - 1800)
+    week.add("red", now - 1800, now)
+    verdict = {"life": "hung", "colour": "red", "cause": "x", "week": week.to_json()}
     write_status(log.state.root, {"verdict": verdict, "updated": iso_utc(now)})
     page = _checked(render(log.state))
-    assert "last 2 h: earning 75%, not earning 25%" in page
-    assert page.count(' UTC: not earning"></i>') == 1
+    assert "last 2 h: well 75%, failing 25%" in page
+    assert page.count(' UTC: failing"></i>') == 1
 
 
 def test_a_crash_loop_is_one_row_with_a_count_and_another_day_another_row(tmp_path: Path) -> None:
@@ -293,11 +293,11 @@ def test_a_crash_loop_is_one_row_with_a_count_and_another_day_another_row(tmp_pa
     assert page.count("MINER EXITED: code") == 2
 
 
-def test_a_link_of_the_verdict_leads_to_its_runbook_row_on_the_same_page(tmp_path: Path) -> None:
+def test_a_link_of_the_state_leads_to_its_runbook_row_on_the_same_page(tmp_path: Path) -> None:
     """At four in the morning, advice must not need a checkout or a network."""
     log = Log(tmp_path)
     log.step(1)
-    verdict = {"state": "not earning", "cause": "loss is NaN", "event": "loss_nan"}
+    verdict = {"life": "training", "colour": "red", "cause": "loss is NaN", "event": "loss_nan"}
     write_status(log.state.root, {"verdict": verdict})
     page = _checked(render(log.state))
     assert '<a href="#runbook-loss_nan">loss_nan</a>' in page
@@ -333,21 +333,19 @@ def test_a_ranks_unknown_work_is_unknown_and_not_zero(tmp_path: Path) -> None:
 def test_a_run_that_ended_on_request_has_no_problem(tmp_path: Path) -> None:
     log = Log(tmp_path)
     log.step(1)
-    verdict = {"state": "stopped", "cause": "the miner finished its work", "key": "finished"}
+    verdict = {"life": "finished", "colour": "grey", "cause": "the miner finished its work"}
     write_status(log.state.root, {"state": "done", "verdict": verdict})
     page = render(log.state)
-    assert "<dt>What happened</dt><dd>the miner finished its work" in page
-    assert 'class="verdict "' in page
+    assert "<dt>Why</dt><dd>the miner finished its work" in page
+    assert 'class="verdict idle"' in page
 
 
-def test_a_silent_guard_is_unknown_on_the_page_and_its_last_verdict_is_named(
-    tmp_path: Path,
-) -> None:
+def test_a_silent_guard_is_gone_on_the_page_and_its_last_state_is_named(tmp_path: Path) -> None:
     log = Log(tmp_path)
     log.step(1)
-    verdict = {"state": "earning", "cause": "training"}
+    verdict = {"life": "training", "earning": "yes", "cause": "training"}
     write_status(log.state.root, {"state": "running", "verdict": verdict}, age_s=600)
     page = _checked(render(log.state))
-    assert "the guard has written nothing for 10 min; its last verdict was earning" in page
-    assert "<h1>UNKNOWN" in page
-    assert "miner unknown (running when the guard last wrote, 10 min ago)" in page
+    assert "it has written nothing for 10 min; its last state was EARNING" in page
+    assert "<h1>GUARD GONE" in page
+    assert "miner guard gone" in page

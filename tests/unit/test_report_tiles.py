@@ -10,7 +10,7 @@ import pytest
 
 from miner_guard.show.report import render
 from miner_guard.system.clock import iso_utc
-from miner_guard.watch.state import VerdictWeek
+from miner_guard.watch.state_words import StateWeek
 from tests.support.guard_log import Log
 from tests.support.present_state import write_status
 
@@ -49,7 +49,7 @@ def test_each_figure_with_a_limit_names_it(tmp_path: Path) -> None:
 
 
 def test_all_figures_of_a_guard_that_is_gone_are_stale(tmp_path: Path) -> None:
-    """The first screen must not show healthy figures below the verdict UNKNOWN."""
+    """The first screen must not show healthy figures below GUARD GONE."""
     assert {kind for kind, *_ in _tiles(tmp_path, age_s=900).values()} == {"tile old"}
 
 
@@ -72,7 +72,7 @@ def test_no_tile_hides_a_failure(tmp_path: Path) -> None:
         "gpus": {"gpus": [{"state": "ok"}, {"state": "lost"}], "state": "ok"},
         "host": {"disk_free_bytes": 0, "disk_free_by_folder_bytes": {"work": 9e12, "state": 0}},
     }
-    tiles = _tiles(tmp_path, health=health, verdict={"state": "degraded", "key": "disk"})
+    tiles = _tiles(tmp_path, health=health, verdict={"key": "disk"})
     assert tiles["GPUs ok"][1] == "1 of 2"
     assert tiles["disk free"][1:] == ("0.0 GB", "disk of state")
 
@@ -110,15 +110,20 @@ def test_the_strip_has_dates_a_legend_and_its_rule(
     """The page must not say "last 7 days" above a three-hour log."""
     log = Log(tmp_path)
     now = log.clock.wall() + 3600 * hours
-    week = VerdictWeek({})
-    week.add("earning", log.clock.wall(), now)
-    verdict = {"state": "earning", "week": week.to_json(), "week_start": week.start}
+    week = StateWeek({})
+    week.add("green", log.clock.wall(), now)
+    verdict = {
+        "life": "training",
+        "colour": "green",
+        "week": week.to_json(),
+        "week_start": week.start,
+    }
     write_status(log.state.root, {"verdict": verdict, "updated": iso_utc(now)})
     page = render(log.state)
     axis = page.partition('<div class="axis"')[2].partition("</div>")[0]
     assert re.findall(r">([A-Z][a-z]{2} \d+)<", axis) == labels
-    for words in ("not earning, or stopped", "unwatched: no guard ran"):
+    for words in ("failing", "no guard"):
         assert words in page
-    assert "Each cell covers 2 h and shows the worst verdict that held for 6 min or longer" in page
+    assert "Each cell covers 2 h and shows the worst state that held for 6 min or longer" in page
     shown = "7 days" if hours > 168 else f"{hours / 24:g} days" if hours >= 48 else f"{hours} h"
-    assert f"<small>last {shown}: earning 100%" in page
+    assert f"<small>last {shown}: well 100%" in page

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,13 @@ from miner_guard.cli.screen import (
     sparkline,
 )
 from miner_guard.eventlog.status_document import StatusDocument
-from miner_guard.watch.state import STATES
+from miner_guard.watch.state_words import GREEN, GREY, RED, WORST_FIRST, YELLOW
 from tests.support import requires
 from tests.support.present_state import write_status
 
 STATUS: dict[str, Any] = {
     "state": "running",
+    "verdict": {"life": "training", "colour": "green", "cause": "x"},
     "restarts": 1,
     "steps": {
         "outer_step": 56,
@@ -64,7 +66,7 @@ STATUS: dict[str, Any] = {
 
 def shown(status: dict[str, Any], width: int = 80, height: int | None = 24, **view: Any) -> str:
     document = StatusDocument.from_json(status)
-    return "\n".join(lines(document, Curves(), (width, height), View(**view), age_s=0.0))
+    return "\n".join(lines(document, Curves(), (width, height), View(**view)))
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10), (120, 30), (200, 60)])
@@ -76,7 +78,7 @@ def test_the_screen_has_the_terminals_size(
     view = View(
         events=[f"12:00:00 warning  SLOW STEP {number} " + "x" * 300 for number in range(50)]
     )
-    rows = lines(document, Curves(), (width, height), view, age_s=0)
+    rows = lines(document, Curves(), (width, height), view)
     assert len(rows) == height
     assert max(map(len, rows)) <= width
 
@@ -84,11 +86,11 @@ def test_the_screen_has_the_terminals_size(
 def test_an_80_by_24_terminal_shows_what_matters() -> None:
     view = View(events=["12:00:00 info  REPO"])
     curves = Curves([5 - step / 50 for step in range(100)], [15.0] * 100)
-    document = StatusDocument.from_json(STATUS)
-    screen = "\n".join(lines(document, curves, (80, 24), view, age_s=9))
+    document = replace(StatusDocument.from_json(STATUS), age_s=9.0)
+    screen = "\n".join(lines(document, curves, (80, 24), view))
     for words in (
-        "miner running  restarts 1  goodput 93%",
-        "OLD: as of 9s ago",
+        "miner training  restarts 1  goodput 93%",
+        "OLD: as of 9 s ago",
         "outer 56 inner 34",
         "34/50 valid in 4m",
         "outer step in 1.9h",
@@ -104,11 +106,12 @@ def test_an_80_by_24_terminal_shows_what_matters() -> None:
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])
-def test_the_verdict_its_next_step_and_the_state_wrap_and_lose_no_word(width: int) -> None:
+def test_the_headline_its_next_step_and_the_run_wrap_and_lose_no_word(width: int) -> None:
     """The first line must not end with "loss 2.92; th…"."""
     verdict = {
-        "state": "degraded",
-        "earns": "yes",
+        "life": "training",
+        "health": "degraded",
+        "earning": "yes",
         "since": "2026-01-02T06:34:00Z",
         "cause": "the gate is blocking an upload that is due: base outer_step (62) < network (63)",
         "next_step": "see each rule: `miner-guard logs --event upload_blocked -n 1 --json`",
@@ -116,7 +119,7 @@ def test_the_verdict_its_next_step_and_the_state_wrap_and_lose_no_word(width: in
     }
     rows = shown({**STATUS, "verdict": verdict, "updated": "2026-01-02T06:40:00Z"}, width, 40)
     words = " ".join(rows.partition("\n\n")[0].split())
-    assert words.startswith(f"STILL EARNING, degraded since 06:34 UTC: {verdict['cause']} next ")
+    assert words.startswith(f"EARNING, degraded since 06:34 UTC: {verdict['cause']} next ")
     assert f"{verdict['next_step']} (more: `miner-guard explain upload_blocked`)" in words
     assert words.endswith("monitoring 0.12%")
 
@@ -124,22 +127,22 @@ def test_the_verdict_its_next_step_and_the_state_wrap_and_lose_no_word(width: in
 @pytest.mark.parametrize(
     ("state", "inner", "words"),
     [
-        ("earning", 84, "84/50 valid now; outer step in"),
-        ("not earning", 84, "84/50 minimum reached, but not earning"),
-        ("stopped", 34, "34/50 minimum not reached"),
+        ({"life": "training", "earning": "yes"}, 84, "84/50 valid now; outer step in"),
+        ({"life": "training", "earning": "no"}, 84, "84/50 minimum reached"),
+        ({"life": "stopped"}, 34, "34/50 minimum not reached"),
     ],
 )
-def test_nothing_is_valid_now_while_the_verdict_is_not_earning(
-    state: str, inner: int, words: str
+def test_nothing_is_valid_now_while_the_miner_does_not_earn(
+    state: dict[str, str], inner: int, words: str
 ) -> None:
     """`loss NaN` and `valid now` must not be on one screen."""
     uploads = {"forecast": {"min_inner_step": 50}}
     document = StatusDocument.from_json(
-        {**STATUS, "verdict": {"state": state}, "uploads": uploads, "steps": {"inner_step": inner}}
+        {**STATUS, "verdict": state, "uploads": uploads, "steps": {"inner_step": inner}}
     )
     (row,) = [row for row in overview(document, Curves(), 120) if row.startswith("upload")]
     assert words in row
-    assert ("outer step in" in row) == (state == "earning")
+    assert ("outer step in" in row) == (state.get("earning") == "yes")
 
 
 def test_what_is_unknown_is_named_and_what_waiting_costs_is_shown() -> None:
@@ -168,27 +171,25 @@ def test_every_rank_can_be_reached_and_the_slow_one_comes_first(
     assert [rank for rank in ranks if f"rank {rank}:" not in whole] == []
 
 
-def test_colour_marks_the_word_that_matters_and_changes_no_width() -> None:
-    marked = {
-        "NOT EARNING since 12:03 UTC: x": "NOT EARNING",
-        "STILL EARNING, degraded since 12:03 UTC: x": "STILL EARNING, degraded",
-        "EARNING since 12:03 UTC": "EARNING",
-        "12:00:00 critical HANG DETECTED": "12:00:00 critical ",
-        "gate   BLOCKED 3m ago: x": "BLOCKED",
-    }
-    for line, words in marked.items():
-        text = painted([line])
-        assert text.plain == line
-        assert [line[span.start : span.end] for span in text.spans if span.style] == [words]
-    cells = painted(["week   ··▁?x▅█  earning 93%, not earning 7%"])
-    assert [str(span.style) for span in cells.spans if span.style] == [
+def test_the_headline_has_the_states_colour_and_colour_changes_no_width() -> None:
+    rows = ["HUNG since 12:03 UTC: x", "12:00:00 critical HANG DETECTED", "gate   BLOCKED 3m ago"]
+    for colour, style in ((RED, "bold red"), (GREEN, "green"), (YELLOW, "yellow"), (GREY, "dim")):
+        text = painted(rows, colour)
+        assert text.plain == "\n".join(rows)
+        spans = [(text.plain[s.start : s.end].strip(), str(s.style)) for s in text.spans if s.style]
+        assert spans == [
+            (rows[0], style),
+            ("12:00:00 critical", "bold red"),
+            ("BLOCKED", "bold red"),
+        ]
+    cells = painted(["week   ··▁░▅█  well 93%"], GREY)
+    assert [str(span.style) for span in cells.spans if span.style][-4:] == [
         "bold red",
-        "yellow",
-        "bold red",
+        "dim",
         "yellow",
         "green",
     ]
-    assert len({marks[0] for marks in WEEK_MARKS.values()}) == len(WEEK_MARKS) == len(STATES)
+    assert len({marks[0] for marks in WEEK_MARKS.values()}) == len(WEEK_MARKS) == len(WORST_FIRST)
     assert len({marks[1] for marks in WEEK_MARKS.values()}) == len(WEEK_MARKS)
 
 
@@ -209,12 +210,12 @@ def test_one_screen_into_a_pipe_and_nothing_to_show(
     write_status(tmp_path, STATUS)
     assert run(["top", "--state-dir", str(tmp_path), "--once"]) == 0
     out = capsys.readouterr().out
-    assert "miner running" in out
+    assert "miner training" in out
     assert "\x1b" not in out
 
 
 def _open_top(folder: Path, **env: str) -> tuple[int, int, subprocess.Popen[bytes]]:
-    write_status(folder, {**STATUS, "verdict": {"state": "earning", "cause": "x"}})
+    write_status(folder, STATUS)
     ours, theirs = pty.openpty()
     program = str(Path(sys.executable).with_name("miner-guard"))
     command = [program, "top", "--state-dir", str(folder), "--every", "0.2"]
@@ -235,7 +236,7 @@ def test_in_a_terminal_it_follows_the_state_and_gives_the_screen_back(
 ) -> None:
     ours, theirs, child = _open_top(tmp_path)
     before = termios.tcgetattr(theirs)
-    assert b"\x1b[32mEARNING" in _read(ours, b"q quit")
+    assert b"\x1b[32mTRAINING" in _read(ours, b"q quit")
     write_status(tmp_path, {**STATUS, "restarts": 7})
     _read(ours, b"restarts 7")
     os.write(ours, b"p")

@@ -3,6 +3,7 @@ if an event quotes a server that printed one and no deny-list knows its form."""
 
 from __future__ import annotations
 
+import math
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ def test_an_alert(tmp_path: Path, pieces: list[str], monkeypatch: pytest.MonkeyP
     for number, error in enumerate(ERRORS):
         text = f"UPLOAD FAILED: {error}"
         list(monitor.on_event(Event("upload_failed", "error", text, {"what": f"{number}"})))
+        monitor.on_tick(math.inf, {})
     assert len(sent) == len(ERRORS)
     whole = "\n".join(alert.title + alert.body for alert in sent)
     assert "UPLOAD FAILED: the server said" in whole

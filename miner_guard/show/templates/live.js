@@ -30,8 +30,9 @@ function tell() {
   const stale = trouble !== "" || age > STALE_S;
   gone.hidden = !stale;
   report.classList.toggle("stale", stale);
+  if (stale) document.title = "GUARD GONE · miner-guard";
   if (stale) {
-    gone.querySelector("h1").textContent = `UNKNOWN since ${clock(updated).replace(/:\d\d UTC/, " UTC")}`;
+    gone.querySelector("h1").textContent = `GUARD GONE since ${clock(updated).replace(/:\d\d UTC/, " UTC")}`;
     gone.querySelector("#why").textContent = `the guard is not responding${trouble && ` (${trouble})`}`;
   }
   const now = `Now ${clock(Date.now())}`;
