@@ -94,12 +94,6 @@ class InertGuard:
             # Without a standard error there is nowhere to say it.
             return
 
-    def phase(self, name: str, *, allowance_s: float | None = None) -> _Nothing:
-        return _Nothing()
-
-    def step(self, **values: Any) -> None:
-        return None
-
     def may_upload(
         self, *, outer_step: int, inner_step: int, kind: str = "gradient", **facts: Any
     ) -> _Blocked:
@@ -108,41 +102,21 @@ class InertGuard:
     def may_publish(self, decision: Any, gradient: Any) -> Any:
         return decision
 
-    def upload(self, decision: Any, *, tag: str | None = None) -> _Nothing:
-        return _Nothing()
-
-    def upload_due(self) -> bool:
-        return False
-
-    def checkpoint_requested(self) -> bool:
-        return False
-
     def diagnose(self, model: Any = None, **values: Any) -> tuple[Any, ...]:
         return ()
 
-    def checkpoint_saved(self, path: Any, **values: Any) -> None:
-        return None
-
-    def add_cost(self, operation: str, seconds: float, *, blocking: bool = True) -> None:
-        return None
-
-    def due(self, operation: str, **interval: Any) -> bool:
-        return False
-
-    def track(self, operation: str) -> _Nothing:
+    def phase(self, *arguments: Any, **options: Any) -> _Nothing:
         return _Nothing()
 
-    def operation(self, name: str) -> _Nothing:
-        return _Nothing()
+    def step(self, *arguments: Any, **values: Any) -> None:
+        return None
 
-    def journal(self, document: Any, /) -> bool:
+    def due(self, *arguments: Any, **interval: Any) -> bool:
         return False
 
-    def emit(self, event: Any, /) -> None:
-        return None
-
-    def close(self, finished: bool = False) -> None:
-        return None
+    upload = track = operation = phase
+    checkpoint_saved = add_cost = emit = close = step
+    upload_due = checkpoint_requested = journal = due
 
 
 class _Nothing:

@@ -18,7 +18,7 @@ from miner_guard.rank.environment import RANK_ABOVE
 from miner_guard.state_dir import MARKER, RANK_SETTINGS, STATE_DIR, StateDir, finite
 from miner_guard.system.processes import HELPER
 
-_RANK_SECTIONS = ("gate", "steps", "gpu", "hang", "costs")
+_RANK_SECTIONS = ("gate", "gpu", "hang", "costs")
 
 _OF_THE_GUARD = {
     HELPER,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from miner_guard.config import CostSettings, GateSettings, GpuSettings, HangSettings, StepSettings
+from miner_guard.config import CostSettings, GateSettings, GpuSettings, HangSettings
 from miner_guard.rank.flight import process_start
 from miner_guard.state_dir import MARKER, RANK_SETTINGS, STATE_DIR, StateDir
 
@@ -25,7 +25,6 @@ class RankSettings:
     """The settings that ranks need."""
 
     gate: GateSettings = field(default_factory=GateSettings)
-    steps: StepSettings = field(default_factory=StepSettings)
     gpu: GpuSettings = field(default_factory=GpuSettings)
     hang: HangSettings = field(default_factory=HangSettings)
     costs: CostSettings = field(default_factory=CostSettings)

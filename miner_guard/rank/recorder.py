@@ -1,5 +1,5 @@
-"""Records what happens in a rank: in the flight record and, if no supervisor is listening, in the
-standalone log. A datagram wakes the supervisor; the data itself is in the flight record.
+"""Records what happens in a rank: in the flight record and, if no supervisor is listening, on the
+console. A datagram wakes the supervisor; the data itself is in the flight record.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from miner_guard.system.once import Once
 from miner_guard.system.sockets import address
 
 if TYPE_CHECKING:
-    from miner_guard.rank.standalone import StandaloneLog
+    from miner_guard.rank.console import Console
 
 _NOBODY = frozenset({errno.ENOENT, errno.ECONNREFUSED, errno.ENOTDIR})
 
@@ -119,7 +119,7 @@ class Recorder:
         self.place = place
         self.monotonic = monotonic
         self.notifier = Notifier(place.state.socket if place.state is not None else None)
-        self._own_log: StandaloneLog | None = None
+        self._console: Console | None = None
         self._forked = False
         # Reentrant, because a signal handler of the miner may close the guard in the middle of it.
         self._mutex = threading.RLock()
@@ -134,7 +134,8 @@ class Recorder:
         self.flight: FlightWriter | None = None
         self._open()
         if self.notifier.alone:
-            self._log()
+            # Now, because the program may close its standard output.
+            self._open_console()
 
     def _open(self) -> None:
         place = self.place
@@ -213,23 +214,23 @@ class Recorder:
 
     def say(self, event: Event) -> None:
         if not self._forked:
-            self._log().say(event)
+            self._open_console().say(event)
 
-    def _log(self) -> StandaloneLog:
-        """The log of this process. A supervised rank neither imports it nor opens the console until
-        it loses its supervisor."""
-        from miner_guard.rank.standalone import StandaloneLog
+    def _open_console(self) -> Console:
+        """The console of this process. A supervised rank neither imports it nor opens the
+        descriptor until it loses its supervisor."""
+        from miner_guard.rank.console import Console
 
         with self._mutex:
-            if self._own_log is None:
-                place, console = self.place, None
+            if self._console is None:
+                descriptor = None
                 if self._stdout is not None and _target(1) == self._stdout:
                     # Write to a duplicate of descriptor 1, because bittensor and others strip
                     # handlers from loggers and replace sys.stdout.
                     with contextlib.suppress(OSError):
-                        console = os.dup(1)
-                self._own_log = StandaloneLog(place.rank, place.run_id, place.state, console)
-            return self._own_log
+                        descriptor = os.dup(1)
+                self._console = Console(self.place.rank, descriptor)
+            return self._console
 
     def report_error(self, where: str, what: str) -> None:
         """Report a failure inside the hook, once per `where`. The number of different reports is
@@ -250,16 +251,16 @@ class Recorder:
     def close(self, state: str) -> None:
         self.show(state)
         self.notifier.notify(self.place.rank)
-        if self.notifier.alone and not self._forked:
-            self._log().flush()
+        if self._console is not None:
+            self._console.flush()
 
     def detach_after_fork(self) -> None:
         """Stop recording in a forked child, because the record belongs to the parent."""
         self.flight = None
         self.notifier.close()
         self._forked = True
-        if self._own_log is not None:
-            self._own_log.detach_after_fork()
+        if self._console is not None:
+            self._console.detach_after_fork()
 
 
 def _target(fd: int) -> tuple[int, int] | None:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from miner_guard.eventlog.catalog import make_finding
 from miner_guard.rank import layout
@@ -18,9 +18,6 @@ from miner_guard.rank.layout import NAN, StepRecord
 from miner_guard.rank.phases import PhaseNames, Phases
 from miner_guard.rank.recorder import Recorder
 from miner_guard.record.words import gb
-
-if TYPE_CHECKING:
-    from miner_guard.rank.standalone import StepLines
 
 MAX_INT = 1 << 63
 """Step numbers in a record satisfy -MAX_INT <= n < MAX_INT."""
@@ -191,8 +188,6 @@ class Stepper:
         self.losses: deque[float] = deque(maxlen=_RECENT_LOSSES)
         self._recorder = recorder
         self._report = report
-        self._lines: StepLines | None = None
-        self._step_settings = place.settings.steps
         self._memory = CudaMemory()
         self._rank = place.rank
         self._peak_at = 0.0
@@ -229,7 +224,6 @@ class Stepper:
             self._report("cuda_memory", error)
         self._recorder.step(record)
         self._report_peak()
-        self._log_if_alone(record)
         if (failed := phases.failed) is not None:
             phases.failed = None
             self._report("phase", failed)
@@ -252,16 +246,6 @@ class Stepper:
                 peak_gb=gb(peak.peak),
             )
         )
-
-    def _log_if_alone(self, record: StepRecord) -> None:
-        if self._rank != 0 or not self._recorder.notifier.alone:
-            return
-        if self._lines is None:
-            from miner_guard.rank.standalone import StepLines
-
-            self._lines = StepLines(self._step_settings)
-        for event in self._lines.of(record):
-            self._recorder.say(event)
 
     def _read(self, record: StepRecord) -> None:
         """Convert the reported values to numbers. A plain number, the usual case, costs no function

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -79,8 +78,3 @@ def test_memory_stays_flat_and_the_supervisor_may_die_in_the_middle(
     assert (now.state, now.total_steps, now.inner_step) == ("finished", steps, steps - 1)
     assert now.dropped > 0
     assert len(list(FlightReader(state.flight_of(0)).steps())) == 4096
-    # Without a supervisor from the middle on, it logs for itself what a supervisor would have
-    # logged.
-    lines = [json.loads(line) for line in state.log.read_text().splitlines()]
-    assert {"inner_step", "upload_allowed"} <= {line["event"] for line in lines}
-    assert os.path.getsize(state.log) < 5_000_000
