@@ -25,7 +25,7 @@ from miner_guard.watch.output import (
 from miner_guard.watch.ranks import NodesMonitor, RankEndsMonitor, RanksMonitor
 from miner_guard.watch.state import StateMonitor
 from miner_guard.watch.steps import StepsMonitor
-from miner_guard.watch.uploads import AuditMonitor, PrintedUploadsMonitor, UploadsMonitor
+from miner_guard.watch.uploads import AuditMonitor, UploadsMonitor
 
 MONITORS: tuple[type[Monitor], ...] = (
     LogAttachMonitor,
@@ -39,7 +39,6 @@ MONITORS: tuple[type[Monitor], ...] = (
     DiagnosisMonitor,
     ChainMonitor,
     DegradedHooksMonitor,
-    PrintedUploadsMonitor,
     SwarmMonitor,
     UploadsMonitor,
     AuditMonitor,

@@ -145,9 +145,11 @@ _ROW = ("decision_id", "outer_step", "inner_step", "bytes", "seconds", "attempts
 
 
 class UploadsMonitor(Monitor):
-    """Watches the repo, writes gate-inputs.json, keeps the ledger, and verifies pushes."""
+    """Watches the repo, writes gate-inputs.json, keeps the ledger, and verifies pushes: those that
+    a hook reports or, until one does, those that the miner prints."""
 
     name = "uploads"
+    words = frozenset({b"push", b"upload"})
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -175,6 +177,12 @@ class UploadsMonitor(Monitor):
         self._began: dict[str, PendingPush] = {}
         self._pushes: list[Push] = []
         self._unsettled: list[UploadEntry] = []
+        # With `attach = "log"` the lines already produce entries, as a hook would.
+        self._reads_lines = (
+            config.miner.attach != "log" and self._repo.kind != "none" and self._repo.verify_uploads
+        )
+        self._patterns = patterns(config.miner.profile) if self._reads_lines else Patterns(())
+        self._printed: PushLine | None = None
         self._last: dict[str, Any] = dict.fromkeys(
             ("decision", "upload", "audit", "incident", "restart")
         )
@@ -284,6 +292,7 @@ class UploadsMonitor(Monitor):
         if isinstance(entry, DecisionEntry):
             return self._decided(entry.decision)
         if isinstance(entry, UploadEntry):
+            self._reads_lines = False
             return self._uploaded(rank, entry)
         return ()
 
@@ -358,8 +367,6 @@ class UploadsMonitor(Monitor):
 
     def on_event(self, event: Event) -> Iterable[Event]:
         fields, wall = event.fields, self.context.clock.wall()
-        if fields.get("source") == "log":
-            return self._printed(event)
         if event.name == "incident":
             self._last["incident"] = LastIncident(str(fields.get("label")), event.rank, wall)
         elif event.name == "miner_restarting":
@@ -375,16 +382,37 @@ class UploadsMonitor(Monitor):
             self.context.jobs.once("gate inputs", self._write_inputs)
         return ()
 
-    def _printed(self, event: Event) -> Iterable[Event]:
-        """Store a push known only from the miner's printed line."""
-        entry = UploadEntry(phase="finished", tag=event.fields.get("tag"))
-        if event.name == "upload_failed":
-            self._store(entry, "failed", error=event.fields.get("reason"))
-        elif event.name == "upload_reported":
-            with self._mutex:
-                before = self._watch.latest
-            return self._reported(entry, None, before)
-        return ()
+    def reads_lines(self) -> bool:
+        return self._reads_lines
+
+    def on_lines(self, lines: Sequence[bytes]) -> Iterator[Event]:
+        for raw in lines:
+            push = read_push(raw.decode("utf-8", "replace"), self._patterns)
+            # Several ranks may print the same push.
+            if push is not None and (push != self._printed or push.tag is None):
+                self._printed = push
+                yield from self._read(push)
+
+    def _read(self, push: PushLine) -> Iterator[Event]:
+        """Report and store a push known only from the miner's line."""
+        entry = UploadEntry(phase="finished", tag=push.tag)
+        if push.error is not None:
+            reason = f"the miner says: {push.error}"
+            self._store(entry, "failed", error=reason)
+            yield event("upload_failed", "error", f"UPLOAD FAILED: {reason}", reason=reason)
+            return
+        detail = "according to the miner's log"
+        yield event(
+            "upload_reported",
+            "info",
+            f"UPLOAD REPORTED: tag {push.tag} {detail}",
+            tag=push.tag,
+            detail=detail,
+            source="log",
+        )
+        with self._mutex:
+            before = self._watch.latest
+        yield from self._reported(entry, None, before)
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
         with self._mutex:
@@ -510,56 +538,6 @@ class UploadsMonitor(Monitor):
                 pending=len(self._pushes),
                 **self._last,
             ).to_json()
-
-
-class PrintedUploadsMonitor(Monitor):
-    """Reports nothing if upload verification is off. Stays silent for the
-    rest of the run once a hook has reported a push."""
-
-    name = "push_lines"
-    words = frozenset({b"push", b"upload"})
-
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        repo = context.config.repo
-        # With `attach = "log"` these lines already produce entries, as a hook would.
-        self._silent = (
-            context.config.miner.attach == "log" or repo.kind == "none" or not repo.verify_uploads
-        )
-        self._patterns = Patterns(()) if self._silent else patterns(context.config.miner.profile)
-        self._last: PushLine | None = None
-
-    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Event]:
-        self._silent = self._silent or isinstance(entry, UploadEntry)
-        return ()
-
-    def reads_lines(self) -> bool:
-        return not self._silent
-
-    def on_lines(self, lines: Sequence[bytes]) -> Iterator[Event]:
-        for raw in lines:
-            push = read_push(raw.decode("utf-8", "replace"), self._patterns)
-            if push is None or (push == self._last and push.tag is not None):
-                # Several ranks may print the same push.
-                continue
-            self._last = push
-            if push.error is not None:
-                yield event(
-                    "upload_failed",
-                    "error",
-                    f"UPLOAD FAILED: the miner says: {push.error}",
-                    reason=f"the miner says: {push.error}",
-                    source="log",
-                )
-            else:
-                yield event(
-                    "upload_reported",
-                    "info",
-                    f"UPLOAD REPORTED: tag {push.tag} according to the miner's log",
-                    tag=push.tag,
-                    detail="according to the miner's log",
-                    source="log",
-                )
 
 
 if TYPE_CHECKING:

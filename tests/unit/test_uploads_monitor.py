@@ -15,7 +15,7 @@ from miner_guard.cli.screen import Curves, status_lines
 from miner_guard.config import Config, GateSettings, MinerSettings, RepoSettings
 from miner_guard.eventlog.catalog import make_finding, message
 from miner_guard.eventlog.status_document import StatusDocument
-from miner_guard.rank.journal import DecisionEntry, UploadEntry
+from miner_guard.rank.journal import UploadEntry
 from miner_guard.rank.layout import FLAG_FIRST
 from miner_guard.record.store import RunReader, RunStore, event_row
 from miner_guard.system.clock import iso_utc
@@ -25,8 +25,7 @@ from miner_guard.uploads.pushes import DecisionNotifier, RepoWatch, forecast
 from miner_guard.validators.facts import Candidate, Published
 from miner_guard.watch import uploads as module
 from miner_guard.watch.base import Exit
-from miner_guard.watch.uploads import PrintedUploadsMonitor
-from tests.support.contexts import context
+from tests.support.contexts import JobsNever, context
 from tests.support.output import show
 from tests.support.uploads_harness import Bench
 
@@ -342,10 +341,8 @@ def test_without_a_repo_a_push_is_reported_and_never_called_verified(
 
 def test_a_push_that_only_the_miners_line_reports_is_checked(bench: Bench) -> None:
     bench.look()
-    printed = make_finding(
-        "upload_reported", tag="5.56.51", detail="according to the miner's log", source="log"
-    )
-    assert not list(bench.monitor.on_event(printed))
+    (reported,) = bench.monitor.on_lines([PUSHED.rstrip()])
+    assert reported.fields["source"] == "log"
     bench.repo = Published(
         age_s=1.0, reason=None, outer_step=56, inner_step=51, revision="5.56.51", checksum="c1"
     )
@@ -383,18 +380,16 @@ PUSHED = (
 
 def printed(
     folder: Path, profile: str | None = None, attach: Any = None, repo: Any = "local"
-) -> PrintedUploadsMonitor:
+) -> module.UploadsMonitor:
     config = Config(
         miner=MinerSettings(profile=profile, attach=attach),
         repo=RepoSettings(kind=repo, path=str(folder)),
     )
-    return PrintedUploadsMonitor(context(folder, config=config))
+    return module.UploadsMonitor(context(folder, config=config, jobs=JobsNever()))
 
 
-def messages(monitor: PrintedUploadsMonitor, *chunks: bytes) -> list[str]:
-    events = show(monitor, *chunks)
-    assert all(event.fields["source"] == "log" for event in events)
-    return [message(event) for event in events]
+def messages(monitor: module.UploadsMonitor, *chunks: bytes) -> list[str]:
+    return [message(event) for event in show(monitor, *chunks)]
 
 
 @pytest.mark.parametrize("profile", [None, "sn38"])
@@ -421,13 +416,13 @@ def test_the_miners_own_word_that_it_failed_is_a_failure(tmp_path: Path) -> None
 
 def test_once_a_hook_reports_pushes_only_the_hook_counts(tmp_path: Path) -> None:
     one = printed(tmp_path)
-    assert not list(one.on_entry(0, DecisionEntry(decision={})))
-    assert not list(one.on_entry(0, UploadEntry(phase="started")))
-    assert messages(one, PUSHED) == []
+    assert one.reads_lines()
+    list(one.on_entry(0, UploadEntry(phase="started")))
+    assert not one.reads_lines()
 
 
 @pytest.mark.parametrize("settings", [{"attach": "log"}, {"repo": "none"}])
-def test_a_line_that_another_monitor_reads_or_no_repo_to_check_is_not_reported(
+def test_a_line_that_another_monitor_reads_or_no_repo_to_check_is_not_read(
     tmp_path: Path, settings: Any
 ) -> None:
-    assert messages(printed(tmp_path, **settings), PUSHED) == []
+    assert not printed(tmp_path, **settings).reads_lines()
