@@ -105,11 +105,6 @@ class StateDir:
         return self.root / "lock"
 
     @property
-    def pid_registry(self) -> Path:
-        """The processes of the current run, for the next guard in case this one is killed."""
-        return self.root / "run.json"
-
-    @property
     def host_facts(self) -> Path:
         """Facts about this host from the last run, such as the GPU count."""
         return self.root / "host.json"

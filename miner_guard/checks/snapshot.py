@@ -40,7 +40,7 @@ def assemble(
             "life": state.life,
             "health": state.health,
             "earning": state.earning,
-            "pid": status.miner_pid,
+            "pid": status.pid,
             "attempt": status.attempt,
             "restarts": status.restarts,
             "ranks": len(status.rank_processes),

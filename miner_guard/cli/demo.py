@@ -123,24 +123,20 @@ def _settings(config: Path | None, state: StateDir) -> Config:
 
 
 def _run(miner: tuple[str, ...], settings: Config, state: StateDir, finished_code: int) -> int:
+    from miner_guard.cli.run import take_state
     from miner_guard.guard.app import GuardApp, Request
-    from miner_guard.guard.child import keep_files_private
-    from miner_guard.guard.lock import Lock, LockHeld
     from miner_guard.system.helpers import HelperCpu
 
-    keep_files_private()
-    lock = Lock(state, settings.miner.stop_timeout_s)
+    lock, keeper = take_state(state, settings)
     try:
-        lock.acquire()
-        start_fresh(state)
-    except LockHeld as problem:
-        raise Refused(str(problem), CONFIG) from problem
+        if keeper.hello.first:
+            start_fresh(state)
     except OSError as error:
         raise Refused(
             f"cannot clear state directory {state.root}: {error}; choose another directory", CONFIG
         ) from error
     start, helpers = time.monotonic(), HelperCpu()
-    code = GuardApp(Request(miner, settings, state, finished_code), lock).run()
+    code = GuardApp(Request(miner, settings, state, finished_code), lock, keeper).run()
     _summary(state, time.monotonic() - start, helpers.read()[0])
     return code
 

@@ -8,6 +8,7 @@ in 0.15 s because only the command that runs pays for its imports.
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from miner_guard import __version__, exits
 from miner_guard.cli import config, costs, demo, doctor, explain, init, plan, publish, see
 from miner_guard.cli import run as launch
 from miner_guard.cli.output import echo
+from miner_guard.keeper.link import KEEPER_FD, KEPT
 from miner_guard.system import children
 
 GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
@@ -138,7 +140,10 @@ def _options(
 
 
 def main() -> None:
-    """Entry point. Exits with the codes defined in `miner_guard.exits`."""
+    """Run the command line of this process; exits with the codes defined in `miner_guard.exits`."""
+    if sys.argv[1:2] and sys.argv[1] in KEPT and KEEPER_FD not in os.environ:
+        # An entry point from before the keeper; `miner_guard.__main__` starts one.
+        os.execv(sys.executable, [*children.own_module("miner_guard"), *sys.argv[1:]])
     # Imported modules live until exit, so collecting garbage every 700 objects would waste a tenth
     # of the start-up time.
     gc.set_threshold(_GC_EVERY)

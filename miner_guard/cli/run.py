@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 import sys
 from enum import Enum
-from typing import Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
 from miner_guard.cli import options
 from miner_guard.cli.output import echo
 from miner_guard.exits import CONFIG, FAILED, NOT_RUNNING, USAGE, Refused
+from miner_guard.state_dir import StateDir
+
+if TYPE_CHECKING:
+    from miner_guard.config import Config
+    from miner_guard.guard.keeper_client import KeeperClient
+    from miner_guard.guard.lock import Lock
 
 
 def run(
@@ -78,24 +84,39 @@ def run(
 
 def _supervise(miner: list[str], place: options.CommandContext, finished_code: int) -> int:
     from miner_guard.guard.app import GuardApp, Request
-    from miner_guard.guard.child import keep_files_private
-    from miner_guard.guard.lock import Lock, LockHeld
 
-    keep_files_private()
-    lock = Lock(place.state, place.settings.config.miner.stop_timeout_s)
-    try:
-        lock.acquire()
-    except LockHeld as problem:
-        raise Refused(str(problem), CONFIG) from problem
+    lock, keeper = take_state(place.state, place.settings.config)
     sys.stdout.flush()
     code = GuardApp(
-        Request(tuple(miner), place.settings.config, place.state, finished_code), lock
+        Request(tuple(miner), place.settings.config, place.state, finished_code), lock, keeper
     ).run()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Everything is written, so exit now. A normal interpreter exit would stop the watchdog's thread
-    # and then wait for hung jobs.
+    # Everything is written, so exit now. A normal interpreter exit would wait for hung jobs.
     os._exit(code)
+
+
+def take_state(state: StateDir, config: Config) -> tuple[Lock, KeeperClient]:
+    """Connect to this process's keeper and acquire the lock of the state directory."""
+    from miner_guard.guard.keeper_client import KeeperClient, KeeperGone
+    from miner_guard.guard.lock import Lock, LockHeld
+
+    try:
+        keeper = KeeperClient.inherited()
+    except KeeperGone as problem:
+        raise Refused(str(problem), FAILED) from problem
+    # Files of this process are private to its user; the miner gets the keeper's umask.
+    os.umask(0o077)
+    lock = Lock(state, config.miner.stop_timeout_s, os.getppid())
+    if keeper is not None:
+        lock.hand_over = keeper.hand_over_lock
+    try:
+        lock.acquire(None if keeper is None else keeper.lock_fd)
+    except LockHeld as problem:
+        raise Refused(str(problem), CONFIG) from problem
+    if keeper is None:
+        raise Refused("no keeper started this process; run `python -m miner_guard`", FAILED)
+    return lock, keeper
 
 
 class ControlAction(str, Enum):

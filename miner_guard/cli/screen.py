@@ -268,8 +268,8 @@ def status_lines(
         *state_lines(status),
         *week_lines(status),
         head(status) + paused,
-        f"run    {status.run_id}, attempt {status.attempt}{since}, guard pid {status.pid}, miner "
-        f"pid {status.miner_pid}, ranks {ranks}",
+        f"run    {status.run_id}, attempt {status.attempt}{since}, guard pid "
+        f"{status.guard_pid}, miner pid {status.pid}, ranks {ranks}",
         *overview(status, curves, width),
         *(cut(line, width) for line in _last(status.uploads)),
         "",

@@ -93,7 +93,6 @@ _SPECS = (
     Spec("guard_degraded", "warning", _WARN, "GUARD DEGRADED: {what}", ("what",)),
     Spec("log_attached", "warning", _WARN, "ATTACHED BY LOG: {detail}", ("detail",)),
     Spec("no_step_yet", "info", "🔍", "NO STEP YET: {waited_s:.0f}s after the launch; {detail}", ("waited_s", "detail")),
-    Spec("guard_wedged", "critical", _BAD, ("GUARD WEDGED: its main loop has been stuck for {seconds:.0f}s in {where}; the miner " "keeps running"), ("seconds", "where", "stack")),
     Spec("preflight", "info", "🔍", "PREFLIGHT: {ok} ok, {warn:~warning}, {critical} critical, {unknown} unknown", ("ok", "warn", "critical", "unknown")),
     Spec("preflight_waiting", "info", "🔍", "PREFLIGHT WAITING: up to {left_s:.0f}s, this may clear by itself: {what}", ("left_s", "what")),
     Spec("preflight_finding", "warning", _WARN, "PREFLIGHT {check}: {seen}; {next_step}", ("check", "seen", "limit", "next_step")),

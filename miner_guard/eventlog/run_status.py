@@ -40,10 +40,13 @@ class RunStatus(Section):
 
     paused: bool | None = None
     run_id: str | None = None
-    pid: int | None = None
-    """The guard's pid; `miner_pid` is the launcher's."""
+    keeper_pid: int | None = None
+    """The process that owns the miner and that a service manager started; stop this one."""
 
-    miner_pid: int | None = None
+    guard_pid: int | None = None
+    pid: int | None = None
+    """The miner's launcher; None if it is not running."""
+
     command: Sequence[str] = ()
     host: str | None = None
     state_dir: str | None = None

@@ -3,15 +3,15 @@ components."""
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
+import faulthandler
 import functools
 import os
 import secrets
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,33 +19,29 @@ from miner_guard import __version__, state_dir
 from miner_guard.checks.preflight import PreflightRequest
 from miner_guard.config import Config
 from miner_guard.eventlog.emitter import ConsoleSink, Emitter, StoreSink
-from miner_guard.exits import CRASH_LOOP, UNAVAILABLE
-from miner_guard.guard import environment, orphan_cleanup, watchers
-from miner_guard.guard.child import become_subreaper
+from miner_guard.exits import CRASH_LOOP, FAILED, UNAVAILABLE
+from miner_guard.guard import environment, orphans, watchers
 from miner_guard.guard.control import CommandHandler, Status, run_status
 from miner_guard.guard.control_socket import ControlSocket
-from miner_guard.guard.deathwatch import Deathwatch
 from miner_guard.guard.disk import DiskWriter
 from miner_guard.guard.endpoints import Endpoints, NotifySocket
 from miner_guard.guard.engines import ServiceManager, own_start_command, service_managers
 from miner_guard.guard.flights import Flights
 from miner_guard.guard.gpu_memory_wait import GpuMemoryWait
 from miner_guard.guard.jobs import JobSchedule
-from miner_guard.guard.last_resort import RunToEnd
+from miner_guard.guard.keeper_client import KeeperClient
 from miner_guard.guard.lock import Lock, killed_guard
 from miner_guard.guard.loop import Loop
 from miner_guard.guard.preflight import PreflightRunner
-from miner_guard.guard.relay import Relay
 from miner_guard.guard.state_dir_check import check_state_dir
 from miner_guard.guard.states import LaunchSpec, StopRequest, Then
 from miner_guard.guard.supervisor import Supervisor
-from miner_guard.guard.teardown import Teardown
-from miner_guard.guard.watchdog import STOP_SIGNALS, Hands, Watchdog
+from miner_guard.keeper.deputy import Run, end_run
+from miner_guard.keeper.keeper import STACKS_SIGNAL, STOP_SIGNALS
 from miner_guard.record.events import Event, degraded, event
 from miner_guard.record.redaction import Redactor
 from miner_guard.state_dir import StateDir
 from miner_guard.system import children
-from miner_guard.system.cgroup import Cgroup
 from miner_guard.system.clock import SystemClock
 from miner_guard.system.helpers import end_helpers
 from miner_guard.system.once import Once
@@ -56,15 +52,11 @@ from miner_guard.watch.host import HealthMonitor
 from miner_guard.watch.runner import MonitorRunner
 
 _LAST_WORDS_S = 2.0
+_KEEPER_GONE_S = 1.0
 _SWITCH_S = 0.0002
 """Thread switch interval. The default of 5 ms would delay the output writer during a flood."""
 
-_SWEEP_GRACE_S = 5.0
 _GAVE_UP = (UNAVAILABLE, CRASH_LOOP)
-_LEAVE_S = 5.0
-"""Time to flush the last output and to let the interpreter exit, which waits for every job
-thread."""
-
 _HELPERS_END_S = 0.5
 
 _FLUSH_S = 10.0
@@ -88,10 +80,10 @@ class Request:
 class GuardApp:
     """All components of a running guard."""
 
-    def __init__(self, request: Request, lock: Lock) -> None:
-        self.request, self.lock = request, lock
+    def __init__(self, request: Request, lock: Lock, keeper: KeeperClient) -> None:
+        self.request, self.lock, self.keeper = request, lock, keeper
         self.clock = SystemClock()
-        self.run_id = secrets.token_hex(6)
+        self.run_id = str(keeper.hello.saved.get("run_id") or secrets.token_hex(6))
         self._defects = Once()
         self._ended = self._ready = False
         self.env = dict(os.environ if request.env is None else request.env)
@@ -100,7 +92,9 @@ class GuardApp:
         os.environ[HELPER] = str(os.getpid())
         self.loop = Loop(self.clock, self._defect)
         self.runner = MonitorRunner(self.log)
-        self.relay = Relay(self.loop, self.runner.output)
+        keeper.on_output = self.runner.output
+        keeper.on_stop, keeper.on_gone = self._stop, self._keeper_gone
+        keeper.on_degraded = self._degraded
         self.redactor = Redactor.for_guard(beside(self.env, request.config.repo), request.config)
         self.disk = DiskWriter(request.state, request.config.logs, self.report)
         self.endpoints = Endpoints(lock, self.disk, self.loop, self.report)
@@ -115,7 +109,7 @@ class GuardApp:
             request.finished_code,
         )
         self.supervisor = Supervisor(
-            spec, self.clock, self.loop, runner=self.runner, relay=self.relay, flights=self.flights
+            spec, self.clock, self.loop, runner=self.runner, keeper=keeper, flights=self.flights
         )
         self.command_handler = CommandHandler(
             self.supervisor, self.flights, self.loop.soon, self._document
@@ -124,9 +118,7 @@ class GuardApp:
         self.supervisor.before_first = self.startup.begin
         self.supervisor.on_stopping = self._stopping
         self.runner.on_event = self.supervisor.attribution.hear
-        self.watchdog = Watchdog(
-            self.loop, request.config.miner.stop_timeout_s, Hands(self.log, self._own_teardown)
-        )
+        keeper.on_blind = self.supervisor.pulse.report_blind
         self.jobs = JobSchedule(self.clock, self.report)
         self.status = Status(self.clock, self.disk.row)
         self.managers: list[ServiceManager] = []
@@ -151,13 +143,8 @@ class GuardApp:
         probes = {**self._environment(0), HELPER: str(os.getpid())}
         return PreflightRequest(request.config, request.state, request.command, probes, torch=False)
 
-    def _own_teardown(self) -> Teardown | None:
-        """A teardown for the watchdog, which runs it if the loop hangs."""
-        launch, grace_s = self.supervisor.launch, self.request.config.miner.stop_timeout_s
-        return None if launch is None else launch.new_teardown(grace_s)
-
     def _stopping(self) -> None:
-        self.watchdog.stop_asked()
+        self.keeper.stopping()
         self.startup.cancel()
         self.lock.stopping(self.disk.overwrite)
         for manager in self.managers:
@@ -165,7 +152,7 @@ class GuardApp:
 
     def _emitter(self) -> Emitter:
         logs = self.request.config.logs
-        console = ConsoleSink(self.relay.print_line, logs)
+        console = ConsoleSink(self.keeper.print_line, logs)
         return Emitter(
             self.clock, self.run_id, self.redactor, [console, self.disk, StoreSink(self.disk.row)]
         )
@@ -196,16 +183,19 @@ class GuardApp:
     def run(self) -> int:
         """Supervise until the run ends; returns the exit code."""
         children.settle_signals()
+        faulthandler.register(STACKS_SIGNAL)
         sys.setswitchinterval(_SWITCH_S)
         state = self.request.state
-        found = [*self.lock.events, *check_state_dir(state), *killed_guard(state)]
+        found = [*self.lock.events, *check_state_dir(state), *self._killed_guard()]
         self.log(
             event(
                 "guard_started",
                 "info",
-                f"GUARD STARTED: version {__version__}, pid {os.getpid()}, state {state.root}",
+                f"GUARD STARTED: version {__version__}, pid {self.keeper.hello.keeper_pid}, "
+                f"state {state.root}",
                 version=__version__,
-                pid=os.getpid(),
+                pid=self.keeper.hello.keeper_pid,
+                guard_pid=os.getpid(),
                 state_dir=str(state.root),
             )
         )
@@ -218,7 +208,6 @@ class GuardApp:
             code = self.supervisor.run()
         finally:
             self._shutdown()
-        self.watchdog.leaving(code, _LEAVE_S)
         self.log(
             event(
                 "guard_stopped",
@@ -229,16 +218,31 @@ class GuardApp:
             )
         )
         unwritten = self._report_unwritten()
-        self.relay.finish(_LAST_WORDS_S)
+        self.keeper.done(code)
         # The guard learns only now how much output the reader of its stdout never consumed.
         self.supervisor.pulse.report_drops()
         self.supervisor.pulse.report_unchecked()
         # Keep writes diverted: an exit handler must not wait for a dead disk either.
         self.disk.close(0.0 if unwritten else _LAST_WORDS_S)
         self.loop.attempt(lambda: end_helpers(_HELPERS_END_S))
-        self.lock.release()
-        self.watchdog.left()
         return code
+
+    def _killed_guard(self) -> Iterator[Event]:
+        """Yield an event if the guard before this one was killed."""
+        last = self.keeper.hello.last_guard
+        if last is None:
+            yield from killed_guard(self.request.state, self.lock.last_boot)
+            return
+        training = "no miner was running" if self.keeper.miner is None else "the miner kept running"
+        yield event(
+            "guard_killed",
+            "warning",
+            f"GUARD KILLED: the guard before this one (pid {last['pid']}): {last['how']}; "
+            f"{training}",
+            pid=last["pid"],
+            seen=None,
+            why=last["how"],
+        )
 
     def _report_unwritten(self) -> bool:
         """Give the disk one last chance to write, and list on the console the files whose writes
@@ -251,14 +255,16 @@ class GuardApp:
 
     def _prepare(self) -> None:
         self._hear_signals()
-        self.managers = service_managers(self.env, self.loop, self._stop)
-        if not become_subreaper():
-            self._degraded("the kernel refused PR_SET_CHILD_SUBREAPER; orphans may escape")
-        orphan_cleanup.end_orphans(self.request.state, _SWEEP_GRACE_S, self.log)
-        self._contain()
+        self.keeper.watch(self.loop)
+        self.keeper.beat()
+        self.keeper.save(run_id=self.run_id)
+        self.managers = service_managers(self.keeper)
+        if self.keeper.hello.first:
+            orphans.end_orphans(self.request.state, self.log)
         # Start the preflight after the orphan cleanup: otherwise it would see an earlier run's
         # processes. Its probes run while the guard creates the monitors.
-        self.startup.start()
+        if self.keeper.hello.first:
+            self.startup.start()
         self.runner.monitors = watchers.load_monitors(self._context(), self.log)
         self._watch_gpu_memory()
         self.flights.leftovers(self.runner)
@@ -286,9 +292,8 @@ class GuardApp:
                 # Under `nohup` the guard outlives its terminal.
                 continue
             self.loop.on_signal(number, functools.partial(self._stop, signal.Signals(number).name))
-        for number in (signal.SIGUSR1, signal.SIGUSR2):
-            self.loop.on_signal(number, functools.partial(self._forward, number))
-        self.watchdog.start()
+        if (why := self.keeper.hello.stop) is not None:
+            self._stop(why)
 
     def _stop(self, why: str) -> None:
         self.supervisor.request_stop(StopRequest(why, Then.STOP))
@@ -307,29 +312,6 @@ class GuardApp:
             self.disk.row,
         )
 
-    def _contain(self) -> None:
-        """Ensure that every process started by the miner ends with the miner and with the guard,
-        however the guard ends."""
-        process_tree = self.supervisor.process_tree
-        self._closers.append(process_tree.close)
-        cgroup = None
-        # Most containers do not allow creating a cgroup (`doctor` reports it); there the guard
-        # finds processes by their parents.
-        if self.request.config.miner.cgroup:
-            with contextlib.suppress(OSError):
-                cgroup = Cgroup.create(str(self.request.state.root), self.run_id)
-                process_tree.use_cgroup(cgroup)
-        run = RunToEnd(
-            self.run_id,
-            str(self.request.state.root),
-            self.request.config.miner.stop_timeout_s,
-            None if cgroup is None else str(cgroup.path),
-        )
-        self.deathwatch = Deathwatch(run, self.env, self.loop, report=self.report)
-        self._closers.append(self.deathwatch.dismiss)
-        process_tree.on_listed = self.deathwatch.listed
-        self.deathwatch.tick()
-
     def _open_notify_socket(self) -> Callable[[], None]:
         def read_record(rank: int) -> None:
             self.flights.look_at(rank, self.runner)
@@ -340,14 +322,25 @@ class GuardApp:
     def _open_control(self) -> Callable[[], None]:
         return ControlSocket(self.request.state, self.loop, self.command_handler.answer).close
 
-    def _forward(self, number: int) -> None:
-        if self.supervisor.child is not None:
-            self.supervisor.child.send(number)
+    def _keeper_gone(self) -> None:
+        """End the run without its keeper: the deputy does the same, but may have been killed
+        too."""
+        launch = self.supervisor.launch
+        run = Run(
+            self.run_id,
+            str(self.request.state.root),
+            None,
+            () if launch is None else (launch.miner.process,),
+        )
+        end_run(run, _KEEPER_GONE_S)
+        self._degraded("the keeper was killed; the run ends")
+        self.disk.close(_KEEPER_GONE_S)
+        os._exit(FAILED)
 
     def _pulse(self) -> None:
+        self.keeper.beat()
         if not self._ended:
             self.endpoints.check()
-            self.deathwatch.tick()
             self.jobs.watch_clock()
         now = self.clock.monotonic()
         if self.status.due((self.runner.deliveries, self.supervisor.state)):
@@ -386,7 +379,7 @@ class GuardApp:
         )
         for work in steps:
             self.loop.attempt(work)
-            self.loop.alive()
+            self.keeper.beat()
         self.loop.keep_signals()
         self.loop.close()
 

@@ -104,8 +104,9 @@ def run_status(run: Supervisor, start_command: str | None) -> RunStatus:
         state=run.state.value,
         paused=run.paused,
         run_id=run.spec.run_id,
-        pid=os.getpid(),
-        miner_pid=launch.child.pid if launch is not None else None,
+        keeper_pid=run.keeper.hello.keeper_pid,
+        guard_pid=os.getpid(),
+        pid=launch.miner.pid if launch is not None else None,
         command=list(run.spec.command),
         host=socket.gethostname(),
         state_dir=str(run.spec.state.root),
@@ -120,7 +121,7 @@ def run_status(run: Supervisor, start_command: str | None) -> RunStatus:
             str(rank): RankProcess(identity.pid, identity.local_rank)
             for rank, identity in run.flights.identities().items()
         },
-        output_dropped_bytes=run.relay.dropped_bytes,
+        output_dropped_bytes=run.keeper.dropped_bytes,
     )
 
 

@@ -4,12 +4,9 @@ through its notify socket."""
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shlex
-import socket
-import stat
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +14,7 @@ from typing import Any, Protocol
 
 from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.guard.environment import under_pm2
-from miner_guard.guard.loop import Loop
+from miner_guard.guard.keeper_client import KeeperClient
 from miner_guard.record.words import known
 
 _MONITOR_EVERY_S = 5.0
@@ -38,17 +35,14 @@ class ServiceManager(Protocol):
         """The guard has started shutting down."""
 
 
-def service_managers(
-    env: Mapping[str, str], loop: Loop, on_gone: Callable[[str], None]
-) -> list[ServiceManager]:
-    """The service managers that started this guard. When one of them dies or asks the guard to
-    stop, `on_gone` is called with the reason."""
-    found: list[ServiceManager] = []
-    if under_pm2(env) and (channel := _channel(env)) is not None:
-        found.append(Pm2(channel, loop, on_gone))
-    if address := env.get("NOTIFY_SOCKET"):
-        found.append(Systemd(address, env))
-    return found
+def service_managers(keeper: KeeperClient) -> list[ServiceManager]:
+    """The service managers that started this guard's keeper."""
+    managers: list[ServiceManager] = []
+    if keeper.hello.pm2:
+        managers.append(Pm2(keeper.tell_pm2))
+    if keeper.hello.systemd:
+        managers.append(Systemd(keeper.notify))
+    return managers
 
 
 def start_command(env: Mapping[str, str], argv: Sequence[str], cgroup: str, folder: str) -> str:
@@ -75,44 +69,13 @@ def own_start_command(env: Mapping[str, str]) -> str | None:
     return None
 
 
-def _channel(env: Mapping[str, str]) -> int | None:
-    """pm2's socket, which Node calls its IPC channel."""
-    try:
-        fd = int(env.get("NODE_CHANNEL_FD", ""))
-        return fd if stat.S_ISSOCK(os.fstat(fd).st_mode) else None
-    except (ValueError, OSError):
-        return None
-
-
 class Pm2:
-    """Talks to pm2 over its IPC socket. EOF means that pm2's daemon has died; the guard then stops
-    cleanly."""
+    """Tells pm2 what `pm2 monit` and `pm2 jlist` show."""
 
-    def __init__(self, channel: int, loop: Loop, on_gone: Callable[[str], None]) -> None:
-        self._socket = socket.socket(fileno=channel)
-        os.set_inheritable(channel, False)
-        self._socket.setblocking(False)
-        self._loop = loop
-        self._on_gone = on_gone
-        self._partial = b""
+    def __init__(self, send: Callable[[Any], None]) -> None:
+        self._send = send
         self._shown: dict[str, Any] = {}
         self._shown_at = float("-inf")
-        loop.watch(channel, self._readable)
-
-    def _readable(self) -> None:
-        try:
-            data = self._socket.recv(65536)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self._loop.unwatch(self._socket.fileno())
-            self._on_gone("pm2's daemon is gone")
-            return
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        if any(_is_shutdown(line) for line in lines):
-            self._on_gone("pm2 asked for a shutdown")
 
     def ready(self) -> None:
         self._send("ready")
@@ -133,18 +96,6 @@ class Pm2:
     def stopping(self) -> None:
         """Send nothing: pm2 has requested the stop itself."""
 
-    def _send(self, message: Any) -> None:
-        # The socket is full if pm2 is not reading; the next update carries the values.
-        with contextlib.suppress(OSError):
-            self._socket.send(json.dumps(message).encode() + b"\n")
-
-
-def _is_shutdown(line: bytes) -> bool:
-    try:
-        return bool(json.loads(line) == "shutdown")
-    except ValueError:
-        return False
-
 
 def monitor_values(document: Mapping[str, Any]) -> dict[str, Any]:
     """Values by name, as pm2 shows them; "unknown" for a value that is not known."""
@@ -163,19 +114,10 @@ def monitor_values(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Systemd:
-    """Notifies systemd when the guard is ready or stopping, sends its status line, and keeps the
-    watchdog from expiring. See sd_notify(3)."""
+    """Tells systemd when the guard is ready or stopping, and its status line. See sd_notify(3)."""
 
-    def __init__(self, address: str, env: Mapping[str, str]) -> None:
-        self._address = "\0" + address[1:] if address.startswith("@") else address
-        self._socket = socket.socket(
-            socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-        )
-        meant_for = env.get("WATCHDOG_PID", str(os.getpid()))
-        watched = env.get("WATCHDOG_USEC", "").isdigit() and meant_for == str(os.getpid())
-        # Send WATCHDOG=1 twice per interval, as sd_watchdog_enabled(3) recommends.
-        self._every_s = int(env["WATCHDOG_USEC"]) / 2e6 if watched else None
-        self._last = float("-inf")
+    def __init__(self, send: Callable[[str], None]) -> None:
+        self._send = send
         self._line = ""
 
     def ready(self) -> None:
@@ -186,14 +128,6 @@ class Systemd:
         if line != self._line:
             self._line = line
             self._send(f"STATUS={line}")
-        if self._every_s is not None and now - self._last >= min(self._every_s, _MONITOR_EVERY_S):
-            self._last = now
-            self._send("WATCHDOG=1")
 
     def stopping(self) -> None:
         self._send("STOPPING=1")
-
-    def _send(self, text: str) -> None:
-        # Ignore failures: systemd restarts a guard that sends no WATCHDOG=1.
-        with contextlib.suppress(OSError):
-            self._socket.sendto(text.encode(), self._address)

@@ -14,6 +14,7 @@ from miner_guard import attach
 from miner_guard.checks.environment import interpreter_of
 from miner_guard.config import Config
 from miner_guard.config.loading import PREFIX, SECRET
+from miner_guard.keeper.link import KEEPER_FD, LOCK_FD
 from miner_guard.rank.environment import RANK_ABOVE
 from miner_guard.state_dir import MARKER, RANK_SETTINGS, STATE_DIR, StateDir, finite
 from miner_guard.system.processes import HELPER
@@ -22,6 +23,8 @@ _RANK_SECTIONS = ("gate", "gpu", "hang", "costs")
 
 _OF_THE_GUARD = {
     HELPER,
+    KEEPER_FD,
+    LOCK_FD,
     RANK_ABOVE,
     "NOTIFY_SOCKET",
     "WATCHDOG_USEC",

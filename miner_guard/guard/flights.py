@@ -106,6 +106,21 @@ class Flights:
         except OSError:
             self._not_before = 0
 
+    def progress(self) -> dict[str, list[int]]:
+        """What has been delivered of each rank's steps, for `resume`."""
+        return {
+            str(rank): [*_who(each.reader), each.next_step] for rank, each in self._open.items()
+        }
+
+    def resume(self, progress: Mapping[str, Sequence[int]]) -> None:
+        """Open the records of ranks that are already running, and skip the steps that another
+        guard has delivered."""
+        self._refresh_all()
+        for rank, each in self._open.items():
+            pid, start, next_step = progress.get(str(rank), (0, 0, 0))
+            if _who(each.reader) == (pid, start):
+                each.next_step = next_step
+
     def poll(self, reader: Reader) -> None:
         """Deliver what is new in all records. The lead (lowest) rank's record of a step comes
         before the other ranks'."""

@@ -18,7 +18,7 @@ from miner_guard.guard.state_dir_check import set_aside_foreign, wrong_kind
 from miner_guard.guard.states import State
 from miner_guard.record.events import Event, degraded
 from miner_guard.record.store import RunReader
-from miner_guard.state_dir import StateDir, is_at, make_folder, open_private, read_json
+from miner_guard.state_dir import StateDir, is_at, make_folder, open_private
 from miner_guard.system.processes import boot_id
 
 _JUST_ASKED_S = 1.0
@@ -32,27 +32,42 @@ class LockHeld(Exception):
 
 @dataclass(frozen=True)
 class Holder:
-    """The guard that holds the lock, as described by the lock file."""
+    """The run that holds the lock, as described by the lock file. `pid` is its keeper's."""
 
     pid: int | None
     stopping: bool
     stop_timeout_s: float
+    boot: str | None = None
 
 
 class Lock:
     """The lock on one state directory."""
 
-    def __init__(self, state: StateDir, stop_timeout_s: float) -> None:
+    def __init__(self, state: StateDir, stop_timeout_s: float, keeper_pid: int) -> None:
         self._state = state
         self._stop_timeout_s = stop_timeout_s
+        self._keeper_pid = keeper_pid
         self._fd: int | None = None
+        self.last_boot: str | None = None
+        """The kernel's id of the boot in which the lock was last held."""
+
         self._stopping = self._lost = False
+        self.hand_over: Callable[[int], None] = lambda _fd: None
+        """Called with each descriptor that comes to hold the lock."""
+
         self.events: list[Event] = []
         """Events about the lock file, for the caller to log as soon as it has a log."""
 
-    def acquire(self) -> None:
-        """Acquire the lock. If its holder is stopping, wait up to the holder's stop timeout plus
+    def acquire(self, held: int | None = None) -> None:
+        """Acquire the lock; `held` is a descriptor that already holds it, from an earlier guard of
+        the same keeper. If its holder is stopping, wait up to the holder's stop timeout plus
         5 s. Raises LockHeld."""
+        if held is not None:
+            self._fd = held
+            if not self.lost():
+                return
+            os.close(held)
+            self._fd = None
         waited = 0.0
         while True:
             try:
@@ -79,7 +94,9 @@ class Lock:
             time.sleep(0.05)
             waited += 0.05
         self._fd = fd
+        self.last_boot = _holder(fd).boot
         self._write()
+        self.hand_over(fd)
 
     def lost(self) -> bool:
         """Return True if someone removed or replaced the lock file; False also if this cannot be
@@ -106,7 +123,7 @@ class Lock:
             os.close(fd)
             # Some network file systems change a file's inode number; this is still the guard's own
             # lock.
-            if holder.pid == os.getpid():
+            if holder.pid == self._keeper_pid:
                 return None
             pid = holder.pid or "unknown"
             return self._report_lost(
@@ -116,6 +133,7 @@ class Lock:
         os.close(self._fd)
         self._fd = fd
         self._write()
+        self.hand_over(fd)
         return None
 
     def _report_lost(self, what: str) -> Event | None:
@@ -158,7 +176,8 @@ class Lock:
 
     def _content(self) -> bytes:
         says = {
-            "pid": os.getpid(),
+            "pid": self._keeper_pid,
+            "boot": boot_id(),
             "stopping": self._stopping,
             "stop_timeout_s": self._stop_timeout_s,
         }
@@ -186,12 +205,17 @@ def _try(fd: int) -> bool:
 def _holder(fd: int) -> Holder:
     try:
         says = json.loads(os.pread(fd, 4096, 0))
-        return Holder(int(says["pid"]), bool(says["stopping"]), float(says["stop_timeout_s"]))
+        return Holder(
+            int(says["pid"]),
+            bool(says["stopping"]),
+            float(says["stop_timeout_s"]),
+            says.get("boot"),
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return Holder(None, False, 0.0)
 
 
-def killed_guard(state: StateDir) -> Iterator[Event]:
+def killed_guard(state: StateDir, last_boot: str | None) -> Iterator[Event]:
     """Yield an event if the last guard to use this state directory did not shut down cleanly.
 
     Call this while holding the lock: by then the last guard is gone, so its status is `done` unless
@@ -199,9 +223,7 @@ def killed_guard(state: StateDir) -> Iterator[Event]:
     status = RunReader(state.db).now()
     if status.get("state") in (None, State.DONE.value):
         return
-    run = read_json(state.pid_registry)
-    boot = run.get("boot") if isinstance(run, dict) else None
-    restarted = bool(boot) and boot != boot_id()
+    restarted = bool(last_boot) and last_boot != boot_id()
     why = "the host restarted" if restarted else "killed by SIGKILL or the OOM killer"
     seen = status.get("updated")
-    yield make_finding("guard_killed", pid=status.get("pid"), seen=seen, why=why)
+    yield make_finding("guard_killed", pid=status.get("keeper_pid"), seen=seen, why=why)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
-import math
 import os
 import selectors
 import signal
@@ -60,9 +59,6 @@ class Loop:
         self._before: dict[int, object] = {}
         self._resting: dict[int, Timer] = {}
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._woken)
-        self.turned_at = math.inf
-        """Monotonic time at which the latest iteration ended or the thread last called `alive`, for
-        the watchdog. Infinite before the first iteration."""
 
     def watch(self, fd: int, call: Callable[[], None]) -> None:
         """Run `call` whenever `fd` is readable or at EOF."""
@@ -142,11 +138,6 @@ class Loop:
         except Exception as error:  # noqa: BLE001 - a failure here must not stop the miner; the error is reported
             self._report(error)
             time.sleep(_PAUSE_S)
-        self.alive()
-
-    def alive(self) -> None:
-        """Tell the watchdog that the loop's thread is making progress."""
-        self.turned_at = self._clock.monotonic()
 
     def _turn(self) -> None:
         for key, _events in self._selector.select(self._wait_s()):

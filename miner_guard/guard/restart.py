@@ -107,6 +107,10 @@ class RestartPolicy:
         """Failures since the last healthy stretch."""
         return self._failures
 
+    def restore(self, failures: int) -> None:
+        """Continue with the count of a guard that died."""
+        self._failures = failures
+
     def healthy(self) -> None:
         """Forget earlier failures, because the miner completed a healthy stretch of training."""
         self._failures = 0

@@ -163,14 +163,7 @@ def _folders(state: StateDir) -> Iterator[tuple[Path, int]]:
 
 
 def _within(state: StateDir) -> Iterator[tuple[Path, int]]:
-    for path in (
-        state.log,
-        state.gate_inputs,
-        state.costs,
-        state.db,
-        state.host_facts,
-        state.pid_registry,
-    ):
+    for path in (state.log, state.gate_inputs, state.costs, state.db, state.host_facts):
         yield path, stat.S_IFREG
     for path in (state.socket, state.control):
         yield path, stat.S_IFSOCK

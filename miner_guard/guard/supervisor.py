@@ -7,20 +7,16 @@ signal or a failed step delays the action by one iteration; it never loses the l
 
 from __future__ import annotations
 
-import os
 import shlex
-import signal
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from miner_guard.exits import CRASH_LOOP, FAILED
-from miner_guard.guard.child import Child
 from miner_guard.guard.flights import Flights
-from miner_guard.guard.launch import RETRY_INSPECT_S, ActiveLaunch
+from miner_guard.guard.keeper_client import Ending, KeeperClient, KeptMiner
 from miner_guard.guard.loop import Loop, Timer
-from miner_guard.guard.process_tree import ProcessTree
-from miner_guard.guard.relay import Relay
+from miner_guard.guard.orphans import orphans_killed
 from miner_guard.guard.restart import (
     Again,
     Attribution,
@@ -31,19 +27,33 @@ from miner_guard.guard.restart import (
     ran_to_its_end,
 )
 from miner_guard.guard.states import LaunchSpec, RunEvent, State, StopRequest, Then, after
-from miner_guard.guard.teardown import Teardown
 from miner_guard.rank.layout import Now
 from miner_guard.record.events import degraded, event
 from miner_guard.system.clock import Clock
-from miner_guard.system.once import Once
+from miner_guard.system.once import Once, OncePer
 from miner_guard.watch.base import Exit, Launch
 from miner_guard.watch.runner import MonitorRunner
 
-DRAIN_S = 5.0
-DRAIN_ASKED_S = 1.0
-"""Time for the monitors to read the miner's last output: `DRAIN_S` after an unrequested exit,
-`DRAIN_ASKED_S` after a requested stop. If they need longer, they see only the end of the remaining
-output."""
+
+@dataclass
+class ActiveLaunch:
+    """One active launch. Supervisor thread only."""
+
+    miner: KeptMiner
+    stop_request: StopRequest | None = None
+    """The request that ends this launch; None if nobody has requested a stop."""
+
+    healthy: bool = False
+    """The launch ran long enough to reset the failure count."""
+
+    @property
+    def attempt(self) -> int:
+        return self.miner.attempt
+
+    @property
+    def started(self) -> float:
+        """Monotonic seconds."""
+        return self.miner.started
 
 
 class Supervisor:
@@ -56,11 +66,11 @@ class Supervisor:
         loop: Loop,
         *,
         runner: MonitorRunner,
-        relay: Relay,
+        keeper: KeeperClient,
         flights: Flights,
     ) -> None:
         self.spec, self.clock, self.loop = spec, clock, loop
-        self.runner, self.relay, self.flights = runner, relay, flights
+        self.runner, self.keeper, self.flights = runner, keeper, flights
         self.policy = RestartPolicy(spec.config.restart)
         self.attribution = Attribution(clock)
         self.state = State.STARTING
@@ -86,10 +96,10 @@ class Supervisor:
 
         self._retry_at: float | None = None
         self._turn = 0
+        self._repeats = OncePer(1.0)
         self._alarm: Timer | None = None
-        self.process_tree = ProcessTree(spec.state, clock)
         self.pulse = Pulse(self)
-        self._conclusion = Conclusion(spec, loop, runner=runner, relay=relay, flights=flights)
+        self._conclusion = Conclusion(spec, clock, loop, runner=runner, flights=flights)
         self._steps: Mapping[State, Callable[[], None]] = {
             State.STARTING: self._step_idle,
             State.WAITING: self._step_idle,
@@ -99,11 +109,6 @@ class Supervisor:
             State.ENDING: self._step_ending,
             State.DONE: lambda: None,
         }
-
-    @property
-    def child(self) -> Child | None:
-        """The current launch's launcher."""
-        return None if self.launch is None else self.launch.child
 
     # --- requests ---
 
@@ -140,17 +145,31 @@ class Supervisor:
 
     def run(self) -> int:
         """Launch and supervise until the end; returns the guard's exit code."""
-        # SIGCHLD only shortens the loop's wait: `step` polls the launcher in any case.
-        self.loop.on_signal(signal.SIGCHLD, self.process_tree.child_ended)
         self.loop.every(self.pulse.interval_s, self.pulse.tick)
-        # From here on the watchdog expects progress: the first launch happens before the loop's
-        # first iteration.
-        self.loop.alive()
-        self.before_first(self._first_launch, self._finish)
+        if self.keeper.hello.first:
+            self.before_first(self._first_launch, self._finish)
+        else:
+            self._take_over()
         while self.exit_code is None:
             self.loop.turn()
             self.loop.attempt(self.step)
         return self.exit_code
+
+    def _take_over(self) -> None:
+        """Continue the run of a guard that died: its miner is still running, or is to be
+        launched."""
+        saved, miner = self.keeper.hello.saved, self.keeper.miner
+        self.launches = int(saved.get("launches", 0))
+        self.policy.restore(saved.get("failures", 0))
+        if miner is None:
+            self._first_launch()
+            return
+        self.launch = ActiveLaunch(miner)
+        self._enter(RunEvent.LAUNCHED)
+        words = tuple(self.spec.command)
+        self.flights.launched(miner.pid)
+        self.flights.resume(saved.get("progress", {}))
+        self.runner.launch(Launch(words, miner.pid, miner.attempt, miner.started))
 
     def step(self) -> None:
         """Take the next action towards the requested state. Idempotent: safe to call at any
@@ -190,18 +209,21 @@ class Supervisor:
             self._report_ending(stop_request)
 
     def _report_ending(self, stop_request: StopRequest) -> None:
-        """For a repeated stop request, report what the teardown is waiting for and how long that
+        """For a repeated stop request, report what the keeper is waiting for and how long that
         can take."""
-        teardown = self.launch.teardown if self.launch is not None else None
-        if stop_request.then is Then.STOP and teardown is not None and teardown.may_report():
-            reason = f"{stop_request.cause}, and it is already stopping: {teardown.waits_for()}"
+        miner = None if self.launch is None else self.launch.miner
+        if stop_request.then is not Then.STOP or miner is None or miner.asked_at is None:
+            return
+        if self._repeats.ask(self.clock.monotonic()):
+            left_s = miner.left_s()
+            reason = f"{stop_request.cause}, and it is already stopping: {miner.waits_for()}"
             self.runner.log(
                 event(
                     "miner_stopping",
                     "info",
-                    f"MINER STOPPING: {reason}, {teardown.left_s():.0f}s to stop",
+                    f"MINER STOPPING: {reason}, {left_s:.0f}s to stop",
                     reason=reason,
-                    grace_s=teardown.left_s(),
+                    grace_s=left_s,
                 )
             )
 
@@ -243,46 +265,46 @@ class Supervisor:
         self.attribution.launched()
         attempt = self.launches
         try:
-            child = self._start_child(attempt)
+            miner = self._start_miner(attempt)
         except OSError as error:
             self._launch_failed(error)
             return
         self.launches += 1
-        now = self.clock.monotonic()
-        self.launch = ActiveLaunch(child, attempt, now, self.clock, self.process_tree)
+        self.keeper.save(launches=self.launches)
+        self.launch = ActiveLaunch(miner)
         self._enter(RunEvent.LAUNCHED)
         words = shlex.join(self.spec.command).replace("\n", "\\n")
         for work in (
-            lambda: self.flights.launched(child.pid),
+            lambda: self.flights.launched(miner.pid),
             lambda: self.runner.log(
                 event(
                     "miner_started",
                     "info",
-                    f"MINER STARTED: pid {child.pid}: {words}",
-                    pid=child.pid,
+                    f"MINER STARTED: pid {miner.pid}: {words}",
+                    pid=miner.pid,
                     command=words,
                     attempt=attempt,
                 )
             ),
-            lambda: self.runner.launch(Launch(tuple(self.spec.command), child.pid, attempt, now)),
+            lambda: self.runner.launch(
+                Launch(tuple(self.spec.command), miner.pid, attempt, miner.started)
+            ),
         ):
             self.loop.attempt(work)
-        # The child may have exited before the SIGCHLD handler was in place.
-        self.loop.wake()
 
-    def _start_child(self, attempt: int) -> Child:
-        stdout, stderr = self.relay.open()
-        try:
-            return Child(
-                self.spec.command,
-                self.spec.environment(attempt),
-                stdout=stdout,
-                stderr=stderr,
-                join=self.process_tree.open_to_join(),
-            )
-        finally:
-            for end in {stdout, stderr}:
-                os.close(end)
+    def _start_miner(self, attempt: int) -> KeptMiner:
+        spec = self.spec
+        return self.keeper.launch(
+            {
+                "command": list(spec.command),
+                "env": dict(spec.environment(attempt)),
+                "attempt": attempt,
+                "grace_s": spec.config.miner.stop_timeout_s,
+                "cgroup": spec.config.miner.cgroup,
+                "state_dir": str(spec.state.root),
+                "run_id": spec.run_id,
+            }
+        )
 
     def _launch_failed(self, error: OSError) -> None:
         self._enter(RunEvent.LAUNCH_FAILED)
@@ -303,12 +325,13 @@ class Supervisor:
 
     def _step_running(self) -> None:
         assert self.launch is not None
-        if self.launch.gone():
-            self._launcher_gone(self.launch)
+        if self.launch.miner.exit is not None:
+            self._enter(RunEvent.LAUNCHER_GONE)
+            self._step_ending()
         elif self._stop_request is not None:
             grace = self.spec.config.miner.stop_timeout_s
             self.launch.stop_request = self._stop_request
-            self.launch.ask_to_end(grace)
+            self.keeper.stop(grace)
             self._enter(RunEvent.STOP_BEGUN)
             self.runner.log(
                 event(
@@ -319,52 +342,27 @@ class Supervisor:
                     grace_s=grace,
                 )
             )
-            self._step_stopping()
 
     def _step_stopping(self) -> None:
         assert self.launch is not None
-        if self.launch.gone():
-            self._launcher_gone(self.launch)
-        elif self._torn_down(self.launch):
-            # The launcher survived SIGKILL.
+        # The launcher may survive even SIGKILL; then the launch ends without its exit.
+        if self.launch.miner.exit is not None:
             self._enter(RunEvent.LAUNCHER_GONE)
             self._step_ending()
-
-    def _launcher_gone(self, launch: ActiveLaunch) -> None:
-        launch.launcher_ended()
-        self._enter(RunEvent.LAUNCHER_GONE)
-        self._step_ending()
-
-    def _torn_down(self, launch: ActiveLaunch) -> bool:
-        """Run the teardown; True when every process of the launch is gone or can't be killed."""
-        try:
-            again = launch.step()
-        except OSError as error:
-            # If no descriptor is free to read /proc, assume that the processes are still alive.
-            self.pulse.report_blind(error)
-            again = RETRY_INSPECT_S
-        if again is not None:
-            self._step_again_in(again)
-        return again is None
 
     def _step_ending(self) -> None:
         launch = self.launch
         if launch is None:
             self._next_after_defect()
-        elif launch.drain_until is None:
-            if self._torn_down(launch):
-                seconds = DRAIN_S if launch.stop_request is None else DRAIN_ASKED_S
-                launch.drain_until = self.clock.monotonic() + seconds
-                self.loop.attempt(self.relay.end_sources)
-                self._step_ending()
-        elif not self.relay.pending or self.clock.monotonic() >= launch.drain_until:
-            self._conclude(launch)
+        elif launch.miner.ended is not None:
+            self._conclude(launch, launch.miner.ended)
 
-    def _conclude(self, launch: ActiveLaunch) -> None:
+    def _conclude(self, launch: ActiveLaunch, ending: Ending) -> None:
         """Every process is gone: wrap up the launch, then decide what comes next."""
         self.launch = None
-        self.last_exit = end = self._conclusion.of(launch)
+        self.last_exit = end = self._conclusion.of(launch, ending)
         self.loop.attempt(lambda: self.runner.exit(end))
+        self.keeper.concluded()
         self._next(end, launch.stop_request)
 
     def _next(self, end: Exit, stop_request: StopRequest | None) -> None:
@@ -401,6 +399,7 @@ class Supervisor:
             self._enter(RunEvent.HELD)
             return
         decision = self.policy.failed(failure)
+        self.keeper.save(failures=self.policy.failures)
         if isinstance(decision, GiveUp):
             self.runner.log(
                 event(
@@ -484,19 +483,12 @@ class Pulse:
         attempt(lambda: run.runner.tick(now, ranks))
         attempt(lambda: self._watch_health(ranks))
         attempt(self._watch_drops)
-        attempt(self._watch_processes)
+        attempt(lambda: run.keeper.save(progress=run.flights.progress()))
 
-    def _watch_processes(self) -> None:
-        child = self._run.child
-        try:
-            self._run.process_tree.refresh(None if child is None else child.process)
-        except OSError as error:
-            self.report_blind(error)
-
-    def report_blind(self, error: OSError) -> None:
-        """Report, once per run, that the miner's processes can't be inspected."""
+    def report_blind(self, why: str) -> None:
+        """Report, once per run, that the keeper can't inspect the miner's processes."""
         if self._blind.first():
-            what = f"cannot inspect the miner's processes ({error.strerror}); retrying"
+            what = f"cannot inspect the miner's processes ({why}); retrying"
             self._run.runner.log(degraded(what))
 
     def _watch_health(self, ranks: Mapping[int, Now]) -> None:
@@ -507,17 +499,18 @@ class Pulse:
         if run.clock.monotonic() - launch.started >= run.spec.config.restart.healthy_s:
             launch.healthy = True
             run.policy.healthy()
+            run.keeper.save(failures=0)
 
     def _watch_drops(self) -> None:
         now = self._run.clock.monotonic()
-        if now - self._reported_at >= DROPS_EVERY_S or not self._run.relay.stuck:
+        if now - self._reported_at >= DROPS_EVERY_S or not self._run.keeper.stuck:
             self.report_drops()
         if now - self._unchecked_at >= DROPS_EVERY_S:
             self.report_unchecked()
 
     def report_unchecked(self) -> None:
         """Report output that the monitors have missed since the last report, if any."""
-        missed = self._run.relay.unchecked - self._unchecked_bytes
+        missed = self._run.keeper.unchecked - self._unchecked_bytes
         if missed > 0:
             self._unchecked_bytes += missed
             self._unchecked_at = self._run.clock.monotonic()
@@ -526,7 +519,7 @@ class Pulse:
 
     def report_drops(self) -> None:
         """Report output dropped since the last report, if any."""
-        dropped = self._run.relay.dropped_bytes - self._reported_bytes
+        dropped = self._run.keeper.dropped_bytes - self._reported_bytes
         if dropped > 0:
             self._reported_bytes += dropped
             self._reported_at = self._run.clock.monotonic()
@@ -546,20 +539,25 @@ class Conclusion:
     others."""
 
     def __init__(
-        self, spec: LaunchSpec, loop: Loop, *, runner: MonitorRunner, relay: Relay, flights: Flights
+        self, spec: LaunchSpec, clock: Clock, loop: Loop, *, runner: MonitorRunner, flights: Flights
     ) -> None:
-        self._spec, self._loop = spec, loop
-        self._runner, self._relay, self._flights = runner, relay, flights
+        self._spec, self._clock, self._loop = spec, clock, loop
+        self._runner, self._flights = runner, flights
 
-    def of(self, launch: ActiveLaunch) -> Exit:
+    def of(self, launch: ActiveLaunch, ending: Ending) -> Exit:
         """Wrap up `launch` and return how it ended."""
         for work in (
-            self._relay.show_rest,
             lambda: self._flights.last_poll(self._runner),
-            lambda: self._report_teardown(launch.teardown),
+            lambda: self._report_teardown(ending),
         ):
             self._loop.attempt(work)
-        end = launch.exit(self._has_finished(launch))
+        asked = launch.stop_request
+        by_itself = ending.code == 0 and asked is None
+        finished = self._has_finished(launch) and (
+            by_itself or (asked is not None and asked.then is Then.FINISH)
+        )
+        runtime_s = self._clock.monotonic() - launch.started
+        end = Exit(ending.code, ending.signal, asked is not None, finished, runtime_s)
         self._loop.attempt(lambda: self._report_exit(end, launch.stop_request))
         return end
 
@@ -578,10 +576,12 @@ class Conclusion:
         self._runner.end_output()
         return ran_to_its_end(self._flights, self._runner.objections())
 
-    def _report_teardown(self, teardown: Teardown | None) -> None:
-        if teardown is not None:
-            for each in teardown.report(self._spec.run_id):
-                self._runner.log(each)
+    def _report_teardown(self, ending: Ending) -> None:
+        for killed in orphans_killed(self._spec.run_id, ending.killed, ending.killed_count):
+            self._runner.log(killed)
+        for pid, why in ending.stuck:
+            what = f"pid {pid} did not exit in time after SIGKILL: {why}"
+            self._runner.log(degraded(what))
 
     def _report_exit(self, end: Exit, stop_request: StopRequest | None) -> None:
         runtime = round(end.runtime_s, 3)

@@ -51,7 +51,7 @@ OVERNIGHT = frozenset(
         "network_unreachable",
         "chain_unregistered",
         "guard_degraded",
-        "guard_wedged",
+        "guard_killed",
         "sampler_failed",
         "job_failed",
         "output_dropped",

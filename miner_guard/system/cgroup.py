@@ -38,7 +38,7 @@ class Cgroup:
 
     @classmethod
     def of_earlier_guard(cls, path: object) -> Cgroup | None:
-        """The cgroup that run.json names; None if it no longer exists or is not one of the
+        """The cgroup at a recorded path; None if it no longer exists or is not one of the
         guard's."""
         if not isinstance(path, str) or not Path(path).name.startswith(_PREFIX):
             return None

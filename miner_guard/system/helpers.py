@@ -1,9 +1,8 @@
-"""The guard's helper processes: identifies them among its children, measures their CPU time, and
-ends them.
+"""The guard's helper processes, which are all children of the guard's process: measures their CPU
+time, and ends them.
 
-The guard marks its own environment (`processes.HELPER`). Every process that it starts for itself
-inherits the mark; the miner's environment lacks it. To measure CPU time the guard needs no list of
-helpers: of the children that it has reaped, all are helpers except the miner's processes.
+The guard marks its own environment (`processes.HELPER`), which every helper inherits: the keeper
+tells by it which orphans are the guard's and which are the miner's.
 """
 
 from __future__ import annotations
@@ -12,56 +11,15 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from miner_guard.system import processes
-from miner_guard.system.processes import Process, Stat
+from miner_guard.system.processes import Stat
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 _outliving: set[int] = set()
 """Pids of helpers that `end_helpers` does not kill."""
-
-_miners_reaped_s = 0.0
-"""CPU seconds of the miner's processes that the guard has reaped: the kernel counts them among the
-guard's reaped children."""
-
-
-def reap_miners(pid: int) -> int | None:
-    """Reap a child that belongs to the miner, without waiting. Returns its wait status, or None if
-    it is still running. Raises ChildProcessError if it has already been reaped. Call from one
-    thread only."""
-    global _miners_reaped_s
-    reaped, status, usage = os.wait4(pid, os.WNOHANG)
-    if reaped == 0:
-        return None
-    _miners_reaped_s += usage.ru_utime + usage.ru_stime
-    return status
-
-
-class HelperFilter:
-    """Tells which of the guard's children are its helpers and which belong to the miner. Use from
-    one thread only."""
-
-    def __init__(self) -> None:
-        self._own_command = processes.command(os.getpid())
-        self._known: Mapping[Process, bool] = {}
-
-    def judge(self, children: Iterable[Stat]) -> dict[Process, bool | None]:
-        """Return, for each child, whether it is a helper; None if that is not known (yet). Reads
-        each child's environment only once."""
-        judged = {seen.process: self._judged(seen) for seen in children}
-        self._known = {process: helper for process, helper in judged.items() if helper is not None}
-        return judged
-
-    def _judged(self, seen: Stat) -> bool | None:
-        known = self._known.get(seen.process)
-        # A zombie no longer has an environment, and reading that of a process in D state can block
-        # on a lock in the kernel.
-        if known is not None or seen.state in "ZXD":
-            return known
-        return processes.is_helper(seen.process.pid, self._own_command)
 
 
 class HelperCpu:
@@ -69,7 +27,6 @@ class HelperCpu:
     Use from one thread only."""
 
     def __init__(self) -> None:
-        self._filter = HelperFilter()
         self._start_s = _reaped_s()
         self._total_s = 0.0
 
@@ -80,9 +37,9 @@ class HelperCpu:
         # reading rather than counted twice.
         ended_s = _reaped_s() - self._start_s
         running: dict[str, float] = {}
-        for process, helper in self._filter.judge(_children()).items():
-            if helper and (used_s := _used_s(process.pid)) is not None:
-                name = _name(process.pid)
+        for seen in _children():
+            if (used_s := _used_s(seen.process.pid)) is not None:
+                name = _name(seen.process.pid)
                 running[name] = running.get(name, 0.0) + used_s
         self._total_s = max(self._total_s, ended_s + sum(running.values()))
         return self._total_s, running
@@ -98,34 +55,27 @@ def end_helpers(within_s: float) -> None:
     """Kill any remaining helpers. Returns when they are gone, or after `within_s` seconds.
 
     Each monitor, probe and sender ends its own helper. But a thread may start one just after the
-    helper's owner has stopped, and nothing else would end that helper. Never touches the miner's
-    processes.
+    helper's owner has stopped, and nothing else would end that helper.
     """
-    helpers = HelperFilter()
     deadline = time.monotonic() + within_s
-    while _any_after_killing(helpers) and time.monotonic() < deadline:
+    while _any_after_killing() and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
-def _any_after_killing(helpers: HelperFilter) -> bool:
-    """Kill all helpers; return True if there were any. A child between fork and exec counts too: it
-    is still a copy of the guard and may become a helper."""
+def _any_after_killing() -> bool:
+    """Kill all helpers; return True if there were any."""
     living = [seen for seen in _children() if seen.lives]
     for seen in living:
-        if seen.process.pid in _outliving:
-            # A suspended helper would not exit until someone resumes it.
-            processes.send(seen.process, signal.SIGCONT)
-    judged = helpers.judge([seen for seen in living if seen.process.pid not in _outliving])
-    for process, helper in judged.items():
-        if helper:
-            processes.send(process, signal.SIGKILL)
-    return any(helper is not False for helper in judged.values())
+        # A suspended helper that may outlive the guard would not exit until someone resumes it.
+        outlives = seen.process.pid in _outliving
+        processes.send(seen.process, signal.SIGCONT if outlives else signal.SIGKILL)
+    return any(seen.process.pid not in _outliving for seen in living)
 
 
 def _reaped_s() -> float:
-    """CPU seconds of the children that this process has reaped, except the miner's processes."""
+    """CPU seconds of the children that this process has reaped."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime - _miners_reaped_s
+    return usage.ru_utime + usage.ru_stime
 
 
 def _children() -> list[Stat]:

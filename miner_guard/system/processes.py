@@ -22,7 +22,7 @@ _GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
 error (such as EMFILE), because failing to inspect a process does not prove that it exited."""
 
 HELPER = "_MINER_GUARD_HELPER"
-"""Environment variable that marks the guard's own helpers, such as probes and the deathwatch. A
+"""Environment variable that marks the guard's own helpers, such as probes and the deputy. A
 process with it never belongs to a run."""
 
 
@@ -211,15 +211,6 @@ def ancestors(pid: int) -> set[int]:
         seen = stat(pid)
         pid = seen.parent if seen is not None else 0
     return found
-
-
-def is_helper(pid: int, guards_command: str) -> bool | None:
-    """Return True if this child is one of the guard's helpers; None between fork and exec,
-    while the child is still a copy of the guard. `guards_command` is the guard's own command
-    line."""
-    if HELPER in environment(pid):
-        return True
-    return None if command(pid) == guards_command else False
 
 
 def catches(pid: int, number: int) -> bool:

@@ -47,6 +47,17 @@ def living(needle: str) -> list[tuple[int, str]]:
     return found
 
 
+def keepers(pids: Sequence[int]) -> list[int]:
+    """Those that are no child of another: a guard runs the same command line as its keeper."""
+
+    def parent(pid: int) -> int:
+        with contextlib.suppress(OSError):
+            return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return 0
+
+    return [pid for pid in pids if parent(pid) not in pids]
+
+
 class Guarded:
     """`miner-guard run` supervising a command, with its state directory and everything that it has
     logged."""
@@ -125,15 +136,34 @@ class Guarded:
     def named(self, event: str) -> list[dict[str, Any]]:
         return [e for e in self.events if e["event"] == event]
 
-    def listed(self) -> list[tuple[int, int]]:
-        """The run's processes according to the guard's own list, as (pid, start)."""
-        try:
-            return [
-                (pid, start)
-                for pid, start in json.loads(self.state.pid_registry.read_text())["processes"]
-            ]
-        except OSError:
-            return []
+    @property
+    def guard_pid(self) -> int:
+        """The pid of the latest guard. `processes` holds the keepers."""
+        self.wait_for("guard_started")
+        return int(self.named("guard_started")[-1]["guard_pid"])
+
+    def deputies(self) -> list[int]:
+        """The pids of the last keeper's deputy, whether or not it has changed its name yet."""
+        keeper = self.processes[-1].pid
+        children = Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()
+        found = []
+        for pid in children:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                name = Path(f"/proc/{pid}/cmdline").read_bytes()
+                if b"packages, run" in name or b"last-r" in name:
+                    found.append(int(pid))
+        return found
+
+    def owners(self) -> list[int]:
+        """Keeper, guard and deputy: once all of them are gone, nobody ends the miner."""
+        guard = self.guard_pid
+        return [*self.deputies(), guard, self.processes[-1].pid]
+
+    @property
+    def miner_pid(self) -> int:
+        """The pid of the latest launch's launcher."""
+        self.wait_for("miner_started")
+        return int(self.named("miner_started")[-1]["pid"])
 
     def wait_for(self, event: str, count: int = 1, seconds: float = 60.0) -> dict[str, Any]:
         """Wait for the `count`th event of this name."""

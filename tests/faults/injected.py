@@ -44,26 +44,37 @@ class World:
 
     @property
     def guard(self) -> int:
+        """The keeper's pid, which a user takes for the guard's."""
         return self.guarded.processes[-1].pid
 
     def helpers(self) -> list[int]:
-        """The guard's children except the miner."""
-        return self._children(miners=False)
+        """The deputy, and the children of the guard itself."""
+        below = self._children(self.guard)
+        found = [pid for pid, words in below if self._token not in words]
+        for pid, words in below:
+            if b"\0run\0" in words:
+                found += [each for each, _ in self._children(pid)]
+        return found
 
     def launchers(self) -> list[int]:
         """The miner's launcher, while it is alive."""
-        return self._children(miners=True)
+        below = self._children(self.guard)
+        return [pid for pid, words in below if self._token in words and b"\0run\0" not in words]
 
-    def _children(self, *, miners: bool) -> list[int]:
-        token = self.guarded.token.encode()
+    @property
+    def _token(self) -> bytes:
+        return self.guarded.token.encode()
+
+    def _children(self, parent: int) -> list[tuple[int, bytes]]:
+        """The children of all threads of a process, with their command lines."""
         found = []
-        # Threads of the guard start helpers too.
-        for thread in Path(f"/proc/{self.guard}/task").iterdir():
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            for thread in Path(f"/proc/{parent}/task").iterdir():
                 for pid in (thread / "children").read_text().split():
-                    words = Path(f"/proc/{pid}/cmdline").read_bytes()
-                    if words and (token in words) is miners:
-                        found.append(int(pid))
+                    with contextlib.suppress(OSError):
+                        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+                        if words:
+                            found.append((int(pid), words))
         return found
 
     def send(self, pid: int, number: signal.Signals) -> None:
@@ -135,7 +146,6 @@ FILES = (
     "run.db",
     "run.db-journal",
     "lock",
-    "run.json",
     "status/monitoring_costs.json",
 )
 """Choose by name, whichever files exist: a seed must always choose the same file."""

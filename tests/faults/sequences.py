@@ -194,7 +194,7 @@ class Sequence:
             guard.send_signal(signal.Signals[name])
 
     def _needs_successor(self, world: World, end: str) -> bool:
-        """Whether the process of last resort may be gone too: after repeated kills the guard
+        """Whether the deputy may be gone too: after repeated kills the keeper
         restarts it with pauses. The next guard then begins by cleaning up."""
         kills = sum("last-resort" in words or "all helpers" in words for words in self.done)
         return end == "SIGKILL to all its processes" or kills > 1

@@ -45,44 +45,8 @@ def started(
         **popen,
     )
     until(lambda: words in guarded.output.read_bytes(), 60, guarded.tail)
-    expected = {pid for pid, _ in _miners(guarded)}
-    until(
-        lambda: expected <= {pid for pid, _ in guarded.listed()},
-        60,
-        "the list of the run's processes",
-    )
-
-
-def _miners(guarded: Guarded) -> list[tuple[int, str]]:
-    """The miner's processes, by the token on the command line: the guard itself has the token only
-    in its environment."""
-    return [
-        (pid, words)
-        for pid, words in living(guarded.token)
-        if guarded.token in words and "--" not in words
-    ]
-
-
-def _last_resorts(guarded: Guarded) -> list[int]:
-    children = Path(
-        f"/proc/{guarded.processes[-1].pid}/task/{guarded.processes[-1].pid}/children"
-    ).read_text()
-    return [
-        int(p) for p in children.split() if Path(f"/proc/{p}/comm").read_text() == "last-resort\n"
-    ]
-
-
-def _waiting_for_orders(guarded: Guarded) -> set[int]:
-    """The guard's last-resort processes, whether or not they have changed their names yet."""
-    guard = guarded.processes[-1].pid
-    children = Path(f"/proc/{guard}/task/{guard}/children").read_text().split()
-    found = set()
-    for pid in children:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            name = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if b"import json, sys" in name or b"last-r" in name:
-                found.add(int(pid))
-    return found
+    # The deputy learns of new processes once a second.
+    time.sleep(1.5)
 
 
 def _kill_guard(guarded: Guarded, number: int = signal.SIGKILL) -> None:
@@ -115,31 +79,25 @@ def test_sigquit_leaves_nothing(guarded: Guarded, settings: dict[str, Any]) -> N
     guarded.assert_nothing_left(15)
 
 
-def test_the_process_of_last_resort_is_started_again_when_it_is_killed(
+def test_the_deputy_is_started_again_when_it_is_killed(
     guarded: Guarded, settings: dict[str, Any]
 ) -> None:
-    """The process of last resort once died unnoticed, and a SIGKILL of the guard then left six
-    processes."""
     started(guarded, "shedding", b"all hidden", settings)
     for _ in range(2):
-        (killed,) = until(lambda: _last_resorts(guarded), 60, "the process of last resort")
+        (killed,) = until(guarded.deputies, 60, "the deputy")
         os.kill(killed, signal.SIGKILL)
-        until(lambda before=killed: _last_resorts(guarded) not in ([], [before]), 60, "another one")
-    assert (
-        len([e for e in guarded.named("guard_degraded") if "if the guard is killed" in e["what"]])
-        == 1
-    )
+        until(lambda before=killed: guarded.deputies() not in ([], [before]), 60, "another one")
     _kill_guard(guarded)
     guarded.assert_nothing_left(15)
 
 
-def test_a_last_resort_suspended_while_it_starts_still_works(guarded: Guarded) -> None:
-    """A process of last resort that was suspended before its first line once left the miner's
-    children alive. A random sequence found this."""
+def test_a_deputy_suspended_while_it_starts_still_works(guarded: Guarded) -> None:
+    """A random sequence found this."""
     started(guarded, "shedding", b"all hidden", {**FAST, "miner.cgroup": "false"})
-    (killed,) = until(lambda: _last_resorts(guarded), 60, "the process of last resort")
+    (killed,) = until(guarded.deputies, 60, "the deputy")
     os.kill(killed, signal.SIGKILL)
-    (starting,) = until(lambda: _waiting_for_orders(guarded) - {killed}, 60, "another one")
+    until(lambda: set(guarded.deputies()) - {killed}, 60, "another one")
+    (starting,) = set(guarded.deputies()) - {killed}
     os.kill(starting, signal.SIGSTOP)
     _kill_guard(guarded)
     guarded.assert_nothing_left(15)
@@ -148,7 +106,7 @@ def test_a_last_resort_suspended_while_it_starts_still_works(guarded: Guarded) -
 def test_suspended_helpers_still_end_with_a_killed_guard(
     guarded: Guarded, settings: dict[str, Any]
 ) -> None:
-    """Suspended helpers, the process of last resort among them, once waited for a SIGCONT forever
+    """Suspended helpers, the deputy among them, once waited for a SIGCONT forever
     after the guard was killed. A random sequence found this."""
     often = {"health.sample_every_s": 0.5, "health.snapshot_every_s": 0.5}
     started(guarded, "shedding", b"all hidden", {**settings, **often})
@@ -163,14 +121,15 @@ def test_suspended_helpers_still_end_with_a_killed_guard(
 
 
 def _helpers(guarded: Guarded) -> list[int]:
-    """The guard's own children, once there are at least two and each has run for three seconds: a
+    """The children of keeper and guard, once there are at least two, each three seconds old: a
     helper arms its signal when it starts."""
-    guard, found = guarded.processes[-1].pid, []
+    found: list[int] = []
     try:
-        for thread in Path(f"/proc/{guard}/task").iterdir():
-            for pid in (thread / "children").read_text().split():
-                if guarded.token not in Path(f"/proc/{pid}/cmdline").read_text():
-                    found.append(int(pid))
+        for parent in (guarded.processes[-1].pid, guarded.guard_pid):
+            for thread in Path(f"/proc/{parent}/task").iterdir():
+                for pid in (thread / "children").read_text().split():
+                    if guarded.token not in Path(f"/proc/{pid}/cmdline").read_text():
+                        found.append(int(pid))
         ages = [time.time() - psutil.Process(pid).create_time() for pid in found]
     except (OSError, psutil.Error):
         return []
@@ -189,9 +148,9 @@ def test_pkill_by_the_guards_name_leaves_nothing(
     guarded: Guarded, settings: dict[str, Any], pattern: str
 ) -> None:
     """`pkill -9 -f PATTERN`, limited to this test's processes: it once killed the guard together
-    with the process of last resort."""
+    with its deputy."""
     started(guarded, "shedding", b"all hidden", settings)
-    run = [guarded.processes[-1].pid, *_last_resorts(guarded)]
+    run = guarded.owners()
     run += [pid for pid, _ in (*living(guarded.token), *living(str(guarded.state.root)))]
     for pid in dict.fromkeys(run):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
@@ -201,34 +160,23 @@ def test_pkill_by_the_guards_name_leaves_nothing(
     guarded.assert_nothing_left(15)
 
 
-def test_guard_and_last_resort_killed_at_once_leave_the_rest_to_the_next_guard(
-    guarded: Guarded, settings: dict[str, Any]
-) -> None:
-    started(guarded, "shedding", b"all hidden", settings)
-    (last,) = _last_resorts(guarded)
-    os.kill(last, signal.SIGKILL)
-    _kill_guard(guarded)
-    guarded.start(["true"], settings={**settings, "miner.finite": "true"})
-    assert guarded.processes[-1].wait(60) == 0
-    guarded.assert_nothing_left(1)
-
-
-def test_a_removed_list_hides_nothing_from_the_next_guard_where_there_are_cgroups(
-    guarded: Guarded,
-) -> None:
-    """Found by a random sequence, which removed run.json and then killed everything at once."""
+def test_what_all_of_them_killed_at_once_leave_is_ended_by_the_next_guard(guarded: Guarded) -> None:
+    """By the cgroup: these processes have cleared the marker from their environment."""
     try:
         Cgroup.create("test", "2").remove()
     except OSError as error:
         pytest.skip(f"no cgroup can be made here: {error}")
     started(guarded, "shedding", b"all hidden", FAST)
-    guarded.state.pid_registry.unlink()
-    (last,) = _last_resorts(guarded)
-    os.kill(last, signal.SIGKILL)
-    _kill_guard(guarded)
+    _kill_owners(guarded)
     guarded.start(["true"], settings={**FAST, "miner.finite": "true"})
     assert guarded.processes[-1].wait(60) == 0
     guarded.assert_nothing_left(1)
+
+
+def _kill_owners(guarded: Guarded) -> None:
+    for pid in guarded.owners():
+        os.kill(pid, signal.SIGKILL)
+    guarded.processes[-1].wait(60)
 
 
 def test_a_state_directory_behind_a_symlink_is_the_same_one(
@@ -239,10 +187,9 @@ def test_a_state_directory_behind_a_symlink_is_the_same_one(
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to("disk")
     guarded.state = StateDir(tmp_path / "link" / "state")
-    started(guarded, "process_tree", b"family complete", settings)
-    (last,) = _last_resorts(guarded)
-    os.kill(last, signal.SIGKILL)
-    _kill_guard(guarded)
+    guarded.start(["sleep", "600"], settings=settings)
+    guarded.wait_for("miner_started")
+    _kill_owners(guarded)
     guarded.state = StateDir(tmp_path / "disk" / "state")
     guarded.start(["true"], settings={**settings, "miner.finite": "true"})
     assert guarded.processes[-1].wait(60) == 0

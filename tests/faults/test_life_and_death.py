@@ -21,22 +21,9 @@ def wait_for_family(guarded: Guarded) -> None:
     until(lambda: b"family complete" in guarded.output.read_bytes(), 60, guarded.tail)
 
 
-def wait_until_listed(guarded: Guarded) -> None:
-    """Wait until the guard has listed all processes of the run, one of which has cleared its
-    environment."""
-    whole = len(
-        [
-            words
-            for _, words in living(guarded.token)
-            if guarded.token in words and "miner_guard" not in words
-        ]
-    )
-    until(lambda: len(guarded.listed()) >= whole, 60, "the list of the run's processes")
-
-
 def test_the_next_guard_reports_one_that_was_killed_and_left_nothing(guarded: Guarded) -> None:
-    """Otherwise nobody would notice a guard that the OOM killer ends every night: the process of
-    last resort ends its miner, so nothing is left to report."""
+    """Otherwise nobody would notice a guard that the OOM killer ends every night: the deputy
+    ends its miner, so nothing is left to report."""
     guarded.start(guarded.miner("process_tree", "stay"), settings=FAST)
     guarded.wait_for("miner_started")
     until(lambda: RunReader(guarded.state.db).now(), 30, "the status")
@@ -102,47 +89,24 @@ def test_a_launcher_that_ignores_the_signal_dies_only_after_the_grace_period(
     guarded.assert_nothing_left(0.5)
 
 
-def test_the_reaper_finishes_a_stop_in_which_the_guard_is_killed(guarded: Guarded) -> None:
-    guarded.start(
-        guarded.miner("process_tree", "stay"), settings={**FAST, "miner.stop_timeout_s": 2}
-    )
-    wait_for_family(guarded)
-    wait_until_listed(guarded)
-    guarded.processes[0].send_signal(signal.SIGINT)
-    guarded.wait_for("miner_stopping")
-    guarded.processes[0].kill()
-    guarded.processes[0].wait()
-    until(lambda: not _marked(guarded), 60, "the marked processes to end")
-    _next_guard_ends_the_rest(guarded)
-
-
-def _next_guard_ends_the_rest(guarded: Guarded) -> None:
-    """Check that the next guard ends the rest: a process that cleared its environment can be found
-    only through the killed guard's list."""
-    guarded.start(["true"], settings={**FAST, "miner.finite": "true"})
-    assert guarded.processes[-1].wait(60) == 0
-    guarded.assert_nothing_left(5)
-
-
-def _marked(guarded: Guarded) -> list[tuple[int, str]]:
-    """The processes that carry the run's marker; a process with an empty environment can be found
-    only through its parent."""
-    needle = f"_MINER_GUARD_STATE_DIR={guarded.state.root}"
-    return [p for p in living(needle) if "last-resort" not in p[1]]
-
-
-def test_the_next_guard_ends_what_is_left_of_the_last_run(guarded: Guarded) -> None:
+def test_a_stop_in_which_the_keeper_is_killed_leaves_nothing(guarded: Guarded) -> None:
     guarded.start(
         guarded.miner("process_tree", "stay"), settings={**FAST, "miner.stop_timeout_s": 30}
     )
     wait_for_family(guarded)
-    wait_until_listed(guarded)
-    reaper = [
-        pid for pid, words in living("last-resort") if f"{os.getpid()}" and _child_of(pid, guarded)
-    ]
-    for pid in reaper:
-        os.kill(pid, signal.SIGKILL)
+    guarded.processes[0].send_signal(signal.SIGINT)
+    guarded.wait_for("miner_stopping")
     guarded.processes[0].kill()
+    guarded.processes[0].wait()
+    guarded.assert_nothing_left(5)
+
+
+def test_the_next_guard_ends_what_is_left_of_the_last_run(guarded: Guarded) -> None:
+    guarded.start(guarded.miner("process_tree", "stay"), settings=FAST)
+    wait_for_family(guarded)
+    everything = guarded.owners()
+    for pid in everything:
+        os.kill(pid, signal.SIGKILL)
     guarded.processes[0].wait()
     time.sleep(0.3)
     assert _marked(guarded)
@@ -155,14 +119,9 @@ def test_the_next_guard_ends_what_is_left_of_the_last_run(guarded: Guarded) -> N
     assert guarded.stop() == 0
 
 
-def _child_of(pid: int, guarded: Guarded) -> bool:
-    try:
-        return (
-            int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-            == guarded.processes[0].pid
-        )
-    except OSError:
-        return False
+def _marked(guarded: Guarded) -> list[tuple[int, str]]:
+    """The processes that carry the run's marker."""
+    return living(f"_MINER_GUARD_STATE_DIR={guarded.state.root}")
 
 
 def test_another_miner_on_the_same_host_is_left_alone(guarded: Guarded, tmp_path: Path) -> None:
@@ -205,7 +164,7 @@ def test_descriptors_do_not_leak_and_stdin_umask_and_folder_are_correct(
 def test_no_other_user_can_read_what_a_run_leaves_in_a_directory_that_was_open_to_all(
     guarded: Guarded,
 ) -> None:
-    """Incident logs, flight records, run.db and run.json stayed readable in a directory made
+    """Incident logs, flight records, and run.db stayed readable in a directory made
     by `mkdir`."""
     guarded.state.flight.mkdir(parents=True)
     guarded.state.root.chmod(0o755)
@@ -220,7 +179,6 @@ def test_no_other_user_can_read_what_a_run_leaves_in_a_directory_that_was_open_t
     # The rank's memory is gone with the rank; only the link stays.
     shown = [p for p in files if p.name != "repo" and not p.is_symlink()]
     assert [str(p) for p in shown if p.stat().st_mode & 0o077] == []
-    assert guarded.state.pid_registry in files
     assert guarded.state.flight_of(0) in files
     assert [e["mode"] for e in guarded.named("state_dir_tightened")] == ["0755"]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.guarded import MARK, REPO, Guarded, living, until
+from tests.faults.guarded import MARK, REPO, Guarded, keepers, living, until
 from tests.support import requires
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -110,7 +110,9 @@ class Pm2:
         return int((Path(self.env["PM2_HOME"]) / "pm2.pid").read_text())
 
     def guards(self) -> list[int]:
-        return [pid for pid, words in living(self.guarded.token) if "miner_guard run" in words]
+        """The keepers; each one's guard runs the same command line."""
+        runs = [pid for pid, words in living(self.guarded.token) if "miner_guard run" in words]
+        return keepers(runs)
 
     def miners(self) -> list[int]:
         return [

@@ -36,17 +36,17 @@ def test_with_every_descriptor_in_use_the_miner_keeps_running(guarded: Guarded) 
     pid = guarded.named("miner_started")[0]["pid"]
     # It watches no file by inotify, so inotify's limits do not concern it.
     held = subprocess.run(
-        ["ls", "-l", f"/proc/{guard.pid}/fd"], capture_output=True, text=True
+        ["ls", "-l", f"/proc/{guarded.guard_pid}/fd"], capture_output=True, text=True
     ).stdout
     assert "pipe:" in held
     assert "inotify" not in held
-    _limit(guard.pid, 3)
+    _limit(guarded.guard_pid, 3)
     size = guarded.output.stat().st_size
     guarded.wait_for("sampler_failed", seconds=60)
     until(lambda: guarded.output.stat().st_size > size, 60, "the miner's output to continue")
     assert guard.poll() is None
     assert os.path.exists(f"/proc/{pid}")
-    _limit(guard.pid, 1000)
+    _limit(guarded.guard_pid, 1000)
     guarded.wait_for("sampler_recovered", seconds=60)
     assert guarded.stop() == 0
     assert len(guarded.named("miner_started")) == 1
@@ -78,13 +78,13 @@ def _limit(pid: int, descriptors: int) -> None:
 
 
 def test_damaged_files_of_the_last_run_delay_nothing(guarded: Guarded) -> None:
-    """A full disk or a power cut may damage the ledger, the status, a flight record, run.json,
+    """A full disk or a power cut may damage the ledger, the status, a flight record,
     host.json and the sockets."""
     state: StateDir = guarded.state
     state.flight.mkdir(parents=True)
     state.db.write_bytes(b"SQLite format 3\0" + b"\xff" * 5000)
     state.flight_of(0).write_bytes(b"\0" * 4096)
-    for path in (state.root / "run.json", state.host_facts, state.gate_inputs):
+    for path in (state.host_facts, state.gate_inputs):
         path.write_bytes(b'{"processes": [\xff')
     for path in (state.socket, state.control):
         path.write_text("not a socket")
@@ -129,7 +129,6 @@ def test_what_is_not_a_file_is_set_aside_with_one_line(guarded: Guarded, kind: s
         state.lock,
         state.gate_inputs,
         state.host_facts,
-        state.pid_registry,
         state.costs,
     ]
     state.flight.mkdir(parents=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from miner_guard.checks.host import NOFILE
-from tests.faults.guarded import MARK, REPO, Guarded, living, until
+from tests.faults.guarded import MARK, REPO, Guarded, keepers, living, until
 
 UNIT = REPO / "ops" / "miner-guard.service"
 BIN = Path(sys.executable).parent
@@ -207,10 +207,13 @@ def systemd(guarded: Guarded, tmp_path: Path) -> Iterator[Systemd]:
         made.end()
 
 
-def _guards(guarded: Guarded) -> list[int]:
-    return [
+def _keepers(guarded: Guarded) -> list[int]:
+    """The processes that systemd started; a guard runs the same command line in its own
+    session."""
+    runs = [
         pid for pid, words in living(guarded.token) if "graceful.py" in words and " run " in words
     ]
+    return keepers(runs)
 
 
 def test_the_unit_is_well_formed(tmp_path: Path) -> None:
@@ -244,7 +247,7 @@ def test_the_unit_starts_stops_cleanly_and_restarts_after_a_kill(
     systemd.becomes("active")
     until(lambda: "State running" in systemd.show("StatusText"), 60, "the status line")
     until(lambda: guarded.output.read_bytes().count(b"graceful ready") == 1, 60, "the miner")
-    (guard,) = _guards(guarded)
+    (guard,) = _keepers(guarded)
     assert resource.prlimit(guard, resource.RLIMIT_NOFILE)[0] >= NOFILE, (
         "the doctor does not complain of our own unit"
     )
@@ -252,9 +255,9 @@ def test_the_unit_starts_stops_cleanly_and_restarts_after_a_kill(
     os.kill(guard, signal.SIGKILL)
     until(lambda: guarded.output.read_bytes().count(b"graceful ready") == 2, 60, guarded.tail)
     assert systemd.show("NRestarts") == "1"
-    assert len(_guards(guarded)) == 1
+    assert len(_keepers(guarded)) == 1
     # If a guard is wedged, the watchdog ends it, and a new guard ends the remaining processes.
-    os.kill(_guards(guarded)[0], signal.SIGSTOP)
+    os.kill(_keepers(guarded)[0], signal.SIGSTOP)
     until(lambda: guarded.output.read_bytes().count(b"graceful ready") == 3, 90, guarded.tail)
     assert systemd.show("NRestarts") == "2"
     assert not (systemd.folder / "checkpoint").exists()

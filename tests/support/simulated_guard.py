@@ -94,7 +94,7 @@ class SimulatedGuard:
         with self._repo():
             self.runner.monitors = list(self._monitors())
         self._document()
-        for event in killed_guard(self.state):
+        for event in killed_guard(self.state, None):
             self.runner.log(event)
         self.launch()
 
@@ -357,8 +357,9 @@ class SimulatedGuard:
         run = RunStatus(
             state=self._miner,
             run_id=RUN_ID,
-            pid=4700,
-            miner_pid=4711 if running else None,
+            keeper_pid=4700,
+            guard_pid=4701,
+            pid=4711 if running else None,
             command=self.training.command,
             host=socket.gethostname(),
             state_dir="/var/lib/miner-guard/sn38",

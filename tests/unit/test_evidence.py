@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from miner_guard.guard.teardown import TERM_TO_KILL_S, UNKILLABLE_S, Teardown
+from miner_guard.keeper.teardown import TERM_TO_KILL_S, UNKILLABLE_S, Teardown
 from miner_guard.state_dir import StateDir
 from miner_guard.system import processes
 from miner_guard.system.clock import FakeClock
@@ -76,7 +76,9 @@ def test_a_process_that_survives_sigkill_is_named_and_given_up(
         lambda process, *numbers: sent.extend((process.pid, n) for n in numbers) or True,
     )
     clock = FakeClock()
-    teardown = Teardown(clock, lambda: {stuck}, launcher, 0.0)
+    fake_time = SimpleNamespace(monotonic=clock.monotonic, thread_time=time.thread_time)
+    monkeypatch.setattr("miner_guard.keeper.teardown.time", fake_time)
+    teardown = Teardown(lambda: {stuck}, launcher, 0.0)
     teardown.ended()
     begin = clock.monotonic()
     while (wait := teardown.step()) is not None:

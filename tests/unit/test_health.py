@@ -242,7 +242,7 @@ def test_unknown_figures_raise_no_warning() -> None:
 def _status() -> dict[str, Any]:
     return {
         "state": "running",
-        "miner_pid": 4711,
+        "pid": 4711,
         "attempt": 1,
         "restarts": 1,
         "rank_processes": {"0": {}, "1": {}},

@@ -1,9 +1,8 @@
-"""None of the guard's helpers outlives it, whichever thread started it and whatever suspended it;
-the miner's processes are not helpers."""
+"""None of the guard's helpers outlives it, whichever thread started it and whatever suspended
+it."""
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -15,20 +14,18 @@ import pytest
 
 from miner_guard.system import processes
 from miner_guard.system.helpers import end_helpers, let_outlive
-from miner_guard.system.processes import HELPER
 
-Start = Callable[[bool], "subprocess.Popen[bytes]"]
+Start = Callable[[], "subprocess.Popen[bytes]"]
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts a process that never ends by itself: a helper, or one of the miner's."""
+    """Starts a helper that never ends by itself."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def begin(helper: bool) -> subprocess.Popen[bytes]:
-        env = {**os.environ, HELPER: "1"} if helper else dict(os.environ)
+    def begin() -> subprocess.Popen[bytes]:
         program = "import time; print(flush=True); time.sleep(600)"
-        child = subprocess.Popen([sys.executable, "-S", "-c", program], env=env, stdout=-1)
+        child = subprocess.Popen([sys.executable, "-S", "-c", program], stdout=-1)
         assert child.stdout is not None
         child.stdout.readline()
         started.append(child)
@@ -42,15 +39,8 @@ def start() -> Iterator[Start]:
         child.stdout.close()
 
 
-def test_a_helper_that_is_left_ends_and_the_miners_process_lives(start: Start) -> None:
-    helper, miners = start(True), start(False)
-    end_helpers(10.0)
-    assert helper.wait(1) == -signal.SIGKILL
-    assert miners.poll() is None
-
-
 def test_a_suspended_helper_ends(start: Start) -> None:
-    helper = start(True)
+    helper = start()
     helper.send_signal(signal.SIGSTOP)
     end_helpers(10.0)
     assert helper.wait(1) == -signal.SIGKILL
@@ -58,7 +48,7 @@ def test_a_suspended_helper_ends(start: Start) -> None:
 
 def test_a_helper_whose_work_is_the_guards_last_lines_lives_on_and_is_resumed(start: Start) -> None:
     """Otherwise no collector would hear of an incident that ends the guard."""
-    sender, other = start(True), start(True)
+    sender, other = start(), start()
     let_outlive(sender.pid)
     sender.send_signal(signal.SIGSTOP)
     end_helpers(10.0)
@@ -74,7 +64,7 @@ def test_a_helper_that_another_thread_started_ends(start: Start) -> None:
     release = threading.Event()
 
     def work() -> None:
-        started.append(start(True))
+        started.append(start())
         release.wait(60)
 
     thread = threading.Thread(target=work)
@@ -92,7 +82,7 @@ def test_the_guards_exit_waits_no_longer_than_it_may(
 ) -> None:
     """A helper in uninterruptible sleep does not die."""
     monkeypatch.setattr("miner_guard.system.processes.send", lambda process, number: True)
-    helper = start(True)
+    helper = start()
     began = time.monotonic()
     end_helpers(0.1)
     assert time.monotonic() - began < 5

@@ -1,10 +1,8 @@
-"""The guard's cost includes its helpers, whether running or ended, but not the miner's
-processes."""
+"""The guard's cost includes its helpers, whether running or ended."""
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -12,10 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from miner_guard.guard.child import Child
 from miner_guard.system.helpers import HelperCpu
 from miner_guard.system.processes import HELPER
-from tests.support.waiting import until
 
 _BURN = """import sys, time
 while time.process_time() < float(sys.argv[1]): pass
@@ -64,17 +60,3 @@ def test_a_helper_of_another_thread_counts_however_briefly_it_lived() -> None:
     thread.start()
     thread.join()
     assert 0.25 <= cpu.read()[0] < 3.0
-
-
-def test_the_miners_cpu_time_is_not_the_guards() -> None:
-    cpu = HelperCpu()
-    out, into = os.pipe()
-    env = {name: value for name, value in os.environ.items() if name != HELPER}
-    miner = Child([*_COMMAND, "0.5"], env, stdout=into, stderr=into)
-    os.close(into)
-    assert os.read(out, 5) == b"burnt"
-    assert cpu.read()[0] < 0.2
-    miner.send(signal.SIGKILL)
-    until(lambda: miner.code() is not None, what="the miner's end")
-    os.close(out)
-    assert cpu.read()[0] < 0.2

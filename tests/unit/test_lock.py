@@ -27,7 +27,7 @@ def state(tmp_path: Path) -> StateDir:
 
 @pytest.fixture
 def held(state: StateDir) -> Lock:
-    lock = Lock(state, 0.0)
+    lock = Lock(state, 0.0, os.getpid())
     lock.acquire()
     return lock
 
@@ -46,7 +46,7 @@ def test_a_removed_lock_is_taken_back_and_keeps_a_second_guard_out(
     assert held.keep() is None
     assert json.loads(state.lock.read_text())["stopping"]
     with pytest.raises(LockHeld, match=f"the guard with pid {os.getpid()} is still stopping"):
-        Lock(state, 0.0).acquire()
+        Lock(state, 0.0, os.getpid()).acquire()
 
 
 def test_the_lock_of_a_removed_state_directory_is_taken_back_and_keeps_a_second_guard_out(
@@ -55,7 +55,7 @@ def test_the_lock_of_a_removed_state_directory_is_taken_back_and_keeps_a_second_
     shutil.rmtree(state.root)
     assert held.keep() is None
     with pytest.raises(LockHeld, match="is running there"):
-        Lock(state, 0.0).acquire()
+        Lock(state, 0.0, os.getpid()).acquire()
 
 
 def test_a_second_guard_that_was_quicker_is_named_once(state: StateDir, held: Lock) -> None:
@@ -72,7 +72,7 @@ def test_a_second_guard_that_was_quicker_is_named_once(state: StateDir, held: Lo
     # The other process has exited, so the lock is this guard's again.
     assert held.keep() is None
     with pytest.raises(LockHeld):
-        Lock(state, 0.0).acquire()
+        Lock(state, 0.0, os.getpid()).acquire()
 
 
 def test_a_lock_that_cannot_be_made_again_is_reported_once(state: StateDir, held: Lock) -> None:
@@ -105,4 +105,4 @@ def test_who_waits_for_a_lock_does_not_take_one_that_was_removed_meanwhile(
             return fd
 
     with pytest.raises(LockHeld):
-        Waits(state, 0.0).acquire()
+        Waits(state, 0.0, os.getpid()).acquire()

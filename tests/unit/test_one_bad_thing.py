@@ -26,7 +26,7 @@ from miner_guard.guard.control import Status
 from miner_guard.guard.control_socket import ControlSocket, ask
 from miner_guard.guard.flights import Flights
 from miner_guard.guard.loop import Loop
-from miner_guard.guard.relay import Relay, _Stream
+from miner_guard.keeper.relay import _Stream
 from miner_guard.rank.flight import FlightWriter
 from miner_guard.record.events import Event
 from miner_guard.record.redaction import Redactor
@@ -38,7 +38,6 @@ from miner_guard.watch.base import Context
 from miner_guard.watch.checkpoints import ReportsMonitor
 from miner_guard.watch.runner import MonitorRunner
 from tests.support.present_state import status_of
-from tests.support.waiting import until
 
 RUN = "r" * 12
 
@@ -155,31 +154,6 @@ def test_a_quiet_guard_composes_its_status_seldom_and_a_change_at_once() -> None
         composed.append(status.due(("running", 1)))
     assert 3 <= sum(composed) <= 5
     assert status.due(("running", 2))
-
-
-def test_a_reader_that_fails_once_does_not_leave_the_miners_pipe_unread() -> None:
-    """The loop drops a handler that raises, and the miner would then stall at a full pipe."""
-    errors: list[Exception] = []
-    seen: list[bytes] = []
-
-    def on_chunk(chunk: bytes) -> None:
-        seen.append(chunk)
-        if len(seen) == 1:
-            raise RuntimeError("a defect")
-
-    loop = Loop(SystemClock(), errors.append)
-    relay = Relay(loop, on_chunk)
-    end, other = relay.open()
-    for text in (b"one\n", b"two\n"):
-        os.write(end, text)
-        until(lambda: relay.pending)
-        loop.turn()
-    assert len(errors) == 1
-    assert seen == [b"one\n", b"two\n"]
-    relay.finish(1.0)
-    for fd in {end, other}:
-        os.close(fd)
-    loop.close()
 
 
 def test_a_defect_is_reported_once_although_its_words_change() -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from miner_guard.guard.lock import killed_guard
-from miner_guard.guard.orphan_cleanup import left_behind
 from miner_guard.rank.flight import FlightReader
 from miner_guard.state_dir import StateDir, read_json, read_regular
 from miner_guard.uploads import gate
@@ -20,8 +19,7 @@ READS: dict[str, Callable[[StateDir], object]] = {
     "any file": lambda state: _refused(lambda: read_regular(state.host_facts)),
     "a flight record": lambda state: _refused(lambda: FlightReader(state.flight_of(0))),
     "host.json": lambda state: read_json(state.host_facts),
-    "the last guard": lambda state: list(killed_guard(state)),
-    "run.json": left_behind,
+    "the last guard": lambda state: list(killed_guard(state, None)),
     "a rank's gate-inputs.json": lambda state: gate.read(state.gate_inputs),
 }
 
@@ -40,7 +38,7 @@ def test_a_pipe_in_place_of_a_file_holds_up_no_reader(name: str, tmp_path: Path)
     sequence found this."""
     state = StateDir(tmp_path / "state")
     state.flight.mkdir(parents=True)
-    for path in (state.host_facts, state.pid_registry, state.gate_inputs, state.flight_of(0)):
+    for path in (state.host_facts, state.gate_inputs, state.flight_of(0)):
         os.mkfifo(path)
     answers: list[object] = []
     thread = threading.Thread(target=lambda: answers.append(READS[name](state)), daemon=True)

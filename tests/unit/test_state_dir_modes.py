@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from miner_guard import state_dir
 from miner_guard.cli.main import run
 from miner_guard.exits import CONFIG
 from miner_guard.guard.lock import Lock, LockHeld
-from miner_guard.guard.orphan_cleanup import PidRegistry, left_behind
 from miner_guard.guard.state_dir_check import check_state_dir
 from miner_guard.record.events import Event
 from miner_guard.state_dir import (
@@ -28,7 +26,6 @@ from miner_guard.state_dir import (
     write_json,
     write_private,
 )
-from miner_guard.system import processes
 
 NOBODY = 65534
 
@@ -56,7 +53,7 @@ def open_to_others(root: Path) -> list[str]:
 
 
 def test_what_the_guard_makes_is_private_under_any_umask(state: StateDir) -> None:
-    Lock(state, 0.0).acquire()
+    Lock(state, 0.0, 1).acquire()
     write_json(state.costs, {})
     state_dir.make_folder(state.incidents / "20260102T030405-hang")
     write_private(state.incidents / "20260102T030405-hang" / "output.log", b"token")
@@ -76,7 +73,7 @@ def earlier_guard(state: StateDir) -> None:
     state.flight_of(0).write_bytes(b"")
     for path in (
         state.db,
-        state.pid_registry,
+        state.host_facts,
         state.log,
         state.root / "guard.jsonl.1.gz",
         state.root / "mine.txt",
@@ -133,7 +130,7 @@ def test_the_users_own_links_are_followed_and_one_directory_has_one_name(tmp_pat
 def test_a_loop_of_links_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(LockHeld, match=r"Too many levels of symbolic links|File exists"):
-        Lock(choose("x", str(tmp_path / "loop"), {}), 0.0).acquire()
+        Lock(choose("x", str(tmp_path / "loop"), {}), 0.0, 1).acquire()
 
 
 needs_root = pytest.mark.skipif(
@@ -157,8 +154,7 @@ def test_another_users_link_leads_nowhere(tmp_path: Path) -> None:
 def test_a_directory_that_another_user_prepared_is_refused_by_every_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its run.json would name the processes that root's guard kills, and its gate-inputs.json the
-    endpoint that gets the Hugging Face token."""
+    """Its gate-inputs.json would name the endpoint that gets the Hugging Face token."""
     root = tmp_path / "state"
     root.mkdir(mode=0o700)
     os.chown(root, NOBODY, NOBODY)
@@ -178,7 +174,7 @@ def test_a_directory_that_others_could_have_filled_is_refused(tmp_path: Path) ->
     root = tmp_path / "state"
     root.mkdir(mode=0o777)
     assert choose("x", str(root), {}).root == root, "the guard makes an empty one private"
-    (root / "run.json").write_text("{}")
+    (root / "host.json").write_text("{}")
     for mode in (0o777, 0o770, 0o1777):
         root.chmod(mode)
         with pytest.raises(Untrusted, match=rf"other users can write to .*mode {mode:04o}"):
@@ -187,27 +183,14 @@ def test_a_directory_that_others_could_have_filled_is_refused(tmp_path: Path) ->
 
 def test_a_file_that_another_user_could_have_written_is_not_believed(state: StateDir) -> None:
     state_dir.make_folder(state.root)
-    write_json(state.pid_registry, {"processes": [[1, 1]]})
-    assert read_json(state.pid_registry) == {"processes": [[1, 1]]}
-    state.pid_registry.chmod(0o660)
-    assert read_json(state.pid_registry) is None
-    os.replace(state.pid_registry, state.root / "elsewhere")
+    write_json(state.host_facts, {"processes": [[1, 1]]})
+    assert read_json(state.host_facts) == {"processes": [[1, 1]]}
+    state.host_facts.chmod(0o660)
+    assert read_json(state.host_facts) is None
+    os.replace(state.host_facts, state.root / "elsewhere")
     (state.root / "elsewhere").chmod(0o600)
-    state.pid_registry.symlink_to("elsewhere")
-    assert read_json(state.pid_registry) is None
-
-
-@needs_root
-def test_nothing_is_killed_for_a_list_that_another_user_wrote(state: StateDir) -> None:
-    state_dir.make_folder(state.root)
-    with subprocess.Popen(["sleep", "60"]) as victim:
-        info = processes.stat(victim.pid)
-        assert info is not None
-        PidRegistry(state).write(frozenset({info.process}))
-        assert {p.pid for p in left_behind(state).processes} == {victim.pid}
-        os.chown(state.pid_registry, NOBODY, NOBODY)
-        assert left_behind(state).processes == frozenset()
-        victim.kill()
+    state.host_facts.symlink_to("elsewhere")
+    assert read_json(state.host_facts) is None
 
 
 @needs_root
@@ -221,7 +204,7 @@ def test_another_users_link_in_place_of_a_file_is_set_aside(
         os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
     with pytest.raises(OSError, match=os.strerror(errno.ELOOP)):
         open_private(state.log, os.O_WRONLY | os.O_TRUNC)
-    lock = Lock(state, 0.0)
+    lock = Lock(state, 0.0, 1)
     lock.acquire()
     events: list[Event] = [*lock.events, *check_state_dir(state)]
     assert [(f.name, f.fields["path"]) for f in events] == [

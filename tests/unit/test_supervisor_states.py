@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,16 +14,14 @@ import pytest
 
 from miner_guard.config import Config, HangSettings
 from miner_guard.eventlog import catalog
-from miner_guard.guard.launch import ActiveLaunch
+from miner_guard.guard.keeper_client import Ending, Hello, KeptMiner
 from miner_guard.guard.loop import Loop
 from miner_guard.guard.states import LaunchSpec, State, StopRequest, Then
-from miner_guard.guard.supervisor import FAILED, Supervisor
+from miner_guard.guard.supervisor import ActiveLaunch, Supervisor
 from miner_guard.rank.layout import Now
 from miner_guard.record.events import Event
 from miner_guard.state_dir import StateDir
-from miner_guard.system import processes
 from miner_guard.system.clock import FakeClock
-from miner_guard.system.processes import Process
 from miner_guard.watch.base import Launch
 from miner_guard.watch.hang import HangMonitor
 from miner_guard.watch.runner import MonitorRunner
@@ -34,38 +33,31 @@ def events() -> list[Event]:
     return []
 
 
-class Launcher:
-    """A child process that ends when the test says so."""
+class Keeper:
+    """A keeper that can't launch anything, and that keeps no miner but the test's."""
 
-    def __init__(self) -> None:
-        self.process = Process(2**22 + 1, 1)
-        self.pid = self.process.pid
-        self.ended: int | None = None
-        self.signal: int | None = None
-
-    def code(self) -> int | None:
-        return self.ended
-
-
-class Pipes:
-    """A relay without pipes."""
-
-    pending = False
+    hello = Hello(1)
     dropped_bytes = unchecked = 0
     stuck = False
 
     def __init__(self) -> None:
-        self.failing = False
+        self.miner: KeptMiner | None = None
 
-    def open(self) -> tuple[int, int]:
+    def launch(self, _request: object) -> KeptMiner:
         raise OSError(24, "Too many open files")
 
-    def end_sources(self) -> None:
-        if self.failing:
-            raise ValueError("cannot convert float NaN to integer")
+    def stop(self, grace_s: float) -> None:
+        assert self.miner is not None
+        self.miner.asked_at, self.miner.grace_s = time.monotonic(), grace_s
 
-    def show_rest(self) -> None:
-        self.end_sources()
+    def save(self, **_values: object) -> None: ...
+
+    def concluded(self) -> None: ...
+
+
+def end(miner: KeptMiner, code: int, **how: Any) -> None:
+    """The keeper reports the miner's end."""
+    miner.exit = miner.ended = Ending(code, **how)
 
 
 class Records:
@@ -103,7 +95,7 @@ def defects() -> list[Exception]:
 def supervisor(
     tmp_path: Path, events: list[Event], defects: list[Exception]
 ) -> Iterator[Supervisor]:
-    """A supervisor without a miner: it can't create pipes, so every launch fails immediately."""
+    """A supervisor without a miner: its keeper can't launch, so every launch fails immediately."""
     clock = FakeClock()
     loop = Loop(clock, defects.append)
     order = LaunchSpec(
@@ -114,21 +106,21 @@ def supervisor(
         clock,
         loop,
         runner=MonitorRunner(events.append),
-        relay=cast(Any, Pipes()),
+        keeper=cast(Any, Keeper()),
         flights=cast(Any, Records()),
     )
     loop.close()
 
 
 @pytest.fixture
-def launcher(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> Launcher:
-    """A running launch without any process below its launcher."""
-    launcher = Launcher()
+def miner(supervisor: Supervisor) -> KeptMiner:
+    """A running launch."""
     now = supervisor.clock.monotonic()
-    nothing: Any = SimpleNamespace(leftovers=lambda _launcher: set(), kill_all=lambda: None)
-    supervisor.launch = ActiveLaunch(cast(Any, launcher), 0, now, supervisor.clock, nothing)
+    miner = KeptMiner({"pid": 2**22 + 1, "start": 1, "attempt": 0, "at": now})
+    cast(Any, supervisor.keeper).miner = miner
+    supervisor.launch = ActiveLaunch(miner)
     supervisor.state = State.RUNNING
-    return launcher
+    return miner
 
 
 def test_a_launch_without_descriptors_is_a_failure_that_is_tried_again(
@@ -153,43 +145,43 @@ def test_a_restart_meant_for_a_launch_that_has_ended_does_not_cut_the_wait_short
 
 
 def test_the_guard_stops_even_if_sigkill_does_not_end_the_launcher(
-    supervisor: Supervisor, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+    supervisor: Supervisor, miner: KeptMiner, events: list[Event]
 ) -> None:
     """A process in D state is never reaped, so the guard would never finish stopping."""
-    monkeypatch.setattr(processes, "alive", lambda _process: True)
-    monkeypatch.setattr(processes, "send", lambda _process, *_numbers: True)
     supervisor.request_stop(StopRequest("SIGTERM", Then.STOP))
-    for _ in range(200):
+    supervisor.step()
+    end(miner, 137, stuck=[(miner.pid, "it is blocked in the kernel (D state)")])
+    for _ in range(2):
         supervisor.step()
-        cast(FakeClock, supervisor.clock).advance(0.5)
     assert (supervisor.state, supervisor.exit_code) == (State.DONE, 0)
     assert supervisor.last_exit is not None
     assert supervisor.last_exit.code == 137
-    assert FAILED != 137
+    assert any("D state" in each.text for each in events)
 
 
 def test_a_repeated_stop_request_reports_what_it_waits_for(
-    supervisor: Supervisor, launcher: Launcher, events: list[Event]
+    supervisor: Supervisor, miner: KeptMiner, events: list[Event]
 ) -> None:
     """If a second Ctrl-C were swallowed for 45 s, the operator would send the guard SIGKILL
     next."""
     supervisor.request_stop(StopRequest("SIGINT", Then.STOP))
     supervisor.step()
     assert supervisor.state is State.STOPPING
-    cast(FakeClock, supervisor.clock).advance(15.0)
+    assert miner.asked_at is not None
+    miner.asked_at -= 15.0
     events.clear()
     for _ in range(3):
         supervisor.request_stop(StopRequest("SIGINT", Then.STOP))
     supervisor.step()
     (event,) = events
     assert catalog.message(event) == (
-        f"MINER STOPPING: SIGINT, and it is already stopping: pid {launcher.pid} got SIGTERM "
+        f"MINER STOPPING: SIGINT, and it is already stopping: pid {miner.pid} got SIGTERM "
         "and is still running; SIGKILL is next, 32s to stop"
     )
 
 
 def test_a_stop_during_a_restart_is_heard(
-    supervisor: Supervisor, launcher: Launcher, events: list[Event]
+    supervisor: Supervisor, miner: KeptMiner, events: list[Event]
 ) -> None:
     """A first Ctrl-C must not go unanswered because the guard is already ending the launch for a
     restart."""
@@ -199,16 +191,16 @@ def test_a_stop_during_a_restart_is_heard(
     supervisor.request_stop(StopRequest("SIGTERM", Then.STOP))
     supervisor.step()
     assert [event.name for event in events] == ["miner_stopping"]
-    launcher.ended = 0
+    end(miner, 0)
     supervisor.step()
     assert (supervisor.state, supervisor.reason) == (State.DONE, "SIGTERM")
 
 
 def test_a_dead_launcher_is_noticed_without_any_signal(
-    supervisor: Supervisor, launcher: Launcher
+    supervisor: Supervisor, miner: KeptMiner
 ) -> None:
     """A lost or blocked SIGCHLD once left a dead miner `running`."""
-    launcher.ended = 7
+    end(miner, 7)
     supervisor.step()
     assert supervisor.state is State.WAITING
     assert supervisor.last_exit is not None
@@ -218,18 +210,18 @@ def test_a_dead_launcher_is_noticed_without_any_signal(
 @pytest.mark.parametrize("asked", [True, False])
 def test_the_end_of_a_launch_survives_whatever_fails_in_it(
     supervisor: Supervisor,
-    launcher: Launcher,
+    miner: KeptMiner,
     events: list[Event],
     defects: list[Exception],
     asked: bool,
 ) -> None:
     """A NaN in a ring record once left the state at `ending` forever, and every later SIGTERM went
     unheard."""
-    cast(Any, supervisor.flights).failing = cast(Any, supervisor.relay).failing = True
+    cast(Any, supervisor.flights).failing = True
     if asked:
         supervisor.request_stop(StopRequest("SIGTERM", Then.STOP))
         supervisor.step()
-    launcher.ended = 3
+    end(miner, 3)
     supervisor.step()
     assert supervisor.state is (State.DONE if asked else State.WAITING)
     assert "miner_exited" in [event.name for event in events]
@@ -237,7 +229,7 @@ def test_the_end_of_a_launch_survives_whatever_fails_in_it(
 
 
 def test_a_stop_is_honoured_after_a_failure_while_it_was_begun(
-    supervisor: Supervisor, launcher: Launcher, defects: list[Exception]
+    supervisor: Supervisor, miner: KeptMiner, defects: list[Exception]
 ) -> None:
     """A stop request must not be lost when the step that handles it fails."""
 
@@ -247,14 +239,14 @@ def test_a_stop_is_honoured_after_a_failure_while_it_was_begun(
     supervisor.on_stopping = fail
     supervisor.request_stop(StopRequest("SIGTERM", Then.STOP))
     supervisor.step()
-    launcher.ended = 0
+    end(miner, 0)
     supervisor.step()
     assert supervisor.state is State.DONE
     assert [str(error) for error in defects] == ["a defect"]
 
 
 def test_a_wait_for_gpu_memory_that_fails_does_not_keep_the_next_launch(
-    supervisor: Supervisor, launcher: Launcher
+    supervisor: Supervisor, miner: KeptMiner
 ) -> None:
     """The guard must not wait forever for a probe that failed."""
 
@@ -262,7 +254,7 @@ def test_a_wait_for_gpu_memory_that_fails_does_not_keep_the_next_launch(
         raise RuntimeError("a defect")
 
     supervisor.before_next = fail
-    launcher.ended = 1
+    end(miner, 1)
     supervisor.step()
     assert supervisor.state is State.WAITING
     before = supervisor.policy.failures
@@ -272,7 +264,7 @@ def test_a_wait_for_gpu_memory_that_fails_does_not_keep_the_next_launch(
 
 
 def test_every_tick_reaches_the_monitors_even_if_the_records_cannot_be_read(
-    supervisor: Supervisor, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+    supervisor: Supervisor, miner: KeptMiner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One unreadable record must not disable hang detection for all ranks."""
     cast(Any, supervisor.flights).failing = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from miner_guard.cli.main import main
+from miner_guard.__main__ import main
 from miner_guard.watch.runner import MonitorRunner
 
 _launch = MonitorRunner.launch

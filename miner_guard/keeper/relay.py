@@ -1,8 +1,8 @@
-"""Passes the miner's output on unchanged, and gives the monitors a copy.
+"""Passes the miner's output on unchanged, and gives the guard a copy.
 
-One thread per output stream reads a pipe, writes what it read, and queues the copy. A slow reader
-slows the miner down, as a plain pipe would. A reader that consumes nothing must not stop the miner:
-after `STUCK_S` the relay drops and counts what the reader does not take.
+One thread per output stream reads a pipe, writes what it read, and hands over the copy. A slow
+reader slows the miner down, as a plain pipe would. A reader that consumes nothing must not stop the
+miner: after `STUCK_S` the relay drops and counts what the reader does not take.
 """
 
 from __future__ import annotations
@@ -20,14 +20,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from miner_guard.guard.loop import Loop
 from miner_guard.system.readiness import ready
 
 CHUNK = 65536
-"""Bytes per call of the monitors, except for shorter pieces."""
-
-MAX_UNSEEN = 8 * 1024 * 1024
-"""Bytes that wait for the monitors. Beyond that they miss the oldest."""
+"""Bytes per copy, except for shorter pieces."""
 
 STUCK_S = 5.0
 UNFINISHED_LINE_S = 1.0
@@ -40,11 +36,6 @@ _NAP_S = 0.002
 """Pause after a read of less than `CHUNK`: waking up for each small piece would cost both sides
 more than reading it. During the pause the pipe absorbs up to 500 MB/s."""
 
-_SLICE = 2 * CHUNK
-_SLICE_S = 0.05
-"""Bytes and time per delivery to the monitors, so that the supervisor's loop stays responsive."""
-
-_LAST_WORDS_S = 2.0
 _MAY_PASS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM})
 """Errors that may clear by themselves, as on a full disk. After any other, the reader is gone."""
 
@@ -72,7 +63,7 @@ class _Stream:
         self._mutex = threading.Lock()
         self._at_line_start = True
         self._unfinished = b""
-        """The start of a line that the monitors have not received: the other stream's thread could
+        """The start of a line that has not been copied: the other stream's thread could
         put its own lines into the middle of it."""
 
         self._reader_gone = self._closing = False
@@ -204,24 +195,14 @@ class _Stream:
 
 
 class Relay:
-    """Relays the output of successive launches. Only `print_line` may be called outside the loop's
-    thread."""
+    """Relays the output of successive launches. Threads call `copy`, with the monitors' share of
+    the output, and `wake`, when a pipe has been read to its end."""
 
-    def __init__(self, loop: Loop, on_chunk: Callable[[bytes], None]) -> None:
-        self._loop, self._on_chunk = loop, on_chunk
-        self._mutex = threading.Lock()
-        self._unseen: deque[bytes] = deque()
-        self._unseen_bytes = 0
-        self._gap = False
-        self.unchecked = 0
-        """Bytes that the monitors never saw, because they had fallen behind."""
-
+    def __init__(self, copy: Callable[[bytes], None], wake: Callable[[], None]) -> None:
         out, err = sys.stdout.fileno(), sys.stderr.fileno()
         # Two streams to one target share a pipe, which keeps their lines in order.
         shared = os.path.sameopenfile(out, err)
-        self._streams = [
-            _Stream(fd, self._copy, loop.wake) for fd in ([out] if shared else [out, err])
-        ]
+        self._streams = [_Stream(fd, copy, wake) for fd in ([out] if shared else [out, err])]
 
     @property
     def dropped_bytes(self) -> int:
@@ -234,10 +215,8 @@ class Relay:
 
     @property
     def pending(self) -> bool:
-        """Whether an ended source is still being relayed, or output waits for the monitors."""
-        return bool(self._unseen) or any(
-            source.ended for stream in self._streams for source in list(stream.sources)
-        )
+        """Whether an ended source is still being relayed."""
+        return any(source.ended for stream in self._streams for source in list(stream.sources))
 
     def open(self) -> tuple[int, int]:
         """Create pipes for a new launch; returns the ends for its stdout and stderr, which the
@@ -269,54 +248,12 @@ class Relay:
                 source.ended = True
             stream.wake()
 
-    def show_rest(self) -> None:
-        """Give the monitors the last output for at most 2 s; they miss what is left then."""
-        self._deliver(MAX_UNSEEN, _LAST_WORDS_S)
-        with self._mutex:
-            self.unchecked += self._unseen_bytes
-            self._unseen.clear()
-            self._unseen_bytes = 0
-
     def finish(self, seconds: float) -> None:
         """Flush the remaining output, for at most `seconds`."""
         self.end_sources()
         deadline = time.monotonic() + seconds
         for stream in self._streams:
             stream.finish(max(0.0, deadline - time.monotonic()))
-
-    def _copy(self, data: bytes) -> None:
-        with self._mutex:
-            begin = not self._unseen
-            self._unseen.append(data)
-            self._unseen_bytes += len(data)
-            while self._unseen_bytes > MAX_UNSEEN:
-                missed = len(self._unseen.popleft())
-                self._unseen_bytes -= missed
-                self.unchecked += missed
-                self._gap = True
-        if begin:
-            self._loop.soon(self._show)
-
-    def _show(self) -> None:
-        try:
-            self._deliver(_SLICE, _SLICE_S)
-        finally:
-            # Schedule the next delivery even after a failure.
-            if self._unseen:
-                self._loop.after(0.0, self._show)
-
-    def _deliver(self, size: int, seconds: float) -> None:
-        over = time.monotonic() + seconds
-        while size > 0 and time.monotonic() < over:
-            with self._mutex:
-                if not self._unseen:
-                    return
-                data = self._unseen.popleft()
-                self._unseen_bytes -= len(data)
-                gap, self._gap = self._gap, False
-            size -= len(data)
-            # The monitors must not take the two sides of a gap for one line.
-            self._on_chunk(b"\n" + data if gap else data)
 
 
 def _sender(fd: int) -> tuple[Callable[[memoryview], int], int]:

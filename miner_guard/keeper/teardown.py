@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from miner_guard.record.events import Event, degraded, event
 from miner_guard.system import processes
-from miner_guard.system.clock import Clock
-from miner_guard.system.once import OncePer
 from miner_guard.system.processes import Process
 
 TERM_TO_KILL_S = 2.0
@@ -31,15 +28,14 @@ _COST_TO_PAUSE = 4.0
 `_MAX_LOOK_EVERY_S`. The multiple keeps the search through 3,000 processes from using a whole CPU;
 the limit keeps a busy machine from delaying the teardown by half a minute."""
 
-_REPORT_EVERY_S = 1.0
-_MAX_LINES = 50
+MAX_NAMED = 50
+"""Processes whose command lines are kept for the report; the rest are only counted."""
 
 
 @dataclass
 class Teardown:
     """Ends one launch without blocking: call `step` until it returns None."""
 
-    clock: Clock
     leftovers: Callable[[], set[Process]]
     """Returns the launch's live processes except the launcher."""
 
@@ -58,39 +54,17 @@ class Teardown:
     _stage: str = "launcher"
     _since: float = 0.0
     _asked: bool = True
-    _reports: OncePer = field(default_factory=lambda: OncePer(_REPORT_EVERY_S))
     _signalled: set[Process] = field(default_factory=set)
 
     def ask(self) -> None:
         """Make the next step send SIGTERM only to the launcher, so that it can stop its ranks
         cleanly."""
-        self._stage, self._since = "launcher", self.clock.monotonic()
+        self._stage, self._since = "launcher", time.monotonic()
         self._asked = False
 
     def ended(self) -> None:
         """End the leftovers next, because the launcher has been reaped."""
-        self._stage, self._since = "settle", self.clock.monotonic()
-
-    def may_report(self) -> bool:
-        """Return True if a repeated stop request should be reported: at most once per second."""
-        return self._reports.ask(self.clock.monotonic())
-
-    def left_s(self) -> float:
-        """Upper bound on the seconds until SIGKILL."""
-        waits = {
-            "launcher": self.grace_s + TERM_TO_KILL_S,
-            "settle": SETTLE_S + TERM_TO_KILL_S,
-            "term": TERM_TO_KILL_S,
-        }
-        return max(0.0, waits.get(self._stage, 0.0) - (self.clock.monotonic() - self._since))
-
-    def waits_for(self) -> str:
-        """A human-readable description of what is still running and what happens next."""
-        if self._stage == "settle":
-            return "the processes that the launcher left behind get SIGTERM, then SIGKILL"
-        if self._stage == "kill":
-            return f"the remaining descendants of pid {self.launcher.pid} have been sent SIGKILL"
-        return f"pid {self.launcher.pid} got SIGTERM and is still running; SIGKILL is next"
+        self._stage, self._since = "settle", time.monotonic()
 
     def step(self) -> float | None:
         """Advance the teardown. Returns seconds until the next call, or None when every process is
@@ -98,7 +72,7 @@ class Teardown:
 
         Raises OSError if processes can't be inspected or signalled: call again later.
         """
-        waited = self.clock.monotonic() - self._since
+        waited = time.monotonic() - self._since
         if self._stage == "launcher":
             if not self._asked:
                 # A stopped process (SIGSTOP, a debugger) acts on SIGTERM only when it continues.
@@ -125,15 +99,8 @@ class Teardown:
                 return None
         return min(pause_s, _MAX_LOOK_EVERY_S)
 
-    def report(self, run_id: str) -> Iterator[Event]:
-        """The events to log after the teardown."""
-        yield from orphans_killed((process, command, run_id) for process, command in self.killed)
-        for process in self.stuck:
-            what = f"pid {process.pid} did not exit in time after SIGKILL: {why_stuck(process)}"
-            yield degraded(what)
-
     def _enter(self, stage: str, number: int, targets: set[Process]) -> None:
-        self._stage, self._since, self._signalled = stage, self.clock.monotonic(), set()
+        self._stage, self._since, self._signalled = stage, time.monotonic(), set()
         self._send(number, targets)
 
     def _send(self, number: int, targets: set[Process]) -> None:
@@ -144,37 +111,12 @@ class Teardown:
             new = process not in known and process != self.launcher
             # Beyond the limit, the report only counts processes, so their command lines are not
             # needed.
-            named = new and len(self.killed) < _MAX_LINES
+            named = new and len(self.killed) < MAX_NAMED
             words = processes.command(process.pid) if named else ""
             numbers = (number, signal.SIGCONT) if number == signal.SIGTERM else (number,)
             if processes.send(process, *numbers) and new:
                 self.killed.append((process, words))
             self._signalled.add(process)
-
-
-def orphans_killed(killed: Iterable[tuple[Process, str, str]]) -> Iterator[Event]:
-    """Yield one event per (process, command, run id) up to a limit, then one that counts the
-    rest."""
-    each = list(killed)
-    for process, command, run_id in each[:_MAX_LINES]:
-        yield event(
-            "orphan_killed",
-            "warning",
-            f"ORPHAN KILLED: pid {process.pid} ({command}) of run {run_id}",
-            pid=process.pid,
-            command=command,
-            of_run=run_id,
-        )
-    if more := each[_MAX_LINES:]:
-        process, _, run_id = more[0]
-        yield event(
-            "orphan_killed",
-            "warning",
-            f"ORPHAN KILLED: pid {process.pid} (and {len(more) - 1} more) of run {run_id}",
-            pid=process.pid,
-            command=f"and {len(more) - 1} more",
-            of_run=run_id,
-        )
 
 
 def why_stuck(process: Process) -> str:

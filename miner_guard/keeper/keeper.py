@@ -1,0 +1,697 @@
+"""The keeper: starts the miner and the guard, passes output and signals on, and ends every process
+at a stop.
+
+It decides nothing: the guard, its other child, tells it when to launch and when to stop. If the
+guard dies or hangs, the keeper starts another one, and training goes on. It touches no disk.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from miner_guard.exits import FAILED
+from miner_guard.keeper.deputy import Deputy, Run
+from miner_guard.keeper.link import KEEPER_FD, LOCK_FD, Link
+from miner_guard.keeper.relay import Relay
+from miner_guard.keeper.service import Pm2Channel, SystemdSocket
+from miner_guard.keeper.teardown import MAX_NAMED, TERM_TO_KILL_S, UNKILLABLE_S, Teardown, why_stuck
+from miner_guard.system import children, processes
+from miner_guard.system.cgroup import Cgroup
+from miner_guard.system.children import Backoff, signal_at_parents_death
+from miner_guard.system.processes import HELPER, Process
+
+STOP_SIGNALS = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP, signal.SIGPWR, signal.SIGXCPU),
+    *(signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGIO),
+)
+"""Signals that trigger a clean stop: by default each of them would end the process."""
+
+SILENT_S = 10.0
+"""The guard counts as hung if no heartbeat arrives for this long. It sends one a second."""
+
+_FIRST_BEAT_S = 120.0
+"""The same for a guard that is starting: it imports its packages from a disk that may be slow."""
+
+_ANSWER_S = 5.0
+"""Time for the guard to take up a stop request. After that the keeper stops the miner itself."""
+
+_LAST_WORDS_S = 20.0
+"""Time for the guard, after the miner has ended, to send alerts and write the final status."""
+
+_LEAVE_S = 15.0
+"""Time for a guard that said `done` to exit. On a dead disk it never does."""
+
+STACKS_SIGNAL = signal.SIGUSR2
+"""Makes the guard dump the stacks of all its threads to stderr."""
+
+_STACKS_S = 0.5
+_DRAIN_S = 5.0
+_PAUSED_S = 3.0
+_MAX_DEATHS = 10
+"""The keeper ends the run when this many guards in a row died soon after they were started."""
+
+_SCAN_EVERY_S = 1.0
+_SCAN_ANYWAY_S = 10.0
+_SHARE_OF_CPU = 0.002
+"""Scanning processes uses at most this share of one CPU."""
+
+_RETRY_S = 1.0
+_PR_SET_CHILD_SUBREAPER = 36
+_F_SETPIPE_SZ = 1031
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class ActiveMiner:
+    """One launch of the miner."""
+
+    def __init__(self, request: Mapping[str, Any], popen: subprocess.Popen[bytes]) -> None:
+        self.request = request
+        self.popen = popen
+        identity = processes.stat(popen.pid)
+        self.process = Process(popen.pid, 0) if identity is None else identity.process
+        self.launched = {
+            "pid": self.process.pid,
+            "start": self.process.start,
+            "attempt": request["attempt"],
+            "at": time.monotonic(),
+        }
+        self.status: int | None = None
+        """As `Popen.returncode`."""
+
+        self.exit_told = False
+        self.teardown: Teardown | None = None
+        self.step_at = 0.0
+        self.drain_until: float | None = None
+
+
+class Keeper:
+    """Runs one command line of the guard until its run ends."""
+
+    def __init__(self, guard_command: Sequence[str]) -> None:
+        self._command = list(guard_command)
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._signals: deque[int] = deque()
+        self._link, self._deputy = Link(), Deputy()
+        self._relay = Relay(self._link.output, self._wake)
+        self._pm2 = Pm2Channel.inherited(os.environ)
+        self._systemd = SystemdSocket.inherited(os.environ)
+        self._exit_code: int | None = None
+        # The miner.
+        self._miner: ActiveMiner | None = None
+        self._ended: Mapping[str, Any] | None = None
+        """How the last launch ended, until the guard has concluded it."""
+
+        self._last_launch: Mapping[str, Any] | None = None
+        self._cgroup: Cgroup | None = None
+        self._listed: frozenset[Process] = frozenset()
+        self._helpers: dict[Process, bool] = {}
+        self._latest_pid, self._scan_at, self._scanned_at = -1, 0.0, 0.0
+        self._told_stats: tuple[int, int, bool] = (0, 0, False)
+        # The guard.
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._guard_started_at = self._start_at = 0.0
+        self._beat_at: float | None = None
+        self._last_guard: Mapping[str, Any] | None = None
+        self._guards = self._deaths = 0
+        self._backoff = Backoff()
+        self._saved: dict[str, Any] = {}
+        self._done: tuple[int, float] | None = None
+        """The exit code with which the guard said that it is leaving, and until when it may."""
+
+        # A stop.
+        self._stop: tuple[str, float] | None = None
+        self._stop_answered = False
+        self._own_stop: int | None = None
+        """The exit code, once the keeper itself ends the run."""
+
+        self._turned_at = time.monotonic()
+
+    def run(self) -> int:
+        """Keep the run until its end; returns the exit code."""
+        self._listen()
+        if not self._become_subreaper():
+            self._link.tell("degraded", "the kernel refused PR_SET_CHILD_SUBREAPER; orphans escape")
+        self._start_deputy()
+        self._start_guard()
+        while self._exit_code is None:
+            self._turn()
+        self._leave()
+        return self._exit_code
+
+    # --- the loop ---
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._wake_write, b"\0")
+
+    def _listen(self) -> None:
+        for number in (*STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                # Under `nohup` the run outlives its terminal.
+                continue
+            signal.signal(number, lambda number, _frame: self._signals.append(number))
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, self._woken)
+        if self._pm2 is not None:
+            self._selector.register(self._pm2.socket, selectors.EVENT_READ, self._hear_pm2)
+
+    def _woken(self) -> None:
+        with contextlib.suppress(OSError):
+            os.read(self._wake_read, 65536)
+
+    def _turn(self) -> None:
+        self._watch_link()
+        for key, _ in self._selector.select(self._wait_s()):
+            key.data()
+        while self._signals:
+            self._on_signal(self._signals.popleft())
+        self._reap()
+        now = time.monotonic()
+        if now - self._turned_at > _PAUSED_S and (self._beat_at or 0.0) > 0.0:
+            # The keeper or the whole host was suspended, so the guard could not send either.
+            self._beat_at = now
+        self._turned_at = now
+        self._step_miner(now)
+        self._watch_stop(now)
+        self._watch_guard(now)
+        if now >= self._scan_at:
+            self._scan(now)
+        self._tell_stats()
+        self._link.send()
+
+    def _wait_s(self) -> float:
+        due = self._turned_at + 1.0
+        if self._miner is not None and self._miner.teardown is not None:
+            due = min(due, self._miner.step_at)
+        if self._guard is None and self._own_stop is None:
+            due = min(due, max(self._start_at, self._turned_at + 0.01))
+        return max(0.0, due - time.monotonic())
+
+    def _watch_link(self) -> None:
+        link = self._link.socket
+        if link is None:
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._link.pending else 0)
+        try:
+            if self._selector.get_key(link).events != events:
+                self._selector.modify(link, events, self._hear_guard)
+        except KeyError:
+            self._selector.register(link, events, self._hear_guard)
+
+    def _become_subreaper(self) -> bool:
+        return bool(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
+
+    def _on_signal(self, number: int) -> None:
+        if number in (signal.SIGUSR1, signal.SIGUSR2):
+            if self._miner is not None and self._miner.status is None:
+                os.kill(self._miner.popen.pid, number)
+        elif number != signal.SIGCHLD:
+            self._ask_stop(signal.Signals(number).name)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            code = os.waitstatus_to_exitcode(status)
+            self._latest_pid = -1
+            if self._miner is not None and pid == self._miner.popen.pid:
+                self._miner.status = self._miner.popen.returncode = code
+            elif self._guard is not None and pid == self._guard.pid:
+                self._guard.returncode = code
+                self._guard_ended(code)
+            elif pid == self._deputy.pid:
+                self._deputy.ended()
+                self._start_deputy()
+
+    # --- the guard ---
+
+    def _start_guard(self) -> None:
+        now = self._guard_started_at = time.monotonic()
+        try:
+            theirs = self._link.open()
+        except OSError as error:
+            self._guard_failed(f"cannot start the guard: {error.strerror}")
+            return
+        keep = [theirs.fileno(), *([] if self._link.lock is None else [self._link.lock])]
+        env = {**os.environ, KEEPER_FD: str(theirs.fileno())}
+        if self._link.lock is not None:
+            env[LOCK_FD] = str(self._link.lock)
+        self._tell_state()
+        try:
+            self._guard = subprocess.Popen(
+                self._command,
+                env=env,
+                pass_fds=keep,
+                start_new_session=True,
+                # A suspended guard would not notice that the keeper is gone.
+                preexec_fn=lambda: signal_at_parents_death(signal.SIGCONT),
+            )
+        except OSError as error:
+            self._link.close()
+            self._guard_failed(f"cannot start the guard: {error.strerror}")
+            return
+        finally:
+            theirs.close()
+        self._beat_at = None
+        self._guards += 1
+        self._turned_at = now
+
+    def _tell_state(self) -> None:
+        """Tell a new guard what it has to know before anything else."""
+        self._link.tell(
+            "hello",
+            {
+                "keeper_pid": os.getpid(),
+                "first": self._last_guard is None,
+                "last_guard": self._last_guard,
+                "saved": self._saved,
+                "miner": self._last_launch if self._miner or self._ended else None,
+                "stop": None if self._stop is None else self._stop[0],
+                "pm2": self._pm2 is not None,
+                "systemd": self._systemd is not None,
+            },
+        )
+        if self._miner is not None and self._miner.exit_told:
+            self._link.tell_in_order("exited", _how(self._miner))
+        if self._ended is not None:
+            self._link.tell_in_order("exited", self._ended)
+            self._link.tell_in_order("ended", self._ended)
+
+    def _guard_failed(self, how: str) -> None:
+        self._deaths += 1
+        self._start_at = time.monotonic() + self._backoff.ended(0.0)
+        self._last_guard = {"pid": None, "how": how}
+        if self._deaths >= _MAX_DEATHS:
+            self._give_up()
+
+    def _guard_ended(self, code: int) -> None:
+        guard, self._guard = self._guard, None
+        assert guard is not None
+        link = self._link.socket
+        if link is not None:
+            # Its last messages may still be unread.
+            with contextlib.suppress(EOFError, ValueError):
+                for each in self._link.receive():
+                    self._obey(each)
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(link)
+            self._link.close()
+        if self._done is not None:
+            self._exit_code = self._done[0] if code < 0 else code
+            return
+        if self._own_stop is not None:
+            return
+        if not self._last_launch and code >= 0:
+            # It refused to start: a usage error, a bad setting, a failed preflight.
+            self._exit_code = code
+            return
+        if self._stop is not None:
+            self._end_run(0)
+            return
+        now = time.monotonic()
+        if self._beat_at is not None:
+            # It worked until something killed it. Nobody watches the miner until the next one does.
+            self._start_at, self._deaths = now, 0
+        else:
+            self._start_at = now + self._backoff.ended(now - self._guard_started_at)
+            self._deaths += 1
+        how = f"signal {processes.signal_name(-code)}" if code < 0 else f"exit code {code}"
+        if self._beat_at == -1.0:
+            how = f"it sent no heartbeat for {SILENT_S:.0f}s"
+        self._last_guard = {"pid": guard.pid, "how": how}
+        self._end_helpers()
+        if self._deaths >= _MAX_DEATHS:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        self._relay.print_line(
+            f"miner-guard: the guard died {self._deaths} times in a row; stopping the miner\n"
+        )
+        self._end_run(FAILED)
+
+    def _end_helpers(self) -> None:
+        """End the helper processes of a guard that is gone."""
+        for process, helper in self._judge_children(processes.table()).items():
+            if helper:
+                for each in processes.descendants([process.pid], processes.table()):
+                    with contextlib.suppress(OSError):
+                        processes.send(each, signal.SIGKILL)
+
+    def _watch_guard(self, now: float) -> None:
+        if self._guard is None:
+            if self._own_stop is None and self._exit_code is None and now >= self._start_at:
+                self._start_guard()
+        elif self._done is not None:
+            if now >= self._done[1]:
+                self._exit_code = self._done[0]
+        elif self._beat_at is None:
+            if now - self._guard_started_at > _FIRST_BEAT_S:
+                self._end_hung_guard()
+        elif self._beat_at >= 0 and now - self._beat_at > SILENT_S:
+            self._end_hung_guard()
+
+    def _end_hung_guard(self) -> None:
+        """Kill the guard, after it has dumped the stacks of all its threads to stderr."""
+        if self._guard is None:
+            return
+        self._relay.print_line(
+            "miner-guard: the supervisor's loop is hung; stacks of all threads:\n"
+        )
+        self._beat_at = -1.0
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._guard.pid, STACKS_SIGNAL)
+            time.sleep(_STACKS_S)
+            os.kill(self._guard.pid, signal.SIGKILL)
+
+    def _hear_guard(self) -> None:
+        try:
+            for each in self._link.receive():
+                self._obey(each)
+        except (EOFError, ValueError):
+            link = self._link.socket
+            if link is not None:
+                self._selector.unregister(link)
+            self._link.close()
+            # A guard without its socket is about to exit; if it does not, it counts as hung.
+            if self._beat_at is None:
+                self._beat_at = time.monotonic()
+        else:
+            self._link.send()
+
+    def _obey(self, order: Mapping[str, Any]) -> None:
+        for name, content in order.items():
+            handler = getattr(self, f"_do_{name}", None)
+            if handler is not None:
+                handler(content)
+
+    def _do_beat(self, _content: Any) -> None:
+        self._beat_at = time.monotonic()
+
+    def _do_save(self, content: Mapping[str, Any]) -> None:
+        self._saved.update(content)
+
+    def _do_print(self, line: str) -> None:
+        self._relay.print_line(line)
+
+    def _do_notify(self, text: str) -> None:
+        if self._systemd is not None:
+            self._systemd.send(text)
+
+    def _do_pm2(self, content: Any) -> None:
+        if self._pm2 is not None:
+            self._pm2.send(content)
+
+    def _do_stopping(self, _content: Any) -> None:
+        self._stop_answered = True
+
+    def _do_concluded(self, _content: Any) -> None:
+        self._ended = None
+
+    def _do_done(self, code: int) -> None:
+        self._relay.finish(2.0)
+        self._tell_stats()
+        self._link.tell("flushed", True)
+        self._link.send()
+        self._done = code, time.monotonic() + _LEAVE_S
+
+    # --- the miner ---
+
+    def _do_launch(self, request: Mapping[str, Any]) -> None:
+        if self._miner is not None or self._own_stop is not None:
+            self._link.tell("launch_failed", [0, "the last launch has not ended"])
+            return
+        self._ended = None
+        try:
+            popen = self._spawn(request)
+        except OSError as error:
+            self._link.tell("launch_failed", [error.errno, error.strerror or str(error)])
+            return
+        self._miner = ActiveMiner(request, popen)
+        self._last_launch = self._miner.launched
+        self._listed = frozenset({self._miner.process})
+        self._share()
+        self._link.tell("launched", self._miner.launched)
+
+    def _spawn(self, request: Mapping[str, Any]) -> subprocess.Popen[bytes]:
+        keeper = os.getpid()
+        join = self._open_cgroup(request)
+
+        def in_child() -> None:
+            if join is not None:
+                # If the cgroup refuses the process, the keeper finds it by its parent.
+                with contextlib.suppress(OSError):
+                    os.write(join, b"0")
+            signal_at_parents_death(signal.SIGTERM)
+            if os.getppid() != keeper:
+                os._exit(1)
+
+        stdout = stderr = -1
+        try:
+            stdout, stderr = self._relay.open()
+            return subprocess.Popen(
+                request["command"],
+                env=request["env"],
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+                preexec_fn=in_child,
+            )
+        finally:
+            for fd in {stdout, stderr, -1 if join is None else join} - {-1}:
+                os.close(fd)
+
+    def _open_cgroup(self, request: Mapping[str, Any]) -> int | None:
+        """Open the run's cgroup for joining. Most containers allow none."""
+        if not request["cgroup"]:
+            return None
+        with contextlib.suppress(OSError):
+            if self._cgroup is None:
+                self._cgroup = Cgroup.create(request["state_dir"], request["run_id"])
+            return self._cgroup.open_to_join()
+        return None
+
+    def _do_stop(self, grace_s: float) -> None:
+        if self._miner is not None and self._miner.teardown is None:
+            self._miner.teardown = self._teardown(self._miner, grace_s)
+            self._miner.teardown.ask()
+            self._miner.step_at = 0.0
+
+    def _teardown(self, miner: ActiveMiner, grace_s: float) -> Teardown:
+        return Teardown(
+            lambda: self._members() - {miner.process}, miner.process, grace_s, self._kill_cgroup
+        )
+
+    def _kill_cgroup(self) -> None:
+        if self._cgroup is not None:
+            self._cgroup.kill()
+
+    def _step_miner(self, now: float) -> None:
+        miner = self._miner
+        if miner is None:
+            return
+        if miner.status is not None and not miner.exit_told:
+            miner.exit_told = True
+            if miner.teardown is None:
+                miner.teardown = self._teardown(miner, 0.0)
+            miner.teardown.ended()
+            miner.step_at = now
+            self._link.tell_in_order("exited", _how(miner))
+        if miner.teardown is None or now < miner.step_at:
+            return
+        if miner.drain_until is None:
+            try:
+                again = miner.teardown.step()
+            except OSError as error:
+                # Failing to look at a process does not prove that it is gone.
+                self._tell_blind(error)
+                again = _RETRY_S
+            miner.step_at = now + (again or 0.0)
+            if again is not None:
+                return
+            miner.drain_until = now + _DRAIN_S
+            self._relay.end_sources()
+        if self._relay.pending and now < miner.drain_until:
+            miner.step_at = now + 0.02
+            return
+        self._conclude(miner)
+
+    def _conclude(self, miner: ActiveMiner) -> None:
+        assert miner.teardown is not None
+        killed, stuck = miner.teardown.killed, miner.teardown.stuck
+        self._ended = {
+            **_how(miner),
+            "killed": [[process.pid, words] for process, words in killed[: MAX_NAMED + 1]],
+            "killed_count": len(killed),
+            "stuck": [[process.pid, why_stuck(process)] for process in stuck],
+        }
+        self._miner, self._listed = None, frozenset()
+        self._share()
+        self._link.tell_in_order("ended", self._ended)
+        if self._own_stop is not None:
+            self._exit_code = self._own_stop
+
+    def _tell_blind(self, error: OSError) -> None:
+        self._link.tell("blind", error.strerror or str(error))
+
+    def _members(self) -> set[Process]:
+        """The live processes of the launch: the keeper's descendants except the guard, the deputy
+        and helpers that they left behind, and the members of the cgroup. Raises OSError."""
+        table = processes.table()
+        adopted = [p.pid for p, helper in self._judge_children(table).items() if not helper]
+        found = processes.descendants(adopted, table)
+        if self._cgroup is not None:
+            for pid in self._cgroup.pids():
+                if pid in table and table[pid].lives:
+                    found.add(table[pid].process)
+        return found
+
+    def _judge_children(self, table: processes.Table) -> dict[Process, bool]:
+        """For each child except the guard and the deputy: whether it is a helper of a guard."""
+        own = os.getpid()
+        spared = {self._deputy.pid, 0 if self._guard is None else self._guard.pid}
+        launcher = None if self._miner is None else self._miner.process
+        judged: dict[Process, bool] = {}
+        for pid, seen in table.items():
+            if seen.parent != own or pid in spared:
+                continue
+            helper = False if seen.process == launcher else self._helpers.get(seen.process)
+            if helper is None:
+                # Reading the environment of a process in D state can block on a kernel lock.
+                helper = seen.state not in "ZXD" and HELPER in processes.environment(pid)
+            judged[seen.process] = helper
+        self._helpers = judged
+        return judged
+
+    def _scan(self, now: float) -> None:
+        """Update the deputy's list, if any process may have started or ended."""
+        began = time.thread_time()
+        try:
+            latest = processes.latest_pid()
+            if latest != self._latest_pid or now - self._scanned_at >= _SCAN_ANYWAY_S:
+                self._latest_pid, self._scanned_at = latest, now
+                if self._miner is not None:
+                    listed = frozenset(self._members())
+                    if listed != self._listed:
+                        self._listed = listed
+                        self._share()
+        except OSError as error:
+            self._tell_blind(error)
+        self._scan_at = now + max(_SCAN_EVERY_S, (time.thread_time() - began) / _SHARE_OF_CPU)
+
+    def _share(self) -> None:
+        request = {} if self._miner is None else self._miner.request
+        path = None if self._cgroup is None else str(self._cgroup.path)
+        listed = sorted(self._listed, key=lambda process: process.pid)
+        run = Run(request.get("run_id", ""), request.get("state_dir", ""), path, listed)
+        with contextlib.suppress(OSError):
+            self._deputy.memory.write(run)
+
+    def _start_deputy(self) -> None:
+        if self._exit_code is None:
+            try:
+                self._deputy.start()
+            except OSError as error:
+                self._link.tell("degraded", f"cannot start the deputy: {error.strerror}")
+
+    def _tell_stats(self) -> None:
+        stats = self._relay.dropped_bytes, self._link.unchecked, self._relay.stuck
+        if stats != self._told_stats and self._link.socket is not None:
+            self._told_stats = stats
+            self._link.tell("stats", stats)
+
+    # --- a stop ---
+
+    def _ask_stop(self, why: str) -> None:
+        self._link.tell("stop", why)
+        if self._stop is None:
+            self._stop = why, time.monotonic()
+            if self._guard is None:
+                self._end_run(0)
+
+    def _hear_pm2(self) -> None:
+        assert self._pm2 is not None
+        why, gone = self._pm2.receive()
+        if gone:
+            self._selector.unregister(self._pm2.socket)
+        if why:
+            self._ask_stop(why)
+
+    def _watch_stop(self, now: float) -> None:
+        if self._systemd is not None:
+            self._systemd.pulse(now)
+        if self._stop is None or self._own_stop is not None or self._done is not None:
+            return
+        waited = now - self._stop[1]
+        longest_s = self._grace_s() + TERM_TO_KILL_S + UNKILLABLE_S + _LAST_WORDS_S
+        deaf = not self._stop_answered and self._beat_at is not None and waited >= _ANSWER_S
+        if deaf or waited >= longest_s:
+            self._end_hung_guard()
+            self._end_run(FAILED)
+
+    def _grace_s(self) -> float:
+        return 0.0 if self._miner is None else float(self._miner.request["grace_s"])
+
+    def _end_run(self, code: int) -> None:
+        """Stop the miner and exit, without a guard."""
+        if self._own_stop is None:
+            self._own_stop = code
+            if self._miner is None:
+                self._exit_code = code
+            else:
+                self._do_stop(self._grace_s())
+
+    def _leave(self) -> None:
+        """End whatever is left, and the deputy last."""
+        if self._guard is not None and self._guard.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._guard.pid, signal.SIGKILL)
+        deadline = time.monotonic() + _LAST_WORDS_S / 10
+        while True:
+            with contextlib.suppress(OSError):
+                left = self._members()
+                for process in left:
+                    processes.send(process, signal.SIGKILL)
+                self._reap()
+                if not left or time.monotonic() >= deadline:
+                    break
+            time.sleep(0.02)
+        if self._cgroup is not None:
+            self._cgroup.remove()
+        self._relay.finish(1.0)
+        for number in STOP_SIGNALS:
+            # A repeated signal must not change the exit code.
+            signal.signal(number, signal.SIG_IGN)
+        self._deputy.dismiss()
+
+
+def _how(miner: ActiveMiner) -> dict[str, Any]:
+    """How the launcher ended. A code as a shell reports it: 128 + n for signal n."""
+    status = -signal.SIGKILL if miner.status is None else miner.status
+    code = status if status >= 0 else 128 - status
+    return {"code": code, "signal": -status if status < 0 and miner.status is not None else None}
+
+
+def keep() -> int:
+    """Run this process's own command line as the guard's, under a keeper in this process; returns
+    the exit code."""
+    children.open_standard_streams()
+    children.settle_signals()
+    return Keeper([sys.executable, *sys.orig_argv[1:]]).run()

@@ -1,0 +1,166 @@
+"""Training outlives its guard: the keeper owns the miner, and whichever of the two is killed, no
+process and no output is lost that could have been saved."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults.guarded import Guarded, living, until
+from tests.support.present_state import status_of
+
+FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1}
+STEPS = {**FAST, "logs.step_lines_per_s": 1000}
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def steps(guarded: Guarded) -> list[int]:
+    return [event["inner_step"] for event in guarded.named("inner_step")]
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_training_goes_on_with_the_same_pid_whenever_the_guard_is_killed(
+    guarded: Guarded, seed: int
+) -> None:
+    """An OOM kill of the guard once cost hours of training between two checkpoints."""
+    moments = random.Random(seed)
+    kills = 5 if seed == 1 else 40
+    guarded.start(guarded.miner("steps", 10**6, 0.02, "finish"), settings=STEPS)
+    miner = guarded.miner_pid
+    guarded.wait_for("inner_step")
+    for kill in range(kills):
+        before = guarded.guard_pid
+        os.kill(before, signal.SIGKILL)
+        until(lambda before=before: guarded.guard_pid != before, 30, guarded.tail)
+        guarded.wait_for("guard_killed", kill + 1)
+        time.sleep(moments.random() * 2)
+    count = len(steps(guarded))
+    until(lambda: len(steps(guarded)) > count + 20, 30, guarded.tail)
+    assert lives(miner)
+    assert len(guarded.named("miner_started")) == 1
+    assert status_of(guarded.state.root)["pid"] == miner
+    recorded = steps(guarded)
+    missing = set(range(min(recorded), max(recorded) + 1)) - set(recorded)
+    assert len(missing) <= kills * 50, "of 50 steps a second, those of a gap of a second at most"
+    assert guarded.stop() == 0
+    guarded.assert_nothing_left(0.5)
+
+
+def test_the_miners_output_is_whole_although_the_guard_is_killed(guarded: Guarded) -> None:
+    code = "import time\nfor n in range(600): print('line', n, flush=True); time.sleep(0.01)"
+    guarded.start([sys.executable, "-c", code], "--no-restart", settings=FAST)
+    guarded.wait_for("miner_started")
+    os.kill(guarded.guard_pid, signal.SIGKILL)
+    assert guarded.processes[0].wait(60) == 0
+    numbers = [line for line in guarded.output.read_bytes().splitlines() if line[:5] == b"line "]
+    assert numbers == [b"line %d" % n for n in range(600)]
+
+
+def test_an_exit_of_the_miner_while_no_guard_runs_is_reported_by_the_next(
+    guarded: Guarded, tmp_path: Path
+) -> None:
+    go = tmp_path / "go"
+    code = f"while [ ! -e {go} ]; do sleep 0.05; done; exit 7"
+    guarded.start(["sh", "-c", code], "--no-restart", settings=FAST)
+    guarded.wait_for("miner_started")
+    os.kill(guarded.guard_pid, signal.SIGKILL)
+    go.touch()
+    assert guarded.processes[0].wait(60) == 7
+    assert [event["code"] for event in guarded.named("miner_exited")] == [7]
+
+
+def test_a_suspended_guard_is_replaced_and_training_goes_on(guarded: Guarded) -> None:
+    guarded.start(guarded.miner("steps", 10**6, 0.05, "finish"), settings=STEPS)
+    miner = guarded.miner_pid
+    os.kill(guarded.guard_pid, signal.SIGSTOP)
+    killed = guarded.wait_for("guard_killed", seconds=60)
+    assert "heartbeat" in killed["why"]
+    assert lives(miner)
+    assert guarded.stop() == 0
+    guarded.assert_nothing_left(0.5)
+
+
+@pytest.mark.parametrize("who", ["keeper", "both"])
+@pytest.mark.parametrize("cgroup", ["true", "false"])
+def test_a_killed_keeper_leaves_nothing(guarded: Guarded, who: str, cgroup: str) -> None:
+    """Children that cleared their environment and left their session included."""
+    guarded.start(guarded.miner("shedding"), settings={**FAST, "miner.cgroup": cgroup})
+    until(lambda: b"all hidden" in guarded.output.read_bytes(), 60, guarded.tail)
+    guard = guarded.guard_pid
+    time.sleep(1.5)  # The deputy learns of new processes once a second.
+    guarded.processes[0].kill()
+    if who == "both":
+        os.kill(guard, signal.SIGKILL)
+    guarded.processes[0].wait()
+    guarded.assert_nothing_left(3.0 if who == "keeper" else 5.0)
+    assert not lives(guard)
+
+
+def test_a_stop_without_a_guard_ends_the_miner(guarded: Guarded) -> None:
+    guarded.start(guarded.miner("process_tree", "stay"), settings=FAST)
+    until(lambda: b"family complete" in guarded.output.read_bytes(), 60, guarded.tail)
+    os.kill(guarded.guard_pid, signal.SIGKILL)
+    assert guarded.stop(signal.SIGTERM) == 0
+    guarded.assert_nothing_left(0.5)
+
+
+def test_no_second_guard_gets_the_state_directory_while_one_is_replaced(guarded: Guarded) -> None:
+    guarded.start(["sleep", "600"], settings=FAST)
+    guarded.wait_for("miner_started")
+    os.kill(guarded.guard_pid, signal.SIGKILL)
+    second = guarded.start(["sleep", "600"], settings=FAST)
+    assert second.wait(60) == 78
+    guarded.wait_for("guard_killed")
+    assert len(guarded.named("miner_started")) == 1
+    guarded.processes.pop()
+    assert guarded.stop() == 0
+
+
+ORPHANS = """
+import os, sys, time
+for n in range(1000):
+    if os.fork() == 0:
+        if os.fork() == 0:
+            os._exit(0)
+        os._exit(0)
+    os.wait()
+print('all dead', flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_thousand_orphans_are_reaped_at_once(guarded: Guarded) -> None:
+    """4,000 zombies once waited for a minute: at 100 a second, pid_max is reached in seven."""
+    guarded.start([sys.executable, "-c", f"{ORPHANS} # {guarded.token}"], settings=FAST)
+    until(lambda: b"all dead" in guarded.output.read_bytes(), 60, guarded.tail)
+    keeper = guarded.processes[0].pid
+
+    def zombies() -> int:
+        children = Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()
+        return len([pid for pid in children if not lives(int(pid))])
+
+    until(lambda: zombies() == 0, 2, lambda: f"{zombies()} zombies")
+    assert guarded.stop() == 0
+
+
+def test_status_names_keeper_guard_and_miner(guarded: Guarded) -> None:
+    guarded.start(["sleep", "600"], settings=FAST)
+    miner = guarded.miner_pid
+    status = until(lambda: s if (s := status_of(guarded.state.root)).get("pid") else None, 30, "it")
+    assert status["keeper_pid"] == guarded.processes[0].pid
+    assert status["guard_pid"] == guarded.guard_pid
+    assert status["pid"] == miner
+    assert {pid for pid, _ in living(guarded.token)} >= {status["keeper_pid"], status["guard_pid"]}
+    assert guarded.stop() == 0
