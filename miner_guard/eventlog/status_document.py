@@ -293,7 +293,6 @@ class ChainStatus(Section):
     reason: str | None = None
     registered: bool | None = None
     incentive: float | None = None
-    chain_rank: float | None = None
     outer_step: int | None = None
 
 

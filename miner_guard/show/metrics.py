@@ -179,7 +179,6 @@ def _chain(chain: ChainStatus) -> Iterator[Metric]:
         ("chain_block", "Newest block seen.", chain.block),
         ("chain_registered", words, chain.registered),
         ("chain_incentive", "Incentive set by validators.", chain.incentive),
-        ("chain_rank", "The miner's rank on the chain.", chain.chain_rank),
     )
 
 

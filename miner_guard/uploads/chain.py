@@ -41,8 +41,6 @@ class ChainReading:
 
     uid: int | None = None
     incentive: float | None = None
-    trust: float | None = None
-    rank: float | None = None
     emission: float | None = None
     stake: float | None = None
     last_update: int | None = None
@@ -94,13 +92,8 @@ def summary(reading: ChainReading, outer_step: int | None = None) -> str:
     words = [f"block {reading.block}"]
     if reading.registered is not None:
         words.append(f"registered as uid {reading.uid}" if reading.registered else "NOT registered")
-    for name, value in (
-        ("incentive", reading.incentive),
-        ("trust", reading.trust),
-        ("rank", reading.rank),
-    ):
-        if value is not None:
-            words.append(f"{name} {value:.4f}")
+    if reading.incentive is not None:
+        words.append(f"incentive {reading.incentive:.4f}")
     if reading.emission is not None:
         words.append(f"emission {reading.emission:.4g}")
     if reading.last_update is not None and reading.block is not None:
@@ -119,11 +112,8 @@ def summary(reading: ChainReading, outer_step: int | None = None) -> str:
 
 def as_fields(reading: ChainReading) -> dict[str, Any]:
     """The result for an event: everything but the commitments."""
-    left_out = {"commitment", "master_commitment", "reason", "rank"}
-    # An event's `rank` is reserved for the process that it concerns.
-    return {name: getattr(reading, name) for name in _FIELDS if name not in left_out} | {
-        "chain_rank": reading.rank
-    }
+    left_out = {"commitment", "master_commitment", "reason"}
+    return {name: getattr(reading, name) for name in _FIELDS if name not in left_out}
 
 
 # the commitment: the read keys of a bucket, as subnet 38's miner writes them (its utils/chain.py)
@@ -322,7 +312,7 @@ class ChainClient(Protocol):
 
 
 class BeforeEleven:
-    """bittensor 9: flat methods on Subtensor."""
+    """bittensor 9 and 10: flat methods on Subtensor."""
 
     def __init__(self, subtensor: Any) -> None:
         self._subtensor = subtensor
@@ -344,22 +334,6 @@ class BeforeEleven:
         # Not metagraph: it makes three more runtime calls, one of which was renamed between
         # versions.
         return [_row(n, _float) for n in self._subtensor.neurons_lite(netuid=netuid)]
-
-
-class Ten(BeforeEleven):
-    """bittensor 10: its neurons lack trust and rank, but the chain's own rows may contain them."""
-
-    def neurons(self, netuid: int) -> list[dict[str, Any]]:
-        neurons = super().neurons(netuid)
-        rows = (
-            self._subtensor.query_runtime_api("NeuronInfoRuntimeApi", "get_neurons_lite", [netuid])
-            or ()
-        )
-        by_uid = {int(row["uid"]): row for row in rows}
-        return [
-            {**n, **{k: _share(by_uid.get(n["uid"], {}).get(k)) for k in ("trust", "rank")}}
-            for n in neurons
-        ]
 
 
 class Eleven:
@@ -394,9 +368,7 @@ def connect(network: str) -> tuple[ChainClient, str]:
     version = str(bittensor.__version__)
     subtensor = bittensor.Subtensor(network)
     generation = int(version.split(".")[0])
-    return (Eleven if generation >= 11 else Ten if generation == 10 else BeforeEleven)(
-        subtensor
-    ), version
+    return (Eleven if generation >= 11 else BeforeEleven)(subtensor), version
 
 
 def answer_of(
@@ -447,7 +419,7 @@ def _own(
         row = rows.get(uid, {})
         # The chain gives a deregistered hotkey's uid to the next hotkey.
         same = not row or row.get("hotkey") == hotkey
-        names = ("incentive", "trust", "rank", "emission", "stake", "last_update", "axon")
+        names = ("incentive", "emission", "stake", "last_update", "axon")
         fields = {name: row.get(name) for name in names} if same else {}
         commitment = ask("commitment", lambda: chain.commitment(netuid, uid, hotkey))
         return {"uid": uid, "registered": same, **fields, "commitment": commitment}
@@ -483,8 +455,6 @@ def _row(neuron: Any, amount: Callable[[Any], float | None]) -> dict[str, Any]:
         "uid": int(neuron.uid),
         "hotkey": str(neuron.hotkey),
         "incentive": _float(neuron.incentive),
-        "trust": _float(getattr(neuron, "trust", None)),
-        "rank": _float(getattr(neuron, "rank", None)),
         "emission": amount(neuron.emission),
         "stake": amount(neuron.total_stake),
         "last_update": None if neuron.last_update is None else int(neuron.last_update),
@@ -507,11 +477,6 @@ def _axon(neuron: Any) -> str | None:
 
 def _float(value: Any) -> float | None:
     return None if value is None else float(value)
-
-
-def _share(value: Any) -> float | None:
-    """Decode a u16 that represents a number from 0 to 1."""
-    return None if value is None else int(value) / 65535
 
 
 def _amount(balance: Any) -> float | None:

@@ -120,8 +120,6 @@ def test_old_and_new_give_the_same_answers(
     assert (look.block, look.neurons, look.registered, look.uid) == (5_000_000, 3, True, 1)
     assert look.last_update == 4_999_990
     assert look.incentive == pytest.approx(1000 / 65535)
-    assert look.trust == pytest.approx(3000 / 65535)
-    assert look.rank == pytest.approx(4000 / 65535)
     assert (look.emission, look.stake) == (1.0, 6.0)
     assert (look.commitment, look.master_commitment) == ("a" * 128, "m" * 128)
     assert not (tmp_path / ".bittensor" / "wallets").exists()

@@ -33,7 +33,7 @@ def full_status() -> StatusDocument:
         "updated": "2026-01-02T03:04:05.000000Z",
         "jobs": {"health": {"last_s": 0.1, "missed": 0}},
         "metrics": {"events": {"slow_step": 1}, "since": "2026-01-02T03:04:05.000000Z"},
-        "chain": {"block": 1, "registered": True, "incentive": 0.1, "chain_rank": 0.1},
+        "chain": {"block": 1, "registered": True, "incentive": 0.1},
         "uploads": {
             "repo": {"age_s": 1, "limit_s": 2000, "stale": False},
             "audit": {"outcome": "accepted"},

@@ -38,7 +38,7 @@ assert len(sys.argv) == 1, "it parses the command line"
 print("bittensor prints to stdout")
 class Neuron:
     def __init__(self, uid, hotkey):
-        self.uid, self.hotkey, self.incentive, self.trust, self.rank = uid, hotkey, 0.25, 0.5, 0.125
+        self.uid, self.hotkey, self.incentive = uid, hotkey, 0.25
         self.emission, self.stake, self.total_stake, self.last_update = 1.5, 9.0, 6.0, 990
         class AxonInfo: ip, port = "203.0.113.7", 8091
         self.axon_info = AxonInfo()
@@ -53,13 +53,7 @@ class Subtensor:
     def get_uid_for_hotkey_on_subnet(self, hotkey_ss58, netuid): return UID
     def neurons_lite(self, netuid): return [Neuron(0, "5master"), Neuron(1, "5own")]
 """
-TEN = (
-    NINE.replace("9.12.2", "10.5.0")
-    .replace("self.incentive, self.trust, self.rank =", "self.incentive =")
-    .replace("uid, hotkey, 0.25, 0.5, 0.125", "uid, hotkey, 0.25")
-    + "    def query_runtime_api(self, runtime_api, method, params):\n"
-    + "        return [dict(uid=uid, trust=32768, rank=8192) for uid in (0, 1)]\n"
-)
+TEN = NINE.replace("9.12.2", "10.5.0")
 ELEVEN = """
 __version__ = "11.3.0"
 from types import SimpleNamespace as S
@@ -67,7 +61,7 @@ class Subtensor:
     block = 1000
     def __init__(self, network):
         amount = lambda rao: S(rao=rao)
-        row = lambda uid, hotkey: S(uid=uid, hotkey=hotkey, incentive=0.25, trust=0.5, rank=0.125,
+        row = lambda uid, hotkey: S(uid=uid, hotkey=hotkey, incentive=0.25,
             emission=amount(1_500_000_000), total_stake=amount(6_000_000_000), last_update=990,
             axon="203.0.113.7:8091")
         self.neurons = S(uid=lambda hotkey_ss58, netuid: UID)
@@ -89,12 +83,11 @@ def test_every_generation_gives_the_same_answers(
     look = with_bittensor(tmp_path, monkeypatch, source.replace("UID", "1"))
     assert look.errors == {}
     assert (look.block, look.registered, look.uid, look.incentive) == (1000, True, 1, 0.25)
-    assert (look.trust, look.rank) == pytest.approx((0.5, 0.125), abs=1e-4)
     assert (look.emission, look.stake, look.last_update) == (1.5, 6.0, 990)
     assert (look.commitment, look.master_commitment) == ("hello", "hello")
     assert look.axon == "203.0.113.7:8091"
     assert chain.summary(look, 57) == (
-        "block 1000, registered as uid 1, incentive 0.2500, trust 0.5000, rank 0.1250, emission "
+        "block 1000, registered as uid 1, incentive 0.2500, emission "
         "1.5, "
         "updated 10 blocks ago, commitment 5 characters, network outer step 57"
     )
