@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from miner_guard.system.clock import FakeClock
 from miner_guard.uploads import audit, gate
 from miner_guard.uploads.audit import AuditMemory
 from miner_guard.uploads.chain import NAMES
-from miner_guard.validators.facts import AllReduce, Network, fingerprint
+from miner_guard.validators.facts import AllReduce, Network
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.profiles import load_profile
 from miner_guard.validators.shapes import Shapes
@@ -178,23 +176,6 @@ def test_a_later_audit_removes_what_a_killed_one_left(
     assert [path.name for path in tmp_path.iterdir()] == [running.name]
 
 
-@pytest.mark.usefixtures("inspected_here")
-def test_a_commitment_of_other_keys_is_warned_of_where_it_was_not_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    publish(tmp_path)
-    for name, value in KEYS.items():
-        monkeypatch.setenv(name, value)
-    ours = fingerprint("".join(KEYS.values()))
-    good = Network(1100, 56, 300, ours, True, 7, None, time.monotonic())
-    committed = replace(FLAT, commitment_chars=128)
-    assert look(tmp_path, good, committed).outcome == "accepted"
-    other = Network(1100, 56, 300, fingerprint("z" * 128), True, 7, None, time.monotonic())
-    report = look(tmp_path, other, committed)
-    assert report.outcome == "accepted"
-    assert "warning: the read keys committed on chain are not the ones in use" in report.detail
-
-
 def test_a_commitment_of_placeholders_is_rejected_unread(tmp_path: Path) -> None:
     """Validators start with all x's for every miner, and treat that as unset."""
     publish(tmp_path)
@@ -324,16 +305,6 @@ def test_an_audit_follows_each_verified_push_and_a_schedule(
     bench.report = audit.AuditReport("rejected", "epoch 56: too old")
     bench.jobs.repeated["audit"]()
     assert message(bench.emitted[-1]) == "AUDIT FAILED: epoch 56: too old"
-
-
-@pytest.mark.parametrize("repo", [{"kind": "none"}, {"audit_every_s": 0.0}])
-def test_without_a_repo_or_with_audits_off_none_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo: dict[str, Any]
-) -> None:
-    bench = Bench(tmp_path, monkeypatch, **repo)
-    assert "audit" not in bench.jobs.repeated
-    bench.finds(PUSHED)
-    assert bench.asked == []
 
 
 def test_the_audit_knows_how_the_last_allreduce_ended(

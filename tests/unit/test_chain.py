@@ -20,7 +20,7 @@ from miner_guard.record.events import Event
 from miner_guard.system.clock import FakeClock
 from miner_guard.uploads import chain
 from miner_guard.uploads.chain import ChainReading, NetworkProgress, committed_text, master_bucket
-from miner_guard.validators.facts import Axon, Network
+from miner_guard.validators.facts import Network
 from miner_guard.validators.rules import current_block
 from miner_guard.watch.base import Launch
 from miner_guard.watch.chain import ChainMonitor, SwarmMonitor
@@ -284,17 +284,6 @@ def test_the_probe_counts_a_refusal_as_an_answer(axon: http.server.HTTPServer) -
     assert axon.paths == ["/IsAlive"]  # type: ignore[attr-defined]
 
 
-def test_the_probe_reports_why_there_is_no_answer() -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{unused.getsockname()[1]}"
-        answer = chain.reach(address, 5.0)
-    assert answer.seconds is None
-    assert "refused" in str(answer.reason)
-    assert chain.reach("", 1.0) == Axon("")
-    assert chain.reach(None, 1.0).address is None
-
-
 def test_a_process_that_takes_connections_and_never_answers_is_not_alive() -> None:
     """The kernel accepts connections for a hung process, so an open port proves nothing."""
     with socket.socket() as silent:
@@ -341,14 +330,6 @@ def test_peers_that_leave_and_join_are_reported(tmp_path: Path, profile: str, fo
     (joined,) = swarm.line(form.format(n=4, p=5))
     assert (joined.level, message(joined)) == ("info", "PEERS JOINED: 5 take part, 3 before")
     assert swarm.monitor.snapshot()["peers"] == 5
-
-
-def test_a_new_launch_has_not_lost_the_peers_of_the_one_before(tmp_path: Path) -> None:
-    swarm = Swarm(tmp_path, "diloco")
-    swarm.line(PRIME.format(n=1, p=5))
-    swarm.launch()
-    assert swarm.monitor.snapshot()["peers"] is None
-    assert swarm.line(PRIME.format(n=1, p=1)) == []
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
 from miner_guard.uploads.gate import decide, unknown
 from miner_guard.validators.facts import Candidate
-from miner_guard.validators.files import USUAL, Layout
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.profiles import checks, load_profile, names
 from miner_guard.validators.profiles.checks import PATTERNS
@@ -135,12 +133,6 @@ def test_a_bad_profile_names_the_mistake(tmp_path: Path, text: str, words: str) 
         load_profile(str(path))
 
 
-def test_one_key_of_a_layout_may_differ_from_subnet_38s() -> None:
-    """`metadata_key` must not be ignored when `gradients_key` is not set."""
-    limits = Limits.of(GateSettings(), {"metadata_key": "about.json"})
-    assert Layout.of(limits) == replace(USUAL, metadata="about.json")
-
-
 def test_an_unknown_profile_lists_the_known_ones() -> None:
     with pytest.raises(FileNotFoundError, match="iota, sn38"):
         load_profile("no-such-subnet")
@@ -216,13 +208,6 @@ def test_steps_and_phases_of_opendiloco(tmp_path: Path) -> None:
     log.lines("run has taken 1 local steps. Peers: 4, epoch: 4, steps: 13. ETA: 1.20")
     assert seen(log.steps) == [(3, 11, None), (3, 12, None), (4, 13, None)]
     assert log.steps[2].phases == {"allreduce": 17.25, "load_state": 10.0}
-
-
-def test_opendiloco_without_hivemind_prints_its_loss(tmp_path: Path) -> None:
-    log = Log(tmp_path, "diloco")
-    log.lines("[rank 0] step: 5, loss: 6.5, lr 0.0004", "[rank 1] step: 6, loss: 6.5, lr 0.0004")
-    assert seen(log.steps) == [(None, 5, 6.5)]
-    assert log.steps[0].lr == pytest.approx(4e-4)
 
 
 def test_steps_and_phases_of_iota(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from miner_guard.config import RepoSettings
 from miner_guard.uploads.repos import look_at
 from miner_guard.uploads.repos.base import METADATA, RepoError
-from miner_guard.uploads.repos.credentials import find, first, parse_dotenv
+from miner_guard.uploads.repos.credentials import find, parse_dotenv
 from miner_guard.uploads.repos.local import LocalRepo
 from miner_guard.validators.files import Layout
 from miner_guard.validators.limits import Limits
@@ -62,11 +62,6 @@ def test_a_torn_pointer_is_unknown_not_a_crash(tmp_path: Path, text: str, words:
 def test_a_key_never_leaves_the_folder(tmp_path: Path) -> None:
     with pytest.raises(RepoError, match="outside the repo"):
         LocalRepo(tmp_path / "repo").put("../elsewhere", b"x")
-
-
-def test_a_repo_that_was_never_created_is_reported(tmp_path: Path) -> None:
-    assert "repo.path is not set" in str(look_at(RepoSettings(kind="local")).reason)
-    assert "no repo is configured" in str(look_at(RepoSettings()).reason)
 
 
 # the layout
@@ -135,17 +130,6 @@ def test_a_dotenv_is_read_as_the_miner_reads_it() -> None:
         "EMPTY": "",
         "PLAIN": "value",
     }
-
-
-def test_a_toml_file_names_the_same_keys(tmp_path: Path) -> None:
-    file = tmp_path / "keys.toml"
-    file.write_text('r2_account_id = "abc"\nHF_TOKEN = "t"\n')
-    keys = find(RepoSettings(credentials="file", credentials_file=str(file)))
-    assert (first(keys, "R2_ACCOUNT_ID"), first(keys, "NONE", "HF_TOKEN"), first(keys, "X")) == (
-        "abc",
-        "t",
-        None,
-    )
 
 
 def test_a_broken_file_is_reported_without_its_content(tmp_path: Path) -> None:

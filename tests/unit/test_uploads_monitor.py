@@ -20,9 +20,8 @@ from miner_guard.rank.layout import FLAG_FIRST
 from miner_guard.record.store import RunReader, RunStore, event_row
 from miner_guard.system.clock import iso_utc
 from miner_guard.uploads import gate
-from miner_guard.uploads.gate import decide
-from miner_guard.uploads.pushes import DecisionNotifier, RepoWatch, forecast
-from miner_guard.validators.facts import Candidate, Published
+from miner_guard.uploads.pushes import RepoWatch, forecast
+from miner_guard.validators.facts import Published
 from miner_guard.watch import uploads as module
 from miner_guard.watch.base import Exit
 from tests.support.contexts import JobsNever, context
@@ -33,14 +32,6 @@ from tests.support.uploads_harness import Bench
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench(tmp_path, monkeypatch)
-
-
-def test_the_ledger_says_why_an_age_is_not_known(bench: Bench) -> None:
-    bench.repo = Published(age_s=None, reason=None, empty=True)
-    bench.look()
-    row = RunReader(bench.state.db).last("repo_age")
-    assert row is not None
-    assert (row["age_s"], row["reason"]) == (None, "the repo is empty")
 
 
 def test_the_gate_finds_the_repo_and_the_profiles_limits_in_its_inputs(bench: Bench) -> None:
@@ -131,22 +122,6 @@ def test_a_block_repeated_each_step_is_reported_first_and_when_it_changes(bench:
     assert [f.name for f in bench.entry(**bench.decide(12))] == ["upload_blocked"]
 
 
-def test_shadow_mode_warns_what_it_would_block() -> None:
-    decision = decide(
-        Candidate("gradient", 1, 2),
-        gate.unknown("none"),
-        GateSettings(mode="shadow"),
-        now=0,
-        wall=0,
-    )
-    event = DecisionNotifier().say(decision.as_dict(), 0.0)
-    assert event is not None
-    assert event.level == "warning"
-    assert message(event).startswith(
-        "UPLOAD ALLOWED: shadow mode, would be blocked: inner_step (2)"
-    )
-
-
 def test_every_decision_is_stored_with_what_the_rules_read(bench: Bench) -> None:
     bench.look()
     bench.entry(**bench.decide(15))
@@ -178,13 +153,6 @@ def test_forecast_is_reported_with_the_first_step_that_can_know(bench: Bench) ->
     assert bench.step(3, 62.0) == []
     later = [f for inner in range(4, 30) for f in bench.step(inner, 62.0)]
     assert len(later) == 1
-
-
-def test_no_forecast_where_the_minimum_comes_first_or_nothing_is_known(bench: Bench) -> None:
-    assert [f for inner in range(1, 60) for f in bench.step(inner, 15.0)] == []
-    bench.repo = Published(age_s=0.0, reason=None)
-    bench.look()
-    assert [f for inner in range(1, 60) for f in bench.step(inner, 15.0)] == []
 
 
 def test_numbers_that_no_ledger_accepts_still_reach_the_gate(bench: Bench) -> None:
