@@ -340,6 +340,10 @@ class AlertsMonitor(Monitor):
         self._outbox = AlertQueue(settings.urls, self._report)
         self._gathered: list[Alert] = []
         self._send_at = math.inf
+        self._told_of_stop = False
+        """Whether a message has told of a miner that stands still. Until it steps again, further
+        crashes and hangs belong to that message."""
+
         if settings.urls and (missing := optional_deps.problem("alerts")) is not None:
             context.emit(degraded(f"no alert will be delivered: {missing}"))
         if settings.heartbeat_url:
@@ -354,6 +358,7 @@ class AlertsMonitor(Monitor):
 
     def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:
         if self._settings.urls:
+            self._told_of_stop = False
             self._gather(self._policy.progressed())
         return ()
 
@@ -364,6 +369,8 @@ class AlertsMonitor(Monitor):
 
     def _gather(self, alerts: Iterator[Alert]) -> None:
         for alert in alerts:
+            if self._told_of_stop and alert.event in BY_PROGRESS:
+                continue
             if not self._gathered:
                 self._send_at = self.context.clock.monotonic() + _GATHER_S
             self._gathered.append(alert)
@@ -374,6 +381,7 @@ class AlertsMonitor(Monitor):
         alerts, self._gathered, self._send_at = self._gathered, [], math.inf
         if not alerts:
             return
+        self._told_of_stop |= any(a.event in BY_PROGRESS and a.level != "info" for a in alerts)
         # An event may quote the miner, a server or a library; the state is the guard's own.
         redactor = self.context.redactor
         first = max(alerts, key=lambda alert: LEVELS[alert.level])

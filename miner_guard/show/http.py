@@ -16,6 +16,7 @@ import ipaddress
 import json
 import math
 import os
+import re
 import resource
 import sys
 import threading
@@ -61,6 +62,12 @@ _MAX_CONNECTIONS = 512
 _OPEN = frozenset({"/", "/healthz", "/live.js", "/chart.js"})
 """Paths that need no token: the miner's progress, and a page and scripts that contain no data."""
 
+_HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^:\[\]]+)(:\d{1,5})?")
+"""A `Host` header: a name or an address, IPv6 in brackets, and perhaps a port."""
+
+_MAX_TIME = 2.0**33
+"""The last moment that a page can show, in the year 2242."""
+
 _RANGES_S = {"1h": 3600.0, "6h": 21600.0, "24h": 86400.0, "7d": 604800.0}
 """The report's time ranges by their name in the URL; any other name means the whole run."""
 
@@ -97,11 +104,10 @@ def host_is_trusted(header: str, names: Collection[str]) -> bool:
     browser regards the port as part of the page's own site. It cannot make the browser send another
     name, or an address, in `Host`.
     """
-    host = header.strip().lower()
-    if host.startswith("["):
-        host = host[1:].partition("]")[0]
-    else:
-        host = host.rpartition(":")[0] if ":" in host else host
+    named = _HOST.fullmatch(header.strip().lower())
+    if named is None:
+        return False
+    host = named["name"].strip("[]")
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(host)
         return True
@@ -198,7 +204,10 @@ class Site:
 
     async def report(self, request: Request) -> Response:
         """The report's sections as of now, over `?range=1h|6h|24h|7d|all` or `?from=…&to=…`."""
-        asked = TimeRange.of(request.query_params)
+        try:
+            asked = TimeRange.of(request.query_params)
+        except ValueError as error:
+            return PlainTextResponse(f"{error}\n", 400)
         return HTMLResponse(await run_in_threadpool(self._report.render, asked))
 
     async def script(self, request: Request) -> Response:
@@ -218,12 +227,17 @@ class TimeRange:
 
     @classmethod
     def of(cls, query: Mapping[str, str]) -> TimeRange:
-        """Parse `?range=24h` or `?from=SECONDS&to=SECONDS`; anything else means the whole run."""
+        """Parse `?range=24h` or `?from=SECONDS&to=SECONDS`; an unknown range means the whole run.
+        Raises ValueError for times that are none."""
+        if "from" not in query and "to" not in query:
+            return cls(query.get("range", "all"))
         try:
             start, end = float(query["from"]), float(query["to"])
         except (KeyError, ValueError):
-            return cls(query.get("range", "all"))
-        return cls("chosen", start, end) if start < end else cls()
+            start = end = math.nan
+        if not 0 <= start < end <= _MAX_TIME:
+            raise ValueError("from and to are seconds since 1970, from before to")
+        return cls("chosen", start, end)
 
     def of_run(self, data: Data) -> Data:
         """The data within this range."""

@@ -3,6 +3,8 @@ port."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import resources
@@ -45,7 +47,14 @@ def render(
     data, gate = gather(state, since), gate or GateSettings()
     title = title_of(data, state)
     content = body(title, data, data, gate, pushes=pushes, plots=curves(data, gate))
-    return page(title, f"<main>{content}</main><script>{template('chart.js')}</script>")
+    script = template("chart.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return page(
+        title,
+        f"<main>{content}</main><script>{script}</script>",
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
+        "base-uri 'none'; form-action 'none'",
+    )
 
 
 def template(name: str) -> str:
@@ -59,10 +68,13 @@ def title_of(data: Data, state: state_dir.StateDir) -> str:
     return f"{first_words(read_state(data.status))} · {data.host or state.root.name}"
 
 
-def page(title: str, content: str) -> str:
-    """A complete HTML document around `content`."""
+def page(title: str, content: str, policy: str = "") -> str:
+    """A complete HTML document around `content`. `policy`: what a file may load, where no server
+    says so."""
+    meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">' if policy else ""
     return visible(
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f"{meta}"
         f"<title>{escape(title)}</title>"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{template('report.css')}</style></head><body>{content}</body></html>\n"

@@ -61,7 +61,7 @@ def test_the_running_guard_is_found_anywhere(
     os.kill(guarded.named("miner_started")[0]["pid"], signal.SIGKILL)
     until(lambda: run(["status", "--check"]) == 1, 60, "a miner that stays down to be unhealthy")
     words = capsys.readouterr().err
-    assert "RESTARTING" in words or "STOPPED" in words
+    assert any(f"miner-guard: {life}" in words for life in ("STARTING", "RESTARTING", "STOPPED"))
     assert run(["status", "--name", "another"]) == 3, "what is named is what is meant"
     assert guarded.stop() == 0
 

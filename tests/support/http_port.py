@@ -33,14 +33,7 @@ class Port:
 
     def __init__(self, state: Path, token: str | None = None, **further: Any) -> None:
         self.state = state
-        order = {
-            "state": str(state),
-            "host": "127.0.0.1",
-            "port": 0,
-            "token": token,
-            "hang": {},
-            **further,
-        }
+        order = {"state": str(state), "host": "127.0.0.1", "port": 0, "token": token, **further}
         self.child = subprocess.Popen(
             [sys.executable, "-m", "miner_guard.show.http"],
             stdin=subprocess.PIPE,

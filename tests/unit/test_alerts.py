@@ -16,6 +16,7 @@ import pytest
 from miner_guard.cli.main import run
 from miner_guard.config import AlertSettings, Config
 from miner_guard.eventlog.catalog import make_finding
+from miner_guard.rank.layout import StepRecord
 from miner_guard.record.events import Event
 from miner_guard.show import alerts
 from miner_guard.show.alerts import Alert, AlertPolicy, AlertsMonitor, send_test
@@ -156,6 +157,12 @@ def test_what_follows_one_crash_is_one_message_that_leads_with_the_worst(
     lines = message.body.splitlines()
     assert lines[0].startswith("INCIDENT cuda_oom")
     assert lines[1].startswith("MINER EXITED: exit code 1")
+    _now(monitor, exited, HANG)
+    assert len(sent) == 1, "until the miner steps again, this is the same stop"
+    list(monitor.on_steps(0, [StepRecord(inner_step=1, loss=3.0)]))
+    _now(monitor)
+    assert len(sent) == 2
+    assert sent[1].title.endswith("RESOLVED: miner_exited")
     _now(monitor, *[make_finding("upload_failed", what=str(n), reason=str(n)) for n in range(30)])
     assert "and 22 more lines: `miner-guard logs`" in sent[-1].body
 
@@ -177,7 +184,7 @@ def test_a_webhook_that_never_answers_costs_the_supervisor_nothing(
     monitor, emitted = _monitor(tmp_path, AlertSettings(urls=(silent,), cooldown_s=0))
     start = time.monotonic()
     for _ in range(500):
-        _now(monitor, HANG)
+        _now(monitor, FAILED)
     assert time.monotonic() - start < 60, (
         "milliseconds are meant; a wait for the webhook each time would be 500 s"
     )

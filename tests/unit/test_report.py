@@ -43,6 +43,7 @@ class _Tags(HTMLParser):
 
 
 def _checked(page: str) -> str:
+    assert """http-equiv="Content-Security-Policy" content="default-src 'none'""" in page
     tags = _Tags()
     tags.feed(page)
     assert tags.open == []
