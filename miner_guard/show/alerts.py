@@ -116,7 +116,7 @@ class AlertPolicy:
 
     def progressed(self) -> Iterator[Alert]:
         """Resolve the problems that had stopped training: the miner has completed steps."""
-        for ended in BY_PROGRESS:
+        for ended in dict.fromkeys(key[0] for key in self._open if key[0] in BY_PROGRESS):
             yield from self._ended(ended, "the miner is completing steps again", "")
 
     def _selected(self, event: Event) -> bool:
