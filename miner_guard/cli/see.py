@@ -57,7 +57,7 @@ def status(
             return
     from miner_guard.cli import screen
     from miner_guard.eventlog.status_document import StatusDocument
-    from miner_guard.watch.state_words import GREY, axes, read_state
+    from miner_guard.watch.state_words import GREY, read_state, with_axes
 
     state = options.find_guard(name, state_dir)
     document = _ask(state)
@@ -65,7 +65,7 @@ def status(
     if check:
         _check(shown)
     elif as_json:
-        echo(json.dumps({**axes(shown), **document}, ensure_ascii=False, indent=1))
+        echo(json.dumps(with_axes(shown, document), ensure_ascii=False, indent=1))
     else:
         record = RunReader(state.db)
         warnings = record.events(min_level="warning", limit=_EVENTS, newest=True)

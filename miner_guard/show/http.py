@@ -47,12 +47,12 @@ from miner_guard.show.report import body, page, template, title_of
 from miner_guard.show.sections import inline
 from miner_guard.system import children
 from miner_guard.watch.state_words import (
-    axes,
     find_the_guard,
     headline,
     problem,
     read_state,
     state_since,
+    with_axes,
 )
 
 PATIENCE_S = 10.0
@@ -194,9 +194,7 @@ class Site:
         status = read_status(self._state)
         if status is None:
             return JSONResponse({"error": "no status yet"}, 503)
-        document = RunReader(self._state.db).now()
-        verdict = read_state(status).to_json()
-        return JSONResponse({**axes(status), **document, "verdict": verdict})
+        return JSONResponse(with_axes(status, RunReader(self._state.db).now()))
 
     async def page(self, request: Request) -> Response:
         """The live page; its script fetches the report."""

@@ -7,6 +7,7 @@ import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from miner_guard.eventlog.status_document import OLD_S, SILENT_S, RunState, StatusDocument
 from miner_guard.record.words import percentages
@@ -75,14 +76,17 @@ def find_the_guard(host: str | None = None, start_command: str | None = None) ->
     return f"{step}; start it: `{start_command}`" if start_command else step
 
 
-def axes(status: StatusDocument | None) -> dict[str, str | None]:
-    """The four axes, as `status --json` and `/status` name them."""
+def with_axes(status: StatusDocument, document: Mapping[str, Any]) -> dict[str, Any]:
+    """The document as `status --json` and `/status` print it: the state as every surface shows it,
+    and its four axes as `life`, `health.state`, `earning` and `as_of`."""
     state = read_state(status)
     return {
         "life": state.life,
-        "health": state.health,
         "earning": state.earning,
-        "as_of": None if status is None else status.updated,
+        "as_of": status.updated,
+        **document,
+        "verdict": state.to_json(),
+        "health": {"state": state.health, **(document.get("health") or {})},
     }
 
 

@@ -117,6 +117,7 @@ def test_every_surface_says_the_same_of_a_recorded_state(
     assert (headline(parsed.verdict), advice(parsed.verdict)) == (headline(shown), step)
     life = "guard gone" if gone else situation.life
     assert (served["life"], served["as_of"]) == (life, document["updated"])
+    assert (served["health"]["state"], served["earning"]) == (shown.health, shown.earning)
     assert health.splitlines()[0] == headline(shown)
     assert (code == 200) == (life == "training" or (situation.name == "first minute" and not gone))
 
