@@ -88,24 +88,25 @@ class Auto:
     # Hooks for a plain training loop, without a framework.
 
     def follow_torch(self, module: Any) -> None:
-        """Hook `backward` and all optimizers; `torch.optim.optimizer` was just imported."""
+        """Hook the entry to autograd's engine, which `Tensor.backward` calls too, and all
+        optimizers; `torch.optim.optimizer` was just imported."""
         import torch
 
-        backward: Any = torch.Tensor.backward
+        backward: Any = torch.autograd.backward
 
         @uncompiled
         @functools.wraps(backward)
-        def followed(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        def followed(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
             try:
-                self._backward(tensor)
+                self._backward(losses_of(tensors, grad_tensors))
             except Exception as error:  # noqa: BLE001 - the program must not notice; reported as guard_degraded
                 self.adapter.failed("backward", error)
             with self._backward_phase:
-                return backward(tensor, *args, **kwargs)
+                return backward(tensors, grad_tensors, *args, **kwargs)
 
         module.register_optimizer_step_pre_hook(uncompiled(self._stepping))
         module.register_optimizer_step_post_hook(uncompiled(self._stepped))
-        setattr(torch.Tensor, "backward", followed)  # noqa: B010 - mypy rejects an assignment to a method
+        torch.autograd.backward = followed
 
     def follow_scaler(self, module: Any) -> None:
         """Hook the GradScaler, which makes the program call `backward` on the loss times a varying
@@ -142,7 +143,7 @@ class Auto:
 
         loader.__next__ = followed
 
-    def _backward(self, tensor: Any) -> None:
+    def _backward(self, losses: list[Any]) -> None:
         # Begin here rather than at import, because launchers and dataloaders import torch too.
         if self.adapter.guard is None:
             self.begin()
@@ -153,7 +154,8 @@ class Auto:
             if self._closure_seen:
                 return
             self._closure_seen = True
-        self.losses.note(tensor)
+        for loss in losses:
+            self.losses.note(loss)
 
     def begin(self) -> None:
         """Create the guard, because this process is training."""
@@ -252,6 +254,25 @@ class Auto:
             self.adapter.quiet(self.adapter.guard.close, True)
             self.adapter.guard = None
             self._backward_phase = self._optimizer_phase = self._data_phase = NO_PHASE
+
+
+def losses_of(tensors: Any, gradients: Any) -> list[Any]:
+    """The losses among what a program passes to `torch.autograd.backward`. With several tensors,
+    one that has a gradient already is none: a pipeline passes on the next stage's, and a checkpoint
+    what it computes again."""
+    import torch
+
+    if isinstance(tensors, torch.Tensor):
+        return [tensors]
+    if not isinstance(tensors, (list, tuple)):
+        return []
+    if not isinstance(gradients, (list, tuple)):
+        gradients = [gradients] * len(tensors)
+    return [
+        tensor
+        for tensor, gradient in zip(tensors, gradients, strict=False)
+        if gradient is None and isinstance(tensor, torch.Tensor)
+    ]
 
 
 def optimized(optimizer: Any) -> Any:

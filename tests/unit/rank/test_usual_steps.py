@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -83,7 +84,7 @@ def loop(
     requires.module("torch")
     import torch
 
-    monkeypatch.setattr(torch.Tensor, "backward", torch.Tensor.backward)
+    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)
     loop = Loop(state, Guard(place(state)))
     loop.auto._diagnosed = True
     yield loop
@@ -179,14 +180,36 @@ def test_a_program_continues_without_its_guard(loop: Loop) -> None:
     assert len(loop.recorded()) == 6
 
 
-def test_a_replacement_of_backward_is_followed_like_it(loop: Loop) -> None:
-    import inspect
+@pytest.mark.parametrize("way", ["single", "several", "pipeline", "checkpoint"])
+def test_the_loss_is_known_however_the_engine_is_entered(loop: Loop, way: str) -> None:
+    """Only `Tensor.backward` was followed: the loss of a pipeline's last stage was unknown."""
+    engine = loop.torch.autograd.backward
+    for _ in range(6):
+        loss = loop.loss()
+        if way == "single":
+            engine(loss)
+        elif way == "several":
+            engine([loss / 2, loss / 2])
+        elif way == "pipeline":
+            engine([loss, loss / 8], grad_tensors=[None, loop.torch.tensor(0.5)])
+        else:
+            batch = loop.torch.randn(4, 2, requires_grad=True)
+            again = loop.torch.utils.checkpoint.checkpoint
+            part = again(lambda x: loop.model(x).square().mean(), batch, use_reentrant=True)
+            loss = part + loss
+            loss.backward()
+            assert batch.grad is not None, "the engine was entered again, inside it"
+        loop.losses.append(loss.item())
+        loop.optimizer.step()
+    loop.check()
 
-    replaced = loop.torch.Tensor.backward
+
+def test_the_replacement_of_backward_looks_like_it(loop: Loop) -> None:
+    replaced = loop.torch.autograd.backward
     assert replaced.__name__ == "backward"
     assert "graph" in replaced.__doc__
-    assert list(inspect.signature(replaced).parameters)[:2] == ["self", "gradient"]
+    assert list(inspect.signature(replaced).parameters)[:2] == ["tensors", "grad_tensors"]
     loss = loop.loss()
-    replaced(loss, retain_graph=True)
+    loss.backward(retain_graph=True)
     loss.backward(inputs=list(loop.model.parameters()))
     assert loop.model.weight.grad is not None
