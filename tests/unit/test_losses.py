@@ -124,16 +124,6 @@ def test_micro_batches_divided_by_their_number_add_up_to_their_mean() -> None:
     assert losses.micro_batches == 4
 
 
-def test_a_reciprocal_counts_like_a_quotient() -> None:
-    losses = Losses()
-    for value in (2.0, 4.0, 6.0):
-        losses.note(Tensor(value / 3, graph=Graph("MulBackward0", 1 / 3, Graph())))
-    loss = losses.take(1)
-    assert loss is not None
-    assert loss.value == pytest.approx(4.0)
-    assert not loss.summed
-
-
 def test_losses_that_nothing_divides_say_that_they_are_a_sum() -> None:
     """`Loss:` must not show four times the number that the trainer prints without explaining
     why."""

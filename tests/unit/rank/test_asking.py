@@ -133,24 +133,6 @@ def test_an_upload_leaves_its_start_its_end_and_its_error(
     assert {e["decision_id"] for e in entries(state, "upload")} == {decision.decision_id}
 
 
-def test_an_upload_is_due_once_the_published_state_is_past_its_target(
-    guard: Guard, state: StateDir, clock: Clock
-) -> None:
-    def published(age_s: float) -> None:
-        document = {
-            "published": {"age_s": age_s, "reason": None, "seen_at": clock.now},
-            "written_monotonic": clock.now,
-        }
-        state.gate_inputs.write_text(json.dumps(document))
-
-    published(100.0)
-    assert guard.upload_due() is False
-    published(1801.0)
-    assert guard.upload_due() is False, "asked once a step, so that all ranks have the same answer"
-    guard.step()
-    assert guard.upload_due() is True
-
-
 def test_an_upload_that_has_just_succeeded_is_not_due_again_before_the_next_probe_of_the_repo(
     guard: Guard, state: StateDir, clock: Clock
 ) -> None:
@@ -165,7 +147,11 @@ def test_an_upload_that_has_just_succeeded_is_not_due_again_before_the_next_prob
         guard.step()
         return guard.upload_due()
 
+    published(100.0)
+    assert not due()
     published(1801.0)
+    assert guard.upload_due() is False, "asked once a step, so that all ranks have the same answer"
+    assert due()
     decision = guard.may_upload(outer_step=1, inner_step=50)
     with guard.upload(decision) as upload:
         upload.error = "403 Forbidden"

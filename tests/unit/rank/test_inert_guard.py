@@ -61,15 +61,7 @@ def trained(script: Path, text: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "error",
-    [
-        'ImportError("libcuda.so.1: cannot open shared object file")',
-        'SyntaxError("invalid syntax")',
-        'PermissionError(13, "Permission denied")',
-        "MemoryError()",
-        "RecursionError()",
-        "SystemExit(3)",
-    ],
+    "error", ['SyntaxError("invalid syntax")', "MemoryError()", "SystemExit(3)"]
 )
 def test_an_import_that_fails_costs_only_the_guard(tmp_path: Path, error: str) -> None:
     done = trained(tmp_path / "train.py", REFUSING.format(error=error) + TRAINING)
@@ -86,7 +78,6 @@ def test_an_import_that_fails_costs_only_the_guard(tmp_path: Path, error: str) -
 @pytest.mark.parametrize(
     ("module", "text"),
     [
-        ("socket", "class socket("),
         ("mmap", "raise RuntimeError('not the real one')"),
         ("mmap", "import sys; sys.exit('usage: mmap FILE')"),
     ],

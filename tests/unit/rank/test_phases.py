@@ -20,6 +20,9 @@ from tests.unit.rank.helpers import Clock, messages, reader_of
 def test_phases_are_inclusive_and_a_nested_one_is_not_counted_twice(
     guard: Guard, state: StateDir, clock: Clock
 ) -> None:
+    with guard.phase("checkpoint"):
+        clock.now += 90
+    guard.step()
     with guard.phase("forward"):
         clock.now += 1
         with guard.phase("data"):
@@ -27,7 +30,9 @@ def test_phases_are_inclusive_and_a_nested_one_is_not_counted_twice(
         with guard.phase("forward"):
             clock.now += 4
     guard.step(outer_step=1, inner_step=7, loss=2.5, lr=1e-4, grad_norm=0.5, tokens=512)
-    (step,) = reader_of(state).steps()
+    first, step = reader_of(state).steps()
+    assert first.phases == {"pause": 90.0}
+    assert first.flags == FLAG_FIRST | FLAG_SYNC
     assert step.phases == {"forward": 7.0, "data": 2.0}
     assert (step.inner_step, step.loss, step.lr, step.grad_norm, step.tokens) == (
         7,
@@ -37,7 +42,6 @@ def test_phases_are_inclusive_and_a_nested_one_is_not_counted_twice(
         512,
     )
     assert step.seconds == 7.0
-    assert step.flags & FLAG_FIRST
 
 
 def test_monitor_knows_what_is_nested_in_it(guard: Guard, state: StateDir, clock: Clock) -> None:
@@ -91,15 +95,6 @@ def test_the_header_shows_the_innermost_phase_and_its_allowance(
         clock.now += 10
         with guard.phase("data"):
             assert phase() == ("data", 1012.0, 1790.0)
-
-
-def test_a_checkpoint_is_a_pause_of_training(guard: Guard, state: StateDir, clock: Clock) -> None:
-    with guard.phase("checkpoint"):
-        clock.now += 90
-    guard.step()
-    (step,) = reader_of(state).steps()
-    assert step.phases == {"pause": 90.0}
-    assert step.flags & FLAG_SYNC
 
 
 def test_phases_of_a_background_thread_take_no_time_of_the_step(

@@ -10,9 +10,8 @@ import time
 
 import pytest
 
-from miner_guard.rank import dumps
 from miner_guard.rank import guard as hook
-from miner_guard.rank.dumps import STACKS_SIGNAL, SignalTaken
+from miner_guard.rank.dumps import STACKS_SIGNAL
 from miner_guard.state_dir import StateDir
 from tests.unit.rank.helpers import messages
 
@@ -43,17 +42,6 @@ def test_a_rank_that_hangs_in_c_code_still_gives_its_stacks(
     finally:
         rank.kill()
         rank.communicate()
-
-
-def test_a_signal_that_the_program_uses_itself_is_left_alone(
-    state: StateDir, listener: socket.socket
-) -> None:
-    before = signal.signal(STACKS_SIGNAL, lambda *_: None)
-    try:
-        with pytest.raises(SignalTaken):
-            dumps.register(state.root / "stacks")
-    finally:
-        signal.signal(STACKS_SIGNAL, before)
 
 
 def test_a_signal_that_the_program_takes_over_later_is_no_longer_sent(

@@ -147,18 +147,6 @@ def test_a_rank_whose_supervisor_dies_prints_its_own_events(
     assert entry["inner_step"] == 15, "the next supervisor reads it too"
 
 
-def test_a_long_path_of_the_state_directory_still_reaches_the_supervisor(tmp_path: Path) -> None:
-    folder = tmp_path / ("x" * 120)
-    folder.mkdir()
-    short = tmp_path / "short"
-    short.symlink_to(folder)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
-        server.bind(str(short / "guard.sock"))
-        server.settimeout(5)
-        Guard(place(StateDir(folder)))
-        assert server.recv(100) == b'{"bell": 0}'
-
-
 def test_a_forked_child_does_not_write_into_its_parents_record(
     state: StateDir, listener: socket.socket
 ) -> None:
@@ -210,7 +198,7 @@ def test_a_rank_without_home_or_working_directory_keeps_its_rank_number(
     assert (nowhere.rank, nowhere.state) == (2, None)
 
 
-@pytest.mark.parametrize("text", ["-1", "", "two", str(1 << 40)])
+@pytest.mark.parametrize("text", ["-1", "two", str(1 << 40)])
 def test_an_invalid_local_rank_is_reported_and_counts_as_0(state: StateDir, text: str) -> None:
     seen = find({"LOCAL_RANK": text}, state.root)
     assert seen.local_rank == 0
