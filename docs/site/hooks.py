@@ -73,20 +73,20 @@ def _type(about: dict[str, Any]) -> str:
 
 
 def events() -> str:
-    """The catalogue: name, level, fields."""
-    from miner_guard.eventlog.catalog import CATALOGUE
+    """Every event that the code logs, with its levels."""
+    from tests.support.event_names import events as logged
 
     rows = [
         "# Events",
         "",
         "Each line of guard.jsonl is one of these. What to do: [Runbook](../runbook.md).",
         "",
-        "| event | level | fields |",
-        "|---|---|---|",
+        "| event | level |",
+        "|---|---|",
     ]
-    for name, spec in sorted(CATALOGUE.items()):
-        fields = ", ".join(f"`{field}`" for field in spec.fields)
-        rows.append(f"| [`{name}`](../runbook.md#{name}) | {spec.level} | {fields} |")
+    for name, places in logged().items():
+        levels = sorted({place.level or "depends" for place in places})
+        rows.append(f"| [`{name}`](../runbook.md#{name}) | {', '.join(levels)} |")
     return "\n".join(rows)
 
 

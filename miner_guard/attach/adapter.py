@@ -14,7 +14,6 @@ from typing import Any
 
 import miner_guard
 from miner_guard.attach import ATTACHED
-from miner_guard.eventlog.catalog import message
 from miner_guard.rank.guard import Guard
 from miner_guard.rank.recorder import describe
 from miner_guard.record.events import Event, degraded
@@ -55,7 +54,7 @@ class Adapter:
         """Print the pending events, because the process is exiting before it has a guard."""
         for event in self._pending:
             with contextlib.suppress(OSError):
-                os.write(2, f"{message(event)}\n".encode("utf-8", "replace"))
+                os.write(2, f"{event.text}\n".encode("utf-8", "replace"))
 
     def degraded(self, what: str) -> None:
         """Report that a part of the program can't be hooked and so runs unchanged."""

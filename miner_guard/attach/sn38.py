@@ -20,7 +20,7 @@ from typing import Any
 
 from miner_guard.attach.adapter import Adapter, followed, in_phase
 from miner_guard.attach.sn38_uploads import Sn38Uploads, paused
-from miner_guard.eventlog.catalog import make_finding
+from miner_guard.record.events import event
 from miner_guard.system.once import Once
 
 _PHASES = {
@@ -206,7 +206,7 @@ class Subnet38:
             "training loop failed; the miner swallows the error and will exit with "
             f"code 0: {what[:500]}"
         )
-        self.adapter.emit(make_finding("rank_message", level="error", text=text))
+        self.adapter.emit(event("rank_message", "error", text, text=text))
 
     def _loop_ended(self, miner: Any, error: BaseException | None) -> None:
         swallowed = getattr(miner, "training_error", None)

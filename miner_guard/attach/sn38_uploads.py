@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from miner_guard.attach.adapter import Adapter
-from miner_guard.eventlog.catalog import make_finding
+from miner_guard.record.events import event
 from miner_guard.record.redaction import SECRET_NAME
 from miner_guard.system.once import Once
 from miner_guard.validators.facts import Decision
@@ -165,13 +165,19 @@ class Sn38Uploads:
     def _warn_of_keys(self, words: Any) -> None:
         if not any(_is_key(str(word)) for word in words) or not self._keys.first():
             return
+        step = (
+            "every user on this host can read them while it runs: give the miner a dedicated host "
+            "or container, or mount /proc with hidepid=2"
+        )
         self._adapter.emit(
-            make_finding(
+            event(
                 "secret_exposed",
+                "warning",
+                "SECRET EXPOSED: the upload worker's command line shows the bucket's write keys; "
+                + step,
                 where="the upload worker's command line",
                 kind="the bucket's write keys",
-                next_step="every user on this host can read them while it runs: give the miner "
-                "a dedicated host or container, or mount /proc with hidepid=2",
+                next_step=step,
             )
         )
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from miner_guard.checks.check import Check
 from miner_guard.checks.gpu import BAD_THROTTLE, links_down, of_row
-from miner_guard.eventlog.catalog import make_finding
 from miner_guard.record.events import Event, event
 from miner_guard.system.once import Once
 
@@ -85,9 +84,10 @@ class Faults:
             self._silent_since = now
         if now - self._silent_since >= DRIVER_SILENT_S and self._silence.first():
             step = "check dmesg; in a container, GPU access was probably revoked: restart it"
-            yield make_finding(
+            yield event(
                 "gpu_fault",
-                level="warning",
+                "warning",
+                f"GPU FAULT: GPU all can no longer be read: {reason}; {step}",
                 gpu="all",
                 what=f"can no longer be read: {reason}",
                 next_step=step,
@@ -110,11 +110,14 @@ class Faults:
             return
         self._suspected.discard(key)
         if self._standing.pop(key, None) is not None:
-            yield make_finding(
+            well = f"{name.partition('.')[2]} is back to normal"
+            yield event(
                 "gpu_recovered",
+                "info",
+                f"GPU RECOVERED: GPU {row['index']} {well}",
                 gpu=row["index"],
                 uuid=row.get("uuid"),
-                what=f"{name.partition('.')[2]} is back to normal",
+                what=well,
             )
 
     def _throttle(self, gpu: str, row: Row, now: float) -> Iterator[Event]:
@@ -132,9 +135,10 @@ class Faults:
             by, seconds = ", ".join(row["throttle"]), now - times[0]
             seen = f"throttled ({by}) in {len(times)} samples over the last {seconds:.0f} s"
             step = "check cooling, power supply and power cables; it is slowing down all ranks"
-            yield make_finding(
+            yield event(
                 "gpu_fault",
-                level="warning",
+                "warning",
+                f"GPU FAULT: GPU {row['index']} {seen}; {step}",
                 gpu=row["index"],
                 uuid=row.get("uuid"),
                 what=seen,
@@ -142,8 +146,13 @@ class Faults:
                 check="gpu.throttle",
             )
         elif not times and self._standing.pop(key, None) is not None:
-            yield make_finding(
-                "gpu_recovered", gpu=row["index"], uuid=row.get("uuid"), what="no longer throttled"
+            yield event(
+                "gpu_recovered",
+                "info",
+                f"GPU RECOVERED: GPU {row['index']} no longer throttled",
+                gpu=row["index"],
+                uuid=row.get("uuid"),
+                what="no longer throttled",
             )
 
 
@@ -158,9 +167,10 @@ def of_events(rows: Iterable[Row]) -> Iterator[Event]:
 
 def _fault(row: Row, check: Check) -> Event:
     what = check.seen.removeprefix(f"GPU {row['index']}").lstrip(": ")
-    return make_finding(
+    return event(
         "gpu_fault",
-        level={"ok": "info", "warn": "warning"}.get(check.level),
+        {"ok": "info", "warn": "warning"}.get(check.level, "critical"),
+        f"GPU FAULT: GPU {row['index']} {what}; {check.next_step or 'check dmesg'}",
         gpu=row["index"],
         uuid=row.get("uuid"),
         what=what,

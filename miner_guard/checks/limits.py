@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from miner_guard.config import HealthSettings
-from miner_guard.eventlog.catalog import make_finding
 from miner_guard.record.events import Event, event
 from miner_guard.system.once import Once
 
@@ -37,12 +36,8 @@ class HostLimits:
         for name, free in (host["disk_free_by_folder_bytes"] or {}).items():
             seen = free / _GIB
             if self._begins(f"disk {name}", seen < minimum, seen > minimum * _DISK_CLEAR_FACTOR):
-                yield event(
-                    "host_warning",
-                    "warning",
-                    f"HOST WARNING: disk of {name}: {seen:.1f} GB free (limit {minimum:g} "
-                    "GB); free up disk space: checkpoints and logs stop when the disk is full",
-                    what=f"disk of {name}",
+                yield _warning(
+                    f"disk of {name}",
                     seen=f"{seen:.1f} GB free",
                     limit=f"{minimum:g} GB",
                     next_step="free up disk space: checkpoints and logs stop when the disk is full",
@@ -53,12 +48,8 @@ class HostLimits:
         if total is not None and self._begins(
             "shm", total < minimum * _GIB, total >= minimum * _GIB
         ):
-            yield event(
-                "host_warning",
-                "warning",
-                f"HOST WARNING: /dev/shm: {total / 1024**2:.0f} MB (limit {minimum:g} GB); "
-                "start the container with --shm-size=16g: NCCL and dataloaders need it",
-                what="/dev/shm",
+            yield _warning(
+                "/dev/shm",
                 seen=f"{total / 1024**2:.0f} MB",
                 limit=f"{minimum:g} GB",
                 next_step="start the container with --shm-size=16g: NCCL and dataloaders need it",
@@ -70,9 +61,8 @@ class HostLimits:
             return
         ratio = used / limit
         if self._begins("memory", ratio > _MEMORY_WARN_RATIO, ratio < _MEMORY_CLEAR_RATIO):
-            yield make_finding(
-                "host_warning",
-                what="memory",
+            yield _warning(
+                "memory",
                 seen=f"{used / _GIB:.1f} of {limit / _GIB:.1f} GB",
                 limit=f"{_MEMORY_WARN_RATIO:.0%} of the {host['memory_limit_by']}'s memory",
                 next_step=(
@@ -84,10 +74,9 @@ class HostLimits:
     def _oom_kills(self, kills: int | None) -> Iterator[Event]:
         before, self._kills = self._kills, kills if kills is not None else self._kills
         if kills is not None and before is not None and kills > before:
-            yield make_finding(
-                "host_warning",
+            yield _warning(
+                "out-of-memory kill",
                 level="error",
-                what="out-of-memory kill",
                 seen=f"{kills - before} since the last sample",
                 limit="0",
                 next_step=(
@@ -100,3 +89,15 @@ class HostLimits:
         if good:
             self._crossed.clear(what)
         return bad and self._crossed.first(what)
+
+
+def _warning(what: str, *, seen: str, limit: str, next_step: str, level: str = "warning") -> Event:
+    return event(
+        "host_warning",
+        level,
+        f"HOST WARNING: {what}: {seen} (limit {limit}); {next_step}",
+        what=what,
+        seen=seen,
+        limit=limit,
+        next_step=next_step,
+    )

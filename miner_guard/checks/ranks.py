@@ -14,8 +14,8 @@ from statistics import median
 from typing import Any
 
 from miner_guard.checks.check import Expectation, expected
-from miner_guard.eventlog.catalog import make_finding
 from miner_guard.record.events import Event, event
+from miner_guard.record.words import gb, known, rank_list
 
 Report = Mapping[str, Any]
 
@@ -34,6 +34,11 @@ OTHERS_BYTES = 3 * 1024**3
 takes 0.5 to 2 GiB per rank."""
 
 
+_BLOCK_RULE = "=" * 80
+_MAX_ROWS = 16
+"""With up to this many ranks, each rank has its own row in the diagnostics block."""
+
+
 def events(
     reports: Sequence[Report], expect: int | None, low_memory_bytes: float = LOW_MEMORY_BYTES
 ) -> list[Event]:
@@ -42,8 +47,10 @@ def events(
     answered = [r for r in reports if not r.get("error")]
     expectation = expectation_of(answered, expect)
     events = [
-        make_finding(
+        event(
             "gpu_diagnostics",
+            "info",
+            diagnostics_block(reports),
             ranks=[dict(r) for r in reports],
             expected=expectation.count,
             by=expectation.origin,
@@ -416,3 +423,105 @@ def _list(ranks: Any) -> str:
         else:
             runs.append([rank, rank])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def diagnostics_block(ranks: Sequence[Report]) -> str:
+    """Source 004's block for rank 0, then a row for each rank.
+
+    A rank that did not report has only `rank` and `error`.
+    """
+    first = next((r for r in ranks if r.get("rank") == 0 and not r.get("error")), None)
+    rows = [_BLOCK_RULE, "GPU DIAGNOSTICS", _BLOCK_RULE]
+    if first is not None:
+        rows += _first_rank(first)
+    rows.append(_BLOCK_RULE)
+    rows += _rank_rows(ranks)
+    return "\n".join(rows)
+
+
+def _rank_rows(ranks: Sequence[Report]) -> list[str]:
+    """One row per rank. With many ranks, those that differ only in GPU number and allocated memory
+    share a row."""
+    if len(ranks) <= _MAX_ROWS:
+        return [_rank_row(r) for r in ranks]
+    alike: dict[str, list[Report]] = {}
+    for r in ranks:
+        device = str(r.get("model_device")).partition(":")[0]
+        row = _rank_row(
+            {**r, "model_device": device, "shard_devices": device, "allocated_bytes": 0}
+        )
+        alike.setdefault(row.partition(": ")[2], []).append(r)
+    rows = []
+    for words, same in alike.items():
+        allocated = [gb(r.get("allocated_bytes")) for r in same]
+        known_ones = [value for value in allocated if value is not None]
+        if known_ones:
+            spread = f"memory {min(known_ones):.2f} to {max(known_ones):.2f} of"
+            words = words.replace("memory 0.00 of", spread)
+        rows.append(f"{rank_list(int(r['rank']) for r in same)}: {words}")
+    return rows
+
+
+def _first_rank(r: Report) -> list[str]:
+    cuda = r.get("cuda_available")
+    rows = [f"✓ CUDA available: {known(cuda)}" if cuda else f"✗ CUDA available: {known(cuda)}"]
+    if cuda:
+        rows += [
+            _shown("GPU count", r.get("gpu_count")),
+            _shown("Current CUDA device", r.get("cuda_device")),
+            _shown("Device name", r.get("device_name")),
+            _shown("GPU total memory", gb(r.get("total_bytes")), ".2f", " GB"),
+            _shown("GPU memory allocated", gb(r.get("allocated_bytes")), ".2f", " GB"),
+        ]
+    device = r.get("model_device")
+    rows.append(_shown("Model device", device))
+    if device and str(device).startswith("cuda"):
+        rows.append(f"✅ Model correctly on GPU: {device}")
+    rows += [
+        _shown("Batch size (per GPU)", r.get("batch_size")),
+        _shown("Effective batch size (total)", r.get("effective_batch_size")),
+        _shown("World size (GPUs)", r.get("world_size")),
+        _shown("Gradient accumulation steps", _accumulation(r)),
+    ]
+    return rows
+
+
+def _accumulation(r: Report) -> Any:
+    """Source 004 counts effective batch / batch: the micro-batches of all ranks. If the ranks share
+    them, the line gives one rank's number as well."""
+    steps, batch, effective, ranks = (
+        r.get(name)
+        for name in ("accumulation_steps", "batch_size", "effective_batch_size", "world_size")
+    )
+    if not (steps and batch and effective and ranks) or ranks == 1:
+        return steps
+    shared = steps * ranks == effective // batch
+    return f"{steps} on each rank, {steps * ranks} in all" if shared else steps
+
+
+def _shown(what: str, value: Any, spec: str = "", unit: str = "") -> str:
+    """A row of source 004's block: a check mark and the value, or a question mark if the value is
+    unknown."""
+    return f"? {what}: unknown" if value is None else f"✓ {what}: {known(value, spec)}{unit}"
+
+
+def _rank_row(r: Report) -> str:
+    if r.get("error"):
+        return f"rank {r['rank']}: unknown: {r['error']}"
+    shard, total = gb(r.get("shard_bytes")), gb(r.get("total_bytes"))
+    parts = [
+        f"device {known(r.get('model_device'))}",
+        (
+            f"shard {known(r.get('shard_params'))} params {known(shard, '.2f')} GB on "
+            f"{known(r.get('shard_devices'))}"
+        ),
+        f"dtype {known(r.get('dtype'))}",
+        f"torch {known(r.get('torch_version'))}",
+    ]
+    # A rank without CUDA has no GPU, so leave out the GPU's name and memory instead of calling them
+    # unknown.
+    if r.get("cuda_available") is not False:
+        allocated = known(gb(r.get("allocated_bytes")), ".2f")
+        parts[1:1] = [known(r.get("device_name"))]
+        parts.insert(-1, f"memory {allocated} of {known(total, '.2f')} GB")
+    return f"rank {r['rank']}: {', '.join(parts)}"

@@ -252,9 +252,16 @@ class Miner:
 
     def _checkpoint_skipped(self, skipped: Skipped) -> None:
         path, reason = str(skipped.path), skipped.reason
-        text = f"CHECKPOINT SKIPPED: {path}: {reason}"
-        fields: dict[str, Any] = {"path": path, "reason": reason}
-        self.guard.emit(event("checkpoint_skipped", "warning", text, rank=0, **fields))
+        self.guard.emit(
+            event(
+                "checkpoint_skipped",
+                "warning",
+                f"CHECKPOINT SKIPPED: {path}: {reason}",
+                rank=0,
+                path=path,
+                reason=reason,
+            )
+        )
 
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:

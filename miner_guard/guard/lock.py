@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from miner_guard.eventlog.catalog import make_finding
 from miner_guard.guard.state_dir_check import set_aside_foreign, wrong_kind
 from miner_guard.guard.states import State
-from miner_guard.record.events import Event, degraded
+from miner_guard.record.events import Event, degraded, event
 from miner_guard.record.store import RunReader
+from miner_guard.record.words import known
 from miner_guard.state_dir import StateDir, is_at, make_folder, open_private
 from miner_guard.system.processes import boot_id
 
@@ -226,4 +226,13 @@ def killed_guard(state: StateDir, last_boot: str | None) -> Iterator[Event]:
     restarted = bool(last_boot) and last_boot != boot_id()
     why = "the host restarted" if restarted else "killed by SIGKILL or the OOM killer"
     seen = status.get("updated")
-    yield make_finding("guard_killed", pid=status.get("keeper_pid"), seen=seen, why=why)
+    pid = status.get("keeper_pid")
+    yield event(
+        "guard_killed",
+        "warning",
+        f"GUARD KILLED: the previous guard (pid {known(pid)}, last status {known(seen)}) did not "
+        f"shut down cleanly: {why}",
+        pid=pid,
+        seen=seen,
+        why=why,
+    )

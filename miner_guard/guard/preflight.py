@@ -28,10 +28,10 @@ from miner_guard.checks.preflight import (
     profile_of,
 )
 from miner_guard.config import optional_deps
-from miner_guard.eventlog.catalog import make_finding
 from miner_guard.eventlog.write_errors import not_stored
 from miner_guard.exits import UNAVAILABLE
 from miner_guard.record.events import Event, degraded, event
+from miner_guard.record.words import counted
 from miner_guard.state_dir import StateDir, read_json, write_json
 from miner_guard.system import probe
 from miner_guard.system.clock import Clock, SystemClock
@@ -253,11 +253,14 @@ def preflight(
             break
         if not waiting:
             waiting = True
+            what = ", ".join(sorted({c.check for c in critical}))
             emit(
-                make_finding(
+                event(
                     "preflight_waiting",
+                    "info",
+                    f"PREFLIGHT WAITING: up to {left:.0f}s, this may clear by itself: {what}",
                     left_s=left,
-                    what=", ".join(sorted({c.check for c in critical})),
+                    what=what,
                 )
             )
         if wait(min(_AGAIN_S, left)):
@@ -273,7 +276,15 @@ def preflight(
             )
         )
     n = counts(checks)
-    emit(make_finding("preflight", level="critical" if critical else None, **n))
+    emit(
+        event(
+            "preflight",
+            "critical" if critical else "info",
+            f"PREFLIGHT: {n['ok']} ok, {counted(n['warn'], 'warning')}, {n['critical']} critical, "
+            f"{n['unknown']} unknown",
+            **n,
+        )
+    )
     if not critical:
         remember_gpus(question.state, snapshot, emit)
     return Outcome(go, checks)
@@ -281,9 +292,10 @@ def preflight(
 
 def event_of(check: Check) -> Event:
     """Convert a check to an event."""
-    return make_finding(
+    return event(
         "preflight_finding",
-        level=_EVENT_LEVEL[check.level],
+        _EVENT_LEVEL[check.level],
+        f"PREFLIGHT {check.check}: {check.seen}; {check.next_step or 'nothing to do'}",
         check=check.check,
         seen=check.seen,
         limit=check.limit,

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from mmap import mmap
 
 from miner_guard.record.phases import PHASES
+from miner_guard.record.words import gb
+from miner_guard.state_dir import json_number
 
 NAN = math.nan
 
@@ -379,6 +381,17 @@ class StepRecord:
         """Whether the loss is the sum of all losses passed to `backward`; the miner may display a
         different number."""
         return bool(self.flags & FLAG_LOSS_SUMMED)
+
+    def figures(self) -> dict[str, Any]:
+        """The fields of an `inner_step` event that its line shows."""
+        return {
+            "outer_step": self.outer_step,
+            "inner_step": self.inner_step,
+            "lr": self.lr,
+            "loss": json_number(self.loss),
+            "step_time_s": self.seconds,
+            "gpu_mem_gb": gb(self.allocated_bytes),
+        }
 
     def pack_into(self, buffer: mmap) -> None:
         number, end, phases = self.number, self.end, self.phases

@@ -15,7 +15,6 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from miner_guard.eventlog.catalog import make_finding
 from miner_guard.rank import environment
 from miner_guard.rank.agree import (
     LATE,
@@ -33,6 +32,7 @@ from miner_guard.rank.phases import Phase
 from miner_guard.rank.recorder import Recorder, describe
 from miner_guard.rank.steps import Report, Stepper
 from miner_guard.record.events import Event
+from miner_guard.record.lines import upload_decided
 from miner_guard.validators.facts import Candidate, Decision, Verdict
 
 if TYPE_CHECKING:
@@ -153,16 +153,16 @@ def _encoded(document: Mapping[str, Any]) -> bytes:
 
 def _event_of(decision: Decision) -> Event:
     """Convert the decision to an event, for a rank that logs without a supervisor."""
-    return make_finding(
-        "upload_allowed" if decision.allowed else "upload_blocked",
-        rank=0,
-        reason=decision.reason,
-        outer_step=decision.outer_step,
-        inner_step=decision.inner_step,
-        kind=decision.kind,
-        verdicts=[v.as_dict() for v in decision.verdicts],
-        decision_id=decision.decision_id,
-    )
+    fields = {
+        "reason": decision.reason,
+        "outer_step": decision.outer_step,
+        "inner_step": decision.inner_step,
+        "kind": decision.kind,
+        "verdicts": [v.as_dict() for v in decision.verdicts],
+        "decision_id": decision.decision_id,
+    }
+    level = "info" if decision.allowed else "warning"
+    return upload_decided(level, fields, allowed=decision.allowed, rank=0)
 
 
 class Questions:

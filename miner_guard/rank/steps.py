@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from miner_guard.eventlog.catalog import make_finding
 from miner_guard.rank import layout
 from miner_guard.rank.environment import RankContext
 from miner_guard.rank.layout import NAN, StepRecord
 from miner_guard.rank.phases import PhaseNames, Phases
 from miner_guard.rank.recorder import Recorder
-from miner_guard.record.words import gb
+from miner_guard.record.events import event
+from miner_guard.record.words import gb, known
 
 MAX_INT = 1 << 63
 """Step numbers in a record satisfy -MAX_INT <= n < MAX_INT."""
@@ -237,13 +237,17 @@ class Stepper:
         if peak is None:
             return
         self._peak_at = phases.started + _PEAK_EVERY_S
+        allocated, reserved, highest = gb(peak.allocated), gb(peak.reserved), gb(peak.peak)
         self._recorder.emit(
-            make_finding(
+            event(
                 "gpu_memory_peak",
+                "info",
+                f"GPU MEMORY: Allocated: {known(allocated, '.2f')} GB | Reserved: "
+                f"{known(reserved, '.2f')} GB | Peak: {known(highest, '.2f')} GB",
                 rank=self._rank,
-                allocated_gb=gb(peak.allocated),
-                reserved_gb=gb(peak.reserved),
-                peak_gb=gb(peak.peak),
+                allocated_gb=allocated,
+                reserved_gb=reserved,
+                peak_gb=highest,
             )
         )
 

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from miner_guard.config import AlertSettings, optional_deps
-from miner_guard.eventlog import catalog
 from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record.events import LEVELS, Event, degraded, event
@@ -110,7 +109,7 @@ class AlertPolicy:
         """Yield the alerts that an event triggers: one for the event itself, or the resolution
         of earlier ones."""
         for ended in _ENDS.get(event.name, ()):
-            yield from self._ended(ended, visible(catalog.message(event)), _key(event)[1])
+            yield from self._ended(ended, visible(event.text), _key(event)[1])
         if self._selected(event) and (alert := self._problem(event)) is not None:
             yield alert
 
@@ -132,7 +131,7 @@ class AlertPolicy:
         if now - self._sent_at.get(key, float("-inf")) < self._settings.cooldown_s:
             self._held_back[key] = self._held_back.get(key, 0) + 1
             return None
-        line = visible(catalog.message(event))
+        line = visible(event.text)
         if len(self._sent_at) >= _MAX_OPEN:
             oldest = next(iter(self._sent_at))
             del self._sent_at[oldest]

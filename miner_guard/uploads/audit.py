@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.config import ChainSettings, RepoSettings
-from miner_guard.eventlog.catalog import make_finding
-from miner_guard.record.events import Event
+from miner_guard.record.events import Event, event
 from miner_guard.record.redaction import without_secrets
 from miner_guard.system import probe
 from miner_guard.uploads import chain
@@ -73,8 +72,6 @@ _FOLDER = "miner-guard-audit-"
 _ABANDONED_S = 6 * 3600.0
 """Age at which a leftover folder counts as abandoned; no audit runs nearly this long."""
 
-_EVENTS = {"accepted": "audit_passed", "rejected": "audit_failed", "unknown": "audit_unknown"}
-
 
 @dataclass(frozen=True)
 class AuditReport:
@@ -105,7 +102,11 @@ class AuditReport:
     def event(self) -> Event:
         """The report as an event."""
         fields = {k: v for k, v in self.as_dict().items() if k != "outcome"}
-        return make_finding(_EVENTS[self.outcome], **fields)
+        if self.outcome == "accepted":
+            return event("audit_passed", "info", f"AUDIT PASSED: {self.detail}", **fields)
+        if self.outcome == "rejected":
+            return event("audit_failed", "critical", f"AUDIT FAILED: {self.detail}", **fields)
+        return event("audit_unknown", "warning", f"AUDIT UNKNOWN: {self.detail}", **fields)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from miner_guard.config import GateSettings
-from miner_guard.eventlog.catalog import make_finding
 from miner_guard.record.events import Event, event
+from miner_guard.record.lines import upload_decided
 from miner_guard.record.redaction import MASK
 from miner_guard.system.once import OncePer
 from miner_guard.validators.facts import Published
@@ -235,15 +235,13 @@ class DecisionNotifier:
         fields |= {"verdicts": verdicts, "note": note_of(verdicts)}
         if decision.get("allowed") and not decision.get("shadow"):
             self._blocked.clear()
-            return make_finding("upload_allowed", **fields, left_out=self._blocked.take_left_out())
+            return upload_decided("info", fields, self._blocked.take_left_out(), allowed=True)
         rules = frozenset(v.get("rule") for v in verdicts if v.get("outcome") == "block")
         block = (rules, fields["kind"], fields["outer_step"], bool(decision.get("shadow")))
         if not self._blocked.ask(now, block):
             return None
-        event = "upload_allowed" if decision.get("allowed") else "upload_blocked"
-        return make_finding(
-            event, level="warning", **fields, left_out=self._blocked.take_left_out()
-        )
+        allowed = bool(decision.get("allowed"))
+        return upload_decided("warning", fields, self._blocked.take_left_out(), allowed=allowed)
 
 
 # did a reported push arrive?

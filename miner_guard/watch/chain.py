@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from miner_guard.eventlog.catalog import make_finding
 from miner_guard.record.events import Event, event
 from miner_guard.system.once import OncePer
 from miner_guard.uploads import chain
@@ -85,9 +84,10 @@ class ChainMonitor(Monitor):
             words += f"; no new block for {frozen:.0f}s: check whether the node has stalled"
         if self._settings.master_uid is not None and ahead.reason is not None:
             words += f"; network outer step unknown ({ahead.reason})"
-        yield make_finding(
+        yield event(
             "chain_status",
-            level=level,
+            level,
+            f"CHAIN {words}",
             summary=words,
             network=asdict(network),
             **chain.as_fields(reading),
@@ -172,9 +172,13 @@ class SwarmMonitor(Monitor):
         before, self._peers = self._peers, peers
         if before is None or before == peers:
             return
-        event = "peers_lost" if peers < before else "peers_joined"
-        logged = make_finding(event, peers=peers, before=before)
-        yield logged if self._is_news(event, peers) else logged.at("debug")
+        if peers < before:
+            text = f"PEERS LOST: {peers} of {before} take part"
+            change = event("peers_lost", "warning", text, peers=peers, before=before)
+        else:
+            text = f"PEERS JOINED: {peers} take part, {before} before"
+            change = event("peers_joined", "info", text, peers=peers, before=before)
+        yield change if self._is_news(change.name, peers) else change.at("debug")
 
     def _is_news(self, event: str, peers: int) -> bool:
         now = self.context.clock.monotonic()
@@ -189,8 +193,10 @@ class SwarmMonitor(Monitor):
         self._allreduces[outcome] += 1
         reason = None if end.error is None else end.error[:200]
         self._last = {"outcome": outcome, "reason": reason, "wall": self.context.clock.wall()}
-        return make_finding(
+        return event(
             "allreduce_ended",
+            "info",
+            f"ALLREDUCE {outcome}" + (f": {reason}" if reason else ""),
             outcome=outcome if reason is None else f"failed: {reason}",
             reason=reason,
         )

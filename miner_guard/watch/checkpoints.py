@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from miner_guard.eventlog.catalog import make_finding
 from miner_guard.rank.journal import CheckpointEntry, EventEntry, JournalEntry
 from miner_guard.rank.layout import Now
 from miner_guard.record.events import Event, degraded, event
@@ -72,8 +71,11 @@ class ReportsMonitor(Monitor):
         self._interval_s = 0.0 if self._at is None else now - self._at
         self._newest, self._at, self._saved_at = entry, now, now
         self._stale.clear()
-        saved = make_finding(
+        took = "" if entry.seconds is None else f" in {entry.seconds:.2f}s"
+        saved = event(
             "checkpoint_saved",
+            "info",
+            f"CHECKPOINT SAVED: {path}{took}",
             rank=rank,
             path=path,
             step=entry.step,
@@ -117,17 +119,11 @@ class ReportsMonitor(Monitor):
         saved_step = -1 if self._newest is None else self._newest.step or 0
         if snapshot is not None and snapshot[0] > saved_step:
             step, path, age_s = snapshot
-            return (make_finding("last_checkpoint", path=path, step=step, age_s=age_s),)
+            return (_last(path, step, age_s),)
         if self._newest is None:
             return ()
-        return (
-            make_finding(
-                "last_checkpoint",
-                path=self._newest.path,
-                step=self._newest.step,
-                age_s=self.context.clock.monotonic() - self._saved_at,
-            ),
-        )
+        age_s = self.context.clock.monotonic() - self._saved_at
+        return (_last(self._newest.path, self._newest.step, age_s),)
 
     def _newest_snapshot(self) -> tuple[int, str, float] | None:
         """Step, path and age of the newest snapshot that all of this node's ranks have: the next
@@ -152,3 +148,17 @@ class ReportsMonitor(Monitor):
         age = self.context.clock.monotonic() - self._at
         newest = {key: getattr(self._newest, key) for key in keys}
         return {"checkpoint": newest, "checkpoint_age_s": age}
+
+
+def _last(path: str, step: int | None, age_s: float) -> Event:
+    """Source 003's advice after an interruption: resume from the last checkpoint, at this path."""
+    which = "" if step is None else f"step {step}, "
+    return event(
+        "last_checkpoint",
+        "info",
+        f"LAST CHECKPOINT: {which}saved {age_s:.0f}s before the end at {path}; resume training "
+        "from it",
+        path=path,
+        step=step,
+        age_s=age_s,
+    )

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from miner_guard.config import LossSettings
-from miner_guard.eventlog.catalog import make_finding
 from miner_guard.rank.journal import JournalEntry, TrainingEntry
 from miner_guard.rank.layout import Now, StepRecord
-from miner_guard.record.events import Event
+from miner_guard.record import lines
+from miner_guard.record.events import Event, event
 from miner_guard.record.words import gb, rank_list
 from miner_guard.watch.base import Context, Exit, Launch, Monitor
 from miner_guard.watch.progress import TrainingFacts
@@ -897,15 +897,6 @@ class MemoryWatch:
         )
 
 
-_EVENTS = {
-    "divergence": "loss_divergence",
-    "plateau_high": "loss_plateau",
-    "overfit": "overfit",
-    "memory_leak": "memory_leak",
-    "memory_drop": "memory_drop",
-}
-
-
 class CurvesMonitor(Monitor):
     """Judges the loss of the lowest rank that reports one, NaN on all ranks, and the memory of each
     rank. A NaN spreads to all ranks within a step, so it waits for the tick, by which every rank's
@@ -1087,12 +1078,34 @@ def event_of(anomaly: Anomaly, rank: int, step: StepRecord) -> Event:
     }
     seen = anomaly.evidence
     if anomaly.type == "nan":
-        return make_finding(
-            "loss_nan", rank=rank, loss=seen["loss"], examples=seen["examples"], **common
+        return event(
+            "loss_nan",
+            "critical",
+            lines.loss_nan(anomaly.at_step, seen["examples"]),
+            rank=rank,
+            loss=seen["loss"],
+            examples=seen["examples"],
+            **common,
         )
     if anomaly.type == "eval_nan":
-        return make_finding("eval_loss_nan", rank=rank, eval_loss=seen["eval_loss"], **common)
+        text = f"EVALUATION LOSS is {seen['eval_loss']} at step {anomaly.at_step}"
+        return event(
+            "eval_loss_nan", "warning", text, rank=rank, eval_loss=seen["eval_loss"], **common
+        )
     if anomaly.type == "spike":
         numbers = {key: seen[key] for key in ("loss", "median", "limit")}
-        return make_finding("loss_spike", rank=rank, level=anomaly.severity, **numbers, **common)
-    return make_finding(_EVENTS[anomaly.type], rank=rank, level=anomaly.severity, **common)
+        text = (
+            f"LOSS SPIKE: {seen['loss']:.4g} at step {anomaly.at_step} (median "
+            f"{seen['median']:.4g}, limit {seen['limit']:.4g})"
+        )
+        return event("loss_spike", anomaly.severity, text, rank=rank, **numbers, **common)
+    level, detail = anomaly.severity, anomaly.detail
+    if anomaly.type == "divergence":
+        return event("loss_divergence", level, f"LOSS DIVERGING: {detail}", rank=rank, **common)
+    if anomaly.type == "plateau_high":
+        return event("loss_plateau", level, f"LOSS PLATEAU: {detail}", rank=rank, **common)
+    if anomaly.type == "overfit":
+        return event("overfit", level, f"OVERFITTING: {detail}", rank=rank, **common)
+    if anomaly.type == "memory_leak":
+        return event("memory_leak", level, f"MEMORY LEAK: {detail}", rank=rank, **common)
+    return event("memory_drop", level, f"MEMORY DROP: {detail}", rank=rank, **common)

@@ -16,13 +16,12 @@ from miner_guard.checks import ranks
 from miner_guard.checks.faults import Faults
 from miner_guard.checks.preflight import PreflightRequest, expectation_of
 from miner_guard.config import GpuSettings
-from miner_guard.eventlog.catalog import make_finding
 from miner_guard.eventlog.section import LastRead
 from miner_guard.eventlog.status_document import GpusStatus, HealthStatus
 from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, TrainingEntry, unpack
 from miner_guard.rank.layout import Now
 from miner_guard.record.events import Event, degraded, event
-from miner_guard.record.words import counted
+from miner_guard.record.words import counted, known
 from miner_guard.system.once import Once, OncePer
 from miner_guard.watch.base import Context, Exit, Launch, Monitor
 
@@ -371,16 +370,20 @@ class GpuUse:
         """Judge one check, `seconds` after the launch. A check without any reading is an event
         too."""
         if not readings:
-            yield make_finding(
+            verdict = (
+                "no GPU memory reading from the hook, the miner's output or NVML within "
+                f"{seconds:.0f} s of the launch: call guard.diagnose or print GPU memory"
+            )
+            yield event(
                 "gpu_usage",
-                level="warning",
+                "warning",
+                f"GPU Memory Used: unknown - {verdict}",
                 used_gb=None,
                 total_gb=None,
                 share_pct=None,
                 source=None,
                 factor=None,
-                verdict=f"no GPU memory reading from the hook, the miner's output or NVML within "
-                f"{seconds:.0f} s of the launch: call guard.diagnose or print GPU memory",
+                verdict=verdict,
             )
             return
         for reading in readings:
@@ -402,9 +405,11 @@ class GpuUse:
         # Repeating the advice every 150 s would bury other lines; every line still contains the
         # share.
         warns = row.level != "info" and self._warned.ask(seconds, row.verdict)
-        yield make_finding(
+        yield event(
             "gpu_usage",
-            level=row.level if warns else None,
+            row.level if warns else "info",
+            f"GPU Memory Used: {lowest.used_gb:.1f} GB / {lowest.total_gb:.1f} GB "
+            f"({lowest.share_pct:.1f}%) - {verdict}",
             used_gb=lowest.used_gb,
             total_gb=lowest.total_gb,
             share_pct=lowest.share_pct,
@@ -777,12 +782,18 @@ def _resources(reports: Sequence[Mapping[str, Any]]) -> list[Event]:
     first = next((r for r in reports if not r.get("error")), None)
     if first is None:
         return []
+    cores, batch, dtype = len(os.sched_getaffinity(0)), first.get("batch_size"), first.get("dtype")
+    gpu = first.get("device_name") if first.get("cuda_available") else "none"
     return [
-        make_finding(
+        event(
             "resources",
-            cpu_cores=len(os.sched_getaffinity(0)),
-            batch_size=first.get("batch_size"),
-            gpu=first.get("device_name") if first.get("cuda_available") else "none",
-            dtype=first.get("dtype"),
+            "info",
+            # Source 002 prints `Mixed Precision=ON` here, but a hook can't see whether it is on.
+            f"RESOURCES: {cores} CPU cores, batch={known(batch)}, GPU={known(gpu)}, "
+            f"dtype={known(dtype)}",
+            cpu_cores=cores,
+            batch_size=batch,
+            gpu=gpu,
+            dtype=dtype,
         )
     ]

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.config import HangSettings
-from miner_guard.eventlog.catalog import make_finding
 from miner_guard.eventlog.status_document import HangStatus
 from miner_guard.eventlog.write_errors import not_stored
 from miner_guard.exits import CRASH_LOOP
@@ -712,7 +711,11 @@ class HangMonitor(Monitor):
             return False
         culprits = story["culprits"]
         rank = culprits[0] if len(culprits) == 1 else None
-        self.context.emit(make_finding("hang_detected", rank=rank, **story))
+        self.context.emit(
+            event(
+                "hang_detected", "critical", f"HANG DETECTED: {story['detail']}", rank=rank, **story
+            )
+        )
         return True
 
     def _act(self, hang: Hang, detail: str) -> None:
@@ -722,7 +725,9 @@ class HangMonitor(Monitor):
             # Gathering takes seconds. If the ranks are stepping again, or another launch has
             # replaced this one, leave the miner alone.
             what = "the hang cleared while the guard collected evidence; the miner keeps running"
-            self.context.emit(make_finding("hang_evidence", level="info", detail=what, ranks=[]))
+            self.context.emit(
+                event("hang_evidence", "info", f"HANG EVIDENCE: {what}", detail=what, ranks=[])
+            )
         elif hang.finished:
             self.context.control.finish(f"hang at exit: {detail}")
         elif self._settings.action == "restart":

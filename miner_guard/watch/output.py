@@ -16,8 +16,6 @@ from typing import Any
 
 from miner_guard import state_dir
 from miner_guard.checks.samplers import oom_kills
-from miner_guard.eventlog import catalog
-from miner_guard.eventlog.catalog import make_finding
 from miner_guard.eventlog.write_errors import not_stored
 from miner_guard.incidents import knowledge
 from miner_guard.incidents.explain import Explained, in_words
@@ -408,9 +406,10 @@ class FirstStepMonitor(Monitor):
             return ()
         self._noticed, self._warned = True, persists
         return [
-            make_finding(
+            event(
                 "no_step_yet",
-                level="warning" if persists else "info",
+                "warning" if persists else "info",
+                f"NO STEP YET: {waited:.0f}s after the launch; {self._detail(ranks)}",
                 waited_s=round(waited, 1),
                 detail=self._detail(ranks),
                 nearest=None if self._nearest is None else self._nearest[1],
@@ -664,9 +663,7 @@ class IncidentsMonitor(Monitor):
             # The guard's line counts as evidence, so that this monitor and a scan of the whole log
             # name the same root.
             for label in self._knowledge.shown_by(event.name):
-                sighting = Sighting(
-                    label, "cause", self._scanner.line, catalog.message(event), event.rank
-                )
+                sighting = Sighting(label, "cause", self._scanner.line, event.text, event.rank)
                 self._take([sighting], self.context.clock.monotonic())
                 if event.name not in _NEVER_OVERCOME:
                     self._shown[label] = sighting
@@ -795,12 +792,14 @@ class IncidentsMonitor(Monitor):
         story = {**explained.as_dict(), "count": explained.count, "ranks": list(explained.ranks)}
         output = self._tail.text()
         self.context.jobs.once("incident evidence", lambda: self._store(folder, story, output))
-        return make_finding(
+        cause = f"{explained.cause} Seen: {excerpt(explained.excerpt, _SEEN)}"
+        return event(
             "incident",
+            "warning" if root.first.role in ("retry", "warning") else explained.severity,
+            f"INCIDENT {explained.label}: {cause} Fix: {explained.fixes[0]}",
             rank=explained.ranks[0] if len(explained.ranks) == 1 else None,
-            level="warning" if root.first.role in ("retry", "warning") else explained.severity,
             label=explained.label,
-            cause=f"{explained.cause} Seen: {excerpt(explained.excerpt, _SEEN)}",
+            cause=cause,
             fix=explained.fixes[0],
             fixes=list(explained.fixes),
             excerpt=explained.excerpt,

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.config import GpuSettings, StepSettings
-from miner_guard.eventlog.catalog import make_finding
 from miner_guard.eventlog.status_document import FallbackStatus, RanksStatus
 from miner_guard.rank import journal
 from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, TrainingEntry
@@ -607,10 +606,11 @@ class RanksMonitor(Monitor):
             )
         self._last_straggler = seen
         critical = seen.score >= self.context.config.steps.straggler_critical_ratio
-        return make_finding(
+        return event(
             "straggler",
+            "critical" if critical else "warning",
+            f"STRAGGLER: rank {seen.rank} {seen.detail()}",
             rank=seen.rank,
-            level="critical" if critical else "warning",
             detail=seen.detail(),
             score=round(seen.score, 3),
             phase=seen.phase,

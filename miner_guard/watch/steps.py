@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar
 
 from miner_guard.config import StepSettings
-from miner_guard.eventlog.catalog import make_finding
 from miner_guard.eventlog.status_document import RankSteps, StepsStatus
 from miner_guard.rank.journal import JournalEntry, TrainingEntry
 from miner_guard.rank.layout import FLAG_FIRST, Now, StepRecord
+from miner_guard.record import lines
 from miner_guard.record.events import Event, event
 from miner_guard.record.phases import SPECIAL_PHASES
-from miner_guard.record.words import counted, gb
+from miner_guard.record.words import counted, gb, known
 from miner_guard.state_dir import json_number
 from miner_guard.system.once import Once
 from miner_guard.watch.base import Context, Exit, Launch, Monitor
@@ -709,21 +709,20 @@ class StepsMonitor(Monitor):
             self._loss_first = step.loss
         self._goodput.step(step.start, step.end, step.phases, step.nested_in_monitor_s)
         if (self._limiter if step.eval_loss is None else self._evaluated).allow(step.end):
-            yield make_finding(
+            about = _about_the_loss(step)
+            figures = step.figures()
+            yield event(
                 "inner_step",
+                "info",
+                lines.inner_step(figures, about, miner_prints_steps=self._miner_prints_steps),
                 rank=rank,
-                outer_step=step.outer_step,
-                inner_step=step.inner_step,
-                lr=step.lr,
-                loss=json_number(step.loss),
-                step_time_s=step.seconds,
-                gpu_mem_gb=gb(step.allocated_bytes),
+                **figures,
                 grad_norm=json_number(step.grad_norm),
                 eval_loss=json_number(step.eval_loss),
                 tokens=step.tokens,
                 total_steps=step.total_steps,
                 miner_prints_steps=self._miner_prints_steps or None,
-                **_about_the_loss(step),
+                **about,
             )
         if not step.flags & FLAG_FIRST:
             yield from self._time(rank, step)
@@ -851,16 +850,27 @@ class StepsMonitor(Monitor):
         if stretch == self._summary_stretch or window is None or self._max is None:
             return
         self._summary_stretch = stretch
-        yield make_finding(
+        p95_s, speed = window.quantile(0.95), grade(window.median, self.context.config.steps)
+        memory = gb(step.allocated_bytes)
+        memory_speed = memory_grade(memory, self.context.config.gpu)
+        yield event(
             "step_summary",
+            "info",
+            f"STEP SUMMARY: p50 {window.median:.2f}s p95 {known(p95_s, '.2f')}s "
+            f"max {self._max[0]:.2f}s, grade {speed}"
+            + (
+                ""
+                if memory_speed is None
+                else f" | GPU memory {known(memory, '.1f')}GB, grade {memory_speed}"
+            ),
             rank=rank,
             p50_s=window.median,
-            p95_s=window.quantile(0.95),
+            p95_s=p95_s,
             max_s=self._max[0],
-            grade=grade(window.median, self.context.config.steps),
+            grade=speed,
             steps=self._steps[rank],
-            gpu_mem_gb=(memory := gb(step.allocated_bytes)),
-            memory_grade=memory_grade(memory, self.context.config.gpu),
+            gpu_mem_gb=memory,
+            memory_grade=memory_speed,
         )
 
     def _timing_lines(self, rank: int, step: StepRecord) -> Iterator[Event]:
@@ -879,8 +889,10 @@ class StepsMonitor(Monitor):
                 outer_step=step.outer_step,
             )
         elif seen is not None:
-            yield make_finding(
+            yield event(
                 "timing_breakdown",
+                "info",
+                _breakdown(step.total_steps, seen),
                 rank=rank,
                 step=step.total_steps,
                 total_s=seen.total_s,
@@ -895,15 +907,20 @@ class StepsMonitor(Monitor):
             for flag in red_flags(seen, self.context.config.steps):
                 if flag.remark and not self._timing_remarks.first(flag.which):
                     continue
-                yield make_finding(
-                    "timing_remark" if flag.remark else "timing_red_flag",
-                    rank=rank,
-                    which=flag.which,
-                    seen=flag.seen,
-                    limit=flag.limit,
-                    meaning=flag.meaning,
-                    step=step.total_steps,
-                )
+                fields: dict[str, Any] = {
+                    "which": flag.which,
+                    "seen": flag.seen,
+                    "limit": flag.limit,
+                    "meaning": flag.meaning,
+                    "step": step.total_steps,
+                }
+                says = f"{flag.which}: {flag.seen} ({{}} {flag.limit}): {flag.meaning}"
+                if flag.remark:
+                    text = f"TIMING REMARK: {says.format('usual below')}"
+                    yield event("timing_remark", "info", text, rank=rank, **fields)
+                else:
+                    text = f"TIMING RED FLAG: {says.format('limit')}"
+                    yield event("timing_red_flag", "warning", text, rank=rank, **fields)
 
     def on_event(self, event: Event) -> Iterable[Event]:
         if event.name == "hang_detected":
@@ -1041,3 +1058,20 @@ class LineLimiter:
         count, self._left_out = self._left_out, 0
         self._counted_at = now if now != float("inf") else self._counted_at
         return count
+
+
+def _breakdown(step: int, parts: Breakdown) -> str:
+    """Source 001's block: seconds and share of each part of an evaluation step."""
+    rows = [f"TIMING BREAKDOWN (Step {step:,}):", f"   {'Total:':<15} {parts.total_s:.3f}s"]
+    for title, seconds in (
+        ("Inference", parts.inference_s),
+        ("Val Loss", parts.val_loss_s),
+        ("Example Loss", parts.example_loss_s),
+        ("Overhead", parts.overhead_s),
+    ):
+        if seconds is None:
+            rows.append(f"   {title + ':':<15} unknown")
+            continue
+        share = 100 * seconds / parts.total_s if parts.total_s else 0.0
+        rows.append(f"   {title + ':':<15} {seconds:.3f}s ({share:.1f}%)")
+    return "\n".join(rows)

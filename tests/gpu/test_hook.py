@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.eventlog.catalog import make_finding
 from miner_guard.rank.environment import find
 from miner_guard.rank.flight import FlightReader
 from miner_guard.rank.guard import Guard
+from miner_guard.record.events import event
 from miner_guard.state_dir import StateDir
 from tests.faults.guarded import Guarded
 from tests.gpu.conftest import Table
@@ -76,7 +76,16 @@ def test_no_call_of_the_hook_waits_for_the_gpu(
         guard.checkpoint_requested()
         guard.due("snapshot", every_s=60.0)
         guard.checkpoint_saved(tmp_path / "step-1", step=1, seconds=1.0, size_bytes=1)
-        guard.emit(make_finding("checkpoint_resumed", rank=0, path="here", step=1))
+        guard.emit(
+            event(
+                "checkpoint_resumed",
+                "info",
+                "CHECKPOINT RESUMED: here at step 1",
+                rank=0,
+                path="here",
+                step=1,
+            )
+        )
         guard.close(finished=True)
     record = FlightReader(StateDir(tmp_path).flight_of(0))
     steps = list(record.steps())

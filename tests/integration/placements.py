@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-from miner_guard.eventlog import catalog
 from miner_guard.rank import diagnose
 from miner_guard.rank.journal import JournalEntry, TrainingEntry
 from miner_guard.record.events import Event
@@ -112,10 +111,7 @@ def one(case: str, deadline_s: float, supervised: bool, expect: int | None) -> d
         )
     seconds = time.monotonic() - started
     diagnose.placement, diagnose.cuda_facts = real, real_facts
-    messages = [
-        {"event": f.name, "line": catalog.message(f), "fields": dict(f.fields)}
-        for f in host.messages
-    ]
+    messages = [{"event": f.name, "line": f.text, "fields": dict(f.fields)} for f in host.messages]
     # The group still works: diagnose must not break the next collective, not even after a silent
     # rank.
     total = torch.ones(1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from miner_guard.eventlog import catalog
 from miner_guard.rank.layout import StepRecord
 from miner_guard.record.events import Event
 from miner_guard.system.clock import FakeClock
@@ -47,4 +46,4 @@ def drive(
 
 
 def lines(found: Iterable[Event], event: str) -> list[str]:
-    return [catalog.message(f) for f in found if f.name == event]
+    return [f.text for f in found if f.name == event]

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from miner_guard.eventlog.catalog import CATALOGUE
 from tests.support import requires
 
 
@@ -28,10 +27,7 @@ class Logged:
 @functools.cache
 def events() -> Mapping[str, tuple[Logged, ...]]:
     """The places by event name."""
-    places: dict[str, list[Logged]] = {
-        spec.name: [Logged(spec.name, spec.level, str(spec.line), "catalog")]
-        for spec in CATALOGUE.values()
-    }
+    places: dict[str, list[Logged]] = {}
     for path in sorted((requires.REPO / "miner_guard").rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for each in _of(tree, str(path.relative_to(requires.REPO))):
@@ -48,8 +44,9 @@ def _of(tree: ast.AST, where: str) -> Iterator[Logged]:
         elif node.func.id == "event" and len(node.args) == 3:
             name, level, text = node.args
             assert isinstance(name, ast.Constant), f"{where}:{node.lineno}: a literal name"
-            known = level.value if isinstance(level, ast.Constant) else None
-            yield Logged(str(name.value), known, _text(text), where)
+            for choice in (level.body, level.orelse) if isinstance(level, ast.IfExp) else (level,):
+                known = choice.value if isinstance(choice, ast.Constant) else None
+                yield Logged(str(name.value), known, _text(text), where)
 
 
 def _text(node: ast.expr) -> str | None:

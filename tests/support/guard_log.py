@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from miner_guard.eventlog import catalog
 from miner_guard.eventlog.emitter import Emitter, StoreSink
+from miner_guard.record.events import event
 from miner_guard.record.redaction import Redactor
 from miner_guard.record.store import RunStore
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
+from tests.support.event_names import events
 
 
 class Log:
@@ -22,8 +23,11 @@ class Log:
         sink = StoreSink(lambda *row: store.write(row))
         self._emitter = Emitter(self.clock, "r1", Redactor(), [sink])
 
-    def say(self, event: str, **fields: Any) -> None:
-        self._emitter.emit(catalog.make_finding(event, **fields))
+    def say(self, name: str, **fields: Any) -> None:
+        level = next((e.level for e in events()[name] if e.level), "info")
+        told = ", ".join(v for v in fields.values() if isinstance(v, str))
+        text = f"{name.replace('_', ' ').upper()}: {told}"
+        self._emitter.emit(event(name, level, text, **fields))
 
     def step(self, inner_step: int, seconds: float = 15.0, loss: float = 3.0) -> None:
         self.clock.advance(seconds)

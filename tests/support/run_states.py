@@ -7,36 +7,79 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from miner_guard.eventlog.catalog import make_finding
 from miner_guard.eventlog.status_document import NO_REPO, RunState, StatusDocument
-from miner_guard.record.events import Event
+from miner_guard.record.events import Event, event
 from miner_guard.watch.state import Memory, judge
 
-RESTARTING = make_finding(
-    "miner_restarting", wait_s=4.0, attempt=2, max_restarts=5, cause="it ended with code 1"
+RESTARTING = event(
+    "miner_restarting",
+    "warning",
+    "MINER RESTARTING in 4s (attempt 2 of 5): it ended with code 1",
+    wait_s=4.0,
+    attempt=2,
+    max_restarts=5,
+    cause="it ended with code 1",
 )
-HANG = make_finding(
+HANG = event(
     "hang_detected",
+    "critical",
+    "HANG DETECTED: rank 1 in data for 912s, ranks 0,2-3 waiting in allreduce",
     detail="rank 1 in data for 912s, ranks 0,2-3 waiting in allreduce",
     culprits=[1],
     idle_s=912.0,
     limit_s=300.0,
 )
-STRAGGLER = make_finding("straggler", rank=12, detail="works 14.2s a step", score=0.6)
-OUT_OF_MEMORY = make_finding(
-    "incident", label="cuda_oom", cause="c", fix="Halve the batch.", excerpt="x"
+STRAGGLER = event(
+    "straggler",
+    "warning",
+    "STRAGGLER: rank 12 works 14.2s a step",
+    rank=12,
+    detail="works 14.2s a step",
+    score=0.6,
 )
-LOOP = make_finding(
+OUT_OF_MEMORY = event(
+    "incident",
+    "error",
+    "INCIDENT cuda_oom: c Fix: Halve the batch.",
+    label="cuda_oom",
+    cause="c",
+    fix="Halve the batch.",
+    excerpt="x",
+)
+LOOP = event(
     "crash_loop",
+    "critical",
+    "CRASH LOOP: cuda_oom again after a restart; a restart does not fix it. Halve the batch.",
     detail="cuda_oom again after a restart; a restart does not fix it. Halve the batch.",
     restarts=1,
 )
-FULL = make_finding("disk_full", what="guard.jsonl", reason="No space left on device")
-NAN = make_finding("loss_nan", step=72, loss="NaN", outer_step=62)
-SAVED = make_finding(
-    "checkpoint_saved", path="/data/step-600.pt", step=600, seconds=8.0, size_bytes=1
+FULL = event(
+    "disk_full",
+    "critical",
+    "DISK FULL: cannot write guard.jsonl (No space left on device); the miner keeps running",
+    what="guard.jsonl",
+    reason="No space left on device",
 )
-GPU = make_finding("gpu_fault", gpu=3, what="fell off the bus", next_step="restart the host")
+NAN = event(
+    "loss_nan", "critical", "Loss is NaN or Inf at step 72", step=72, loss="NaN", outer_step=62
+)
+SAVED = event(
+    "checkpoint_saved",
+    "info",
+    "CHECKPOINT SAVED: /data/step-600.pt in 8.00s",
+    path="/data/step-600.pt",
+    step=600,
+    seconds=8.0,
+    size_bytes=1,
+)
+GPU = event(
+    "gpu_fault",
+    "critical",
+    "GPU FAULT: GPU 3 fell off the bus; restart the host",
+    gpu=3,
+    what="fell off the bus",
+    next_step="restart the host",
+)
 
 
 def healthy(**changes: Any) -> dict[str, Any]:
@@ -78,8 +121,8 @@ def healthy(**changes: Any) -> dict[str, Any]:
 def memory_of(events: Iterable[Event]) -> Memory:
     """What the judge remembers after these events."""
     memory = Memory()
-    for event in events:
-        memory.take(event)
+    for each in events:
+        memory.take(each)
     return memory
 
 

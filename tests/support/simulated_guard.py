@@ -16,7 +16,6 @@ from typing import Any
 
 from miner_guard.checks.snapshot import assemble, summary
 from miner_guard.config import Config, GpuSettings, MinerSettings, RepoSettings
-from miner_guard.eventlog.catalog import make_finding
 from miner_guard.eventlog.emitter import Emitter, StoreSink
 from miner_guard.eventlog.run_status import LastExit, RankProcess, RunStatus
 from miner_guard.guard.lock import killed_guard
@@ -24,6 +23,7 @@ from miner_guard.guard.restart import Again, Attribution, Failure, RestartPolicy
 from miner_guard.rank import journal
 from miner_guard.rank.journal import CheckpointEntry, DecisionEntry
 from miner_guard.rank.layout import Now
+from miner_guard.record.events import event
 from miner_guard.record.redaction import Redactor
 from miner_guard.record.store import RunStore, now_rows
 from miner_guard.record.words import rank_list
@@ -94,8 +94,8 @@ class SimulatedGuard:
         with self._repo():
             self.runner.monitors = list(self._monitors())
         self._document()
-        for event in killed_guard(self.state, None):
-            self.runner.log(event)
+        for each in killed_guard(self.state, None):
+            self.runner.log(each)
         self.launch()
 
     def _monitors(self) -> Iterator[Monitor]:
@@ -151,8 +151,14 @@ class SimulatedGuard:
         launched = Launch(self.training.command, 4711, self._launches, self._launched_at)
         self._launches += 1
         self.runner.launch(launched)
-        words = {"pid": 4711, "command": " ".join(launched.command), "attempt": launched.attempt}
-        self.runner.log(make_finding("miner_started", **words))
+        words: dict[str, Any] = {
+            "pid": 4711,
+            "command": " ".join(launched.command),
+            "attempt": launched.attempt,
+        }
+        self.runner.log(
+            event("miner_started", "info", "MINER STARTED: pid 4711: " + words["command"], **words)
+        )
         self.clock.advance(20.0)
         facts = [self.training.facts(rank) for rank in range(self.training.ranks)]
         for part in journal.pack(facts):
@@ -173,7 +179,8 @@ class SimulatedGuard:
         detail = f"rank {rank} in data for {self._silent_s():.0f}s, {others} waiting in allreduce"
         self._hang = f"{detail}; at {frame}"
         silent = {"idle_s": self._silent_s(), "limit_s": _WATCHING["limit_s"]}
-        self.runner.log(make_finding("hang_detected", detail=self._hang, culprits=[rank], **silent))
+        story = {"detail": self._hang, "culprits": [rank], **silent}
+        self.runner.log(event("hang_detected", "critical", f"HANG DETECTED: {self._hang}", **story))
         self._end(Exit(137, 9, True, False, self._runtime_s()), f"hang: {self._hang}")
         self._retry(Failure(f"hang: {self._hang}", self._runtime_s()))
 
@@ -195,15 +202,25 @@ class SimulatedGuard:
             seen_at=self.clock.monotonic(),
         )
         words = f"block 5000000, network outer step {self.training.network}"
-        event = make_finding("chain_status", summary=words, network=vars(network))
+        status = event(
+            "chain_status", "info", f"CHAIN {words}", summary=words, network=vars(network)
+        )
         with self._repo():
-            self.runner.log(event)
+            self.runner.log(status)
 
     def fill_disk(self) -> None:
         """Fill the disk of the state directory, so that neither the log nor the ledger can grow."""
         self._log.full = True
         reason = "No space left on device"
-        self.runner.log(make_finding("disk_full", what="guard.jsonl", reason=reason))
+        self.runner.log(
+            event(
+                "disk_full",
+                "critical",
+                f"DISK FULL: cannot write guard.jsonl ({reason}); the miner keeps running",
+                what="guard.jsonl",
+                reason=reason,
+            )
+        )
 
     def die(self, hours: float) -> None:
         """SIGKILL ends the guard and its miner; nothing runs for a while."""
@@ -274,7 +291,11 @@ class SimulatedGuard:
         end = {"phase": "finished", "seconds": 11.4, "attempts": 1, "t": self.clock.monotonic()}
         self.runner.entry(0, {**entry, **end})
         if self._uploads % _AUDIT_EVERY == 1:
-            self.runner.log(make_finding("audit_passed", detail="12 of 12 rules"))
+            self.runner.log(
+                event(
+                    "audit_passed", "info", "AUDIT PASSED: 12 of 12 rules", detail="12 of 12 rules"
+                )
+            )
 
     # the supervisor
 
@@ -296,15 +317,18 @@ class SimulatedGuard:
         self.runner.exit(end)
         self._last_exit = LastExit(end.code, end.signal, end.asked, end.finished, end.runtime_s)
         how = "without being asked" if asked is None else f"as requested: {asked}"
-        words = {"how": f"{how_it_ended(end)} {how}", "code": end.code, "runtime_s": end.runtime_s}
-        exited = make_finding("miner_exited", **words)
+        how = f"{how_it_ended(end)} {how}"
+        words: dict[str, Any] = {"how": how, "code": end.code, "runtime_s": end.runtime_s}
+        exited = event("miner_exited", "error", f"MINER EXITED: {how}", **words)
         self.runner.log(exited if asked is None else exited.at("info"))
 
     def _retry(self, failure: Failure) -> bool:
         decision = self._policy.failed(failure)
         if not isinstance(decision, Again):
             why, restarts = decision.why, self._policy.failures
-            self.runner.log(make_finding("crash_loop", detail=why, restarts=restarts))
+            self.runner.log(
+                event("crash_loop", "critical", f"CRASH LOOP: {why}", detail=why, restarts=restarts)
+            )
             self._miner = "done"
             self._document()
             with self._repo():
@@ -312,8 +336,16 @@ class SimulatedGuard:
             self._document()
             return False
         most = self._config.restart.max_restarts
-        attempt = {"attempt": decision.attempt, "max_restarts": most, "cause": failure.cause}
-        restarting = make_finding("miner_restarting", wait_s=decision.wait_s, **attempt)
+        restarting = event(
+            "miner_restarting",
+            "warning",
+            f"MINER RESTARTING in {decision.wait_s:.0f}s (attempt {decision.attempt} of {most}): "
+            f"{failure.cause}",
+            wait_s=decision.wait_s,
+            attempt=decision.attempt,
+            max_restarts=most,
+            cause=failure.cause,
+        )
         self._miner = "waiting"
         self.runner.log(restarting)
         self.wait(decision.wait_s)
@@ -344,7 +376,9 @@ class SimulatedGuard:
             unknown={},
         )
         words = summary(snapshot)
-        self.runner.log(make_finding("health_snapshot", summary=words, snapshot=snapshot))
+        self.runner.log(
+            event("health_snapshot", "info", f"HEALTH {words}", summary=words, snapshot=snapshot)
+        )
 
     def _health(self) -> dict[str, Any]:
         idle = self._miner != "running" or self._silent_s() > 4 * self.step_s

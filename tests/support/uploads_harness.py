@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from miner_guard.config import Config, GateSettings, MinerSettings, RepoSettings
-from miner_guard.eventlog.catalog import message
 from miner_guard.rank.journal import DecisionEntry, parse
 from miner_guard.rank.layout import StepRecord
 from miner_guard.record.events import Event
@@ -116,4 +115,4 @@ class Bench:
         )
 
     def messages(self, event: str) -> list[str]:
-        return [message(f) for f in self.emitted if f.name == event]
+        return [f.text for f in self.emitted if f.name == event]

@@ -10,7 +10,6 @@ import pytest
 
 from miner_guard.checks import check, ranks
 from miner_guard.config import Config, GpuSettings
-from miner_guard.eventlog import catalog
 from miner_guard.rank import layout
 from miner_guard.rank.journal import DiagnosisEntry, pack, unpack
 from miner_guard.state_dir import StateDir, write_json
@@ -174,10 +173,10 @@ def test_the_monitor_reports_once_all_entries_have_arrived(tmp_path: Any) -> Non
     events = [list(diagnosis.on_entry(0, e)) for e in entries]
     assert not any(events[:-1])
     assert events[-1][0].name == "gpu_diagnostics"
-    words = catalog.message(events[-1][-1])
+    words = events[-1][-1].text
     assert words.startswith("RESOURCES: ")
     assert "CPU cores, batch=" in words
-    assert "\nranks 0-63: " in catalog.message(events[-1][0])
+    assert "\nranks 0-63: " in events[-1][0].text
     assert diagnosis.snapshot()["ranks"] == reports
 
 
@@ -204,7 +203,7 @@ def test_the_block_does_not_grow_with_ranks_that_are_alike(count: int) -> None:
     reports = [report(r, allocated_bytes=(18 + r % 3) * GIB) for r in range(count)]
     reports[5] = {"rank": 5, "error": "no answer within 30 s"}
     (block,) = (f for f in ranks.events(reports, count) if f.name == "gpu_diagnostics")
-    words = catalog.message(block)
+    words = block.text
     assert "rank 5: unknown: no answer within 30 s" in words
     if count > 16:
         assert f"\nranks 0-4,6-{count - 1}: " in words

@@ -15,9 +15,8 @@ import pytest
 
 from miner_guard.cli.main import run
 from miner_guard.config import AlertSettings, Config
-from miner_guard.eventlog.catalog import make_finding
 from miner_guard.rank.layout import StepRecord
-from miner_guard.record.events import Event
+from miner_guard.record.events import Event, event
 from miner_guard.show import alerts
 from miner_guard.show.alerts import Alert, AlertPolicy, AlertsMonitor, send_test
 from miner_guard.system.clock import FakeClock, SystemClock
@@ -26,12 +25,32 @@ from tests.support import requires
 from tests.support.contexts import JobsAtOnce, context
 from tests.support.waiting import until
 
-HANG = make_finding(
-    "hang_detected", detail="rank 2 in data for 912s", culprits=[2], idle_s=912, limit_s=300
+HANG = event(
+    "hang_detected",
+    "critical",
+    "HANG DETECTED: rank 2 in data for 912s",
+    detail="rank 2 in data for 912s",
+    culprits=[2],
+    idle_s=912,
+    limit_s=300,
 )
-FAILED = make_finding("upload_failed", reason="403")
-VERIFIED = make_finding("upload_succeeded", tag="5.56.51", detail="read back")
-SPIKE = make_finding("loss_spike", step=1, loss=9.0, median=3.0, limit=4.0)
+FAILED = event("upload_failed", "error", "UPLOAD FAILED: 403", reason="403")
+VERIFIED = event(
+    "upload_succeeded",
+    "info",
+    "UPLOAD VERIFIED: tag 5.56.51 read back",
+    tag="5.56.51",
+    detail="read back",
+)
+SPIKE = event(
+    "loss_spike",
+    "warning",
+    "LOSS SPIKE: 9 at step 1 (median 3, limit 4)",
+    step=1,
+    loss=9.0,
+    median=3.0,
+    limit=4.0,
+)
 
 
 def _sent(policy: AlertPolicy, *events: Event) -> list[Alert]:
@@ -45,7 +64,9 @@ def test_errors_are_reported_and_warnings_are_not() -> None:
         HANG,
         SPIKE,
         VERIFIED,
-        make_finding("alert_failed", alert="x", reason="y").at("critical"),
+        event("alert_failed", "warning", "ALERT FAILED: x: y", alert="x", reason="y").at(
+            "critical"
+        ),
     )
     assert [(alert.title, alert.body) for alert in sent] == [
         ("[host/miner] CRITICAL: hang_detected", "HANG DETECTED: rank 2 in data for 912s")
@@ -54,8 +75,15 @@ def test_errors_are_reported_and_warnings_are_not() -> None:
 
 def test_the_overnight_set_adds_losses_and_failed_saves_but_no_requested_stop() -> None:
     policy = AlertPolicy(AlertSettings(preset="overnight"), FakeClock(), "h/m")
-    asked = make_finding("miner_exited", level="info", how="as asked", code=0, runtime_s=1.0)
-    sent = _sent(policy, SPIKE, asked, make_finding("checkpoint_stale", detail="2 h old"))
+    asked = event(
+        "miner_exited", "info", "MINER EXITED: as asked", how="as asked", code=0, runtime_s=1.0
+    )
+    sent = _sent(
+        policy,
+        SPIKE,
+        asked,
+        event("checkpoint_stale", "warning", "CHECKPOINT STALE: 2 h old", detail="2 h old"),
+    )
     assert [alert.event for alert in sent] == ["loss_spike", "checkpoint_stale"]
 
 
@@ -67,7 +95,15 @@ def test_the_same_alert_waits_for_its_cooldown_and_says_how_many_were_held_back(
     (again,) = _sent(policy, HANG)
     assert "(9 more of these were suppressed)" in again.body
     labels = [
-        make_finding("incident", label=label, cause="c", fix="f", excerpt="e")
+        event(
+            "incident",
+            "error",
+            f"INCIDENT {label}: c Fix: f",
+            label=label,
+            cause="c",
+            fix="f",
+            excerpt="e",
+        )
         for label in ("oom", "nccl", "oom")
     ]
     assert len(_sent(policy, *labels)) == 2
@@ -89,15 +125,26 @@ def test_a_resolved_alert_is_reported_once_and_may_recur() -> None:
 def test_what_is_remembered_is_bounded() -> None:
     policy = AlertPolicy(AlertSettings(), FakeClock(), "h/m")
     for number in range(2000):
-        _sent(policy, make_finding("incident", label=str(number), cause="c", fix="f", excerpt="e"))
+        _sent(
+            policy,
+            event(
+                "incident",
+                "error",
+                f"INCIDENT {number!s}: c Fix: f",
+                label=str(number),
+                cause="c",
+                fix="f",
+                excerpt="e",
+            ),
+        )
     assert len(policy._sent_at) <= 256
     assert len(policy._open) <= 256
 
 
 def _now(monitor: AlertsMonitor, *events: Event) -> None:
     """Let the monitor gather the events and send its message."""
-    for event in events:
-        monitor.on_event(event)
+    for each in events:
+        monitor.on_event(each)
     monitor.on_tick(math.inf, {})
 
 
@@ -145,8 +192,23 @@ def test_what_follows_one_crash_is_one_message_that_leads_with_the_worst(
     sent: list[Alert] = []
     monkeypatch.setattr(alerts.AlertQueue, "put", lambda _self, alert: sent.append(alert))
     monitor, _ = _monitor(tmp_path, AlertSettings(urls=("json://127.0.0.1:9/",)))
-    exited = make_finding("miner_exited", how="exit code 1", code=1, runtime_s=9.0)
-    oom = make_finding("incident", label="cuda_oom", cause="c", fix="f", excerpt="e")
+    exited = event(
+        "miner_exited",
+        "error",
+        "MINER EXITED: exit code 1",
+        how="exit code 1",
+        code=1,
+        runtime_s=9.0,
+    )
+    oom = event(
+        "incident",
+        "error",
+        "INCIDENT cuda_oom: c Fix: f",
+        label="cuda_oom",
+        cause="c",
+        fix="f",
+        excerpt="e",
+    )
     oom = oom.at("critical")
     monitor.on_event(exited)
     monitor.on_event(oom)
@@ -163,7 +225,10 @@ def test_what_follows_one_crash_is_one_message_that_leads_with_the_worst(
     _now(monitor)
     assert len(sent) == 2
     assert sent[1].title.endswith("RESOLVED: miner_exited")
-    _now(monitor, *[make_finding("upload_failed", what=str(n), reason=str(n)) for n in range(30)])
+    failed = [
+        event("upload_failed", "error", f"UPLOAD FAILED: {n}", reason=str(n)) for n in range(30)
+    ]
+    _now(monitor, *failed)
     assert "and 22 more lines: `miner-guard logs`" in sent[-1].body
 
 
@@ -254,7 +319,7 @@ def test_what_waits_at_the_end_is_retried_and_lingering_ends_when_it_arrived(
     monitor, emitted = _monitor(tmp_path, AlertSettings(urls=(_url(webhook),)))
     _now(monitor, HANG)
     until(lambda: monitor._outbox._later)
-    _now(monitor, make_finding("crash_loop", detail="x", restarts=5))
+    _now(monitor, event("crash_loop", "critical", "CRASH LOOP: x", detail="x", restarts=5))
     monitor.on_stop()
     assert monitor.lingers()
     until(lambda: not monitor.lingers())

@@ -13,8 +13,7 @@ import pytest
 
 from miner_guard.cli.main import run
 from miner_guard.config import Config, GateSettings, MinerSettings, RepoSettings
-from miner_guard.eventlog.catalog import make_finding, message
-from miner_guard.record.events import Event
+from miner_guard.record.events import Event, event
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
 from miner_guard.uploads import audit, gate
@@ -51,7 +50,7 @@ def test_what_validators_accept_passes_and_says_what_was_checked(tmp_path: Path)
         "block_list",
         "metadata",
     }
-    assert message(report.event()).startswith(
+    assert report.event().text.startswith(
         "AUDIT PASSED: epoch 56 (the network's: 300 blocks since the AllReduce)"
     )
     assert report.fetched_bytes > (tmp_path / "epoch-56" / "gradients.pt").stat().st_size
@@ -74,7 +73,7 @@ def test_what_validators_reject_fails_with_rule_number_and_limit(
     report = look(tmp_path)
     assert report.outcome == "rejected"
     assert words in ages_to_the_hundred(report.detail)
-    assert message(report.event()).startswith("AUDIT FAILED: epoch 56")
+    assert report.event().text.startswith("AUDIT FAILED: epoch 56")
     assert report.event().level == "critical"
 
 
@@ -159,7 +158,7 @@ def test_a_repo_that_cannot_be_inspected_is_unknown_and_never_accepted(tmp_path:
         child=audit.FetchChild(python="/nonexistent"),
     )
     assert blind.outcome == "unknown"
-    assert message(blind.event()).startswith("AUDIT UNKNOWN")
+    assert blind.event().text.startswith("AUDIT UNKNOWN")
 
 
 def test_a_later_audit_removes_what_a_killed_one_left(
@@ -260,7 +259,9 @@ def test_a_state_directory_tells_what_its_guard_watches(
 
 # on a schedule
 
-PUSHED = make_finding("upload_succeeded", tag="5.56.51", detail="-")
+PUSHED = event(
+    "upload_succeeded", "info", "UPLOAD VERIFIED: tag 5.56.51 -", tag="5.56.51", detail="-"
+)
 
 
 class Bench:
@@ -304,7 +305,7 @@ def test_an_audit_follows_each_verified_push_and_a_schedule(
     assert [f.level for f in bench.emitted] == ["info", "debug"]
     bench.report = audit.AuditReport("rejected", "epoch 56: too old")
     bench.jobs.repeated["audit"]()
-    assert message(bench.emitted[-1]) == "AUDIT FAILED: epoch 56: too old"
+    assert bench.emitted[-1].text == "AUDIT FAILED: epoch 56: too old"
 
 
 def test_the_audit_knows_how_the_last_allreduce_ended(
@@ -312,10 +313,18 @@ def test_the_audit_knows_how_the_last_allreduce_ended(
 ) -> None:
     bench = Bench(tmp_path, monkeypatch)
     bench.jobs.repeated["audit"]()
-    failed = make_finding("allreduce_ended", outcome="failed: no group", reason="no group")
+    failed = event(
+        "allreduce_ended",
+        "info",
+        "ALLREDUCE failed: no group",
+        outcome="failed: no group",
+        reason="no group",
+    )
     bench.finds(failed)
     bench.jobs.repeated["audit"]()
-    bench.finds(make_finding("allreduce_ended", outcome="finished", reason=None))
+    bench.finds(
+        event("allreduce_ended", "info", "ALLREDUCE finished", outcome="finished", reason=None)
+    )
     bench.jobs.repeated["audit"]()
     allreduces = [inputs.allreduce for inputs in bench.asked]
     assert allreduces == [None, AllReduce("no group"), AllReduce(None)]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from miner_guard.cli.main import run
-from miner_guard.eventlog import catalog
 from miner_guard.eventlog.emitter import Emitter, StoreSink
+from miner_guard.record.events import event
 from miner_guard.record.redaction import Redactor
 from miner_guard.record.store import RunStore
 from miner_guard.show import bundle
@@ -41,11 +41,16 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateDir:
     emitter = Emitter(SystemClock(), "r1", Redactor(), [StoreSink(lambda *row: store.write(row))])
     for step in range(100):
         figures = {"lr": 1e-4, "loss": 3.0, "step_time_s": 15.0, "gpu_mem_gb": None}
-        emitter.emit(catalog.make_finding("inner_step", outer_step=1, inner_step=step, **figures))
+        emitter.emit(event("inner_step", "info", "…", outer_step=1, inner_step=step, **figures))
     emitter.emit(
-        catalog.make_finding("upload_failed", reason="key planted-environment-secret refused")
+        event(
+            "upload_failed",
+            "error",
+            "UPLOAD FAILED: key planted-environment-secret refused",
+            reason="key planted-environment-secret refused",
+        )
     )
-    emitter.emit(catalog.make_finding("rank_message", text="hf_" + "a" * 34))
+    emitter.emit(event("rank_message", "info", f"{'hf_' + 'a' * 34}", text="hf_" + "a" * 34))
     write_status(state.root, {"command": ["train", "--wallet.password=planted-argument"]})
     evidence = state.incidents / "2026-hang" / "log.txt"
     evidence.parent.mkdir(parents=True)

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from miner_guard.config import ChainSettings, Config, MinerSettings, optional_deps
-from miner_guard.eventlog.catalog import message
 from miner_guard.record.events import Event
 from miner_guard.system.clock import FakeClock
 from miner_guard.uploads import chain
@@ -211,7 +210,7 @@ def test_a_lost_registration_is_critical_and_repeated(monitor: ChainMonitor) -> 
     status, critical = shown(monitor.observe(lost, ahead, 120.0))
     assert status.name == "chain_status"
     assert critical.level == "critical"
-    assert message(critical).startswith(
+    assert critical.text.startswith(
         "CHAIN UNREGISTERED: the hotkey is not registered on subnet 38 at block 1010"
     )
     assert [
@@ -229,7 +228,7 @@ def test_a_lost_registration_is_critical_and_repeated(monitor: ChainMonitor) -> 
 def test_an_unknown_registration_is_never_called_lost(monitor: ChainMonitor) -> None:
     silent = ChainReading(reason="no answer within 30 s")
     (unknown,) = shown(monitor.observe(silent, NetworkProgress(), 0.0))
-    assert message(unknown) == "CHAIN unknown: no answer within 30 s"
+    assert unknown.text == "CHAIN unknown: no answer within 30 s"
     assert unknown.fields["network"]["reason"] == "no answer within 30 s"
     assert shown(monitor.observe(silent, NetworkProgress(), 120.0)) == []
 
@@ -238,7 +237,7 @@ def test_a_frozen_node_is_reported(monitor: ChainMonitor) -> None:
     list(monitor.observe(GOOD, NetworkProgress(), 0.0))
     assert shown(monitor.observe(GOOD, NetworkProgress(), 60.0)) == []
     (frozen,) = shown(monitor.observe(GOOD, NetworkProgress(), 121.0))
-    assert "no new block for 121s" in message(frozen)
+    assert "no new block for 121s" in frozen.text
     assert frozen.level == "warning"
 
 
@@ -326,9 +325,9 @@ def test_peers_that_leave_and_join_are_reported(tmp_path: Path, profile: str, fo
     assert swarm.line(form.format(n=1, p=5)) == []
     assert swarm.line(form.format(n=2, p=5)) == []
     (lost,) = swarm.line(form.format(n=3, p=3))
-    assert (lost.level, message(lost)) == ("warning", "PEERS LOST: 3 of 5 take part")
+    assert (lost.level, lost.text) == ("warning", "PEERS LOST: 3 of 5 take part")
     (joined,) = swarm.line(form.format(n=4, p=5))
-    assert (joined.level, message(joined)) == ("info", "PEERS JOINED: 5 take part, 3 before")
+    assert (joined.level, joined.text) == ("info", "PEERS JOINED: 5 take part, 3 before")
     assert swarm.monitor.snapshot()["peers"] == 5
 
 
@@ -351,7 +350,7 @@ def test_the_end_of_an_allreduce_is_reported(
 ) -> None:
     swarm = Swarm(tmp_path, profile)
     (end,) = swarm.line(line)
-    assert message(end) == words
+    assert end.text == words
     outcome = words.split()[1].rstrip(":")
     assert swarm.monitor.snapshot()["allreduces"][outcome] == 1
     assert swarm.monitor.snapshot()["last"]["outcome"] == outcome

@@ -13,9 +13,9 @@ import pytest
 
 from miner_guard.cli import options
 from miner_guard.cli.main import run
-from miner_guard.eventlog import catalog
 from miner_guard.eventlog.emitter import Emitter, StoreSink
 from miner_guard.exits import Refused
+from miner_guard.record.events import event
 from miner_guard.record.redaction import Redactor
 from miner_guard.record.store import RunStore, StoredEvent
 from miner_guard.system.clock import FakeClock
@@ -27,10 +27,10 @@ def state(tmp_path: Path) -> Path:
     store = RunStore(tmp_path / "run.db")
     emitter = Emitter(FakeClock(), "r1", Redactor(), [StoreSink(lambda *row: store.write(row))])
     for number in range(30):
-        emitter.emit(
-            catalog.make_finding("rank_message", rank=number % 2, text=f"message {number}")
-        )
-    emitter.emit(catalog.make_finding("upload_failed", reason="403 Forbidden"))
+        emitter.emit(event("rank_message", "info", f"message {number}", rank=number % 2))
+    emitter.emit(
+        event("upload_failed", "error", "UPLOAD FAILED: 403 Forbidden", reason="403 Forbidden")
+    )
     return tmp_path
 
 
@@ -52,7 +52,7 @@ def test_a_blocks_headline_is_its_first_line_with_words() -> None:
 
 def test_json_is_one_document(state: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     assert run(["logs", "--state-dir", str(state), "--rank", "1", "--json"]) == 0
-    assert [e["text"] for e in json.loads(capfdbinary.readouterr().out)] == [
+    assert [e["msg"] for e in json.loads(capfdbinary.readouterr().out)] == [
         f"message {n}" for n in range(1, 30, 2)
     ]
 
@@ -97,7 +97,7 @@ def test_following_shows_the_last_ten_lines_and_then_new_ones(tmp_path: Path) ->
     store = RunStore(tmp_path / "run.db")
     emitter = Emitter(FakeClock(), "r1", Redactor(), [StoreSink(lambda *row: store.write(row))])
     for number in range(30):
-        emitter.emit(catalog.make_finding("rank_message", text=str(number)))
+        emitter.emit(event("rank_message", "info", str(number), text=str(number)))
     program = str(Path(sys.executable).with_name("miner-guard"))
     child = subprocess.Popen(
         [program, "logs", "--follow", "--json", "--state-dir", str(tmp_path)],
@@ -109,7 +109,7 @@ def test_following_shows_the_last_ten_lines_and_then_new_ones(tmp_path: Path) ->
         str(n) for n in range(20, 30)
     ]
     for number in range(30, 60):
-        emitter.emit(catalog.make_finding("rank_message", text=str(number)))
+        emitter.emit(event("rank_message", "info", str(number), text=str(number)))
     assert [json.loads(child.stdout.readline())["text"] for _ in range(30)] == [
         str(n) for n in range(30, 60)
     ]
@@ -128,10 +128,25 @@ def test_where_no_guard_runs_status_says_how_the_last_one_ended(
     up."""
     store = RunStore(tmp_path / "run.db")
     emitter = Emitter(FakeClock(), "r1", Redactor(), [StoreSink(lambda *row: store.write(row))])
-    emitter.emit(catalog.make_finding("guard_started", version="1", pid=1, state_dir=str(tmp_path)))
+    emitter.emit(
+        event(
+            "guard_started",
+            "info",
+            f"GUARD STARTED: version 1, pid {1}, state {tmp_path!s}",
+            version="1",
+            pid=1,
+            state_dir=str(tmp_path),
+        )
+    )
     if ended:
         emitter.emit(
-            catalog.make_finding("guard_stopped", exit_code=75, reason="crash loop: exit code 1")
+            event(
+                "guard_stopped",
+                "info",
+                "GUARD STOPPED: exit code 75, crash loop: exit code 1",
+                exit_code=75,
+                reason="crash loop: exit code 1",
+            )
         )
     assert run(["status", "--state-dir", str(tmp_path)]) == 3
     assert words in capsys.readouterr().err

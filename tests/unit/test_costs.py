@@ -22,7 +22,6 @@ from miner_guard.costs import (
     impact,
     set_global_tracker,
 )
-from miner_guard.eventlog.catalog import message
 from miner_guard.record.events import Event
 from miner_guard.system.clock import FakeClock
 from tests.support import requires
@@ -75,7 +74,7 @@ def test_an_operation_over_30_s_is_called_out_at_its_first_call() -> None:
     account = Account()
     account.clock.advance(100_000)
     account.call("evolution_snapshot", 31)
-    assert [message(event) for event in account.events] == [
+    assert [event.text for event in account.events] == [
         "MONITORING SLOW: evolution_snapshot took 31.0s (limit 30s)"
     ]
 
@@ -87,7 +86,7 @@ def test_over_5_per_cent_warns_once_and_over_10_is_critical_once() -> None:
         account.call("validation", 10)
     over = [event for event in account.events if event.name == "monitoring_over_budget"]
     assert [event.level for event in over] == ["warning", "critical"]
-    assert message(over[0]).startswith("MONITORING OVER BUDGET: 6.0% (limit 5%)")
+    assert over[0].text.startswith("MONITORING OVER BUDGET: 6.0% (limit 5%)")
 
 
 def test_the_first_second_of_a_run_raises_no_alarm() -> None:

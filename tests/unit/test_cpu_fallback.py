@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from miner_guard.config import Config, GpuSettings, StepSettings
-from miner_guard.eventlog import catalog
 from miner_guard.rank import journal
 from miner_guard.rank.layout import FLAG_LOSS_ON_CPU, StepRecord
 from miner_guard.watch.progress import TrainingFacts
@@ -25,7 +24,7 @@ def test_certain_cpu_fallback_names_rank_and_evidence(tmp_path: Path) -> None:
         run.step(15.0, 3.0, by_rank={1: {"allocated_bytes": 0.05 * GIB, "flags": FLAG_LOSS_ON_CPU}})
     event = run.of("cpu_fallback")[0]
     assert (event.level, event.rank, event.fields["verdict"]) == ("critical", 1, "certain")
-    assert "0.05 GB" in catalog.message(event)
+    assert "0.05 GB" in event.text
     assert len(run.of("cpu_fallback")) == 1
 
 
@@ -93,7 +92,7 @@ def test_gpus_that_nvml_shows_unused_are_evidence_and_throttling_explains(tmp_pa
         run.status["health"] = {"gpus": {"state": "ok", "gpus": [{**gpu, **changes}]}}
         for _ in range(8):
             run.step(120.0, 3.0, allocated_bytes=None)
-        assert words in catalog.message(run.of(event)[0])
+        assert words in run.of(event)[0].text
         assert set(run.alarms()) == {"slow_step", event}
 
 

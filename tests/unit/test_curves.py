@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miner_guard.config import Config, LossSettings, MinerSettings
-from miner_guard.eventlog import catalog
 from miner_guard.rank.layout import StepRecord
 from miner_guard.watch import trace as evaluation
 from miner_guard.watch import trace as whole
@@ -36,7 +35,7 @@ def test_fault_nan_names_the_examples(tmp_path: Path) -> None:
         run.step(0.3, loss if number < 50 else math.nan, allocated_bytes=None)
     assert run.alarms() == ["loss_nan"]
     event = run.of("loss_nan")[0]
-    assert catalog.message(event) == "Loss is NaN or Inf at step 51 (examples 816-831)"
+    assert event.text == "Loss is NaN or Inf at step 51 (examples 816-831)"
     assert event.fields["examples"] == [51 * 16, 52 * 16 - 1]
     assert any("816 to 831" in fix for fix in event.fields["fixes"])
 
@@ -50,7 +49,7 @@ def test_a_loss_of_zero_with_a_nan_gradient_norm_is_nan(tmp_path: Path) -> None:
             0.3, 0.0 if bad else loss, grad_norm=math.nan if bad else 1.0, allocated_bytes=None
         )
     assert run.alarms() == ["loss_nan"]
-    assert catalog.message(run.of("loss_nan")[0]) == "Loss is NaN or Inf at step 51"
+    assert run.of("loss_nan")[0].text == "Loss is NaN or Inf at step 51"
     assert "gradient norm of nan" in run.of("loss_nan")[0].fields["detail"]
 
 
@@ -261,7 +260,7 @@ def test_an_evaluation_that_is_not_a_number_is_reported_once_until_it_is_one_aga
             run.output(b"step %d val_loss: %.3f\n" % (number, evaluated))
     assert run.alarms() == ["eval_loss_nan"] * 2
     event = run.of("eval_loss_nan")[0]
-    assert catalog.message(event) == "EVALUATION LOSS is nan at step 60"
+    assert event.text == "EVALUATION LOSS is nan at step 60"
     assert (event.level, event.rank) == ("warning", 0)
     assert any("labels are all masked" in fix for fix in event.fields["fixes"])
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import structlog
 
-from miner_guard.eventlog.catalog import make_finding
 from miner_guard.eventlog.emitter import Emitter, Record, bound_contextvars, render_json
+from miner_guard.record.events import event
 from miner_guard.record.redaction import MASK, Redactor
 from miner_guard.record.words import visible
 from miner_guard.system.clock import FakeClock
@@ -30,9 +30,9 @@ def test_a_context_variable_is_a_field_of_each_event_within_and_gives_way_to_the
     kept = Kept()
     emitter = Emitter(FakeClock(), "r1", Redactor(), [kept])
     with bound_contextvars(job="gpus"):
-        emitter.emit(make_finding("guard_degraded", what="x"))
-        emitter.emit(make_finding("job_failed", job="repo", reason="y"))
-    emitter.emit(make_finding("guard_degraded", what="z"))
+        emitter.emit(event("guard_degraded", "warning", "GUARD DEGRADED: x", what="x"))
+        emitter.emit(event("job_failed", "warning", "JOB FAILED: repo: y", job="repo", reason="y"))
+    emitter.emit(event("guard_degraded", "warning", "GUARD DEGRADED: z", what="z"))
     assert [record.get("job") for record in kept.records] == ["gpus", "repo", None]
 
 
@@ -44,8 +44,8 @@ def test_a_processor_adds_to_a_record_or_drops_it_and_the_redactor_sees_what_it_
 
     kept = Kept()
     emitter = Emitter(FakeClock(), "r1", Redactor(["planted"]), [kept], processors=[tagged])
-    emitter.emit(make_finding("guard_degraded", what="planted"))
-    emitter.emit(make_finding("job_recovered", job="repo"))
+    emitter.emit(event("guard_degraded", "warning", "GUARD DEGRADED: planted", what="planted"))
+    emitter.emit(event("job_recovered", "info", "JOB RECOVERED: repo", job="repo"))
     (record,) = kept.records
     assert (record["seen"], record["token"]) == (f"warning {MASK}", MASK)
 
@@ -53,7 +53,16 @@ def test_a_processor_adds_to_a_record_or_drops_it_and_the_redactor_sees_what_it_
 def test_the_json_line_begins_with_the_keys_that_readers_search_for() -> None:
     kept = Kept()
     Emitter(FakeClock(), "r1", Redactor(), [kept]).emit(
-        make_finding("loss_nan", rank=2, step=5, loss=float("nan"), kind="loss", inner_step=5)
+        event(
+            "loss_nan",
+            "critical",
+            "Loss is NaN or Inf at step 5",
+            rank=2,
+            step=5,
+            loss=float("nan"),
+            kind="loss",
+            inner_step=5,
+        )
     )
     line = render_json(kept.records[0])
     head = ["ts", "level", "event", "msg", "run_id", "host", "rank"]

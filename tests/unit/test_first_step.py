@@ -11,9 +11,8 @@ from typing import Literal
 import pytest
 
 from miner_guard.config import Config, MinerSettings
-from miner_guard.eventlog.catalog import make_finding
 from miner_guard.rank.layout import Now, StepRecord
-from miner_guard.record.events import Event
+from miner_guard.record.events import Event, event
 from miner_guard.system.clock import FakeClock
 from miner_guard.watch.base import Launch
 from miner_guard.watch.output import FirstStepMonitor
@@ -98,5 +97,5 @@ def test_a_step_or_a_hang_ends_the_watch(tmp_path: Path) -> None:
             miner.monitor.on_steps(0, [StepRecord()])
         else:
             fields = {"detail": "…", "culprits": [], "idle_s": 1.0, "limit_s": 1.0}
-            miner.monitor.on_event(make_finding("hang_detected", **fields))
+            miner.monitor.on_event(event("hang_detected", "critical", "HANG DETECTED: …", **fields))
         assert miner.waits(2000, "loss of outer 1 is 2.5 at 3") == []

@@ -7,29 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from miner_guard.checks.ranks import diagnostics_block
 from miner_guard.config import LogSettings, loading
-from miner_guard.eventlog import catalog
 from miner_guard.eventlog.emitter import ConsoleSink, Emitter
 from miner_guard.eventlog.jsonl import JsonlSink
 from miner_guard.rank.flight import BadFlight, FlightReader, FlightWriter
 from miner_guard.rank.layout import JOURNAL_SLOTS, StepRecord
+from miner_guard.record import lines
+from miner_guard.record.events import event
 from miner_guard.record.redaction import Redactor
+from miner_guard.record.words import counted
 from miner_guard.system.clock import FakeClock
 
 
-def test_slow_step_line_is_word_for_word() -> None:
-    event = catalog.make_finding(
-        "slow_step",
-        step_time_s=245.7,
-        expected="10-30s",
-        inner_step=84,
-        limit_s=60,
-        rule="absolute",
-    )
-    assert catalog.message(event) == "SLOW STEP: 245.7s (expected 10-30s) - Check GPU usage!"
-
-
-def test_step_line_is_word_for_word_and_unknown_is_reported() -> None:
+def test_the_step_lines_are_word_for_word_and_unknown_is_reported() -> None:
     values = {
         "outer_step": 56,
         "inner_step": 84,
@@ -38,59 +29,35 @@ def test_step_line_is_word_for_word_and_unknown_is_reported() -> None:
         "step_time_s": 15.2,
         "gpu_mem_gb": 18.45,
     }
-    assert catalog.message(catalog.make_finding("inner_step", **values)) == (
+    assert lines.inner_step(values) == (
         "Outer Step: 56 | Inner Step: 84 | LR: 0.00002100 | Loss: 3.40 | Step Time: "
         "15.2s | GPU Mem: 18.45GB"
     )
-    assert "GPU Mem: unknown" in catalog.message(
-        catalog.make_finding("inner_step", **{**values, "gpu_mem_gb": None})
-    )
+    assert "GPU Mem: unknown" in lines.inner_step({**values, "gpu_mem_gb": None})
 
 
 def test_an_exit_that_was_asked_for_has_no_cross_before_it() -> None:
     """An exit requested by the person on call must not look alarming."""
-    lines: list[str] = []
-    emitter = Emitter(FakeClock(), "r1", Redactor(), [ConsoleSink(lines.append, LogSettings())])
-    exited = catalog.make_finding(
-        "miner_exited", how="code 0 as asked: SIGINT", code=0, runtime_s=3.0
+    printed: list[str] = []
+    emitter = Emitter(FakeClock(), "r1", Redactor(), [ConsoleSink(printed.append, LogSettings())])
+    exited = event(
+        "miner_exited",
+        "error",
+        "MINER EXITED: code 0 as asked: SIGINT",
+        how="code 0 as asked: SIGINT",
+        code=0,
+        runtime_s=3.0,
     )
     emitter.emit(exited.at("info"))
     emitter.emit(exited)
-    assert "❌" not in lines[0]
-    assert "❌ MINER EXITED" in lines[1]
-
-
-def test_a_count_of_one_is_singular() -> None:
-    left_out = [
-        catalog.message(catalog.make_finding("step_lines_left_out", count=n, limit_per_s=5))
-        for n in (1, 2)
-    ]
-    assert [words.partition(" left")[0] for words in left_out] == ["1 step line", "2 step lines"]
-    assert "unknown lines lost" in catalog.message(
-        catalog.make_finding("disk_recovered", what="x", lost=None)
-    )
+    assert "❌" not in printed[0]
+    assert "❌ MINER EXITED" in printed[1]
 
 
 def test_an_unknown_value_gets_no_check_mark() -> None:
-    shown = catalog.message(
-        catalog.make_finding(
-            "gpu_diagnostics", ranks=[{"rank": 0, "cuda_available": False, "world_size": 2}]
-        )
-    )
+    shown = diagnostics_block([{"rank": 0, "cuda_available": False, "world_size": 2}])
     assert "\n? Model device: unknown\n" in shown
     assert "\n✓ World size (GPUs): 2\n" in shown
-
-
-def test_a_checkpoint_without_a_reported_time_has_no_age() -> None:
-    shown = catalog.make_finding(
-        "checkpoint_saved", path="ckpt/7", step=7, seconds=None, size_bytes=None
-    )
-    assert catalog.message(shown) == "CHECKPOINT SAVED: ckpt/7", "it was `in unknowns`"
-
-
-def test_an_event_without_its_fields_is_refused() -> None:
-    with pytest.raises(ValueError, match="is missing fields: reason"):
-        catalog.make_finding("upload_failed")
 
 
 @pytest.mark.parametrize(
@@ -185,16 +152,30 @@ def test_journal_keeps_what_is_not_stored_and_counts_what_it_refuses(tmp_path: P
 
 
 def test_a_full_disk_is_reported_by_the_first_writer_alone_and_again_the_next_time() -> None:
-    lines: list[str] = []
-    emitter = Emitter(FakeClock(), "r1", Redactor(), [ConsoleSink(lines.append, LogSettings())])
+    printed: list[str] = []
+    emitter = Emitter(FakeClock(), "r1", Redactor(), [ConsoleSink(printed.append, LogSettings())])
     for _ in range(2):
         for what in ("guard.jsonl", "host.json", "gate-inputs.json"):
             emitter.emit(
-                catalog.make_finding("disk_full", what=what, reason="No space left on device")
+                event(
+                    "disk_full",
+                    "critical",
+                    f"DISK FULL: cannot write {what}",
+                    what=what,
+                    reason="No space left on device",
+                )
             )
         for what, lost in (("guard.jsonl", 3), ("gate-inputs.json", 0), ("host.json", 2)):
-            emitter.emit(catalog.make_finding("disk_recovered", what=what, lost=lost))
-    shown = [line.partition("DISK ")[2] for line in lines]
+            emitter.emit(
+                event(
+                    "disk_recovered",
+                    "info",
+                    f"DISK RECOVERED: writing {what} again, {counted(lost, 'line')} lost",
+                    what=what,
+                    lost=lost,
+                )
+            )
+    shown = [line.partition("DISK ")[2] for line in printed]
     starts = [
         "FULL: cannot write guard.jsonl (",
         "RECOVERED: writing guard.jsonl again, 3 lines lost",
@@ -204,46 +185,67 @@ def test_a_full_disk_is_reported_by_the_first_writer_alone_and_again_the_next_ti
 
 
 def test_data_lost_to_a_full_disk_is_reported_unless_the_disk_already_was() -> None:
-    lines: list[str] = []
-    emitter = Emitter(FakeClock(), "r1", Redactor(), [ConsoleSink(lines.append, LogSettings())])
+    printed: list[str] = []
+    emitter = Emitter(FakeClock(), "r1", Redactor(), [ConsoleSink(printed.append, LogSettings())])
 
     def unstored(*, disk_full: bool) -> bool:
-        before = len(lines)
+        before = len(printed)
         emitter.emit(
-            catalog.make_finding(
-                "guard_degraded", what="evidence could not be stored", disk_full=disk_full
+            event(
+                "guard_degraded",
+                "warning",
+                "GUARD DEGRADED: evidence could not be stored",
+                what="evidence could not be stored",
+                disk_full=disk_full,
             )
         )
-        return len(lines) > before
+        return len(printed) > before
 
     # Room for a line does not mean room for evidence, and no other line reports that.
     assert unstored(disk_full=True)
     emitter.emit(
-        catalog.make_finding("disk_full", what="guard.jsonl", reason="No space left on device")
+        event(
+            "disk_full",
+            "critical",
+            "DISK FULL: cannot write guard.jsonl",
+            what="guard.jsonl",
+            reason="No space left on device",
+        )
     )
     assert not unstored(disk_full=True)
     assert unstored(disk_full=False)
-    emitter.emit(catalog.make_finding("disk_recovered", what="guard.jsonl", lost=3))
+    emitter.emit(
+        event(
+            "disk_recovered",
+            "info",
+            "DISK RECOVERED: writing guard.jsonl again, 3 lines lost",
+            what="guard.jsonl",
+            lost=3,
+        )
+    )
     assert unstored(disk_full=True)
 
 
 def test_secrets_are_gone_from_console_and_json(tmp_path: Path) -> None:
-    lines: list[str] = []
+    printed: list[str] = []
     secret = "s3cr3t-value-of-the-environment"
     logs = LogSettings()
     jsonl = JsonlSink(tmp_path / "guard.jsonl", logs)
     redactor = Redactor.from_environment({"R2_WRITE_SECRET": secret})
-    emitter = Emitter(FakeClock(), "r1", redactor, [ConsoleSink(lines.append, logs), jsonl])
+    emitter = Emitter(FakeClock(), "r1", redactor, [ConsoleSink(printed.append, logs), jsonl])
     emitter.emit(
-        catalog.make_finding(
-            "rank_message", text=f"key={secret} Bearer abcdefgh12345678 hf_{'a' * 30} {'0f' * 64}"
+        event(
+            "rank_message",
+            "info",
+            f"key={secret} Bearer abcdefgh12345678",
+            text=f"hf_{'a' * 30} {'0f' * 64} {secret}",
         )
     )
     stored = (tmp_path / "guard.jsonl").read_text()
     json.loads(stored)
     for planted in (secret, "abcdefgh12345678", "hf_aaaa", "0f0f0f"):
         assert planted not in stored
-        assert planted not in lines[0]
+        assert planted not in printed[0]
 
 
 def test_rotation_loses_no_line_and_every_line_parses(tmp_path: Path) -> None:
@@ -251,7 +253,7 @@ def test_rotation_loses_no_line_and_every_line_parses(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "guard.jsonl", logs)
     emitter = Emitter(FakeClock(), "r1", Redactor(), [sink])
     for number in range(100):
-        emitter.emit(catalog.make_finding("rank_message", text=str(number)))
+        emitter.emit(event("rank_message", "info", str(number), text=str(number)))
     seen = {
         json.loads(line)["text"]
         for file in tmp_path.glob("guard.jsonl*")

@@ -9,7 +9,6 @@ import pytest
 
 from miner_guard.checks.faults import Faults, of_events
 from miner_guard.checks.gpu import of_row
-from miner_guard.eventlog import catalog
 from miner_guard.record.events import Event
 
 HEALTHY: dict[str, Any] = {
@@ -80,7 +79,7 @@ def test_a_lost_gpu_keeps_what_stood_before_and_is_reported_itself() -> None:
     faults = Faults()
     observed(faults, 0.0, ecc_uncorrected=1)
     lost = observed(faults, 10.0, state="lost", error="GPU is lost in uuid")
-    assert [catalog.message(f).partition(";")[0] for f in lost] == [
+    assert [f.text.partition(";")[0] for f in lost] == [
         "GPU FAULT: GPU 0 is lost: it has fallen off the bus (GPU is lost in uuid)"
     ]
     assert lost[0].level == "critical"
@@ -114,7 +113,7 @@ def test_cards_without_a_bridge_have_links_that_count_only_where_other_cards_hav
     one_down = [{**bare[0], "nvlinks_up": 4}, bare[1]]
     (fault,) = faults.observe(one_down, 10.0)
     assert (fault.fields["gpu"], fault.level) == (1, "warning")
-    assert "0 of 4 NVLinks are up" in catalog.message(fault)
+    assert "0 of 4 NVLinks are up" in fault.text
     assert [c.level for c in of_row({**HEALTHY, "nvlinks_up": 11}) if c.check == "gpu.nvlink"] == [
         "warn"
     ]
@@ -163,7 +162,7 @@ def test_an_xid_is_a_fault_of_its_weight_also_of_a_gpu_that_is_lost(
 ) -> None:
     (fault,) = of_events([{**HEALTHY, "state": state, "xids": [xid]}])
     assert fault.level == level
-    assert f"Xid {xid}" in catalog.message(fault)
+    assert f"Xid {xid}" in fault.text
 
 
 @pytest.mark.parametrize(

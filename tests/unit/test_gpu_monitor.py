@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from miner_guard.config import Config, GpuSettings
-from miner_guard.eventlog import catalog
-from miner_guard.eventlog.catalog import make_finding
-from miner_guard.record.events import Event
+from miner_guard.record.events import Event, event
 from miner_guard.system.clock import FakeClock
 from miner_guard.watch.base import Launch
 from miner_guard.watch.gpu import GpuMonitor
@@ -86,7 +84,7 @@ def test_no_reading_at_60_s_is_an_event_where_a_gpu_is_expected(tmp_path: Path) 
     bench.launch()
     (event,) = bench.tick(61)
     assert event.level == "warning"
-    assert "no GPU memory reading" in catalog.message(event)
+    assert "no GPU memory reading" in event.text
     on_cpu = Bench(tmp_path)
     on_cpu.launch()
     assert not on_cpu.tick(61)
@@ -122,13 +120,20 @@ def test_relaunch_rewrites_the_argument_and_goes_back_after_an_out_of_memory(
     found_now = bench.tick(61)
     assert [f.name for f in found_now] == ["gpu_usage", "gpu_relaunch"]
     assert (
-        catalog.message(found_now[1])
-        == "GPU RELAUNCH: --batch 128 -> 256: GPU memory at 34% (relaunch 1 of 3)"
+        found_now[1].text == "GPU RELAUNCH: --batch 128 -> 256: GPU memory at 34% (relaunch 1 of 3)"
     )
     assert bench.control.commands == [("m.py", "--batch=256")]
     assert bench.control.relaunches == ["a larger batch: 128 -> 256"]
     bench.launch("m.py", "--batch=256")
-    oom = make_finding("incident", label="cuda_oom", cause="x", fix="y", excerpt="z")
+    oom = event(
+        "incident",
+        "error",
+        "INCIDENT cuda_oom: x Fix: y",
+        label="cuda_oom",
+        cause="x",
+        fix="y",
+        excerpt="z",
+    )
     (back,) = bench.monitor.on_event(oom)
     assert (back.fields["old"], back.fields["new"]) == (256, 128)
     assert bench.control.commands[-1] == ("m.py", "--batch=128")
@@ -144,9 +149,7 @@ def test_a_driver_that_falls_silent_is_a_fault_once_two_samples_are_missing(tmp_
     bench.health = {"gpus": None, "unknown": {"gpus": "failed: Unknown Error"}}
     assert not bench.tick(1)
     (fault,) = bench.tick(21)
-    assert catalog.message(fault).startswith(
-        "GPU FAULT: GPU all can no longer be read: failed: Unknown Error"
-    )
+    assert fault.text.startswith("GPU FAULT: GPU all can no longer be read: failed: Unknown Error")
     assert fault.level == "warning", "what can't be read may be well"
     assert not bench.tick(1)
     bench.sample(18.3)

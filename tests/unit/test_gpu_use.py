@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from miner_guard.config import GpuSettings
-from miner_guard.eventlog import catalog
 from miner_guard.record.events import Event
 from miner_guard.watch.gpu import (
     BatchPolicy,
@@ -133,12 +132,12 @@ def checked(
 
 
 def test_the_documents_lines() -> None:
-    lines = [catalog.message(f) for f in checked(GpuUse(SETTINGS), 76.3, 1)]
+    lines = [f.text for f in checked(GpuUse(SETTINGS), 76.3, 1)]
     optimal = "GPU at 76% is optimal for large model (EfficientNet-B4). Proceeding."
     assert lines == [f"GPU Memory Used: 18.3 GB / 24.0 GB (76.3%) - {optimal}"]
-    low = catalog.message(checked(GpuUse(SETTINGS), 51.3, 1)[0])
+    low = checked(GpuUse(SETTINGS), 51.3, 1)[0].text
     assert "GPU at 51% is LOW for large model (EfficientNet-B4). Should be 70%+" in low
-    small = catalog.message(checked(GpuUse(SETTINGS), 51.3, 1, "small", "ResNet-18")[0])
+    small = checked(GpuUse(SETTINGS), 51.3, 1, "small", "ResNet-18")[0].text
     assert (
         "GPU at 51% is acceptable for small model (ResNet-18). Proceeding without adjustment."
         in small
@@ -150,11 +149,11 @@ def test_a_sudden_drop_is_distinguished_from_a_gradual_decline_and_names_its_ste
     for number in range(11):
         last = checked(use, 76.0 - 0.4 * number, number * 10)
         assert [f.name for f in last] == ["gpu_usage"]
-    assert "Gradual decline from 76% to 72% over 11 checks" in catalog.message(last[0])
+    assert "Gradual decline from 76% to 72% over 11 checks" in last[0].text
     use = GpuUse(SETTINGS)
     checked(use, 76.0, 500)
     drop = checked(use, 45.0, 510)
-    assert catalog.message(drop[0]) == "GPU DROP: 76% -> 45% at step 510"
+    assert drop[0].text == "GPU DROP: 76% -> 45% at step 510"
     assert [f.name for f in checked(use, 45.0, 520)] == ["gpu_usage"]
 
 
@@ -165,7 +164,7 @@ def test_a_healthy_large_gpu_gets_no_advice_to_double_its_batch() -> None:
     given: dict[str, Any] = {"size": "large", "name": None, "step": 1}
     (event,) = GpuUse(SETTINGS).check([reading], **given, seconds=60.0)
     assert (event.level, event.fields["factor"]) == ("info", 1.0)
-    assert "27 GB at full utilization is good" in catalog.message(event)
+    assert "27 GB at full utilization is good" in event.text
     idle = replace(reading, busy_pct=20.0)
     assert next(GpuUse(SETTINGS).check([idle], **given, seconds=60.0)).level == "warning"
 
@@ -184,7 +183,7 @@ def test_a_utilization_below_70_per_cent_points_at_monitoring(
     """Source 000: above 90 % is normal; below 70 %, monitoring is likely blocking."""
     reading = MemoryReading("rank 0", 19.2, 24.0, "hook", busy_pct=busy)
     (event,) = GpuUse(SETTINGS).check([reading], size="large", name=None, step=1, seconds=60.0)
-    advice = catalog.message(event).partition("Proceeding.")[2]
+    advice = event.text.partition("Proceeding.")[2]
     assert advice.startswith(words)
     assert bool(advice) == bool(words)
     assert event.level == "info"
@@ -203,7 +202,7 @@ def test_a_stable_history_is_called_stable() -> None:
     use = GpuUse(SETTINGS)
     for share in (75.4, 74.6, 75.0):
         last = checked(use, share, 1)
-    assert "Stable at 75-75% over 3 checks" in catalog.message(last[0])
+    assert "Stable at 75-75% over 3 checks" in last[0].text
 
 
 @pytest.mark.parametrize("form", [["--b=128"], ["--b", "128"], ["--b=4", "x", "--b", "128"]])

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from miner_guard.config import Config, HangSettings, MinerSettings
-from miner_guard.eventlog.catalog import make_finding
 from miner_guard.rank.agree import LATE
 from miner_guard.rank.layout import Now
-from miner_guard.record.events import Event
+from miner_guard.record.events import Event, event
 from miner_guard.system.clock import FakeClock
 from miner_guard.watch.base import Exit, Launch
 from miner_guard.watch.hang import HangMonitor
@@ -77,7 +76,14 @@ def test_ranks_that_have_lost_their_common_answer_are_ended_even_if_they_keep_st
         STARTING, state="running", phase="collective", phase_since=clock.monotonic() - 60.0
     )
     monitor.on_tick(clock.monotonic(), {0: waiting, 1: replace(waiting, phase="data")})
-    late = make_finding("guard_degraded", rank=0, what="a rank did not ask in time", where=LATE)
+    late = event(
+        "guard_degraded",
+        "warning",
+        "GUARD DEGRADED: a rank did not ask in time",
+        rank=0,
+        what="a rank did not ask in time",
+        where=LATE,
+    )
     monitor.on_event(late)
     monitor.on_event(late)
     monitor.on_steps(0, [])
@@ -105,7 +111,15 @@ def test_no_hang_is_reported_while_the_miner_is_being_stopped(tmp_path: Path) ->
     monitor.on_steps(0, [])
     idle(monitor, clock, {0: RUNNING}, 70)
     assert jobs.waiting, "it hangs, and its stacks are being gathered when the stop comes"
-    monitor.on_event(make_finding("miner_stopping", reason="SIGTERM", grace_s=45.0))
+    monitor.on_event(
+        event(
+            "miner_stopping",
+            "info",
+            "MINER STOPPING: SIGTERM, 45s to stop",
+            reason="SIGTERM",
+            grace_s=45.0,
+        )
+    )
     for work in jobs.waiting:
         work()
     idle(monitor, clock, {0: RUNNING}, 300)

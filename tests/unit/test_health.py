@@ -23,8 +23,7 @@ from miner_guard.checks.samplers import (
 )
 from miner_guard.checks.snapshot import assemble, summary
 from miner_guard.config import HealthSettings
-from miner_guard.eventlog import catalog
-from miner_guard.record.events import Event
+from miner_guard.record.events import Event, event
 from miner_guard.system.clock import SystemClock
 from tests.support.contexts import JobsAtOnce, context
 
@@ -229,7 +228,7 @@ def test_a_shortage_is_reported_once_until_it_clears(figures: dict[str, Any], wo
     assert list(limits.observe(_host())) == []
     reported = [*limits.observe(_host(**figures)), *limits.observe(_host(**figures))]
     assert len(reported) == 1
-    assert catalog.message(reported[0]).startswith(words)
+    assert reported[0].text.startswith(words)
     list(limits.observe(_host()))
     if "oom_kills" not in figures:
         assert len(list(limits.observe(_host(**figures)))) == 1
@@ -324,7 +323,7 @@ def test_a_line_without_any_known_value_shows_unknown() -> None:
     )
     assert summary(snapshot) == "unknown | gpu ? | host ? | guard ? ? mon ?"
     assert snapshot["unknown"] == {"host": "no answer within 5 s"}
-    assert catalog.make_finding("health_snapshot", summary="x", snapshot=snapshot)
+    assert event("health_snapshot", "info", "HEALTH x", summary="x", snapshot=snapshot)
 
 
 def test_the_guard_measures_its_own_usage() -> None:

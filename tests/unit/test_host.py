@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from miner_guard.eventlog.catalog import make_finding
 from miner_guard.rank.layout import Now
-from miner_guard.record.events import Event
+from miner_guard.record.events import Event, event
 from miner_guard.watch.base import Context, Monitor
 from miner_guard.watch.runner import MonitorRunner
 
@@ -26,10 +25,10 @@ class Talkative(Monitor):
     name = "talkative"
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
-        return [make_finding("rank_message", text="tick")]
+        return [event("rank_message", "info", "tick", text="tick")]
 
     def on_event(self, event: Event) -> Iterable[Event]:
-        return [make_finding("rank_message", text=f"heard {event.fields['text']}")]
+        return [Event("rank_message", "info", "heard", {"text": f"heard {event.fields['text']}"})]
 
     def snapshot(self) -> Mapping[str, Any]:
         return {"fine": True}
@@ -58,5 +57,5 @@ def test_a_snapshot_that_fails_is_unknown_not_absent() -> None:
 
 def test_events_that_lead_to_events_come_to_an_end() -> None:
     made, logged = host(Talkative, Talkative)
-    made.log(make_finding("rank_message", text="start"))
+    made.log(event("rank_message", "info", "start", text="start"))
     assert 3 <= len(logged) < 100

@@ -17,7 +17,6 @@ import psutil
 import pytest
 
 from miner_guard.costs import set_global_tracker
-from miner_guard.eventlog import catalog
 from miner_guard.guard.control import Status
 from miner_guard.guard.jobs import JobSchedule
 from miner_guard.record.events import Event
@@ -153,7 +152,7 @@ def test_snapshots_are_on_time_memory_is_flat_and_the_cost_is_small_and_stated(h
     # This process has run other tests before.
     assert (share["guard_cpu_s"] - used_before) / 1800 < 0.005, "CPU really used, of half an hour"
     last = hour.events[[event.name for _, event in hour.events].index("health_snapshot", -100)][1]
-    assert "mon 0.0%" in catalog.message(last)
+    assert "mon 0.0%" in last.text
     ledger = read_json(hour.state.costs)
     assert isinstance(ledger, dict)
     assert ledger["operations"]["job.samplers"]["calls"] == pytest.approx(180, rel=0.1)
@@ -177,7 +176,7 @@ def test_a_delayed_job_neither_piles_up_nor_delays_others_and_is_reported(hour: 
     hour.seconds(60)
     assert runs[0] == pytest.approx(7, abs=1)
     (late,) = [event for _, event in hour.events if event.name == "job_late"]
-    assert catalog.message(late).startswith("JOB LATE: held by ")
+    assert late.text.startswith("JOB LATE: held by ")
     assert late.fields["late_s"] == pytest.approx(290, abs=11)
     snapshot = [f.fields["snapshot"] for _, f in hour.events if f.name == "health_snapshot"][-1]
     assert snapshot["guard"]["jobs"]["held"]["missed"] == pytest.approx(29, abs=1)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.eventlog.catalog import make_finding
+from miner_guard.record.events import degraded
 from miner_guard.system.clock import FakeClock
 from miner_guard.watch.base import Exit, Launch
 from tests.support.contexts import JobsNever
@@ -73,7 +73,7 @@ class Month(WholeRun):
             },
         )
         self.host.output(b"step %d of the miner's own words\n" % self.steps * 200)
-        self.host.log(make_finding("guard_degraded", what=f"trouble {number}").at("info"))
+        self.host.log(degraded(f"trouble {number}").at("info"))
         if number % 6 == 5:
             self.host.output(OOM % number)
             self.host.exit(Exit(1, None, False, False, 6 * SHIFT_S))

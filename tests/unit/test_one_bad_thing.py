@@ -16,7 +16,6 @@ from miner_guard.cli import screen
 from miner_guard.cli.options import choose_state
 from miner_guard.config import LogSettings
 from miner_guard.costs import get_global_tracker, set_global_tracker
-from miner_guard.eventlog.catalog import make_finding
 from miner_guard.eventlog.emitter import Emitter
 from miner_guard.eventlog.jsonl import JsonlSink
 from miner_guard.eventlog.rendering import console_line
@@ -28,7 +27,7 @@ from miner_guard.guard.flights import Flights
 from miner_guard.guard.loop import Loop
 from miner_guard.keeper.relay import _Stream
 from miner_guard.rank.flight import FlightWriter
-from miner_guard.record.events import Event
+from miner_guard.record.events import Event, event
 from miner_guard.record.redaction import Redactor
 from miner_guard.record.store import RunStore, StoredEvent
 from miner_guard.state_dir import StateDir
@@ -55,8 +54,11 @@ def _rank_with_an_odd_entry(state: StateDir, run_id: str = RUN) -> FlightWriter:
     writer = FlightWriter(state.flight_of(0), rank=0, local_rank=0, world_size=1, run_id=run_id)
     writer.show_state("running", 1.0)
     odd = Event("slow_step", "warning", "SLOW STEP", _ODD)
-    for event in (odd, make_finding("rank_message", text="what came after it")):
-        assert writer.journal({"kind": "event", **event.to_json()})
+    for each in (
+        odd,
+        event("rank_message", "info", "what came after it", text="what came after it"),
+    ):
+        assert writer.journal({"kind": "event", **each.to_json()})
     return writer
 
 
@@ -116,7 +118,7 @@ def test_a_log_that_fails_is_reported_once_and_the_parts_still_hear(state: State
     host, heard = MonitorRunner(log), list[Event]()
     host.on_event = heard.append
     for _ in range(3):
-        host.log(make_finding("rank_message", text="x"))
+        host.log(event("rank_message", "info", "x", text="x"))
     assert [event.name for event in events] == ["guard_degraded"]
     assert "rank_message.log failed with RecursionError" in events[0].fields["what"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from miner_guard.eventlog import formatters
+from miner_guard.checks.ranks import diagnostics_block
 from miner_guard.rank.journal import TrainingEntry
 
 torch = pytest.importorskip("torch")
@@ -69,7 +69,7 @@ def test_the_block_counts_micro_batches_of_a_rank_and_in_all() -> None:
     report = {"rank": 0, "world_size": 4, "batch_size": 2, "effective_batch_size": 512}
     said = {}
     for steps in (64, 256, None):
-        block = formatters.gpu_diagnostics({"ranks": [{**report, "accumulation_steps": steps}]})
+        block = diagnostics_block([{**report, "accumulation_steps": steps}])
         (said[steps],) = (row for row in block.splitlines() if "accumulation" in row)
     assert said[64].endswith("Gradient accumulation steps: 64 on each rank, 256 in all")
     assert said[256].endswith("Gradient accumulation steps: 256")

@@ -89,7 +89,7 @@ def test_the_page_shows_slow_steps_restarts_uploads_and_milestones(tmp_path: Pat
         "restart",
         "verified",
         "blocked",
-        "UPLOAD VERIFIED: tag 1.1.57",
+        "UPLOAD SUCCEEDED: 1.1.57, read back",
         "limit 2000",
     ):
         assert words in page

@@ -6,9 +6,8 @@ from __future__ import annotations
 import pytest
 
 from miner_guard.config import RestartSettings
-from miner_guard.eventlog.catalog import make_finding
 from miner_guard.guard.restart import Again, Attribution, Failure, GiveUp, RestartPolicy
-from miner_guard.record.events import Event
+from miner_guard.record.events import Event, event
 from miner_guard.system.clock import FakeClock
 from miner_guard.watch.base import Exit
 
@@ -103,8 +102,15 @@ def test_no_restarts_allowed_means_none() -> None:
 
 
 def incident(label: str) -> Event:
-    return make_finding(
-        "incident", label=label, cause="a cause", fix="a fix", excerpt="a line", restart="once"
+    return event(
+        "incident",
+        "error",
+        f"INCIDENT {label}: a cause Fix: a fix",
+        label=label,
+        cause="a cause",
+        fix="a fix",
+        excerpt="a line",
+        restart="once",
     )
 
 
@@ -116,7 +122,11 @@ def test_an_exit_is_attributed_to_the_incident_shortly_before_it() -> None:
     own.hear(incident("loss_nan"))
     clock.advance(200.0)
     own.hear(incident("cuda_oom"))
-    own.hear(make_finding("miner_paused"))
+    own.hear(
+        event(
+            "miner_paused", "info", "MINER PAUSED: restarts are off until `miner-guard ctl resume`"
+        )
+    )
     clock.advance(200.0)
     assert own.failure(end) == Failure("cuda_oom, signal SIGKILL", 8.0, "once", "cuda_oom", "a fix")
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from miner_guard.cli.main import COMMANDS
-from miner_guard.eventlog.catalog import make_finding, message
 from miner_guard.eventlog.status_document import RunState, StatusDocument
-from miner_guard.record.events import Event
+from miner_guard.record.events import Event, event
 from miner_guard.system.clock import FakeClock, iso_utc, parse_iso_utc
 from miner_guard.watch.state import CONDITIONS, Memory, StateMonitor, judge
 from miner_guard.watch.state_words import first_words, headline, problem
@@ -89,7 +88,7 @@ def test_a_hang_stays_the_cause_while_its_miner_is_stopped_and_restarted() -> No
 
 
 def test_faults_that_recover_are_forgotten() -> None:
-    back = make_finding("gpu_recovered", gpu=3, what="is back")
+    back = event("gpu_recovered", "info", "GPU RECOVERED: GPU 3 is back", gpu=3, what="is back")
     assert judged(GPU, back).key == "well"
     memory = memory_of((STRAGGLER, NAN))
     memory.launched()
@@ -205,7 +204,7 @@ class Bench:
         for _ in range(int(seconds)):
             self.clock.advance(1.0)
             found = self.monitor.on_tick(self.clock.monotonic(), {})
-            lines += [message(event) for event in found]
+            lines += [event.text for event in found]
         return lines
 
 
@@ -260,7 +259,7 @@ def test_a_guard_that_stops_does_not_stay_earning(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.run(60)
     (event,) = bench.monitor.on_stop()
-    assert message(event).startswith("VERDICT: STOPPED since ")
+    assert event.text.startswith("VERDICT: STOPPED since ")
     assert bench.monitor.snapshot()["life"] == "stopped"
 
 

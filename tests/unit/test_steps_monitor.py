@@ -15,14 +15,13 @@ import pytest
 from miner_guard.checks.snapshot import assemble, summary
 from miner_guard.cli.screen import Curves, overview
 from miner_guard.config import Config, GateSettings, LogSettings, MinerSettings, StepSettings
-from miner_guard.eventlog import catalog
-from miner_guard.eventlog.catalog import make_finding
 from miner_guard.eventlog.rendering import json_line
 from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.guard.engines import monitor_values
 from miner_guard.rank import layout
 from miner_guard.rank.journal import TrainingEntry
 from miner_guard.rank.layout import Now
+from miner_guard.record.events import event
 from miner_guard.show import metrics, report
 from miner_guard.state_dir import StateDir, finite
 from miner_guard.system.clock import FakeClock
@@ -82,13 +81,17 @@ def test_each_ranks_peak_memory_is_in_the_status(tmp_path: Path) -> None:
     clock = FakeClock()
     monitor = StepsMonitor(context(tmp_path, clock=clock))
     drive(monitor, clock, [15.0])
-    peak = make_finding(
-        "gpu_memory_peak", rank=0, allocated_gb=8.42, reserved_gb=9.5, peak_gb=13.21
+    peak = event(
+        "gpu_memory_peak",
+        "info",
+        "GPU MEMORY: Allocated: 8.42 GB | Reserved: 9.50 GB | Peak: 13.21 GB",
+        rank=0,
+        allocated_gb=8.42,
+        reserved_gb=9.5,
+        peak_gb=13.21,
     )
     monitor.on_event(peak)
-    assert catalog.message(peak) == (
-        "GPU MEMORY: Allocated: 8.42 GB | Reserved: 9.50 GB | Peak: 13.21 GB"
-    )
+    assert peak.text == ("GPU MEMORY: Allocated: 8.42 GB | Reserved: 9.50 GB | Peak: 13.21 GB")
     assert monitor.snapshot()["per_rank"]["0"]["gpu_peak_gb"] == 13.21
 
 
@@ -195,7 +198,15 @@ def test_time_lost_to_a_hang_and_to_a_restart_is_distinguished(tmp_path: Path) -
     drive(monitor, clock, [10.0] * 20)
     clock.advance(300)
     monitor.on_event(
-        catalog.make_finding("hang_detected", detail="", culprits=[0], idle_s=300, limit_s=300)
+        event(
+            "hang_detected",
+            "critical",
+            "HANG DETECTED: ",
+            detail="",
+            culprits=[0],
+            idle_s=300,
+            limit_s=300,
+        )
     )
     list(monitor.on_exit(Exit(137, 9, True, False, 500)))
     clock.advance(50)
@@ -301,7 +312,7 @@ def test_a_loss_that_is_not_a_number_is_reported_everywhere_in_the_same_word(
         for f in drive(monitor, clock, [1.0], loss=math.nan, grad_norm=math.inf)
         if f.name == "inner_step"
     ]
-    assert " | Loss: NaN | " in catalog.message(line)
+    assert " | Loss: NaN | " in line.text
     record = json.loads(json_line({**line.fields}))
     assert (record["loss"], record["grad_norm"], record["eval_loss"]) == ("NaN", "Infinity", None)
     steps = json.loads(json.dumps(finite(monitor.snapshot()), allow_nan=False))

@@ -13,7 +13,6 @@ from typing import Any, cast
 import pytest
 
 from miner_guard.config import Config, HangSettings
-from miner_guard.eventlog import catalog
 from miner_guard.guard.keeper_client import Ending, Hello, KeptMiner
 from miner_guard.guard.loop import Loop
 from miner_guard.guard.states import LaunchSpec, State, StopRequest, Then
@@ -174,7 +173,7 @@ def test_a_repeated_stop_request_reports_what_it_waits_for(
         supervisor.request_stop(StopRequest("SIGINT", Then.STOP))
     supervisor.step()
     (event,) = events
-    assert catalog.message(event) == (
+    assert event.text == (
         f"MINER STOPPING: SIGINT, and it is already stopping: pid {miner.pid} got SIGTERM "
         "and is still running; SIGKILL is next, 32s to stop"
     )

@@ -13,10 +13,10 @@ import pytest
 
 from miner_guard.cli.screen import Curves, status_lines
 from miner_guard.config import Config, GateSettings, MinerSettings, RepoSettings
-from miner_guard.eventlog.catalog import make_finding, message
 from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.rank.journal import UploadEntry
 from miner_guard.rank.layout import FLAG_FIRST
+from miner_guard.record.events import event
 from miner_guard.record.store import RunReader, RunStore, event_row
 from miner_guard.system.clock import iso_utc
 from miner_guard.uploads import gate
@@ -73,7 +73,7 @@ def test_stale_is_counted_from_the_last_probe_that_succeeded_even_when_the_stora
     bench.clock.step_wall(-7200)
     assert [f.name for f in bench.tick(1300)] == []
     stale = bench.tick(100)
-    assert [message(f) for f in stale] == [
+    assert [f.text for f in stale] == [
         "REPO STALE: 2060s since the last verified upload (limit 2000s); upload now"
     ]
     assert bench.tick(10) == []
@@ -87,7 +87,7 @@ def test_a_repo_that_was_emptied_is_reported_and_one_that_is_still_empty_is_not(
     watch, empty = RepoWatch(GateSettings()), Published(empty=True, reason=None)
     assert list(watch.observe(empty, 0.0)) == []
     list(watch.observe(Published(age_s=1.0, reason=None, revision="5.56.50", seen_at=60.0), 60.0))
-    assert [message(f) for f in watch.observe(empty, 120.0)] == [
+    assert [f.text for f in watch.observe(empty, 120.0)] == [
         "REPO UNKNOWN: nothing is published now (last seen: 5.56.50)"
     ]
     assert list(watch.observe(empty, 180.0)) == []
@@ -108,13 +108,13 @@ def test_a_block_repeated_each_step_is_reported_first_and_when_it_changes(bench:
         bench.clock.advance(1.0)
         events += bench.entry(**bench.decide(inner))
     (first,) = events
-    assert message(first).startswith(
+    assert first.text.startswith(
         "UPLOAD BLOCKED: inner_step (10) < minimum (50). Validators will reject this!"
     )
     bench.clock.advance(300)
     (again,) = bench.entry(**bench.decide(49))
     assert again.fields["left_out"] == 39
-    assert message(again).endswith(
+    assert again.text.endswith(
         "Waiting for more training steps... (asked 39 more times since the last line)"
     )
     (allowed,) = bench.entry(**bench.decide(50))
@@ -148,7 +148,7 @@ def test_forecast_is_reported_with_the_first_step_that_can_know(bench: Bench) ->
     bench.look()
     assert bench.step(1, 62.0, FLAG_FIRST) == []
     (event,) = bench.step(2, 62.0)
-    assert message(event) == "UPLOAD FORECAST: inner_step 50 in 50 min, repo stale in 31 min"
+    assert event.text == "UPLOAD FORECAST: inner_step 50 in 50 min, repo stale in 31 min"
     assert (event.fields["eta_min"], event.fields["stale_min"]) == (48 * 62 / 60, (2000 - 124) / 60)
     assert bench.step(3, 62.0) == []
     later = [f for inner in range(4, 30) for f in bench.step(inner, 62.0)]
@@ -173,13 +173,30 @@ def test_after_a_restart_of_the_guard_the_status_shows_the_last_of_each(bench: B
     bench.push("started")
     list(bench.monitor.on_exit(Exit(137, 9, False, False, 60.0)))
     store, ts = RunStore(bench.state.db), iso_utc(bench.clock.wall())
-    for event in (
-        make_finding("incident", rank=1, label="cuda_oom", cause="", fix="", excerpt=""),
-        make_finding("miner_restarting", cause="exit 137", attempt=2, wait_s=4.0, max_restarts=5),
+    for each in (
+        event(
+            "incident",
+            "error",
+            "INCIDENT cuda_oom:  Fix: ",
+            rank=1,
+            label="cuda_oom",
+            cause="",
+            fix="",
+            excerpt="",
+        ),
+        event(
+            "miner_restarting",
+            "warning",
+            "MINER RESTARTING in 4s (attempt 2 of 5): exit 137",
+            cause="exit 137",
+            attempt=2,
+            wait_s=4.0,
+            max_restarts=5,
+        ),
     ):
-        list(bench.monitor.on_event(event))
-        head = {"ts": ts, "level": "error", "event": event.name, "msg": "", "rank": event.rank}
-        store.write(event_row({**head, **event.fields}))
+        list(bench.monitor.on_event(each))
+        head = {"ts": ts, "level": "error", "event": each.name, "msg": "", "rank": each.rank}
+        store.write(event_row({**head, **each.fields}))
     store.close()
     list(bench.monitor.on_stop())
     before = bench.monitor.snapshot()
@@ -302,7 +319,7 @@ def test_without_a_repo_a_push_is_reported_and_never_called_verified(
     bench.push("started")
     (event,) = bench.push("finished")
     assert (
-        message(event)
+        event.text
         == "UPLOAD REPORTED: tag 5.56.51 pushed in 12.0s; not verified: no [repo] is configured"
     )
 
@@ -323,9 +340,7 @@ def test_a_push_that_only_the_miners_line_reports_is_checked(bench: Bench) -> No
 def test_a_push_that_the_miners_end_cuts_off_is_failed(bench: Bench) -> None:
     bench.push("started")
     (failed,) = bench.monitor.on_exit(Exit(137, 9, False, False, 60.0))
-    assert message(failed).startswith(
-        "UPLOAD FAILED: tag 5.56.51: the miner exited during the push"
-    )
+    assert failed.text.startswith("UPLOAD FAILED: tag 5.56.51: the miner exited during the push")
     assert list(bench.monitor.on_exit(Exit(0, None, True, False, 60.0))) == []
 
 
@@ -333,7 +348,7 @@ def test_a_push_that_could_not_be_checked_before_the_end_is_unverified(bench: Be
     bench.push("started")
     bench.push("finished")
     (left,) = bench.monitor.on_stop()
-    assert message(left).startswith(
+    assert left.text.startswith(
         "UPLOAD UNVERIFIED: tag 5.56.51: the guard ended before the push was checked"
     )
 
@@ -357,7 +372,7 @@ def printed(
 
 
 def messages(monitor: module.UploadsMonitor, *chunks: bytes) -> list[str]:
-    return [message(event) for event in show(monitor, *chunks)]
+    return [event.text for event in show(monitor, *chunks)]
 
 
 @pytest.mark.parametrize("profile", [None, "sn38"])

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.eventlog import catalog
-from miner_guard.eventlog.catalog import make_finding
+from miner_guard.record.events import event
 from miner_guard.watch.output import CAUSELESS_S, SETTLE_S
 from tests.unit.incidents.helpers import root
 from tests.unit.incidents.live import BUG, KILLED, Live
@@ -17,7 +16,9 @@ from tests.unit.incidents.live import BUG, KILLED, Live
 
 def test_a_loss_that_the_guard_has_called_nan_itself_is_not_reported_twice(tmp_path: Path) -> None:
     live = Live(tmp_path)
-    live.events += live.monitor.on_event(make_finding("loss_nan", step=512, loss=float("nan")))
+    live.events += live.monitor.on_event(
+        event("loss_nan", "critical", "Loss is NaN or Inf at step 512", step=512, loss=float("nan"))
+    )
     live.prints(b"step 512 | loss: nan\n")
     live.after(SETTLE_S)
     assert live.labels == []
@@ -29,7 +30,12 @@ def test_a_crash_after_nan_is_one_incident_with_the_whole_logs_root(
 ) -> None:
     """When the miner printed the NaN, its exit once had no incident; otherwise the incident named
     only the exception."""
-    live, nan = Live(tmp_path), make_finding("loss_nan", step=512, loss=float("nan"))
+    live, nan = (
+        Live(tmp_path),
+        event(
+            "loss_nan", "critical", "Loss is NaN or Inf at step 512", step=512, loss=float("nan")
+        ),
+    )
     live.events += live.monitor.on_event(nan)
     live.prints(printed)
     live.after(SETTLE_S)
@@ -39,7 +45,7 @@ def test_a_crash_after_nan_is_one_incident_with_the_whole_logs_root(
     whole = (
         printed
         + b"2026-01-02T03:04:05.678Z | CRITICAL ERROR | Rank 0 | \xe2\x9d\x8c "
-        + catalog.message(nan).encode()
+        + nan.text.encode()
     )
     assert live.labels == [root(whole + b"\n" + BUG)] == ["loss_nan"]
     assert "NaN" in live.events[0].fields["excerpt"] or printed
@@ -54,7 +60,14 @@ def test_a_nan_that_training_survived_is_not_the_cause_of_a_crash(
     """The second crash after such a NaN once ended the guard: a restart does not fix a NaN."""
     live = Live(tmp_path)
     live.events += live.monitor.on_event(
-        make_finding("loss_nan", rank=1, step=3, loss=float("nan"))
+        event(
+            "loss_nan",
+            "critical",
+            "Loss is NaN or Inf at step 3",
+            rank=1,
+            step=3,
+            loss=float("nan"),
+        )
     )
     for number, loss in enumerate(losses):
         live.steps(1, number, loss)
@@ -65,7 +78,9 @@ def test_a_nan_that_training_survived_is_not_the_cause_of_a_crash(
 
 def test_an_old_nan_is_not_the_cause_of_the_exit(tmp_path: Path) -> None:
     live = Live(tmp_path)
-    live.events += live.monitor.on_event(make_finding("loss_nan", step=512, loss=float("nan")))
+    live.events += live.monitor.on_event(
+        event("loss_nan", "critical", "Loss is NaN or Inf at step 512", step=512, loss=float("nan"))
+    )
     live.after(3600)
     live.ends()
     assert live.labels == []
@@ -91,7 +106,14 @@ def test_a_persistent_nan_is_the_cause_if_no_other_is_known(
     again."""
     live = Live(tmp_path)
     live.events += live.monitor.on_event(
-        make_finding("loss_nan", rank=1, step=3, loss=float("nan"))
+        event(
+            "loss_nan",
+            "critical",
+            "Loss is NaN or Inf at step 3",
+            rank=1,
+            step=3,
+            loss=float("nan"),
+        )
     )
     live.after(SETTLE_S)
     live.after(3600)
@@ -114,7 +136,14 @@ def test_a_sigkill_without_an_out_of_memory_kill_is_not_called_one(tmp_path: Pat
 def test_a_rank_that_left_is_the_cause_of_the_others_network_errors(tmp_path: Path) -> None:
     live = Live(tmp_path)
     live.prints(b"RuntimeError: [gloo/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:1\n")
-    gone = make_finding("rank_gone", rank=1, detail="rank 1 ended with code 0", ranks=[1])
+    gone = event(
+        "rank_gone",
+        "error",
+        "RANK GONE: rank 1 ended with code 0",
+        rank=1,
+        detail="rank 1 ended with code 0",
+        ranks=[1],
+    )
     live.events += live.monitor.on_event(gone)
     live.ends()
     assert live.labels == ["rank_lost"]

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from miner_guard.config import Config, LogSettings, MinerSettings
-from miner_guard.eventlog import catalog
-from miner_guard.eventlog.catalog import make_finding
+from miner_guard.record.events import event
 from miner_guard.watch.output import CAUSELESS_S, COOLDOWN_S, SETTLE_S
 from tests.unit.incidents.helpers import root
 from tests.unit.incidents.live import BUG, KILLED, OOM, WATCHDOG, Live
@@ -37,7 +36,7 @@ def test_one_line_names_the_root_with_its_first_fix(tmp_path: Path) -> None:
     live.prints(WATCHDOG)
     live.after(SETTLE_S)
     assert live.labels == ["cuda_oom"]
-    line = catalog.message(live.events[0])
+    line = live.events[0].text
     assert line.startswith("INCIDENT cuda_oom: ")
     assert "from 4 to 2" in line
     assert live.events[0].rank == 2
@@ -125,7 +124,13 @@ def test_one_retry_is_not_an_incident_but_many_are_a_warning(tmp_path: Path) -> 
 def test_output_during_a_stop_by_the_guard_is_not_an_incident(tmp_path: Path) -> None:
     live = Live(tmp_path)
     live.events += live.monitor.on_event(
-        make_finding("miner_stopping", reason="SIGTERM", grace_s=45.0)
+        event(
+            "miner_stopping",
+            "info",
+            "MINER STOPPING: SIGTERM, 45s to stop",
+            reason="SIGTERM",
+            grace_s=45.0,
+        )
     )
     live.prints(
         b"W1 torch/distributed/elastic/agent/server/api.py:752] Received 15 death "

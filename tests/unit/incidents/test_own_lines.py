@@ -7,7 +7,6 @@ import json
 
 import pytest
 
-from miner_guard.eventlog.catalog import make_finding, message
 from miner_guard.watch.ranks import Straggler
 from tests.unit.incidents.helpers import incidents, root
 
@@ -44,7 +43,7 @@ def test_a_straggler_is_the_cause_if_nothing_worse_is_in_the_log() -> None:
         found = Straggler(1, 0.6, 0.05 if waits else None, 0.6, 0.92, "data", 0.8, 0.2, 20)
         assert ("collectives" in found.detail()) == bool(waits)
         assert waits in found.detail()
-        line = message(make_finding("straggler", rank=1, detail=found.detail(), score=0.6))
+        line = f"STRAGGLER: rank 1 {found.detail()}"
         log = f"2026-01-02 03:04:05 WARNING {line}\n"
         assert root(log + STEPS) == "straggler"
         assert root(log + HANG) == "hang"

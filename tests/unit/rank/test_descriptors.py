@@ -111,7 +111,7 @@ def test_a_copy_made_while_the_rank_goes_on_stepping_misses_no_step(
 
 CONSOLE = """
 import os, socket, sys
-from miner_guard.eventlog.catalog import make_finding
+from miner_guard.record.events import event
 from miner_guard.rank.environment import find
 from miner_guard.rank.recorder import Recorder
 place = find({}, sys.argv[1])
@@ -123,7 +123,7 @@ assert not recorder.notifier.alone
 supervisor.close()
 if sys.argv[2:]:
     os.dup2(os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT), 1)
-recorder.emit(make_finding("rank_message", text="the supervisor is gone"))
+recorder.emit(event("rank_message", "info", "the supervisor is gone", text="…"))
 recorder.close("closed")
 """
 

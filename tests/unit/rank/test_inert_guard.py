@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 import miner_guard
-from miner_guard.eventlog.catalog import message
 from miner_guard.rank import guard as hook
 from miner_guard.state_dir import StateDir
 from miner_guard.watch.output import DegradedHooksMonitor
@@ -125,4 +124,4 @@ def test_the_guard_reports_a_rank_without_a_hook_once(tmp_path: Path) -> None:
     monitor = DegradedHooksMonitor(context(tmp_path))
     line = b"GUARD DEGRADED: the guard's hook cannot run on rank 3: ImportError: no; training\n"
     events = show(monitor, b"loss 3.4\n", line, b"[rank1]: " + line, b"say GUARD DEGRADED: x\n")
-    assert [message(event) for event in events] == [line.decode().strip()]
+    assert [event.text for event in events] == [line.decode().strip()]

@@ -16,13 +16,12 @@ from typing import Any
 
 import pytest
 
-from miner_guard.eventlog.catalog import make_finding
 from miner_guard.rank import flight
 from miner_guard.rank import guard as hook
 from miner_guard.rank.console import Console
 from miner_guard.rank.environment import RankSettings, find
 from miner_guard.rank.guard import Guard
-from miner_guard.record.events import Event
+from miner_guard.record.events import Event, event
 from miner_guard.state_dir import StateDir
 from tests.support.waiting import until
 from tests.unit.rank.helpers import Clock, entries, messages, place, reader_of, state_of
@@ -167,13 +166,14 @@ def test_a_forked_child_does_not_write_into_its_parents_record(
 def test_a_forked_child_logs_nothing_for_its_parent(state: StateDir) -> None:
     script = (
         "import os, sys, miner_guard\n"
-        "from miner_guard.eventlog.catalog import make_finding\n"
+        "from miner_guard.record.events import event\n"
         "guard = miner_guard.init(sys.argv[1])\n"
         "if os.fork() == 0:\n"
-        "    guard.emit(make_finding('rank_message', text='from the child'))\n"
-        "    guard._recorder.say(make_finding('rank_message', text='from the child'))\n"
+        "    guard.emit(event('rank_message', 'info', 'from the child', text='…'))\n"
+        "    guard._recorder.say(event('rank_message', 'info', 'from the child', text='…'))\n"
         "    import time; time.sleep(0.3); os._exit(0)\n"
-        "os.wait(); guard.emit(make_finding('rank_message', text='from the rank')); guard.close()\n"
+        "os.wait(); guard.emit(event('rank_message', 'info', 'from the rank', text='…'))\n"
+        "guard.close()\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(state.root)], check=True, timeout=60, capture_output=True
@@ -313,14 +313,16 @@ def test_neither_an_odd_event_nor_a_full_pipe_silences_a_rank_that_prints_for_it
     with contextlib.suppress(BlockingIOError):
         while True:
             os.write(write, b"x" * 4096)
-    console.say(make_finding("rank_message", text="there is no room for this"))
+    console.say(
+        event("rank_message", "info", "there is no room for this", text="there is no room for this")
+    )
     console.flush()
     with contextlib.suppress(BlockingIOError):
         while os.read(read, 1 << 16):
             pass
     odd: Any = Odd()
     console.say(Event("no_such_event", "info", odd, {}))
-    console.say(make_finding("rank_message", text="for this there is"))
+    console.say(event("rank_message", "info", "for this there is", text="for this there is"))
     console.flush()
     printed = os.read(read, 1 << 16).decode()
     assert "for this there is" in printed
